@@ -1,0 +1,24 @@
+"""jaxrlhf: reinforcement learning from human and verifiable feedback, in JAX.
+
+Importing this package touches no device and loads nothing heavy; the names below are
+resolved on first use.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Config": "jaxrlhf.config",
+    "load": "jaxrlhf.config",
+    "override": "jaxrlhf.config",
+    "train": "jaxrlhf.controller.run",
+}
+
+__all__ = ["Config", "__version__", "load", "override", "train"]
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'jaxrlhf' has no attribute {name!r}")

@@ -1,0 +1,117 @@
+"""What travels between the roles, and the notation that names its shapes.
+
+One capital per dimension ends an array's name: `B` responses of a batch (prompt-major,
+B = P * G), `P` prompts, `G` responses per prompt, `T` token positions, `S` key positions,
+`V` vocabulary, `D` residual width, `F` feed-forward width, `N`/`K`/`H` query heads,
+key-value heads and head width, `L` layers, `R` packed rows, `W` tokens of a packed row.
+
+Every `[B, T]` array speaks of the token at the same index: `logp_BT[b, t]` is the
+log-probability of `token_BT[b, t]` given the tokens before it, `value_BT[b, t]` the value of
+the prefix before it, `reward_BT[b, t]` is paid when it is emitted, and `mask_BT` is True
+where the policy chose it (its own end-of-sequence included). Sequences are left-aligned;
+what lies past `length_B` is padding and is known by the length alone, never by its id.
+
+Arrays here are host arrays (numpy): they are small, rewards read them as text, and packing
+is host work. Workers move them to their devices.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from flax import struct
+
+Array = jax.Array | np.ndarray
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One record of a data set, tokenised once.
+
+    Attributes:
+      prompt_id: Position in its split: the group key, and part of the sampling seed.
+      prompt: The text that was tokenised, chat template applied.
+      prompt_tokens: Its token ids.
+      answer: Reference answer for the rewards; None if the data has none.
+      solution_tokens: Worked solution with EOS, for supervised training; empty if none.
+      record: The source record, handed to reward functions.
+    """
+
+    prompt_id: int
+    prompt: str
+    prompt_tokens: tuple[int, ...]
+    answer: str | None = None
+    solution_tokens: tuple[int, ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+
+@struct.dataclass
+class Sequences:
+    """B sequences of prompt and response tokens.
+
+    Attributes:
+      token_BT: int32 ids; 0 past the length.
+      length_B: int32 tokens of prompt and response together.
+      mask_BT: bool, tokens to train on.
+      prompt_id_B: int64 group key.
+    """
+
+    token_BT: Array
+    length_B: Array
+    mask_BT: Array
+    prompt_id_B: Array
+
+
+@struct.dataclass
+class Rollout:
+    """What the actor generated.
+
+    Attributes:
+      sequences: Prompts and responses; the mask covers the response, its EOS included.
+      sampler_logp_BT: float32 as reported while sampling, 0 outside the mask.
+      truncated_B: bool, ended by the length limit.
+      version_B: int32 policy version that sampled the response.
+    """
+
+    sequences: Sequences
+    sampler_logp_BT: Array
+    truncated_B: Array
+    version_B: Array
+
+
+@struct.dataclass
+class Scores:
+    """What the rewards said.
+
+    Attributes:
+      score_B: float32 weighted sum of the parts; 0 where unscorable.
+      scorable_B: bool; False where a reward function failed, timed out or returned no
+        finite number. Such rows take no part in statistics and have no advantage.
+      parts: Each part's unweighted float32 score by name, NaN where it failed.
+    """
+
+    score_B: Array
+    scorable_B: Array
+    parts: dict[str, Array]
+
+
+@struct.dataclass
+class Experience:
+    """What the trainer consumes: one sum, `sum(weight * token_loss)`, with weights fixed here.
+
+    Weights carry masks, filters, importance weights and global denominators (algorithms
+    spec, section 9), so the trainer never divides.
+
+    Attributes:
+      sequences: Tokens; the mask marks trained tokens.
+      weight_BT: float32 weight of each token's main loss, 0 where untrained.
+      fields: Further `[B, T]` float32 arrays that the loss reads by name
+        (`advantage`, `old_logp`, `ref_logp`, `kl_weight`, `entropy_weight`, `returns`, `old_value`).
+    """
+
+    sequences: Sequences
+    weight_BT: Array
+    fields: dict[str, Array]

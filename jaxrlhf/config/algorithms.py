@@ -1,0 +1,218 @@
+"""The settings of each algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from jaxrlhf.config.check import positive, require, within
+from jaxrlhf.config.sources import Pretrained
+from jaxrlhf.config.training import Optimizer, Training
+
+if TYPE_CHECKING:
+    from jaxrlhf.config.run import Config
+
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
+]
+KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """Steer the coefficient towards a KL (Ziegler et al. 2019, arXiv:1909.08593, section 2.2)."""
+
+    target: float = 6.0
+    horizon: int = 10_000
+
+    def __post_init__(self) -> None:
+        positive(self, "target", "horizon")
+
+
+@dataclass(frozen=True)
+class KLInReward:
+    """Subtract `coefficient * kl` from each token's reward. Refers to the reference policy."""
+
+    coefficient: float = 0.001
+    estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    adaptive: AdaptiveKL | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "coefficient")
+
+
+@dataclass(frozen=True)
+class KLInLoss:
+    """Add `coefficient * kl` to each token's loss. Refers to the reference policy."""
+
+    coefficient: float = 0.001
+    estimator: KLEstimator = "k3"
+    adaptive: AdaptiveKL | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "coefficient")
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """Clipped policy-gradient loss.
+
+    Attributes:
+      clip_low: Ratio may fall to 1 - clip_low.
+      clip_high: Ratio may rise to 1 + clip_high.
+      dual_clip: Bound on the loss of tokens with negative advantage, as a multiple of it; None is off.
+      aggregation: How token losses become one number (algorithms spec, section 9).
+      entropy_coefficient: Weight of the entropy bonus; 0 computes entropy as a metric only.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = 3.0
+    aggregation: Aggregation = "token-mean"
+    entropy_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive(self, "clip_low", "clip_high")
+        require(
+            self.dual_clip is None or self.dual_clip > 1,
+            f"PolicyLoss.dual_clip must be above 1 or None, got {self.dual_clip}",
+        )
+
+
+@dataclass(frozen=True)
+class ValueLoss:
+    """Clipped value regression; the value moves at most `clip` from the old one."""
+
+    clip: float = 0.5
+
+    def __post_init__(self) -> None:
+        positive(self, "clip")
+
+
+@dataclass(frozen=True)
+class TruncatedImportance:
+    """Weight tokens by min(pi_old / pi_sampler, cap): corrects sampler-trainer mismatch."""
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        positive(self, "cap")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What every algorithm's settings share. Subclass it for a new one.
+
+    Class attributes:
+      dataflow: `module:function` of the step; see `jaxrlhf.controller`.
+      roles: The groups that the step calls.
+    """
+
+    dataflow: ClassVar[str]
+    roles: ClassVar[tuple[str, ...]]
+
+    def initial_state(self) -> dict[str, float]:
+        """Numbers the algorithm carries from step to step; they are in every checkpoint."""
+        return {}
+
+    def check(self, config: Config) -> None:
+        """Raise `ValueError` if the rest of the configuration does not fit this algorithm."""
+
+
+@dataclass(frozen=True)
+class PolicyGradient(Algorithm):
+    """What PPO and GRPO share.
+
+    Attributes:
+      responses_per_update: Responses in one optimizer update (the minibatch); divides a step's.
+      epochs_per_step: Passes over a step's responses.
+    """
+
+    responses_per_update: int = 64
+    epochs_per_step: int = 1
+    policy: PolicyLoss = field(default_factory=PolicyLoss)
+    kl: KLInReward | KLInLoss | None = None
+    correction: TruncatedImportance | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "responses_per_update", "epochs_per_step")
+
+    def initial_state(self) -> dict[str, float]:
+        return {"kl_coefficient": self.kl.coefficient if self.kl else 0.0}
+
+    def check(self, config: Config) -> None:
+        total = config.rollout.responses_per_step
+        divisors = [n for n in range(1, total + 1) if total % n == 0]
+        nearest = sorted(divisors, key=lambda n: abs(n - self.responses_per_update))[:3]
+        require(
+            total % self.responses_per_update == 0,
+            f"algorithm.responses_per_update={self.responses_per_update} does not divide the {total} responses of a "
+            f"step ({config.rollout.prompts_per_step} prompts x {config.rollout.responses_per_prompt}); "
+            f"nearest that do: {sorted(nearest)}",
+        )
+
+
+@dataclass(frozen=True)
+class PPO(PolicyGradient):
+    """Proximal policy optimisation with a learned critic (Schulman et al. 2017, arXiv:1707.06347).
+
+    Attributes:
+      gamma: Discount per chosen token.
+      lam: GAE's lambda.
+      critic_model: Where the critic's trunk comes from; None copies the actor's.
+      critic_warmup_steps: Steps at the start in which only the critic is updated.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.controller.ppo:step"
+    roles: ClassVar[tuple[str, ...]] = ("actor", "critic", "reference", "reward")
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    value: ValueLoss = field(default_factory=ValueLoss)
+    critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
+    critic_model: Pretrained | None = None
+    critic_warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "gamma", 0.0, 1.0)
+        within(self, "lam", 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class GRPO(PolicyGradient):
+    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300).
+
+    Attributes:
+      normalize_std: Divide by the group's standard deviation.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.controller.grpo:step"
+    roles: ClassVar[tuple[str, ...]] = ("actor", "reference", "reward")
+
+    normalize_std: bool = True
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        require(
+            config.rollout.responses_per_prompt > 1,
+            "GRPO compares the responses to one prompt: rollout.responses_per_prompt must be 2 or more, "
+            f"got {config.rollout.responses_per_prompt}",
+        )
+
+
+@dataclass(frozen=True)
+class SFT(Algorithm):
+    """Supervised fine-tuning on worked solutions; token-mean negative log-likelihood.
+
+    Attributes:
+      examples_per_update: Solutions in one optimizer update.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.controller.supervised:step"
+    roles: ClassVar[tuple[str, ...]] = ("actor",)
+
+    examples_per_update: int = 64
+
+    def __post_init__(self) -> None:
+        positive(self, "examples_per_update")

@@ -1,0 +1,20 @@
+"""The checks that settings run on themselves when they are built."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `ValueError(message)` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def positive(owner: object, *names: str) -> None:
+    """Require the named fields of `owner` to be above 0."""
+    for name in names:
+        value = getattr(owner, name)
+        require(value > 0, f"{type(owner).__name__}.{name} must be above 0, got {value}")
+
+
+def within(owner: object, name: str, low: float, high: float) -> None:
+    """Require `low <= owner.name <= high`."""
+    value = getattr(owner, name)
+    require(low <= value <= high, f"{type(owner).__name__}.{name} must be in [{low}, {high}], got {value}")

@@ -1,0 +1,108 @@
+"""A whole run."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxrlhf.config.algorithms import PPO, SFT, Algorithm
+from jaxrlhf.config.check import positive, require
+from jaxrlhf.config.sources import Data, Model, Rewards
+from jaxrlhf.config.training import Optimizer, Rollout, Training
+
+
+@dataclass(frozen=True)
+class ColdStart:
+    """A short supervised stage before the main one, for policies that know nothing yet."""
+
+    steps: int
+    algorithm: SFT = field(default_factory=SFT)
+    actor: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-3)))
+
+    def __post_init__(self) -> None:
+        positive(self, "steps")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Greedy accuracy on held-out problems.
+
+    Attributes:
+      every_steps: 0 evaluates only before the first and after the last step.
+      problems: At most this many of the held-out split.
+    """
+
+    every_steps: int = 10
+    problems: int = 256
+
+    def __post_init__(self) -> None:
+        require(self.every_steps >= 0, f"Evaluation.every_steps must be 0 or more, got {self.every_steps}")
+        positive(self, "problems")
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """What is kept on disk.
+
+    Attributes:
+      every_steps: 0 saves only at the end and on SIGTERM.
+      keep_last: Newest checkpoints kept.
+      keep_best: Checkpoints of the highest `eval/accuracy` kept beside them.
+    """
+
+    every_steps: int = 20
+    keep_last: int = 2
+    keep_best: int = 1
+
+    def __post_init__(self) -> None:
+        positive(self, "keep_last")
+        require(self.every_steps >= 0, f"Checkpointing.every_steps must be 0 or more, got {self.every_steps}")
+        require(self.keep_best >= 0, f"Checkpointing.keep_best must be 0 or more, got {self.keep_best}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run.
+
+    Attributes:
+      steps: Steps of the main stage.
+      tokenizer: Hugging Face tokenizer directory or hub id; None is the model's own.
+      compute_dtype: Of activations and of the generation copy; `auto` is bfloat16 on GPU and
+        TPU and float32 on CPU. Master weights are always float32.
+      devices: How many devices to use; None is all.
+      workdir: Where checkpoints, metrics and samples go; None is `runs/<name>`.
+      resume: Go on from the newest checkpoint in `workdir` if there is one.
+    """
+
+    name: str
+    algorithm: Algorithm
+    steps: int
+    model: Model
+    data: Data
+    rewards: Rewards = field(default_factory=Rewards)
+    rollout: Rollout = field(default_factory=Rollout)
+    actor: Training = field(default_factory=Training)
+    cold_start: ColdStart | None = None
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    tokenizer: str | None = None
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    devices: int | None = None
+    seed: int = 0
+    workdir: str | None = None
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        positive(self, "steps")
+        require(self.devices is None or self.devices > 0, f"Config.devices must be above 0 or None, got {self.devices}")
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        trained = [("actor", self.actor)]
+        if isinstance(self.algorithm, PPO):
+            trained.append(("algorithm.critic", self.algorithm.critic))
+        if self.cold_start is not None:
+            trained.append(("cold_start.actor", self.cold_start.actor))
+        for name, training in trained:
+            require(
+                training.tokens_per_microbatch >= longest,
+                f"{name}.tokens_per_microbatch={training.tokens_per_microbatch} cannot hold one sequence of "
+                f"max_prompt_tokens + max_response_tokens = {longest} tokens; raise it to at least {longest}",
+            )
+        self.algorithm.check(self)

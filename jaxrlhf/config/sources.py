@@ -1,0 +1,157 @@
+"""Where models, problems and scores come from."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxrlhf.config.check import positive, require, within
+
+
+@dataclass(frozen=True)
+class FromScratch:
+    """A randomly initialised Qwen2-shaped decoder over the embedded tokenizer; needs no download."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 384
+    num_layers: int = 3
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 32
+
+    def __post_init__(self) -> None:
+        positive(self, "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A Hugging Face checkpoint; its tokenizer and chat template come with it.
+
+    Attributes:
+      path: Local directory, or hub id such as `Qwen/Qwen2.5-0.5B-Instruct`.
+    """
+
+    path: str
+
+
+Model = FromScratch | Pretrained
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Generated multi-step word problems with worked solutions.
+
+    Attributes:
+      difficulty: 1 to 5: more steps and larger numbers.
+      train_problems: Size of the training split.
+      eval_problems: Size of the held-out split; no problem text is in both.
+    """
+
+    difficulty: int = 2
+    train_problems: int = 20_000
+    eval_problems: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        within(self, "difficulty", 1, 5)
+        positive(self, "train_problems", "eval_problems")
+
+
+@dataclass(frozen=True)
+class Gsm8k:
+    """Grade-school maths (Cobbe et al. 2021, arXiv:2110.14168), answers after `####`.
+
+    Attributes:
+      path: Hub id, or a directory with train/test as `.jsonl` or `.parquet`.
+      instruction: Appended to each question.
+    """
+
+    path: str = "openai/gsm8k"
+    instruction: str = 'Let\'s think step by step and output the final answer after "####".'
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """Prompts from `.jsonl` or `.parquet`, one record a line.
+
+    Attributes:
+      train: File of training records.
+      evaluation: File of held-out records; None trains without evaluation.
+      prompt_key: Field with the prompt: a text, or a list of chat messages.
+      answer_key: Field with the reference answer that rewards see; None if there is none.
+      solution_key: Field with a worked solution for supervised training; None if there is none.
+    """
+
+    train: str
+    evaluation: str | None = None
+    prompt_key: str = "prompt"
+    answer_key: str | None = "answer"
+    solution_key: str | None = None
+
+
+Data = Arithmetic | Gsm8k | PromptFile
+
+
+@dataclass(frozen=True)
+class Gsm8kReward:
+    """1 if the answer is right. `strict` wants `#### answer`; `flexible` takes the last number."""
+
+    method: Literal["strict", "flexible"] = "strict"
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class ArithmeticReward:
+    """1 if the number after `####` equals the reference."""
+
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class FormatReward:
+    """1 if the whole response matches a regular expression."""
+
+    pattern: str = r"(?s).*####\s*-?[\d,.]+\s*"
+    weight: float = 0.1
+
+
+@dataclass(frozen=True)
+class FunctionReward:
+    """A user's function, as `module:function` or `path/to/file.py:function`. See `jaxrlhf.rewards`."""
+
+    function: str
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(
+            ":" in self.function,
+            f"FunctionReward.function must be 'module:function' or 'file.py:function', got {self.function!r}",
+        )
+
+
+@dataclass(frozen=True)
+class ModelReward:
+    """The score head of a sequence-classification checkpoint, read at the last token."""
+
+    path: str
+    weight: float = 1.0
+
+
+RewardPart = Gsm8kReward | ArithmeticReward | FormatReward | FunctionReward | ModelReward
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The score of a response is the weighted sum of its parts.
+
+    Attributes:
+      workers: Processes that run reward functions.
+      timeout_s: Wall-clock limit of one call; past it the process is killed and the
+        response is unscorable.
+    """
+
+    parts: tuple[RewardPart, ...] = (ArithmeticReward(),)
+    workers: int = 2
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        positive(self, "workers", "timeout_s")
+        require(len(self.parts) > 0, "Rewards.parts is empty; name at least one reward")

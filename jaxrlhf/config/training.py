@@ -1,0 +1,142 @@
+"""How a role is laid out and trained, and what a step generates."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxrlhf.config.check import positive, require
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a role's devices are factored, for training and for generation.
+
+    Attributes:
+      data: Replicas of the training state; None takes the devices that are left.
+      fsdp: Ways the parameters and optimizer are split over data-parallel devices.
+      tensor: Ways every layer is split in training.
+      generation_tensor: Ways every layer is split in generation; divides `tensor`. The
+        quotient is the micro-data-parallel size (HybridFlow section 5).
+    """
+
+    data: int | None = None
+    fsdp: int = 1
+    tensor: int = 1
+    generation_tensor: int = 1
+
+    def __post_init__(self) -> None:
+        positive(self, "fsdp", "tensor", "generation_tensor")
+        require(self.data is None or self.data > 0, f"Layout.data must be above 0 or None, got {self.data}")
+        fits = [n for n in range(1, self.tensor + 1) if self.tensor % n == 0]
+        require(
+            self.tensor % self.generation_tensor == 0,
+            f"Layout.generation_tensor={self.generation_tensor} does not divide tensor={self.tensor}; use one of {fits}",
+        )
+
+    @property
+    def micro(self) -> int:
+        """Generation replicas that one training replica becomes."""
+        return self.tensor // self.generation_tensor
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """AdamW with global-norm clipping.
+
+    Attributes:
+      warmup_updates: Updates over which the learning rate rises from 0.
+      decay: `constant`, or down to 0 over the run's updates.
+      max_grad_norm: Gradients are scaled down to this global norm.
+    """
+
+    learning_rate: float = 1e-6
+    warmup_updates: int = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "learning_rate", "eps", "max_grad_norm")
+        require(self.warmup_updates >= 0, f"Optimizer.warmup_updates must be 0 or more, got {self.warmup_updates}")
+
+
+@dataclass(frozen=True)
+class Training:
+    """How one role is trained.
+
+    Attributes:
+      tokens_per_microbatch: Most tokens (padding included) that one forward-backward holds,
+        over all devices of the role. Smaller saves memory; the gradient does not change.
+      remat: Recompute each layer's activations in the backward pass.
+    """
+
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    layout: Layout = field(default_factory=Layout)
+    tokens_per_microbatch: int = 16_384
+    remat: bool = True
+
+    def __post_init__(self) -> None:
+        positive(self, "tokens_per_microbatch")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is drawn. `top_k=0` keeps all; `top_p=1` keeps all; `greedy` ignores the rest.
+
+    Attributes:
+      min_tokens: Stop tokens are not drawn before this many tokens.
+      stop_tokens: Texts of single tokens that end a response beside the tokenizer's EOS.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    greedy: bool = False
+    stop_tokens: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(
+            self.temperature > 0,
+            f"Sampling.temperature must be above 0, got {self.temperature}; for argmax decoding set greedy=True",
+        )
+        require(0 < self.top_p <= 1, f"Sampling.top_p must be in (0, 1], got {self.top_p}")
+        require(self.top_k >= 0, f"Sampling.top_k must be 0 (off) or more, got {self.top_k}")
+        require(self.min_tokens >= 0, f"Sampling.min_tokens must be 0 or more, got {self.min_tokens}")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What one step generates.
+
+    Attributes:
+      prompts_per_step: P.
+      responses_per_prompt: G; a step has B = P * G responses.
+      max_prompt_tokens: Longer prompts are dropped and counted.
+      max_response_tokens: Longer responses are cut and marked truncated.
+      slots: Responses decoded at once; None is all of a step's.
+      decode_tokens_per_dispatch: Tokens decoded by one program call before finished slots refill.
+    """
+
+    prompts_per_step: int = 64
+    responses_per_prompt: int = 1
+    max_prompt_tokens: int = 512
+    max_response_tokens: int = 512
+    sampling: Sampling = field(default_factory=Sampling)
+    slots: int | None = None
+    decode_tokens_per_dispatch: int = 16
+
+    def __post_init__(self) -> None:
+        positive(self, "prompts_per_step", "responses_per_prompt", "max_prompt_tokens", "max_response_tokens")
+        positive(self, "decode_tokens_per_dispatch")
+        require(self.slots is None or self.slots > 0, f"Rollout.slots must be above 0 or None, got {self.slots}")
+        require(
+            self.sampling.min_tokens <= self.max_response_tokens,
+            f"Sampling.min_tokens={self.sampling.min_tokens} is above max_response_tokens={self.max_response_tokens}",
+        )
+
+    @property
+    def responses_per_step(self) -> int:
+        return self.prompts_per_step * self.responses_per_prompt

@@ -1,0 +1,22 @@
+"""Eight CPU devices, strict JAX, checked annotations."""
+
+import os
+
+# XLA:CPU can deadlock when collectives of eight devices queue on few threads; the thread
+# pool is sized from this variable, which has to be set before JAX starts.
+os.environ["NPROC"] = "32"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from jaxtyping import install_import_hook
+
+# Every annotated call in these rooms is checked while tests run. `batch` is left out: JAX
+# rebuilds pytrees with arbitrary leaves.
+_CHECKED = ["algos", "data", "parallel", "models", "rewards", "engine"]
+install_import_hook([f"jaxrlhf.{room}" for room in _CHECKED], "beartype.beartype")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
