@@ -1,0 +1,23 @@
+"""Meshes, sharding rules, the switch between layouts, and pools of devices."""
+
+from jaxrlhf.parallel.hybrid import HybridEngine, Switch, missing_bytes, refines
+from jaxrlhf.parallel.mesh import AXES, BATCH_AXES, SLOT_AXES, factored_mesh
+from jaxrlhf.parallel.pool import ResourcePool
+from jaxrlhf.parallel.rules import GENERATE, TRAIN, check_divisible, shard_bytes, shardings
+
+__all__ = [
+    "AXES",
+    "BATCH_AXES",
+    "GENERATE",
+    "SLOT_AXES",
+    "TRAIN",
+    "HybridEngine",
+    "ResourcePool",
+    "Switch",
+    "check_divisible",
+    "factored_mesh",
+    "missing_bytes",
+    "refines",
+    "shard_bytes",
+    "shardings",
+]

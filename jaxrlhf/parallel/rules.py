@@ -1,0 +1,57 @@
+"""Two rule tables map the named dimensions of parameters to mesh axes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Rules = Mapping[str, str | tuple[str, ...]]
+
+TRAIN: Rules = {
+    "embed": "fsdp",
+    "heads": ("tensor", "micro"),
+    "kv_heads": ("tensor", "micro"),
+    "mlp": ("tensor", "micro"),
+    "vocab": ("tensor", "micro"),
+}
+
+GENERATE: Rules = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+
+
+def _is_dims(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
+def shardings(mesh: Mesh, dims: Any, rules: Rules) -> Any:
+    """A tree of `NamedSharding` for a tree of dimension names; unnamed dimensions stay whole."""
+
+    def one(names: tuple[str | None, ...]) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(rules.get(name) if name else None for name in names)))
+
+    return jax.tree.map(one, dims, is_leaf=_is_dims)
+
+
+def check_divisible(mesh: Mesh, dims: Any, shapes: Any, rules: Rules, *, role: str) -> None:
+    """Raise `ValueError` if a dimension does not split evenly over the axes its rule names."""
+
+    def one(names: tuple[str | None, ...], array: Any) -> None:
+        for name, size in zip(names, array.shape, strict=True):
+            axes = rules.get(name, ()) if name else ()
+            axes = (axes,) if isinstance(axes, str) else axes
+            ways = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
+            if size % ways:
+                sizes = [n for n in range(1, size + 1) if size % n == 0]
+                raise ValueError(
+                    f"{role}: the model's {name!r} dimension of {size} does not split {ways} ways "
+                    f"(mesh axes {' x '.join(axes)}); a split of {sizes[:8]} would"
+                )
+
+    jax.tree.map(one, dims, shapes, is_leaf=_is_dims)
+
+
+def shard_bytes(shapes: Any, layout: Any) -> int:
+    """Bytes that one device holds of a tree of shaped arrays under a tree of shardings."""
+    sizes = jax.tree.map(lambda array, s: int(np.prod(s.shard_shape(array.shape))) * array.dtype.itemsize, shapes, layout)
+    return sum(jax.tree.leaves(sizes))
