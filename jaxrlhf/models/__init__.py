@@ -1,0 +1,28 @@
+"""One decoder for every supported family: its parameters, its forward passes, its heads, its checkpoints."""
+
+from jaxrlhf.models.cache import LayerCache, Prefix, cache_dims, empty_cache, insert_prefix
+from jaxrlhf.models.decoder import decode, hidden_states, prefill, unstack_layers
+from jaxrlhf.models.heads import TokenOutput, logits, score, token_logp, values
+from jaxrlhf.models.parameters import Param, declare, init_params, param_dims, param_shapes
+
+__all__ = [
+    "LayerCache",
+    "Param",
+    "Prefix",
+    "TokenOutput",
+    "cache_dims",
+    "declare",
+    "decode",
+    "empty_cache",
+    "hidden_states",
+    "init_params",
+    "insert_prefix",
+    "logits",
+    "param_dims",
+    "param_shapes",
+    "prefill",
+    "score",
+    "token_logp",
+    "unstack_layers",
+    "values",
+]

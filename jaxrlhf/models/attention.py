@@ -1,0 +1,69 @@
+"""Attention of packed rows to themselves, and of one new token to its cache.
+
+`attend` is the interface behind which kernels live. A kernel computes the same numbers as
+`xla`; it is chosen by what it runs on, never silently dropped.
+"""
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Kernel = Literal["xla", "cudnn"]
+
+# cuDNN's fused attention takes half precision and heads up to 128 wide in steps of 8.
+_CUDNN_DTYPES = (jnp.bfloat16, jnp.float16)
+_CUDNN_MAX_HEAD_DIM = 128
+
+
+def best_kernel(*, head_dim: int, dtype: jnp.dtype) -> Kernel:
+    """The fastest kernel for the default backend that can take these heads."""
+    fits = dtype in _CUDNN_DTYPES and head_dim % 8 == 0 and head_dim <= _CUDNN_MAX_HEAD_DIM
+    return "cudnn" if jax.default_backend() == "gpu" and fits else "xla"
+
+
+def attend(
+    query_RWNH: Float[Array, "R W N H"],
+    key_RWKH: Float[Array, "R W K H"],
+    value_RWKH: Float[Array, "R W K H"],
+    segment_RW: Int[Array, "R W"],
+    *,
+    kernel: Kernel | None = None,
+) -> Float[Array, "R W N H"]:
+    """Causal attention inside each segment of a row; softmax in float32.
+
+        out_t = sum_s softmax_s(q_t . k_s / sqrt(H)) v_s    over s <= t with segment_s = segment_t
+
+    Padding is segment 0 and sees only padding, so no row of the softmax is empty.
+
+    Args:
+      kernel: None picks `best_kernel`.
+    """
+    if kernel is None:
+        kernel = best_kernel(head_dim=query_RWNH.shape[-1], dtype=query_RWNH.dtype)
+    mask_R1WW = (segment_RW[:, :, None] == segment_RW[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        query_RWNH, key_RWKH, value_RWKH, mask=mask_R1WW, is_causal=True, implementation=kernel
+    )
+
+
+def attend_cache(
+    query_BNH: Float[Array, "B N H"],
+    key_BKHS: Float[Array, "B K H S"],
+    value_BKSH: Float[Array, "B K S H"],
+    position_B: Int[Array, "B"],
+) -> Float[Array, "B N H"]:
+    """One query per slot over its cache entries at index <= position; softmax in float32.
+
+    Keys lie with positions last and values with head width last, so both products stream
+    through contiguous memory (on CPU several times faster than positions first).
+    """
+    slots, kv_heads, head_dim, capacity = key_BKHS.shape
+    query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
+    logit_BKGS = jnp.einsum("BKGH,BKHS->BKGS", query_BKGH, key_BKHS, preferred_element_type=jnp.float32)
+    seen_BS = jnp.arange(capacity)[None, :] <= position_B[:, None]
+    logit_BKGS = jnp.where(seen_BS[:, None, None, :], logit_BKGS / math.sqrt(head_dim), -jnp.inf)
+    weight_BKGS = jax.nn.softmax(logit_BKGS, axis=-1).astype(value_BKSH.dtype)
+    return jnp.einsum("BKGS,BKSH->BKGH", weight_BKGS, value_BKSH).reshape(query_BNH.shape)

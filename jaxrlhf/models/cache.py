@@ -1,0 +1,82 @@
+"""Keys and values kept between decoded tokens: one pair of arrays per layer.
+
+A list of per-layer arrays, not one stacked array: a stacked cache carried through a loop is
+copied at every token. Keys lie as `[slots, kv_heads, head_dim, positions]` and values as
+`[slots, kv_heads, positions, head_dim]`, the order in which `attend_cache` streams them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrlhf.architecture import ModelConfig
+
+
+class Prefix(NamedTuple):
+    """Keys (rotated) and values of P prompts, as prefill leaves them."""
+
+    key_LPSKH: Array
+    value_LPSKH: Array
+
+
+class LayerCache(NamedTuple):
+    """One layer's cache for B slots of S positions."""
+
+    key_BKHS: Array
+    value_BKSH: Array
+
+    def write(
+        self, key_BKH: Float[Array, "B K H"], value_BKH: Float[Array, "B K H"], position_B: Int[Array, "B"]
+    ) -> "LayerCache":
+        """One new entry per slot, each at its own position."""
+        slot_B = jnp.arange(position_B.shape[0])
+        return LayerCache(
+            self.key_BKHS.at[slot_B, :, :, position_B].set(key_BKH.astype(self.key_BKHS.dtype)),
+            self.value_BKSH.at[slot_B, :, position_B].set(value_BKH.astype(self.value_BKSH.dtype)),
+        )
+
+
+Cache = list[LayerCache]
+
+
+def empty_cache(config: ModelConfig, *, slots: int, capacity: int, dtype: Any = jnp.float32) -> Cache:
+    """A cache for `slots` sequences of at most `capacity` tokens. Build it under jit with
+    `out_shardings` to have each device allocate its own part."""
+    keys = (slots, config.num_kv_heads, config.head_dim, capacity)
+    values = (slots, config.num_kv_heads, capacity, config.head_dim)
+    return [LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_layers)]
+
+
+def cache_dims(config: ModelConfig) -> list[LayerCache]:
+    """Dimension names of `empty_cache`, in the same tree."""
+    keys = ("slots", "kv_heads", "head_dim", None)
+    values = ("slots", "kv_heads", None, "head_dim")
+    return [LayerCache(keys, values) for _ in range(config.num_layers)]
+
+
+def insert_prefix(cache: Cache, prefix: Prefix, row_I: Int[Array, "I"], slot_I: Int[Array, "I"]) -> Cache:
+    """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; several slots may take one prompt.
+
+    A slot index at or past the number of slots is skipped, so a program compiled for I
+    insertions can serve fewer. Pure; donate the cache to write in place.
+
+    Raises:
+      ValueError: The prompts are longer than the cache's capacity.
+    """
+    width, capacity = prefix.key_LPSKH.shape[2], cache[0].key_BKHS.shape[3]
+    if width > capacity:
+        raise ValueError(f"prompts of {width} tokens do not fit a cache of capacity {capacity}; enlarge the cache")
+    return [
+        LayerCache(
+            _place(stored.key_BKHS, jnp.transpose(key_PSKH[row_I], (0, 2, 3, 1)), slot_I),
+            _place(stored.value_BKSH, jnp.transpose(value_PSKH[row_I], (0, 2, 1, 3)), slot_I),
+        )
+        for stored, key_PSKH, value_PSKH in zip(cache, prefix.key_LPSKH, prefix.value_LPSKH, strict=True)
+    ]
+
+
+def _place(stored: Array, block: Array, slot_I: Array) -> Array:
+    """Write each block at the start of its slot."""
+    _, _, first, second = block.shape
+    return stored.at[slot_I, :, :first, :second].set(block.astype(stored.dtype), mode="drop")

@@ -1,0 +1,180 @@
+"""The decoder: one layer, run over packed rows, over prompts, or over one token per slot.
+
+Parameters are float32 masters (or the generation copy in its own dtype); each matrix is
+cast to the activation dtype where it is used, so a sharded gather moves the small one.
+Norms, rotary positions and softmax are float32 whatever the activations are.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.batch import Params
+from jaxrlhf.models.attention import attend, attend_cache
+from jaxrlhf.models.cache import Cache, LayerCache, Prefix
+from jaxrlhf.models.rope import Rotation, rotate, rotation
+
+
+def hidden_states(
+    params: Params,
+    config: ModelConfig,
+    token_RW: Int[Array, "R W"],
+    position_RW: Int[Array, "R W"],
+    segment_RW: Int[Array, "R W"],
+    *,
+    remat: bool = False,
+    dtype: Any = jnp.float32,
+) -> Float[Array, "R W D"]:
+    """The residual stream after the final norm, for every token of every packed row.
+
+    Args:
+      position_RW: Index of each token in its own sequence.
+      segment_RW: Which sequence of the row a token belongs to; 0 is padding.
+      remat: Keep only each layer's input for the backward pass and recompute the rest.
+      dtype: Of activations and of the result.
+    """
+    turn = rotation(config, position_RW)
+
+    def step(hidden_RWD, layer):
+        hidden_RWD, _, _ = _rows(layer, config, hidden_RWD, turn, segment_RW)
+        return hidden_RWD, None
+
+    # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
+    body = jax.checkpoint(step, prevent_cse=False) if remat else step
+    hidden_RWD, _ = jax.lax.scan(body, _embed(params, token_RW, dtype), params["layers"])
+    return rms_norm(hidden_RWD, params["final_norm"], eps=config.rms_norm_eps)
+
+
+def prefill(
+    params: Params,
+    config: ModelConfig,
+    token_PS: Int[Array, "P S"],
+    length_P: Int[Array, "P"],
+    *,
+    dtype: Any = jnp.float32,
+) -> tuple[Float[Array, "P D"], Prefix]:
+    """Run left-aligned prompts once; returns what predicts their next token, and their keys and values.
+
+    Args:
+      length_P: Tokens of each prompt, at least 1; the rest of its row is padding.
+
+    Returns:
+      The hidden state of each prompt's last token after the final norm, and the prefix to
+      insert into a cache. Prefix entries past a prompt's length are meaningless.
+    """
+    position_PS = jnp.broadcast_to(jnp.arange(token_PS.shape[1]), token_PS.shape)
+    segment_PS = (position_PS < length_P[:, None]).astype(jnp.int32)
+    turn = rotation(config, position_PS)
+
+    def step(hidden_PSD, layer):
+        hidden_PSD, key_PSKH, value_PSKH = _rows(layer, config, hidden_PSD, turn, segment_PS)
+        return hidden_PSD, (key_PSKH, value_PSKH)
+
+    hidden_PSD, (key_LPSKH, value_LPSKH) = jax.lax.scan(step, _embed(params, token_PS, dtype), params["layers"])
+    hidden_P1D = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)
+    hidden_PD = rms_norm(hidden_P1D, params["final_norm"], eps=config.rms_norm_eps)[:, 0]
+    return hidden_PD, Prefix(key_LPSKH, value_LPSKH)
+
+
+def decode(
+    layers: list[Params],
+    params: Params,
+    config: ModelConfig,
+    token_B: Int[Array, "B"],
+    position_B: Int[Array, "B"],
+    cache: Cache,
+    *,
+    dtype: Any = jnp.float32,
+) -> tuple[Float[Array, "B D"], Cache]:
+    """One token for every slot: write its keys and values at its position, attend up to it.
+
+    Args:
+      layers: From `unstack_layers`, taken apart once before the decode loop.
+      params: The tree that `layers` came from; its `layers` entry is not read and may be absent.
+      token_B: The newest token of each slot.
+      position_B: That token's index in its sequence, below the cache's capacity.
+
+    Returns:
+      The hidden state after the final norm, which predicts the next token, and the new cache.
+    """
+    turn = rotation(config, position_B[:, None])
+    hidden_B1D = _embed(params, token_B[:, None], dtype)
+    written = []
+    for layer, stored in zip(layers, cache, strict=True):
+        hidden_B1D, stored = _slots(layer, config, hidden_B1D, turn, position_B, stored)
+        written.append(stored)
+    return rms_norm(hidden_B1D, params["final_norm"], eps=config.rms_norm_eps)[:, 0], written
+
+
+def unstack_layers(params: Params, config: ModelConfig) -> list[Params]:
+    """The stacked layers as a list, one tree per layer.
+
+    Slices of the stack inside a decode loop are copied at every token; separate arrays are not.
+    """
+    return [jax.tree.map(lambda leaf: leaf[index], params["layers"]) for index in range(config.num_layers)]  # noqa: B023
+
+
+def rms_norm(input_D: Float[Array, "*batch D"], scale_D: Float[Array, "D"], *, eps: float) -> Float[Array, "*batch D"]:
+    """x / sqrt(mean(x^2) + eps) * scale over the last dimension, in float32.
+
+    Source: Zhang and Sennrich 2019 (arXiv:1910.07467), eq. 4.
+    """
+    wide_D = input_D.astype(jnp.float32)
+    inverse_1 = jax.lax.rsqrt(jnp.mean(jnp.square(wide_D), axis=-1, keepdims=True) + eps)
+    scale_D = jnp.expand_dims(scale_D.astype(jnp.float32), tuple(range(input_D.ndim - 1)))
+    return (wide_D * inverse_1 * scale_D).astype(input_D.dtype)
+
+
+def _embed(params: Params, token_RW: Int[Array, "R W"], dtype: Any) -> Float[Array, "R W D"]:
+    return params["embed"][token_RW].astype(dtype)
+
+
+def _rows(layer: Params, config: ModelConfig, hidden_RWD: Array, turn: Rotation, segment_RW: Array):
+    """One layer over packed rows; also returns its keys and values, `[R, W, K, H]`."""
+    query_RWNH, key_RWKH, value_RWKH = _heads(layer, config, hidden_RWD, turn)
+    mixed_RWNH = attend(query_RWNH, key_RWKH, value_RWKH, segment_RW)
+    return _finish(layer, config, hidden_RWD, mixed_RWNH), key_RWKH, value_RWKH
+
+
+def _slots(
+    layer: Params, config: ModelConfig, hidden_B1D: Array, turn: Rotation, position_B: Array, stored: LayerCache
+):
+    """One layer over one token per slot."""
+    query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, hidden_B1D, turn)
+    stored = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], position_B)
+    mixed_BNH = attend_cache(query_B1NH[:, 0], stored.key_BKHS, stored.value_BKSH, position_B)
+    return _finish(layer, config, hidden_B1D, mixed_BNH[:, None]), stored
+
+
+def _heads(layer: Params, config: ModelConfig, hidden_RWD: Array, turn: Rotation) -> tuple[Array, Array, Array]:
+    """Normalised input to rotated queries, rotated keys, and values."""
+    attention = layer["attention"]
+    norm = partial(rms_norm, eps=config.rms_norm_eps)
+    normed_RWD = norm(hidden_RWD, layer["attention_norm"])
+
+    def project(name: str) -> Array:
+        head_RWNH = jnp.einsum("RWD,DNH->RWNH", normed_RWD, attention[name].astype(normed_RWD.dtype))
+        if config.qkv_bias:
+            head_RWNH += attention[f"{name}_bias"].astype(normed_RWD.dtype)[None, None]
+        return head_RWNH
+
+    query_RWNH, key_RWKH, value_RWKH = project("query"), project("key"), project("value")
+    if config.qk_norm:
+        query_RWNH = norm(query_RWNH, attention["query_norm"])
+        key_RWKH = norm(key_RWKH, attention["key_norm"])
+    return rotate(query_RWNH, turn), rotate(key_RWKH, turn), value_RWKH
+
+
+def _finish(layer: Params, config: ModelConfig, hidden_RWD: Array, mixed_RWNH: Array) -> Array:
+    """Output projection and gated MLP, each added to the residual stream."""
+    dtype = hidden_RWD.dtype
+    hidden_RWD += jnp.einsum("RWNH,NHD->RWD", mixed_RWNH, layer["attention"]["output"].astype(dtype))
+    mlp = layer["mlp"]
+    normed_RWD = rms_norm(hidden_RWD, layer["mlp_norm"], eps=config.rms_norm_eps)
+    gate_RWF = jax.nn.silu(jnp.einsum("RWD,DF->RWF", normed_RWD, mlp["gate"].astype(dtype)))
+    up_RWF = jnp.einsum("RWD,DF->RWF", normed_RWD, mlp["up"].astype(dtype))
+    return hidden_RWD + jnp.einsum("RWF,FD->RWD", gate_RWF * up_RWF, mlp["down"].astype(dtype))

@@ -1,0 +1,116 @@
+"""Every parameter of a model, declared once.
+
+`declare` is the one place that knows shapes, dimension names and initialisers. Random
+initialisation, sharding rules, Hugging Face import and export read it. Layers are stacked
+on a leading `L` dimension so that one scan runs them.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PRNGKeyArray, UInt32
+
+from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.batch import Params
+
+INIT_STDDEV = 0.02
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter.
+
+    Attributes:
+      shape: Full, unsharded shape.
+      dims: Name of each dimension for the sharding rules; None where it is never split.
+      init: How it starts when no checkpoint gives it.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[str | None, ...]
+    init: Literal["normal", "ones", "zeros"] = "normal"
+
+
+def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
+    """The tree of `Param` of a model with the given head.
+
+    A tied language model has no `head`; a value or score head is one vector that starts at zero.
+    """
+    tree: dict[str, Any] = {
+        "embed": Param((config.vocab_size, config.hidden_size), ("vocab", "embed")),
+        "layers": {
+            "attention_norm": _norm(config, config.hidden_size),
+            "attention": _attention(config),
+            "mlp_norm": _norm(config, config.hidden_size),
+            "mlp": _mlp(config),
+        },
+        "final_norm": Param((config.hidden_size,), (None,), "ones"),
+    }
+    if head != "lm":
+        tree["head"] = Param((config.hidden_size,), (None,), "zeros")
+    elif not config.tie_embeddings:
+        tree["head"] = Param((config.vocab_size, config.hidden_size), ("vocab", "embed"))
+    return tree
+
+
+def _norm(config: ModelConfig, width: int) -> Param:
+    return Param((config.num_layers, width), ("layers", None), "ones")
+
+
+def _attention(config: ModelConfig) -> dict[str, Param]:
+    layers, width, head_dim = config.num_layers, config.hidden_size, config.head_dim
+    heads = {"query": ("heads", config.num_heads), "key": ("kv_heads", config.num_kv_heads)}
+    heads["value"] = heads["key"]
+    tree = {
+        name: Param((layers, width, count, head_dim), ("layers", "embed", dim, "head_dim"))
+        for name, (dim, count) in heads.items()
+    }
+    tree["output"] = Param((layers, config.num_heads, head_dim, width), ("layers", "heads", "head_dim", "embed"))
+    if config.qkv_bias:
+        for name, (dim, count) in heads.items():
+            tree[f"{name}_bias"] = Param((layers, count, head_dim), ("layers", dim, "head_dim"), "zeros")
+    if config.qk_norm:
+        tree["query_norm"] = _norm(config, head_dim)
+        tree["key_norm"] = _norm(config, head_dim)
+    return tree
+
+
+def _mlp(config: ModelConfig) -> dict[str, Param]:
+    layers, width, inner = config.num_layers, config.hidden_size, config.intermediate_size
+    return {
+        "gate": Param((layers, width, inner), ("layers", "embed", "mlp")),
+        "up": Param((layers, width, inner), ("layers", "embed", "mlp")),
+        "down": Param((layers, inner, width), ("layers", "mlp", "embed")),
+    }
+
+
+def init_params(config: ModelConfig, head: Head, key: PRNGKeyArray | UInt32[Array, "2"]) -> Params:
+    """Random float32 parameters: weights normal(0, 0.02), norms one, biases and scalar heads zero.
+
+    Pure, so `jax.jit(..., out_shardings=...)` draws each device's shard in place.
+    """
+    leaves, structure = jax.tree.flatten(declare(config, head))
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(structure, [_draw(param, each) for param, each in zip(leaves, keys, strict=True)])
+
+
+def _draw(param: Param, key: PRNGKeyArray | UInt32[Array, "2"]) -> Array:
+    match param.init:
+        case "normal":
+            return INIT_STDDEV * jax.random.normal(key, param.shape, jnp.float32)
+        case "ones":
+            return jnp.ones(param.shape, jnp.float32)
+        case "zeros":
+            return jnp.zeros(param.shape, jnp.float32)
+
+
+def param_dims(config: ModelConfig, head: Head) -> dict[str, Any]:
+    """The same tree with each parameter's dimension names, a tuple in place of an array."""
+    return jax.tree.map(lambda param: param.dims, declare(config, head))
+
+
+def param_shapes(config: ModelConfig, head: Head, dtype: Any = jnp.float32) -> dict[str, Any]:
+    """The same tree as `jax.ShapeDtypeStruct`, for planning memory and layouts without arrays."""
+    return jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, dtype), declare(config, head))
