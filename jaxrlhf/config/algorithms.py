@@ -115,6 +115,14 @@ class Algorithm:
         """Numbers the algorithm carries from step to step; they are in every checkpoint."""
         return {}
 
+    def problems_per_step(self, config: Config) -> int:
+        """Records of the data set that one step takes."""
+        return config.rollout.prompts_per_step
+
+    def updates_per_step(self, config: Config) -> int:
+        """Optimizer updates that one step makes, of each trained role."""
+        raise NotImplementedError
+
     def check(self, config: Config) -> None:
         """Raise `ValueError` if the rest of the configuration does not fit this algorithm."""
 
@@ -139,6 +147,9 @@ class PolicyGradient(Algorithm):
 
     def initial_state(self) -> dict[str, float]:
         return {"kl_coefficient": self.kl.coefficient if self.kl else 0.0}
+
+    def updates_per_step(self, config: Config) -> int:
+        return self.epochs_per_step * config.rollout.responses_per_step // self.responses_per_update
 
     def check(self, config: Config) -> None:
         total = config.rollout.responses_per_step
@@ -216,3 +227,9 @@ class SFT(Algorithm):
 
     def __post_init__(self) -> None:
         positive(self, "examples_per_update")
+
+    def problems_per_step(self, config: Config) -> int:
+        return self.examples_per_update
+
+    def updates_per_step(self, config: Config) -> int:
+        return 1

@@ -84,33 +84,45 @@ class HybridEngine:
     def __init__(self, mesh: Mesh, dims: Any, shapes: Any, *, dtype: jnp.dtype) -> None:
         self.train = shardings(mesh, dims, TRAIN)
         self.generate = shardings(mesh, dims, GENERATE)
-        self._cast_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
-        self.bytes_per_device = missing_bytes(self.train, self.generate, self._cast_shapes)
+        self._shapes = shapes
+        cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+        self.bytes_per_device = missing_bytes(self.train, self.generate, cast)
         self.refines = all(
             refines(old, new, array.shape)
             for old, new, array in zip(*map(jax.tree.leaves, (self.train, self.generate, shapes)), strict=True)
         )
-        same_dtype = all(array.dtype == dtype for array in jax.tree.leaves(shapes))
-        self._shared = same_dtype and mesh.size == mesh.shape["data"]
-        self._program = jax.jit(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree), out_shardings=self.generate)
+        self._moved = jax.tree.map(
+            lambda old, new, array: array.dtype != dtype or not old.is_equivalent_to(new, len(array.shape)),
+            self.train,
+            self.generate,
+            shapes,
+        )
+        moved = [new for new, flag in zip(*map(jax.tree.leaves, (self.generate, self._moved)), strict=True) if flag]
+        self._program = jax.jit(lambda leaves: [leaf.astype(dtype) for leaf in leaves], out_shardings=moved)
+
+    def _leaves_moved(self, tree: Any) -> list[Any]:
+        return [leaf for leaf, moved in zip(*map(jax.tree.leaves, (tree, self._moved)), strict=True) if moved]
 
     def lower(self) -> jax.stages.Lowered:
-        """The gather program, for inspection of what it moves."""
+        """The switch as one lowered program, for inspection of what it moves."""
         trained = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=s), self._cast_shapes, self.train
+            lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
+            self._shapes,
+            self.train,
         )
-        return self._program.lower(trained)
+        return self._program.lower(self._leaves_moved(trained))
 
     def to_generation(self, params: Any) -> tuple[Any, Switch]:
-        """The weights in the generation layout and dtype. `params` stay valid.
+        """The weights in the generation layout and dtype; `params` stay valid.
 
-        Where layout and dtype coincide the result is `params` itself, nothing is copied.
+        Leaves whose layout and dtype coincide are shared with `params`, not copied.
         """
         start = time.perf_counter()
-        weights = params if self._shared else jax.block_until_ready(self._program(params))
+        moved = iter(jax.block_until_ready(self._program(self._leaves_moved(params))))
+        weights = jax.tree.map(lambda leaf, flag: next(moved) if flag else leaf, params, self._moved)
         return weights, Switch(self.bytes_per_device, time.perf_counter() - start)
 
-    def to_training(self, weights: Any, params: Any) -> None:
-        """Drop the generation copy. Buffers it shares with `params` are kept."""
-        if weights is not params:
-            jax.tree.map(lambda x: x.delete(), weights)
+    def to_training(self, weights: Any) -> None:
+        """Free the generation copy. Leaves that it shares with the training weights live on."""
+        for leaf in self._leaves_moved(weights):
+            leaf.delete()

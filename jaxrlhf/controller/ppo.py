@@ -1,0 +1,66 @@
+"""Proximal policy optimisation: generate, score, estimate, update.
+
+Source: Schulman et al. 2017 (arXiv:1707.06347); as a dataflow, HybridFlow (arXiv:2409.19256), Figure 6.
+"""
+
+import numpy as np
+
+from jaxrlhf.algos.advantages import gae
+from jaxrlhf.algos.kl import kl_estimate
+from jaxrlhf.algos.masked import whiten
+from jaxrlhf.algos.objectives import TokenOutput, policy_objective, value_objective
+from jaxrlhf.algos.shaping import token_rewards
+from jaxrlhf.batch import Array, Rollout, Scores
+from jaxrlhf.config import PPO, KLInReward
+from jaxrlhf.controller import step as shared
+from jaxrlhf.controller.step import Prepared, StepInput, StepResult
+from jaxrlhf.workers import Roles
+
+
+def step(roles: Roles, work: StepInput) -> StepResult:
+    """One PPO iteration."""
+    settings, sampling = work.config.algorithm, work.config.rollout
+    assert isinstance(settings, PPO)
+    rollout = roles.actor.generate_sequences(
+        work.problems, sampling.sampling, responses_per_prompt=sampling.responses_per_prompt, seed=work.seed
+    )
+    scores = roles.reward.compute_reward(work.problems, rollout)
+    old = roles.actor.compute_log_prob(rollout)
+    ref_logp = roles.reference.compute_ref_log_prob(rollout)
+    value = roles.critic.compute_values(rollout)
+    prepared = shared.call(prepare, work, rollout, scores, old, ref_logp, value)
+    critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=settings.value)
+    metrics = [prepared.metrics, critic]
+    if work.index >= settings.critic_warmup_steps:
+        metrics.append(roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=settings))
+    return StepResult(shared.merged(*metrics), prepared.state, rollout.result(), scores.result())
+
+
+def prepare(
+    work: StepInput, rollout: Rollout, scores: Scores, old: TokenOutput, ref_logp_BT: Array, value_BT: Array
+) -> Prepared:
+    """Rewards per token, advantages and returns, cut into minibatches."""
+    settings = work.config.algorithm
+    assert isinstance(settings, PPO)
+    sequences = shared.scored(rollout.sequences, scores)
+    mask_BT, kl = sequences.mask_BT, settings.kl
+    kl_BT, coefficient = np.zeros_like(old.logp), 0.0
+    if isinstance(kl, KLInReward):
+        kl_BT = kl_estimate(old.logp, ref_logp_BT, estimator=kl.estimator)
+        coefficient = work.state["kl_coefficient"]
+    reward_BT = token_rewards(scores.score_B, kl_BT, mask_BT, kl_coefficient=coefficient)
+    targets = gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=settings.lam)
+    metrics = shared.rollout_metrics(rollout, scores, old, ref_logp_BT)
+    metrics |= {"kl/coefficient": work.state["kl_coefficient"]}
+    policy = shared.policy_minibatches(
+        work,
+        sequences,
+        rollout,
+        advantage_BT=whiten(targets.advantage_BT, mask_BT),
+        old=old,
+        ref_logp_BT=ref_logp_BT,
+    )
+    value = shared.minibatches(
+        work, sequences, {"returns": targets.return_BT, "old_value": value_BT}, aggregation="token-mean"
+    )
+    return Prepared(policy, value, metrics, shared.next_state(work, metrics, sequences=len(mask_BT)))

@@ -1,0 +1,204 @@
+"""What a step is given and gives back, and the array maths that algorithms share."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxrlhf.algos.correction import truncated_importance
+from jaxrlhf.algos.correction import gap_metrics
+from jaxrlhf.algos.kl import adaptive_kl_coefficient, kl_estimate
+from jaxrlhf.algos.objectives import TokenOutput
+from jaxrlhf.algos.weights import token_weights
+from jaxrlhf.batch import Array, Experience, Problem, Rollout, Scores, Sequences
+from jaxrlhf.config import Aggregation, Config, KLInLoss, PolicyGradient
+
+Metrics = dict[str, float]
+State = dict[str, float]
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One step's work.
+
+    Attributes:
+      config: Of the run.
+      problems: This step's records.
+      index: 0 for the first step of the run.
+      state: What the algorithm carries from step to step.
+    """
+
+    config: Config
+    problems: Sequence[Problem]
+    index: int
+    state: Mapping[str, float]
+
+    @property
+    def seed(self) -> int:
+        """Differs from step to step and from run to run."""
+        return int(np.random.SeedSequence([self.config.seed, self.index]).generate_state(1)[0] >> 1)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step leaves behind.
+
+    Attributes:
+      metrics: Numbers for the log.
+      state: For the next step.
+      rollout: For the samples file; None where nothing was generated.
+      scores: Of that rollout.
+    """
+
+    metrics: Metrics
+    state: State = field(default_factory=dict)
+    rollout: Rollout | None = None
+    scores: Scores | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rollout turned into updates.
+
+    Attributes:
+      policy: Minibatches for the actor, over all epochs.
+      value: Minibatches for the critic; empty without one.
+      metrics: Of the rollout and its advantages.
+      state: For the next step.
+    """
+
+    policy: list[Experience]
+    value: list[Experience]
+    metrics: Metrics
+    state: State
+
+
+def merged(*parts: Metrics | Future[Metrics]) -> Metrics:
+    """One dict out of several, waiting for those that are futures."""
+    ready = [part.result() if isinstance(part, Future) else part for part in parts]
+    return {name: value for part in ready for name, value in part.items()}
+
+
+def minibatches(
+    step: StepInput,
+    sequences: Sequences,
+    fields: Mapping[str, Array],
+    *,
+    aggregation: Aggregation,
+    importance_BT: Array | None = None,
+    kl_coefficient: float = 0.0,
+    entropy_coefficient: float = 0.0,
+) -> list[Experience]:
+    """Shuffled minibatches of every epoch, each with weights over its own denominators.
+
+    Rows are drawn by the step's seed alone, so roles that are trained on one rollout see the
+    same rows in the same order.
+    """
+    settings = step.config.algorithm
+    assert isinstance(settings, PolicyGradient)
+    horizon = float(step.config.rollout.max_response_tokens)
+    count = len(sequences.length_B)
+    batches = []
+    for epoch in range(settings.epochs_per_step):
+        order = np.random.default_rng([step.seed, epoch]).permutation(count)
+        for rows in order.reshape(-1, settings.responses_per_update):
+            part = Sequences(*(np.asarray(x)[rows] for x in _arrays(sequences)))
+            weight_BT = np.asarray(
+                token_weights(part.mask_BT, part.prompt_id_B, aggregation=aggregation, horizon=horizon)
+            )
+            extra = {"kl_weight": kl_coefficient * weight_BT} if kl_coefficient else {}
+            extra |= {"entropy_weight": entropy_coefficient * weight_BT} if entropy_coefficient else {}
+            if importance_BT is not None:
+                weight_BT = weight_BT * np.asarray(importance_BT)[rows]
+            chosen = {name: np.asarray(value, np.float32)[rows] for name, value in fields.items()}
+            batches.append(Experience(part, weight_BT, chosen | extra))
+    return batches
+
+
+def _arrays(sequences: Sequences) -> tuple[Array, ...]:
+    return (sequences.token_BT, sequences.length_B, sequences.mask_BT, sequences.prompt_id_B)
+
+
+def policy_minibatches(
+    step: StepInput,
+    sequences: Sequences,
+    rollout: Rollout,
+    *,
+    advantage_BT: Array,
+    old: TokenOutput,
+    ref_logp_BT: Array,
+) -> list[Experience]:
+    """The actor's minibatches: what the clipped objective reads, KL and correction folded into weights."""
+    settings = step.config.algorithm
+    assert isinstance(settings, PolicyGradient)
+    fields = {"advantage": advantage_BT, "old_logp": old.logp}
+    in_loss = isinstance(settings.kl, KLInLoss)
+    if in_loss:
+        fields["ref_logp"] = ref_logp_BT
+    importance_BT = None
+    if settings.correction is not None:
+        importance_BT = truncated_importance(
+            old.logp, rollout.sampler_logp_BT, sequences.mask_BT, cap=settings.correction.cap
+        )
+    return minibatches(
+        step,
+        sequences,
+        fields,
+        aggregation=settings.policy.aggregation,
+        importance_BT=importance_BT,
+        kl_coefficient=step.state["kl_coefficient"] if in_loss else 0.0,
+        entropy_coefficient=settings.policy.entropy_coefficient,
+    )
+
+
+def next_state(step: StepInput, metrics: Metrics, *, sequences: int) -> State:
+    """The KL coefficient of the next step."""
+    kl = getattr(step.config.algorithm, "kl", None)
+    state = dict(step.state)
+    if kl is not None and kl.adaptive is not None:
+        state["kl_coefficient"] = adaptive_kl_coefficient(
+            state["kl_coefficient"],
+            metrics["kl/ref_sequence_mean"],
+            target=kl.adaptive.target,
+            horizon=kl.adaptive.horizon,
+            sequences=sequences,
+        )
+    return state
+
+
+def scored(sequences: Sequences, scores: Scores) -> Sequences:
+    """The sequences with unscorable rows taken out of the training mask."""
+    return sequences.replace(mask_BT=sequences.mask_BT & scores.scorable_B[:, None])
+
+
+def rollout_metrics(rollout: Rollout, scores: Scores, old: TokenOutput, ref_logp_BT: Array) -> Metrics:
+    """What one looks at first when a run goes wrong."""
+    mask_BT = np.asarray(rollout.sequences.mask_BT)
+    length_B = mask_BT.sum(axis=1)
+    score_B = np.asarray(scores.score_B)[scores.scorable_B]
+    kl_BT = np.where(mask_BT, np.asarray(kl_estimate(old.logp, ref_logp_BT, estimator="k3")), 0.0)
+    k1_BT = np.where(mask_BT, np.asarray(kl_estimate(old.logp, ref_logp_BT, estimator="k1")), 0.0)
+    parts = {
+        f"score/{name}": float(np.nanmean(value)) for name, value in scores.parts.items() if np.isfinite(value).any()
+    }
+    return {
+        "score/mean": float(score_B.mean()) if len(score_B) else float("nan"),
+        "score/std": float(score_B.std()) if len(score_B) else float("nan"),
+        **parts,
+        "reward/unscorable": float(np.sum(~np.asarray(scores.scorable_B))),
+        "response/length_mean": float(length_B.mean()),
+        "response/length_max": float(length_B.max()),
+        "response/truncated_fraction": float(np.mean(rollout.truncated_B)),
+        "kl/ref": float(kl_BT.sum() / max(mask_BT.sum(), 1)),
+        "kl/ref_sequence_mean": float(np.mean(k1_BT.sum(axis=1) / np.maximum(length_B, 1))),
+        "policy/entropy": float(np.where(mask_BT, old.entropy, 0.0).sum() / max(mask_BT.sum(), 1)),
+        "tokens/generated": float(mask_BT.sum()),
+        **gap_metrics(old.logp, rollout.sampler_logp_BT, mask_BT),
+    }
+
+
+def call(function: Any, *args: Any) -> Any:
+    """Run array maths of the controller on the results of futures."""
+    return function(*(arg.result() if isinstance(arg, Future) else arg for arg in args))
