@@ -1,0 +1,23 @@
+"""Problems: where they come from, how they become tokens, and in which order they are used.
+
+What needs transformers is resolved on first use.
+"""
+
+import importlib
+
+from jaxrlhf.data.arithmetic import arithmetic_records
+from jaxrlhf.data.loader import Loader
+
+_LAZY = {
+    "build_embedded_tokenizer": "jaxrlhf.data.tokenizer",
+    "embedded_tokenizer": "jaxrlhf.data.tokenizer",
+    "load_tokenizer": "jaxrlhf.data.tokenizer",
+}
+
+__all__ = ["Loader", "arithmetic_records", "build_embedded_tokenizer", "embedded_tokenizer", "load_tokenizer"]
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'jaxrlhf.data' has no attribute {name!r}")

@@ -1,0 +1,205 @@
+"""Generated arithmetic word problems with worked solutions; needs no download.
+
+A problem is an opening amount and a chain of changes, one operation a sentence:
+
+    Mia has 3 boxes of 4 marbles. She finds 5 more. How many marbles does Mia have now?
+
+and its solution works the chain off, one operation a line:
+
+    3*4=12
+    12+5=17
+    #### 17
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from jaxrlhf.data.stories import PEOPLE, STORIES, Story
+
+Split = Literal["train", "evaluation"]
+Item = TypeVar("Item")
+
+# One in so many problems belongs to the held-out split.
+_EVALUATION_SHARE = 8
+# So many candidates in a row without a new problem, and the supply counts as exhausted.
+_PATIENCE = 20_000
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a difficulty means; every bound is inclusive.
+
+    Attributes:
+      operators: Operations that occur.
+      steps: Fewest and most lines of a worked solution before its answer.
+      start: Largest opening amount.
+      change: Largest number added or subtracted.
+      factor: Largest multiplier and divisor.
+      largest: No amount on the way exceeds it.
+    """
+
+    operators: str
+    steps: tuple[int, int]
+    start: int
+    change: int
+    factor: int
+    largest: int
+
+
+LEVELS = {
+    1: Level("+-*", steps=(1, 2), start=9, change=9, factor=3, largest=30),
+    2: Level("+-*", steps=(2, 2), start=20, change=20, factor=5, largest=99),
+    3: Level("+-*/", steps=(2, 3), start=50, change=50, factor=9, largest=200),
+    4: Level("+-*/", steps=(3, 4), start=200, change=200, factor=12, largest=2_000),
+    5: Level("+-*/", steps=(4, 5), start=500, change=500, factor=20, largest=20_000),
+}
+
+
+class _Dice:
+    """Seeded choices that are the same on every machine and Python version.
+
+    Only `random.Random.random` keeps its sequence between Python versions, so every choice
+    here comes from it alone.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def between(self, low: int, high: int) -> int:
+        """A whole number in [low, high]."""
+        return low + int(self._random.random() * (high - low + 1))
+
+    def pick(self, items: Sequence[Item]) -> Item:
+        return items[self.between(0, len(items) - 1)]
+
+
+class _Problem(NamedTuple):
+    """A problem on the way: `template` still has its names and things open."""
+
+    template: str
+    steps: tuple[str, ...]
+    answer: int
+
+
+def arithmetic_records(*, difficulty: int, problems: int, seed: int, split: Split) -> list[dict[str, Any]]:
+    """Distinct word problems of one split, the same on every machine.
+
+    The split a problem belongs to is a hash of its text without names and things, so two
+    splits never share a problem, nor one with only the people exchanged, whatever their
+    sizes and seeds. A longer list starts with the shorter one.
+
+    Args:
+      difficulty: 1 to 5: more steps and larger numbers; exact division from 3 on.
+
+    Returns:
+      Records with `question`, `answer` (digits), `solution` (lines `a+b=c`, then
+      `#### answer`) and `steps` (operations in the solution).
+
+    Raises:
+      ValueError: unknown difficulty or split, or fewer distinct problems exist.
+    """
+    if difficulty not in LEVELS:
+        raise ValueError(f"difficulty must be one of {list(LEVELS)}, got {difficulty}")
+    if split not in ("train", "evaluation"):
+        raise ValueError(f"split must be 'train' or 'evaluation', got {split!r}")
+    dice = _Dice(seed)
+    records: dict[str, dict[str, Any]] = {}
+    misses = 0
+    while len(records) < problems:
+        story = dice.pick(STORIES)
+        problem = _compose(dice, story, LEVELS[difficulty])
+        question = _cast(dice, story, problem.template)
+        if question in records or _split_of(problem.template) != split:
+            misses += 1
+            if misses > _PATIENCE:
+                raise ValueError(
+                    f"only {len(records)} distinct {split} problems were found at difficulty {difficulty}, "
+                    f"{problems} were asked for; ask for fewer or raise the difficulty"
+                )
+            continue
+        misses = 0
+        records[question] = {
+            "question": question,
+            "answer": str(problem.answer),
+            "solution": "\n".join((*problem.steps, f"#### {problem.answer}")),
+            "steps": len(problem.steps),
+        }
+    return list(records.values())
+
+
+def lexicon() -> Iterator[str]:
+    """Texts that together hold every word of every problem, each where it may stand."""
+    for story in STORIES:
+        changes = [f" {sentence}" for sentences in story.changes.values() for sentence in sentences]
+        for sentence in (story.amount, story.product, f" {story.question}", *changes):
+            for thing in story.things:
+                for pronoun, names in PEOPLE.items():
+                    for name in names:
+                        yield sentence.format(n=0, m=0, He=pronoun, name=name, friend=name, thing=thing)
+    yield "\n#### 0123456789+-*/="
+
+
+def _split_of(template: str) -> Split:
+    digest = hashlib.blake2b(template.encode(), digest_size=8).digest()
+    return "evaluation" if int.from_bytes(digest, "big") % _EVALUATION_SHARE == 0 else "train"
+
+
+def _compose(dice: _Dice, story: Story, level: Level) -> _Problem:
+    """Draw an opening, then changes until the level's number of steps is reached."""
+    count = dice.between(*level.steps)
+    steps: list[str] = []
+    factors = dice.between(2, level.factor), dice.between(2, level.start)
+    if dice.between(1, 3) == 1 and factors[0] * factors[1] <= level.largest:
+        amount = factors[0] * factors[1]
+        sentences = [story.product.replace("{n}", str(factors[0])).replace("{m}", str(factors[1]))]
+        steps.append(f"{factors[0]}*{factors[1]}={amount}")
+    else:
+        amount = dice.between(2, level.start)
+        sentences = [story.amount.replace("{n}", str(amount))]
+    while len(steps) < count:
+        operator = dice.pick(level.operators)
+        operands = _operands(operator, amount, level)
+        if not operands:
+            continue
+        operand = dice.pick(operands)
+        result = _apply(operator, amount, operand)
+        sentences.append(dice.pick(story.changes[operator]).replace("{n}", str(operand)))
+        steps.append(f"{amount}{operator}{operand}={result}")
+        amount = result
+    return _Problem(" ".join((*sentences, story.question)), tuple(steps), amount)
+
+
+def _operands(operator: str, amount: int, level: Level) -> Sequence[int]:
+    """Numbers that keep the result whole and in [0, level.largest]; 1 is left out as idle."""
+    if operator == "+":
+        return range(2, min(level.change, level.largest - amount) + 1)
+    if operator == "-":
+        return range(2, min(level.change, amount) + 1)
+    if amount == 0:
+        return ()
+    if operator == "*":
+        return range(2, min(level.factor, level.largest // amount) + 1)
+    return [n for n in range(2, level.factor + 1) if amount % n == 0]
+
+
+def _apply(operator: str, amount: int, operand: int) -> int:
+    match operator:
+        case "+":
+            return amount + operand
+        case "-":
+            return amount - operand
+        case "*":
+            return amount * operand
+        case _:
+            return amount // operand
+
+
+def _cast(dice: _Dice, story: Story, template: str) -> str:
+    """Fill in who and what the problem is about."""
+    pronoun = dice.pick(tuple(PEOPLE))
+    name = dice.pick(PEOPLE[pronoun])
+    friends = [person for names in PEOPLE.values() for person in names if person != name]
+    return template.format(name=name, He=pronoun, friend=dice.pick(friends), thing=dice.pick(story.things))

@@ -1,0 +1,69 @@
+"""Which problems a step works on: shuffled, endless, and resumable to the very batch."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxrlhf.batch import Problem
+
+
+class Loader:
+    """Full batches of problems, reshuffled in every epoch.
+
+    The order of an epoch is a function of the seed and the epoch alone, so the whole state is
+    a position. It is the sorting permutation of raw Philox words, a sequence that numpy
+    keeps across versions. Problems that do not fill a batch at the end of an epoch wait for a
+    later one: a batch never holds a problem twice, since its id names its group.
+
+    Args:
+      problems: Already tokenised.
+      per_step: Problems in a batch.
+      seed: Of the shuffling.
+
+    Raises:
+      ValueError: fewer problems than `per_step`.
+    """
+
+    def __init__(self, problems: Sequence[Problem], *, per_step: int, seed: int) -> None:
+        if not 0 < per_step <= len(problems):
+            raise ValueError(
+                f"a step takes {per_step} problems and there are {len(problems)}; "
+                f"set rollout.prompts_per_step to 1 to {len(problems)} or give more problems"
+            )
+        self._problems = problems
+        self._per_step = per_step
+        self._seed = seed
+        self._epoch, self._offset = 0, 0
+        self._order = self._shuffled(0)
+
+    def next(self) -> list[Problem]:
+        """The next `per_step` problems."""
+        if self._offset + self._per_step > len(self._problems):
+            self._epoch, self._offset = self._epoch + 1, 0
+            self._order = self._shuffled(self._epoch)
+        start, self._offset = self._offset, self._offset + self._per_step
+        return [self._problems[index] for index in self._order[start : self._offset]]
+
+    def state(self) -> dict[str, int]:
+        """Where the loader stands, as JSON takes it."""
+        return {"epoch": self._epoch, "offset": self._offset, "seed": self._seed, "problems": len(self._problems)}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on exactly where `state()` was taken.
+
+        Raises:
+          ValueError: the state is of another seed or another number of problems.
+        """
+        for name, here in (("seed", self._seed), ("problems", len(self._problems))):
+            if state[name] != here:
+                raise ValueError(
+                    f"the saved data position has {name}={state[name]} and this run has {name}={here}; "
+                    "resume with the same data and seed, or start a new run"
+                )
+        self._epoch, self._offset = state["epoch"], state["offset"]
+        self._order = self._shuffled(self._epoch)
+
+    def _shuffled(self, epoch: int) -> list[int]:
+        key = np.array([self._seed % 2**64, epoch], np.uint64)
+        words = np.random.Philox(key=key).random_raw(len(self._problems))
+        return np.argsort(words, kind="stable").tolist()

@@ -1,0 +1,109 @@
+"""Tokenizers in Hugging Face format: any that transformers loads, and a small embedded one."""
+
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from jaxrlhf.data.arithmetic import lexicon
+
+_PROBE = "Tom has 12 apples (3 red).\n12-3=9\n#### 9"
+
+_PAD, _BOS, _EOS = "<|pad|>", "<|bos|>", "<|eos|>"
+_SPECIAL = (_PAD, _BOS, _EOS, "<|system|>", "<|user|>", "<|assistant|>")
+# One digit, one word with the space before it, a run of `#`, or any other character.
+_PIECE = r"\d| ?\p{L}+|#+|[^\d\p{L}#]"
+_CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|' + message.role + '|>' + message.content }}"
+    "{%- if message.role == 'assistant' -%}{{ eos_token }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+_CONTEXT_TOKENS = 32_768
+
+
+def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or hub id; None is the embedded one.
+
+    A chat template and a pad token may be missing: prompts are then plain text, and nothing
+    here needs a pad id, because lengths tell padding from tokens.
+
+    Raises:
+      ValueError: nothing to load, no EOS, or text that does not survive encoding and decoding.
+    """
+    if path is None:
+        return embedded_tokenizer()
+    try:
+        # The blank configuration keeps AutoTokenizer from picking a class by the model's
+        # config.json, whatever the tokenizer's own files say; for Qwen2 it does.
+        tokenizer = AutoTokenizer.from_pretrained(path, config=PreTrainedConfig())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer could be loaded from {path!r} ({_first_line(error)}); give a directory with "
+            "tokenizer.json and tokenizer_config.json, or a hub id that can be reached"
+        ) from error
+    _check(tokenizer, path)
+    return tokenizer
+
+
+def embedded_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer made for the arithmetic problems that takes any text, built from code alone.
+
+    Its vocabulary is the 256 bytes and every word of the arithmetic problems, with the space
+    before it where there is one. Text is cut into words, single digits and single other
+    characters; a word outside the vocabulary becomes its bytes.
+    """
+    split = pre_tokenizers.Split(Regex(_PIECE), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pieces = pre_tokenizers.Sequence([split, to_bytes])
+    single_bytes = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {piece for text in lexicon() for piece, _ in pieces.pre_tokenize_str(text)}
+    vocabulary = [*_SPECIAL, *single_bytes, *sorted(words - set(single_bytes))]
+
+    ids = {token: index for index, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = pieces
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=_PAD,
+        bos_token=_BOS,
+        eos_token=_EOS,
+        additional_special_tokens=list(_SPECIAL[3:]),
+        chat_template=_CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=_CONTEXT_TOKENS,
+    )
+
+
+def build_embedded_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
+    """Save the embedded tokenizer into `directory` in Hugging Face format, and return it."""
+    tokenizer = embedded_tokenizer()
+    tokenizer.save_pretrained(str(directory))
+    return tokenizer
+
+
+def _check(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {path!r} has no end-of-sequence token, so no response could end; "
+            'set "eos_token" in its tokenizer_config.json'
+        )
+    ids = tokenizer.encode(_PROBE, add_special_tokens=False)
+    text = tokenizer.decode(ids)
+    if text != _PROBE:
+        raise ValueError(
+            f"the tokenizer of {path!r} turns {_PROBE!r} into {text!r}; check its tokenizer.json "
+            'and "clean_up_tokenization_spaces" in its tokenizer_config.json'
+        )
+    file = Path(path) / "tokenizer.json"
+    if file.is_file() and Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids != ids:
+        raise ValueError(
+            f"{type(tokenizer).__name__}, loaded from {path!r}, gives other ids than the tokenizer.json there; "
+            'set "tokenizer_class" in its tokenizer_config.json to "PreTrainedTokenizerFast"'
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
