@@ -1,0 +1,148 @@
+"""How much better than expected: advantages from a critic's values or from sibling responses.
+
+Critic-based estimates are per token and step over masked tokens: a tool's output between two
+turns neither discounts nor bootstraps. Group-based estimates are per response; `to_tokens`
+spreads them.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Bool, Float, Int
+
+from jaxrlhf.algos.groups import dense_ids, group_min, group_sum
+from jaxrlhf.algos.masked import selected
+from jaxrlhf.batch import Array
+
+
+class Targets(NamedTuple):
+    """What the policy (advantage, not whitened) and the critic (return) learn from; 0 outside the mask."""
+
+    advantage_BT: Float[Array, "B T"]
+    return_BT: Float[Array, "B T"]
+
+
+@partial(jax.jit, static_argnames=("gamma", "lam"))
+def gae(
+    reward_BT: Float[Array, "B T"],
+    value_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    *,
+    gamma: float,
+    lam: float,
+) -> Targets:
+    """Generalised advantage estimation over the tokens the policy chose.
+
+        delta_t  = r_t + gamma * v_t' - v_t
+        A_t      = delta_t + gamma * lam * A_t'
+        return_t = A_t + v_t
+
+    where t' is the next chosen token after t, and v and A are 0 after the last one.
+
+    Args:
+      reward_BT: Paid when token t is emitted, KL penalty already subtracted.
+      value_BT: Critic's estimate for the prefix before token t, in reward units.
+      mask_BT: Tokens the policy chose.
+      gamma: Discount per chosen token, in [0, 1].
+      lam: 0 is one-step TD, 1 is Monte Carlo.
+
+    Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16.
+    """
+    value_BT = selected(value_BT, mask_BT)
+    value_from_BT = _from_the_right(jnp.where(mask_BT, 0.0, 1.0), value_BT)
+    next_value_BT = jnp.pad(value_from_BT[:, 1:], ((0, 0), (0, 1)))
+    delta_BT = selected(reward_BT + gamma * next_value_BT - value_BT, mask_BT)
+    advantage_BT = selected(_from_the_right(jnp.where(mask_BT, gamma * lam, 1.0), delta_BT), mask_BT)
+    return Targets(advantage_BT, advantage_BT + value_BT)
+
+
+@partial(jax.jit, static_argnames=("gamma",))
+def discounted_returns(
+    reward_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, gamma: float
+) -> Float[Array, "B T"]:
+    """Reward to go, `R_t = r_t + gamma * R_t'` with t' the next chosen token; 0 outside the mask.
+
+    Args:
+      reward_BT: Paid when token t is emitted.
+      mask_BT: Tokens the policy chose; rewards outside are ignored.
+      gamma: Discount per chosen token, in [0, 1].
+
+    Source: Sutton & Barto 2018, eq. 3.9.
+    """
+    return selected(_from_the_right(jnp.where(mask_BT, gamma, 1.0), selected(reward_BT, mask_BT)), mask_BT)
+
+
+def _from_the_right(decay_BT: Array, term_BT: Array) -> Array:
+    """Solve `y_t = term_t + decay_t * y_{t+1}` for all t in O(log T) steps."""
+
+    def compose(right: tuple[Array, Array], left: tuple[Array, Array]) -> tuple[Array, Array]:
+        return right[0] * left[0], left[1] + left[0] * right[1]
+
+    pairs = (decay_BT.astype(term_BT.dtype), term_BT)
+    return lax.associative_scan(compose, pairs, reverse=True, axis=1)[1]
+
+
+def group_relative(
+    score_B: Float[Array, "B"],
+    scorable_B: Bool[Array, "B"],
+    group_B: Int[Array, "B"],
+    *,
+    normalize_std: bool,
+    eps: float = 1e-6,
+) -> Float[Array, "B"]:
+    """Score minus the mean of its group and, for GRPO, over the group's standard deviation.
+
+        A_i = (s_i - mean_g) / (std_g + eps)
+
+    The deviation is the unbiased one (n - 1). A group of one, or of equal scores, gives exactly
+    0; so do unscorable rows, which take no part in the statistics.
+
+    Args:
+      group_B: Rows with the same id are one group, in any order. Ids beyond 32 bits must be a
+        numpy array, hence outside `jit`.
+      normalize_std: False is Dr. GRPO, which leaves out the division and its bias.
+
+    Source: Shao et al. 2024 (arXiv:2402.03300), section 4.1.2; Liu et al. 2025
+    (arXiv:2503.20783), section 3, for `normalize_std=False`.
+    """
+    group_B = dense_ids(group_B)
+    centred_B, count_B = _centred(score_B, scorable_B, group_B)
+    if not normalize_std:
+        return centred_B
+    variance_B = group_sum(jnp.square(centred_B), group_B) / jnp.maximum(count_B - 1, 1)
+    return centred_B / (jnp.sqrt(variance_B) + eps)
+
+
+def rloo(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]) -> Float[Array, "B"]:
+    """REINFORCE leave-one-out: score minus the mean of the *other* scores of its group.
+
+        A_i = s_i - sum_{j != i} s_j / (n - 1) = (s_i - mean_g) * n / (n - 1)
+
+    A group of one gives 0, and so do unscorable rows, which take no part in the means.
+
+    Args:
+      group_B: As in `group_relative`.
+
+    Source: Kool et al. 2019 (Buy 4 REINFORCE samples, get a baseline for free!), for language
+    models Ahmadian et al. 2024 (arXiv:2402.14740).
+    """
+    centred_B, count_B = _centred(score_B, scorable_B, dense_ids(group_B))
+    return centred_B * count_B / jnp.maximum(count_B - 1, 1)
+
+
+def _centred(score_B: Array, scorable_B: Array, group_B: Array) -> tuple[Array, Array]:
+    """Scorable scores minus their group's mean (0 elsewhere), and each row's count of them."""
+    lowest_B = group_min(jnp.where(scorable_B, score_B, jnp.inf), group_B)
+    # Measured from the lowest, equal scores are exactly 0 and stay so. Their plain mean is off
+    # by rounding, and a rounding error over a rounding error is a full-size advantage.
+    above_B = selected(score_B - lowest_B, scorable_B)
+    count_B = group_sum(jnp.asarray(scorable_B, int), group_B)
+    return selected(above_B - group_sum(above_B, group_B) / jnp.maximum(count_B, 1), scorable_B), count_B
+
+
+def to_tokens(advantage_B: Float[Array, "B"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Give each chosen token its response's advantage; 0 outside the mask."""
+    return jnp.where(mask_BT, jnp.asarray(advantage_B)[:, None], 0)

@@ -1,0 +1,55 @@
+"""Statistics over the tokens a mask selects.
+
+Every function selects before it reduces: what lies outside the mask may be infinite or NaN and
+reaches neither the value nor the gradient. Sharded arrays give the statistics of the whole.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Bool, Float
+
+from jaxrlhf.batch import Array
+
+
+def selected(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The values inside the mask, 0 elsewhere; the gradient outside is 0 too."""
+    return jnp.where(mask, value, 0)
+
+
+def masked_sum(
+    value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], *, axis: int | None = None
+) -> Float[Array, "..."]:
+    """Sum over the mask, of everything or along one axis."""
+    return selected(value, mask).sum(axis)
+
+
+def masked_mean(
+    value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], *, axis: int | None = None
+) -> Float[Array, "..."]:
+    """Mean over the mask, of everything or along one axis; 0 where the mask is empty."""
+    return masked_sum(value, mask, axis=axis) / jnp.maximum(mask.sum(axis), 1)
+
+
+def masked_var(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:
+    """Unbiased (n - 1) variance over the mask; 0 for fewer than two tokens."""
+    value = selected(value, mask)
+    deviation = selected(value - masked_mean(value, mask), mask)
+    return jnp.square(deviation).sum() / jnp.maximum(mask.sum() - 1, 1)
+
+
+def whiten(
+    value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], *, shift_mean: bool = True
+) -> Float[Array, "*shape"]:
+    """Scale to unit variance over the mask and, by default, shift to zero mean; 0 outside.
+
+        (x - mean) / sqrt(var + 1e-8)  [+ mean]
+
+    Args:
+      value: All tokens of the batch: statistics of a part would scale its parts differently.
+      shift_mean: False keeps the mean, which rewards need: their sign means something.
+
+    Source: Huang et al. 2024 (arXiv:2403.17031), details on reward and advantage whitening.
+    """
+    value = selected(value, mask)
+    mean = masked_mean(value, mask)
+    whitened = (value - mean) / jnp.sqrt(masked_var(value, mask) + 1e-8)
+    return selected(whitened if shift_mean else whitened + mean, mask)

@@ -1,0 +1,158 @@
+"""What a trainer minimises: one function per kind of model, each a weighted loss per token.
+
+An objective is `objective(output, mask, weight, fields, settings) -> Objective`. The trainer
+calls it inside `jit` on packed rows, sums `loss` over all tokens of the update and reports the
+mean of each metric over the mask. All denominators are in the weights, so an objective never
+reduces.
+
+Outside the mask every input may be infinite or NaN. Inputs are therefore selected *before* any
+formula sees them: selecting only the result would leave 0 * inf in the gradient.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jaxtyping import Bool, Float
+
+from jaxrlhf.algos.kl import kl_estimate
+from jaxrlhf.algos.losses import clipped_policy_loss, clipped_value_loss
+from jaxrlhf.algos.masked import selected
+from jaxrlhf.batch import Array
+from jaxrlhf.config import KLInLoss, PolicyGradient, ValueLoss
+
+
+class TokenOutput(NamedTuple):
+    """What a language model says of each token: its log-probability, and the entropy it was drawn with."""
+
+    logp: Float[Array, "R W"]
+    entropy: Float[Array, "R W"]
+
+
+class Objective(NamedTuple):
+    """Per-token results, 0 outside the mask.
+
+    Attributes:
+      loss: Weighted; its sum over all rows of the update is the loss.
+      metrics: Unweighted, by name; to be averaged over the mask.
+    """
+
+    loss: Float[Array, "R W"]
+    metrics: dict[str, Float[Array, "R W"]]
+
+
+def policy_objective(
+    output: TokenOutput,
+    mask: Bool[Array, "R W"],
+    weight: Float[Array, "R W"],
+    fields: Mapping[str, Float[Array, "R W"]],
+    settings: PolicyGradient,
+) -> Objective:
+    """Clipped policy loss, with KL to the reference and an entropy bonus where configured.
+
+        weight * clipped(logp, old_logp, advantage) + kl_weight * kl(logp, ref_logp) - entropy_weight * entropy
+
+    Args:
+      output: Of the current policy, temperature applied.
+      mask: Trained tokens.
+      weight: Aggregation weights, importance correction folded in.
+      fields: `advantage` and `old_logp`; `ref_logp` and `kl_weight` if `settings.kl` is in the
+        loss; `entropy_weight` if `settings.policy.entropy_coefficient` is not 0. The coefficients
+        are in those weights.
+      settings: Clip ranges and the KL estimator.
+
+    Raises:
+      ValueError: If a field is missing, or is given where the settings do not use it.
+
+    Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 and 9; KL in the loss: Shao et al.
+    2024 (arXiv:2402.03300), eq. 3 and 4.
+    """
+    policy = settings.policy
+    in_loss = settings.kl if isinstance(settings.kl, KLInLoss) else None
+    _require(fields, "kl_weight", in_loss is not None, "settings.kl is KLInLoss")
+    _require(fields, "entropy_weight", policy.entropy_coefficient != 0, "entropy_coefficient is not 0")
+
+    weight, logp, entropy = selected(weight, mask), selected(output.logp, mask), selected(output.entropy, mask)
+    terms = clipped_policy_loss(
+        logp,
+        _field(fields, "old_logp", mask),
+        _field(fields, "advantage", mask),
+        clip_low=policy.clip_low,
+        clip_high=policy.clip_high,
+        dual_clip=policy.dual_clip,
+    )
+    loss = weight * terms.loss
+    metrics = {
+        "policy/clip_fraction": terms.clipped.astype(loss.dtype),
+        "policy/clip_fraction_lower": terms.clipped_low.astype(loss.dtype),
+        "policy/kl_old": -terms.log_ratio,
+        "policy/ratio_mean": selected(terms.ratio, mask),
+        "policy/entropy": entropy,
+    }
+    if in_loss is not None:
+        kl = kl_estimate(logp, _field(fields, "ref_logp", mask), estimator=in_loss.estimator)
+        loss += _field(fields, "kl_weight", mask) * kl
+        metrics["kl/ref_loss"] = kl
+    if "entropy_weight" in fields:
+        loss -= _field(fields, "entropy_weight", mask) * entropy
+    return Objective(loss, metrics)
+
+
+def value_objective(
+    output: Float[Array, "R W"],
+    mask: Bool[Array, "R W"],
+    weight: Float[Array, "R W"],
+    fields: Mapping[str, Float[Array, "R W"]],
+    settings: ValueLoss,
+) -> Objective:
+    """Clipped value regression, `weight * clipped_value_loss`.
+
+    Args:
+      output: The critic's value of the prefix before each token.
+      mask: Trained tokens.
+      weight: Aggregation weights.
+      fields: `returns` and `old_value`.
+      settings: The clip range.
+
+    Raises:
+      ValueError: If a field is missing.
+
+    Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 9; see `clipped_value_loss`.
+    """
+    terms = clipped_value_loss(
+        selected(output, mask),
+        _field(fields, "old_value", mask),
+        _field(fields, "returns", mask),
+        clip=settings.clip,
+    )
+    metrics = {"value/loss": terms.loss, "value/clip_fraction": terms.clipped.astype(terms.loss.dtype)}
+    return Objective(selected(weight, mask) * terms.loss, metrics)
+
+
+def nll_objective(
+    output: TokenOutput,
+    mask: Bool[Array, "R W"],
+    weight: Float[Array, "R W"],
+    fields: Mapping[str, Float[Array, "R W"]],
+    settings: object,
+) -> Objective:
+    """Supervised fine-tuning: weighted negative log-likelihood. Reads neither fields nor settings.
+
+    Source: Ouyang et al. 2022 (arXiv:2203.02155), section 3.5 (SFT).
+    """
+    nll = -selected(output.logp, mask)
+    return Objective(selected(weight, mask) * nll, {"supervised/loss": nll})
+
+
+def _field(fields: Mapping[str, Array], name: str, mask: Array) -> Array:
+    if name not in fields:
+        raise ValueError(f"the objective needs the field {name!r}; the experience has {sorted(fields)}")
+    return selected(fields[name], mask)
+
+
+def _require(fields: Mapping[str, Array], name: str, wanted: bool, reason: str) -> None:
+    """A coefficient that is configured but not applied, or the reverse, must not pass in silence."""
+    if wanted != (name in fields):
+        raise ValueError(
+            f"the experience {'has' if name in fields else 'lacks'} the field {name!r}, "
+            f"which belongs there exactly if {reason}"
+        )
