@@ -3,6 +3,9 @@
 from jaxrlhf.models.cache import LayerCache, Prefix, cache_dims, empty_cache, insert_prefix
 from jaxrlhf.models.decoder import decode, hidden_states, prefill, unstack_layers
 from jaxrlhf.models.heads import TokenOutput, logits, score, token_logp, values
+from jaxrlhf.models.hf_config import read_config, resolve, scratch_config
+from jaxrlhf.models.hf_load import load_params
+from jaxrlhf.models.hf_save import save_params
 from jaxrlhf.models.parameters import Param, declare, init_params, param_dims, param_shapes
 
 __all__ = [
@@ -17,11 +20,16 @@ __all__ = [
     "hidden_states",
     "init_params",
     "insert_prefix",
+    "load_params",
     "logits",
     "param_dims",
     "param_shapes",
     "prefill",
+    "read_config",
+    "resolve",
+    "save_params",
     "score",
+    "scratch_config",
     "token_logp",
     "unstack_layers",
     "values",

@@ -52,7 +52,7 @@ def cache_dims(config: ModelConfig) -> list[LayerCache]:
     """Dimension names of `empty_cache`, in the same tree."""
     keys = ("slots", "kv_heads", "head_dim", None)
     values = ("slots", "kv_heads", None, "head_dim")
-    return [LayerCache(keys, values) for _ in range(config.num_layers)]
+    return [LayerCache(keys, values) for _ in range(config.num_layers)]  # type: ignore[arg-type]  # names, not arrays
 
 
 def insert_prefix(cache: Cache, prefix: Prefix, row_I: Int[Array, "I"], slot_I: Int[Array, "I"]) -> Cache:

@@ -1,25 +1,12 @@
 """What is read off the residual stream: logits, token log-probabilities, values, scores."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Params
-
-
-class TokenOutput(NamedTuple):
-    """What the policy says about each token of packed rows.
-
-    Attributes:
-      logp: log-probability of the token given the tokens before it.
-      entropy: Entropy in nats of the distribution it was drawn from.
-    """
-
-    logp: Array
-    entropy: Array
 
 
 def logits(params: Params, config: ModelConfig, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:

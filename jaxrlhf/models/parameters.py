@@ -32,6 +32,11 @@ class Param:
     dims: tuple[str | None, ...]
     init: Literal["normal", "ones", "zeros"] = "normal"
 
+    @property
+    def stacked(self) -> bool:
+        """Whether the first dimension counts layers."""
+        return self.dims[0] == "layers"
+
 
 def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
     """The tree of `Param` of a model with the given head.
@@ -114,3 +119,8 @@ def param_dims(config: ModelConfig, head: Head) -> dict[str, Any]:
 def param_shapes(config: ModelConfig, head: Head, dtype: Any = jnp.float32) -> dict[str, Any]:
     """The same tree as `jax.ShapeDtypeStruct`, for planning memory and layouts without arrays."""
     return jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, dtype), declare(config, head))
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A parameter's place in the tree as text, such as `layers.attention.query`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")

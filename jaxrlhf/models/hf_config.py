@@ -1,0 +1,190 @@
+"""`config.json` to `ModelConfig` and back, and where a checkpoint is found.
+
+A field that changes what the model computes is either understood or refused; nothing is
+read as "probably the default".
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxrlhf.architecture import Head, Llama3Rope, ModelConfig
+from jaxrlhf.config import FromScratch
+from jaxrlhf.models.families import FAMILIES, Family
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+# Refused in every family unless they hold this value (or are absent or null).
+_FIXED = {"hidden_act": "silu", "quantization_config": None, "partial_rotary_factor": 1.0}
+_LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def resolve(path: str | Path) -> Path:
+    """Directory of a checkpoint: a local one as it is, a hub id downloaded to the hub's cache.
+
+    Raises:
+      ValueError: There is no such directory, nor a reachable hub repository of that name.
+    """
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if not _HUB_ID.fullmatch(str(path)):
+        raise ValueError(
+            f"no directory {str(path)!r}; give a local checkpoint directory or a hub id such as Qwen/Qwen3-0.6B"
+        )
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"no local directory {str(path)!r} and no reachable hub repository of that name; "
+            f"check the spelling, the network or the login ({reason})"
+        ) from error
+
+
+def read_fields(path: str | Path) -> dict[str, Any]:
+    """The fields of the checkpoint's config.json.
+
+    Raises:
+      ValueError: The file is missing or is not a JSON object.
+    """
+    file = resolve(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{file.parent} holds no config.json; a checkpoint directory needs one")
+    try:
+        fields = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); download or export it again") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{file} holds {type(fields).__name__}, expected a JSON object")
+    return fields
+
+
+def read_family(path: str | Path) -> tuple[Family, Head]:
+    """The checkpoint's family, and the head it was saved with: `lm` or `score`.
+
+    Raises:
+      ValueError: The architecture is not one of the known ones.
+    """
+    fields = read_fields(path)
+    given = fields.get("architectures") or [None]
+    for family in FAMILIES.values():
+        if given == [family.causal]:
+            return family, "lm"
+        if given == [family.classifier]:
+            return family, "score"
+    known = ", ".join(name for family in FAMILIES.values() for name in (family.causal, family.classifier))
+    raise ValueError(f"{path}/config.json has architecture {given[0]!r}; known are {known}")
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The shape of the checkpoint's decoder.
+
+    Raises:
+      ValueError: Unknown architecture, a missing field, or a field with a value that this
+        decoder does not compute.
+    """
+    family, _ = read_family(path)
+    fields = read_fields(path)
+    where = f"{path}/config.json"
+    for name, value in {**_FIXED, **family.fixed}.items():
+        if fields.get(name) not in (None, value):
+            raise ValueError(f"{where} has {name}={fields[name]!r}; this {family.name} decoder computes {value!r} only")
+    if unread := set(fields.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError(f"{where} has layer_types {sorted(unread)}; only 'full_attention' is computed")
+
+    def need(name: str) -> Any:
+        if fields.get(name) is None:
+            raise ValueError(f"{where} has no {name}, which a {family.name} checkpoint must give")
+        return fields[name]
+
+    heads = need("num_attention_heads")
+    theta, scaling = _read_rope(fields, where)
+    return ModelConfig(
+        family=family.name,
+        vocab_size=need("vocab_size"),
+        hidden_size=need("hidden_size"),
+        intermediate_size=need("intermediate_size"),
+        num_layers=need("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=need("num_key_value_heads"),
+        head_dim=fields.get("head_dim") or family.head_dim or need("hidden_size") // heads,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_positions=need("max_position_embeddings"),
+    )
+
+
+def _read_rope(fields: dict[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
+    """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
+    theta = float(rope.pop("rope_theta", fields.get("rope_theta", 10_000.0)))
+    kinds = {rope.pop(name) for name in ("rope_type", "type") if name in rope} or {"default"}
+    if rope.get("partial_rotary_factor") == 1.0:
+        del rope["partial_rotary_factor"]
+    expected = {"default": set(), "llama3": set(_LLAMA3_FIELDS)}
+    if len(kinds) > 1 or not kinds <= set(expected):
+        raise ValueError(f"{where} has rope type {sorted(map(str, kinds))}; known are {sorted(expected)}")
+    kind = kinds.pop()
+    if set(rope) != expected[kind]:
+        raise ValueError(
+            f"{where} gives rope type {kind!r} the fields {sorted(rope)}, expected {sorted(expected[kind])}"
+        )
+    return theta, Llama3Rope(**rope) if kind == "llama3" else None
+
+
+def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, Any]:
+    """The fields of a config.json from which transformers builds the same model."""
+    family = FAMILIES[config.family]
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        rope = {"rope_type": "llama3"} | {name: getattr(config.rope_scaling, name) for name in _LLAMA3_FIELDS}
+    fields = {
+        "architectures": [family.causal if head == "lm" else family.classifier],
+        "model_type": family.name,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "dtype": dtype,
+        **_FIXED,
+        **family.fixed,
+        # Twice: transformers 5 reads the first, transformers 4 and what builds on it the others.
+        "rope_parameters": {"rope_theta": config.rope_theta, **rope},
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope if config.rope_scaling is not None else None,
+    }
+    if head != "lm":
+        fields |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def scratch_config(settings: FromScratch, *, vocab_size: int) -> ModelConfig:
+    """A Qwen2-shaped decoder of the configured size, with tied embeddings."""
+    return ModelConfig(
+        family="qwen2",
+        vocab_size=vocab_size,
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_layers=settings.num_layers,
+        num_heads=settings.num_heads,
+        num_kv_heads=settings.num_kv_heads,
+        head_dim=settings.head_dim,
+        qkv_bias=True,
+        tie_embeddings=True,
+    )

@@ -1,0 +1,68 @@
+"""The safetensors files of a checkpoint directory: one file, or many behind an index."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class TensorFiles:
+    """Tensors by name, read slice by slice. A context manager: it holds files open.
+
+    Attributes:
+      directory: Of the checkpoint.
+      file_of: File name of each tensor.
+
+    Raises:
+      ValueError: There are no safetensors, or a file is missing or damaged.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._open: dict[str, Any] = {}
+        if (directory / SINGLE).is_file():
+            self.file_of = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        elif (directory / INDEX).is_file():
+            self.file_of = self._read_index()
+        else:
+            raise ValueError(f"{directory} holds neither {SINGLE} nor {INDEX}; convert the checkpoint to safetensors")
+
+    def __enter__(self) -> "TensorFiles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.__exit__(None, None, None)
+        self._open.clear()
+
+    def __getitem__(self, name: str) -> Any:
+        """A tensor that is read where it is sliced."""
+        return self._file(self.file_of[name]).get_slice(name)
+
+    def where(self, name: str) -> str:
+        """File of a tensor, for messages."""
+        return str(self.directory / self.file_of[name])
+
+    def _read_index(self) -> dict[str, str]:
+        try:
+            file_of = dict(json.loads((self.directory / INDEX).read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.directory / INDEX} is no index ({error!r}); download it again") from error
+        held = {file: set(self._file(file).keys()) for file in sorted(set(file_of.values()))}
+        for name, file in file_of.items():
+            if name not in held[file]:
+                raise ValueError(f"tensor {name!r} is missing from {self.directory / file}, where {INDEX} puts it")
+        return file_of
+
+    def _file(self, name: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if name not in self._open:
+            file = self.directory / name
+            try:
+                self._open[name] = safe_open(file, framework="numpy").__enter__()
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{file} is damaged or incomplete ({error}); download or export it again") from error
+        return self._open[name]
