@@ -20,6 +20,10 @@ from jaxrlhf.config.algorithms import (
     TruncatedImportance,
     ValueLoss,
 )
+from jaxrlhf.config.command_line import CommandLine, from_cli, run_command
+from jaxrlhf.config.load import load, shipped
+from jaxrlhf.config.override import override
+from jaxrlhf.config.record import to_json
 from jaxrlhf.config.run import Checkpointing, ColdStart, Config, Evaluation
 from jaxrlhf.config.sources import (
     Arithmetic,
@@ -38,3 +42,49 @@ from jaxrlhf.config.sources import (
     Rewards,
 )
 from jaxrlhf.config.training import Layout, Optimizer, Rollout, Sampling, Training
+
+__all__ = [
+    "GRPO",
+    "PPO",
+    "SFT",
+    "AdaptiveKL",
+    "Aggregation",
+    "Algorithm",
+    "Arithmetic",
+    "ArithmeticReward",
+    "Checkpointing",
+    "ColdStart",
+    "CommandLine",
+    "Config",
+    "Data",
+    "Evaluation",
+    "FormatReward",
+    "FromScratch",
+    "FunctionReward",
+    "Gsm8k",
+    "Gsm8kReward",
+    "KLEstimator",
+    "KLInLoss",
+    "KLInReward",
+    "Layout",
+    "Model",
+    "ModelReward",
+    "Optimizer",
+    "PolicyGradient",
+    "PolicyLoss",
+    "Pretrained",
+    "PromptFile",
+    "RewardPart",
+    "Rewards",
+    "Rollout",
+    "Sampling",
+    "Training",
+    "TruncatedImportance",
+    "ValueLoss",
+    "from_cli",
+    "load",
+    "override",
+    "run_command",
+    "shipped",
+    "to_json",
+]

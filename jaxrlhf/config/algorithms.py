@@ -31,7 +31,12 @@ class AdaptiveKL:
 
 @dataclass(frozen=True)
 class KLInReward:
-    """Subtract `coefficient * kl` from each token's reward. Refers to the reference policy."""
+    """Subtract `coefficient * kl` from each token's reward; the KL is to the reference policy.
+
+    Attributes:
+      estimator: With d = logp - ref_logp: `k1` is d, `abs` is |d|, `k2` is d^2 / 2 and
+        `k3` is exp(-d) - 1 + d.
+    """
 
     coefficient: float = 0.001
     estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
@@ -43,7 +48,12 @@ class KLInReward:
 
 @dataclass(frozen=True)
 class KLInLoss:
-    """Add `coefficient * kl` to each token's loss. Refers to the reference policy."""
+    """Add `coefficient * kl` to each token's loss; the KL is to the reference policy.
+
+    Attributes:
+      estimator: As for `KLInReward`. `k1+` and `k3+` have the value of k1 and k3, and the
+        gradient of k2, which is the reverse KL's.
+    """
 
     coefficient: float = 0.001
     estimator: KLEstimator = "k3"
@@ -61,7 +71,12 @@ class PolicyLoss:
       clip_low: Ratio may fall to 1 - clip_low.
       clip_high: Ratio may rise to 1 + clip_high.
       dual_clip: Bound on the loss of tokens with negative advantage, as a multiple of it; None is off.
-      aggregation: How token losses become one number (algorithms spec, section 9).
+      aggregation: How token losses become one number; every count is over the whole update.
+        `token-mean`: their sum over the number of trained tokens (DAPO). `token-sum`: their sum.
+        `seq-mean-token-mean`: the mean within each response, then over responses (GRPO).
+        `seq-mean-token-sum`: the sum within each response, then the mean over responses.
+        `seq-mean-token-sum-norm`: that over `max_response_tokens` (Dr. GRPO).
+        `prompt-mean`: the token-mean over each prompt's responses, then the mean over prompts.
       entropy_coefficient: Weight of the entropy bonus; 0 computes entropy as a metric only.
     """
 

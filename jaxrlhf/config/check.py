@@ -8,13 +8,23 @@ def require(condition: bool, message: str) -> None:
 
 
 def positive(owner: object, *names: str) -> None:
-    """Require the named fields of `owner` to be above 0."""
+    """Require the named fields of `owner` to be numbers above 0."""
     for name in names:
         value = getattr(owner, name)
-        require(value > 0, f"{type(owner).__name__}.{name} must be above 0, got {value}")
+        number = isinstance(value, int | float)
+        require(number and value > 0, f"{type(owner).__name__}.{name} must be above 0, got {value!r}")
+
+
+def not_negative(owner: object, *names: str) -> None:
+    """Require the named fields of `owner` to be numbers that are 0 or more."""
+    for name in names:
+        value = getattr(owner, name)
+        number = isinstance(value, int | float)
+        require(number and value >= 0, f"{type(owner).__name__}.{name} must be 0 or more, got {value!r}")
 
 
 def within(owner: object, name: str, low: float, high: float) -> None:
     """Require `low <= owner.name <= high`."""
     value = getattr(owner, name)
-    require(low <= value <= high, f"{type(owner).__name__}.{name} must be in [{low}, {high}], got {value}")
+    number = isinstance(value, int | float)
+    require(number and low <= value <= high, f"{type(owner).__name__}.{name} must be in [{low}, {high}], got {value!r}")

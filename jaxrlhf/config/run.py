@@ -4,18 +4,22 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxrlhf.config.algorithms import PPO, SFT, Algorithm
-from jaxrlhf.config.check import positive, require
+from jaxrlhf.config.annotations import check_types
+from jaxrlhf.config.check import not_negative, positive, require
 from jaxrlhf.config.sources import Data, Model, Rewards
 from jaxrlhf.config.training import Optimizer, Rollout, Training
 
 
 @dataclass(frozen=True)
 class ColdStart:
-    """A short supervised stage before the main one, for policies that know nothing yet."""
+    """A short supervised stage before the main one, for policies that know nothing yet.
+
+    It trains the actor in the actor's layout and microbatches, with an optimizer of its own.
+    """
 
     steps: int
     algorithm: SFT = field(default_factory=SFT)
-    actor: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-3)))
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-3))
 
     def __post_init__(self) -> None:
         positive(self, "steps")
@@ -34,7 +38,7 @@ class Evaluation:
     problems: int = 256
 
     def __post_init__(self) -> None:
-        require(self.every_steps >= 0, f"Evaluation.every_steps must be 0 or more, got {self.every_steps}")
+        not_negative(self, "every_steps")
         positive(self, "problems")
 
 
@@ -54,8 +58,7 @@ class Checkpointing:
 
     def __post_init__(self) -> None:
         positive(self, "keep_last")
-        require(self.every_steps >= 0, f"Checkpointing.every_steps must be 0 or more, got {self.every_steps}")
-        require(self.keep_best >= 0, f"Checkpointing.keep_best must be 0 or more, got {self.keep_best}")
+        not_negative(self, "every_steps", "keep_best")
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,13 @@ class Config:
     resume: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self, "Config")
         positive(self, "steps")
         require(self.devices is None or self.devices > 0, f"Config.devices must be above 0 or None, got {self.devices}")
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
         trained = [("actor", self.actor)]
         if isinstance(self.algorithm, PPO):
             trained.append(("algorithm.critic", self.algorithm.critic))
-        if self.cold_start is not None:
-            trained.append(("cold_start.actor", self.cold_start.actor))
         for name, training in trained:
             require(
                 training.tokens_per_microbatch >= longest,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxrlhf.config.check import positive, require
+from jaxrlhf.config.check import not_negative, positive, require
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Layout:
         fits = [n for n in range(1, self.tensor + 1) if self.tensor % n == 0]
         require(
             self.tensor % self.generation_tensor == 0,
-            f"Layout.generation_tensor={self.generation_tensor} does not divide tensor={self.tensor}; use one of {fits}",
+            f"Layout.generation_tensor={self.generation_tensor} does not divide tensor={self.tensor}; pick from {fits}",
         )
 
     @property
@@ -59,7 +59,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         positive(self, "learning_rate", "eps", "max_grad_norm")
-        require(self.warmup_updates >= 0, f"Optimizer.warmup_updates must be 0 or more, got {self.warmup_updates}")
+        not_negative(self, "warmup_updates", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Sampling:
         )
         require(0 < self.top_p <= 1, f"Sampling.top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"Sampling.top_k must be 0 (off) or more, got {self.top_k}")
-        require(self.min_tokens >= 0, f"Sampling.min_tokens must be 0 or more, got {self.min_tokens}")
+        not_negative(self, "min_tokens")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""PPO on GSM8K from Qwen2.5-0.5B-Instruct.
+
+    python -m jaxrlhf.train --config ppo_gsm8k.py
+
+256 problems a step, four updates of 64 responses each, a KL penalty of 0.001 in the reward,
+15 epochs of the 7473 training problems. Fits one 80 GB accelerator.
+
+Source: Schulman et al. 2017 (arXiv:1707.06347); the problems are Cobbe et al. 2021
+(arXiv:2110.14168); hyper-parameters as in the quickstart of verl, HybridFlow's own
+implementation (Sheng et al. 2025, arXiv:2409.19256).
+"""
+
+from jaxrlhf.config import (
+    PPO,
+    Checkpointing,
+    Config,
+    Evaluation,
+    Gsm8k,
+    Gsm8kReward,
+    KLInReward,
+    Optimizer,
+    Pretrained,
+    Rewards,
+    Rollout,
+    Training,
+)
+
+TRAIN_PROBLEMS, TEST_PROBLEMS = 7473, 1319
+EPOCHS = 15
+PROMPTS_PER_STEP = 256
+
+
+def get_config() -> Config:
+    """The run."""
+    return Config(
+        name="ppo_gsm8k",
+        model=Pretrained("Qwen/Qwen2.5-0.5B-Instruct"),
+        data=Gsm8k(),
+        rewards=Rewards(parts=(Gsm8kReward(method="strict"),)),
+        algorithm=PPO(
+            gamma=1.0,
+            lam=1.0,
+            responses_per_update=64,
+            kl=KLInReward(coefficient=0.001, estimator="k1"),
+            critic=Training(optimizer=Optimizer(learning_rate=1e-5)),
+        ),
+        rollout=Rollout(
+            prompts_per_step=PROMPTS_PER_STEP,
+            responses_per_prompt=1,
+            max_prompt_tokens=512,
+            max_response_tokens=512,
+        ),
+        actor=Training(optimizer=Optimizer(learning_rate=1e-6)),
+        steps=EPOCHS * (TRAIN_PROBLEMS // PROMPTS_PER_STEP),
+        evaluation=Evaluation(every_steps=10, problems=TEST_PROBLEMS),
+        checkpoint=Checkpointing(every_steps=10),
+    )

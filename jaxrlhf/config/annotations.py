@@ -1,0 +1,82 @@
+"""The type of every setting, read from the dataclasses and held against values."""
+
+import dataclasses
+import types
+import typing
+from typing import Any, Literal
+
+from jaxrlhf.config.check import require
+
+
+def field_types(owner: type) -> dict[str, Any]:
+    """The annotation of each field of a dataclass, by name."""
+    hints = typing.get_type_hints(owner)
+    return {field.name: hints[field.name] for field in dataclasses.fields(owner)}
+
+
+def alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union; any other annotation is its own only member."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def variants(annotation: Any) -> list[type]:
+    """The dataclasses that a setting may hold, subclasses included."""
+    if _is_sequence(annotation):
+        return variants(typing.get_args(annotation)[0])
+    found = []
+    for member in alternatives(annotation):
+        if dataclasses.is_dataclass(member) and isinstance(member, type):
+            found += [member, *(kind for child in member.__subclasses__() for kind in variants(child))]
+    return found
+
+
+def spell(annotation: Any) -> str:
+    """An annotation as words for an error message."""
+    if typing.get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
+    if _is_sequence(annotation):
+        return f"a tuple of {spell(typing.get_args(annotation)[0])}"
+    if len(alternatives(annotation)) > 1:
+        return " or ".join(map(spell, alternatives(annotation)))
+    if annotation is bool:
+        return "True or False"
+    return "None" if annotation is type(None) else getattr(annotation, "__name__", str(annotation))
+
+
+def check_type(name: str, value: object, annotation: Any) -> None:
+    """Raise `ValueError` unless `value` is what the annotation of setting `name` allows."""
+    require(_conforms(value, annotation), f"{name} must be {spell(annotation)}, got {value!r}")
+
+
+def check_types(settings: Any, name: str) -> None:
+    """Run `check_type` on each field of a dataclass, and of the dataclasses below it."""
+    for field, annotation in field_types(type(settings)).items():
+        value = getattr(settings, field)
+        check_type(f"{name}.{field}", value, annotation)
+        below = value if isinstance(value, tuple) else (value,)
+        for index, item in enumerate(below):
+            if dataclasses.is_dataclass(item):
+                check_types(item, f"{name}.{field}.{index}" if below is value else f"{name}.{field}")
+
+
+def _conforms(value: object, annotation: Any) -> bool:
+    if annotation is Any:
+        return True
+    if typing.get_origin(annotation) is Literal:
+        return value in typing.get_args(annotation)
+    if len(alternatives(annotation)) > 1:
+        return any(_conforms(value, member) for member in alternatives(annotation))
+    if _is_sequence(annotation):
+        item = typing.get_args(annotation)[0]
+        return isinstance(value, tuple) and all(_conforms(entry, item) for entry in value)
+    if isinstance(value, bool):  # to Python True is an int; as a number of steps it is a mistake
+        return annotation is bool
+    if annotation is float:
+        return isinstance(value, int | float)
+    return isinstance(value, typing.get_origin(annotation) or annotation)
+
+
+def _is_sequence(annotation: Any) -> bool:
+    return typing.get_origin(annotation) is tuple and typing.get_args(annotation)[1:] == (Ellipsis,)
