@@ -1,0 +1,381 @@
+"""Continuous batching over slots: prefill prompts, insert them, decode all slots together.
+
+One SPMD program spans the mesh: slots are split over `slot_axes`, attention heads over
+`kv_head_axis`. Programs are compiled ahead of time and kept by the lengths they serve, so a
+call that would recompile anything else is an error instead of a pause.
+
+    engine.load(params, version=7)
+    completions = engine.generate(requests, sampling, seed=0)
+
+`generate` is made of `prefill`, `insert`, `decode` and `free`, which a server can drive itself.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrlhf import config as knobs
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.batch import Params
+from jaxrlhf.engine import programs
+from jaxrlhf.engine.layout import Layout, same_layout
+from jaxrlhf.engine.sampling import settings_of
+from jaxrlhf.engine.scheduler import Completion, Placement, Request, Scheduler, fit, halving_buckets, length_buckets
+
+PREFILL_TOKENS = 2048
+"""Tokens that one prefill aims at, padding included."""
+
+SHORTEST_CAPACITY = 128
+"""Decoding over less of the cache than this saves less than another program costs."""
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """Prompts on the device, ready to be inserted any number of times.
+
+    Attributes:
+      lengths: Tokens of each prompt.
+      version: Of the weights that ran them.
+    """
+
+    prompts: programs.Prompts
+    lengths: tuple[int, ...]
+    version: int
+
+
+class Drawn(NamedTuple):
+    """What one slot drew since it was last read.
+
+    Attributes:
+      active: Whether its response goes on; if not, the slot is free.
+    """
+
+    slot: int
+    tokens: list[int]
+    logps: list[float]
+    active: bool
+
+
+class Engine:
+    """Generates responses with one set of weights at a time.
+
+    Args:
+      mesh: Auto axes.
+      slots: Responses decoded together; rounded up to a multiple of the replicas.
+      stop_tokens: Ids that end a response; they are kept in it.
+      decode_tokens_per_dispatch: Tokens decoded by one program call before slots refill.
+      dtype: Of activations and of the cache.
+      slot_axes: Mesh axes that split the slots.
+      kv_head_axis: Mesh axis that splits the key-value heads of the cache.
+
+    Attributes:
+      slots: After rounding.
+      prefill_prompts: Rows of a prefill, and of an insertion.
+      prefilled_prompts: Prompts that `prefill` ran so far.
+
+    Raises:
+      ValueError: Sizes that do not fit the model or the mesh.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        *,
+        slots: int,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        stop_tokens: tuple[int, ...],
+        decode_tokens_per_dispatch: int,
+        dtype: Any,
+        slot_axes: tuple[str, ...] = (),
+        kv_head_axis: str | None = None,
+    ) -> None:
+        capacity = max_prompt_tokens + max_response_tokens
+        _check_sizes(config, mesh, capacity=capacity, stop_tokens=stop_tokens, kv_head_axis=kv_head_axis)
+        replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
+        self.slots = -(-slots // replicas) * replicas
+        rows = 1 << (max(1, min(slots, PREFILL_TOKENS // max_prompt_tokens)).bit_length() - 1)
+        self.prefill_prompts = -(-rows // replicas) * replicas
+        self.prefilled_prompts = 0
+        self._shape = programs.Shape(
+            config=config,
+            slots=self.slots,
+            capacity=capacity,
+            max_response_tokens=max_response_tokens,
+            stop_tokens=tuple(stop_tokens),
+            tokens_per_dispatch=decode_tokens_per_dispatch,
+            dtype=dtype,
+        )
+        self._prompt_buckets = length_buckets(max_prompt_tokens)
+        self._capacities = halving_buckets(capacity, shortest=SHORTEST_CAPACITY)
+        self._mesh = mesh
+        self._layout = Layout(mesh, slot_axes, kv_head_axis)
+        self._programs: dict[tuple[str, int], jax.stages.Compiled] = {}
+        self._params: Params | None = None
+        self._signature: Any = None
+        self._version: int | None = None
+        self.free()
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        return len(self._programs)
+
+    @property
+    def most_compilations(self) -> int:
+        """Bound on `compilations`, whatever is generated."""
+        return 1 + 2 * len(self._prompt_buckets) + len(self._capacities)
+
+    @property
+    def active(self) -> int:
+        """Slots whose response goes on or was not read yet."""
+        return int((self._active_B | self._fresh_B).sum())
+
+    def load(self, params: Params, version: int) -> None:
+        """Set the weights, already in the generation layout.
+
+        Raises:
+          RuntimeError: Responses are under way: their cache belongs to the old weights.
+          ValueError: The weights lie elsewhere than on the mesh, or differ from those loaded
+            before in shape, dtype or layout, so that programs would not fit.
+        """
+        if self.active:
+            raise RuntimeError(
+                f"{self.active} responses are being generated with version {self._version}; "
+                f"finish or free() them before loading version {version}"
+            )
+        devices = set(self._mesh.devices.flat)
+        for path, leaf in jax.tree.leaves_with_path(params):
+            if not isinstance(leaf, jax.Array) or leaf.sharding.device_set != devices:
+                raise ValueError(
+                    f"{jax.tree_util.keystr(path)} is not laid out over the engine's mesh; re-layout first"
+                )
+        signature = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params)]
+        if self._signature is not None and not same_layout(self._signature, signature):
+            raise ValueError(
+                "the weights differ from those loaded before in shape, dtype or layout; build a new Engine"
+            )
+        self.free()
+        self._signature = signature
+        self._params, self._version = params, version
+
+    def unload(self) -> None:
+        """Let go of the weights and the cache; compiled programs stay."""
+        self.free()
+        self._params = self._version = None
+
+    def free(self) -> None:
+        """Drop the cache, and with it whatever is being generated."""
+        self._slots: programs.Slots | None = None
+        self._cache_version: int | None = None
+        self._active_B = np.zeros(self.slots, bool)
+        self._fresh_B = np.zeros(self.slots, bool)
+        self._cached_B = np.zeros(self.slots, np.int64)
+
+    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
+        """Run up to `prefill_prompts` prompts.
+
+        Raises:
+          ValueError: Too many prompts, or one that is empty, too long or outside the vocabulary.
+        """
+        params = self._loaded()
+        if not 0 < len(prompts) <= self.prefill_prompts:
+            raise ValueError(f"a prefill takes 1 to {self.prefill_prompts} prompts, got {len(prompts)}")
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        width = fit(max(map(len, prompts)), self._prompt_buckets)
+        token_PS = np.zeros((self.prefill_prompts, width), np.int32)
+        length_P = np.ones(self.prefill_prompts, np.int32)
+        for row, prompt in enumerate(prompts):
+            token_PS[row, : len(prompt)] = prompt
+            length_P[row] = len(prompt)
+        rows = jax.device_put((token_PS, length_P), self._layout.rows)
+        self.prefilled_prompts += len(prompts)
+        result = self._run("prefill", width, programs.prefill, (params, *rows), out=self._layout.prompts)
+        return Prefilled(result, tuple(map(len, prompts)), self._version)
+
+    def insert(
+        self, prefilled: Prefilled, placements: Sequence[Placement], sampling: knobs.Sampling, *, seed: int
+    ) -> None:
+        """Start up to `prefill_prompts` responses in free slots, and draw their first tokens.
+
+        Args:
+          seed: In [0, 2**32).
+        """
+        params = self._loaded()
+        assert prefilled.version == self._version, (
+            f"prompts prefilled by version {prefilled.version} cannot be continued by version {self._version}"
+        )
+        most = self.prefill_prompts
+        assert len(placements) <= most, f"an insertion takes {most} placements, got {len(placements)}"
+        row_I, slot_I, request_I = (
+            np.zeros(most, np.int32),
+            np.full(most, self.slots, np.int32),
+            np.zeros(most, np.uint32),
+        )
+        for index, (row, slot, request_id) in enumerate(placements):
+            assert not (self._active_B[slot] or self._fresh_B[slot]), f"slot {slot} is taken"
+            row_I[index], slot_I[index], request_I[index] = row, slot, request_id
+            self._fresh_B[slot] = True
+            self._cached_B[slot] = prefilled.lengths[row]
+        insertion = programs.Insertion(
+            row_I, slot_I, np.full(most, seed, np.uint32), request_I, settings_of(sampling, slots=most)
+        )
+        if self._slots is None:
+            self._slots = self._run("empty", 0, programs.empty_slots, (), out=self._layout.slots)
+            self._cache_version = self._version
+        arguments = (params, self._slots, prefilled.prompts, insertion)
+        width = prefilled.prompts.prefix.key_LPSKH.shape[2]
+        self._slots = self._run("insert", width, programs.insert, arguments, out=self._layout.slots, donate=1)
+
+    def decode(self) -> list[Drawn]:
+        """Draw up to `decode_tokens_per_dispatch` tokens in every active slot, and read them.
+
+        Returns:
+          One entry for each slot that drew, counting the first token of new responses.
+
+        Raises:
+          FloatingPointError: The policy's logits are not finite.
+        """
+        params = self._loaded()
+        assert self._slots is not None, "nothing was inserted"
+        assert self._cache_version == self._version, (
+            f"the cache of version {self._cache_version} cannot be continued by version {self._version}"
+        )
+        going_B = self._active_B | self._fresh_B
+        longest = int(self._cached_B[going_B].max(initial=0)) + self._shape.tokens_per_dispatch
+        capacity = fit(min(longest, self._shape.capacity), self._capacities)
+        self._slots, window = self._run(
+            "decode",
+            capacity,
+            partial(programs.decode, capacity=capacity),
+            (params, self._slots),
+            out=(self._layout.slots, self._layout.whole),
+            donate=1,
+        )
+        token_WB, logp_WB, active_B = jax.device_get(window)
+        if not np.isfinite(logp_WB).all():
+            raise FloatingPointError("the policy's logits are not finite: its weights diverged or overflow")
+        return self._read(token_WB, logp_WB, active_B)
+
+    def _read(self, token_WB: np.ndarray, logp_WB: np.ndarray, active_B: np.ndarray) -> list[Drawn]:
+        """Split a window by slot and bring the host's view of the slots up to date."""
+        count_B = (token_WB[1:] != programs.NO_TOKEN).sum(axis=0)
+        tokens, logps = token_WB.T.tolist(), logp_WB.T.tolist()
+        drawn = []
+        for slot in np.flatnonzero(self._active_B | self._fresh_B).tolist():
+            # Row 0 was drawn at the insertion, or was read with the window before.
+            span = slice(0 if self._fresh_B[slot] else 1, 1 + int(count_B[slot]))
+            drawn.append(Drawn(slot, tokens[slot][span], logps[slot][span], bool(active_B[slot])))
+        self._cached_B += count_B
+        self._active_B = np.array(active_B)
+        self._fresh_B[:] = False
+        return drawn
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: knobs.Sampling,
+        *,
+        seed: int,
+        progress: Callable[[int, int], None] | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        """Answer all requests, refilling slots as they become free; the cache is freed at the end.
+
+        Args:
+          seed: In [0, 2**32). A response depends on it, on its request_id and prompt, and on
+            nothing else of the call.
+          progress: Called after every dispatch with the completions so far and in all.
+          on_completion: Called with each completion as it is read.
+
+        Returns:
+          One completion for each request, in their order.
+
+        Raises:
+          ValueError: A request that cannot be answered, or a seed out of range.
+        """
+        self._loaded()
+        if self.active:
+            raise RuntimeError(f"{self.active} responses are being generated; finish or free() them first")
+        self._check_requests(requests, seed)
+        scheduler = Scheduler(requests, slots=self.slots, stop_tokens=self._shape.stop_tokens, version=self._version)
+        completions: dict[int, Completion] = {}
+        prefilled = None
+        try:
+            while not scheduler.finished:
+                if scheduler.refill_due:
+                    while scheduler.placeable:
+                        if scheduler.prefill_due:
+                            prefilled = self.prefill(scheduler.take_prompts(self.prefill_prompts))
+                        self.insert(prefilled, scheduler.place(self.prefill_prompts), sampling, seed=seed)
+                for slot, tokens, logps, active in self.decode():
+                    completion = scheduler.record(slot, tokens, logps, active=active)
+                    if completion is not None:
+                        completions[completion.request_id] = completion
+                        if on_completion is not None:
+                            on_completion(completion)
+                if progress is not None:
+                    progress(len(completions), len(requests))
+        finally:
+            self.free()
+        return [completions[request.request_id] for request in requests]
+
+    def _run(self, name: str, length: int, program: Callable, arguments: tuple, *, out: Any, donate: Any = ()) -> Any:
+        """Call a program compiled for this length; compile it the first time."""
+        if (name, length) not in self._programs:
+            layout = jax.tree.map(lambda leaf: getattr(leaf, "sharding", self._layout.whole), arguments)
+            jitted = jax.jit(
+                partial(program, shape=self._shape), in_shardings=layout, out_shardings=out, donate_argnums=donate
+            )
+            self._programs[name, length] = jitted.lower(*arguments).compile()
+        return self._programs[name, length](*arguments)
+
+    def _loaded(self) -> Params:
+        if self._params is None:
+            raise RuntimeError("the engine has no weights; call load(params, version=...) first")
+        return self._params
+
+    def _check_prompt(self, prompt: tuple[int, ...]) -> None:
+        longest = self._prompt_buckets[-1]
+        if not 0 < len(prompt) <= longest:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens; expected 1 to max_prompt_tokens={longest}: "
+                f"drop it, or build the engine for longer prompts"
+            )
+        vocab = self._shape.config.vocab_size
+        if not (min(prompt) >= 0 and max(prompt) < vocab):
+            raise ValueError(f"prompt ids from {min(prompt)} to {max(prompt)} lie outside the vocabulary of {vocab}")
+
+    def _check_requests(self, requests: Sequence[Request], seed: int) -> None:
+        for request in requests:
+            self._check_prompt(request.prompt_tokens)
+        for name, values in (("seed", [seed]), ("request_id", [request.request_id for request in requests])):
+            for value in values:
+                if not 0 <= value < 2**32:
+                    raise ValueError(f"{name}={value} does not fit the random key; expected 0 to 2**32 - 1")
+
+
+def _check_sizes(
+    config: ModelConfig, mesh: Mesh, *, capacity: int, stop_tokens: tuple[int, ...], kv_head_axis: str | None
+) -> None:
+    if capacity > config.max_positions:
+        raise ValueError(
+            f"max_prompt_tokens + max_response_tokens = {capacity} exceeds the model's {config.max_positions} positions"
+        )
+    outside = [token for token in stop_tokens if not 0 <= token < config.vocab_size]
+    if outside:
+        raise ValueError(f"stop_tokens {outside} lie outside the vocabulary of {config.vocab_size}")
+    ways = mesh.shape[kv_head_axis] if kv_head_axis else 1
+    if config.num_kv_heads % ways:
+        raise ValueError(
+            f"{config.num_kv_heads} key-value heads do not split {ways} ways over mesh axis {kv_head_axis!r}; "
+            f"use a generation tensor size that divides {config.num_kv_heads}"
+        )

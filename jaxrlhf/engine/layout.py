@@ -1,0 +1,33 @@
+"""Where the engine's arrays lie on its mesh."""
+
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrlhf.engine import programs
+
+
+class Layout:
+    """Where the arrays of the programs lie.
+
+    A prefill splits its rows, but what it returns is whole on every replica (heads stay
+    split), so that any slot can take any prompt: one all-gather for a prefill, none for an insertion.
+    """
+
+    def __init__(self, mesh: Mesh, slot_axes: tuple[str, ...], kv_head_axis: str | None) -> None:
+        def sharding(*axes: Any) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*axes))
+
+        self.whole = sharding()
+        self.rows = sharding(slot_axes)
+        self.prompts = programs.Prompts(self.whole, sharding(None, None, None, kv_head_axis), self.whole)
+        self.slots = programs.Slots(
+            cache=sharding(slot_axes, kv_head_axis), **dict.fromkeys(programs.PER_SLOT, sharding(slot_axes))
+        )
+
+
+def same_layout(old: list, new: list) -> bool:
+    """Whether programs compiled for the old arrays take the new ones."""
+    return len(old) == len(new) and all(
+        a[:2] == b[:2] and a[2].is_equivalent_to(b[2], len(a[0])) for a, b in zip(old, new, strict=True)
+    )

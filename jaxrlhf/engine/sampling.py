@@ -1,0 +1,174 @@
+"""Drawing one token for every slot inside the program.
+
+The settings of a slot are arrays, so a change of temperature never recompiles. A draw is a
+function of (seed, request, position) and of the slot's own logits only: the same request
+gives the same tokens in any slot, in any batch, in any order.
+
+The log-probability that goes with a token is that of the policy at its temperature, before
+top-k, top-p, `min_tokens` or the argmax of a greedy slot narrow the choice:
+
+    logp = log_softmax(logits / temperature)[token]
+
+A trainer that knows the temperature and nothing else therefore computes the same number.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Bool, Float, Int, UInt32
+
+from jaxrlhf import config
+from jaxrlhf.batch import Array
+
+
+@struct.dataclass
+class Settings:
+    """How each slot draws; see `config.Sampling`.
+
+    Attributes:
+      temperature_B: float32, above 0.
+      top_p_B: float32 in (0, 1]; 1 keeps all.
+      top_k_B: int32; 0 keeps all.
+      min_tokens_B: int32; stop tokens are not drawn at earlier positions, greedy or not.
+      greedy_B: bool; takes the likeliest token.
+    """
+
+    temperature_B: Array
+    top_p_B: Array
+    top_k_B: Array
+    min_tokens_B: Array
+    greedy_B: Array
+
+
+class Sampled(NamedTuple):
+    """A token of each slot and its log-probability at the slot's temperature."""
+
+    token_B: Int[Array, "B"]
+    logp_B: Float[Array, "B"]
+
+
+def settings_of(sampling: config.Sampling, *, slots: int) -> Settings:
+    """The same settings for every slot, as host arrays."""
+    return Settings(
+        temperature_B=np.full(slots, sampling.temperature, np.float32),
+        top_p_B=np.full(slots, sampling.top_p, np.float32),
+        top_k_B=np.full(slots, sampling.top_k, np.int32),
+        min_tokens_B=np.full(slots, sampling.min_tokens, np.int32),
+        greedy_B=np.full(slots, sampling.greedy, bool),
+    )
+
+
+def uniforms(
+    seed_B: UInt32[Array, "B"], request_B: UInt32[Array, "B"], position_B: Int[Array, "B"]
+) -> Float[Array, "B 2"]:
+    """Two uniforms in [0, 1) of each slot, a function of (seed, request, position) alone."""
+
+    def of_slot(seed, request, position):
+        # The generator is named: draws of another default (`jax_default_prng_impl`) may depend on the batch.
+        key = jax.random.key(seed, impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, request), position), (2,))
+
+    return jax.vmap(of_slot)(seed_B, request_B, position_B)
+
+
+def sample(
+    logits_BV: Float[Array, "B V"],
+    uniform_B2: Float[Array, "B 2"],
+    position_B: Int[Array, "B"],
+    settings: Settings,
+    *,
+    stop_tokens: tuple[int, ...],
+) -> Sampled:
+    """Draw a token of each slot by inverting the cumulative distribution.
+
+    The vocabulary is cut into chunks of about sqrt(V): the first uniform chooses a chunk by
+    its mass, the second a token within it. This costs two short cumulative sums instead of a
+    random number per entry, and keeps the rounding of a float32 sum of V terms out of the tail.
+
+    Args:
+      logits_BV: -inf is a token that is never drawn; at least one entry of a row is finite.
+      position_B: Tokens of the response that were drawn before this one.
+      stop_tokens: Ids that `min_tokens` holds back.
+    """
+    batch, vocab = logits_BV.shape
+    scaled_BV = logits_BV.astype(jnp.float32) / settings.temperature_B[:, None]
+    peak_B1 = scaled_BV.max(axis=-1, keepdims=True)
+    weight_BV = jnp.exp(scaled_BV - peak_B1)
+    normaliser_B = peak_B1[:, 0] + jnp.log(weight_BV.sum(axis=-1))
+
+    early_B = position_B < settings.min_tokens_B
+    restricted_B = early_B | settings.greedy_B | (settings.top_k_B > 0) | (settings.top_p_B < 1)
+    drawn_BV = lax.cond(
+        restricted_B.any(),
+        lambda: _restricted_weights(scaled_BV, early_B, settings, stop_tokens=stop_tokens),
+        lambda: weight_BV,
+    )
+    # At 0 the inversion takes the first of the tokens left to a greedy slot.
+    uniform_B2 = jnp.where(settings.greedy_B[:, None], 0.0, uniform_B2)
+
+    width = _chunk_width(vocab)
+    drawn_BCW = drawn_BV.reshape(batch, vocab // width, width)
+    chunk_B = _invert(drawn_BCW.sum(axis=-1), uniform_B2[:, 0])
+    drawn_BW = jnp.take_along_axis(drawn_BCW, chunk_B[:, None, None], axis=1)[:, 0]
+    token_B = chunk_B * width + _invert(drawn_BW, uniform_B2[:, 1])
+    chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
+    return Sampled(token_B, chosen_B - normaliser_B)
+
+
+def _restricted_weights(
+    scaled_BV: Float[Array, "B V"], early_B: Bool[Array, "B"], settings: Settings, *, stop_tokens: tuple[int, ...]
+) -> Float[Array, "B V"]:
+    """Unnormalised probabilities of the tokens that a slot may draw, 0 elsewhere."""
+    vocab = scaled_BV.shape[-1]
+    stop_V = jnp.zeros(vocab, bool).at[jnp.array(stop_tokens, jnp.int32)].set(True)
+    allowed_BV = jnp.where(early_B[:, None] & stop_V[None, :], -jnp.inf, scaled_BV)
+    peak_B1 = allowed_BV.max(axis=-1, keepdims=True)
+    truncated_B = ~settings.greedy_B & ((settings.top_k_B > 0) | (settings.top_p_B < 1))
+    threshold_B1 = lax.cond(
+        truncated_B.any(),
+        lambda: _threshold(allowed_BV, settings),
+        lambda: jnp.full_like(peak_B1, -jnp.inf),
+    )
+    threshold_B1 = jnp.where(settings.greedy_B[:, None], peak_B1, threshold_B1)
+    return jnp.where(allowed_BV >= threshold_B1, jnp.exp(allowed_BV - peak_B1), 0.0)
+
+
+def _threshold(scaled_BV: Float[Array, "B V"], settings: Settings) -> Float[Array, "B 1"]:
+    """Smallest logit kept: the top k, then of those the fewest that hold a mass of top_p.
+
+    Tokens that tie with the last one kept are kept too.
+
+    Source: Holtzman et al. 2020 (arXiv:1904.09751), section 3.1, for top_p.
+    """
+    vocab = scaled_BV.shape[-1]
+    sorted_BV = jnp.sort(scaled_BV, axis=-1, descending=True)
+    rank_1V = jnp.arange(vocab)[None, :]
+    kept_by_k_B1 = jnp.where(settings.top_k_B > 0, settings.top_k_B, vocab)[:, None]
+    probability_BV = jax.nn.softmax(jnp.where(rank_1V < kept_by_k_B1, sorted_BV, -jnp.inf), axis=-1)
+    mass_before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
+    # Rounding may leave the sum below 1, so 1 is not compared but keeps all.
+    in_nucleus_BV = (mass_before_BV < settings.top_p_B[:, None]) | (settings.top_p_B == 1)[:, None]
+    kept_BV = (rank_1V < kept_by_k_B1) & (in_nucleus_BV | (rank_1V == 0))
+    return jnp.where(kept_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
+
+
+def _invert(weight_BN: Float[Array, "B N"], uniform_B: Float[Array, "B"]) -> Int[Array, "B"]:
+    """First entry whose cumulative weight exceeds `uniform` of the total; never one of weight 0."""
+    entries = weight_BN.shape[-1]
+    total_BN = jnp.cumsum(weight_BN, axis=-1)
+    # A parallel sum is not exactly monotone: entries of weight 0 are kept out by name, and the
+    # target is a share of the largest sum among the others, so that one of them exceeds it.
+    possible_BN = weight_BN > 0
+    target_B = uniform_B * jnp.where(possible_BN, total_BN, 0.0).max(axis=-1)
+    beyond_BN = possible_BN & (total_BN > target_B[:, None])
+    return jnp.where(beyond_BN, jnp.arange(entries)[None, :], entries - 1).min(axis=-1)
+
+
+def _chunk_width(vocab: int) -> int:
+    """Largest divisor of the vocabulary that is at most its square root."""
+    return next(width for width in range(math.isqrt(vocab), 0, -1) if vocab % width == 0)
