@@ -9,7 +9,9 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
+
+from jaxrlhf.batch import Array
 
 Kernel = Literal["xla", "cudnn"]
 

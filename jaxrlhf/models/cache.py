@@ -7,10 +7,12 @@ copied at every token. Keys lie as `[slots, kv_heads, head_dim, positions]` and 
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.batch import Array
 
 
 class Prefix(NamedTuple):
@@ -23,8 +25,8 @@ class Prefix(NamedTuple):
 class LayerCache(NamedTuple):
     """One layer's cache for B slots of S positions."""
 
-    key_BKHS: Array
-    value_BKSH: Array
+    key_BKHS: jax.Array
+    value_BKSH: jax.Array
 
     def write(
         self, key_BKH: Float[Array, "B K H"], value_BKH: Float[Array, "B K H"], position_B: Int[Array, "B"]
@@ -76,7 +78,7 @@ def insert_prefix(cache: Cache, prefix: Prefix, row_I: Int[Array, "I"], slot_I: 
     ]
 
 
-def _place(stored: Array, block: Array, slot_I: Array) -> Array:
+def _place(stored: jax.Array, block: Array, slot_I: Array) -> jax.Array:
     """Write each block at the start of its slot."""
     _, _, first, second = block.shape
     return stored.at[slot_I, :, :first, :second].set(block.astype(stored.dtype), mode="drop")

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from jaxrlhf.architecture import ModelConfig
-from jaxrlhf.batch import Params
+from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.attention import attend, attend_cache
 from jaxrlhf.models.cache import Cache, LayerCache, Prefix
 from jaxrlhf.models.rope import Rotation, rotate, rotation

@@ -2,11 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Float, Float32, Int
 
 from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.architecture import ModelConfig
-from jaxrlhf.batch import Params
+from jaxrlhf.batch import Array, Params
 
 
 def logits(params: Params, config: ModelConfig, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Float, Float32, Int
 
 from jaxrlhf.architecture import Llama3Rope, ModelConfig
+from jaxrlhf.batch import Array
 
 
 class Rotation(NamedTuple):

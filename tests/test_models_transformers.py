@@ -1,0 +1,200 @@
+"""Parity with transformers: the same checkpoint gives the same numbers, in and out again."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+from tiny_checkpoints import KINDS, VOCAB, build, write
+
+from jaxrlhf import models
+from jaxrlhf.config import FromScratch
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, tmp_path_factory):
+    """A transformers model, and ours read from its files."""
+    theirs = build(request.param)
+    path = write(tmp_path_factory.mktemp("checkpoint"), theirs)
+    config = models.read_config(path)
+    return theirs, config, models.load_params(path, config, "lm"), path
+
+
+def tokens(shape, seed=0):
+    return np.random.default_rng(seed).integers(1, VOCAB, shape, dtype=np.int32)
+
+
+def their_logits(model, token_RW, mask_RW=None):
+    mask = None if mask_RW is None else torch.tensor(mask_RW)
+    with torch.no_grad():
+        return model(torch.tensor(token_RW, dtype=torch.long), attention_mask=mask).logits.numpy()
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def our_logits(params, config, token_RW, position_RW, segment_RW):
+    hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, segment_RW)
+    return models.logits(params, config, hidden_RWD)
+
+
+def plain(token_RW):
+    """Positions and segments of rows that each hold one full sequence."""
+    position_RW = np.broadcast_to(np.arange(token_RW.shape[1], dtype=np.int32), token_RW.shape)
+    return position_RW, np.ones(token_RW.shape, np.int32)
+
+
+def test_logits(pair):
+    theirs, config, params, _ = pair
+    token_RW = tokens((3, 40))
+    np.testing.assert_allclose(
+        our_logits(params, config, token_RW, *plain(token_RW)), their_logits(theirs, token_RW), atol=TOLERANCE
+    )
+
+
+def test_logits_with_padding(pair):
+    theirs, config, params, _ = pair
+    token_RW = tokens((3, 40))
+    real_RW = np.arange(40)[None] < np.array([[40], [1], [17]])
+    position_RW, segment_RW = plain(token_RW)
+    ours = our_logits(params, config, token_RW, position_RW, segment_RW * real_RW)
+    theirs = their_logits(theirs, token_RW, real_RW.astype(np.int64))
+    np.testing.assert_allclose(ours[real_RW], theirs[real_RW], atol=TOLERANCE)
+    assert np.isfinite(ours).all()
+
+
+def test_logits_of_packed_rows(pair):
+    theirs, config, params, _ = pair
+    lengths = [[11, 25], [33, 4], [20, 20]]
+    token_RW = tokens((3, 40))
+    position_RW, segment_RW = np.zeros((2, 3, 40), np.int32)
+    expected = np.zeros((3, 40, VOCAB), np.float32)
+    for row, parts in enumerate(lengths):
+        start = 0
+        for segment, length in enumerate(parts, start=1):
+            here = slice(start, start + length)
+            position_RW[row, here], segment_RW[row, here] = np.arange(length), segment
+            expected[row, here] = their_logits(theirs, token_RW[row : row + 1, here])[0]
+            start += length
+    ours = our_logits(params, config, token_RW, position_RW, segment_RW)
+    np.testing.assert_allclose(ours[segment_RW > 0], expected[segment_RW > 0], atol=TOLERANCE)
+
+
+def test_greedy_decoding(pair):
+    theirs, config, params, _ = pair
+    token_PS, length_P = tokens((2, 12)), np.array([12, 7], np.int32)
+    hidden_PD, prefix = models.prefill(params, config, token_PS, length_P)
+    cache = models.empty_cache(config, slots=2, capacity=24)
+    cache = models.insert_prefix(cache, prefix, jnp.arange(2), jnp.arange(2))
+    layers = models.unstack_layers(params, config)
+    step = jax.jit(lambda token_B, position_B, cache: models.decode(layers, params, config, token_B, position_B, cache))
+    drawn = []
+    for count in range(8):
+        drawn.append(models.logits(params, config, hidden_PD).argmax(-1))
+        hidden_PD, cache = step(drawn[-1], length_P + count, cache)
+    for row, length in enumerate(length_P):
+        prompt = torch.tensor(token_PS[row : row + 1, :length], dtype=torch.long)
+        expected = theirs.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, min_new_tokens=8, do_sample=False
+        )[0, length:]
+        assert [int(token_B[row]) for token_B in drawn] == expected.tolist()
+
+
+def test_export_of_an_import_is_the_same_checkpoint(pair, tmp_path):
+    _, config, params, source = pair
+    models.save_params(params, config, tmp_path / "out", source=source)
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype and tensor.tobytes() == after[name].tobytes(), name
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((source / file).read_text()) == json.loads((tmp_path / "out" / file).read_text())
+
+
+def test_export_without_the_source_gives_the_same_logits(pair, tmp_path):
+    theirs, config, params, _ = pair
+    models.save_params(params, config, tmp_path)
+    assert models.read_config(tmp_path) == config
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    token_RW = tokens((2, 40))
+    np.testing.assert_allclose(their_logits(again, token_RW), their_logits(theirs, token_RW), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama3"])
+def test_sharded_half_precision_round_trip(kind, tmp_path):
+    theirs = build(kind).to(torch.bfloat16)
+    source = write(tmp_path / "in", theirs, max_shard_size="20KB")
+    assert (source / "model.safetensors.index.json").is_file()
+    config = models.read_config(source)
+    params = models.load_params(source, config, "lm")
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
+    models.save_params(params, config, tmp_path / "out", dtype=jnp.bfloat16, source=source, max_shard_bytes=20_000)
+
+    def everything(directory):
+        parts = [load_file(file) for file in sorted(directory.glob("*.safetensors"))]
+        assert len(parts) > 1
+        return {name: tensor.tobytes() for part in parts for name, tensor in part.items()}
+
+    assert everything(source) == everything(tmp_path / "out")
+    assert json.loads((source / "config.json").read_text()) == json.loads((tmp_path / "out/config.json").read_text())
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+
+
+def test_from_scratch_loads_in_transformers(tmp_path):
+    settings = FromScratch(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
+    config = models.scratch_config(settings, vocab_size=VOCAB)
+    params = jax.tree.map(lambda leaf: leaf * 5, models.init_params(config, "lm", jax.random.key(0)))
+    models.save_params(params, config, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    token_RW = tokens((2, 30))
+    expected = their_logits(theirs, token_RW)
+    ours = our_logits(params, config, token_RW, *plain(token_RW))
+    np.testing.assert_allclose(ours, expected, atol=TOLERANCE)
+    assert (ours.argmax(-1) == expected.argmax(-1)).all()
+
+
+def test_score_head(tmp_path):
+    theirs = build("llama3", "ForSequenceClassification", num_labels=1)
+    source = write(tmp_path / "in", theirs)
+    config = models.read_config(source)
+    params = models.load_params(source, config, "score")
+    token_RW, length_R = tokens((3, 20)), np.array([20, 5, 13])
+    position_RW, segment_RW = plain(token_RW)
+    real_RW = position_RW < length_R[:, None]
+    hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, segment_RW * real_RW)
+    ours = models.score(params, hidden_RWD, jnp.arange(3), length_R - 1)
+    expected = their_logits(theirs, np.where(real_RW, token_RW, 0), real_RW.astype(np.int64))[:, 0]
+    np.testing.assert_allclose(ours, expected, atol=TOLERANCE)
+
+    models.save_params(params, config, tmp_path / "out", source=source)
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    np.testing.assert_allclose(
+        their_logits(again, np.where(real_RW, token_RW, 0), real_RW.astype(np.int64))[:, 0], expected, atol=1e-6
+    )
+    critic = models.load_params(source, config, "value")
+    np.testing.assert_array_equal(critic["head"], params["head"])
+
+
+def test_value_head_on_a_language_model_starts_at_zero(tmp_path):
+    source = write(tmp_path, build("qwen2"))
+    params = models.load_params(source, models.read_config(source), "value")
+    assert params["head"].shape == (32,) and not params["head"].any()
+
+
+def test_names_of_older_transformers(tmp_path):
+    """`rope_theta` and `rope_scaling` beside each other, as transformers 4 wrote them."""
+    source = write(tmp_path, build("llama3"))
+    new = models.read_config(source)
+    fields = json.loads((source / "config.json").read_text())
+    rope = fields.pop("rope_parameters")
+    fields |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (source / "config.json").write_text(json.dumps(fields))
+    assert models.read_config(source) == new
+    assert new.rope_scaling is not None
