@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from jaxrlhf.config.check import positive, require, within
+from jaxrlhf.config.check import not_negative, positive, require, within
 from jaxrlhf.config.sources import Pretrained
 from jaxrlhf.config.training import Optimizer, Training
 
@@ -203,6 +203,15 @@ class PPO(PolicyGradient):
         super().__post_init__()
         within(self, "gamma", 0.0, 1.0)
         within(self, "lam", 0.0, 1.0)
+        not_negative(self, "critic_warmup_steps")
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        require(
+            self.critic_warmup_steps < config.steps,
+            f"algorithm.critic_warmup_steps={self.critic_warmup_steps} leaves no step of steps={config.steps} "
+            "to train the policy; lower it or raise steps",
+        )
 
 
 @dataclass(frozen=True)

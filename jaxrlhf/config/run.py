@@ -6,7 +6,7 @@ from typing import Literal
 from jaxrlhf.config.algorithms import PPO, SFT, Algorithm
 from jaxrlhf.config.annotations import check_types
 from jaxrlhf.config.check import not_negative, positive, require
-from jaxrlhf.config.sources import Data, Model, Rewards
+from jaxrlhf.config.sources import ArithmeticReward, Data, Gsm8kReward, Model, PromptFile, Rewards
 from jaxrlhf.config.training import Optimizer, Rollout, Training
 
 
@@ -97,6 +97,11 @@ class Config:
         check_types(self, "Config")
         positive(self, "steps")
         require(self.devices is None or self.devices > 0, f"Config.devices must be above 0 or None, got {self.devices}")
+        self._check_microbatches()
+        self._check_records()
+        self.algorithm.check(self)
+
+    def _check_microbatches(self) -> None:
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
         trained = [("actor", self.actor)]
         if isinstance(self.algorithm, PPO):
@@ -107,4 +112,25 @@ class Config:
                 f"{name}.tokens_per_microbatch={training.tokens_per_microbatch} cannot hold one sequence of "
                 f"max_prompt_tokens + max_response_tokens = {longest} tokens; raise it to at least {longest}",
             )
-        self.algorithm.check(self)
+
+    def _check_records(self) -> None:
+        supervised = isinstance(self.algorithm, SFT)
+        require(
+            not (supervised and self.cold_start),
+            "cold_start before algorithm SFT is the same training twice; drop cold_start and raise steps",
+        )
+        if not isinstance(self.data, PromptFile):
+            return
+        require(
+            self.data.solution_key is not None or not (supervised or self.cold_start),
+            f"{'algorithm SFT' if supervised else 'cold_start'} trains on worked solutions, and "
+            "data.solution_key is None; name the field that has them",
+        )
+        readers = (Gsm8kReward, ArithmeticReward)
+        graded = [type(part).__name__ for part in self.rewards.parts if isinstance(part, readers)]
+        scored = not supervised or self.data.evaluation is not None
+        require(
+            self.data.answer_key is not None or not (graded and scored),
+            f"{', '.join(graded)} compares with a reference answer, and data.answer_key is None; "
+            "name the field that has it, or choose other rewards",
+        )

@@ -1,0 +1,173 @@
+"""The house stands: floors, sizes, names, front doors, light imports, configurations as recorded."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import house_rules
+import pytest
+
+from jaxrlhf.config import load, shipped, to_json
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "jaxrlhf"
+GOLDENS = ROOT / "tests" / "golden_configs"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+FRONT_DOORS = sorted(PACKAGE.glob("*/__init__.py"))
+PROGRAMS = [*sorted((ROOT / "configs").glob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
+TESTS = sorted((ROOT / "tests").glob("*.py"))
+HEAVY = {
+    *("jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "grain", "transformers", "tokenizers", "torch"),
+    *("numpy", "pyarrow", "matplotlib", "tyro", "rich", "tensorboardX", "ray", "wandb", "mlflow", "datasets"),
+}
+
+
+def every(rule, paths):
+    return [violation for path in paths for violation in rule(path)]
+
+
+def written(folder: Path, files: dict[str, str]) -> Path:
+    """A tiny repository, to show that a rule can be broken."""
+    for name, source in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return folder
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level packages in a fresh interpreter after a statement."""
+    code = f"{statement}\nimport sys\nprint(*(name for name in sys.modules if '.' not in name))"
+    return set(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split())
+
+
+def test_imports_point_down():
+    assert house_rules.floors(PACKAGE) == []
+
+
+def test_files_and_functions_are_short():
+    assert every(house_rules.sizes, [*MODULES, *PROGRAMS, *TESTS]) == []
+
+
+def test_no_module_shadows_the_standard_library():
+    assert every(house_rules.shadowing, [*MODULES, *PROGRAMS, *TESTS]) == []
+
+
+def test_names_say_something():
+    assert every(house_rules.vague_names, [*MODULES, *PROGRAMS]) == []
+
+
+def test_every_module_has_a_docstring():
+    assert every(house_rules.undocumented, [*MODULES, *PROGRAMS, *TESTS]) == []
+
+
+def test_front_doors_hold_no_logic():
+    assert every(house_rules.front_door_logic, [PACKAGE / "__init__.py", *FRONT_DOORS]) == []
+
+
+@pytest.mark.parametrize("path", FRONT_DOORS, ids=lambda path: path.parent.name)
+def test_front_doors_open(path):
+    room = importlib.import_module(f"jaxrlhf.{path.parent.name}")
+    assert [name for name in room.__all__ if not hasattr(room, name)] == []
+
+
+def test_torch_is_not_a_dependency():
+    assert [str(path) for path in [*MODULES, *PROGRAMS] if "torch" in house_rules.imported_packages(path)] == []
+
+
+def test_import_is_light():
+    assert loaded_by("import jaxrlhf, jaxrlhf.config") & HEAVY == set()
+
+
+def test_loading_a_configuration_is_light():
+    assert loaded_by("import jaxrlhf; jaxrlhf.load('ppo_gsm8k')") & HEAVY == set()
+
+
+def test_every_configuration_has_a_golden():
+    assert sorted(shipped()) == sorted(path.stem for path in GOLDENS.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_configuration_equals_its_golden(name):
+    golden = json.loads((GOLDENS / f"{name}.json").read_text())
+    assert to_json(load(name)) == golden, "if the change is meant: python scripts/update_goldens.py"
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_configuration_says_how_to_run_it(name):
+    text = shipped()[name].read_text()
+    assert f"python -m jaxrlhf.train --config {name}.py" in text
+    assert "arXiv:" in text
+
+
+# What follows breaks each rule on purpose: a rule that cannot fail guards nothing.
+
+
+def test_rule_floors_can_fail(tmp_path):
+    package = written(
+        tmp_path / "jaxrlhf",
+        {
+            "__init__.py": "",
+            "algos/__init__.py": "",
+            "algos/gae.py": "def f():\n    from jaxrlhf.models import decoder\n",
+            "data/__init__.py": "import jaxrlhf.algos.gae",
+            "models/__init__.py": "from jaxrlhf import algos, train\nfrom jaxrlhf.config import Config",
+            "engine/__init__.py": "from .cache import Cache\nfrom jaxrlhf import __version__",
+            "attic/__init__.py": "",
+            "train.py": "import jaxrlhf.controller\nimport jaxrlhf.evaluate",
+        },
+    )
+    assert house_rules.floors(package) == [
+        "attic/ is on no floor",
+        "algos/gae.py (floor 1) imports models (floor 2)",
+        "data/__init__.py (floor 1) imports algos (floor 1)",
+        "engine/__init__.py imports .cache.Cache; write the whole name",
+        "models/__init__.py (floor 2) imports train (floor 6)",
+        "train.py (floor 6) imports evaluate (floor 6)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "source"),
+    [
+        (house_rules.sizes, "long.py", "x = 1\n" * 401),
+        (house_rules.sizes, "long.py", "def f():\n" + "    x = 1\n" * 80),
+        (house_rules.shadowing, "queue.py", ""),
+        (house_rules.shadowing, "random/__init__.py", ""),
+        (house_rules.vague_names, "batch_utils.py", ""),
+        (house_rules.vague_names, "batch.py", "class BaseBatch: ..."),
+        (house_rules.vague_names, "batch.py", "class Batch:\n    def pad_helper(self): ..."),
+        (house_rules.undocumented, "batch.py", "x = 1"),
+        (house_rules.front_door_logic, "room/__init__.py", "import os\nx = os.getcwd()"),
+        (house_rules.front_door_logic, "room/__init__.py", "def load(): ..."),
+        (house_rules.front_door_logic, "room/__init__.py", "if True:\n    import os"),
+    ],
+)
+def test_rule_can_fail(tmp_path, rule, name, source):
+    written(tmp_path, {name: source})
+    assert len(rule(tmp_path / name)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (house_rules.sizes, '"""Fits."""\n' * 400),
+        (house_rules.vague_names, "class Database: ..."),
+        (house_rules.front_door_logic, '"""Room."""\nfrom a import b\n__all__ = ["b"]\ndef __getattr__(name): ...'),
+    ],
+)
+def test_rule_can_pass(tmp_path, rule, source):
+    written(tmp_path, {"batch.py": source})
+    assert rule(tmp_path / "batch.py") == []
+
+
+@pytest.mark.parametrize("source", ["import torch.nn", "def f():\n    from torch import Tensor"])
+def test_rule_torch_can_fail(tmp_path, source):
+    written(tmp_path, {"model.py": source})
+    assert "torch" in house_rules.imported_packages(tmp_path / "model.py")
+
+
+def test_rule_light_can_fail():
+    assert loaded_by("import rich") & HEAVY == {"rich"}
