@@ -34,11 +34,11 @@ def load(path_or_name: str | Path) -> Config:
         # Compiled here rather than imported: a byte-code cache has a resolution of one
         # second and would hand out the version before the last edit.
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-        get_config = getattr(module, "get_config", None)
-        config = get_config() if callable(get_config) else None
+        defined = callable(getattr(module, "get_config", None))
+        config = module.get_config() if defined else None
     except Exception as error:
         raise ValueError(f"{_place(error, path)}: {_reason(error)}") from error
-    if get_config is None:
+    if not defined:
         raise ValueError(f"{path}: defines no get_config(); add `def get_config() -> Config:`")
     if not isinstance(config, Config):
         raise ValueError(f"{path}: get_config() must return a jaxrlhf Config, got {type(config).__name__}")

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrlhf.config.annotations import check_type, field_types, variants
@@ -47,7 +47,7 @@ def find(config: Config, name: str) -> tuple[Any, Any]:
     value, annotation, reached = config, type(config), ""
     for part in name.split("."):
         if part not in _parts(value):
-            raise ValueError(f"no setting {name}: " + _advice(config, name, part, reached, value, annotation))
+            raise ValueError(f"no setting {name}: " + _advice(config, name, reached, value, annotation))
         value, annotation = _parts(value)[part]
         reached = f"{reached}.{part}".removeprefix(".")
     return value, annotation
@@ -78,25 +78,29 @@ def _rebuild(settings: Any, changes: Mapping[str, Any], prefix: str) -> Any:
     return tuple(built.values()) if isinstance(settings, tuple) else type(settings)(**built)
 
 
-def _advice(config: Config, name: str, part: str, reached: str, value: Any, annotation: Any) -> str:
+def _advice(config: Config, name: str, reached: str, value: Any, annotation: Any) -> str:
     """Why the way to a setting ends at `reached`, and where it goes on."""
-    kinds = variants(annotation)
-    owners = [kind.__name__ for kind in kinds if part in field_types(kind)]
+    part, *rest = name.removeprefix(reached).removeprefix(".").split(".")
+    kinds = [] if value is config else variants(annotation)
     if value is None and kinds:
         return f"{reached} is None; set it to {_either(kind.__name__ for kind in kinds)}(...) in the configuration file"
-    if owners and value is not config:
+    owners = [kind.__name__ for kind in kinds if part in field_types(kind)]
+    if owners:
         return (
             f"{reached} is {type(value).__name__}, and {part} belongs to {_either(owners)}; "
             f"set {reached}={owners[0]}(...) in the configuration file"
         )
-    known = setting_names(config)
-    last = name.rpartition(".")[2]
-    namesakes = [setting for setting in known if setting.rpartition(".")[2] == last]
-    close = namesakes or difflib.get_close_matches(name, known, n=2)
-    if close:
-        return f"did you mean {_either(close[:3])}?"
+    here = difflib.get_close_matches(part, _parts(value), n=1)
+    elsewhere = defaultdict(list)
+    for setting in setting_names(config):
+        elsewhere[setting.rpartition(".")[2]].append(setting)
+    namesakes = difflib.get_close_matches(name.rpartition(".")[2], elsewhere, n=1)
+    if here:
+        return f"did you mean {'.'.join([reached, *here, *rest]).removeprefix('.')}?"
+    if namesakes:
+        return f"did you mean {_either(elsewhere[namesakes[0]])}?"
     return f"{reached or 'the configuration'} has {', '.join(_parts(value)) or 'no further settings'}"
 
 
-def _either(words: Any) -> str:
+def _either(words: Iterable[str]) -> str:
     return " or ".join(words)
