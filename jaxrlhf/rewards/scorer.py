@@ -1,0 +1,200 @@
+"""The score of a response: a weighted sum of rewards."""
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxrlhf import config
+from jaxrlhf.batch import Scores
+from jaxrlhf.rewards.formats import check_pattern
+from jaxrlhf.rewards.pool import Pool
+from jaxrlhf.rewards.protocol import Example, Failure, Function
+
+ScoreTexts = Callable[[list[tuple[str, str]]], Float[np.ndarray, "B"]]
+PROGRESS_EVERY_S = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+class Scorer:
+    """Scores texts with the parts of a configuration; functions run in a pool of processes.
+
+    Args:
+      rewards: The parts and their weights. A part of weight 0 is computed and reported only.
+      models: What scores (prompt, response) pairs for each `ModelReward`, by its path.
+      output: File that receives what reward functions print; None is the standard error stream.
+
+    Attributes:
+      names: The parts' names in logs and in `Scores.parts`, in the order of the configuration.
+      failures: Each failure of the latest call.
+      counts: The latest call's failures by cause.
+
+    Raises:
+      ValueError: If a function cannot be loaded, a pattern is no regular expression, or a model is missing.
+    """
+
+    def __init__(
+        self,
+        rewards: config.Rewards,
+        *,
+        models: Mapping[str, ScoreTexts] | None = None,
+        output: Path | None = None,
+    ) -> None:
+        self.names = _names(rewards.parts)
+        self.failures: list[Failure] = []
+        self.counts: dict[str, int] = {}
+        self._weights = [part.weight for part in rewards.parts]
+        self._models: dict[str, ScoreTexts] = {}
+        functions = []
+        for name, part in zip(self.names, rewards.parts, strict=True):
+            if isinstance(part, config.ModelReward):
+                self._models[name] = _model(part, models or {})
+            else:
+                functions.append(_function(name, part))
+        self._functions = [function.name for function in functions]
+        self._pool = (
+            Pool(functions, workers=rewards.workers, timeout_s=rewards.timeout_s, output=output) if functions else None
+        )
+
+    def close(self) -> None:
+        """End the pool's processes."""
+        if self._pool:
+            self._pool.close()
+
+    def __enter__(self) -> "Scorer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        answers: Sequence[str | None],
+        records: Sequence[Mapping[str, Any]],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Scores:
+        """Score each response.
+
+            score = sum over parts of weight * part
+
+        A row is unscorable if a part of non-zero weight failed on it. Failures are logged in
+        one line per part, and kept in `failures` and `counts` until the next call.
+
+        Args:
+          progress: Called now and then with the number of finished function calls and their total.
+        """
+        if not len(prompts) == len(responses) == len(answers) == len(records):
+            raise ValueError(
+                f"scoring needs one prompt, response, answer and record per row, got "
+                f"{len(prompts)}, {len(responses)}, {len(answers)} and {len(records)}"
+            )
+        parts = {name: np.full(len(prompts), np.nan, np.float32) for name in self.names}
+        self.failures = []
+        examples = [Example(*row) for row in zip(prompts, responses, answers, map(dict, records), strict=True)]
+        if self._pool:
+            self._run_functions(self._pool, examples, parts, progress or (lambda done, total: None))
+        for name, score_texts in self._models.items():
+            parts[name] = self._run_model(name, score_texts, examples)
+        self.failures.sort(key=lambda failure: (self.names.index(failure.part), failure.index))
+        self.counts = dict(Counter(failure.cause for failure in self.failures))
+        self._report(len(prompts))
+        return _combine(parts, self._weights)
+
+    def _run_functions(
+        self,
+        pool: Pool,
+        examples: list[Example],
+        parts: dict[str, np.ndarray],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        total = len(examples) * len(self._functions)
+        shown_at = time.monotonic()
+        for done, outcome in enumerate(pool.run(examples), start=1):
+            if outcome.failure is None:
+                parts[self._functions[outcome.function]][outcome.index] = outcome.value
+            else:
+                self.failures.append(outcome.failure)
+            if done == total or time.monotonic() - shown_at > PROGRESS_EVERY_S:
+                progress(done, total)
+                shown_at = time.monotonic()
+
+    def _run_model(self, name: str, score_texts: ScoreTexts, examples: list[Example]) -> np.ndarray:
+        score_B = np.array(score_texts([(example.prompt, example.response) for example in examples]), np.float32)
+        if score_B.shape != (len(examples),):
+            raise ValueError(f"reward model {name!r} returned shape {score_B.shape} for {len(examples)} responses")
+        for index in np.flatnonzero(~np.isfinite(score_B)):
+            self.failures.append(Failure(name, int(index), "not-finite", f"returned {score_B[index]}"))
+        return np.where(np.isfinite(score_B), score_B, np.nan).astype(np.float32)
+
+    def _report(self, rows: int) -> None:
+        for name in self.names:
+            failures = [failure for failure in self.failures if failure.part == name]
+            if failures:
+                causes = ", ".join(f"{cause} {n}" for cause, n in Counter(f.cause for f in failures).most_common())
+                first = failures[0]
+                logger.warning(
+                    "reward %r failed on %d of %d responses (%s); first: response %d, %s: %s",
+                    *(name, len(failures), rows, causes, first.index, first.cause, first.detail),
+                )
+
+
+def _combine(parts: dict[str, np.ndarray], weights: Sequence[float]) -> Scores:
+    needed = [(weight, part_B) for weight, part_B in zip(weights, parts.values(), strict=True) if weight]
+    rows = len(next(iter(parts.values())))
+    total_B = sum((weight * part_B.astype(np.float64) for weight, part_B in needed), np.zeros(rows))
+    # NaN marks failures; a sum beyond float32 is no score either.
+    scorable_B = np.abs(total_B) <= np.finfo(np.float32).max
+    return Scores(
+        score_B=np.where(scorable_B, total_B, 0.0).astype(np.float32), scorable_B=scorable_B, parts=dict(parts)
+    )
+
+
+def _function(name: str, part: config.RewardPart) -> Function:
+    match part:
+        case config.Gsm8kReward(method=method):
+            return Function(name, "jaxrlhf.rewards.answers:gsm8k", {"method": method})
+        case config.ArithmeticReward():
+            return Function(name, "jaxrlhf.rewards.answers:arithmetic")
+        case config.FormatReward(pattern=pattern):
+            check_pattern(pattern)
+            return Function(name, "jaxrlhf.rewards.formats:matches", {"pattern": pattern})
+        case config.FunctionReward(function=reference):
+            return Function(name, reference)
+    raise ValueError(f"unknown kind of reward: {part!r}")
+
+
+def _model(part: config.ModelReward, models: Mapping[str, ScoreTexts]) -> ScoreTexts:
+    if part.path not in models:
+        given = ", ".join(map(repr, models)) or "none"
+        raise ValueError(f"ModelReward {part.path!r} has no model: pass it in Scorer(..., models=); given: {given}")
+    return models[part.path]
+
+
+def _names(parts: Sequence[config.RewardPart]) -> list[str]:
+    """A short name for each part; repeated ones are numbered."""
+    names: list[str] = []
+    for part in parts:
+        match part:
+            case config.Gsm8kReward():
+                name = "gsm8k"
+            case config.ArithmeticReward():
+                name = "arithmetic"
+            case config.FormatReward():
+                name = "format"
+            case config.FunctionReward(function=reference):
+                name = reference.rpartition(":")[2]
+            case config.ModelReward(path=path):
+                name = Path(path).name
+        numbered = (f"{name}_{n}" for n in itertools.count(2))
+        names.append(name if name not in names else next(other for other in numbered if other not in names))
+    return names

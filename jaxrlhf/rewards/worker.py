@@ -1,0 +1,209 @@
+"""The process that runs reward functions; `pool.py` starts it and talks to it.
+
+The worker receives the functions once, then chunks. A chunk is a list of groups, and a group
+is what one call of a function, or one gathering of async calls, takes; plain functions have
+groups of one. Whatever happens to an example is answered in one message.
+
+A call that exceeds the limit ends the process: `faulthandler` watches from a C thread, so
+neither a loop that holds the interpreter lock nor blocked signals nor the death of the parent
+keep a hung call alive, and where it hung is printed.
+"""
+
+import asyncio
+import contextlib
+import faulthandler
+import inspect
+import math
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from jaxrlhf.rewards.functions import one_line, resolve
+from jaxrlhf.rewards.protocol import Cause, Example, as_lists, is_async, is_batched
+
+LARGEST_SCORE = 3.4028234663852886e38  # of float32
+ORPHAN_CHECK_S = 5.0
+SLACK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The functions are loaded; `groups[i]` tells whether the i-th takes groups of several examples."""
+
+    groups: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The functions could not be loaded."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a function made of one example: a value, or the cause of there being none."""
+
+    index: int
+    value: float | None = None
+    cause: Cause | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A batched call failed; its examples are to be tried one by one."""
+
+
+Message = Ready | Refused | Answer | Split
+Group = tuple[int, list[tuple[int, bytes]]]  # function, and its examples as (index, pickled Example)
+
+
+def main(fd: int, parent: int) -> None:
+    """Serve the pipe at `fd` until it closes or the process `parent` is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    faulthandler.enable()
+    connection = Connection(fd)
+    # A closed pipe is the parent's way, voluntary or not, to say that it is over.
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        functions, timeout_s = connection.recv()
+        try:
+            loaded = [resolve(function.reference, function.settings) for function in functions]
+        except ValueError as error:
+            connection.send(Refused(str(error)))
+            return
+        connection.send(Ready(tuple(is_batched(call) or is_async(call) for call in loaded)))
+        with asyncio.Runner() as runner:  # one loop for life: async clients are bound to the loop that made them
+            caller = _Caller(connection.send, runner, timeout_s)
+            while _wait_for_work(connection, parent):
+                for function, examples in connection.recv():
+                    caller.run(loaded[function], examples)
+                caller.rest()
+
+
+def _wait_for_work(connection: Connection, parent: int) -> bool:
+    """True when there is a message; False when the parent is gone.
+
+    A closed pipe counts as a message, but a fork of the parent may hold the pipe open.
+    """
+    while not connection.poll(ORPHAN_CHECK_S):
+        if os.getppid() != parent:
+            return False
+    return True
+
+
+class _Watchdog:
+    """Ends the process when a call takes longer than the limit.
+
+    Arming starts a thread, which costs more than most reward functions, so short calls in a
+    row share one arming: a call is ended between `limit_s` and `limit_s + SLACK_S` after it began.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._armed_at = -math.inf
+
+    def begin_call(self) -> None:
+        now = time.monotonic()
+        if now - self._armed_at > SLACK_S:
+            faulthandler.dump_traceback_later(self._limit_s + SLACK_S, exit=True)
+            self._armed_at = now
+
+    def disarm(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self._armed_at = -math.inf
+
+
+class _Caller:
+    """Calls reward functions on groups of examples and sends what comes of it."""
+
+    def __init__(self, send: Callable[[Message], None], runner: asyncio.Runner, timeout_s: float) -> None:
+        self._send = send
+        self._runner = runner
+        self._timeout_s = timeout_s
+        self._watchdog = _Watchdog(timeout_s)
+
+    def run(self, function: Callable[..., Any], examples: list[tuple[int, bytes]]) -> None:
+        if is_batched(function):
+            self._call_batch(function, examples)
+        elif is_async(function):
+            self.rest()  # arm anew: the calls are cancelled at the limit, and have the slack to be gone
+            self._watchdog.begin_call()
+            self._runner.run(self._gather(function, examples))
+        else:
+            for index, pickled in examples:
+                self._watchdog.begin_call()
+                self._send(_call(function, index, pickled))
+
+    def rest(self) -> None:
+        """To be called before waiting for work."""
+        self._watchdog.disarm()
+
+    def _call_batch(self, function: Callable[..., Any], examples: list[tuple[int, bytes]]) -> None:
+        indices = [index for index, _ in examples]
+        self._watchdog.begin_call()
+        try:
+            values = function(*as_lists([pickle.loads(pickled) for _, pickled in examples]))
+            if inspect.iscoroutine(values):
+                values = self._runner.run(values)
+            values = list(values)
+            if len(values) != len(examples):
+                raise ValueError(f"returned {len(values)} scores for {len(examples)} responses")
+            answers: list[Message] = [judge(index, value) for index, value in zip(indices, values, strict=True)]
+        except BaseException as error:
+            answers = [_raised(indices[0], error)] if len(indices) == 1 else [Split()]
+        for answer in answers:
+            self._send(answer)
+
+    async def _gather(self, function: Callable[..., Any], examples: list[tuple[int, bytes]]) -> None:
+        async def call(index: int, pickled: bytes) -> None:
+            limit = asyncio.timeout(self._timeout_s)
+            try:
+                example: Example = pickle.loads(pickled)
+                async with limit:
+                    value = await function(example.prompt, example.response, example.answer, example.record)
+                answer = judge(index, value)
+            except BaseException as error:
+                answer = _raised(index, error)
+                if limit.expired():
+                    answer = Answer(index, None, "timeout", f"cancelled after {self._timeout_s:g} s")
+            self._send(answer)
+
+        await asyncio.gather(*(call(index, pickled) for index, pickled in examples))
+
+
+def _call(function: Callable[..., Any], index: int, pickled: bytes) -> Answer:
+    try:
+        example: Example = pickle.loads(pickled)
+        return judge(index, function(example.prompt, example.response, example.answer, example.record))
+    except BaseException as error:  # SystemExit too: whatever a user's function raises is about its example
+        return _raised(index, error)
+
+
+def judge(index: int, value: Any) -> Answer:
+    """The answer for what a function returned: a finite number, or why it is none."""
+    if value is None:
+        return Answer(index, None, "none", "returned None")
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        return Answer(index, None, "not-a-number", f"returned {one_line_repr(value)}")
+    number = float(value)
+    if not math.isfinite(number) or abs(number) > LARGEST_SCORE:
+        return Answer(index, None, "not-finite", f"returned {number}")
+    return Answer(index, number)
+
+
+def one_line_repr(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return f"a {type(value).__name__}: {text if len(text) <= 120 else text[:117] + '...'}"
+
+
+def _raised(index: int, error: BaseException) -> Answer:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    return Answer(index, None, "exception", one_line(error) + where)

@@ -1,0 +1,316 @@
+"""Reward functions misbehave; the run goes on and says so."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxrlhf.rewards.functions import resolve
+from jaxrlhf.rewards.pool import Pool
+from jaxrlhf.rewards.protocol import Example, Function
+
+HOSTILE = """
+import asyncio, ctypes, os, re, signal, subprocess, sys, time
+from jaxrlhf.rewards import batched
+
+
+def misbehave(response):
+    kind, _, detail = response.partition(" ")
+    if kind == "value":
+        return float(detail)
+    if kind == "hang":
+        while True:
+            time.sleep(1)
+    if kind == "stubborn":
+        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGHUP):
+            signal.signal(name, signal.SIG_IGN)
+        while True:
+            time.sleep(1)
+    if kind == "regex":  # holds the interpreter lock in C for longer than anyone lives
+        re.fullmatch("(a+)+b", "a" * 60)
+    if kind == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        with open(detail, "w") as file:
+            file.write(str(child.pid))
+        while True:
+            time.sleep(1)
+    if kind == "exit":
+        os._exit(3)
+    if kind == "segfault":
+        ctypes.string_at(0)
+    if kind == "sysexit":
+        sys.exit("bye")
+    if kind == "raise":
+        raise KeyError("no such\\nkey")
+    if kind == "print":
+        print("garbage " * 100)
+        sys.stdout.buffer.write(bytes(range(256)))
+        return 5.0
+    return {"nan": float("nan"), "inf": float("inf"), "huge": 1e300, "none": None, "text": "1.0"}[kind]
+
+
+def single(prompt, response, answer, record):
+    return misbehave(response)
+
+
+@batched
+def many(prompts, responses, answers, records):
+    return [misbehave(response) for response in responses]
+
+
+@batched
+def short(prompts, responses, answers, records):
+    return [1.0] * (len(responses) - 1)
+
+
+async def waits(prompt, response, answer, record):
+    await asyncio.sleep({"await": 1000, "value 9": 0.3}.get(response, 0))
+    return misbehave(response)
+
+
+@batched
+async def waits_for_many(prompts, responses, answers, records):
+    await asyncio.sleep(0.01)
+    return [misbehave(response) for response in responses]
+
+
+def all_arguments(prompt, response, answer, record):
+    return len(prompt) + 10 * len(response) + 100 * len(answer) + 1000 * record["n"]
+
+
+def heavy(prompt, response, answer, record):
+    return float(any(name in sys.modules for name in ("jax", "numpy", "flax")))
+
+
+class Unloadable:
+    def __reduce__(self):
+        return (os._nothing, ())
+"""
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "hostile.py"
+    path.write_text(HOSTILE)
+    return path
+
+
+def run(hostile: Path, name: str, responses: list[str], *, workers: int = 2, timeout_s: float = 1.0):
+    """Values by index, failures by index, seconds."""
+    examples = [Example("p", response, None, {}) for response in responses]
+    output = hostile.parent / "output.txt"
+    with Pool([Function(name, f"{hostile}:{name}")], workers=workers, timeout_s=timeout_s, output=output) as pool:
+        start = time.monotonic()
+        outcomes = list(pool.run(examples))
+        seconds = time.monotonic() - start
+    assert sorted(outcome.index for outcome in outcomes) == list(range(len(responses)))
+    failures = {outcome.index: outcome.failure for outcome in outcomes if outcome.failure}
+    return {outcome.index: outcome.value for outcome in outcomes if not outcome.failure}, failures, seconds
+
+
+CAUSES = {
+    "hang": "timeout",
+    "stubborn": "timeout",
+    "regex": "timeout",
+    "exit": "crash",
+    "segfault": "crash",
+    "sysexit": "exception",
+    "raise": "exception",
+    "nan": "not-finite",
+    "inf": "not-finite",
+    "huge": "not-finite",
+    "none": "none",
+    "text": "not-a-number",
+}
+
+
+@pytest.mark.parametrize("name", ["single", "many", "waits"])
+def test_only_the_misbehaving_examples_are_lost(hostile, name):
+    responses = [f"value {index}" for index in range(60)]
+    for position, kind in enumerate(CAUSES):
+        responses[5 * position] = kind
+    values, failures, seconds = run(hostile, name, responses, workers=3)
+    assert {responses[index]: failure.cause for index, failure in failures.items()} == CAUSES
+    assert all(failure.part == name and failure.index == index for index, failure in failures.items())
+    assert values == {index: float(index) for index in range(60) if index % 5}
+    # Three hang, 1 to 1.5 s each; in a group first the group does, then the example.
+    assert seconds < 10
+
+
+def test_failures_say_what_happened(hostile):
+    _, failures, _ = run(hostile, "single", ["hang", "exit", "segfault", "raise", "nan", "text"])
+    details = [failures[index].detail for index in range(6)]
+    assert "1 s" in details[0]
+    assert "status 3" in details[1]
+    assert "SIGSEGV" in details[2]
+    assert "KeyError" in details[3] and "hostile.py:" in details[3] and "\n" not in details[3]
+    assert "nan" in details[4]
+    assert "str" in details[5]
+    printed = (hostile.parent / "output.txt").read_text(errors="replace")
+    assert "Timeout" in printed and "misbehave" in printed  # where it hung
+
+
+def test_a_child_of_a_hung_function_dies_with_it(hostile, tmp_path):
+    note = tmp_path / "pid"
+    run(hostile, "single", [f"child {note}"])
+    pid = int(note.read_text())
+    assert gone_within(pid, 2.0)
+
+
+def gone_within(pid: int, limit_s: float) -> bool:
+    """Whether the process is gone, or dead and only waiting to be reaped by the system."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_hangs_run_side_by_side(hostile):
+    _, failures, seconds = run(hostile, "single", ["hang"] * 6, workers=6, timeout_s=0.5)
+    assert len(failures) == 6
+    assert seconds < 2.9  # six in a row would take 3 s or more
+
+
+def test_async_calls_overlap(hostile):
+    values, failures, seconds = run(hostile, "waits", ["value 9"] * 40 + ["await"], timeout_s=1.0)
+    assert len(values) == 40  # 0.3 s each
+    assert failures[40].cause == "timeout"
+    assert seconds < 3
+
+
+def test_async_batches(hostile):
+    values, failures, _ = run(hostile, "waits_for_many", ["value 1", "none", "raise", "value 4"])
+    assert values == {0: 1.0, 3: 4.0}
+    assert {index: failure.cause for index, failure in failures.items()} == {1: "none", 2: "exception"}
+
+
+def test_a_batch_of_the_wrong_length(hostile):
+    values, failures, _ = run(hostile, "short", ["value 1"] * 3)
+    assert not values
+    assert {failure.cause for failure in failures.values()} == {"exception"}
+    assert "0 scores for 1 responses" in failures[0].detail
+
+
+def test_printing_does_not_disturb_the_pipe(hostile):
+    values, failures, _ = run(hostile, "single", ["print"] * 20)
+    assert values == dict.fromkeys(range(20), 5.0) and not failures
+
+
+def test_results_stream(hostile):
+    with Pool([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0) as pool:
+        start = time.monotonic()
+        first = next(iter(pool.run([Example("p", r, None, {}) for r in ["hang", "value 1"]])))
+        assert first.index == 1 and time.monotonic() - start < 1.0
+
+
+def test_an_abandoned_run_leaves_a_usable_pool(hostile):
+    with Pool([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0) as pool:
+        outcomes = pool.run([Example("p", r, None, {}) for r in ["hang", "value 1", "value 2"]])
+        next(outcomes)
+        with pytest.raises(RuntimeError, match="already running"):
+            next(pool.run([Example("p", "value 1", None, {})]))
+        outcomes.close()
+        again = list(pool.run([Example("p", f"value {n}", None, {}) for n in range(50)]))
+    assert sorted(outcome.value for outcome in again) == list(range(50))
+    with pytest.raises(RuntimeError, match="closed"):
+        next(pool.run([Example("p", "value 1", None, {})]))
+
+
+def test_unpicklable_records_are_attributed(hostile):
+    examples = [Example("ab", "c", "def", {"n": n}) for n in range(4)]
+    examples[2] = Example("ab", "c", "def", {"n": lambda: 0})
+    with Pool([Function("f", f"{hostile}:all_arguments")], workers=1, timeout_s=5.0) as pool:
+        outcomes = {outcome.index: outcome for outcome in pool.run(examples)}
+        assert list(pool.run([])) == []
+    assert outcomes[2].failure.cause == "unpicklable"
+    assert [outcomes[n].value for n in (0, 1, 3)] == [312.0, 1312.0, 3312.0]
+
+
+def test_workers_that_die_idle_are_replaced(hostile):
+    with Pool([Function("single", f"{hostile}:single")], workers=2, timeout_s=5.0) as pool:
+        for worker in pool._workers:
+            os.kill(worker.process.pid, signal.SIGKILL)
+            worker.process.wait()
+        outcomes = list(pool.run([Example("p", "value 7", None, {})] * 10))
+    assert [outcome.value for outcome in outcomes] == [7.0] * 10
+
+
+def test_functions_that_do_not_load(hostile, tmp_path):
+    with pytest.raises(ValueError, match="has no 'nothing'"):
+        Pool([Function("f", f"{hostile}:nothing")], workers=1, timeout_s=1.0)
+    deadly = tmp_path / "deadly.py"
+    deadly.write_text("import os\nos._exit(7)\n")
+    with pytest.raises(RuntimeError, match=r"deadly.py:f: the last one exited with status 7"):
+        Pool([Function("f", f"{deadly}:f")], workers=1, timeout_s=1.0)
+
+
+def test_workers_load_nothing_heavy_and_start_fast(hostile):
+    start = time.monotonic()
+    with Pool([Function("heavy", f"{hostile}:heavy")], workers=1, timeout_s=5.0) as pool:
+        seconds = time.monotonic() - start
+        assert next(iter(pool.run([Example("", "", None, {})]))).value == 0.0
+    assert seconds < 1.5
+    light = "import sys, jaxrlhf.rewards.pool; assert not {'jax', 'numpy', 'flax'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", light], check=True)
+
+
+@pytest.mark.parametrize(("end", "response"), [(signal.SIGTERM, "value 1"), (signal.SIGKILL, "regex")])
+def test_workers_do_not_outlive_their_parent(hostile, end, response):
+    script = f"""
+import os, time
+from jaxrlhf.rewards.pool import Pool
+from jaxrlhf.rewards.protocol import Example, Function
+pool = Pool([Function("single", "{hostile}:single")], workers=1, timeout_s=1.0)
+print(pool._workers[0].process.pid, flush=True)
+list(pool.run([Example("p", "{response}", None, {{}})]))
+time.sleep(100)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with parent:
+        worker = int(parent.stdout.readline())
+        time.sleep(0.3)
+        parent.send_signal(end)
+        parent.wait()
+        assert gone_within(worker, 4.0)
+
+
+def test_a_thousand_fast_calls(hostile):
+    _, _, seconds = run(hostile, "single", ["value 1"] * 1000)
+    assert seconds < 2.0
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("nowhere", "not of the form"),
+        ("no_such_module:f", "importing no_such_module failed with ModuleNotFoundError"),
+        ("no/such/file.py:f", "there is no file"),
+        ("math:nothing", "has no 'nothing'"),
+        ("math:pi", "is a float, which cannot be called"),
+        ("jaxrlhf.rewards.formats:check_pattern", "called as function.prompt, response, answer, record."),
+        ("{broken}:f", "failed with SyntaxError"),
+    ],
+)
+def test_bad_references_are_one_line(reference, message, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("def f(:\n")
+    with pytest.raises(ValueError, match=message) as caught:
+        resolve(reference.format(broken=broken))
+    assert "\n" not in str(caught.value)
+
+
+def test_reward_files_may_import_their_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour_of_reward.py").write_text("VALUE = 4.0\n")
+    file = tmp_path / "reward_with_neighbour.py"
+    file.write_text("from neighbour_of_reward import VALUE\ndef f(p, r, a, record): return VALUE\n")
+    assert resolve(f"{file}:f")("", "", None, {}) == 4.0

@@ -1,0 +1,137 @@
+"""Weighted sums of rewards, and which rows have no score."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from jaxrlhf import config
+from jaxrlhf.rewards import Scorer
+from jaxrlhf.rewards.scorer import _names
+
+FUNCTIONS = """
+import time
+
+
+def length(prompt, response, answer, record):
+    return len(response)
+
+
+def moody(prompt, response, answer, record):
+    if response == "raise":
+        raise OSError("the verifier is down")
+    if response == "hang":
+        time.sleep(1000)
+    return {"nan": float("nan"), "none": None}.get(response, 0.0)
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("functions") / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def score(scorer: Scorer, responses: list[str], answer: str | None = "7", **settings):
+    return scorer.score(["p"] * len(responses), responses, [answer] * len(responses), [{}] * len(responses), **settings)
+
+
+def test_weighted_sum_with_each_part_unweighted(functions):
+    rewards = config.Rewards(
+        parts=(
+            config.Gsm8kReward(method="flexible", weight=2.0),
+            config.FormatReward(weight=0.5),
+            config.FunctionReward(f"{functions}:length", weight=-0.25),
+            config.ArithmeticReward(weight=0.0),
+        )
+    )
+    seen = []
+    with Scorer(rewards) as scorer:
+        assert scorer.names == ["gsm8k", "format", "length", "arithmetic"]
+        scores = score(scorer, ["#### 7", "7", "none"], progress=lambda done, total: seen.append((done, total)))
+    np.testing.assert_array_equal(scores.parts["gsm8k"], np.float32([1, 1, 0]))
+    np.testing.assert_array_equal(scores.parts["format"], np.float32([1, 0, 0]))
+    np.testing.assert_array_equal(scores.parts["length"], np.float32([6, 1, 4]))
+    np.testing.assert_array_equal(scores.parts["arithmetic"], np.float32([1, 0, 0]))
+    np.testing.assert_allclose(scores.score_B, [2 + 0.5 - 1.5, 2 - 0.25, -1.0])
+    assert scores.score_B.dtype == np.float32 and scores.scorable_B.all()
+    assert seen[-1] == (12, 12)
+    assert scorer.failures == [] and scorer.counts == {}
+
+
+def test_failures_are_unscorable_counted_and_logged(functions, caplog):
+    parts = (config.ArithmeticReward(), config.FunctionReward(f"{functions}:moody"))
+    responses = ["#### 7", "raise", "hang", "nan", "none", "#### 8"]
+    with Scorer(config.Rewards(parts=parts, timeout_s=0.5)) as scorer, caplog.at_level(logging.WARNING):
+        scores = score(scorer, responses)
+        np.testing.assert_array_equal(scores.scorable_B, [True, False, False, False, False, True])
+        np.testing.assert_array_equal(scores.score_B, np.float32([1, 0, 0, 0, 0, 0]))
+        np.testing.assert_array_equal(np.isnan(scores.parts["moody"]), ~scores.scorable_B)
+        assert scorer.counts == {"exception": 1, "timeout": 1, "not-finite": 1, "none": 1}
+        assert [(failure.part, failure.index) for failure in scorer.failures] == [("moody", n) for n in (1, 2, 3, 4)]
+        assert "'moody' failed on 4 of 6" in caplog.text and "the verifier is down" in caplog.text
+        score(scorer, ["#### 7"])
+        assert scorer.failures == [] and scorer.counts == {}
+
+
+def test_a_part_of_no_weight_cannot_make_a_row_unscorable(functions):
+    parts = (config.ArithmeticReward(), config.FunctionReward(f"{functions}:moody", weight=0.0))
+    with Scorer(config.Rewards(parts=parts)) as scorer:
+        scores = score(scorer, ["nan", "#### 7"])
+    assert scores.scorable_B.all()
+    assert scorer.counts == {"not-finite": 1}
+    np.testing.assert_array_equal(scores.score_B, np.float32([0, 1]))
+
+
+def test_a_missing_reference_answer_is_unscorable():
+    with Scorer(config.Rewards()) as scorer:
+        scores = score(scorer, ["#### 7"], answer=None)
+    assert not scores.scorable_B.any() and scorer.counts == {"exception": 1}
+
+
+def test_models_score_through_the_same_door():
+    rewards = config.Rewards(parts=(config.ModelReward("org/judge", weight=0.5), config.ArithmeticReward()))
+    texts = []
+
+    def judge(pairs):
+        texts.extend(pairs)
+        return np.array([2.0, np.inf, -4.0], np.float32)
+
+    with Scorer(rewards, models={"org/judge": judge}) as scorer:
+        scores = score(scorer, ["#### 7", "a", "b"])
+        assert texts == [("p", "#### 7"), ("p", "a"), ("p", "b")]
+        np.testing.assert_array_equal(scores.score_B, np.float32([2.0, 0.0, -2.0]))
+        np.testing.assert_array_equal(scores.scorable_B, [True, False, True])
+        np.testing.assert_array_equal(scores.parts["judge"], np.float32([2.0, np.nan, -4.0]))
+        with pytest.raises(ValueError, match=r"shape \(3,\) for 2 responses"):
+            score(scorer, ["a", "b"])
+    with pytest.raises(ValueError, match=r"org/judge.*models="):
+        Scorer(rewards)
+
+
+def test_sums_beyond_float32_are_no_scores(functions):
+    parts = (config.FunctionReward(f"{functions}:length", weight=1e38),)
+    with Scorer(config.Rewards(parts=parts)) as scorer:
+        scores = score(scorer, ["123", "1234"])
+    np.testing.assert_array_equal(scores.scorable_B, [True, False])
+
+
+def test_no_rows():
+    with Scorer(config.Rewards()) as scorer:
+        scores = score(scorer, [])
+    assert scores.score_B.shape == scores.scorable_B.shape == scores.parts["arithmetic"].shape == (0,)
+
+
+def test_bad_input_is_refused_with_its_reason():
+    with Scorer(config.Rewards()) as scorer, pytest.raises(ValueError, match="one prompt, response, answer"):
+        scorer.score(["p"], ["a", "b"], [None], [{}])
+    with pytest.raises(ValueError, match="not a regular expression"):
+        Scorer(config.Rewards(parts=(config.FormatReward(pattern="("),)))
+    with pytest.raises(ValueError, match="no_such_module"):
+        Scorer(config.Rewards(parts=(config.FunctionReward("no_such_module:f"),)))
+
+
+def test_names_are_distinct():
+    parts = [config.FunctionReward(f"m:{name}") for name in ("f_2", "f", "f", "format", "f")]
+    assert _names([*parts, config.FormatReward()]) == ["f_2", "f", "f_3", "format", "f_4", "format_2"]
