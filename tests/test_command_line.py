@@ -1,0 +1,195 @@
+"""Command lines: what they accept, user errors as one quick line, and a wheel that carries the configurations."""
+
+import os
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tyro
+
+from jaxrlhf.config import CommandLine, Config, from_cli, load, override, run_command, shipped
+from jaxrlhf.config.override import find, setting_names
+
+ROOT = Path(__file__).parents[1]
+SHOW = "from jaxrlhf.config import from_cli, run_command\nrun_command(lambda: print(from_cli().name))"
+
+
+def python(*arguments: str, cwd: Path = ROOT.parent, **environment: str) -> subprocess.CompletedProcess:
+    """Run a fresh interpreter."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env={**os.environ, **environment}, cwd=cwd, capture_output=True, text=True)
+
+
+# What is accepted.
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("", {}),
+        ("--steps 3", {"steps": 3}),
+        ("--steps=3", {"steps": 3}),
+        ("--steps 3 --steps 4", {"steps": 4}),
+        ("--model.path /x", {"model.path": "/x"}),
+        ("--rollout.prompts-per-step 64", {"rollout.prompts_per_step": 64}),
+        ("--rollout.prompts_per_step 64", {"rollout.prompts_per_step": 64}),
+        (
+            "--rollout.prompts-per-step 5 --algorithm.responses-per-update 5",
+            {"rollout.prompts_per_step": 5, "algorithm.responses_per_update": 5},
+        ),
+        ("--no-resume", {"resume": False}),
+        ("--actor.no-remat", {"actor.remat": False}),
+        ("--actor.remat False", {"actor.remat": False}),
+        ("--rollout.sampling.greedy", {"rollout.sampling.greedy": True}),
+        ("--actor.optimizer.learning-rate 1e-5", {"actor.optimizer.learning_rate": 1e-5}),
+        ("--actor.optimizer.decay cosine", {"actor.optimizer.decay": "cosine"}),
+        ("--algorithm.policy.dual-clip None", {"algorithm.policy.dual_clip": None}),
+        ("--algorithm.kl None", {"algorithm.kl": None}),
+        ("--devices 8 --seed -1", {"devices": 8, "seed": -1}),
+        ("--rewards.parts.0.method flexible", {"rewards.parts.0.method": "flexible"}),
+        ("--rollout.sampling.stop-tokens a b", {"rollout.sampling.stop_tokens": ("a", "b")}),
+        ("--rollout.sampling.stop-tokens", {"rollout.sampling.stop_tokens": ()}),
+        ("--data.instruction=--x=1", {"data.instruction": "--x=1"}),
+    ],
+)
+def test_overrides(words, changes):
+    assert from_cli(["--config", "ppo_gsm8k", *words.split()]) == override(load("ppo_gsm8k"), changes)
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_setting_can_be_given_and_means_what_tyro_reads(name):
+    config, words = load(name), []
+    for setting in setting_names(config):
+        value, _ = find(config, setting)
+        if isinstance(value, bool):
+            room, dot, switch = setting.rpartition(".")
+            words.append(f"--{room}{dot}no-{switch}")
+        else:
+            words += [f"--{setting}", *map(str, value if isinstance(value, tuple) else [value])]
+    ours = from_cli(["--config", name, *words])
+    assert ours == tyro.cli(Config, default=config, args=words, config=(tyro.conf.AvoidSubcommands,))
+    assert ours != config  # the switches
+
+
+def test_a_command_adds_flags_of_its_own():
+    command = CommandLine()
+    command.add_argument("--dry-run", action="store_true")
+    config, flags = command.parse_config(["--steps", "3", "--dry-run", "--config", "ppo_gsm8k", "--seed", "4"])
+    assert (config.steps, config.seed, flags.dry_run) == (3, 4, True)
+
+
+def test_help_lists_the_settings_of_the_configuration(capsys):
+    command = CommandLine(description="What it does.")
+    command.add_argument("--dry-run", action="store_true", help="stop early")
+    with pytest.raises(SystemExit) as end:
+        command.parse_config(["--config", "ppo_gsm8k", "--help"])
+    shown = capsys.readouterr().out
+    assert end.value.code in (None, 0)
+    assert all(
+        text in shown for text in ("What it does.", "stop early", "ppo_arithmetic", "--rollout.prompts-per-step")
+    )
+
+
+def test_help_needs_no_configuration(capsys):
+    with pytest.raises(SystemExit) as end:
+        CommandLine().parse_config(["-h"])
+    assert end.value.code in (None, 0)
+    assert "--config" in capsys.readouterr().out
+
+
+# What is refused, in one line.
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "",
+            "--config is missing; give a file or one of: grpo_arithmetic, grpo_gsm8k, ",
+        ),
+        ("--config", "argument --config: expected one argument"),
+        ("--config ppo_gms8k", "no configuration 'ppo_gms8k': neither a file nor one of"),
+        ("--config ppo_gsm8k --stpes 3", "no setting stpes: did you mean steps?"),
+        (
+            "--config ppo_gsm8k --rollout.promts-per-step 3",
+            "no setting rollout.promts_per_step: did you mean",
+        ),
+        ("--config ppo_gsm8k --no-steps", "no setting no_steps"),
+        ("--config ppo_gsm8k --steps three", "steps must be int, got 'three'"),
+        ("--config ppo_gsm8k --steps 3 4", "steps must be int, got '3 4'"),
+        ("--config ppo_gsm8k --steps", "steps must be int, got nothing"),
+        ("--config ppo_gsm8k --steps -3", "Config.steps must be above 0, got -3"),
+        ("--config ppo_gsm8k --resume maybe", "resume must be True or False, got 'maybe'"),
+        ("--config ppo_gsm8k --no-resume yes", "no setting no_resume"),
+        ("--config ppo_gsm8k --devices x", "devices must be int or None, got 'x'"),
+        (
+            "--config ppo_gsm8k --actor.optimizer.decay cosin",
+            "actor.optimizer.decay must be one of 'constant', ",
+        ),
+        ("--config ppo_gsm8k 3", "do not know what to do with '3'; settings are given as --name value"),
+        ("--config ppo_gsm8k -steps 3", "do not know what to do with '-steps'"),
+        (
+            "--config ppo_gsm8k --algorithm.kl k3",
+            "algorithm.kl holds settings (algorithm.kl.coefficient, ",
+        ),
+        ("--config ppo_arithmetic --model.path /x", "no setting model.path: model is FromScratch, and path belongs to"),
+        (
+            "--config ppo_gsm8k --rollout.prompts-per-step 60",
+            "algorithm.responses_per_update=64 does not divide",
+        ),
+    ],
+)
+def test_user_error_is_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_command(lambda: from_cli(words.split()))
+    shown = capsys.readouterr()
+    assert end.value.code == 2
+    assert shown.err.startswith(f"error: {message}")
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("words", ["--config nothing", "--config ppo_gsm8k --stpes 3", "--config ppo_gsm8k --steps x"])
+def test_user_error_is_quick(words):
+    start = time.monotonic()
+    done = python("-c", SHOW, *words.split())
+    assert time.monotonic() - start < 5
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_debugging_shows_the_traceback():
+    done = python("-c", SHOW, "--config", "nothing", JAXRLHF_DEBUG="1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback") and "ValueError: no configuration" in done.stderr
+
+
+def test_an_error_of_a_library_keeps_its_traceback():
+    with pytest.raises(ValueError, match="cannot reshape"):
+        run_command(lambda: np.zeros(3).reshape(2, 2))
+
+
+def test_a_slip_in_the_package_is_a_bug_too():
+    # A module that counts as the package's: one error it raises, one that Python raises in it.
+    scope = {"__name__": "jaxrlhf.rewards.scratch", "__package__": "jaxrlhf.rewards"}
+    exec("def refuse():\n    raise ValueError('no')\ndef slip():\n    return int('three')", scope)
+    with pytest.raises(SystemExit):
+        run_command(scope["refuse"])
+    with pytest.raises(ValueError, match="invalid literal"):
+        run_command(scope["slip"])
+
+
+# The wheel.
+
+
+def test_the_wheel_carries_the_configurations(tmp_path):
+    built = python("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), cwd=ROOT)
+    assert built.returncode == 0, built.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    code = f"import jaxrlhf\nassert jaxrlhf.__file__.startswith({str(tmp_path)!r})\n{SHOW}"
+    for name in shipped():
+        done = python("-c", code, "--config", f"{name}.py", cwd=tmp_path, PYTHONPATH=str(tmp_path / "installed"))
+        assert (done.stdout, done.stderr) == (f"{name}\n", "")
