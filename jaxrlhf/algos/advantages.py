@@ -133,6 +133,7 @@ def rloo(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[
     return centred_B * count_B / jnp.maximum(count_B - 1, 1)
 
 
+@jax.jit
 def _centred(score_B: Array, scorable_B: Array, group_B: Array) -> tuple[Array, Array]:
     """Scorable scores minus their group's mean (0 elsewhere), and each row's count of them."""
     lowest_B = group_min(jnp.where(scorable_B, score_B, jnp.inf), group_B)

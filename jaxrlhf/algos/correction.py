@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
@@ -55,6 +56,7 @@ class SamplerGap(NamedTuple):
     effective_fraction: Float[Array, ""]
 
 
+@jax.jit
 def sampler_gap(
     old_logp_BT: Float[Array, "B T"], sampler_logp_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
 ) -> SamplerGap:

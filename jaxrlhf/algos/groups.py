@@ -18,11 +18,13 @@ def dense_ids(id_B: Int[Array, "B"]) -> Int[Array, "B"]:
     return jnp.unique(id_B, return_inverse=True, size=id_B.shape[0])[1]
 
 
+@jax.jit
 def group_sum(value_B: Num[Array, "B"], group_B: Int[Array, "B"]) -> Num[Array, "B"]:
     """For each row, the sum over the rows of its group; groups numbered by `dense_ids`."""
-    return jax.ops.segment_sum(jnp.asarray(value_B), group_B, num_segments=len(group_B))[group_B]
+    return jax.ops.segment_sum(value_B, group_B, num_segments=len(group_B))[group_B]
 
 
+@jax.jit
 def group_min(value_B: Num[Array, "B"], group_B: Int[Array, "B"]) -> Num[Array, "B"]:
     """For each row, the least value of its group; groups numbered by `dense_ids`."""
-    return jax.ops.segment_min(jnp.asarray(value_B), group_B, num_segments=len(group_B))[group_B]
+    return jax.ops.segment_min(value_B, group_B, num_segments=len(group_B))[group_B]

@@ -54,7 +54,7 @@ def _estimate(logp: Array, ref_logp: Array, estimator: str) -> Array:
         case "k3":
             log_ratio = jnp.clip(-difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             # exp(x) - 1 - x cancels catastrophically near 0, where the policy spends its time.
-            return jnp.clip(jnp.expm1(log_ratio) - log_ratio, -_K3_LIMIT, _K3_LIMIT)
+            return jnp.minimum(jnp.expm1(log_ratio) - log_ratio, _K3_LIMIT)
     raise ValueError(f"unknown KL estimator {estimator!r}; use k1, abs, k2, k3, k1+ or k3+")
 
 

@@ -4,6 +4,9 @@ Every function selects before it reduces: what lies outside the mask may be infi
 reaches neither the value nor the gradient. Sharded arrays give the statistics of the whole.
 """
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
@@ -36,6 +39,7 @@ def masked_var(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Fl
     return jnp.square(deviation).sum() / jnp.maximum(mask.sum() - 1, 1)
 
 
+@partial(jax.jit, static_argnames="shift_mean")
 def whiten(
     value: Float[Array, "*shape"], mask: Bool[Array, "*shape"], *, shift_mean: bool = True
 ) -> Float[Array, "*shape"]:

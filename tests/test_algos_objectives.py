@@ -1,0 +1,296 @@
+"""Aggregation weights and objectives: oracles, invariance to the split, and masks that hide infinities."""
+
+import dataclasses
+import math
+from fractions import Fraction
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf import algos
+from jaxrlhf.algos import TokenOutput
+from jaxrlhf.config import GRPO, PPO, KLInLoss, KLInReward, PolicyLoss, ValueLoss
+
+_MODES = [
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+]
+_ROWS, _WIDTH, _HORIZON = 6, 10, 16
+_PROMPT = np.asarray([2**40, 3, 2**40, 3, 5, 2**41])
+_SETTINGS = GRPO(
+    policy=PolicyLoss(clip_low=0.2, clip_high=0.28, entropy_coefficient=0.01), kl=KLInLoss(coefficient=0.1)
+)
+
+
+def random_mask(seed=0):
+    """Rows 4 and 5 are empty, and with them two of four prompts."""
+    mask = np.random.default_rng(seed).random((_ROWS, _WIDTH)) < 0.6
+    mask[4:] = False
+    return mask
+
+
+def experience(mask, *, seed=1, mode="token-mean", poison=0.0):
+    """Everything the policy objective reads, with `poison` outside the mask (weights excepted)."""
+    rng = np.random.default_rng(seed)
+
+    def fill(x):
+        return np.where(mask, x, poison).astype(np.float32)
+
+    old_logp = -rng.exponential(size=mask.shape)
+    weight = np.asarray(algos.token_weights(mask, _PROMPT[: len(mask)], aggregation=mode, horizon=_HORIZON))
+    fields = {
+        "old_logp": fill(old_logp),
+        "advantage": fill(rng.normal(size=mask.shape)),
+        "ref_logp": fill(old_logp + 0.1 * rng.normal(size=mask.shape)),
+        "kl_weight": 0.1 * weight,
+        "entropy_weight": 0.01 * weight,
+    }
+    output = TokenOutput(fill(old_logp + 0.4 * rng.normal(size=mask.shape)), fill(rng.random(mask.shape)))
+    return output, weight, fields
+
+
+def weights_oracle(mask, mode):
+    """The exact weight of a token in each row, from the definition of each mean."""
+    tokens = [int(n) for n in mask.sum(1)]
+    sequences = sum(n > 0 for n in tokens)
+    of_prompt = {p: sum(n for n, q in zip(tokens, _PROMPT, strict=True) if p == q) for p in _PROMPT}
+    prompts = sum(n > 0 for n in of_prompt.values())
+    for n, p in zip(tokens, _PROMPT, strict=True):
+        if n == 0:
+            yield Fraction(0)
+        else:
+            yield {
+                "token-mean": Fraction(1, sum(tokens)),
+                "token-sum": Fraction(1),
+                "seq-mean-token-mean": Fraction(1, sequences * n),
+                "seq-mean-token-sum": Fraction(1, sequences),
+                "seq-mean-token-sum-norm": Fraction(1, sequences * _HORIZON),
+                "prompt-mean": Fraction(1, prompts * of_prompt[p]),
+            }[mode]
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_weights_equal_their_definition(mode):
+    for seed in range(3):
+        mask = random_mask(seed)
+        row = np.asarray([float(w) for w in weights_oracle(mask, mode)])
+        got = algos.token_weights(mask, _PROMPT, aggregation=mode, horizon=_HORIZON)
+        np.testing.assert_allclose(got, mask * row[:, None], rtol=1e-6)
+        compiled = jax.jit(lambda m, p: algos.token_weights(m, p, aggregation=mode, horizon=_HORIZON))
+        np.testing.assert_allclose(compiled(mask, (_PROMPT % 97).astype(np.int32)), got, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_weights_of_an_empty_batch_are_zero(mode):
+    weight = algos.token_weights(np.zeros((_ROWS, _WIDTH), bool), _PROMPT, aggregation=mode, horizon=_HORIZON)
+    np.testing.assert_array_equal(weight, 0)
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_weights_do_not_depend_on_padding_or_row_order(mode):
+    mask = random_mask()
+    weight = algos.token_weights(mask, _PROMPT, aggregation=mode, horizon=_HORIZON)
+    order = np.random.default_rng(0).permutation(_ROWS)
+    wider = np.pad(mask, ((0, 0), (3, 5)))[order]
+    moved = algos.token_weights(wider, _PROMPT[order], aggregation=mode, horizon=_HORIZON)
+    np.testing.assert_array_equal(np.asarray(moved)[:, 3:-5], np.asarray(weight)[order])
+
+
+def test_a_mode_says_what_it_lacks():
+    with pytest.raises(ValueError, match="horizon must be above 0, got None"):
+        algos.token_weights(random_mask(), aggregation="seq-mean-token-sum-norm")
+    with pytest.raises(ValueError, match="prompt_id_B must be given"):
+        algos.token_weights(random_mask(), aggregation="prompt-mean")
+
+
+def repacked(arrays, mask, layout):
+    """Chosen tokens of a `[B, T]` tree, moved to `layout`: for each packed row, the flat places it takes."""
+
+    def move(x):
+        flat = np.asarray(x)[mask]
+        width = max(map(len, layout))
+        return np.stack([np.pad(flat[places], (0, width - len(places))) for places in layout])
+
+    return jax.tree.map(move, arrays), np.stack([np.arange(max(map(len, layout))) < len(p) for p in layout])
+
+
+@jax.jit
+@jax.value_and_grad
+def loss_and_gradient(logp, entropy, mask, weight, fields):
+    return algos.policy_objective(TokenOutput(logp, entropy), mask, weight, fields, _SETTINGS).loss.sum()
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_loss_and_gradient_do_not_depend_on_packing_or_microbatches(mode):
+    mask = random_mask()
+    output, weight, fields = experience(mask, mode=mode, poison=math.nan)
+
+    loss, gradient = loss_and_gradient(*output, mask, weight, fields)
+    wanted = np.asarray(gradient)[mask]
+    places = np.random.default_rng(0).permutation(mask.sum())
+    for rows, microbatches in [(1, 1), (4, 1), (4, 4), (6, 2)]:
+        layout = np.array_split(places, rows)
+        arrays, packed_mask = repacked((*output, weight, fields), mask, layout)
+        loss_sum, pieces = 0.0, np.zeros_like(wanted)
+        for part in np.array_split(np.arange(rows), microbatches):
+            logp, entropy, part_weight, part_fields = jax.tree.map(lambda x, rows=part: x[rows], arrays)
+            part_loss, part_gradient = loss_and_gradient(logp, entropy, packed_mask[part], part_weight, part_fields)
+            loss_sum += float(part_loss)
+            for row, values in zip(part, np.asarray(part_gradient), strict=True):
+                pieces[layout[row]] = values[: len(layout[row])]
+        np.testing.assert_allclose(loss_sum, loss, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(pieces, wanted, rtol=1e-6)
+
+
+def policy_oracle(logp, old, advantage, *, low=0.2, high=0.28, dual=3.0):
+    """Loss of one token and its derivative by logp, case by case; whether it clips, and on which side."""
+    ratio = math.exp(logp - old)
+    if advantage >= 0:
+        clipped = ratio > 1 + high
+        return (-advantage * min(ratio, 1 + high), 0.0 if clipped else -advantage * ratio, clipped, False)
+    if ratio > dual:
+        return (-advantage * dual, 0.0, False, True)
+    clipped = ratio < 1 - low
+    return (-advantage * max(ratio, 1 - low), 0.0 if clipped else -advantage * ratio, clipped, False)
+
+
+def test_clipped_policy_loss_equals_its_cases():
+    log_ratio, advantage = np.meshgrid([-3.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 1.2, 4.0], [-2.0, -0.5, 0.0, 0.5, 2.0])
+    old = np.full_like(log_ratio, -1.0)
+    arrays = [x.astype(np.float32) for x in (old + log_ratio, old, advantage)]
+    clips = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+    terms = algos.clipped_policy_loss(*arrays, **clips)
+    gradient = jax.grad(lambda logp: algos.clipped_policy_loss(logp, *arrays[1:], **clips).loss.sum())(arrays[0])
+    cases = [policy_oracle(*map(float, case)) for case in zip(*(x.ravel() for x in arrays), strict=True)]
+    loss, slope, clipped, clipped_low = (np.reshape(column, old.shape) for column in zip(*cases, strict=True))
+    active = advantage != 0
+    np.testing.assert_allclose(terms.loss, loss, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(gradient)[active], slope[active], rtol=1e-5)
+    np.testing.assert_array_equal(np.asarray(terms.clipped)[active], clipped[active])
+    np.testing.assert_array_equal(np.asarray(terms.clipped_low)[active], clipped_low[active])
+    without = algos.clipped_policy_loss(*arrays, clip_low=0.2, clip_high=0.28, dual_clip=None)
+    np.testing.assert_allclose(np.asarray(without.loss)[0, -1], 2.0 * math.exp(4.0), rtol=1e-5)
+    assert not without.clipped_low.any()
+
+
+def test_a_runaway_ratio_stays_finite():
+    logp, old = np.float32([0.0, -500.0]), np.float32([-500.0, 0.0])
+
+    def loss(x):
+        return algos.clipped_policy_loss(x, old, -jnp.ones(2), clip_low=0.2, clip_high=0.2).loss
+
+    np.testing.assert_allclose(loss(logp), [math.exp(20), 0.8], rtol=1e-5)
+    np.testing.assert_array_equal(jax.grad(lambda x: loss(x).sum())(logp), 0)
+
+
+def test_the_first_inner_step_has_ratio_one_and_the_plain_policy_gradient():
+    mask = random_mask()
+    output, weight, fields = experience(mask)
+    settings = GRPO()
+    fields = {name: fields[name] for name in ("old_logp", "advantage")}
+
+    def objective(logp):
+        return algos.policy_objective(TokenOutput(logp, output.entropy), mask, weight, fields, settings)
+
+    metrics = objective(fields["old_logp"]).metrics
+    np.testing.assert_array_equal(np.asarray(metrics["policy/ratio_mean"])[mask], 1.0)
+    for name in ("policy/clip_fraction", "policy/clip_fraction_lower", "policy/kl_old"):
+        assert not metrics[name].any(), name
+    gradient = jax.grad(lambda x: objective(x).loss.sum())(fields["old_logp"])
+    np.testing.assert_allclose(gradient, -weight * fields["advantage"], rtol=1e-6)
+
+
+@partial(jax.jit, static_argnums=4)
+@partial(jax.grad, has_aux=True)
+def gradient_and_objective(output, mask, weight, fields, settings):
+    objective = algos.policy_objective(output, mask, weight, fields, settings)
+    return objective.loss.sum(), objective
+
+
+@pytest.mark.parametrize("poison", [-math.inf, math.inf, math.nan, 1e30])
+def test_what_lies_outside_the_mask_reaches_neither_value_nor_gradient(poison):
+    mask = random_mask()
+    clean, weight, fields = experience(mask)
+    dirty, _, dirty_fields = experience(mask, poison=poison)
+    dirty_fields |= {name: np.where(mask, fields[name], poison) for name in ("kl_weight", "entropy_weight")}
+    dirty_weight = np.where(mask, weight, poison)
+    for estimator in ("k1", "abs", "k2", "k3", "k1+", "k3+"):
+        settings = dataclasses.replace(_SETTINGS, kl=KLInLoss(estimator=estimator))
+        got_tree = gradient_and_objective(dirty, mask, dirty_weight, dirty_fields, settings)
+        wanted_tree = gradient_and_objective(clean, mask, weight, fields, settings)
+        for got, wanted in zip(jax.tree.leaves(got_tree), jax.tree.leaves(wanted_tree), strict=True):
+            assert np.isfinite(got).all()
+            np.testing.assert_array_equal(got, np.where(mask, wanted, 0))
+
+
+@pytest.mark.parametrize("poison", [-math.inf, math.nan])
+def test_value_and_supervised_objectives_ignore_what_lies_outside(poison):
+    mask = random_mask()
+    output, weight, fields = experience(mask, poison=poison)
+    fields = {"old_value": fields["old_logp"], "returns": fields["advantage"]}
+    value = output.logp
+
+    def value_loss(value):
+        return algos.value_objective(value, mask, weight, fields, ValueLoss(clip=0.2)).loss.sum()
+
+    def nll(logp):
+        return algos.nll_objective(TokenOutput(logp, output.entropy), mask, weight, {}, None).loss.sum()
+
+    wanted = sum(
+        max((v - r) ** 2, (min(max(v, o - 0.2), o + 0.2) - r) ** 2) / 2 / mask.sum()
+        for v, o, r in zip(value[mask], fields["old_value"][mask], fields["returns"][mask], strict=True)
+    )
+    np.testing.assert_allclose(value_loss(value), wanted, rtol=1e-5)
+    np.testing.assert_allclose(nll(value), -value[mask].mean(), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(nll)(value), np.where(mask, -weight, 0), rtol=1e-6)
+    gradient = np.asarray(jax.grad(value_loss)(value))
+    assert np.isfinite(gradient).all()
+    assert not gradient[~mask].any()
+
+
+def test_clipped_value_gradient_stops_only_where_the_clipped_error_is_larger():
+    value, old, returns = np.float32([0.1, 0.9, 0.9, -0.9]), np.zeros(4, np.float32), np.float32([1.0, 0.5, 2.0, 2.0])
+
+    def loss(v):
+        return algos.clipped_value_loss(v, old, returns, clip=0.3)
+
+    # Inside; outside, overshooting; outside, on the way to the target; outside, moving away.
+    np.testing.assert_allclose(loss(value).loss, [0.405, 0.08, 1.445, 4.205], rtol=1e-5)
+    np.testing.assert_array_equal(loss(value).clipped, [False, False, True, False])
+    np.testing.assert_allclose(jax.grad(lambda v: loss(v).loss.sum())(value), [-0.9, 0.4, 0.0, -2.9], rtol=1e-5)
+
+
+def test_a_batch_without_trained_tokens_has_no_loss_and_no_gradient():
+    mask = np.zeros((_ROWS, _WIDTH), bool)
+    output, weight, fields = experience(mask, poison=math.nan)
+
+    def objective(o):
+        return algos.policy_objective(o, mask, weight, fields, _SETTINGS).loss.sum()
+
+    assert objective(output) == 0
+    for gradient in jax.grad(objective)(output):
+        np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize("name", ["old_logp", "advantage", "ref_logp", "kl_weight", "entropy_weight"])
+def test_a_field_that_is_missing_is_named(name):
+    mask = random_mask()
+    output, weight, fields = experience(mask)
+    del fields[name]
+    with pytest.raises(ValueError, match=name):
+        algos.policy_objective(output, mask, weight, fields, _SETTINGS)
+
+
+@pytest.mark.parametrize("settings", [GRPO(), PPO(kl=KLInReward())])
+def test_a_coefficient_that_the_settings_do_not_know_is_refused(settings):
+    mask = random_mask()
+    output, weight, fields = experience(mask)
+    with pytest.raises(ValueError, match="'kl_weight', which belongs there exactly if"):
+        algos.policy_objective(output, mask, weight, fields, settings)
