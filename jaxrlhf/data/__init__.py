@@ -9,12 +9,22 @@ from jaxrlhf.data.arithmetic import arithmetic_records
 from jaxrlhf.data.loader import Loader
 
 _LAZY = {
+    "Loaded": "jaxrlhf.data.sources",
     "build_embedded_tokenizer": "jaxrlhf.data.tokenizer",
     "embedded_tokenizer": "jaxrlhf.data.tokenizer",
+    "load_problems": "jaxrlhf.data.sources",
     "load_tokenizer": "jaxrlhf.data.tokenizer",
 }
 
-__all__ = ["Loader", "arithmetic_records", "build_embedded_tokenizer", "embedded_tokenizer", "load_tokenizer"]
+__all__ = [
+    "Loaded",
+    "Loader",
+    "arithmetic_records",
+    "build_embedded_tokenizer",
+    "embedded_tokenizer",
+    "load_problems",
+    "load_tokenizer",
+]
 
 
 def __getattr__(name: str):

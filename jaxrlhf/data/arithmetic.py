@@ -24,8 +24,8 @@ Item = TypeVar("Item")
 
 # One in so many problems belongs to the held-out split.
 _EVALUATION_SHARE = 8
-# So many candidates in a row without a new problem, and the supply counts as exhausted.
-_PATIENCE = 20_000
+# So many candidates in a row without a new one, and the supply counts as exhausted.
+_PATIENCE = 2_000
 
 
 @dataclass(frozen=True)
@@ -105,28 +105,19 @@ def arithmetic_records(*, difficulty: int, problems: int, seed: int, split: Spli
         raise ValueError(f"difficulty must be one of {list(LEVELS)}, got {difficulty}")
     if split not in ("train", "evaluation"):
         raise ValueError(f"split must be 'train' or 'evaluation', got {split!r}")
-    dice = _Dice(seed)
     records: dict[str, dict[str, Any]] = {}
-    misses = 0
-    while len(records) < problems:
-        story = dice.pick(STORIES)
-        problem = _compose(dice, story, LEVELS[difficulty])
-        question = _cast(dice, story, problem.template)
-        if question in records or _split_of(problem.template) != split:
-            misses += 1
-            if misses > _PATIENCE:
-                raise ValueError(
-                    f"only {len(records)} distinct {split} problems were found at difficulty {difficulty}, "
-                    f"{problems} were asked for; ask for fewer or raise the difficulty"
-                )
-            continue
-        misses = 0
-        records[question] = {
-            "question": question,
-            "answer": str(problem.answer),
-            "solution": "\n".join((*problem.steps, f"#### {problem.answer}")),
-            "steps": len(problem.steps),
-        }
+    repeats = 0
+    for record in _candidates(LEVELS[difficulty], seed, split):
+        if len(records) == problems:
+            break
+        known = record["question"] in records
+        repeats = repeats + 1 if known else 0
+        records[record["question"]] = record
+        if repeats == _PATIENCE:
+            raise ValueError(
+                f"only {len(records)} distinct {split} problems were found at difficulty {difficulty}, "
+                f"{problems} were asked for; ask for fewer or raise the difficulty"
+            )
     return list(records.values())
 
 
@@ -140,6 +131,22 @@ def lexicon() -> Iterator[str]:
                     for name in names:
                         yield sentence.format(n=0, m=0, He=pronoun, name=name, friend=name, thing=thing)
     yield "\n#### 0123456789+-*/="
+
+
+def _candidates(level: Level, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+    """Records of one split without end; they may repeat."""
+    dice = _Dice(seed)
+    while True:
+        story = dice.pick(STORIES)
+        problem = _compose(dice, story, level)
+        if _split_of(problem.template) != split:
+            continue
+        yield {
+            "question": _cast(dice, story, problem.template),
+            "answer": str(problem.answer),
+            "solution": "\n".join((*problem.steps, f"#### {problem.answer}")),
+            "steps": len(problem.steps),
+        }
 
 
 def _split_of(template: str) -> Split:

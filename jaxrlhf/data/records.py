@@ -1,0 +1,72 @@
+"""Records of `.jsonl` and `.parquet` files; what is wrong is said with file, line and key."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Row(NamedTuple):
+    """A record and where it stands, such as `train.jsonl, line 3`."""
+
+    place: str
+    record: dict[str, Any]
+
+    def value(self, key: str) -> Any:
+        """The field `key`; `ValueError` if the record has none."""
+        if key not in self.record:
+            raise ValueError(f"{self.place}: no key {key!r}; there are {sorted(self.record)}")
+        return self.record[key]
+
+    def text(self, key: str) -> str:
+        """The field `key` as text; numbers become text, anything else is a `ValueError`."""
+        value = self.value(key)
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError(f"{self.place}: {key!r} must be a text or a number, got {value!r:.80}")
+        return str(value)
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """All records of a file.
+
+    Raises:
+      ValueError: missing or empty file, a suffix other than `.jsonl` and `.parquet`, or a line
+        that is not a JSON object.
+    """
+    path = Path(path)
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: expected a .jsonl or .parquet file")
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    rows = readers[path.suffix](path)
+    if not rows:
+        raise ValueError(f"{path}: the file holds no records")
+    return rows
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    rows = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            place = f"{path}, line {number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:  # not JSON, or not UTF-8
+                raise ValueError(f"{place}: not valid JSON ({error}); each line holds one object") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{place}: expected a JSON object, got {type(record).__name__}")
+            rows.append(Row(place, record))
+    return rows
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        records = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a readable parquet file ({error})") from error
+    return [Row(f"{path}, row {number}", record) for number, record in enumerate(records, start=1)]

@@ -1,0 +1,260 @@
+"""From files to tokenised problems, and what is said when a file is wrong."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxrlhf.config import Arithmetic, Gsm8k, PromptFile
+from jaxrlhf.data import embedded_tokenizer, load_problems
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+GSM8K_RECORDS = [
+    {"question": "Two and two?", "answer": "It is 2+2 = <<2+2=4>>4.\n#### 4"},
+    {"question": "How many is a thousand and -5?", "answer": "<<1000-5=995>>995 <<x>>\n#### -1,995 "},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return embedded_tokenizer()
+
+
+@pytest.fixture
+def plain_tokenizer():
+    """One without a chat template."""
+    tokenizer = embedded_tokenizer()
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+@pytest.fixture
+def load(tokenizer):
+    def call(data, split="train", max_prompt_tokens=1_000, max_solution_tokens=None):
+        return load_problems(
+            data, tokenizer, split=split, max_prompt_tokens=max_prompt_tokens, max_solution_tokens=max_solution_tokens
+        )
+
+    return call
+
+
+def write(path, records):
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    return path
+
+
+def prompt_file(path, **settings):
+    return PromptFile(train=str(path), **settings)
+
+
+def one_line_error(call, *match):
+    with pytest.raises(ValueError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in match:
+        assert re.search(part, message), message
+
+
+# Arithmetic
+
+
+def test_arithmetic(load, tokenizer):
+    loaded = load(Arithmetic(difficulty=2, train_problems=40, eval_problems=10))
+    assert len(loaded.problems) == loaded.total == 40
+    assert loaded.dropped_too_long == 0
+    for n, problem in enumerate(loaded.problems):
+        assert problem.prompt_id == n
+        assert problem.prompt == f"<|user|>{problem.record['question']}<|assistant|>"
+        assert tokenizer.decode(problem.prompt_tokens) == problem.prompt
+        assert tokenizer.decode(problem.solution_tokens) == problem.record["solution"] + "<|eos|>"
+        assert problem.record["solution"].endswith(f"#### {problem.answer}")
+    assert load(Arithmetic(difficulty=2, train_problems=40, eval_problems=10), "evaluation").total == 10
+
+
+# GSM8K
+
+
+@pytest.mark.parametrize("name", ["test.jsonl", "test.parquet", "main/test-00000-of-00001.parquet"])
+def test_gsm8k_directory(load, tokenizer, tmp_path, name):
+    (tmp_path / "main").mkdir()
+    write(tmp_path / name, GSM8K_RECORDS)
+    first, second = load(Gsm8k(path=str(tmp_path), instruction="Think."), "evaluation").problems
+    assert first.prompt == "<|user|>Two and two? Think.<|assistant|>"
+    assert (first.answer, second.answer) == ("4", "-1995")
+    assert tokenizer.decode(first.solution_tokens) == "It is 2+2 = 4.\n#### 4<|eos|>"
+    assert first.record == GSM8K_RECORDS[0]
+
+
+def gsm8k_directory():
+    path = Path(os.environ.get("JAXRLHF_GSM8K", Path(__file__).parents[2] / "shared/data/gsm8k"))
+    if not (path / "train.jsonl").is_file():
+        pytest.skip(f"no GSM8K in {path}; JAXRLHF_GSM8K names a directory with train.jsonl and test.jsonl")
+    return path
+
+
+@pytest.mark.parametrize(("split", "count"), [("train", 7473), ("evaluation", 1319)])
+def test_the_real_gsm8k(load, split, count):
+    loaded = load(Gsm8k(path=str(gsm8k_directory())), split, max_prompt_tokens=400)
+    assert loaded.total == count
+    assert 0 < loaded.dropped_too_long == count - len(loaded.problems) < count / 10
+    assert max(len(problem.prompt_tokens) for problem in loaded.problems) <= 400
+    for problem in loaded.problems:
+        assert re.fullmatch(r"-?\d+(\.\d+)?", problem.answer)
+    assert len({problem.prompt_id for problem in loaded.problems}) == len(loaded.problems)
+
+
+def test_gsm8k_without_an_answer_mark(load, tmp_path):
+    write(tmp_path / "train.jsonl", [*GSM8K_RECORDS, {"question": "?", "answer": "5"}])
+    one_line_error(lambda: load(Gsm8k(path=str(tmp_path))), r"train\.jsonl, line 3: no '#### <number>'")
+
+
+def test_gsm8k_directory_without_files(load, tmp_path):
+    one_line_error(lambda: load(Gsm8k(path=str(tmp_path))), r"holds no train\.jsonl and no train\.parquet")
+
+
+def test_gsm8k_from_a_hub_out_of_reach(load):
+    one_line_error(lambda: load(Gsm8k()), "data.path='openai/gsm8k' is neither", "give a directory with train.jsonl")
+
+
+def test_gsm8k_from_the_hub_is_a_snapshot(load, tmp_path, monkeypatch):
+    def snapshot_download(repo, *, repo_type, allow_patterns):
+        assert (repo, repo_type) == ("openai/gsm8k", "dataset")
+        assert "main/*" in allow_patterns
+        return str(tmp_path)
+
+    (tmp_path / "main").mkdir()
+    write(tmp_path / "main/train-00000-of-00001.parquet", GSM8K_RECORDS)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert load(Gsm8k()).total == 2
+
+
+@pytest.mark.network
+def test_gsm8k_from_the_real_hub(load, monkeypatch):
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        pytest.skip("HF_HUB_OFFLINE=1")
+    assert load(Gsm8k(), "evaluation").total == 1319
+
+
+# Prompt files
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_texts_and_chats(load, tokenizer, tmp_path, suffix):
+    texts = write(tmp_path / f"texts{suffix}", [{"q": "1+1?", "a": 2, "s": "So 2"}, {"q": "Hi", "a": 3, "s": ""}])
+    first, second = load(prompt_file(texts, prompt_key="q", answer_key="a", solution_key="s")).problems
+    assert (first.prompt, first.answer) == ("<|user|>1+1?<|assistant|>", "2")
+    assert tokenizer.decode(first.solution_tokens) == "So 2<|eos|>"
+    assert second.solution_tokens == (tokenizer.eos_token_id,)
+
+    chats = write(tmp_path / f"chats{suffix}", [{"prompt": CHAT, "extra": [1, 2]}])
+    (problem,) = load(prompt_file(chats, answer_key=None)).problems
+    assert problem.prompt == "<|system|>Be brief.<|user|>1+1?<|assistant|>"
+    assert list(problem.prompt_tokens) == tokenizer.encode(problem.prompt)
+    assert (problem.answer, problem.solution_tokens) == (None, ())
+    assert problem.record["extra"] == [1, 2]
+
+
+def test_without_a_chat_template_prompts_are_plain(plain_tokenizer, tmp_path):
+    file = write(tmp_path / "p.jsonl", [{"prompt": "1+1?"}])
+    (problem,) = load_problems(
+        prompt_file(file, answer_key=None), plain_tokenizer, split="train", max_prompt_tokens=9
+    ).problems
+    assert problem.prompt == "1+1?"
+    assert list(problem.prompt_tokens) == plain_tokenizer.encode("1+1?")
+
+
+def test_a_chat_needs_a_template(plain_tokenizer, tmp_path):
+    data = prompt_file(write(tmp_path / "p.jsonl", [{"prompt": CHAT}]), answer_key=None)
+    one_line_error(
+        lambda: load_problems(data, plain_tokenizer, split="train", max_prompt_tokens=9),
+        r"p\.jsonl, line 1: .* no chat template",
+    )
+
+
+def test_a_template_that_refuses_a_chat(tmp_path):
+    tokenizer = embedded_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    data = prompt_file(write(tmp_path / "p.jsonl", [{"prompt": CHAT}]), answer_key=None)
+    one_line_error(
+        lambda: load_problems(data, tokenizer, split="train", max_prompt_tokens=9), "line 1: .* no system role"
+    )
+
+
+def test_no_evaluation_file_is_no_problems(load, tmp_path):
+    file = write(tmp_path / "p.jsonl", [{"prompt": "1+1?"}])
+    assert load(prompt_file(file, answer_key=None), "evaluation") == ([], 0, 0)
+
+
+# Limits
+
+
+def test_too_long_is_dropped_and_counted(load, tmp_path):
+    records = [{"prompt": "1" * n, "solution": "2" * (5 - n)} for n in range(1, 6)]
+    data = prompt_file(write(tmp_path / "p.jsonl", records), answer_key=None, solution_key="solution")
+    loaded = load(data, max_prompt_tokens=5)  # two of them are the template's
+    assert [problem.prompt_id for problem in loaded.problems] == [0, 1, 2]
+    assert (loaded.dropped_too_long, loaded.total) == (2, 5)
+    loaded = load(data, max_prompt_tokens=5, max_solution_tokens=4)
+    assert [problem.prompt_id for problem in loaded.problems] == [1, 2]
+    assert (loaded.dropped_too_long, loaded.total) == (3, 5)
+
+
+def test_nothing_fits(load, tmp_path):
+    data = prompt_file(
+        write(tmp_path / "p.jsonl", [{"prompt": "12"}, {"prompt": "1234"}]), answer_key=None, solution_key="prompt"
+    )
+    one_line_error(
+        lambda: load(data, max_prompt_tokens=3), r"all 2 train", r"max_prompt_tokens=3, prompts have 4 to 6; set"
+    )
+    one_line_error(lambda: load(data, max_solution_tokens=2), r"max_solution_tokens=2, solutions have 3 to 5; set")
+
+
+# Broken files
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.jsonl", None, r"a\.jsonl: no such file"),
+        ("a.txt", "1", r"a\.txt: expected a \.jsonl or \.parquet"),
+        ("a.jsonl", "", "holds no records"),
+        ("a.jsonl", "\n \n", "holds no records"),
+        ("a.jsonl", '{"prompt": "x"}\n\n{"prompt": \n', r"a\.jsonl, line 3: not valid JSON"),
+        ("a.jsonl", '{"prompt": "x"}\n["x"]\n', "line 2: expected a JSON object, got list"),
+        ("a.jsonl", b'{"prompt": "\xff"}\n', "line 1: not valid JSON"),
+        (
+            "a.jsonl",
+            '{"prompt": "x", "answer": "1"}\n{"question": "x", "b": 1}\n',
+            r"line 2: no key 'prompt'; .*\['b', 'question'\]",
+        ),
+        ("a.jsonl", '{"prompt": 5}\n', "line 1: 'prompt' must be a text or a list of messages, got 5"),
+        ("a.jsonl", '{"prompt": ""}\n', "line 1: 'prompt' must be a text"),
+        ("a.jsonl", '{"prompt": []}\n', "line 1: 'prompt' must be a text"),
+        ("a.jsonl", '{"prompt": [{"role": "user"}]}\n', "line 1: a message in 'prompt' must have"),
+        ("a.jsonl", '{"prompt": "x", "answer": null}\n', "line 1: 'answer' must be a text or a number, got None"),
+        ("a.jsonl", '{"prompt": "x"}\n', r"line 1: no key 'answer'; there are \['prompt'\]"),
+        ("a.parquet", "x", r"a\.parquet: not a readable parquet file"),
+        ("a.parquet", "", r"a\.parquet: not a readable parquet file"),
+    ],
+)
+def test_a_broken_file(load, tmp_path, name, content, match):
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    one_line_error(lambda: load(prompt_file(file)), match)
+
+
+def test_a_parquet_file_is_told_by_row(load, tmp_path):
+    file = write(tmp_path / "a.parquet", [{"prompt": "x", "answer": "1"}, {"prompt": None, "answer": "1"}])
+    one_line_error(lambda: load(prompt_file(file)), r"a\.parquet, row 2: 'prompt' must be")
+    empty = tmp_path / "b.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), empty)
+    one_line_error(lambda: load(prompt_file(empty)), r"b\.parquet: the file holds no records")

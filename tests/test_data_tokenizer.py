@@ -1,0 +1,141 @@
+"""The embedded tokenizer, and what is refused when another one is loaded."""
+
+import json
+import re
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from jaxrlhf.data.arithmetic import LEVELS, arithmetic_records
+from jaxrlhf.data.tokenizer import build_embedded_tokenizer, embedded_tokenizer, load_tokenizer
+
+TEXTS = [
+    "Mia has 12 marbles.\nShe finds 5 more.",
+    "  two  spaces\tand a tab \r\n",
+    "Grüße, 你好, 🙂 — naïve\u00a0café №٣",
+    "###### 3.14*-2=????",
+    "".join(map(chr, range(128))),
+]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2?"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return embedded_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    build_embedded_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_any_text_survives(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_it_is_small_and_its_marks_differ(tokenizer):
+    assert len(tokenizer) <= 512
+    marks = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id}
+    assert len(marks) == 3 and None not in marks
+
+
+@pytest.mark.parametrize("difficulty", sorted(LEVELS))
+@pytest.mark.parametrize("split", ["train", "evaluation"])
+def test_one_token_a_word_and_a_digit(tokenizer, difficulty, split):
+    for record in arithmetic_records(difficulty=difficulty, problems=300, seed=7, split=split):
+        for text in (record["question"], record["solution"]):
+            tokens = [tokenizer.decode([token]) for token in tokenizer.encode(text)]
+            assert "".join(tokens) == text
+            assert tokens == re.findall(r" ?[A-Za-z]+|#+|[^A-Za-z#]", text)
+
+
+def test_building_is_deterministic(saved, tmp_path):
+    build_embedded_tokenizer(tmp_path)
+    files = sorted(file.name for file in saved.iterdir())
+    assert files == sorted(file.name for file in tmp_path.iterdir())
+    for name in files:
+        assert (saved / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_saved_and_loaded_it_is_the_same(tokenizer, saved):
+    for other in (AutoTokenizer.from_pretrained(saved), load_tokenizer(str(saved)), load_tokenizer(None)):
+        assert other.get_vocab() == tokenizer.get_vocab()
+        assert [other.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
+        assert other.apply_chat_template(CHAT, tokenize=False) == tokenizer.apply_chat_template(CHAT, tokenize=False)
+        assert (other.eos_token, other.bos_token, other.pad_token) == ("<|eos|>", "<|bos|>", "<|pad|>")
+
+
+def test_chat_template(tokenizer):
+    text = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert text == "<|system|>Be brief.<|user|>1+1?<|assistant|>2<|eos|><|user|>2+2?<|assistant|>"
+    ids = tokenizer.encode(text)
+    marks = [token for token in tokenizer.convert_ids_to_tokens(ids) if token.startswith("<|")]
+    assert marks == re.findall(r"<\|\w+\|>", text)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+def test_a_model_beside_it_does_not_change_its_ids(tokenizer, saved, tmp_path, model_type):
+    build_embedded_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert load_tokenizer(str(tmp_path)).encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+
+
+def edit_config(directory, **changes):
+    file = directory / "tokenizer_config.json"
+    settings = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+
+
+def test_without_eos_it_is_refused(tmp_path):
+    build_embedded_tokenizer(tmp_path)
+    edit_config(tmp_path, eos_token=None)
+    with pytest.raises(ValueError, match=r'no end-of-sequence token.* set "eos_token" in its tokenizer_config.json'):
+        load_tokenizer(str(tmp_path))
+
+
+def test_without_a_pad_token_it_is_taken_as_it_is(tmp_path):
+    build_embedded_tokenizer(tmp_path)
+    edit_config(tmp_path, pad_token=None)
+    assert load_tokenizer(str(tmp_path)).pad_token is None
+
+
+def test_a_class_that_ignores_the_file_is_refused(tmp_path):
+    build_embedded_tokenizer(tmp_path)
+    edit_config(tmp_path, tokenizer_class="Qwen2Tokenizer")
+    with pytest.raises(ValueError, match=r"Qwen2Tokenizer.* other ids than the tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_one_that_loses_text_is_refused(tmp_path):
+    lossy = Tokenizer(
+        models.BPE(vocab={s: n for n, s in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    lossy.normalizer = normalizers.Lowercase()
+    lossy.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    lossy.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=lossy, eos_token="<eos>").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"turns 'Tom has .* into 'tom has "):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_nothing_to_load(tmp_path, content):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match="no tokenizer could be loaded from") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_directory(tmp_path):
+    with pytest.raises(ValueError, match="no tokenizer could be loaded from"):
+        load_tokenizer(str(tmp_path / "nowhere"))
