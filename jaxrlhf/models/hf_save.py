@@ -46,7 +46,7 @@ def save_params(
     dtype: Any = jnp.float32,
     tokenizer: Any = None,
     source: str | Path | None = None,
-    max_shard_bytes: float = 5e9,
+    max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write config.json and safetensors, sharded behind an index when they are larger than one file.
 
@@ -99,7 +99,7 @@ def _to_host(array: jax.Array) -> np.ndarray:
     return np.asarray(process_allgather(array, tiled=True))
 
 
-def _split(tensors: dict[str, _Tensor], max_bytes: float) -> list[dict[str, _Tensor]]:
+def _split(tensors: dict[str, _Tensor], max_bytes: int) -> list[dict[str, _Tensor]]:
     """Into files, in order; a file exceeds `max_bytes` only if one tensor does."""
     files: list[dict[str, _Tensor]] = [{}]
     room = max_bytes

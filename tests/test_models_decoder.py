@@ -1,0 +1,246 @@
+"""The decoder against itself: chunks, caches, packing and meshes do not change a number."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxrlhf import models
+from jaxrlhf.architecture import ModelConfig
+
+CONFIG = ModelConfig(
+    family="qwen2",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qkv_bias=True,
+    qk_norm=True,
+)
+ROWS, WIDTH = 4, 18
+
+
+def close(ours, theirs, tolerance=1e-5):
+    """Each array agrees to a fraction of its own largest entry."""
+
+    def one(a, b):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, np.abs(b).max()))
+
+    jax.tree.map(one, ours, theirs)
+
+
+draw = jax.jit(functools.partial(models.init_params, CONFIG, "lm"))
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Weights large enough that every part shows, norms and biases included."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: leaf + 0.1 * rng.standard_normal(leaf.shape, np.float32), draw(jax.random.key(0)))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    token_RW = np.random.default_rng(0).integers(0, 96, (ROWS, WIDTH), dtype=np.int32)
+    position_RW = np.tile(np.arange(WIDTH, dtype=np.int32), (ROWS, 1))
+    return token_RW, position_RW, np.ones((ROWS, WIDTH), np.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("remat", "dtype"))
+def hidden(params, rows, remat=False, dtype=jnp.float32):
+    return models.hidden_states(params, CONFIG, *rows, remat=remat, dtype=dtype)
+
+
+def test_the_declaration_counts_what_the_architecture_counts():
+    for head in ("lm", "value", "score"):
+        for tied in (False, True):
+            config = ModelConfig(**{**vars(CONFIG), "tie_embeddings": tied})
+            shapes = jax.tree.leaves(models.param_shapes(config, head))
+            assert sum(shape.size for shape in shapes) == config.num_parameters(head)
+    dims = models.param_dims(CONFIG, "lm")
+    assert dims["layers"]["attention"]["query"] == ("layers", "embed", "heads", "head_dim")
+    for param in jax.tree.leaves(models.declare(CONFIG, "lm")):
+        assert len(param.shape) == len(param.dims)
+
+
+def test_initial_scalar_heads_say_zero(rows):
+    params = jax.jit(functools.partial(models.init_params, CONFIG, "value"))(jax.random.key(0))
+    value_RW = models.values(params, hidden(params, rows))
+    assert value_RW.shape == (ROWS, WIDTH) and not value_RW.any()
+
+
+def test_values_speak_of_the_prefix_before_the_token(params, rows):
+    params = {**params, "head": jnp.linspace(-1, 1, 32)}
+    hidden_RWD = hidden(params, rows)
+    value_RW = models.values(params, hidden_RWD)
+    assert not value_RW[:, 0].any()
+    np.testing.assert_allclose(value_RW[:, 1:], hidden_RWD[:, :-1] @ params["head"], rtol=1e-5, atol=1e-5)
+    score_B = models.score(params, hidden_RWD, jnp.array([2, 0, 2]), jnp.array([5, 17, 0]))
+    np.testing.assert_allclose(score_B[0], hidden_RWD[2, 5] @ params["head"], rtol=1e-5)
+
+
+def plain_logp(params, hidden_RWD, token_RW, temperature):
+    """Log-probability and entropy with every logit in memory."""
+    logp_RWV = jax.nn.log_softmax(hidden_RWD @ params["head"].T / temperature)[:, :-1]
+    logp_RW = jnp.take_along_axis(logp_RWV, token_RW[:, 1:, None], axis=-1)[..., 0]
+    entropy_RW = -(jnp.exp(logp_RWV) * logp_RWV).sum(-1)
+    return jnp.pad(logp_RW, ((0, 0), (1, 0))), jnp.pad(entropy_RW, ((0, 0), (1, 0)))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 20, 10_000])
+def test_chunks_do_not_change_logp_entropy_or_gradients(params, rows, chunk_tokens):
+    hidden_RWD, token_RW = hidden(params, rows), jnp.asarray(rows[0])
+    weight_RW = jax.random.normal(jax.random.key(2), (2, ROWS, WIDTH))
+
+    def total(read, head, hidden_RWD, temperature):
+        logp_RW, entropy_RW = read({"head": head}, hidden_RWD, token_RW, temperature)
+        return (weight_RW[0] * logp_RW + weight_RW[1] * entropy_RW).sum(), (logp_RW, entropy_RW)
+
+    def chunked(params, hidden_RWD, token_RW, temperature):
+        return models.token_logp(
+            params, CONFIG, hidden_RWD, token_RW, temperature=temperature, chunk_tokens=chunk_tokens
+        )
+
+    def both(read):
+        return jax.jit(jax.grad(functools.partial(total, read), argnums=(0, 1, 2), has_aux=True))(
+            params["head"], hidden_RWD, jnp.float32(0.7)
+        )
+
+    close(both(chunked), both(plain_logp))
+
+
+def test_logits_are_never_whole(params, rows):
+    """No array of the compiled gradient is as large as the logits of all tokens."""
+    config = ModelConfig(**{**vars(CONFIG), "vocab_size": 4096})
+    shapes = models.param_shapes(config, "lm")
+    hidden_RWD = jax.ShapeDtypeStruct((ROWS, 64, 32), jnp.float32)
+    token_RW = jax.ShapeDtypeStruct((ROWS, 64), jnp.int32)
+
+    def loss(head, hidden_RWD, token_RW):
+        return models.token_logp({"head": head}, config, hidden_RWD, token_RW, chunk_tokens=16).logp.sum()
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(shapes["head"], hidden_RWD, token_RW).compile()
+    assert program.memory_analysis().temp_size_in_bytes < ROWS * 64 * 4096 * 4 / 2
+
+
+def test_remat_changes_no_gradient(params, rows):
+    def gradient(remat):
+        return jax.jit(jax.grad(lambda params: jnp.square(hidden(params, rows, remat=remat)).sum()))(params)
+
+    close(gradient(True), gradient(False))
+
+
+def test_padding_gradients_are_finite_and_do_not_leak(params, rows):
+    token_RW, position_RW, segment_RW = rows
+    segment_RW = segment_RW * (position_RW < 7)
+
+    @jax.jit
+    @jax.grad
+    def slope(params, token_RW):
+        return jnp.square(hidden(params, (token_RW, position_RW, segment_RW))[:, :7]).sum()
+
+    gradient = slope(params, token_RW)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+    other = slope(params, np.where(segment_RW == 0, 5, token_RW))
+    close(other, gradient)
+
+
+def test_decoding_through_the_cache_equals_the_full_forward(params, rows):
+    """Prompts are shared by several slots, one insertion is skipped, one slot is taken again."""
+    token_RW, _, _ = rows
+    hidden_RWD = hidden(params, rows)
+    length_P = jnp.array([5, 3, 8])
+    last_PD, prefix = models.prefill(params, CONFIG, token_RW[:3, :10], length_P)
+    close(last_PD, hidden_RWD[np.arange(3), np.array(length_P) - 1])
+
+    cache = models.empty_cache(CONFIG, slots=5, capacity=WIDTH)
+    cache = jax.tree.map(lambda leaf: leaf + 7.0, cache)  # what an earlier response left behind
+    insert = jax.jit(models.insert_prefix, donate_argnums=0)
+    row_I, slot_I = jnp.array([0, 1, 2, 0, 1]), jnp.array([4, 1, 2, 3, 5])
+    cache = insert(cache, prefix, row_I, slot_I)
+    cache = insert(cache, prefix, jnp.array([2, 0, 0, 0, 0]), jnp.array([0, 5, 6, 7, 8]))
+    row_B = np.array([2, 1, 2, 0, 0])
+
+    layers = models.unstack_layers(params, CONFIG)
+    step = jax.jit(lambda *state: models.decode(layers, params, CONFIG, *state), donate_argnums=2)
+    position_B = np.array(length_P)[row_B]
+    for _ in range(4):
+        hidden_BD, cache = step(token_RW[row_B, position_B], position_B, cache)
+        close(hidden_BD, hidden_RWD[row_B, position_B])
+        position_B = position_B + 1
+
+
+def test_prompts_longer_than_the_cache_are_refused(params, rows):
+    _, prefix = models.prefill(params, CONFIG, rows[0][:2, :10], jnp.array([10, 10]))
+    with pytest.raises(ValueError, match="prompts of 10 tokens do not fit a cache of capacity 8"):
+        models.insert_prefix(models.empty_cache(CONFIG, slots=2, capacity=8), prefix, jnp.arange(2), jnp.arange(2))
+
+
+def test_half_precision_keeps_norms_and_logits_wide(params, rows):
+    hidden_RWD = hidden(params, rows, dtype=jnp.bfloat16)
+    assert hidden_RWD.dtype == jnp.bfloat16
+    output = models.token_logp(params, CONFIG, hidden_RWD, jnp.asarray(rows[0]))
+    assert output.logp.dtype == jnp.float32
+    wide = models.token_logp(params, CONFIG, hidden(params, rows), jnp.asarray(rows[0]))
+    np.testing.assert_allclose(output.logp, wide.logp, atol=0.1)
+
+
+MESH_RULES = {"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+
+
+def sharded(mesh, dims, rules):
+    def one(names):
+        return NamedSharding(mesh, PartitionSpec(*(rules.get(name) for name in names)))
+
+    return jax.tree.map(one, dims, is_leaf=lambda node: type(node) is tuple)
+
+
+def test_eight_devices_say_what_one_says(params, rows):
+    """Logp, entropy and gradients under fsdp 4 x tensor 2."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    by_row = NamedSharding(mesh, PartitionSpec("fsdp"))
+
+    def loss(params, rows):
+        hidden_RWD = models.hidden_states(params, CONFIG, *rows, remat=True)
+        output = models.token_logp(params, CONFIG, hidden_RWD, rows[0], temperature=0.9, chunk_tokens=16)
+        return (output.logp + 0.1 * output.entropy).sum(), output
+
+    program = jax.jit(jax.grad(loss, has_aux=True))
+    layout = sharded(mesh, models.param_dims(CONFIG, "lm"), MESH_RULES)
+    split = jax.device_put(params, layout)
+    many = program(split, jax.device_put(rows, by_row))
+    close(many, program(params, rows))
+
+
+def test_decoding_on_eight_devices(params, rows):
+    """Slots over fsdp, heads over tensor; the cache keeps its layout."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    rules = {name: axis for name, axis in MESH_RULES.items() if axis == "tensor"}
+    split = jax.device_put(params, sharded(mesh, models.param_dims(CONFIG, "lm"), rules))
+    dims = models.cache_dims(CONFIG)
+    layout = [models.LayerCache(*sharded(mesh, list(layer), rules | {"slots": "fsdp"})) for layer in dims]
+
+    def run(params, token_RW):
+        _, prefix = models.prefill(params, CONFIG, token_RW[:, :6], jnp.array([6, 4, 5, 6]))
+        cache = models.empty_cache(CONFIG, slots=4, capacity=WIDTH)
+        cache = models.insert_prefix(cache, prefix, jnp.arange(4), jnp.arange(4))
+        layers = models.unstack_layers(params, CONFIG)
+        return models.decode(layers, params, CONFIG, token_RW[:, 6], jnp.array([6, 4, 5, 6]), cache)
+
+    one_BD, _ = jax.jit(run)(params, rows[0])
+    many_BD, cache = jax.jit(run, out_shardings=(None, layout))(split, rows[0])
+    close(many_BD, one_BD)
+    assert cache[0].key_BKHS.addressable_shards[0].data.shape == (1, 1, 8, WIDTH)
+
+
+def test_random_parameters_do_not_depend_on_the_mesh():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    layout = sharded(mesh, models.param_dims(CONFIG, "lm"), MESH_RULES)
+    spread = jax.jit(functools.partial(models.init_params, CONFIG, "lm"), out_shardings=layout)
+    close(spread(jax.random.key(3)), draw(jax.random.key(3)), tolerance=1e-7)
