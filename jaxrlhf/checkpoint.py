@@ -45,6 +45,10 @@ class Checkpoints:
         """Step of the newest complete checkpoint."""
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
     def save(
         self, step: int, trees: Mapping[str, Any], host: Mapping[str, Any], *, metric: float | None = None
     ) -> None:

@@ -5,10 +5,7 @@ Source: Shao et al. 2024 (arXiv:2402.03300), section 4.1.
 
 import numpy as np
 
-from jaxrlhf.algos.advantages import group_relative
-from jaxrlhf.algos.kl import kl_estimate
-from jaxrlhf.algos.objectives import TokenOutput, policy_objective
-from jaxrlhf.algos.shaping import token_rewards
+from jaxrlhf.algos import TokenOutput, group_relative, kl_estimate, policy_objective, to_tokens, token_rewards
 from jaxrlhf.batch import Array, Rollout, Scores
 from jaxrlhf.config import GRPO, KLInReward
 from jaxrlhf.controller import step as shared
@@ -50,7 +47,7 @@ def prepare(work: StepInput, rollout: Rollout, scores: Scores, old: TokenOutput,
         work,
         sequences,
         rollout,
-        advantage_BT=np.where(mask_BT, advantage_B[:, None], 0.0),
+        advantage_BT=to_tokens(advantage_B, mask_BT),
         old=old,
         ref_logp_BT=ref_logp_BT,
     )

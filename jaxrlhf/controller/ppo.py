@@ -5,11 +5,7 @@ Source: Schulman et al. 2017 (arXiv:1707.06347); as a dataflow, HybridFlow (arXi
 
 import numpy as np
 
-from jaxrlhf.algos.advantages import gae
-from jaxrlhf.algos.kl import kl_estimate
-from jaxrlhf.algos.masked import whiten
-from jaxrlhf.algos.objectives import TokenOutput, policy_objective, value_objective
-from jaxrlhf.algos.shaping import token_rewards
+from jaxrlhf.algos import TokenOutput, gae, kl_estimate, policy_objective, token_rewards, value_objective, whiten
 from jaxrlhf.batch import Array, Rollout, Scores
 from jaxrlhf.config import PPO, KLInReward
 from jaxrlhf.controller import step as shared

@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.algos.correction import truncated_importance
-from jaxrlhf.algos.correction import gap_metrics
-from jaxrlhf.algos.kl import adaptive_kl_coefficient, kl_estimate
-from jaxrlhf.algos.objectives import TokenOutput
-from jaxrlhf.algos.weights import token_weights
+from jaxrlhf.algos import (
+    TokenOutput,
+    adaptive_kl_coefficient,
+    kl_estimate,
+    masked_mean,
+    sampler_gap,
+    token_weights,
+    truncated_importance,
+)
 from jaxrlhf.batch import Array, Experience, Problem, Rollout, Scores, Sequences
 from jaxrlhf.config import Aggregation, Config, KLInLoss, PolicyGradient
 
@@ -178,25 +182,31 @@ def rollout_metrics(rollout: Rollout, scores: Scores, old: TokenOutput, ref_logp
     mask_BT = np.asarray(rollout.sequences.mask_BT)
     length_B = mask_BT.sum(axis=1)
     score_B = np.asarray(scores.score_B)[scores.scorable_B]
-    kl_BT = np.where(mask_BT, np.asarray(kl_estimate(old.logp, ref_logp_BT, estimator="k3")), 0.0)
-    k1_BT = np.where(mask_BT, np.asarray(kl_estimate(old.logp, ref_logp_BT, estimator="k1")), 0.0)
-    parts = {
-        f"score/{name}": float(np.nanmean(value)) for name, value in scores.parts.items() if np.isfinite(value).any()
-    }
+    k1_BT = np.where(mask_BT, kl_estimate(old.logp, ref_logp_BT, estimator="k1"), 0.0)
+    gap = sampler_gap(old.logp, rollout.sampler_logp_BT, mask_BT)
     return {
         "score/mean": float(score_B.mean()) if len(score_B) else float("nan"),
         "score/std": float(score_B.std()) if len(score_B) else float("nan"),
-        **parts,
+        **{f"score/{name}": float(part[np.isfinite(part)].mean()) for name, part in _finite_parts(scores).items()},
         "reward/unscorable": float(np.sum(~np.asarray(scores.scorable_B))),
         "response/length_mean": float(length_B.mean()),
         "response/length_max": float(length_B.max()),
         "response/truncated_fraction": float(np.mean(rollout.truncated_B)),
-        "kl/ref": float(kl_BT.sum() / max(mask_BT.sum(), 1)),
+        "kl/ref": float(masked_mean(kl_estimate(old.logp, ref_logp_BT, estimator="k3"), mask_BT)),
         "kl/ref_sequence_mean": float(np.mean(k1_BT.sum(axis=1) / np.maximum(length_B, 1))),
-        "policy/entropy": float(np.where(mask_BT, old.entropy, 0.0).sum() / max(mask_BT.sum(), 1)),
+        "policy/entropy": float(masked_mean(old.entropy, mask_BT)),
         "tokens/generated": float(mask_BT.sum()),
-        **gap_metrics(old.logp, rollout.sampler_logp_BT, mask_BT),
+        "sampler/logp_gap_mean": float(gap.mean),
+        "sampler/logp_gap_max": float(gap.max),
+        "sampler/probability_error": float(gap.probability_error),
+        "sampler/kl": float(gap.kl_sampler_trainer),
+        "sampler/kl_reverse": float(gap.kl_trainer_sampler),
+        "sampler/effective_fraction": float(gap.effective_fraction),
     }
+
+
+def _finite_parts(scores: Scores) -> dict[str, np.ndarray]:
+    return {name: np.asarray(part) for name, part in scores.parts.items() if np.isfinite(part).any()}
 
 
 def call(function: Any, *args: Any) -> Any:

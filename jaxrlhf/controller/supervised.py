@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrlhf.algos.objectives import nll_objective
-from jaxrlhf.algos.weights import token_weights
+from jaxrlhf.algos import nll_objective, token_weights
 from jaxrlhf.batch import Experience, Problem, Sequences
 from jaxrlhf.controller.step import StepInput, StepResult, merged
 from jaxrlhf.workers import Roles

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -81,7 +80,7 @@ class HybridEngine:
       dtype: Of the generation weights.
     """
 
-    def __init__(self, mesh: Mesh, dims: Any, shapes: Any, *, dtype: jnp.dtype) -> None:
+    def __init__(self, mesh: Mesh, dims: Any, shapes: Any, *, dtype: Any) -> None:
         self.train = shardings(mesh, dims, TRAIN)
         self.generate = shardings(mesh, dims, GENERATE)
         self._shapes = shapes

@@ -53,5 +53,7 @@ def check_divisible(mesh: Mesh, dims: Any, shapes: Any, rules: Rules, *, role: s
 
 def shard_bytes(shapes: Any, layout: Any) -> int:
     """Bytes that one device holds of a tree of shaped arrays under a tree of shardings."""
-    sizes = jax.tree.map(lambda array, s: int(np.prod(s.shard_shape(array.shape))) * array.dtype.itemsize, shapes, layout)
+    sizes = jax.tree.map(
+        lambda array, s: int(np.prod(s.shard_shape(array.shape))) * array.dtype.itemsize, shapes, layout
+    )
     return sum(jax.tree.leaves(sizes))

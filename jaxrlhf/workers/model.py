@@ -127,9 +127,7 @@ class TrainedWorker(ModelWorker):
         self.optimizer_state = jax.jit(self._optimizer.init, out_shardings=state_layout)(self.params)
         self.updates = 0
         self._zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=layout)
-        self._apply = jax.jit(
-            self._apply_gradient, donate_argnums=(0, 1, 2), out_shardings=(layout, state_layout, whole)
-        )
+        self._apply = jax.jit(self._apply_gradient, donate_argnums=(0, 1), out_shardings=(layout, state_layout, whole))
         self._gradient_layout = layout
         self._accumulate: dict[tuple[Objective, Hashable], Any] = {}
 
@@ -213,7 +211,13 @@ class TrainedWorker(ModelWorker):
         means = {name: float(sum(s[name] for s in sums)) / max(tokens, 1) for name in sums[0] if name != "loss"}
         loss = float(sum(s["loss"] for s in sums)) / len(minibatches)
         grad_norm = float(np.mean(norms))
-        return {**means, f"{self.role}/loss": loss, f"{self.role}/grad_norm": grad_norm, f"{self.role}/lr": rate}
+        return {
+            **means,
+            f"{self.role}/loss": loss,
+            f"{self.role}/grad_norm": grad_norm,
+            f"{self.role}/learning_rate": rate,
+            f"{self.role}/tokens": float(tokens),
+        }
 
 
 def microbatch_shape(training: Training, mesh: Mesh, *, width: int, role: str) -> tuple[int, int]:

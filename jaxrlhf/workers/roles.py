@@ -49,7 +49,12 @@ class Actor(TrainedWorker):
         super().__init__(*args, **kwargs)
         self._engine, self._hybrid, self._temperature, self._progress = engine, hybrid, temperature, progress
         self.version = 0
-        self.relayout_s = 0.0
+        self._relayout_s = 0.0
+
+    def take_relayout_s(self) -> float:
+        """Seconds spent switching layouts since the last call."""
+        seconds, self._relayout_s = self._relayout_s, 0.0
+        return seconds
 
     def _output(self, params: Params, rows: Rows, temperature: Array) -> TokenOutput:
         return _policy_output(self, params, rows, temperature)
@@ -64,7 +69,7 @@ class Actor(TrainedWorker):
           seed: With a response's place in the batch it determines the response.
         """
         weights, switch = self._hybrid.to_generation(self.params)
-        self.relayout_s += switch.seconds
+        self._relayout_s += switch.seconds
         requests = [
             Request(request_id=index * responses_per_prompt + copy, prompt_tokens=problem.prompt_tokens, group=index)
             for index, problem in enumerate(problems)
@@ -91,7 +96,12 @@ class Actor(TrainedWorker):
 
     @verb(ONE_TO_ALL)
     def update_actor(
-        self, minibatches: Sequence[Experience], *, objective: Objective, settings: Hashable, temperature: float | None = None
+        self,
+        minibatches: Sequence[Experience],
+        *,
+        objective: Objective,
+        settings: Hashable,
+        temperature: float | None = None,
     ) -> Metrics:
         """One update per minibatch. `temperature=None` is the rollout's."""
         scale = self._temperature if temperature is None else temperature
@@ -112,9 +122,7 @@ class Critic(TrainedWorker):
         return self._forward_all(rollout.sequences)
 
     @verb(ONE_TO_ALL)
-    def update_critic(
-        self, minibatches: Sequence[Experience], *, objective: Objective, settings: Hashable
-    ) -> Metrics:
+    def update_critic(self, minibatches: Sequence[Experience], *, objective: Objective, settings: Hashable) -> Metrics:
         """One update per minibatch."""
         return self.update(minibatches, objective, settings)
 

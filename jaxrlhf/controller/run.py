@@ -1,0 +1,179 @@
+"""A whole run: from a configuration to a trained policy."""
+
+import json
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxrlhf.controller.log import RunLog
+
+from jaxrlhf.batch import Params, Problem
+from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.config import SFT, Checkpointing, Config, Evaluation, to_json
+from jaxrlhf.controller.loop import Loop, OnStep, stop_on_sigterm
+from jaxrlhf.controller.settings import settings_table
+from jaxrlhf.data import Loaded, Loader, load_problems, load_tokenizer
+from jaxrlhf.models.hf_save import save_model_files
+from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.workers import Builder
+
+COLD_START = "cold_start"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Data:
+    """The problems of a run, tokenised."""
+
+    train: Loaded
+    held_out: list[Problem]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run left behind.
+
+    Attributes:
+      workdir: Checkpoints, metrics, samples and pictures.
+      finished: False if it was asked to stop before its last step.
+    """
+
+    workdir: Path
+    finished: bool
+
+
+def workdir_of(config: Config) -> Path:
+    """Where the run's files go."""
+    return Path(config.workdir) if config.workdir else Path("runs") / config.name
+
+
+def train(config: Config, *, on_step: OnStep | None = None, dry_run: bool = False) -> RunResult:
+    """Run a configuration to its end, resuming if its workdir holds a checkpoint.
+
+    Args:
+      on_step: Called after every step of the main stage with its number and metrics.
+      dry_run: Stop after the table of derived settings; nothing is compiled or written.
+
+    Raises:
+      ValueError: Settings, data, tokenizer and checkpoint that do not fit, before any compile.
+    """
+    pool = ResourcePool.of_all(config.devices)
+    tokenizer = load_tokenizer(tokenizer_path(config))
+    data = load_data(config, tokenizer)
+    workdir = workdir_of(config)
+    with RunLog(workdir, config, tokenizer) as log:
+        builder = Builder(config, tokenizer, pool, progress=log.progress)
+        try:
+            log.table(settings_table(config, builder, data.train))
+            if dry_run:
+                return RunResult(workdir, finished=False)
+            _prepare_workdir(workdir, config, builder)
+            finished = _run_stages(config, builder, data, workdir, log, on_step)
+        finally:
+            builder.close()
+        log.finish()
+    return RunResult(workdir, finished)
+
+
+def load_data(config: Config, tokenizer: Any) -> Data:
+    """The training problems, and as many held-out ones as are evaluated on."""
+    limits = {"max_prompt_tokens": config.rollout.max_prompt_tokens}
+    supervised = isinstance(config.algorithm, SFT) or config.cold_start is not None
+    solutions = {"max_solution_tokens": config.rollout.max_response_tokens} if supervised else {}
+    train = load_problems(config.data, tokenizer, split="train", **limits, **solutions)
+    held_out = load_problems(config.data, tokenizer, split="evaluation", **limits)
+    return Data(train, held_out.problems[: config.evaluation.problems])
+
+
+def tokenizer_path(config: Config) -> str | None:
+    """Where the tokenizer comes from; None is the embedded one."""
+    return config.tokenizer or getattr(config.model, "path", None)
+
+
+def _prepare_workdir(workdir: Path, config: Config, builder: Builder) -> None:
+    workdir.mkdir(parents=True, exist_ok=True)
+    if not config.resume and (workdir / CHECKPOINTS).exists():
+        raise ValueError(
+            f"{workdir} already holds a run and resume is off; choose another workdir, delete it, or resume"
+        )
+    (workdir / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
+    save_model_files(builder.model, workdir / MODEL, tokenizer=builder.tokenizer, source=_source(config))
+
+
+def _source(config: Config) -> str | None:
+    return getattr(config.model, "path", None)
+
+
+def _run_stages(
+    config: Config, builder: Builder, data: Data, workdir: Path, log: RunLog, on_step: OnStep | None
+) -> bool:
+    interrupted = threading.Event()
+    with stop_on_sigterm(interrupted):
+        start = builder.initial_actor()
+        if config.cold_start is not None:
+            trained = _run_stage(
+                _cold_start(config), builder, data, workdir / COLD_START, log, None, interrupted, start
+            )
+            if trained is None:
+                return False
+            start = trained
+        return _run_stage(config, builder, data, workdir, log, on_step, interrupted, start) is not None
+
+
+def _cold_start(config: Config) -> Config:
+    """The cold start as a run of its own."""
+    cold = config.cold_start
+    assert cold is not None
+    return replace(
+        config,
+        name=f"{config.name} (cold start)",
+        algorithm=cold.algorithm,
+        steps=cold.steps,
+        actor=replace(config.actor, optimizer=cold.optimizer),
+        cold_start=None,
+        evaluation=Evaluation(every_steps=0, problems=1),
+        checkpoint=Checkpointing(every_steps=0, keep_last=1, keep_best=0),
+    )
+
+
+def _run_stage(
+    config: Config,
+    builder: Builder,
+    data: Data,
+    directory: Path,
+    log: RunLog,
+    on_step: OnStep | None,
+    interrupted: threading.Event,
+    start: Params,
+) -> Params | None:
+    """Run one stage from the policy `start`; the trained policy, or None if it was interrupted."""
+    algorithm = config.algorithm
+    roles = builder.roles(
+        algorithm.roles,
+        start,
+        optimizer=config.actor.optimizer,
+        total_updates=config.steps * algorithm.updates_per_step(config),
+        seed=config.seed,
+    )
+    checkpoints = Checkpoints(
+        directory / CHECKPOINTS, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+    )
+    cold = directory.name == COLD_START
+    loop = Loop(
+        config=config,
+        roles=roles,
+        loader=Loader(data.train.problems, per_step=algorithm.problems_per_step(config), seed=config.seed),
+        held_out=[] if cold else data.held_out,
+        checkpoints=checkpoints,
+        log=log.stage(directory, config),
+        on_step=on_step,
+        interrupted=interrupted,
+    )
+    try:
+        finished = loop.run()
+    finally:
+        roles.close()
+        checkpoints.close()
+    return roles.actor.worker.params if finished else None

@@ -1,0 +1,246 @@
+"""Builds the groups of a run: models on meshes over a resource pool."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.batch import Params
+from jaxrlhf.config import PPO, Config, FromScratch, Model, ModelReward, Optimizer, Training
+from jaxrlhf.engine import Engine
+from jaxrlhf.models.hf_config import read_config, scratch_config
+from jaxrlhf.models.hf_load import load_params
+from jaxrlhf.models.parameters import init_params, param_dims, param_shapes
+from jaxrlhf.parallel import SLOT_AXES, HybridEngine, ResourcePool, factored_mesh
+from jaxrlhf.rewards.scorer import Scorer
+from jaxrlhf.workers.group import Group, Lane, Timeline
+from jaxrlhf.workers.model import layout_of
+from jaxrlhf.workers.roles import Actor, Critic, Progress, Reference, Reward
+
+_VOCABULARY_MULTIPLE = 64
+"""From-scratch vocabularies are rounded up to this, so that they split over devices."""
+
+
+def compute_dtype(config: Config, devices: Sequence[jax.Device]) -> jnp.dtype:
+    """Dtype of activations and of the generation copy."""
+    if config.compute_dtype == "auto":
+        return jnp.dtype(jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16)
+    return jnp.dtype(config.compute_dtype)
+
+
+def model_config(model: Model, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
+    """The decoder that a run trains."""
+    if isinstance(model, FromScratch):
+        rounded = -(-len(tokenizer) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+        return scratch_config(model, vocab_size=rounded)
+    return read_config(model.path)
+
+
+def initial_params(model: Model, config: ModelConfig, head: Head, layout: Any, *, seed: int) -> Params:
+    """Float32 parameters as the run starts with them, in the given layout."""
+    if isinstance(model, FromScratch):
+        build = jax.jit(lambda key: init_params(config, head, key), out_shardings=layout)
+        return build(jax.random.key(seed))
+    return load_params(model.path, config, head, layout)
+
+
+def stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokenizer's EOS, and the configured texts.
+
+    Raises:
+      ValueError: A configured text is not one token.
+    """
+    stops = [tokenizer.eos_token_id]
+    for text in config.rollout.sampling.stop_tokens:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(
+                f"rollout.sampling.stop_tokens: {text!r} is {len(ids)} tokens in this tokenizer; a stop token is one"
+            )
+        stops += ids
+    return tuple(stops)
+
+
+class Roles:
+    """The groups that a step calls, by role.
+
+    Attributes:
+      timeline: When each call ran.
+    """
+
+    actor: Group
+    critic: Group
+    reference: Group
+    reward: Group
+
+    def __init__(self, workers: Mapping[str, Any], lanes: Mapping[str, Lane], timeline: Timeline) -> None:
+        self.timeline = timeline
+        self._workers, self._lanes = dict(workers), lanes
+        for role, worker in workers.items():
+            setattr(self, role, Group(role, worker, lanes["reward" if role == "reward" else "pool"]))
+
+    def _trained(self) -> list[Any]:
+        return [worker for worker in self._workers.values() if hasattr(worker, "optimizer_state")]
+
+    def trees(self) -> dict[str, Any]:
+        """Every array that a checkpoint of the run holds."""
+        return {name: tree for worker in self._trained() for name, tree in worker.trees().items()}
+
+    def counters(self) -> dict[str, int]:
+        """Updates made so far, by role, and the policy's version."""
+        return {worker.role: worker.updates for worker in self._trained()} | {"version": self._workers["actor"].version}
+
+    def load(self, trees: dict[str, Any], counters: Mapping[str, int]) -> None:
+        """Take over a checkpoint's arrays and counters."""
+        for worker in self._trained():
+            worker.load(trees)
+            worker.updates = counters[worker.role]
+        self._workers["actor"].version = counters["version"]
+
+    def close(self) -> None:
+        """Wait for running calls and let the threads end."""
+        for lane in self._lanes.values():
+            lane.close()
+
+
+class Builder:
+    """Builds roles on one pool; the engine is built once and serves every stage of a run.
+
+    Args:
+      config: Of the run.
+      tokenizer: The policy's.
+      pool: Where all roles are placed.
+      progress: Told how far generation and rewards are.
+    """
+
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, pool: ResourcePool, *, progress: Progress
+    ) -> None:
+        self.config, self.tokenizer, self.pool, self._progress = config, tokenizer, pool, progress
+        self.model = model_config(config.model, tokenizer)
+        self.dtype = compute_dtype(config, pool.devices)
+        rollout = config.rollout
+        self.width = rollout.max_prompt_tokens + rollout.max_response_tokens
+        self.mesh = factored_mesh(config.actor.layout, pool.devices)
+        self.layout = layout_of(self.mesh, self.model, "lm", role="actor")
+        dims = param_dims(self.model, "lm")
+        self.hybrid = HybridEngine(self.mesh, dims, param_shapes(self.model, "lm", jnp.float32), dtype=self.dtype)
+        self.engine = Engine(
+            self.model,
+            self.mesh,
+            slots=rollout.slots or rollout.responses_per_step,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            max_response_tokens=rollout.max_response_tokens,
+            stop_tokens=stop_tokens(config, tokenizer),
+            decode_tokens_per_dispatch=rollout.decode_tokens_per_dispatch,
+            dtype=self.dtype,
+            slot_axes=SLOT_AXES,
+            kv_head_axis="tensor",
+        )
+        self.scorer = Scorer(config.rewards, models=self._reward_models())
+
+    def _reward_models(self) -> dict[str, Callable[..., Any]]:
+        parts = [part for part in self.config.rewards.parts if isinstance(part, ModelReward)]
+        if not parts:
+            return {}
+        from jaxrlhf.workers.score_model import ScoreModel
+
+        return {part.path: ScoreModel(part.path, mesh=self.mesh, dtype=self.dtype).score for part in parts}
+
+    def initial_actor(self) -> Params:
+        """The policy's parameters before any training."""
+        return initial_params(self.config.model, self.model, "lm", self.layout, seed=self.config.seed)
+
+    def roles(
+        self, names: Sequence[str], start: Params, *, optimizer: Optimizer, total_updates: int, seed: int
+    ) -> Roles:
+        """The named groups, all starting from the policy `start`, which is not consumed.
+
+        Args:
+          optimizer: Of the actor.
+          total_updates: Of the stage.
+        """
+        timeline = Timeline()
+        lanes = {"pool": Lane("pool", timeline), "reward": Lane("reward", timeline)}
+        make = {
+            "actor": lambda: self._actor(start, optimizer, total_updates),
+            "critic": lambda: self._critic(start, total_updates, seed),
+            "reference": lambda: self._reference(start),
+            "reward": lambda: Reward(self.scorer, self._decode, self._progress),
+        }
+        return Roles({name: make[name]() for name in dict.fromkeys((*names, "reward"))}, lanes, timeline)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _actor(self, start: Params, optimizer: Optimizer, total_updates: int) -> Actor:
+        return Actor(
+            "actor",
+            self.model,
+            "lm",
+            self.mesh,
+            _copy(start, self.layout, jnp.float32),
+            self.config.actor,
+            width=self.width,
+            dtype=self.dtype,
+            optimizer=optimizer,
+            total_updates=total_updates,
+            engine=self.engine,
+            hybrid=self.hybrid,
+            temperature=self.config.rollout.sampling.temperature,
+            progress=self._progress,
+        )
+
+    def _reference(self, start: Params) -> Reference:
+        return Reference(
+            "reference",
+            self.model,
+            "lm",
+            self.mesh,
+            _copy(start, self.layout, self.dtype),
+            self.config.actor,
+            width=self.width,
+            dtype=self.dtype,
+            temperature=self.config.rollout.sampling.temperature,
+        )
+
+    def _critic(self, start: Params, total_updates: int, seed: int) -> Critic:
+        settings = self.config.algorithm
+        assert isinstance(settings, PPO)
+        training: Training = settings.critic
+        mesh: Mesh = factored_mesh(training.layout, self.pool.devices, role="critic")
+        own = settings.critic_model
+        config = self.model if own is None else model_config(own, self.tokenizer)
+        layout = layout_of(mesh, config, "value", role="critic")
+        if own is None:
+            head = jnp.zeros(config.hidden_size, jnp.float32)
+            params = _copy({**start, "head": head}, layout, jnp.float32)
+        else:
+            params = initial_params(own, config, "value", layout, seed=seed)
+        return Critic(
+            "critic",
+            config,
+            "value",
+            mesh,
+            params,
+            training,
+            width=self.width,
+            dtype=self.dtype,
+            optimizer=training.optimizer,
+            total_updates=total_updates,
+        )
+
+    def close(self) -> None:
+        """End the reward workers."""
+        self.scorer.close()
+
+
+def _copy(params: Params, layout: Any, dtype: Any) -> Params:
+    """New buffers in the given layout and dtype: what is trained is donated, so nothing is shared."""
+    return jax.jit(lambda tree: jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), tree), out_shardings=layout)(
+        params
+    )
