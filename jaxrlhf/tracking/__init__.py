@@ -1,0 +1,26 @@
+"""What a run says about itself: metrics, samples, progress, timing and curves."""
+
+from jaxrlhf.tracking.console import RunConsole, settings_table
+from jaxrlhf.tracking.metrics import JsonLines, Logger, MetricsWriter, TensorBoard
+from jaxrlhf.tracking.plots import save_learning_curve
+from jaxrlhf.tracking.records import read_records
+from jaxrlhf.tracking.samples import Sample, SampleFile, read_samples, show_samples
+from jaxrlhf.tracking.timing import CompileCounter, Stopwatch, peak_memory_bytes
+
+__all__ = [
+    "CompileCounter",
+    "JsonLines",
+    "Logger",
+    "MetricsWriter",
+    "RunConsole",
+    "Sample",
+    "SampleFile",
+    "Stopwatch",
+    "TensorBoard",
+    "peak_memory_bytes",
+    "read_records",
+    "read_samples",
+    "save_learning_curve",
+    "settings_table",
+    "show_samples",
+]

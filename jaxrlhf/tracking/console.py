@@ -1,0 +1,132 @@
+"""What the terminal shows: a line per step, a bar for the run, and bars for its long phases."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+# Metric, and how its value reads in the line of a step.
+COLUMNS: Mapping[str, str] = {
+    "supervised/loss": "loss {:.4f}",
+    "score/mean": "score {:.3f}",
+    "eval/accuracy": "accuracy {:.3f}",
+    "response/length_mean": "length {:.1f}",
+    "kl/ref": "kl {:.4f}",
+    "throughput/generated_tokens_per_s": "{:,.0f} tokens/s",
+    "time/step_s": "{:.2f} s/step",
+}
+PLAIN_WIDTH = 120  # of tables in logs and notebooks
+
+
+class RunConsole:
+    """Progress of a run; a logger of metrics.
+
+    On a terminal, bars stay below the lines. Elsewhere (continuous integration, files, notebooks) there are only
+    the lines.
+
+    Args:
+      steps: Of the whole run.
+      first_step: Steps already done when the run was resumed.
+      columns: Which metrics make up the line of a step; absent ones are left out.
+      console: Where to print; None is standard output.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: int,
+        first_step: int = 0,
+        columns: Mapping[str, str] = COLUMNS,
+        console: Console | None = None,
+    ) -> None:
+        self._steps = steps
+        self._columns = columns
+        self._console = console or Console()
+        self._bars: Progress | None = None
+        self._phase_bars: dict[str, TaskID] = {}
+        if is_live(self._console):
+            self._bars = Progress(
+                TextColumn("{task.description:<10}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+                refresh_per_second=4,
+            )
+            self._run_bar = self._bars.add_task("steps", total=steps, completed=first_step)
+            self._bars.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the line of a step and move the bar."""
+        shown = [
+            text.format(metrics[name])
+            for name, text in self._columns.items()
+            if name in metrics and math.isfinite(metrics[name])
+        ]
+        width = len(str(self._steps))
+        self.print(Text("  ".join([f"step {step:>{width}}/{self._steps}", *shown])))
+        if self._bars:
+            self._bars.update(self._run_bar, completed=step)
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Move the bar of a phase; it appears with the first call and goes when all is done."""
+        if not self._bars:
+            return
+        if phase not in self._phase_bars:
+            self._phase_bars[phase] = self._bars.add_task(f"  {phase}", total=total)
+        self._bars.update(self._phase_bars[phase], completed=done, total=total)
+        if done >= total:
+            self._bars.remove_task(self._phase_bars.pop(phase))
+
+    def print(self, content: Table | Text | str) -> None:
+        """Print above the bars; square brackets in a text are no markup."""
+        width = None if is_live(self._console) else PLAIN_WIDTH
+        if isinstance(content, Table):
+            self._console.print(content, width=width)
+        else:
+            self._console.print(content, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last state of the bars on the screen."""
+        if self._bars:
+            self._bars.stop()
+
+    def __enter__(self) -> "RunConsole":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_live(console: Console) -> bool:
+    """Whether the console can redraw what it has printed."""
+    return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
+
+
+def settings_table(rows: Sequence[tuple[str, str, object, str]], *, title: str | None = None) -> Table:
+    """Rows of (section, name, value, note); a section is named once, and a blank line follows it."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for heading in ("section", "setting"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("note", style="dim")
+    for number, (section, name, value, note) in enumerate(rows):
+        first = number == 0 or rows[number - 1][0] != section
+        last = number + 1 < len(rows) and rows[number + 1][0] != section
+        cells = (section if first else "", name, str(value), note)
+        table.add_row(*map(Text, cells), end_section=last)
+        if last:
+            table.add_row()
+    return table

@@ -1,0 +1,82 @@
+"""Numbers of each step, sent to every logger."""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from jaxrlhf.tracking.records import RecordFile
+
+
+class Logger(Protocol):
+    """Where metrics go. Write a class with these two methods to add a place."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsWriter:
+    """Sends metrics to several loggers, in order."""
+
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self._loggers = tuple(loggers)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log numbers under names such as `score/mean`."""
+        plain = {name: float(value) if hasattr(value, "item") else value for name, value in metrics.items()}
+        for logger in self._loggers:
+            logger.log(step, plain)
+
+    def close(self) -> None:
+        """Close every logger, also if one of them fails to."""
+        with ExitStack() as stack:
+            for logger in reversed(self._loggers):
+                stack.callback(logger.close)
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class JsonLines:
+    """`metrics.jsonl`: an object a step, `step` first; numbers that are not finite are null.
+
+    Args:
+      resumed_step: See `RecordFile`.
+    """
+
+    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
+        self._file = RecordFile(path, resumed_step=resumed_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.append([{"step": step, **metrics}])
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files for TensorBoard; numbers that are not finite are left out.
+
+    Args:
+      resumed_step: TensorBoard hides what was logged after this step; None hides nothing.
+    """
+
+    def __init__(self, directory: Path, *, resumed_step: int | None = None) -> None:
+        from tensorboardX import SummaryWriter
+
+        purge_step = None if resumed_step is None else resumed_step + 1
+        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if math.isfinite(value):
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

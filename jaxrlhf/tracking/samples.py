@@ -1,0 +1,93 @@
+"""What the model wrote: kept in `samples.jsonl`, shown to people."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.text import Text
+
+from jaxrlhf.tracking.records import RecordFile, read_records
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response.
+
+    Attributes:
+      score: Weighted sum of the parts; None if the response is unscorable.
+      parts: Each reward's own score; None where it failed.
+      prompt_length: In tokens.
+      response_length: In tokens, its end-of-sequence included.
+      truncated: Whether the length limit ended it.
+      logp_gap: Mean over its tokens of |trainer's logp - sampler's logp|; None if not measured.
+      answer: The reference answer, if there is one.
+    """
+
+    step: int
+    prompt: str
+    response: str
+    score: float | None
+    prompt_length: int
+    response_length: int
+    truncated: bool
+    parts: dict[str, float | None] = field(default_factory=dict)
+    logp_gap: float | None = None
+    answer: str | None = None
+
+
+class SampleFile:
+    """Appends samples to `samples.jsonl`.
+
+    Args:
+      resumed_step: See `RecordFile`.
+    """
+
+    def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
+        self._file = RecordFile(path, resumed_step=resumed_step)
+
+    def append(self, samples: Iterable[Sample]) -> None:
+        self._file.append(asdict(sample) for sample in samples)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_samples(path: Path | str, *, n: int) -> list[Sample]:
+    """`n` samples of the last step, spread over its responses, so that they differ in their prompts."""
+    last: list[dict] = []
+    for record in read_records(path):
+        if last and record["step"] != last[0]["step"]:
+            last.clear()
+        last.append(record)
+    chosen = last if len(last) <= n else [last[i * len(last) // n] for i in range(n)]
+    known = {known.name for known in fields(Sample)}
+    return [Sample(**{name: value for name, value in record.items() if name in known}) for record in chosen]
+
+
+def show_samples(samples: Sequence[Sample], *, console: Console | None = None) -> None:
+    """Print samples: in frames on a terminal or in a notebook, as plain lines elsewhere."""
+    console = console or Console()
+    for sample in samples:
+        # Text, not str: what a model writes may look like rich's markup.
+        if console.is_terminal or console.is_jupyter:
+            body = Group(Text(sample.prompt, style="dim"), Rule(style="dim"), Text(sample.response))
+            console.print(Panel(body, title=Text(_caption(sample)), title_align="left", border_style=_colour(sample)))
+        else:
+            plain = f"--- {_caption(sample)}\n{sample.prompt}\n>>>\n{sample.response}\n"
+            console.print(Text(plain), soft_wrap=True)
+
+
+def _caption(sample: Sample) -> str:
+    score = "unscorable" if sample.score is None else f"score {sample.score:.3g}"
+    answer = "" if sample.answer is None else f" · answer {sample.answer}"
+    cut = " (cut)" if sample.truncated else ""
+    return f"step {sample.step} · {score}{answer} · {sample.response_length} tokens{cut}"
+
+
+def _colour(sample: Sample) -> str:
+    if sample.score is None:
+        return "yellow"
+    return "green" if sample.score > 0 else "red"

@@ -1,0 +1,75 @@
+"""Where the seconds and the bytes go, and how often XLA compiles."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class Stopwatch:
+    """Wall-clock seconds of named phases, added up until they are taken.
+
+    A phase is what the host waits for; device work that is still running when a block ends
+    counts where its result is waited for.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last call, as metrics: phase `generate` is `time/generate_s`."""
+        taken = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return taken
+
+
+class CompileCounter:
+    """Counts XLA compilations, and programs loaded from the compilation cache, from now until closed.
+
+    Attributes:
+      count: Programs compiled or loaded.
+      seconds: Time that took.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == COMPILE_EVENT:
+            self.count += 1
+            self.seconds += duration_secs
+
+    def close(self) -> None:
+        """Stop counting."""
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def __enter__(self) -> "CompileCounter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def peak_memory_bytes() -> int:
+    """Most memory in use at once so far: summed over this host's accelerators, or the process's own on CPU."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if all(stat and "peak_bytes_in_use" in stat for stat in stats):
+        return sum(stat["peak_bytes_in_use"] for stat in stats)
+    import resource  # not on every system, and only needed here
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kibibytes but on macOS
