@@ -52,7 +52,7 @@ class RunConsole:
     ) -> None:
         self._steps = steps
         self._columns = columns
-        self._console = console or Console()
+        self._console = console or default_console()
         self._bars: Progress | None = None
         self._phase_bars: dict[str, TaskID] = {}
         if is_live(self._console):
@@ -92,9 +92,8 @@ class RunConsole:
 
     def print(self, content: Table | Text | str) -> None:
         """Print above the bars; square brackets in a text are no markup."""
-        width = None if is_live(self._console) else PLAIN_WIDTH
         if isinstance(content, Table):
-            self._console.print(content, width=width)
+            self._console.print(content)
         else:
             self._console.print(content, markup=False, highlight=False, soft_wrap=True)
 
@@ -108,6 +107,12 @@ class RunConsole:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def default_console() -> Console:
+    """Standard output; where it is not a terminal, wide enough for tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
 def is_live(console: Console) -> bool:

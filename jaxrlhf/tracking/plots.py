@@ -73,14 +73,13 @@ def read_curves(metrics: Path | str) -> dict[str, Series]:
     return curves
 
 
-def _line(axes: Axes, curves: Curves, name: str, label: str, colour: str, **style: Any) -> bool:
+def _line(axes: Axes, curves: Curves, name: str, label: str, colour: str, **style: Any) -> None:
     series = curves.get(name)
     if not series:
-        return False
+        return
     if len(series) == 1:
         style = {"marker": "o", **style}
     axes.plot(list(series), list(series.values()), label=label, color=colour, **{"linewidth": 1.5, **style})
-    return True
 
 
 def _legend(axes: Axes) -> None:
@@ -105,6 +104,8 @@ def _right(axes: Axes, curves: Curves, name: str, label: str, colour: str) -> No
 
 def _draw_score(axes: Axes, curves: Curves) -> None:
     axes.set_title("Score and accuracy")
+    before = {step - 1: accuracy for step, accuracy in curves.get("eval/accuracy_at_start", {}).items()}
+    curves = {**curves, "eval/accuracy": before | curves.get("eval/accuracy", {})}
     _line(axes, curves, "score/mean", "mean score (training)", BLUE)
     _line(axes, curves, "eval/accuracy", "accuracy (held-out)", ORANGE, marker="o", markersize=3.5)
     axes.set_ylabel("score, accuracy")

@@ -23,8 +23,9 @@ class RecordFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._last_step = -math.inf if resumed_step is None else resumed_step
+        end = 0 if resumed_step is None or not path.exists() else _end_of_step(path, resumed_step)
         self._file: BinaryIO = open(path, "ab")  # noqa: SIM115  open until close()
-        self._file.truncate(0 if resumed_step is None else _end_of_step(path, resumed_step))
+        self._file.truncate(end)
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Write records, each with a `step` not below the ones before; numbers that are not finite become null."""
