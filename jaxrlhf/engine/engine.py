@@ -159,9 +159,7 @@ class Engine:
                 )
         signature = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params)]
         if self._signature is not None and not same_layout(self._signature, signature):
-            raise ValueError(
-                "the weights differ from those loaded before in shape, dtype or layout; build a new Engine"
-            )
+            raise ValueError("weights of another shape, dtype or layout than those loaded before; build a new Engine")
         self.free()
         self._signature = signature
         self._params, self._version = params, version

@@ -21,9 +21,8 @@ class Layout:
         self.whole = sharding()
         self.rows = sharding(slot_axes)
         self.prompts = programs.Prompts(self.whole, sharding(None, None, None, kv_head_axis), self.whole)
-        self.slots = programs.Slots(
-            cache=sharding(slot_axes, kv_head_axis), **dict.fromkeys(programs.PER_SLOT, sharding(slot_axes))
-        )
+        self.slots = programs.Slots(*[sharding(slot_axes)] * len(programs.Slots._fields))
+        self.slots = self.slots._replace(cache=sharding(slot_axes, kv_head_axis))
 
 
 def same_layout(old: list, new: list) -> bool:

@@ -4,11 +4,11 @@
 nothing and keeps its state.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Bool, Int
 
@@ -40,8 +40,7 @@ class Shape:
     dtype: Any
 
 
-@struct.dataclass
-class Prompts:
+class Prompts(NamedTuple):
     """Prefilled prompts: what predicts each one's first response token, and its keys and values."""
 
     hidden_PD: Array
@@ -49,8 +48,7 @@ class Prompts:
     length_P: Array
 
 
-@struct.dataclass
-class Insertion:
+class Insertion(NamedTuple):
     """I responses to start: which prompt row goes into which slot, and what the draws depend on.
 
     A slot past the last is skipped, so that one program serves any number up to I.
@@ -63,8 +61,7 @@ class Insertion:
     settings: Settings
 
 
-@struct.dataclass
-class Slots:
+class Slots(NamedTuple):
     """The state of B slots.
 
     Attributes:
@@ -86,10 +83,6 @@ class Slots:
     seed_B: Array
     request_B: Array
     settings: Settings
-
-
-PER_SLOT = tuple(field.name for field in fields(Slots) if field.name != "cache")
-"""Fields of `Slots` that hold one number for each slot."""
 
 
 class Window(NamedTuple):
@@ -153,9 +146,7 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
         active_B=put(slots.active_B, ~_ended(token_I, drawn_I, shape=shape)),
         seed_B=put(slots.seed_B, insertion.seed_B),
         request_B=put(slots.request_B, insertion.request_B),
-        settings=Settings(
-            **{name: put(getattr(slots.settings, name), new) for name, new in vars(insertion.settings).items()}
-        ),
+        settings=jax.tree.map(put, slots.settings, insertion.settings),
     )
 
 
@@ -171,7 +162,7 @@ def decode(params: Params, slots: Slots, *, shape: Shape, capacity: int) -> tupl
     # Slices of stacked weights inside the loop would be copied at every token.
     layers = models.unstack_layers(params, shape.config)
     whole = slots.cache
-    slots = slots.replace(cache=_shorten(whole, capacity))
+    slots = slots._replace(cache=_shorten(whole, capacity))
     window = Window(
         jnp.full((width + 1, shape.slots), NO_TOKEN, jnp.int32).at[0].set(slots.token_B),
         jnp.zeros((width + 1, shape.slots), jnp.float32).at[0].set(slots.logp_B),
@@ -194,7 +185,7 @@ def decode(params: Params, slots: Slots, *, shape: Shape, capacity: int) -> tupl
         return count + 1, slots, window
 
     _, slots, window = lax.while_loop(more, step, (jnp.int32(0), slots, window))
-    return slots.replace(cache=_restore(whole, slots.cache)), window
+    return slots._replace(cache=_restore(whole, slots.cache)), window
 
 
 def _step(layers: list[Params], params: Params, slots: Slots, *, shape: Shape) -> Slots:
@@ -205,7 +196,7 @@ def _step(layers: list[Params], params: Params, slots: Slots, *, shape: Shape) -
     token_B, logp_B = _draw(models.logits(params, shape.config, hidden_BD), slots.drawn_B, slots, shape=shape)
     active_B = slots.active_B
     drawn_B = slots.drawn_B + active_B
-    return slots.replace(
+    return slots._replace(
         # The cache of a slot that is not active takes a token that nobody reads: the next
         # insertion overwrites it or the mask of later positions hides it.
         cache=cache,

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Bool, Float, Int, UInt32
 
@@ -26,8 +25,7 @@ from jaxrlhf import config
 from jaxrlhf.batch import Array
 
 
-@struct.dataclass
-class Settings:
+class Settings(NamedTuple):
     """How each slot draws; see `config.Sampling`.
 
     Attributes:

@@ -1,0 +1,314 @@
+"""The engine against the teacher-forced model, and against itself in other batches."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jaxrlhf import models
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.config import Sampling
+from jaxrlhf.engine import Engine, Placement, Request
+
+MODEL = ModelConfig(
+    family="qwen2",
+    vocab_size=48,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qkv_bias=True,
+    tie_embeddings=True,
+)
+STOP = (2, 11)
+LONGEST_PROMPT, LONGEST_RESPONSE = 20, 12
+
+
+def weights(seed: int):
+    """Matrices larger than an initialisation, so that distributions are far from uniform; norms stay 1."""
+    params = models.init_params(MODEL, "lm", jax.random.key(seed))
+    return jax.tree.map(lambda leaf: jnp.where(leaf == 1, leaf, 10 * leaf), params)
+
+
+def build(**changes) -> Engine:
+    sizes = {
+        "slots": 4,
+        "max_prompt_tokens": LONGEST_PROMPT,
+        "max_response_tokens": LONGEST_RESPONSE,
+        "stop_tokens": STOP,
+        "decode_tokens_per_dispatch": 4,
+        "dtype": jnp.float32,
+    }
+    mesh = Mesh(np.asarray(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
+    return Engine(MODEL, mesh, **(sizes | changes))
+
+
+def problems(count: int, *, responses: int = 1, seed: int = 0) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    prompts = [tuple(rng.integers(0, 48, rng.integers(1, LONGEST_PROMPT + 1)).tolist()) for _ in range(count)]
+    return [
+        Request(100 + group * responses + index, prompt, group)
+        for group, prompt in enumerate(prompts)
+        for index in range(responses)
+    ]
+
+
+@jax.jit
+def _teacher(params, token_RW):
+    segment_RW = jnp.ones_like(token_RW)
+    position_RW = jnp.broadcast_to(jnp.arange(token_RW.shape[1]), token_RW.shape)
+    return models.hidden_states(params, MODEL, token_RW, position_RW, segment_RW) @ params["embed"].T
+
+
+def teacher_logp(params, request, completion, *, temperature=1.0) -> np.ndarray:
+    """log-softmax in float64 of the full forward pass at each response token, `[tokens, V]`."""
+    sequence = [*request.prompt_tokens, *completion.tokens]
+    token_1W = np.zeros((1, LONGEST_PROMPT + LONGEST_RESPONSE), np.int32)
+    token_1W[0, : len(sequence)] = sequence
+    logits_WV = np.asarray(_teacher(params, token_1W), np.float64)[0] / temperature
+    start = len(request.prompt_tokens) - 1
+    logits_WV = logits_WV[start : start + len(completion.tokens)]
+    peak_W1 = logits_WV.max(axis=-1, keepdims=True)
+    return logits_WV - peak_W1 - np.log(np.exp(logits_WV - peak_W1).sum(axis=-1, keepdims=True))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return weights(0)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """One engine for all tests that need no other sizes."""
+    return build()
+
+
+@pytest.fixture
+def engine(compiled, params):
+    compiled.free()
+    compiled.load(params, version=1)
+    return compiled
+
+
+@pytest.fixture(scope="module")
+def sampled(compiled, params):
+    """Twelve requests in four slots: refilled, truncated and stopped responses."""
+    compiled.load(params, version=1)
+    requests = problems(4, responses=3)
+    return requests, compiled.generate(requests, Sampling(temperature=1.2), seed=7)
+
+
+def assert_same_responses(actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        assert one.request_id == other.request_id
+        assert one.tokens == other.tokens
+        assert one.truncated == other.truncated
+        np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+
+
+def test_greedy_is_the_argmax_of_the_teacher_forced_model(engine, params):
+    requests = problems(9, seed=1)
+    for request, completion in zip(requests, engine.generate(requests, Sampling(greedy=True), seed=0), strict=True):
+        logp_TV = teacher_logp(params, request, completion)
+        np.testing.assert_array_equal(completion.tokens, logp_TV.argmax(axis=-1))
+        np.testing.assert_allclose(completion.logps, logp_TV.max(axis=-1), atol=1e-5)
+
+
+def test_sampled_logp_is_the_trainers(sampled, params):
+    for request, completion in zip(*sampled, strict=True):
+        logp_TV = teacher_logp(params, request, completion, temperature=1.2)
+        chosen_T = logp_TV[np.arange(len(completion.tokens)), list(completion.tokens)]
+        np.testing.assert_allclose(completion.logps, chosen_T, atol=1e-5)
+
+
+def test_responses_end_at_a_stop_token_or_at_the_limit(sampled):
+    _, completions = sampled
+    for completion in completions:
+        assert not set(completion.tokens[:-1]) & set(STOP)
+        stopped = completion.tokens[-1] in STOP
+        assert completion.truncated == (not stopped)
+        assert stopped or len(completion.tokens) == LONGEST_RESPONSE
+        assert completion.version == 1
+    assert {completion.truncated for completion in completions} == {True, False}, "the example shows one kind only"
+
+
+def test_a_sample_is_the_same_alone_in_another_order_and_with_other_settings_around_it(engine, sampled):
+    requests, expected = sampled
+    sampling = Sampling(temperature=1.2)
+    for index in (0, 5, 11):
+        assert_same_responses(engine.generate([requests[index]], sampling, seed=7), [expected[index]])
+    backwards = engine.generate(requests[::-1], sampling, seed=7)
+    assert_same_responses(backwards[::-1], expected)
+
+
+@pytest.mark.parametrize("changes", [{"slots": 1}, {"decode_tokens_per_dispatch": 1, "slots": 13}])
+def test_a_sample_does_not_depend_on_slots_or_tokens_per_dispatch(changes, params, sampled):
+    requests, expected = sampled
+    other = build(**changes)
+    other.load(params, version=1)
+    assert_same_responses(other.generate(requests, Sampling(temperature=1.2), seed=7), expected)
+
+
+def test_another_seed_or_request_id_gives_another_sample(engine, sampled):
+    requests, expected = sampled
+    other_seed = engine.generate(requests, Sampling(temperature=1.2), seed=8)
+    assert [c.tokens for c in other_seed] != [c.tokens for c in expected]
+    assert len({c.tokens for c in expected[:3]}) > 1, "responses of one group are all alike"
+
+
+def test_decoding_over_part_of_the_cache_changes_nothing(params, sampled, monkeypatch):
+    monkeypatch.setattr("jaxrlhf.engine.engine.SHORTEST_CAPACITY", 4)
+    requests, expected = sampled
+    engine = build()
+    engine.load(params, version=1)
+    assert_same_responses(engine.generate(requests, Sampling(temperature=1.2), seed=7), expected)
+    assert engine.compilations <= engine.most_compilations
+    assert engine.most_compilations == 1 + 2 * 2 + 4, "empty; prefill and insert at 16 and 20; decode at 4, 8, 16, 32"
+
+
+def test_a_group_is_prefilled_once(engine):
+    before = engine.prefilled_prompts
+    engine.generate(problems(5, responses=6), Sampling(), seed=0)
+    assert engine.prefilled_prompts - before == 5
+
+
+def test_callbacks_see_every_completion(engine):
+    seen, steps = [], []
+    requests = problems(7)
+    completions = engine.generate(
+        requests, Sampling(), seed=0, progress=lambda *counts: steps.append(counts), on_completion=seen.append
+    )
+    assert sorted(seen, key=lambda c: c.request_id) == completions
+    assert steps[-1] == (7, 7) and steps == sorted(steps)
+
+
+def test_min_tokens_hold_back_every_stop_token(engine):
+    for greedy in (False, True):
+        sampling = Sampling(temperature=2.0, min_tokens=5, greedy=greedy)
+        for completion in engine.generate(problems(12), sampling, seed=3):
+            assert not set(completion.tokens[:5]) & set(STOP)
+            assert len(completion.tokens) > 5
+
+
+def test_top_k_of_one_is_greedy(engine):
+    requests = problems(6)
+    assert_same_responses(
+        engine.generate(requests, Sampling(top_k=1), seed=0), engine.generate(requests, Sampling(greedy=True), seed=9)
+    )
+
+
+def test_nothing_recompiles(engine):
+    engine.generate(problems(10, responses=2), Sampling(), seed=0)
+    engine.generate([Request(0, (1,) * 15, 0)], Sampling(), seed=0)  # the other bucket of prompt lengths
+    engine.generate([Request(0, (1,) * 20, 0)], Sampling(), seed=0)
+    compilations = engine.compilations
+    assert compilations == engine.most_compilations
+    for step, temperature in enumerate([0.3, 1.0, 2.0]):
+        engine.load(weights(step), version=step + 2)
+        sampling = Sampling(temperature=temperature, top_p=1 - step / 10, top_k=step, min_tokens=step, greedy=step == 1)
+        engine.generate(problems(3 + step, responses=1 + step, seed=step), sampling, seed=step)
+    assert engine.compilations == compilations
+
+
+def test_responses_of_one_token_need_no_decoding(params):
+    engine = build(max_response_tokens=1)
+    engine.load(params, version=1)
+    completions = engine.generate(problems(9), Sampling(), seed=0)
+    assert all(len(c.tokens) == len(c.logps) == 1 for c in completions)
+
+
+def test_no_requests_no_completions(engine):
+    assert engine.generate([], Sampling(), seed=0) == []
+
+
+def test_versions_never_mix(engine, params):
+    prefilled = engine.prefill([(1, 2, 3)])
+    engine.load(weights(1), version=2)
+    with pytest.raises(AssertionError, match="version 1 cannot be continued by version 2"):
+        engine.insert(prefilled, [Placement(0, 0, 5)], Sampling(), seed=0)
+    engine.insert(engine.prefill([(1, 2, 3)]), [Placement(0, 0, 5)], Sampling(), seed=0)
+    with pytest.raises(RuntimeError, match="1 responses are being generated with version 2"):
+        engine.load(params, version=3)
+    engine.free()
+    engine.load(params, version=3)
+    assert engine.generate(problems(1), Sampling(), seed=0)[0].version == 3
+
+
+def test_prefill_insert_and_decode_by_hand_give_what_generate_gives(engine):
+    request = problems(1)[0]
+    expected = engine.generate([request], Sampling(), seed=4)[0]
+    prefilled = engine.prefill([(9, 9), request.prompt_tokens])
+    engine.insert(prefilled, [Placement(1, 2, request.request_id)], Sampling(), seed=4)
+    tokens, going = [], True
+    while going:
+        (drawn,) = engine.decode()
+        assert drawn.slot == 2
+        tokens += drawn.tokens
+        going = drawn.active
+    engine.free()
+    assert tuple(tokens) == expected.tokens
+
+
+def test_generate_leaves_no_cache_and_unload_no_weights(engine, params):
+    before = sum(array.nbytes for array in jax.live_arrays())
+    copy = jax.tree.map(jnp.copy, params)
+    engine.load(copy, version=2)
+    engine.generate(problems(2), Sampling(), seed=0)
+    del copy
+    engine.unload()
+    gc.collect()
+    assert sum(array.nbytes for array in jax.live_arrays()) <= before
+    with pytest.raises(RuntimeError, match="call load"):
+        engine.generate(problems(2), Sampling(), seed=0)
+
+
+def test_a_failing_callback_does_not_leave_slots_taken(engine):
+    def fail(completion):
+        raise KeyError("reward")
+
+    with pytest.raises(KeyError, match="reward"):
+        engine.generate(problems(6), Sampling(), seed=0, on_completion=fail)
+    assert engine.active == 0
+    assert len(engine.generate(problems(6), Sampling(), seed=0)) == 6
+
+
+def test_diverged_weights_are_reported(engine, params):
+    engine.load(jax.tree.map(lambda leaf: leaf * jnp.nan, params), version=1)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        engine.generate(problems(2), Sampling(), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(0, (1,) * 21, 0), "a prompt of 21 tokens; expected 1 to max_prompt_tokens=20"),
+        (Request(0, (), 0), "a prompt of 0 tokens"),
+        (Request(0, (1, 48), 0), "outside the vocabulary of 48"),
+        (Request(2**32, (1,), 0), "request_id=4294967296 does not fit"),
+    ],
+)
+def test_requests_that_cannot_be_answered(engine, request_, message):
+    with pytest.raises(ValueError, match=message):
+        engine.generate([request_], Sampling(), seed=0)
+
+
+def test_a_seed_out_of_range(engine):
+    with pytest.raises(ValueError, match="seed=-1"):
+        engine.generate(problems(1), Sampling(), seed=-1)
+
+
+def test_sizes_that_do_not_fit_the_model():
+    with pytest.raises(ValueError, match="exceeds the model's 32768 positions"):
+        build(max_response_tokens=40_000)
+    with pytest.raises(ValueError, match=r"stop_tokens \[48\]"):
+        build(stop_tokens=(48,))
+
+
+def test_weights_of_another_shape_are_refused(engine, params):
+    with pytest.raises(ValueError, match="another shape, dtype or layout"):
+        engine.load(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), version=2)

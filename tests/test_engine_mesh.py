@@ -1,0 +1,66 @@
+"""One device and eight give the same responses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jaxrlhf import models
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.config import Sampling
+from jaxrlhf.engine import Engine, Request
+from jaxrlhf.parallel.rules import GENERATE, shardings
+
+MODEL = ModelConfig(
+    family="qwen3",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+)
+AXES = ("data", "fsdp", "tensor", "micro")
+
+
+def run(shape: tuple[int, int, int, int]):
+    devices = np.asarray(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 4)
+    layout = shardings(mesh, models.param_dims(MODEL, "lm"), GENERATE)
+    params = models.init_params(MODEL, "lm", jax.random.key(3))
+    params = jax.tree.map(lambda leaf: jnp.where(leaf == 1, leaf, 10 * leaf), params)
+    engine = Engine(
+        MODEL,
+        mesh,
+        slots=6,
+        max_prompt_tokens=12,
+        max_response_tokens=8,
+        stop_tokens=(3,),
+        decode_tokens_per_dispatch=4,
+        dtype=jnp.float32,
+        slot_axes=("data", "fsdp", "micro"),
+        kv_head_axis="tensor",
+    )
+    engine.load(jax.device_put(params, layout), version=0)
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, 32, rng.integers(1, 13)).tolist()) for _ in range(5)]
+    requests = [Request(3 * group + i, prompt, group) for group, prompt in enumerate(prompts) for i in range(3)]
+    return engine, engine.generate(requests, Sampling(temperature=0.8, top_p=0.95), seed=11)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return run((1, 1, 1, 1))[1]
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (2, 1, 2, 2)])
+def test_eight_devices_generate_what_one_does(shape, expected):
+    engine, completions = run(shape)
+    assert engine.slots % (8 // shape[2]) == 0
+    for one, other in zip(completions, expected, strict=True):
+        assert one.tokens == other.tokens
+        assert one.truncated == other.truncated
+        np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
