@@ -1,0 +1,228 @@
+"""Reading checkpoints: each shard on its device, and a one-line error for whatever is wrong."""
+
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+from tiny_checkpoints import build, write
+
+from jaxrlhf import models
+from jaxrlhf.architecture import Llama3Rope
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("source"), build("qwen2"))
+
+
+@pytest.fixture
+def copy(source, tmp_path):
+    """A checkpoint to damage."""
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def change(directory, **fields):
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def rewrite(directory, **tensors):
+    """Replace tensors; None removes one."""
+    file = directory / "model.safetensors"
+    kept = load_file(file) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, file)
+
+
+def load(directory, head="lm"):
+    return models.load_params(directory, models.read_config(directory), head)
+
+
+def refuses(directory, *words, read=load):
+    """One line, within seconds, with all of these words."""
+    start = time.monotonic()
+    with pytest.raises(ValueError) as error:
+        read(directory)
+    assert time.monotonic() - start < 5
+    message = str(error.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"},
+        {"layers": "tensor", "head_dim": "fsdp"},
+        {},
+    ],
+    ids=["fsdp-tensor", "layers-head_dim", "replicated"],
+)
+def test_every_device_gets_its_shard(source, rules):
+    config = models.read_config(source)
+    whole = models.load_params(source, config, "lm")
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    def place(names):
+        return NamedSharding(mesh, PartitionSpec(*(rules.get(name) for name in names)))
+
+    layout = jax.tree.map(place, models.param_dims(config, "lm"), is_leaf=lambda node: isinstance(node, tuple))
+    params = models.load_params(source, config, "lm", layout)
+    jax.tree.map(lambda leaf, sharding: np.testing.assert_equal(leaf.sharding, sharding), params, layout)
+
+    def same(leaf, expected):
+        expected = np.asarray(expected)
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, expected[shard.index])
+
+    jax.tree.map(same, params, whole)
+
+
+def test_only_the_shard_is_read(source, monkeypatch):
+    """A process that owns a quarter of a matrix asks the file for a quarter of its rows."""
+    from jaxrlhf.models import hf_load
+
+    read = []
+    original = hf_load._read_tensor
+
+    def counting(*args):
+        block = original(*args)
+        read.append(block.size)
+        return block
+
+    monkeypatch.setattr(hf_load, "_read_tensor", counting)
+    config = models.read_config(source)
+    mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",), axis_types=(AxisType.Auto,))
+    layout = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), models.param_shapes(config, "lm"))
+    layout["embed"] = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    models.load_params(source, config, "lm", layout)
+    assert read[:4] == [97 * 8] * 4
+
+
+def test_dtype(source):
+    params = models.load_params(source, models.read_config(source), "lm", dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_a_tied_checkpoint_that_also_saved_its_head(tmp_path):
+    directory = write(tmp_path, build("qwen2-tied"))
+    rewrite(directory, lm_head__weight=np.zeros((97, 32), np.float32))
+    assert "head" not in load(directory)
+
+
+def test_missing_directory(tmp_path):
+    refuses(str(tmp_path / "nowhere"), "no directory", "nowhere", "hub id", read=models.read_config)
+    refuses("nobody/no-such-model", "no local directory 'nobody/no-such-model'", read=models.read_config)
+    refuses(str(tmp_path), "config.json", read=models.read_config)
+
+
+def test_no_weights(copy):
+    (copy / "model.safetensors").unlink()
+    refuses(copy, "model.safetensors.index.json", "convert")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300, -1])
+def test_truncated_file(copy, keep):
+    file = copy / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    refuses(copy, str(file), "damaged or incomplete")
+
+
+def test_missing_shard(tmp_path):
+    directory = write(tmp_path, build("qwen2"), max_shard_size="20KB")
+    victim = sorted(directory.glob("*.safetensors"))[1]
+    victim.unlink()
+    refuses(directory, str(victim), "incomplete")
+
+
+def test_broken_index(tmp_path):
+    directory = write(tmp_path, build("qwen2"), max_shard_size="20KB")
+    (directory / "model.safetensors.index.json").write_text("{}")
+    refuses(directory, "model.safetensors.index.json", "no index")
+
+
+def test_missing_tensor(copy):
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(copy, **{name: None})
+    refuses(copy, name, "missing", str(copy))
+
+
+def test_tensor_of_another_shape(copy):
+    rewrite(copy, model__norm__weight=np.ones(31, np.float32))
+    refuses(copy, "model.norm.weight", str(copy / "model.safetensors"), "[31]", "[32]")
+
+
+def test_tensor_that_would_be_ignored(copy):
+    rewrite(copy, model__layers__0__self_attn__o_proj__bias=np.ones(32, np.float32))
+    refuses(copy, "model.layers.0.self_attn.o_proj.bias", "no part of a qwen2 decoder")
+
+
+def test_head_that_is_not_there(source):
+    refuses(source, "ForCausalLM", "ForSequenceClassification", read=lambda path: load(path, "score"))
+
+
+def test_classifier_with_several_labels(tmp_path):
+    directory = write(tmp_path, build("qwen3", "ForSequenceClassification", num_labels=3))
+    refuses(directory, "score.weight", "[3, 32]", "[1, 32]", read=lambda path: load(path, "score"))
+    refuses(directory, "was saved with a score head")
+
+
+def test_unknown_architecture(copy):
+    change(copy, architectures=["GPT2LMHeadModel"])
+    refuses(copy, "GPT2LMHeadModel", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+
+
+def test_config_that_is_not_json(copy):
+    (copy / "config.json").write_text("{")
+    refuses(copy, "config.json is not valid JSON")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_sliding_window": True},
+        {"hidden_act": "gelu"},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}},
+        {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"vocab_size": None},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_fields_that_change_numbers_are_never_ignored(copy, fields):
+    change(copy, **fields)
+    name = next(name for name in reversed(fields))
+    refuses(copy, "rope" if "rope" in name else name, "config.json", read=models.read_config)
+
+
+@pytest.mark.parametrize("field", ["attention_bias", "mlp_bias"])
+def test_llama_biases_are_refused(tmp_path, field):
+    directory = write(tmp_path, build("llama"))
+    change(directory, **{field: True})
+    refuses(directory, f"{field}=True", read=models.read_config)
+
+
+def test_configurations_are_read(copy, tmp_path_factory):
+    rope = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    config = models.read_config(write(tmp_path_factory.mktemp("llama3"), build("llama3")))
+    assert config.rope_scaling == Llama3Rope(**rope) and config.rope_theta == 10_000.0
+    config = models.read_config(copy)
+    assert (config.family, config.qkv_bias, config.qk_norm, config.tie_embeddings) == ("qwen2", True, False, False)
+    assert (config.rope_theta, config.rope_scaling, config.head_dim) == (1e6, None, 8)
+
+
+def test_an_export_never_mixes_with_another(source):
+    config = models.read_config(source)
+    with pytest.raises(ValueError, match="already holds safetensors"):
+        models.save_params(load(source), config, source)
