@@ -102,8 +102,8 @@ class Scores:
 class Experience:
     """What the trainer consumes: one sum, `sum(weight * token_loss)`, with weights fixed here.
 
-    Weights carry masks, filters, importance weights and global denominators (algorithms
-    spec, section 9), so the trainer never divides.
+    Weights carry masks, filters, importance weights and denominators counted over the whole
+    update, so the trainer never divides.
 
     Attributes:
       sequences: Tokens; the mask marks trained tokens.

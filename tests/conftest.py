@@ -16,7 +16,7 @@ from jaxtyping import install_import_hook
 _CHECKED = ["algos", "data", "parallel", "models", "rewards", "engine"]
 install_import_hook([f"jaxrlhf.{room}" for room in _CHECKED], "beartype.beartype")
 
-import jax
+import jax  # noqa: E402 - after its environment is set and the hook is in place
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

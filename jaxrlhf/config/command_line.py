@@ -45,9 +45,11 @@ def run_command(main: Callable[[], None]) -> None:
 class CommandLine(argparse.ArgumentParser):
     """An argument parser whose errors are `ValueError`s, and that can read a configuration too.
 
-    command = CommandLine(prog="python -m jaxrlhf.train", description="Train a model.")
-    command.add_argument("--dry-run", action="store_true", help="stop after the plan")
-    config, flags = command.parse_config()
+    A command adds what flags it has and parses:
+
+        command = CommandLine(prog="python -m jaxrlhf.train", description="Train a model.")
+        command.add_argument("--dry-run", action="store_true", help="stop after the plan")
+        config, flags = command.parse_config()
     """
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:

@@ -1,5 +1,6 @@
 """From a file name to a `Config`."""
 
+import dataclasses
 import difflib
 import re
 import sys
@@ -7,7 +8,6 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-import jaxrlhf.config
 from jaxrlhf.config.annotations import field_types
 from jaxrlhf.config.run import Config
 
@@ -37,7 +37,7 @@ def load(path_or_name: str | Path) -> Config:
         defined = callable(getattr(module, "get_config", None))
         config = module.get_config() if defined else None
     except Exception as error:
-        raise ValueError(f"{_place(error, path)}: {_reason(error)}") from error
+        raise ValueError(f"{_place(error, path)}: {_reason(error, module)}") from error
     if not defined:
         raise ValueError(f"{path}: defines no get_config(); add `def get_config() -> Config:`")
     if not isinstance(config, Config):
@@ -73,7 +73,7 @@ def _place(error: Exception, path: Path) -> str:
     return f"{path}:{lines[-1]}" if lines else str(path)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, module: ModuleType) -> str:
     """The message in one line; a misspelled field comes with the closest one there is."""
     message = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
@@ -83,7 +83,8 @@ def _reason(error: Exception) -> str:
     misspelled = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", message)
     if misspelled:
         owner, field = misspelled.groups()
-        known = field_types(getattr(jaxrlhf.config, owner)) if hasattr(jaxrlhf.config, owner) else ()
+        settings = vars(module).get(owner)
+        known = field_types(settings) if isinstance(settings, type) and dataclasses.is_dataclass(settings) else {}
         close = difflib.get_close_matches(field, known, n=1)
         return f"{owner} has no setting {field}" + (f"; did you mean {close[0]}?" if close else "")
     return f"{type(error).__name__}: {message}"
