@@ -1,0 +1,84 @@
+"""A reward model: the score head of a sequence-classification checkpoint, read off texts."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrlhf.batch import Array, Params
+from jaxrlhf.data import load_tokenizer
+from jaxrlhf.models import hidden_states, load_params, read_config, score
+from jaxrlhf.parallel import BATCH_AXES
+from jaxrlhf.workers.model import layout_of
+
+_SMALLEST_WIDTH = 64
+
+
+class ScoreModel:
+    """Scores texts with its own tokenizer, which need not be the policy's.
+
+    Sequences are batched by length, in widths that double, so that a run compiles a handful of programs.
+
+    Args:
+      path: Checkpoint directory or hub id, `...ForSequenceClassification` with one label.
+      mesh: A factored mesh; parameters are laid out as for training, rows are split over the batch axes.
+      dtype: Of parameters and activations; the head computes in float32.
+      tokens_per_batch: Most tokens (padding included) of one forward pass, unless one row per device is more.
+
+    Raises:
+      ValueError: There is no such checkpoint, it has no score head, or it does not split over the mesh.
+    """
+
+    def __init__(self, path: str, *, mesh: Mesh, dtype: jnp.dtype, tokens_per_batch: int = 16_384) -> None:
+        self._config = read_config(path)
+        self._tokenizer = load_tokenizer(path)
+        self._params = load_params(
+            path, self._config, "score", layout_of(mesh, self._config, "score", role="reward model"), dtype=dtype
+        )
+        self._dtype, self._tokens_per_batch = dtype, tokens_per_batch
+        self._rows_multiple = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+        self._row_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        self._forward = jax.jit(self._scores)
+
+    def score(self, texts: Sequence[tuple[str, str]]) -> np.ndarray:
+        """The score of each (prompt, response), read at the last token of their joined text.
+
+        A text that is empty or longer than the model's positions has no score: NaN.
+        """
+        sequences = [self._encode(prompt + response) for prompt, response in texts]
+        score_B = np.full(len(texts), np.nan, np.float32)
+        for chosen, width, rows in self._batches(np.array([len(tokens) for tokens in sequences], np.int64)):
+            token_RW, length_R = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
+            for row, index in enumerate(chosen):
+                length_R[row] = len(sequences[index])
+                token_RW[row, : length_R[row]] = sequences[index]
+            placed = jax.device_put((token_RW, length_R), self._row_sharding)
+            score_B[chosen] = np.asarray(self._forward(self._params, *placed))[: len(chosen)]
+        return score_B
+
+    def _encode(self, text: str) -> list[int]:
+        begin = self._tokenizer.bos_token
+        begun = bool(begin) and text.startswith(begin)  # a chat template wrote it, and one is enough
+        return self._tokenizer.encode(text, add_special_tokens=not begun)
+
+    def _batches(self, length_B: np.ndarray) -> Iterator[tuple[np.ndarray, int, int]]:
+        """Indices of texts of similar length, with the width and the number of rows they are padded to."""
+        longest = self._config.max_positions
+        width_B = np.maximum(_SMALLEST_WIDTH, 2 ** np.ceil(np.log2(np.maximum(length_B, 1))).astype(np.int64))
+        width_B = np.where((length_B > 0) & (length_B <= longest), np.minimum(width_B, longest), 0)
+        for width in np.unique(width_B[width_B > 0]):
+            members = np.flatnonzero(width_B == width)
+            fitting = self._tokens_per_batch // width // self._rows_multiple * self._rows_multiple
+            rows = max(self._rows_multiple, int(fitting))
+            for start in range(0, len(members), rows):
+                yield members[start : start + rows], int(width), rows
+
+    def _scores(self, params: Params, token_RW: Array, length_R: Array) -> Any:
+        rows, width = token_RW.shape
+        position_RW = jnp.broadcast_to(jnp.arange(width), (rows, width))
+        segment_RW = (position_RW < length_R[:, None]).astype(jnp.int32)
+        hidden_RWD = hidden_states(params, self._config, token_RW, position_RW, segment_RW, dtype=self._dtype)
+        return score(params, hidden_RWD, jnp.arange(rows), jnp.maximum(length_R - 1, 0))

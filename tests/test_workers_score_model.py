@@ -1,0 +1,79 @@
+"""A reward model scores texts as transformers does, on any mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jaxrlhf import config
+from jaxrlhf.config import Layout
+from jaxrlhf.data.tokenizer import build_embedded_tokenizer
+from jaxrlhf.parallel import factored_mesh
+from jaxrlhf.rewards import Scorer
+from jaxrlhf.workers.score_model import ScoreModel
+
+TEXTS = [
+    ("Tom has 3 apples.", " #### 3"),
+    ("Tom", ""),
+    ("Anna has 12 pears and eats 5. " * 5, "12-5=7\n#### 7"),
+    ("Anna has 12 pears and eats 5. " * 9, "é 12-5=7\n#### 7"),
+    ("x", "y"),
+    ("", ""),
+    ("far too long " * 200, "1"),
+    ("2", "4"),
+]
+SCORABLE = [0, 1, 2, 3, 4, 7]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("judge")
+    tokenizer = build_embedded_tokenizer(path)
+    torch.manual_seed(0)
+    shape = transformers.Qwen2Config(
+        vocab_size=-(-len(tokenizer) // 8) * 8,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        num_labels=1,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,
+    )
+    model = transformers.Qwen2ForSequenceClassification(shape).eval()
+    model.save_pretrained(path)
+    with torch.no_grad():
+        ids = [tokenizer.encode(prompt + response) for prompt, response in TEXTS]
+        theirs = [model(torch.tensor([ids[n]])).logits.item() for n in SCORABLE]
+    assert len(ids[6]) > 256
+    widths = {max(64, 1 << (len(ids[n]) - 1).bit_length()) for n in SCORABLE}
+    assert len(widths) > 1
+    return path, np.float32(theirs), widths
+
+
+@pytest.mark.parametrize(("devices", "layout", "tokens"), [(1, Layout(), 256), (8, Layout(fsdp=2, tensor=2), 1)])
+def test_scores_equal_transformers(checkpoint, devices, layout, tokens):
+    path, theirs, widths = checkpoint
+    mesh = factored_mesh(layout, jax.devices()[:devices])
+    model = ScoreModel(str(path), mesh=mesh, dtype=jnp.dtype("float32"), tokens_per_batch=tokens)
+    score_B = model.score(TEXTS)
+    np.testing.assert_allclose(score_B[SCORABLE], theirs, atol=1e-4)
+    assert np.isnan(score_B[[5, 6]]).all()  # empty, and longer than the model's positions
+    assert model.score([]).shape == (0,)
+    assert model._forward._cache_size() == len(widths)
+
+
+def test_a_model_is_a_part_of_the_reward(checkpoint):
+    path, theirs, _ = checkpoint
+    model = ScoreModel(str(path), mesh=factored_mesh(Layout(), jax.devices()[:1]), dtype=jnp.dtype("float32"))
+    rewards = config.Rewards(parts=(config.ModelReward(str(path), weight=2.0),))
+    prompts, responses = zip(*TEXTS, strict=True)
+    with Scorer(rewards, models={str(path): model.score}) as scorer:
+        scores = scorer.score(prompts, responses, [None] * len(TEXTS), [{}] * len(TEXTS))
+    np.testing.assert_allclose(scores.score_B[SCORABLE], 2 * theirs, atol=1e-3)
+    assert scores.scorable_B.tolist() == [True] * 5 + [False, False, True]
+    assert scorer.counts == {"not-finite": 2}
