@@ -24,7 +24,8 @@ def step(roles: Roles, work: StepInput) -> StepResult:
     ref_logp = roles.reference.compute_ref_log_prob(rollout)
     prepared = shared.call(prepare, work, rollout, scores, old, ref_logp)
     actor = roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=settings)
-    return StepResult(shared.merged(prepared.metrics, actor), prepared.state, rollout.result(), scores.result())
+    metrics = shared.merged(prepared.metrics, actor)
+    return StepResult(metrics, prepared.state, rollout.result(), scores.result(), old.result().logp)
 
 
 def prepare(work: StepInput, rollout: Rollout, scores: Scores, old: TokenOutput, ref_logp_BT: Array) -> Prepared:

@@ -8,16 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from jaxrlhf.tracking.run_log import RunLog
-
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Algorithm, Config
 from jaxrlhf.controller.evaluation import evaluate
+from jaxrlhf.controller.log import StageLog, to_samples
 from jaxrlhf.controller.step import Metrics, StepInput, StepResult
 from jaxrlhf.data import Loader
 from jaxrlhf.tracking import CompileCounter, peak_memory_bytes
-from jaxrlhf.workers import Roles, Span
+from jaxrlhf.workers import Roles
 
 _PHASE = {
     "generate_sequences": "generate",
@@ -43,7 +42,7 @@ class Loop:
       loader: Where its problems come from.
       held_out: Problems to evaluate on; empty evaluates nothing.
       checkpoints: Of the stage.
-      log: Metrics, samples and progress.
+      log: Makes the stage's log, given the steps already done.
       on_step: Called after every step with its number and metrics.
       interrupted: Set when the run shall save and end after the step in progress.
     """
@@ -53,67 +52,79 @@ class Loop:
     loader: Loader
     held_out: Sequence[Problem]
     checkpoints: Checkpoints
-    log: RunLog
+    log: Callable[[int], StageLog]
     on_step: OnStep | None = None
     interrupted: threading.Event = field(default_factory=threading.Event)
+    compiled: CompileCounter = field(default_factory=CompileCounter)
 
     def run(self) -> bool:
         """Steps from where the stage stands to its end; False if it was interrupted before."""
-        step = resolve_dataflow(self.config.algorithm)
-        compiled = CompileCounter()
         done, state = self._resume()
-        self.log.begin(done, self.config.steps)
-        for index in range(done, self.config.steps):
-            before = self._evaluate() if index == 0 else {}
-            self.roles.timeline.take()
-            start = time.perf_counter()
-            problems = self.loader.next()
-            result = step(self.roles, StepInput(self.config, problems, index, state))
-            metrics = {**result.metrics, **self._timing(time.perf_counter() - start, result)}
-            state, number = result.state, index + 1
-            due = self.config.evaluation.every_steps
-            if number == self.config.steps or (due and number % due == 0):
-                metrics |= self._evaluate()
-            if before:
-                metrics["eval/accuracy_at_start"] = before["eval/accuracy"]
-            metrics |= {"compile/count": float(compiled.count), "memory/peak_bytes": float(peak_memory_bytes())}
-            self.log.step(number, metrics, problems, result)
-            if self.on_step is not None:
-                self.on_step(number, metrics)
-            stop = self.interrupted.is_set()
-            due = self.config.checkpoint.every_steps
-            if stop or number == self.config.steps or (due and number % due == 0):
-                self._save(number, state, metrics)
-            if stop and number < self.config.steps:
-                self.checkpoints.wait()
-                return False
-        self.checkpoints.wait()
-        return True
+        log = self.log(done)
+        try:
+            for number in range(done + 1, self.config.steps + 1):
+                state, metrics = self._step(number, state, log)
+                stop = self.interrupted.is_set()
+                if stop or _due(number, self.config.checkpoint.every_steps, self.config.steps):
+                    self._save(number, state, metrics)
+                if stop and number < self.config.steps:
+                    return False
+            log.finish(title=self.config.name, show=5)
+            return True
+        finally:
+            self.checkpoints.wait()
+            log.close()
 
-    def _evaluate(self) -> Metrics:
+    def _step(self, number: int, state: dict[str, float], log: StageLog) -> tuple[dict[str, float], Metrics]:
+        """One step of the algorithm, with evaluation and logging around it."""
+        before = self._evaluate(0, log) if number == 1 else {}
+        self._take_times()  # what evaluation took is not the step's
+        problems = self.loader.next()
+        start = time.perf_counter()
+        result = resolve_dataflow(self.config.algorithm)(
+            self.roles, StepInput(self.config, problems, number - 1, state)
+        )
+        metrics = {**result.metrics, **self._timing(time.perf_counter() - start, result)}
+        if result.rollout is not None and result.scores is not None:
+            responses = self.roles.reward.worker.responses(result.rollout)
+            samples = to_samples(number, problems, responses, result.rollout, result.scores, logp_BT=result.logp_BT)
+            log.rollout(samples)
+        if _due(number, self.config.evaluation.every_steps, self.config.steps):
+            metrics |= self._evaluate(number, log)
+        if before:
+            metrics["eval/accuracy_at_start"] = before["eval/accuracy"]
+        metrics["compile/count"] = float(self.compiled.count)
+        metrics["memory/peak_bytes"] = float(peak_memory_bytes())
+        log.step(number, metrics)
+        if self.on_step is not None:
+            self.on_step(number, metrics)
+        return result.state, metrics
+
+    def _evaluate(self, number: int, log: StageLog) -> Metrics:
         if not self.held_out:
             return {}
         start = time.perf_counter()
-        metrics, _, _ = evaluate(self.roles, self.held_out)
-        return {**metrics, "time/eval_s": time.perf_counter() - start}
+        metrics, rollout, scores = evaluate(self.roles, self.held_out)
+        seconds = time.perf_counter() - start
+        log.evaluation(to_samples(number, self.held_out, self.roles.reward.worker.responses(rollout), rollout, scores))
+        return {**metrics, "time/eval_s": seconds}
 
-    def _timing(self, step_s: float, result: StepResult) -> Metrics:
-        spans: list[Span] = self.roles.timeline.take()
-        phases = dict.fromkeys(dict.fromkeys(_PHASE.values()), 0.0)
-        for span in spans:
+    def _take_times(self) -> Metrics:
+        """Seconds by phase since the last call."""
+        phases = dict.fromkeys(_PHASE.values(), 0.0)
+        for span in self.roles.timeline.take():
             phases[_PHASE[span.verb]] += span.end_s - span.start_s
         relayout_s = self.roles.actor.worker.take_relayout_s()
         phases["generate"] -= relayout_s
-        times = {f"time/{phase}_s": seconds for phase, seconds in phases.items()}
-        generated = result.metrics.get("tokens/generated", 0.0)
+        return {**{f"time/{phase}_s": seconds for phase, seconds in phases.items()}, "time/relayout_s": relayout_s}
+
+    def _timing(self, step_s: float, result: StepResult) -> Metrics:
+        times = self._take_times()
         trained = sum(value for name, value in result.metrics.items() if name.endswith("/tokens"))
-        return {
-            **times,
-            "time/step_s": step_s,
-            "time/relayout_s": relayout_s,
-            "throughput/generated_tokens_per_s": generated / max(phases["generate"], 1e-9),
-            "throughput/trained_tokens_per_s": trained / max(phases["update"], 1e-9),
-        }
+        rates = {"throughput/trained_tokens_per_s": trained / times["time/update_s"]}
+        if result.rollout is not None:
+            rates["throughput/generated_tokens_per_s"] = result.metrics["tokens/generated"] / times["time/generate_s"]
+        return {"time/step_s": step_s, **times, **rates}
 
     def _save(self, number: int, state: dict[str, float], metrics: Metrics) -> None:
         host = {"step": number, "state": state, "loader": self.loader.state(), "counters": self.roles.counters()}
@@ -128,6 +139,11 @@ class Loop:
         self.roles.load(trees, host["counters"])
         self.loader.restore(host["loader"])
         return latest, host["state"]
+
+
+def _due(number: int, every_steps: int, steps: int) -> bool:
+    """At the end, and every so many steps; 0 is only at the end."""
+    return number == steps or (every_steps > 0 and number % every_steps == 0)
 
 
 def resolve_dataflow(algorithm: Algorithm) -> Callable[..., StepResult]:

@@ -1,15 +1,19 @@
 """Trained policies outside their run: export to Hugging Face, evaluation from any checkpoint."""
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Config, Optimizer, Pretrained, Sampling
 from jaxrlhf.controller.evaluation import evaluate
+from jaxrlhf.controller.log import to_samples
 from jaxrlhf.controller.run import CHECKPOINTS, MODEL, load_data, tokenizer_path, workdir_of
 from jaxrlhf.controller.step import Metrics
 from jaxrlhf.data import load_tokenizer
@@ -17,7 +21,7 @@ from jaxrlhf.models.hf_config import read_config
 from jaxrlhf.models.hf_save import save_params
 from jaxrlhf.models.parameters import param_shapes
 from jaxrlhf.parallel import ResourcePool
-from jaxrlhf.tracking import RunLog
+from jaxrlhf.tracking import RunConsole, settings_table, show_samples
 from jaxrlhf.workers import Builder
 
 
@@ -42,10 +46,8 @@ def export_policy(run: str | Path, directory: str | Path, *, step: int | None = 
         raise ValueError(f"{run} is not the workdir of a run: it has no {MODEL} folder")
     config = read_config(model)
     whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), param_shapes(config, "lm", jnp.float32)
-    )
-    params, step = _restore_policy(run, target, step=step)
+    layout = jax.tree.map(lambda _: whole, param_shapes(config, "lm", jnp.float32))
+    params, step = _restore_policy(run, _targets(config, layout), step=step)
     save_params(params, config, directory, dtype=jnp.dtype(dtype), tokenizer=load_tokenizer(str(model)), source=model)
     return step
 
@@ -68,23 +70,30 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     held_out = load_data(config, tokenizer).held_out
     if not held_out:
         raise ValueError("the configuration's data has no evaluation split; name one in its data settings")
-    with RunLog(None, config) as log:
-        builder = Builder(config, tokenizer, ResourcePool.of_all(config.devices), progress=log.progress)
-        try:
-            shapes = jax.tree.map(
-                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                param_shapes(builder.model, "lm", jnp.float32),
-                builder.layout,
-            )
-            start = _restore_policy(place, shapes)[0] if from_run else builder.initial_actor()
-            roles = builder.roles(("actor",), start, optimizer=Optimizer(), total_updates=1, seed=config.seed)
+    pool = ResourcePool.of_all(config.devices)
+    console = RunConsole(steps=1)
+    with console, closing(Builder(config, tokenizer, pool, progress=console.progress)) as builder:
+        start = (
+            _restore_policy(place, _targets(builder.model, builder.layout))[0] if from_run else builder.initial_actor()
+        )
+        roles = builder.roles(("actor",), start, optimizer=Optimizer(), total_updates=1, seed=config.seed)
+        with closing(roles):
             sampling = config.rollout.sampling if samples > 1 else Sampling(greedy=True)
             metrics, rollout, scores = evaluate(roles, held_out, sampling=sampling, samples=samples)
-            log.evaluation(metrics, held_out, roles.reward.worker.responses(rollout), scores, show=show)
-            roles.close()
-        finally:
-            builder.close()
+            answers = to_samples(0, held_out, roles.reward.worker.responses(rollout), rollout, scores)
+    show_samples(answers[: show * samples : samples])
+    rows = [("evaluation", name.removeprefix("eval/"), f"{value:.4g}", "") for name, value in metrics.items()]
+    console.print(settings_table(rows, title=str(place)))
     return metrics
+
+
+def _targets(config: ModelConfig, layout: Any) -> Params:
+    """What the policy's parameters are restored into."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        param_shapes(config, "lm", jnp.float32),
+        layout,
+    )
 
 
 def _restore_policy(run: Path, target: Params, *, step: int | None = None) -> tuple[Params, int]:

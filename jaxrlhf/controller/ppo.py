@@ -3,8 +3,6 @@
 Source: Schulman et al. 2017 (arXiv:1707.06347); as a dataflow, HybridFlow (arXiv:2409.19256), Figure 6.
 """
 
-import numpy as np
-
 from jaxrlhf.algos import TokenOutput, gae, kl_estimate, policy_objective, token_rewards, value_objective, whiten
 from jaxrlhf.batch import Array, Rollout, Scores
 from jaxrlhf.config import PPO, KLInReward
@@ -26,10 +24,11 @@ def step(roles: Roles, work: StepInput) -> StepResult:
     value = roles.critic.compute_values(rollout)
     prepared = shared.call(prepare, work, rollout, scores, old, ref_logp, value)
     critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=settings.value)
-    metrics = [prepared.metrics, critic]
+    updates = [critic]
     if work.index >= settings.critic_warmup_steps:
-        metrics.append(roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=settings))
-    return StepResult(shared.merged(*metrics), prepared.state, rollout.result(), scores.result())
+        updates.append(roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=settings))
+    metrics = shared.merged(prepared.metrics, *updates)
+    return StepResult(metrics, prepared.state, rollout.result(), scores.result(), old.result().logp)
 
 
 def prepare(
@@ -40,7 +39,7 @@ def prepare(
     assert isinstance(settings, PPO)
     sequences = shared.scored(rollout.sequences, scores)
     mask_BT, kl = sequences.mask_BT, settings.kl
-    kl_BT, coefficient = np.zeros_like(old.logp), 0.0
+    kl_BT, coefficient = None, 0.0
     if isinstance(kl, KLInReward):
         kl_BT = kl_estimate(old.logp, ref_logp_BT, estimator=kl.estimator)
         coefficient = work.state["kl_coefficient"]

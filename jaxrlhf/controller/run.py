@@ -2,20 +2,22 @@
 
 import json
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.controller.log import RunLog
+from rich.console import Console
 
 from jaxrlhf.batch import Params, Problem
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import SFT, Checkpointing, Config, Evaluation, to_json
+from jaxrlhf.controller.log import StageLog
 from jaxrlhf.controller.loop import Loop, OnStep, stop_on_sigterm
-from jaxrlhf.controller.settings import settings_table
+from jaxrlhf.controller.settings import settings_rows
 from jaxrlhf.data import Loaded, Loader, load_problems, load_tokenizer
-from jaxrlhf.models.hf_save import save_model_files
+from jaxrlhf.models.hf_save import save_description
 from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.tracking import settings_table
 from jaxrlhf.workers import Builder
 
 COLD_START = "cold_start"
@@ -63,18 +65,41 @@ def train(config: Config, *, on_step: OnStep | None = None, dry_run: bool = Fals
     tokenizer = load_tokenizer(tokenizer_path(config))
     data = load_data(config, tokenizer)
     workdir = workdir_of(config)
-    with RunLog(workdir, config, tokenizer) as log:
-        builder = Builder(config, tokenizer, pool, progress=log.progress)
-        try:
-            log.table(settings_table(config, builder, data.train))
-            if dry_run:
-                return RunResult(workdir, finished=False)
-            _prepare_workdir(workdir, config, builder)
-            finished = _run_stages(config, builder, data, workdir, log, on_step)
-        finally:
-            builder.close()
-        log.finish()
+    display = Display()
+    builder = Builder(config, tokenizer, pool, progress=display.progress)
+    try:
+        Console().print(settings_table(settings_rows(config, builder, data.train), title=config.name))
+        if dry_run:
+            return RunResult(workdir, finished=False)
+        _prepare_workdir(workdir, config, builder)
+        finished = _run_stages(Run(config, builder, data, workdir, display, on_step))
+    finally:
+        builder.close()
     return RunResult(workdir, finished)
+
+
+class Display:
+    """Passes the progress of long phases on to the log of the stage that runs."""
+
+    def __init__(self) -> None:
+        self.log: StageLog | None = None
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        if self.log is not None:
+            self.log.console.progress(phase, done, total)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the stages of a run share."""
+
+    config: Config
+    builder: Builder
+    data: Data
+    workdir: Path
+    display: Display
+    on_step: OnStep | None
+    interrupted: threading.Event = field(default_factory=threading.Event)
 
 
 def load_data(config: Config, tokenizer: Any) -> Data:
@@ -99,27 +124,23 @@ def _prepare_workdir(workdir: Path, config: Config, builder: Builder) -> None:
             f"{workdir} already holds a run and resume is off; choose another workdir, delete it, or resume"
         )
     (workdir / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
-    save_model_files(builder.model, workdir / MODEL, tokenizer=builder.tokenizer, source=_source(config))
+    save_description(builder.model, workdir / MODEL, tokenizer=builder.tokenizer, source=_source(config))
 
 
 def _source(config: Config) -> str | None:
     return getattr(config.model, "path", None)
 
 
-def _run_stages(
-    config: Config, builder: Builder, data: Data, workdir: Path, log: RunLog, on_step: OnStep | None
-) -> bool:
-    interrupted = threading.Event()
-    with stop_on_sigterm(interrupted):
-        start = builder.initial_actor()
-        if config.cold_start is not None:
-            trained = _run_stage(
-                _cold_start(config), builder, data, workdir / COLD_START, log, None, interrupted, start
-            )
+def _run_stages(run: Run) -> bool:
+    with stop_on_sigterm(run.interrupted):
+        start = run.builder.initial_actor()
+        if run.config.cold_start is not None:
+            quiet = replace(run, config=_cold_start(run.config), on_step=None, data=replace(run.data, held_out=[]))
+            trained = _run_stage(quiet, run.workdir / COLD_START, start)
             if trained is None:
                 return False
             start = trained
-        return _run_stage(config, builder, data, workdir, log, on_step, interrupted, start) is not None
+        return _run_stage(run, run.workdir, start) is not None
 
 
 def _cold_start(config: Config) -> Config:
@@ -138,19 +159,10 @@ def _cold_start(config: Config) -> Config:
     )
 
 
-def _run_stage(
-    config: Config,
-    builder: Builder,
-    data: Data,
-    directory: Path,
-    log: RunLog,
-    on_step: OnStep | None,
-    interrupted: threading.Event,
-    start: Params,
-) -> Params | None:
+def _run_stage(run: Run, directory: Path, start: Params) -> Params | None:
     """Run one stage from the policy `start`; the trained policy, or None if it was interrupted."""
-    algorithm = config.algorithm
-    roles = builder.roles(
+    config, algorithm = run.config, run.config.algorithm
+    roles = run.builder.roles(
         algorithm.roles,
         start,
         optimizer=config.actor.optimizer,
@@ -160,16 +172,20 @@ def _run_stage(
     checkpoints = Checkpoints(
         directory / CHECKPOINTS, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
     )
-    cold = directory.name == COLD_START
+
+    def open_log(done: int) -> StageLog:
+        run.display.log = StageLog(directory, steps=config.steps, first_step=done)
+        return run.display.log
+
     loop = Loop(
         config=config,
         roles=roles,
-        loader=Loader(data.train.problems, per_step=algorithm.problems_per_step(config), seed=config.seed),
-        held_out=[] if cold else data.held_out,
+        loader=Loader(run.data.train.problems, per_step=algorithm.problems_per_step(config), seed=config.seed),
+        held_out=run.data.held_out,
         checkpoints=checkpoints,
-        log=log.stage(directory, config),
-        on_step=on_step,
-        interrupted=interrupted,
+        log=open_log,
+        on_step=run.on_step,
+        interrupted=run.interrupted,
     )
     try:
         finished = loop.run()

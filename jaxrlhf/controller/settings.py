@@ -1,8 +1,11 @@
 """The table of derived settings that a run prints before it starts."""
 
+import math
+
 import jax
 import numpy as np
 
+from jaxrlhf.architecture import Head
 from jaxrlhf.config import PPO, Config, Layout, PolicyGradient, Training
 from jaxrlhf.data import Loaded
 from jaxrlhf.models.parameters import param_dims, param_shapes
@@ -14,7 +17,7 @@ Row = tuple[str, str, str, str]
 """Section, name, value, and what the value follows from."""
 
 
-def settings_table(config: Config, builder: Builder, train: Loaded) -> list[Row]:
+def settings_rows(config: Config, builder: Builder, train: Loaded) -> list[Row]:
     """What the configuration comes down to on these devices.
 
     Raises:
@@ -62,11 +65,11 @@ def _step_rows(config: Config) -> list[Row]:
 
 def _role_rows(role: str, training: Training, config: Config, builder: Builder) -> list[Row]:
     mesh = factored_mesh(training.layout, builder.pool.devices, role=role)
-    head = "lm" if role == "actor" else "value"
+    head: Head = "lm" if role == "actor" else "value"
     shapes = param_shapes(builder.model, head, np.float32)
     weights = shard_bytes(shapes, shardings(mesh, param_dims(builder.model, head), TRAIN))
     row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.width, role=role)
-    shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     per_device = microbatch_rows * row_tokens // shards
     return [
         (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x tensor"),

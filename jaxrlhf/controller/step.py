@@ -54,12 +54,14 @@ class StepResult:
       state: For the next step.
       rollout: For the samples file; None where nothing was generated.
       scores: Of that rollout.
+      logp_BT: The trainer's log-probabilities of it.
     """
 
     metrics: Metrics
     state: State = field(default_factory=dict)
     rollout: Rollout | None = None
     scores: Scores | None = None
+    logp_BT: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ def minibatches(
             extra |= {"entropy_weight": entropy_coefficient * weight_BT} if entropy_coefficient else {}
             if importance_BT is not None:
                 weight_BT = weight_BT * np.asarray(importance_BT)[rows]
-            chosen = {name: np.asarray(value, np.float32)[rows] for name, value in fields.items()}
-            batches.append(Experience(part, weight_BT, chosen | extra))
+            chosen: dict[str, Array] = {name: np.asarray(value, np.float32)[rows] for name, value in fields.items()}
+            batches.append(Experience(part, weight_BT, {**chosen, **extra}))
     return batches
 
 
@@ -174,7 +176,8 @@ def next_state(step: StepInput, metrics: Metrics, *, sequences: int) -> State:
 
 def scored(sequences: Sequences, scores: Scores) -> Sequences:
     """The sequences with unscorable rows taken out of the training mask."""
-    return sequences.replace(mask_BT=sequences.mask_BT & scores.scorable_B[:, None])
+    mask_BT = np.asarray(sequences.mask_BT) & np.asarray(scores.scorable_B)[:, None]
+    return Sequences(sequences.token_BT, sequences.length_B, mask_BT, sequences.prompt_id_B)
 
 
 def rollout_metrics(rollout: Rollout, scores: Scores, old: TokenOutput, ref_logp_BT: Array) -> Metrics:

@@ -76,6 +76,18 @@ def save_params(
         _write_config(directory, _fields(config, head, dtype, tokenizer, source), source)
 
 
+def save_description(
+    config: ModelConfig, directory: str | Path, *, tokenizer: Any = None, source: str | Path | None = None
+) -> None:
+    """Write everything of a `ForCausalLM` checkpoint but its weights: config.json and the tokenizer."""
+    if jax.process_index() == 0:
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        _write_config(directory, _fields(config, "lm", np.dtype(np.float32), tokenizer, source), source)
+
+
 def _head_of(params: Params) -> Head:
     return "score" if "head" in params and params["head"].ndim == 1 else "lm"
 

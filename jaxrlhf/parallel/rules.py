@@ -1,10 +1,10 @@
 """Two rule tables map the named dimensions of parameters to mesh axes."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Rules = Mapping[str, str | tuple[str, ...]]
@@ -40,7 +40,7 @@ def check_divisible(mesh: Mesh, dims: Any, shapes: Any, rules: Rules, *, role: s
         for name, size in zip(names, array.shape, strict=True):
             axes = rules.get(name, ()) if name else ()
             axes = (axes,) if isinstance(axes, str) else axes
-            ways = int(np.prod([mesh.shape[axis] for axis in axes], dtype=int))
+            ways = math.prod(mesh.shape[axis] for axis in axes)
             if size % ways:
                 sizes = [n for n in range(1, size + 1) if size % n == 0]
                 raise ValueError(
@@ -53,7 +53,5 @@ def check_divisible(mesh: Mesh, dims: Any, shapes: Any, rules: Rules, *, role: s
 
 def shard_bytes(shapes: Any, layout: Any) -> int:
     """Bytes that one device holds of a tree of shaped arrays under a tree of shardings."""
-    sizes = jax.tree.map(
-        lambda array, s: int(np.prod(s.shard_shape(array.shape))) * array.dtype.itemsize, shapes, layout
-    )
-    return sum(jax.tree.leaves(sizes))
+    pairs = zip(*map(jax.tree.leaves, (shapes, layout)), strict=True)
+    return sum(math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize for array, sharding in pairs)

@@ -175,7 +175,7 @@ class Builder:
         return Roles({name: make[name]() for name in dict.fromkeys((*names, "reward"))}, lanes, timeline)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _actor(self, start: Params, optimizer: Optimizer, total_updates: int) -> Actor:
         return Actor(

@@ -89,8 +89,7 @@ class Group:
 
     def __getattr__(self, name: str) -> Callable[..., Future[Any]]:
         method = getattr(self.worker, name, None)
-        protocol = getattr(method, "protocol", None)
-        if protocol is None:
+        if method is None or not hasattr(method, "protocol"):
             verbs = sorted(n for n in dir(self.worker) if hasattr(getattr(self.worker, n), "protocol"))
             raise AttributeError(f"{self.role} has no verb {name!r}; it has {verbs}")
 

@@ -1,5 +1,6 @@
 """A model on its mesh: packed forward passes, and updates that are one sum of token losses."""
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -65,7 +66,7 @@ class ModelWorker:
         """What the head says of every token of packed rows."""
         raise NotImplementedError
 
-    def _hidden(self, params: Params, rows: Rows) -> jax.Array:
+    def _hidden(self, params: Params, rows: Rows) -> Array:
         return hidden_states(
             params,
             self.config,
@@ -77,7 +78,7 @@ class ModelWorker:
         )
 
     def _pack(self, sequences: Sequences) -> Packing:
-        return Packing(sequences.length_B, width=self._width, rows=self._rows, row_tokens=self._row_tokens)
+        return Packing(np.asarray(sequences.length_B), width=self._width, rows=self._rows, row_tokens=self._row_tokens)
 
     def _on_mesh(self, tree: Any) -> Any:
         return jax.device_put(tree, self._batch_sharding)
@@ -226,12 +227,12 @@ def microbatch_shape(training: Training, mesh: Mesh, *, width: int, role: str) -
     Raises:
       ValueError: The budget does not hold one row for each shard of the batch.
     """
-    shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     row_tokens = max(width, min(_SMALLEST_ROW, training.tokens_per_microbatch // shards))
     rows = training.tokens_per_microbatch // row_tokens // shards * shards
     if rows == 0:
         raise ValueError(
-            f"{role}.tokens_per_microbatch={training.tokens_per_microbatch} does not hold one row of {row_tokens} tokens "
+            f"{role}.tokens_per_microbatch={training.tokens_per_microbatch} does not hold a row of {row_tokens} tokens "
             f"on each of {shards} data-parallel devices; raise it to at least {row_tokens * shards}"
         )
     return row_tokens, rows

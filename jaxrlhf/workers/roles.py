@@ -6,7 +6,6 @@ Source: HybridFlow (arXiv:2409.19256), Table 4 of the appendix (model classes an
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrlhf.algos.objectives import TokenOutput
@@ -113,7 +112,7 @@ class Actor(TrainedWorker):
 class Critic(TrainedWorker):
     """Estimates the value of every prefix."""
 
-    def _output(self, params: Params, rows: Rows, temperature: Array) -> jax.Array:
+    def _output(self, params: Params, rows: Rows, temperature: Array) -> Array:
         return values(params, self._hidden(params, rows))
 
     @verb(DP_PROTO)
@@ -138,7 +137,7 @@ class Reference(ModelWorker):
         return _policy_output(self, params, rows, temperature)
 
     @verb(DP_PROTO)
-    def compute_ref_log_prob(self, rollout: Rollout) -> np.ndarray:
+    def compute_ref_log_prob(self, rollout: Rollout) -> Array:
         """log pi_ref of every token, at the rollout's temperature."""
         return self._forward_all(rollout.sequences, temperature=self._temperature).logp
 

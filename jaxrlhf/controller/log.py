@@ -1,0 +1,120 @@
+"""Everything a run writes down and shows: metrics, samples, the curve."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrlhf.batch import Array, Problem, Rollout, Scores
+from jaxrlhf.tracking import (
+    JsonLines,
+    Logger,
+    MetricsWriter,
+    RunConsole,
+    Sample,
+    SampleFile,
+    TensorBoard,
+    read_samples,
+    save_learning_curve,
+    show_samples,
+)
+
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+EVALUATION = "evaluation.jsonl"
+CURVE = "curve.png"
+
+
+class StageLog:
+    """The log of one stage of a run.
+
+    Args:
+      directory: Where its files go.
+      steps: Of the stage.
+      first_step: Steps already done when the stage was resumed; what was logged after it is cut off.
+      loggers: A user's own, beside the built-in ones.
+    """
+
+    def __init__(self, directory: Path, *, steps: int, first_step: int, loggers: Sequence[Logger] = ()) -> None:
+        resumed = first_step or None
+        self._directory = directory
+        self.console = RunConsole(steps=steps, first_step=first_step)
+        self._metrics = MetricsWriter(
+            [
+                JsonLines(directory / METRICS, resumed_step=resumed),
+                TensorBoard(directory / "tensorboard", resumed_step=resumed),
+                self.console,
+                *loggers,
+            ]
+        )
+        self._samples = SampleFile(directory / SAMPLES, resumed_step=resumed)
+        self._evaluation = SampleFile(directory / EVALUATION, resumed_step=resumed)
+
+    def step(self, number: int, metrics: Mapping[str, float]) -> None:
+        """Log the numbers of a step."""
+        self._metrics.log(number, metrics)
+
+    def rollout(self, samples: Sequence[Sample]) -> None:
+        """Keep the responses that a step was trained on."""
+        self._samples.append(samples)
+
+    def evaluation(self, samples: Sequence[Sample]) -> None:
+        """Keep the answers to the held-out problems."""
+        self._evaluation.append(samples)
+
+    def finish(self, *, title: str, show: int) -> None:
+        """Draw the curve and print some of the last answers."""
+        curve = save_learning_curve(self._directory / METRICS, self._directory / CURVE, title=title)
+        answered = self._directory / EVALUATION
+        last = answered if answered.stat().st_size else self._directory / SAMPLES
+        if last.stat().st_size:
+            show_samples(read_samples(last, n=show))
+        self.console.print(f"learning curve: {curve}")
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+        self._evaluation.close()
+
+
+def to_samples(
+    step: int,
+    problems: Sequence[Problem],
+    responses: Sequence[str],
+    rollout: Rollout,
+    scores: Scores,
+    *,
+    logp_BT: Array | None = None,
+) -> list[Sample]:
+    """One record per response, prompt-major.
+
+    Args:
+      logp_BT: The trainer's, to compare with the sampler's.
+    """
+    copies = len(responses) // len(problems)
+    mask_BT = np.asarray(rollout.sequences.mask_BT)
+    length_B = mask_BT.sum(axis=1)
+    gap_B = None
+    if logp_BT is not None:
+        gap_BT = np.where(mask_BT, np.abs(np.asarray(logp_BT) - rollout.sampler_logp_BT), 0.0)
+        gap_B = gap_BT.sum(axis=1) / np.maximum(length_B, 1)
+    return [
+        Sample(
+            step=step,
+            prompt=problems[row // copies].prompt,
+            answer=problems[row // copies].answer,
+            response=response,
+            score=float(scores.score_B[row]) if scores.scorable_B[row] else None,
+            parts={name: _or_none(part[row]) for name, part in scores.parts.items()},
+            prompt_length=len(problems[row // copies].prompt_tokens),
+            response_length=int(length_B[row]),
+            truncated=bool(rollout.truncated_B[row]),
+            logp_gap=None if gap_B is None else float(gap_B[row]),
+        )
+        for row, response in enumerate(responses)
+    ]
+
+
+def _or_none(value: Any) -> float | None:
+    return float(value) if np.isfinite(value) else None
