@@ -38,6 +38,16 @@ def misbehave(response):
             file.write(str(child.pid))
         while True:
             time.sleep(1)
+    if kind == "scribble":  # into every open file descriptor, the pipe's among them
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, b"\\0\\0\\0\\4oops")
+            except OSError:
+                pass
+        return 1.0
+    if kind == "closeall":
+        os.closerange(3, 64)
+        return 1.0
     if kind == "exit":
         os._exit(3)
     if kind == "segfault":
@@ -146,7 +156,7 @@ def test_failures_say_what_happened(hostile):
     details = [failures[index].detail for index in range(6)]
     assert "1 s" in details[0]
     assert "status 3" in details[1]
-    assert "SIGSEGV" in details[2]
+    assert "signal 11" in details[2]
     assert "KeyError" in details[3] and "hostile.py:" in details[3] and "\n" not in details[3]
     assert "nan" in details[4]
     assert "str" in details[5]
@@ -203,6 +213,12 @@ def test_a_batch_of_the_wrong_length(hostile):
 def test_printing_does_not_disturb_the_pipe(hostile):
     values, failures, _ = run(hostile, "single", ["print"] * 20)
     assert values == dict.fromkeys(range(20), 5.0) and not failures
+
+
+def test_a_function_that_destroys_the_pipe_costs_its_example(hostile):
+    values, failures, _ = run(hostile, "single", ["value 0", "scribble", "value 2", "closeall", "value 4"])
+    assert values == {0: 0.0, 2: 2.0, 4: 4.0}
+    assert {index: failure.cause for index, failure in failures.items()} == {1: "crash", 3: "crash"}
 
 
 def test_results_stream(hostile):

@@ -30,8 +30,8 @@ GROUP_SIZE = 64  # examples in one batched call, and async calls in flight, per 
 CHUNK_SIZE = 64  # groups in one message
 START_LIMIT_S = 120.0  # for importing the functions' modules
 START_ATTEMPTS = 3
-STDERR = 2
 GRACE_S = 1.0  # after the limit; a process normally ends itself at the limit
+STDERR = 2
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ class _Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         status = self.process.wait()
-        return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        return (
+            f"ended by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"exited with status {status}"
+        )
 
 
 class Pool:
@@ -189,7 +191,7 @@ class Pool:
     def _receive(self, worker: _Worker) -> Iterator[Outcome]:
         try:
             message: Message = worker.connection.recv()
-        except (EOFError, OSError):
+        except Exception:  # closed, or a function wrote into the pipe: either way nothing more can be understood
             yield from self._bury(worker, patience_s=GRACE_S)
             return
         worker.progress_at = time.monotonic()
