@@ -209,16 +209,20 @@ def test_eight_devices_say_what_one_says(params, rows):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     by_row = NamedSharding(mesh, PartitionSpec("fsdp"))
 
-    def loss(params, rows, remat):
-        hidden_RWD = models.hidden_states(params, CONFIG, *rows, remat=remat)
+    def loss(params, rows, remat, row_sharding):
+        hidden_RWD = models.hidden_states(params, CONFIG, *rows, remat=remat, row_sharding=row_sharding)
         output = models.token_logp(params, CONFIG, hidden_RWD, rows[0], temperature=0.9, chunk_tokens=16)
         return (output.logp + 0.1 * output.entropy).sum(), output
 
-    program = jax.jit(jax.grad(loss, has_aux=True), static_argnums=2)
+    program = jax.jit(jax.grad(loss, has_aux=True), static_argnums=(2, 3))
     layout = sharded(mesh, models.param_dims(CONFIG, "lm"), MESH_RULES)
     split = jax.device_put(params, layout)
-    many = program(split, jax.device_put(rows, by_row), True)
-    close(many, program(params, rows, False))
+    many = program.lower(split, jax.device_put(rows, by_row), True, by_row).compile()
+    close(many(split, jax.device_put(rows, by_row)), program(params, rows, False, None))
+    # A quarter of the rows and half of the MLP's width on each device, at no time all rows.
+    inner = CONFIG.intermediate_size // 2
+    assert f"f32[{ROWS // 4},{WIDTH},{inner}]" in many.as_text()
+    assert f"f32[{ROWS},{WIDTH},{inner}]" not in many.as_text()
 
 
 def test_decoding_on_eight_devices(params, rows):

@@ -28,6 +28,7 @@ def hidden_states(
     *,
     remat: bool = False,
     dtype: Any = jnp.float32,
+    row_sharding: jax.sharding.Sharding | None = None,
 ) -> Float[Array, "R W D"]:
     """The residual stream after the final norm, for every token of every packed row.
 
@@ -36,8 +37,14 @@ def hidden_states(
       segment_RW: Which sequence of the row a token belongs to; 0 is padding.
       remat: Keep only each layer's input for the backward pass and recompute the rest.
       dtype: Of activations and of the result.
+      row_sharding: How rows are split over devices, for parameters that are split over the same
+        axes. Without it the compiler may gather the rows and split the width instead of
+        gathering each layer's weights.
     """
     turn = rotation(config, position_RW)
+    hidden_RWD = _embed(params, token_RW, dtype)
+    if row_sharding is not None:
+        hidden_RWD = jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
 
     def step(hidden_RWD, layer):
         hidden_RWD, _, _ = _rows(layer, config, hidden_RWD, turn, segment_RW)
@@ -45,7 +52,7 @@ def hidden_states(
 
     # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
     body = jax.checkpoint(step, prevent_cse=False) if remat else step
-    hidden_RWD, _ = jax.lax.scan(body, _embed(params, token_RW, dtype), params["layers"])
+    hidden_RWD, _ = jax.lax.scan(body, hidden_RWD, params["layers"])
     return rms_norm(hidden_RWD, params["final_norm"], eps=config.rms_norm_eps)
 
 
