@@ -302,6 +302,12 @@ def test_a_seed_out_of_range(engine):
         engine.generate(problems(1), Sampling(), seed=-1)
 
 
+@pytest.mark.parametrize("name", ["slots", "max_prompt_tokens", "max_response_tokens", "decode_tokens_per_dispatch"])
+def test_sizes_below_one(name):
+    with pytest.raises(ValueError, match=f"{name}=0; expected 1 or more"):
+        build(**{name: 0})
+
+
 def test_sizes_that_do_not_fit_the_model():
     with pytest.raises(ValueError, match="exceeds the model's 32768 positions"):
         build(max_response_tokens=40_000)

@@ -98,6 +98,14 @@ class Engine:
         kv_head_axis: str | None = None,
     ) -> None:
         capacity = max_prompt_tokens + max_response_tokens
+        for name, size in (
+            ("slots", slots),
+            ("max_prompt_tokens", max_prompt_tokens),
+            ("max_response_tokens", max_response_tokens),
+            ("decode_tokens_per_dispatch", decode_tokens_per_dispatch),
+        ):
+            if size < 1:
+                raise ValueError(f"{name}={size}; expected 1 or more")
         _check_sizes(config, mesh, capacity=capacity, stop_tokens=stop_tokens, kv_head_axis=kv_head_axis)
         replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
         self.slots = -(-slots // replicas) * replicas
@@ -118,9 +126,8 @@ class Engine:
         self._mesh = mesh
         self._layout = Layout(mesh, slot_axes, kv_head_axis)
         self._programs: dict[tuple[str, int], jax.stages.Compiled] = {}
-        self._params: Params | None = None
+        self._weights: tuple[Params, int] | None = None
         self._signature: Any = None
-        self._version: int | None = None
         self.free()
 
     @property
@@ -148,7 +155,7 @@ class Engine:
         """
         if self.active:
             raise RuntimeError(
-                f"{self.active} responses are being generated with version {self._version}; "
+                f"{self.active} responses are being generated with version {self._cache_version}; "
                 f"finish or free() them before loading version {version}"
             )
         devices = set(self._mesh.devices.flat)
@@ -162,12 +169,12 @@ class Engine:
             raise ValueError("weights of another shape, dtype or layout than those loaded before; build a new Engine")
         self.free()
         self._signature = signature
-        self._params, self._version = params, version
+        self._weights = params, version
 
     def unload(self) -> None:
         """Let go of the weights and the cache; compiled programs stay."""
         self.free()
-        self._params = self._version = None
+        self._weights = None
 
     def free(self) -> None:
         """Drop the cache, and with it whatever is being generated."""
@@ -183,7 +190,7 @@ class Engine:
         Raises:
           ValueError: Too many prompts, or one that is empty, too long or outside the vocabulary.
         """
-        params = self._loaded()
+        params, version = self._loaded()
         if not 0 < len(prompts) <= self.prefill_prompts:
             raise ValueError(f"a prefill takes 1 to {self.prefill_prompts} prompts, got {len(prompts)}")
         for prompt in prompts:
@@ -197,7 +204,7 @@ class Engine:
         rows = jax.device_put((token_PS, length_P), self._layout.rows)
         self.prefilled_prompts += len(prompts)
         result = self._run("prefill", width, programs.prefill, (params, *rows), out=self._layout.prompts)
-        return Prefilled(result, tuple(map(len, prompts)), self._version)
+        return Prefilled(result, tuple(map(len, prompts)), version)
 
     def insert(
         self, prefilled: Prefilled, placements: Sequence[Placement], sampling: knobs.Sampling, *, seed: int
@@ -207,17 +214,15 @@ class Engine:
         Args:
           seed: In [0, 2**32).
         """
-        params = self._loaded()
-        assert prefilled.version == self._version, (
-            f"prompts prefilled by version {prefilled.version} cannot be continued by version {self._version}"
+        params, version = self._loaded()
+        assert prefilled.version == version, (
+            f"prompts prefilled by version {prefilled.version} cannot be continued by version {version}"
         )
         most = self.prefill_prompts
         assert len(placements) <= most, f"an insertion takes {most} placements, got {len(placements)}"
-        row_I, slot_I, request_I = (
-            np.zeros(most, np.int32),
-            np.full(most, self.slots, np.int32),
-            np.zeros(most, np.uint32),
-        )
+        row_I = np.zeros(most, np.int32)
+        slot_I = np.full(most, self.slots, np.int32)
+        request_I = np.zeros(most, np.uint32)
         for index, (row, slot, request_id) in enumerate(placements):
             assert not (self._active_B[slot] or self._fresh_B[slot]), f"slot {slot} is taken"
             row_I[index], slot_I[index], request_I[index] = row, slot, request_id
@@ -228,7 +233,7 @@ class Engine:
         )
         if self._slots is None:
             self._slots = self._run("empty", 0, programs.empty_slots, (), out=self._layout.slots)
-            self._cache_version = self._version
+            self._cache_version = version
         arguments = (params, self._slots, prefilled.prompts, insertion)
         width = prefilled.prompts.prefix.key_LPSKH.shape[2]
         self._slots = self._run("insert", width, programs.insert, arguments, out=self._layout.slots, donate=1)
@@ -242,10 +247,10 @@ class Engine:
         Raises:
           FloatingPointError: The policy's logits are not finite.
         """
-        params = self._loaded()
+        params, version = self._loaded()
         assert self._slots is not None, "nothing was inserted"
-        assert self._cache_version == self._version, (
-            f"the cache of version {self._cache_version} cannot be continued by version {self._version}"
+        assert self._cache_version == version, (
+            f"the cache of version {self._cache_version} cannot be continued by version {version}"
         )
         going_B = self._active_B | self._fresh_B
         longest = int(self._cached_B[going_B].max(initial=0)) + self._shape.tokens_per_dispatch
@@ -299,20 +304,23 @@ class Engine:
 
         Raises:
           ValueError: A request that cannot be answered, or a seed out of range.
+          RuntimeError: No weights are loaded, or slots are in use by `insert`.
+          FloatingPointError: The policy's logits are not finite.
         """
-        self._loaded()
+        _, version = self._loaded()
         if self.active:
             raise RuntimeError(f"{self.active} responses are being generated; finish or free() them first")
         self._check_requests(requests, seed)
-        scheduler = Scheduler(requests, slots=self.slots, stop_tokens=self._shape.stop_tokens, version=self._version)
+        scheduler = Scheduler(requests, slots=self.slots, stop_tokens=self._shape.stop_tokens, version=version)
         completions: dict[int, Completion] = {}
-        prefilled = None
+        prefilled: Prefilled | None = None
         try:
             while not scheduler.finished:
                 if scheduler.refill_due:
                     while scheduler.placeable:
                         if scheduler.prefill_due:
                             prefilled = self.prefill(scheduler.take_prompts(self.prefill_prompts))
+                        assert prefilled is not None, "a request was placed before its prompt was prefilled"
                         self.insert(prefilled, scheduler.place(self.prefill_prompts), sampling, seed=seed)
                 for slot, tokens, logps, active in self.decode():
                     completion = scheduler.record(slot, tokens, logps, active=active)
@@ -336,10 +344,11 @@ class Engine:
             self._programs[name, length] = jitted.lower(*arguments).compile()
         return self._programs[name, length](*arguments)
 
-    def _loaded(self) -> Params:
-        if self._params is None:
+    def _loaded(self) -> tuple[Params, int]:
+        """The weights and their version."""
+        if self._weights is None:
             raise RuntimeError("the engine has no weights; call load(params, version=...) first")
-        return self._params
+        return self._weights
 
     def _check_prompt(self, prompt: tuple[int, ...]) -> None:
         longest = self._prompt_buckets[-1]

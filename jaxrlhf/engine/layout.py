@@ -15,7 +15,8 @@ class Layout:
     """
 
     def __init__(self, mesh: Mesh, slot_axes: tuple[str, ...], kv_head_axis: str | None) -> None:
-        def sharding(*axes: Any) -> NamedSharding:
+        # Any, because the trees below hold shardings where their types say arrays.
+        def sharding(*axes: Any) -> Any:
             return NamedSharding(mesh, PartitionSpec(*axes))
 
         self.whole = sharding()

@@ -81,6 +81,7 @@ def length_buckets(longest: int) -> tuple[int, ...]:
 
 def halving_buckets(longest: int, *, shortest: int) -> tuple[int, ...]:
     """`longest` and its halves, rounded up, down to `shortest`; ascending."""
+    assert shortest > 1, "a length of 1 is its own half"
     lengths = [longest]
     while (half := -(-lengths[-1] // 2)) >= shortest:
         lengths.append(half)
