@@ -222,6 +222,51 @@ def test_configurations_are_read(copy, tmp_path_factory):
     assert (config.rope_theta, config.rope_scaling, config.head_dim) == (1e6, None, 8)
 
 
+QWEN2_5 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 32768,
+}
+QWEN3 = QWEN2_5 | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "rope_scaling": None,
+}
+LLAMA3_2 = QWEN2_5 | {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "fields, parameters",
+    [(QWEN2_5, 494_032_768), (QWEN3, 596_049_920), (LLAMA3_2, 1_235_814_400)],
+    ids=["Qwen2.5-0.5B", "Qwen3-0.6B", "Llama-3.2-1B"],
+)
+def test_published_models_have_their_published_size(tmp_path, fields, parameters):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = models.read_config(tmp_path)
+    assert sum(shape.size for shape in jax.tree.leaves(models.param_shapes(config, "lm"))) == parameters
+
+
 def test_an_export_never_mixes_with_another(source):
     config = models.read_config(source)
     with pytest.raises(ValueError, match="already holds safetensors"):

@@ -127,7 +127,7 @@ def read_config(path: str | Path) -> ModelConfig:
 def _read_rope(fields: dict[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
     """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    theta = float(rope.pop("rope_theta", fields.get("rope_theta", 10_000.0)))
+    theta = float(rope.pop("rope_theta", None) or fields.get("rope_theta") or 10_000.0)
     kinds = {rope.pop(name) for name in ("rope_type", "type") if name in rope} or {"default"}
     if rope.get("partial_rotary_factor") == 1.0:
         del rope["partial_rotary_factor"]
