@@ -104,18 +104,6 @@ def init_params(config: ModelConfig, head: Head, key: PRNGKeyArray | UInt32[Arra
 def _draw(param: Param, key: PRNGKeyArray | UInt32[Array, "2"]) -> Array:
     match param.init:
         case "normal":
-            import os
-            if os.environ.get("INIT")=="1":
-                n=1
-                for s,d in zip(param.shape,param.dims):
-                    pass
-                sh=param.shape
-                if param.dims[0]=="layers":
-                    body=sh[1:]
-                    fan={2:body[0],3:body[0] if param.dims[1]=="embed" else body[0]*body[1]}[len(body)]
-                else: fan=sh[-1]
-                std=fan**-0.5 if param.dims[0]=="layers" else 0.05
-                return std*jax.random.normal(key, param.shape, jnp.float32)
             return INIT_STDDEV * jax.random.normal(key, param.shape, jnp.float32)
         case "ones":
             return jnp.ones(param.shape, jnp.float32)
