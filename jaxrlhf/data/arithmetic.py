@@ -51,7 +51,7 @@ class Level:
 
 LEVELS = {
     1: Level("+-*", steps=(1, 2), start=9, change=9, factor=3, largest=30),
-    2: Level("+-*", steps=(2, 2), start=20, change=20, factor=5, largest=99),
+    2: Level("+-*", steps=(2, 2), start=20, change=9, factor=4, largest=60),
     3: Level("+-*/", steps=(2, 3), start=50, change=50, factor=9, largest=200),
     4: Level("+-*/", steps=(3, 4), start=200, change=200, factor=12, largest=2_000),
     5: Level("+-*/", steps=(4, 5), start=500, change=500, factor=20, largest=20_000),
