@@ -1,0 +1,119 @@
+"""A run that is killed, or told to stop, at any moment gives the numbers of one that was not."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_runs import numbers, records
+
+TESTS = Path(__file__).parent
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts `jaxrlhf.train`, or `dying_run.py` when a signal is given, and waits for its end."""
+    environment = {
+        **os.environ,
+        # The first run compiles; the others load the very same programs.
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+
+    def run(workdir: Path, *dying: object) -> subprocess.CompletedProcess:
+        program = [str(TESTS / "dying_run.py"), *map(str, dying)] if dying else ["-m", "jaxrlhf.train"]
+        arguments = ["--config", str(TESTS / "tiny_runs.py"), "--workdir", str(workdir)]
+        command = [sys.executable, *program, *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(start, tmp_path_factory) -> Path:
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    done = start(workdir)
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def saved(directory: Path) -> set[int]:
+    """Steps of the checkpoints that are complete."""
+    folders = directory.glob("checkpoints/step_*")
+    return {int(folder.name.removeprefix("step_")) for folder in folders if "tmp" not in folder.name}
+
+
+def unfinished(directory: Path) -> list[Path]:
+    return [folder for folder in directory.glob("checkpoints/*") if "tmp" in folder.name]
+
+
+def assert_same_run(workdir: Path, other: Path) -> None:
+    for stage in ("cold_start", "."):
+        mine, theirs = numbers(workdir / stage / "metrics.jsonl"), numbers(other / stage / "metrics.jsonl")
+        assert [record["step"] for record in mine] == [record["step"] for record in theirs]
+        for record, expected in zip(mine, theirs, strict=True):
+            assert record == expected
+    for name in ("samples.jsonl", "evaluation.jsonl"):
+        assert (workdir / name).read_bytes() == (other / name).read_bytes()
+    assert saved(workdir) == saved(other)
+    assert not unfinished(workdir)
+
+
+@pytest.mark.slow
+def test_killed_five_times(start, undisturbed, tmp_path):
+    cold = tmp_path / "cold_start"
+
+    # The second update of the cold start, which makes two and saves at its end.
+    assert start(tmp_path, "SIGKILL", "update", 2).returncode == KILLED
+    assert (saved(cold), len(records(cold / "metrics.jsonl"))) == (set(), 1)
+
+    # Two updates of the cold start again, then the second of the first step's two.
+    assert start(tmp_path, "SIGKILL", "update", 4).returncode == KILLED
+    assert (saved(cold), saved(tmp_path), records(tmp_path / "metrics.jsonl")) == ({2}, set(), [])
+
+    # The cold start is not made again; the save after step 2 is cut off as it writes.
+    assert start(tmp_path, "SIGKILL", "write", 1).returncode == KILLED
+    assert saved(tmp_path) == set()
+    assert unfinished(tmp_path)
+    assert len(records(tmp_path / "metrics.jsonl")) >= 2
+
+    # Step 2 is saved now; the save after step 4 is cut off before its last rename.
+    assert start(tmp_path, "SIGKILL", "commit", 2).returncode == KILLED
+    assert saved(tmp_path) == {2}
+    assert unfinished(tmp_path)
+    assert len(records(tmp_path / "metrics.jsonl")) >= 4
+
+    # From step 2: two updates of each of steps 3 and 4, then the second of step 5.
+    assert start(tmp_path, "SIGKILL", "update", 6).returncode == KILLED
+    assert saved(tmp_path) >= {2}
+    assert len(records(tmp_path / "metrics.jsonl")) == 4
+
+    done = start(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step 1/6" not in done.stdout
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+def test_stopped_twice(start, undisturbed, tmp_path):
+    # In the first step of the cold start.
+    done = start(tmp_path, "SIGTERM", "update", 1)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"stopped after saving; the same command goes on from {tmp_path}" in done.stdout
+    assert (saved(tmp_path / "cold_start"), saved(tmp_path)) == ({1}, set())
+
+    # One update of the cold start and four of steps 1 and 2, then the first of step 3.
+    done = start(tmp_path, "SIGTERM", "update", 6)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "stopped after saving" in done.stdout
+    assert max(saved(tmp_path)) == 3
+    assert len(records(tmp_path / "metrics.jsonl")) == 3
+    assert not (tmp_path / "curve.png").exists()
+
+    done = start(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path, undisturbed)
