@@ -77,7 +77,14 @@ def test_initial_parameters():
     jax.tree.map(lambda leaf, param: np.testing.assert_equal(leaf.shape, param.shape), params, declared)
     assert not params["head"].any() and not params["layers"]["attention"]["query_bias"].any()
     assert (params["final_norm"] == 1).all()
-    np.testing.assert_allclose(np.std(params["embed"]), 0.02, rtol=0.05)
+    inner = config.num_heads * config.head_dim
+    for leaf, inputs in (
+        (params["embed"], config.hidden_size),
+        (params["layers"]["attention"]["query"], config.hidden_size),
+        (params["layers"]["attention"]["output"], inner),
+        (params["layers"]["mlp"]["down"], config.intermediate_size),
+    ):
+        np.testing.assert_allclose(np.std(leaf), inputs**-0.5, rtol=0.05)
 
 
 def test_values_speak_of_the_prefix_before_the_token(params, rows):

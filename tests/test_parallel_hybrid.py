@@ -46,9 +46,18 @@ def test_the_switch_compiles_to_one_all_gather_in_the_micro_data_parallel_groups
     engine = HybridEngine(mesh_of(data=2, tensor=4, generation=2), DIMS, SHAPES, dtype=jnp.float32)
     program = engine.lower().compile().as_text()
     assert re.findall(COLLECTIVES, program) == ["all-gather"]
-    groups = re.search(r"replica_groups=(\{\{.*?\}\}|\[\S+\]\S*)", program)
-    assert groups is not None
-    assert groups[1] in ("{{0,1},{2,3},{4,5},{6,7}}", "[4,2]<=[8]")
+    assert replica_groups(program) == {frozenset(pair) for pair in [(0, 1), (2, 3), (4, 5), (6, 7)]}
+
+
+def replica_groups(program: str) -> set[frozenset[int]]:
+    """Groups of the only collective, written out or as a transposed and reshaped iota."""
+    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", program):
+        return {frozenset(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])}
+    found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", program)
+    assert found is not None
+    shape, source, order = ([int(n) for n in text.split(",")] if text else None for text in found.groups())
+    ids = np.arange(np.prod(source)).reshape(source)
+    return {frozenset(group.tolist()) for group in ids.transpose(order).reshape(shape)}
 
 
 def test_the_vanilla_axis_order_does_not_refine_and_moves_more() -> None:

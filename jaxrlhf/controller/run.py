@@ -23,6 +23,7 @@ from jaxrlhf.workers import Builder
 COLD_START = "cold_start"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
+REWARD_OUTPUT = "reward_output.log"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,10 @@ def train(config: Config, *, on_step: OnStep | None = None, dry_run: bool = Fals
     data = load_data(config, tokenizer)
     workdir = workdir_of(config)
     display = Display()
-    builder = Builder(config, tokenizer, pool, progress=display.progress)
+    if not dry_run:
+        workdir.mkdir(parents=True, exist_ok=True)
+    output = None if dry_run else workdir / REWARD_OUTPUT
+    builder = Builder(config, tokenizer, pool, progress=display.progress, reward_output=output)
     try:
         Console().print(settings_table(settings_rows(config, builder, data.train), title=config.name))
         if dry_run:
@@ -118,7 +122,6 @@ def tokenizer_path(config: Config) -> str | None:
 
 
 def _prepare_workdir(workdir: Path, config: Config, builder: Builder) -> None:
-    workdir.mkdir(parents=True, exist_ok=True)
     if not config.resume and (workdir / CHECKPOINTS).exists():
         raise ValueError(
             f"{workdir} already holds a run and resume is off; choose another workdir, delete it, or resume"

@@ -32,10 +32,12 @@ class LayerCache(NamedTuple):
         self, key_BKH: Float[Array, "B K H"], value_BKH: Float[Array, "B K H"], position_B: Int[Array, "B"]
     ) -> "LayerCache":
         """One new entry per slot, each at its own position."""
-        slot_B = jnp.arange(position_B.shape[0])
+        # One update per slot, not one scatter over slots: split over devices, each writes its own.
+        keys = jax.vmap(lambda stored_KHS, new_KH, at: stored_KHS.at[:, :, at].set(new_KH))
+        values = jax.vmap(lambda stored_KSH, new_KH, at: stored_KSH.at[:, at].set(new_KH))
         return LayerCache(
-            self.key_BKHS.at[slot_B, :, :, position_B].set(key_BKH.astype(self.key_BKHS.dtype)),
-            self.value_BKSH.at[slot_B, :, position_B].set(value_BKH.astype(self.value_BKSH.dtype)),
+            keys(self.key_BKHS, key_BKH.astype(self.key_BKHS.dtype), position_B),
+            values(self.value_BKSH, value_BKH.astype(self.value_BKSH.dtype), position_B),
         )
 
 

@@ -15,8 +15,6 @@ from jaxtyping import Array, PRNGKeyArray, UInt32
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
 
-INIT_STDDEV = 0.02
-
 
 @dataclass(frozen=True)
 class Param:
@@ -26,11 +24,13 @@ class Param:
       shape: Full, unsharded shape.
       dims: Name of each dimension for the sharding rules; None where it is never split.
       init: How it starts when no checkpoint gives it.
+      fan_in: Inputs that one output sums over; a normal weight starts with variance 1 / fan_in.
     """
 
     shape: tuple[int, ...]
     dims: tuple[str | None, ...]
     init: Literal["normal", "ones", "zeros"] = "normal"
+    fan_in: int = 1
 
     @property
     def stacked(self) -> bool:
@@ -44,7 +44,7 @@ def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
     A tied language model has no `head`; a value or score head is one vector that starts at zero.
     """
     tree: dict[str, Any] = {
-        "embed": Param((config.vocab_size, config.hidden_size), ("vocab", "embed")),
+        "embed": _table(config),
         "layers": {
             "attention_norm": _norm(config, config.hidden_size),
             "attention": _attention(config),
@@ -56,8 +56,13 @@ def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
     if head != "lm":
         tree["head"] = Param((config.hidden_size,), (None,), "zeros")
     elif not config.tie_embeddings:
-        tree["head"] = Param((config.vocab_size, config.hidden_size), ("vocab", "embed"))
+        tree["head"] = _table(config)
     return tree
+
+
+def _table(config: ModelConfig) -> Param:
+    """Embedding or head: drawn so that logits start with variance 1."""
+    return Param((config.vocab_size, config.hidden_size), ("vocab", "embed"), fan_in=config.hidden_size)
 
 
 def _norm(config: ModelConfig, width: int) -> Param:
@@ -69,10 +74,12 @@ def _attention(config: ModelConfig) -> dict[str, Param]:
     heads = {"query": ("heads", config.num_heads), "key": ("kv_heads", config.num_kv_heads)}
     heads["value"] = heads["key"]
     tree = {
-        name: Param((layers, width, count, head_dim), ("layers", "embed", dim, "head_dim"))
+        name: Param((layers, width, count, head_dim), ("layers", "embed", dim, "head_dim"), fan_in=width)
         for name, (dim, count) in heads.items()
     }
-    tree["output"] = Param((layers, config.num_heads, head_dim, width), ("layers", "heads", "head_dim", "embed"))
+    inner = config.num_heads * head_dim
+    output = (layers, config.num_heads, head_dim, width)
+    tree["output"] = Param(output, ("layers", "heads", "head_dim", "embed"), fan_in=inner)
     if config.qkv_bias:
         for name, (dim, count) in heads.items():
             tree[f"{name}_bias"] = Param((layers, count, head_dim), ("layers", dim, "head_dim"), "zeros")
@@ -85,14 +92,16 @@ def _attention(config: ModelConfig) -> dict[str, Param]:
 def _mlp(config: ModelConfig) -> dict[str, Param]:
     layers, width, inner = config.num_layers, config.hidden_size, config.intermediate_size
     return {
-        "gate": Param((layers, width, inner), ("layers", "embed", "mlp")),
-        "up": Param((layers, width, inner), ("layers", "embed", "mlp")),
-        "down": Param((layers, inner, width), ("layers", "mlp", "embed")),
+        "gate": Param((layers, width, inner), ("layers", "embed", "mlp"), fan_in=width),
+        "up": Param((layers, width, inner), ("layers", "embed", "mlp"), fan_in=width),
+        "down": Param((layers, inner, width), ("layers", "mlp", "embed"), fan_in=inner),
     }
 
 
 def init_params(config: ModelConfig, head: Head, key: PRNGKeyArray | UInt32[Array, "2"]) -> Params:
-    """Random float32 parameters: weights normal(0, 0.02), norms one, biases and scalar heads zero.
+    """Random float32 parameters: weights normal(0, 1 / fan_in), norms one, biases and scalar heads zero.
+
+    Source: LeCun et al. 1998 (Efficient BackProp), section 4.6.
 
     Pure, so `jax.jit(..., out_shardings=...)` draws each device's shard in place.
     """
@@ -104,7 +113,7 @@ def init_params(config: ModelConfig, head: Head, key: PRNGKeyArray | UInt32[Arra
 def _draw(param: Param, key: PRNGKeyArray | UInt32[Array, "2"]) -> Array:
     match param.init:
         case "normal":
-            return INIT_STDDEV * jax.random.normal(key, param.shape, jnp.float32)
+            return param.fan_in**-0.5 * jax.random.normal(key, param.shape, jnp.float32)
         case "ones":
             return jnp.ones(param.shape, jnp.float32)
         case "zeros":

@@ -1,6 +1,7 @@
 """Builds the groups of a run: models on meshes over a resource pool."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -68,6 +69,10 @@ def stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int
 class Roles:
     """The groups that a step calls, by role.
 
+    Args:
+      workers: By role.
+      lanes: Of the pool that each role is placed on.
+
     Attributes:
       timeline: When each call ran.
     """
@@ -79,9 +84,9 @@ class Roles:
 
     def __init__(self, workers: Mapping[str, Any], lanes: Mapping[str, Lane], timeline: Timeline) -> None:
         self.timeline = timeline
-        self._workers, self._lanes = dict(workers), lanes
+        self._workers, self._lanes = dict(workers), set(lanes.values())
         for role, worker in workers.items():
-            setattr(self, role, Group(role, worker, lanes["reward" if role == "reward" else "pool"]))
+            setattr(self, role, Group(role, worker, lanes[role]))
 
     def _trained(self) -> list[Any]:
         return [worker for worker in self._workers.values() if hasattr(worker, "optimizer_state")]
@@ -103,7 +108,7 @@ class Roles:
 
     def close(self) -> None:
         """Wait for running calls and let the threads end."""
-        for lane in self._lanes.values():
+        for lane in self._lanes:
             lane.close()
 
 
@@ -115,10 +120,17 @@ class Builder:
       tokenizer: The policy's.
       pool: Where all roles are placed.
       progress: Told how far generation and rewards are.
+      reward_output: File that takes what reward functions print; None is the standard error stream.
     """
 
     def __init__(
-        self, config: Config, tokenizer: PreTrainedTokenizerBase, pool: ResourcePool, *, progress: Progress
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        pool: ResourcePool,
+        *,
+        progress: Progress,
+        reward_output: Path | None = None,
     ) -> None:
         self.config, self.tokenizer, self.pool, self._progress = config, tokenizer, pool, progress
         self.model = model_config(config.model, tokenizer)
@@ -141,7 +153,10 @@ class Builder:
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
         )
-        self.scorer = Scorer(config.rewards, models=self._reward_models())
+        models = self._reward_models()
+        self.scorer = Scorer(config.rewards, models=models, output=reward_output)
+        # Functions score beside the models' work; a reward model computes on the pool's devices, in turn.
+        self._reward_lane = "pool" if models else "reward"
 
     def _reward_models(self) -> dict[str, Callable[..., Any]]:
         parts = [part for part in self.config.rewards.parts if isinstance(part, ModelReward)]
@@ -172,7 +187,9 @@ class Builder:
             "reference": lambda: self._reference(start),
             "reward": lambda: Reward(self.scorer, self._decode, self._progress),
         }
-        return Roles({name: make[name]() for name in dict.fromkeys((*names, "reward"))}, lanes, timeline)
+        workers = {name: make[name]() for name in dict.fromkeys((*names, "reward"))}
+        placement = dict.fromkeys(workers, lanes["pool"]) | {"reward": lanes[self._reward_lane]}
+        return Roles(workers, placement, timeline)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -75,6 +75,7 @@ class ModelWorker:
             rows.segment_RW,
             remat=self._remat,
             dtype=self.dtype,
+            row_sharding=self._batch_sharding,
         )
 
     def _pack(self, sequences: Sequences) -> Packing:
@@ -141,7 +142,7 @@ class TrainedWorker(ModelWorker):
 
     def _apply_gradient(self, params: Params, state: Any, gradient: Params) -> tuple[Params, Any, jax.Array]:
         changes, state = self._optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, changes), state, optax.global_norm(gradient)
+        return optax.apply_updates(params, changes), state, optax.tree.norm(gradient)
 
     def _accumulator(self, objective: Objective, settings: Hashable) -> Any:
         """The program that adds one microbatch's gradient, compiled once per objective."""

@@ -1,0 +1,170 @@
+"""The gradient is one sum: microbatches, packing, row order and mesh cannot change it."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrlhf.algos import TokenOutput, policy_objective, token_weights, value_objective
+from jaxrlhf.batch import Experience, Rollout, Sequences
+from jaxrlhf.config import (
+    PPO,
+    Arithmetic,
+    Config,
+    FromScratch,
+    KLInLoss,
+    Layout,
+    Optimizer,
+    PolicyLoss,
+    Sampling,
+    Training,
+)
+from jaxrlhf.config import Rollout as RolloutSettings
+from jaxrlhf.data import embedded_tokenizer, load_problems
+from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.workers import Builder
+
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
+
+
+def config(*, layout: Layout | None = None, tokens: int = 2048, devices: int = 1, remat: bool = False) -> Config:
+    training = Training(
+        optimizer=Optimizer(learning_rate=1e-3),
+        layout=layout or Layout(),
+        tokens_per_microbatch=tokens,
+        remat=remat,
+    )
+    return Config(
+        name="gradient",
+        model=FromScratch(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8),
+        data=Arithmetic(difficulty=1, train_problems=16, eval_problems=4),
+        algorithm=PPO(
+            responses_per_update=16,
+            policy=PolicyLoss(entropy_coefficient=0.01),
+            kl=KLInLoss(coefficient=0.1),
+            critic=training,
+        ),
+        actor=training,
+        rollout=RolloutSettings(
+            prompts_per_step=8, responses_per_prompt=2, max_prompt_tokens=56, max_response_tokens=16
+        ),
+        steps=1,
+        devices=devices,
+    )
+
+
+def build(settings: Config):
+    builder = Builder(settings, embedded_tokenizer(), ResourcePool.of_all(settings.devices), progress=lambda *_: None)
+    roles = builder.roles(
+        ("actor", "critic", "reference"),
+        builder.initial_actor(),
+        optimizer=settings.actor.optimizer,
+        total_updates=1,
+        seed=0,
+    )
+    return builder, roles
+
+
+def experience(seed: int = 0, *, rows: int = 16, width: int = 72) -> Experience:
+    """Random responses of many lengths, one without any trained token."""
+    rng = np.random.default_rng(seed)
+    length_B = rng.integers(4, width + 1, rows).astype(np.int32)
+    start_B = rng.integers(1, length_B)
+    position_T = np.arange(width)
+    inside_BT = position_T < length_B[:, None]
+    mask_BT = inside_BT & (position_T >= start_B[:, None])
+    mask_BT[3] = False
+    token_BT = np.where(inside_BT, rng.integers(0, 400, (rows, width)), 0).astype(np.int32)
+    weight_BT = np.asarray(token_weights(mask_BT, np.arange(rows), aggregation="seq-mean-token-mean"))
+    names = ("advantage", "old_logp", "ref_logp", "returns", "old_value")
+    fields = {name: rng.normal(size=(rows, width)).astype(np.float32) for name in names}
+    fields |= {"old_logp": fields["old_logp"] - 6, "ref_logp": fields["ref_logp"] - 6}
+    fields |= {"kl_weight": 0.1 * weight_BT, "entropy_weight": 0.01 * weight_BT}
+    return Experience(Sequences(token_BT, length_B, mask_BT, np.arange(rows)), weight_BT, fields)
+
+
+def gradients(settings: Config, batch: Experience) -> list[np.ndarray]:
+    builder, roles = build(settings)
+    algorithm = settings.algorithm
+    try:
+        actor, _ = roles.actor.worker.gradient(batch, policy_objective, algorithm)
+        critic, _ = roles.critic.worker.gradient(batch, value_objective, algorithm.value)
+        return [np.asarray(leaf) for leaf in jax.tree.leaves((actor, critic))]
+    finally:
+        roles.close()
+        builder.close()
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[np.ndarray]:
+    return gradients(config(), experience())
+
+
+def agree(left: list[np.ndarray], right: list[np.ndarray]) -> None:
+    assert any(np.abs(leaf).max() > 1e-3 for leaf in left)
+    for one, other in zip(left, right, strict=True):
+        np.testing.assert_allclose(one, other, **TOLERANCE)
+
+
+def test_microbatch_size_and_packing(plain: list[np.ndarray]) -> None:
+    agree(plain, gradients(config(tokens=72), experience()))  # rows of one sequence's width, one row at a time
+
+
+def test_rematerialisation(plain: list[np.ndarray]) -> None:
+    agree(plain, gradients(config(remat=True), experience()))
+
+
+def test_row_order(plain: list[np.ndarray]) -> None:
+    order = np.random.default_rng(1).permutation(16)
+    agree(plain, gradients(config(), jax.tree.map(lambda x: x[order], experience())))
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(fsdp=4, tensor=2), Layout(tensor=4, generation_tensor=2), Layout(fsdp=8)], ids=str
+)
+def test_mesh(plain: list[np.ndarray], layout: Layout) -> None:
+    agree(plain, gradients(config(layout=layout, devices=8), experience()))
+
+
+def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees() -> None:
+    settings = config()
+    settings = replace(settings, algorithm=replace(settings.algorithm, kl=None, policy=PolicyLoss()))
+    builder, roles = build(settings)
+    problems = load_problems(
+        settings.data, builder.tokenizer, split="train", max_prompt_tokens=settings.rollout.max_prompt_tokens
+    ).problems[:8]
+    rollout: Rollout = roles.actor.generate_sequences(
+        problems, Sampling(temperature=1.0), responses_per_prompt=2, seed=3
+    ).result()
+    mask_BT = rollout.sequences.mask_BT
+    old: TokenOutput = roles.actor.compute_log_prob(rollout).result()
+    reference = roles.reference.compute_ref_log_prob(rollout).result()
+    np.testing.assert_allclose(old.logp[mask_BT], rollout.sampler_logp_BT[mask_BT], atol=1e-5)
+    np.testing.assert_array_equal(old.logp, reference)
+    weight_BT = np.asarray(token_weights(mask_BT, rollout.sequences.prompt_id_B, aggregation="token-mean"))
+    fields = {"advantage": np.where(mask_BT, 1.0, 0.0).astype(np.float32), "old_logp": old.logp}
+    update = roles.actor.update_actor(
+        [Experience(rollout.sequences, weight_BT, fields)], objective=policy_objective, settings=settings.algorithm
+    )
+    metrics = update.result()
+    assert metrics["policy/clip_fraction"] == 0
+    assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)
+    assert abs(metrics["policy/kl_old"]) < 1e-6
+    assert metrics["actor/loss"] == pytest.approx(-1, abs=1e-5)
+    assert roles.actor.worker.version == 1
+    roles.close()
+    builder.close()
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run() -> None:
+    builder, roles = build(config())
+    batch = experience()
+    spoilt = Experience(
+        batch.sequences, batch.weight_BT, {**batch.fields, "advantage": batch.fields["advantage"] * np.inf}
+    )
+    with pytest.raises(FloatingPointError, match="actor: gradient norms") as raised:
+        roles.actor.update_actor([spoilt], objective=policy_objective, settings=config().algorithm).result()
+    assert "raised in actor.update_actor" in raised.value.__notes__
+    roles.close()
+    builder.close()
