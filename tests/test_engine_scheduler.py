@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from jaxrlhf.engine.scheduler import Request, Scheduler, fit, halving_buckets, length_buckets
+from jaxrlhf.engine.lengths import busy_buckets, fit, halving_buckets, length_buckets
+from jaxrlhf.engine.scheduler import Request, Scheduler
 
 STOP = 99
 
@@ -131,3 +132,13 @@ def test_halving_buckets():
     assert halving_buckets(80, shortest=128) == (80,)
     assert halving_buckets(1024, shortest=128) == (128, 256, 512, 1024)
     assert halving_buckets(1001, shortest=128) == (251, 501, 1001)
+
+
+def test_busy_buckets():
+    lengths = [10] * 50 + [20] * 49 + [40]
+    assert busy_buckets((16, 24, 48, 64), lengths, together=1) == (16, 24, 48, 64)
+    # Four prompts are all of the short kind once in sixteen times, eight hardly ever.
+    assert busy_buckets((16, 24, 48, 64), lengths, together=4) == (16, 24, 48, 64)
+    assert busy_buckets((16, 24, 48, 64), lengths, together=8) == (24, 48, 64)
+    # The longest one stays, however rare.
+    assert busy_buckets((16, 24, 48, 64), lengths, together=1000) == (48, 64)

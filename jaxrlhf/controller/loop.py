@@ -19,6 +19,7 @@ from jaxrlhf.tracking import CompileCounter, peak_memory_bytes
 from jaxrlhf.workers import Roles
 
 _PHASE = {
+    "compile_generation": "generate",
     "generate_sequences": "generate",
     "compute_reward": "reward",
     "compute_log_prob": "prepare",
@@ -43,6 +44,7 @@ class Loop:
       held_out: Problems to evaluate on; empty evaluates nothing.
       checkpoints: Of the stage.
       log: Makes the stage's log, given the steps already done.
+      prompt_lengths: Of all that the stage may generate from; their programs are compiled before its first step.
       on_step: Called after every step with its number and metrics.
       interrupted: Set when the run shall save and end after the step in progress.
     """
@@ -53,6 +55,7 @@ class Loop:
     held_out: Sequence[Problem]
     checkpoints: Checkpoints
     log: Callable[[int], StageLog]
+    prompt_lengths: Sequence[int] = ()
     on_step: OnStep | None = None
     interrupted: threading.Event = field(default_factory=threading.Event)
     compiled: CompileCounter = field(default_factory=CompileCounter)
@@ -62,6 +65,8 @@ class Loop:
         done, state = self._resume()
         log = self.log(done)
         try:
+            if self.prompt_lengths and done < self.config.steps:
+                self.roles.actor.compile_generation(self.prompt_lengths).result()
             for number in range(done + 1, self.config.steps + 1):
                 state, metrics = self._step(number, state, log)
                 stop = self.interrupted.is_set()

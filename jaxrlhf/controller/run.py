@@ -180,6 +180,8 @@ def _run_stage(run: Run, directory: Path, start: Params) -> Params | None:
         run.display.log = StageLog(directory, steps=config.steps, first_step=done)
         return run.display.log
 
+    generates = run.data.held_out or "reward" in algorithm.roles
+    prompts = [*run.data.train.problems, *run.data.held_out] if generates else []
     loop = Loop(
         config=config,
         roles=roles,
@@ -187,6 +189,7 @@ def _run_stage(run: Run, directory: Path, start: Params) -> Params | None:
         held_out=run.data.held_out,
         checkpoints=checkpoints,
         log=open_log,
+        prompt_lengths=[len(problem.prompt_tokens) for problem in prompts],
         on_step=run.on_step,
         interrupted=run.interrupted,
     )

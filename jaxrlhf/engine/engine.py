@@ -25,8 +25,9 @@ from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.layout import Layout, same_layout
+from jaxrlhf.engine.lengths import busy_buckets, fit, halving_buckets, length_buckets
 from jaxrlhf.engine.sampling import settings_of
-from jaxrlhf.engine.scheduler import Completion, Placement, Request, Scheduler, fit, halving_buckets, length_buckets
+from jaxrlhf.engine.scheduler import Completion, Placement, Request, Scheduler
 
 PREFILL_TOKENS = 2048
 """Tokens that one prefill aims at, padding included."""
@@ -98,12 +99,8 @@ class Engine:
         kv_head_axis: str | None = None,
     ) -> None:
         capacity = max_prompt_tokens + max_response_tokens
-        for name, size in (
-            ("slots", slots),
-            ("max_prompt_tokens", max_prompt_tokens),
-            ("max_response_tokens", max_response_tokens),
-            ("decode_tokens_per_dispatch", decode_tokens_per_dispatch),
-        ):
+        sizes = {"slots": slots, "max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
+        for name, size in (sizes | {"decode_tokens_per_dispatch": decode_tokens_per_dispatch}).items():
             if size < 1:
                 raise ValueError(f"{name}={size}; expected 1 or more")
         _check_sizes(config, mesh, capacity=capacity, stop_tokens=stop_tokens, kv_head_axis=kv_head_axis)
@@ -184,6 +181,16 @@ class Engine:
         self._fresh_B = np.zeros(self.slots, bool)
         self._cached_B = np.zeros(self.slots, np.int64)
 
+    def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
+        """Run once every program that prompts of these lengths need; buckets that they seldom fill are given up."""
+        self._prompt_buckets = busy_buckets(self._prompt_buckets, prompt_lengths, together=self.prefill_prompts)
+        shortest = {fit(length, self._prompt_buckets): length for length in sorted(prompt_lengths, reverse=True)}
+        for length in shortest.values():
+            self.insert(self.prefill([(0,) * length]), [Placement(0, 0, 0)], knobs.Sampling(), seed=0)
+            for capacity in self._capacities[self._capacities.index(self._capacity_for(length)) :]:
+                self._decode(capacity)
+            self.free()
+
     def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
         """Run up to `prefill_prompts` prompts.
 
@@ -247,14 +254,17 @@ class Engine:
         Raises:
           FloatingPointError: The policy's logits are not finite.
         """
+        return self._decode(self._capacity_for(int(self._cached_B[self._active_B | self._fresh_B].max(initial=0))))
+
+    def _capacity_for(self, cached: int) -> int:
+        return fit(min(cached + self._shape.tokens_per_dispatch, self._shape.capacity), self._capacities)
+
+    def _decode(self, capacity: int) -> list[Drawn]:
         params, version = self._loaded()
         assert self._slots is not None, "nothing was inserted"
         assert self._cache_version == version, (
             f"the cache of version {self._cache_version} cannot be continued by version {version}"
         )
-        going_B = self._active_B | self._fresh_B
-        longest = int(self._cached_B[going_B].max(initial=0)) + self._shape.tokens_per_dispatch
-        capacity = fit(min(longest, self._shape.capacity), self._capacities)
         self._slots, window = self._run(
             "decode",
             capacity,

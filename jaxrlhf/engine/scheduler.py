@@ -8,13 +8,10 @@ of one group share a prompt: it is prefilled once, and at most one prefill is he
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-SHORTEST_BUCKET = 16
 
 
 @dataclass(frozen=True)
@@ -63,34 +60,6 @@ class _Slot:
     request: Request | None = None
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
-
-
-def length_buckets(longest: int) -> tuple[int, ...]:
-    """Lengths that programs are compiled for: two significant bits, the last one `longest`.
-
-    16, 24, 32, 48, 64, 96, …: at most a third of a bucket is padding, and twice the length
-    costs two more programs.
-    """
-    lengths = []
-    power = SHORTEST_BUCKET
-    while power < longest:
-        lengths += [length for length in (power, power + power // 2) if length < longest]
-        power *= 2
-    return (*lengths, longest)
-
-
-def halving_buckets(longest: int, *, shortest: int) -> tuple[int, ...]:
-    """`longest` and its halves, rounded up, down to `shortest`; ascending."""
-    assert shortest > 1, "a length of 1 is its own half"
-    lengths = [longest]
-    while (half := -(-lengths[-1] // 2)) >= shortest:
-        lengths.append(half)
-    return tuple(reversed(lengths))
-
-
-def fit(length: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds `length`."""
-    return buckets[bisect_left(buckets, length)]
 
 
 class Scheduler:

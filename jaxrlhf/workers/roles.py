@@ -3,7 +3,8 @@
 Source: HybridFlow (arXiv:2409.19256), Table 4 of the appendix (model classes and their verbs).
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,24 @@ class Actor(TrainedWorker):
     def _output(self, params: Params, rows: Rows, temperature: Array) -> TokenOutput:
         return _policy_output(self, params, rows, temperature)
 
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """The current weights are in the engine within the block."""
+        weights, switch = self._hybrid.to_generation(self.params)
+        self._relayout_s += switch.seconds
+        try:
+            self._engine.load(weights, self.version)
+            yield
+        finally:
+            self._engine.unload()
+            self._hybrid.to_training(weights)
+
+    @verb(ONE_TO_ALL)
+    def compile_generation(self, prompt_lengths: Sequence[int]) -> None:
+        """Compile what generating from prompts of these lengths needs, so that no later step has to."""
+        with self._generating():
+            self._engine.compile_ahead(prompt_lengths)
+
     @verb(ONE_TO_ALL)
     def generate_sequences(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
@@ -67,24 +86,18 @@ class Actor(TrainedWorker):
         Args:
           seed: With a response's place in the batch it determines the response.
         """
-        weights, switch = self._hybrid.to_generation(self.params)
-        self._relayout_s += switch.seconds
         requests = [
             Request(request_id=index * responses_per_prompt + copy, prompt_tokens=problem.prompt_tokens, group=index)
             for index, problem in enumerate(problems)
             for copy in range(responses_per_prompt)
         ]
-        try:
-            self._engine.load(weights, self.version)
+        with self._generating():
             completions = self._engine.generate(
                 requests,
                 sampling,
                 seed=seed,
                 progress=lambda done, total: self._progress("generate", done, total),
             )
-        finally:
-            self._engine.unload()
-            self._hybrid.to_training(weights)
         prompts = [problem for problem in problems for _ in range(responses_per_prompt)]
         return to_rollout(prompts, completions, width=self._width)
 

@@ -1,0 +1,47 @@
+"""The lengths that programs are compiled for: few, and none much longer than what it serves."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+SHORTEST_BUCKET = 16
+
+
+def length_buckets(longest: int) -> tuple[int, ...]:
+    """Lengths that programs are compiled for: two significant bits, the last one `longest`.
+
+    16, 24, 32, 48, 64, 96, …: at most a third of a bucket is padding, and twice the length
+    costs two more programs.
+    """
+    lengths = []
+    power = SHORTEST_BUCKET
+    while power < longest:
+        lengths += [length for length in (power, power + power // 2) if length < longest]
+        power *= 2
+    return (*lengths, longest)
+
+
+def halving_buckets(longest: int, *, shortest: int) -> tuple[int, ...]:
+    """`longest` and its halves, rounded up, down to `shortest`; ascending."""
+    assert shortest > 1, "a length of 1 is its own half"
+    lengths = [longest]
+    while (half := -(-lengths[-1] // 2)) >= shortest:
+        lengths.append(half)
+    return tuple(reversed(lengths))
+
+
+def busy_buckets(buckets: Sequence[int], lengths: Sequence[int], *, together: int) -> tuple[int, ...]:
+    """The buckets that would be the right one often enough, and all that hold the longest length.
+
+    A bucket is filled by `together` lengths at a time, so a short one waits for all of them to
+    be short. If a random draw does that less than once in twenty times, a longer bucket serves.
+    """
+    return tuple(
+        bucket
+        for bucket in buckets
+        if (sum(length <= bucket for length in lengths) / len(lengths)) ** together >= 1 / 20
+    )
+
+
+def fit(length: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds `length`."""
+    return buckets[bisect_left(buckets, length)]
