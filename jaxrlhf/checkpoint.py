@@ -5,7 +5,8 @@ separate items) and one JSON item with the rest (step, data position, algorithm 
 Saves are asynchronous and atomic: a directory under its final name is complete.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,22 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 _METRIC = "score"
+
+
+def _rank(metrics: Mapping[str, float]) -> float:
+    return metrics.get(_METRIC, -math.inf)
+
+
+class _Best(checkpoint_managers.PreservationPolicy):
+    """Keeps the checkpoints with the highest metric, never one without."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        measured = [checkpoint for checkpoint in checkpoints if checkpoint.metrics]
+        best = sorted(measured, key=lambda checkpoint: _rank(checkpoint.metrics), reverse=True)[: self._count]
+        return [checkpoint in best for checkpoint in checkpoints]
 
 
 class Checkpoints:
@@ -26,15 +43,11 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
-        policies: list[Any] = [checkpoint_managers.LatestN(n=keep_last)]
-        if keep_best:
-            policies.append(
-                checkpoint_managers.BestN(
-                    get_metric_fn=lambda metrics: metrics[_METRIC], n=keep_best, keep_checkpoints_without_metrics=False
-                )
-            )
+        policies = [checkpoint_managers.LatestN(n=keep_last), _Best(keep_best)]
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            # Orbax writes metrics down, and so knows them after a resume, only if it is given a way to rank them.
+            best_fn=_rank,
             cleanup_tmp_directories=True,
             step_prefix="step",
         )
@@ -58,12 +71,12 @@ class Checkpoints:
           step: Number of finished steps.
           trees: Arrays by item name.
           host: JSON-able state.
-          metric: Ranks the checkpoint for `keep_best`.
+          metric: Ranks the checkpoint for `keep_best`; without one, or with NaN, it is not among the best.
         """
         items: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         contents = {"state": dict(host), "arrays": {name: _describe(tree) for name, tree in trees.items()}}
         items["host"] = ocp.args.JsonSave(contents)
-        metrics = None if metric is None else {_METRIC: metric}
+        metrics = {} if metric is None or math.isnan(metric) else {_METRIC: metric}
         self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def restore(self, step: int, targets: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

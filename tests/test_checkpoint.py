@@ -1,0 +1,194 @@
+"""Checkpoints: which are kept, what comes back from them, and what is refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrlhf.checkpoint import Checkpoints
+
+STATE = {"step": 3, "state": {"kl_coefficient": 0.1 + 0.2}, "loader": {"epoch": 1, "offset": 8}}
+
+
+@pytest.fixture
+def opened(tmp_path):
+    """Opens `Checkpoints` of one directory and closes what is left open."""
+    opened = []
+
+    def open_again(**settings) -> Checkpoints:
+        opened.append(Checkpoints(tmp_path / "checkpoints", **settings))
+        return opened[-1]
+
+    yield open_again
+    for checkpoints in opened:
+        checkpoints.close()
+
+
+def tree(seed=0):
+    """Parameters of odd bits and shapes, as a model and its optimizer have them."""
+    rng = np.random.default_rng(seed)
+    return {
+        "embed": jnp.asarray(rng.standard_normal((16, 8)), jnp.float32),
+        "layers": {"query": jnp.asarray(rng.standard_normal((2, 8, 8)), jnp.bfloat16)},
+        "count": jnp.asarray(7, jnp.int32),
+    }
+
+
+def like(tree, sharding=None):
+    """What to restore into."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree)
+
+
+def assert_same_bits(tree, expected):
+    def check(array, other):
+        assert (array.dtype, array.shape) == (other.dtype, other.shape)
+        np.testing.assert_array_equal(np.asarray(array).view(np.uint8), np.asarray(other).view(np.uint8))
+
+    jax.tree.map(lambda a, b: check(jnp.atleast_1d(a), jnp.atleast_1d(b)), tree, expected)
+
+
+def test_everything_comes_back(opened):
+    trees = {"actor": tree(0), "actor_optimizer": [tree(1), ()]}
+    writer = opened()
+    assert (writer.latest(), writer.steps()) == (None, [])
+    writer.save(3, trees, STATE, metric=0.5)
+    writer.wait()
+    assert (writer.latest(), writer.steps()) == (3, [3])
+
+    restored, state = opened().restore(3, {name: like(tree) for name, tree in trees.items()})
+    assert_same_bits(restored, trees)
+    assert state == STATE
+
+
+def test_a_part_can_be_restored_alone(opened):
+    checkpoints = opened()
+    checkpoints.save(1, {"actor": tree(0), "critic": tree(1)}, STATE)
+    checkpoints.wait()
+    restored, _ = checkpoints.restore(1, {"critic": like(tree(1))})
+    assert restored.keys() == {"critic"}
+    assert_same_bits(restored["critic"], tree(1))
+
+
+def test_arrays_may_be_overwritten_once_save_returns(opened):
+    big = {"weight": jnp.arange(8_000_000, dtype=jnp.float32), "bias": jnp.arange(1000.0)}
+    expected = jax.tree.map(np.array, big)
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    checkpoints = opened()
+    checkpoints.save(1, {"actor": big}, STATE)
+    big = jax.block_until_ready(overwrite(big))
+    checkpoints.wait()
+    restored, _ = checkpoints.restore(1, {"actor": like(big)})
+    assert_same_bits(restored["actor"], expected)
+
+
+def test_another_layout_gets_the_same_bits(opened):
+    devices = np.array(jax.devices()).reshape(4, 2)
+    mesh = Mesh(devices, ("fsdp", "tensor"))
+    stored = tree(0)
+    checkpoints = opened()
+    checkpoints.save(1, {"actor": stored}, STATE)
+    checkpoints.wait()
+
+    split = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
+    target = {"embed": like(stored["embed"], split)} | {
+        name: like(stored[name], NamedSharding(mesh, PartitionSpec())) for name in ("layers", "count")
+    }
+    restored, _ = checkpoints.restore(1, {"actor": target})
+    assert restored["actor"]["embed"].sharding == split
+    assert restored["actor"]["embed"].addressable_shards[0].data.shape == (4, 4)
+    assert_same_bits(restored["actor"], stored)
+
+    # And back from eight devices to one.
+    checkpoints.save(2, {"actor": restored["actor"]}, STATE)
+    checkpoints.wait()
+    back, _ = checkpoints.restore(2, {"actor": like(stored)})
+    assert back["actor"]["embed"].sharding == stored["embed"].sharding
+    assert_same_bits(back["actor"], stored)
+
+
+# Which are kept.
+
+
+def saves(opened, metrics, **settings):
+    """Steps left after saves with these metrics, each by a run that was started anew."""
+    for step, metric in enumerate(metrics, start=1):
+        checkpoints = opened(**settings)
+        checkpoints.save(step, {"actor": {"x": jnp.ones(2)}}, STATE, metric=metric)
+        checkpoints.close()
+    return opened(**settings).steps()
+
+
+def test_the_newest_are_kept(opened):
+    assert saves(opened, [0.9, 0.1, 0.2, 0.3], keep_last=2) == [3, 4]
+
+
+def test_the_best_are_kept_beside_the_newest(opened):
+    assert saves(opened, [0.1, 0.9, 0.2, 0.8, 0.3, 0.4], keep_last=1, keep_best=2) == [2, 4, 6]
+
+
+def test_checkpoints_without_a_metric_are_never_the_best(opened):
+    assert saves(opened, [None, 0.1, None, None], keep_last=1, keep_best=1) == [2, 4]
+
+
+def test_a_metric_that_is_nan_is_none(opened):
+    assert saves(opened, [0.2, float("nan"), 0.1, 0.1], keep_last=1, keep_best=1) == [1, 4]
+
+
+def test_unfinished_saves_are_cleared_away(opened, tmp_path):
+    checkpoints = opened()
+    checkpoints.save(1, {"actor": tree()}, STATE)
+    checkpoints.close()
+    torn = tmp_path / "checkpoints" / "step_2.orbax-checkpoint-tmp"
+    (torn / "actor.orbax-checkpoint-tmp").mkdir(parents=True)
+    checkpoints = opened()
+    assert checkpoints.latest() == 1
+    checkpoints.save(2, {"actor": tree()}, STATE)
+    checkpoints.close()
+    assert checkpoints.steps() == [1, 2]
+    assert not torn.exists()
+
+
+# What is refused.
+
+
+@pytest.fixture
+def stored(opened):
+    checkpoints = opened()
+    checkpoints.save(5, {"actor": tree()}, STATE)
+    checkpoints.wait()
+    return checkpoints
+
+
+def test_missing_item(stored):
+    with pytest.raises(ValueError, match=r"step 5 has no 'critic'; it holds \['actor'\]. Resume with the algorithm"):
+        stored.restore(5, {"actor": like(tree()), "critic": like(tree())})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embed": jnp.zeros((16, 4))}, r"actor\['embed'\] is float32\[16, 8\], this run needs float32\[16, 4\]"),
+        (
+            {"embed": jnp.zeros((16, 8), jnp.bfloat16)},
+            r"actor\['embed'\] is float32\[16, 8\], this run needs bfloat16\[16, 8\]",
+        ),
+        ({"head": jnp.zeros(8)}, r"actor\['head'\] is absent, this run needs float32\[8\]"),
+    ],
+)
+def test_other_arrays(stored, changes, message):
+    with pytest.raises(ValueError, match=message):
+        stored.restore(5, {"actor": like({**tree(), **changes})})
+
+
+def test_array_left_over(stored):
+    target = {name: array for name, array in like(tree()).items() if name != "count"}
+    with pytest.raises(ValueError, match=r"actor\['count'\] is int32\[\], this run needs none; resume with the model"):
+        stored.restore(5, {"actor": target})
+
+
+def test_host_state_is_json(stored, tmp_path):
+    [file] = (tmp_path / "checkpoints" / "step_5" / "host").glob("metadata")
+    assert json.loads(file.read_text())["state"] == STATE
