@@ -65,6 +65,8 @@ def train(config: Config, *, on_step: OnStep | None = None, dry_run: bool = Fals
     pool = ResourcePool.of_all(config.devices)
     tokenizer = load_tokenizer(tokenizer_path(config))
     data = load_data(config, tokenizer)
+    for stage in _stages(config):
+        _loader(stage, data)  # refuses too few problems now, and not after the cold start
     workdir = workdir_of(config)
     display = Display()
     if not dry_run:
@@ -146,6 +148,16 @@ def _run_stages(run: Run) -> bool:
         return _run_stage(run, run.workdir, start) is not None
 
 
+def _stages(config: Config) -> list[Config]:
+    """The cold start, if there is one, and the main stage."""
+    return [config] if config.cold_start is None else [_cold_start(config), config]
+
+
+def _loader(config: Config, data: Data) -> Loader:
+    per_step = config.algorithm.problems_per_step(config)
+    return Loader(data.train.problems, per_step=per_step, seed=config.seed)
+
+
 def _cold_start(config: Config) -> Config:
     """The cold start as a run of its own."""
     cold = config.cold_start
@@ -185,7 +197,7 @@ def _run_stage(run: Run, directory: Path, start: Params) -> Params | None:
     loop = Loop(
         config=config,
         roles=roles,
-        loader=Loader(run.data.train.problems, per_step=algorithm.problems_per_step(config), seed=config.seed),
+        loader=_loader(config, run.data),
         held_out=run.data.held_out,
         checkpoints=checkpoints,
         log=open_log,

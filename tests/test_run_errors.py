@@ -1,0 +1,123 @@
+"""What a run refuses: in one line that says what to do, quickly, and before it has trained anything."""
+
+import json
+import os
+import resource
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_runs import write_policy
+
+PROBLEM = json.dumps({"question": "What is 1 + 1?", "answer": "It is 2.\n#### 2"}) + "\n"
+SIZES = (
+    "--rollout.prompts-per-step 4 --algorithm.responses-per-update 4 --rollout.max-prompt-tokens 128 "
+    "--rollout.max-response-tokens 16 --devices 1 --actor.tokens-per-microbatch 1024 --algorithm.critic.tokens-per-microbatch 1024"
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A good model and good data, and damaged copies of both."""
+    folder = tmp_path_factory.mktemp("files")
+    write_policy(folder / "model")
+    for name in ("no_eos", "torn", "garbled"):
+        shutil.copytree(folder / "model", folder / name)
+    settings = folder / "no_eos" / "tokenizer_config.json"
+    fields = json.loads(settings.read_text())
+    del fields["eos_token"]
+    settings.write_text(json.dumps(fields))
+    weights = (folder / "model" / "model.safetensors").read_bytes()
+    (folder / "torn" / "model.safetensors").write_bytes(weights[:-1000])
+    (folder / "garbled" / "model.safetensors").write_bytes(b"\xff" * 8 + weights[8:])
+    for name, lines in (("data", PROBLEM * 10), ("bad_data", PROBLEM * 6 + PROBLEM[:30] + "\n" + PROBLEM * 3)):
+        (folder / name).mkdir()
+        (folder / name / "train.jsonl").write_text(lines)
+        (folder / name / "test.jsonl").write_text(PROBLEM)
+    return folder
+
+
+GOOD = "--model.path {files}/model --data.path {files}/data"
+CASES = {
+    "missing model": (
+        "--model.path {files}/nowhere --data.path {files}/data",
+        "no tokenizer could be loaded from '{files}/nowhere'",
+    ),
+    "missing model, tokenizer elsewhere": (
+        "--model.path {files}/nowhere --tokenizer {files}/model --data.path {files}/data",
+        "{files}/nowhere",
+    ),
+    "no EOS": (
+        "--model.path {files}/no_eos --data.path {files}/data",
+        "the tokenizer of '{files}/no_eos' has no end-of-sequence token, so no response could end; set \"eos_token\"",
+    ),
+    "torn weights": (
+        "--model.path {files}/torn --data.path {files}/data",
+        "{files}/torn/model.safetensors is damaged or incomplete",
+    ),
+    "garbled weights": (
+        "--model.path {files}/garbled --data.path {files}/data",
+        "{files}/garbled/model.safetensors is damaged or incomplete",
+    ),
+    "corrupt jsonl": (
+        "--model.path {files}/model --data.path {files}/bad_data",
+        "{files}/bad_data/train.jsonl, line 7: not valid JSON",
+    ),
+    "missing data": (
+        "--model.path {files}/model --data.path {files}/nowhere",
+        "data.path='{files}/nowhere' is neither a directory nor",
+    ),
+    "too few problems": (GOOD + " --rollout.prompts-per-step 44", "a step takes 44 problems and there are 10; "),
+    "prompts too long": (GOOD + " --rollout.max-prompt-tokens 5", "all 10 train problems are over the token limits"),
+    "devices that are not there": (GOOD + " --devices 64", "devices=64 were asked for and JAX sees"),
+    "layout": (GOOD + " --devices 1 --actor.layout.tensor 3", "actor: data=rest x fsdp=1 x tensor=3 does not fill"),
+    "heads that do not split": (
+        GOOD + " --devices 8 --actor.layout.tensor 8",
+        "actor: the model's 'kv_heads' dimension of 2 does not split 8 ways",
+    ),
+    "stop token": (GOOD + " --rollout.sampling.stop-tokens <zzz>", "rollout.sampling.stop_tokens: '<zzz>' is "),
+    "positions": (
+        GOOD + " --rollout.max-response-tokens 1000 --actor.tokens-per-microbatch 2048 "
+        "--algorithm.critic.tokens-per-microbatch 2048",
+        "max_prompt_tokens + max_response_tokens = 1128 exceeds the model's 1024 positions",
+    ),
+}
+
+
+def words(case: str, files: Path, workdir: Path) -> list[str]:
+    given = CASES[case][0].format(files=files)
+    return f"--config ppo_gsm8k {SIZES} --workdir {workdir} {given}".split()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refusal(case, files, tmp_path, monkeypatch, capsys):
+    workdir = tmp_path / "workdir"
+    monkeypatch.setattr(sys, "argv", ["train", *words(case, files, workdir)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("jaxrlhf.train", run_name="__main__")
+    shown = capsys.readouterr().err
+    assert end.value.code == 2
+    assert (shown[:7], shown.count("\n")) == ("error: ", 1)
+    assert CASES[case][1].format(files=files) in shown
+    assert not (workdir / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["missing model", "no EOS", "torn weights", "corrupt jsonl", "too few problems"])
+def test_refusal_is_quick(case, files, tmp_path):
+    command = [sys.executable, "-m", "jaxrlhf.train", *words(case, files, tmp_path / "workdir")]
+    used, start = cpu_seconds(), time.monotonic()
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True)
+    # On a busy machine the wall clock counts what others do, and the processor's time does not.
+    assert min(time.monotonic() - start, cpu_seconds() - used) < 5
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def cpu_seconds() -> float:
+    """Of the children so far."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
