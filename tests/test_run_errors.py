@@ -16,7 +16,8 @@ from tiny_runs import write_policy
 PROBLEM = json.dumps({"question": "What is 1 + 1?", "answer": "It is 2.\n#### 2"}) + "\n"
 SIZES = (
     "--rollout.prompts-per-step 4 --algorithm.responses-per-update 4 --rollout.max-prompt-tokens 128 "
-    "--rollout.max-response-tokens 16 --devices 1 --actor.tokens-per-microbatch 1024 --algorithm.critic.tokens-per-microbatch 1024"
+    "--rollout.max-response-tokens 16 --devices 1 "
+    "--actor.tokens-per-microbatch 1024 --algorithm.critic.tokens-per-microbatch 1024"
 )
 
 

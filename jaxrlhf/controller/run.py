@@ -6,8 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from jaxrlhf.batch import Params, Problem
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import SFT, Checkpointing, Config, Evaluation, to_json
@@ -17,7 +15,7 @@ from jaxrlhf.controller.settings import settings_rows
 from jaxrlhf.data import Loaded, Loader, load_problems, load_tokenizer
 from jaxrlhf.models.hf_save import save_description
 from jaxrlhf.parallel import ResourcePool
-from jaxrlhf.tracking import settings_table
+from jaxrlhf.tracking import default_console, settings_table
 from jaxrlhf.workers import Builder
 
 COLD_START = "cold_start"
@@ -74,7 +72,7 @@ def train(config: Config, *, on_step: OnStep | None = None, dry_run: bool = Fals
     output = None if dry_run else workdir / REWARD_OUTPUT
     builder = Builder(config, tokenizer, pool, progress=display.progress, reward_output=output)
     try:
-        Console().print(settings_table(settings_rows(config, builder, data.train), title=config.name))
+        default_console().print(settings_table(settings_rows(config, builder, data.train), title=config.name))
         if dry_run:
             return RunResult(workdir, finished=False)
         _prepare_workdir(workdir, config, builder)

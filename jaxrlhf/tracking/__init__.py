@@ -1,6 +1,6 @@
 """What a run says about itself: metrics, samples, progress, timing and curves."""
 
-from jaxrlhf.tracking.console import RunConsole, settings_table
+from jaxrlhf.tracking.console import RunConsole, default_console, settings_table
 from jaxrlhf.tracking.metrics import JsonLines, Logger, MetricsWriter, TensorBoard
 from jaxrlhf.tracking.plots import save_learning_curve
 from jaxrlhf.tracking.records import read_records
@@ -17,6 +17,7 @@ __all__ = [
     "SampleFile",
     "Stopwatch",
     "TensorBoard",
+    "default_console",
     "peak_memory_bytes",
     "read_records",
     "read_samples",

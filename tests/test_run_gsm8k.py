@@ -1,0 +1,55 @@
+"""`ppo_gsm8k.py` from a Hugging Face checkpoint on the real problems, by overrides of the command line alone."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_runs import records, write_policy
+
+from jaxrlhf.controller.policy import export_policy
+
+GSM8K = Path(os.environ.get("JAXRLHF_GSM8K") or Path(__file__).parents[2] / "shared" / "data" / "gsm8k")
+OVERRIDES = """
+    --steps 3 --evaluation.problems 16 --compute-dtype float32 --devices 1
+    --rollout.prompts-per-step 8 --algorithm.responses-per-update 4
+    --rollout.max-prompt-tokens 384 --rollout.max-response-tokens 32
+    --actor.tokens-per-microbatch 2048 --algorithm.critic.tokens-per-microbatch 2048
+    --actor.optimizer.learning-rate 1e-3 --checkpoint.every-steps 2
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (GSM8K / "train.jsonl").is_file() and not list(GSM8K.glob("**/train*.parquet")),
+    reason=f"no GSM8K in {GSM8K}; name its directory in JAXRLHF_GSM8K",
+)
+def test_three_steps(tmp_path):
+    model, workdir = write_policy(tmp_path / "model"), tmp_path / "workdir"
+    where = ["--model.path", str(model), "--data.path", str(GSM8K), "--workdir", str(workdir)]
+    command = [sys.executable, "-m", "jaxrlhf.train", "--config", "ppo_gsm8k.py", *where, *OVERRIDES.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "of 7473 dropped as too long" in done.stdout
+
+    metrics = records(workdir / "metrics.jsonl")
+    assert [record["step"] for record in metrics] == [1, 2, 3]
+    assert all(math.isfinite(value) for record in metrics for value in record.values())
+    assert all(record["sampler/logp_gap_max"] <= 1e-5 for record in metrics)
+    assert all(record["reward/unscorable"] == 0 for record in metrics)
+    assert metrics[0]["kl/ref"] == 0 < metrics[1]["kl/ref"] < metrics[2]["kl/ref"]
+    assert len({record["compile/count"] for record in metrics}) == 1
+    assert "eval/accuracy" in metrics[-1]
+
+    samples = records(workdir / "samples.jsonl")
+    assert len(samples) == 3 * 8
+    prompt = samples[0]["prompt"]
+    assert prompt.startswith("<|user|>")
+    assert prompt.endswith('output the final answer after "####".<|assistant|>')
+    assert all(math.isfinite(float(sample["answer"])) for sample in samples)
+
+    assert export_policy(workdir, tmp_path / "exported") == 3
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
