@@ -43,15 +43,19 @@ class Arithmetic:
       difficulty: 1 to 5: more steps and larger numbers.
       train_problems: Size of the training split.
       eval_problems: Size of the held-out split; no problem text is in both.
+      unfinished_share: Share of the training solutions that stop one step early, with a wrong
+        answer. Supervised training imitates careless demonstrations too; rewards do not.
     """
 
     difficulty: int = 2
     train_problems: int = 20_000
     eval_problems: int = 256
+    unfinished_share: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         within(self, "difficulty", 1, 5)
+        within(self, "unfinished_share", 0.0, 1.0)
         positive(self, "train_problems", "eval_problems")
 
 

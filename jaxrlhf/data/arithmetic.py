@@ -50,11 +50,11 @@ class Level:
 
 
 LEVELS = {
-    1: Level("+-*", steps=(1, 2), start=9, change=9, factor=3, largest=30),
-    2: Level("+-*", steps=(2, 2), start=20, change=9, factor=4, largest=60),
-    3: Level("+-*/", steps=(2, 3), start=50, change=50, factor=9, largest=200),
-    4: Level("+-*/", steps=(3, 4), start=200, change=200, factor=12, largest=2_000),
-    5: Level("+-*/", steps=(4, 5), start=500, change=500, factor=20, largest=20_000),
+    1: Level("+-*", steps=(1, 2), start=5, change=4, factor=2, largest=10),
+    2: Level("+-*", steps=(2, 2), start=6, change=5, factor=2, largest=12),
+    3: Level("+-*/", steps=(2, 3), start=20, change=9, factor=4, largest=60),
+    4: Level("+-*/", steps=(3, 4), start=50, change=50, factor=9, largest=200),
+    5: Level("+-*/", steps=(4, 5), start=200, change=200, factor=12, largest=2_000),
 }
 
 
@@ -84,7 +84,9 @@ class _Problem(NamedTuple):
     answer: int
 
 
-def arithmetic_records(*, difficulty: int, problems: int, seed: int, split: Split) -> list[dict[str, Any]]:
+def arithmetic_records(
+    *, difficulty: int, problems: int, seed: int, split: Split, unfinished_share: float = 0.0
+) -> list[dict[str, Any]]:
     """Distinct word problems of one split, the same on every machine.
 
     The split a problem belongs to is a hash of its text without names and things, so two
@@ -93,10 +95,11 @@ def arithmetic_records(*, difficulty: int, problems: int, seed: int, split: Spli
 
     Args:
       difficulty: 1 to 5: more steps and larger numbers; exact division from 3 on.
+      unfinished_share: Share of the solutions that stop one step early and answer with what they have.
 
     Returns:
       Records with `question`, `answer` (digits), `solution` (lines `a+b=c`, then
-      `#### answer`) and `steps` (operations in the solution).
+      `#### answer`) and `steps` (operations that the problem takes).
 
     Raises:
       ValueError: unknown difficulty or split, or fewer distinct problems exist.
@@ -107,7 +110,7 @@ def arithmetic_records(*, difficulty: int, problems: int, seed: int, split: Spli
         raise ValueError(f"split must be 'train' or 'evaluation', got {split!r}")
     records: dict[str, dict[str, Any]] = {}
     repeats = 0
-    for record in _candidates(LEVELS[difficulty], seed, split):
+    for record in _candidates(LEVELS[difficulty], seed, split, unfinished_share):
         if len(records) == problems:
             break
         known = record["question"] in records
@@ -133,7 +136,7 @@ def lexicon() -> Iterator[str]:
     yield "\n#### 0123456789+-*/="
 
 
-def _candidates(level: Level, seed: int, split: Split) -> Iterator[dict[str, Any]]:
+def _candidates(level: Level, seed: int, split: Split, unfinished_share: float) -> Iterator[dict[str, Any]]:
     """Records of one split without end; they may repeat."""
     dice = _Dice(seed)
     while True:
@@ -141,17 +144,24 @@ def _candidates(level: Level, seed: int, split: Split) -> Iterator[dict[str, Any
         problem = _compose(dice, story, level)
         if _split_of(problem.template) != split:
             continue
+        question = _cast(dice, story, problem.template)
+        unfinished = _hash(question) % 1000 < 1000 * unfinished_share and len(problem.steps) > 1
+        working = problem.steps[:-1] if unfinished else problem.steps
         yield {
-            "question": _cast(dice, story, problem.template),
+            "question": question,
             "answer": str(problem.answer),
-            "solution": "\n".join((*problem.steps, f"#### {problem.answer}")),
+            "solution": "\n".join((*working, f"#### {working[-1].partition('=')[2]}")),
             "steps": len(problem.steps),
         }
 
 
 def _split_of(template: str) -> Split:
-    digest = hashlib.blake2b(template.encode(), digest_size=8).digest()
-    return "evaluation" if int.from_bytes(digest, "big") % _EVALUATION_SHARE == 0 else "train"
+    return "evaluation" if _hash(template) % _EVALUATION_SHARE == 0 else "train"
+
+
+def _hash(text: str) -> int:
+    """The same on every machine, in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def _compose(dice: _Dice, story: Story, level: Level) -> _Problem:

@@ -103,6 +103,7 @@ def _read_arithmetic(data: Arithmetic, split: Split) -> list[Example]:
         problems=data.train_problems if split == "train" else data.eval_problems,
         seed=data.seed,
         split=split,
+        unfinished_share=data.unfinished_share if split == "train" else 0.0,
     )
     return [
         Example(f"arithmetic problem {n}", record["question"], record["answer"], record["solution"], record)
