@@ -75,7 +75,7 @@ def train(config: Config, *, on_step: OnStep | None = None, dry_run: bool = Fals
         default_console().print(settings_table(settings_rows(config, builder, data.train), title=config.name))
         if dry_run:
             return RunResult(workdir, finished=False)
-        _prepare_workdir(workdir, config, builder)
+        _check_workdir(workdir, config)
         finished = _run_stages(Run(config, builder, data, workdir, display, on_step))
     finally:
         builder.close()
@@ -121,17 +121,20 @@ def tokenizer_path(config: Config) -> str | None:
     return config.tokenizer or getattr(config.model, "path", None)
 
 
-def _prepare_workdir(workdir: Path, config: Config, builder: Builder) -> None:
-    if not config.resume and (workdir / CHECKPOINTS).exists():
+def _check_workdir(workdir: Path, config: Config) -> None:
+    saved = [*workdir.glob(f"{CHECKPOINTS}/*"), *workdir.glob(f"{COLD_START}/{CHECKPOINTS}/*")]
+    if saved and not config.resume:
         raise ValueError(
             f"{workdir} already holds a run and resume is off; choose another workdir, delete it, or resume"
         )
-    (workdir / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
-    save_description(builder.model, workdir / MODEL, tokenizer=builder.tokenizer, source=_source(config))
 
 
-def _source(config: Config) -> str | None:
-    return getattr(config.model, "path", None)
+def _describe(run: Run) -> None:
+    """Write what the run is: its configuration, and its model but for the weights."""
+    builder = run.builder
+    (run.workdir / "config.json").write_text(json.dumps(to_json(builder.config), indent=2) + "\n")
+    source = getattr(builder.config.model, "path", None)
+    save_description(builder.model, run.workdir / MODEL, tokenizer=builder.tokenizer, source=source)
 
 
 def _run_stages(run: Run) -> bool:
@@ -187,6 +190,7 @@ def _run_stage(run: Run, directory: Path, start: Params) -> Params | None:
     )
 
     def open_log(done: int) -> StageLog:
+        _describe(run)  # only now: a checkpoint that does not fit was refused, and its run is left as it was
         run.display.log = StageLog(directory, steps=config.steps, first_step=done)
         return run.display.log
 

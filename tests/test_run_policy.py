@@ -1,0 +1,176 @@
+"""Trained policies outside their run: exported, evaluated, and the settings of a run without running it."""
+
+import itertools
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from tiny_runs import get_config, records, write_policy
+
+from jaxrlhf import models
+from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.config import Pretrained
+from jaxrlhf.controller.evaluation import pass_at_k
+from jaxrlhf.controller.policy import evaluate_policy
+from jaxrlhf.controller.run import train
+from jaxrlhf.tracking import CompileCounter
+
+CONFIG = Path(__file__).parent / "tiny_runs.py"
+
+
+def command(monkeypatch, module: str, *arguments: object) -> None:
+    """Run a command line of the package in this process."""
+    monkeypatch.setattr(sys, "argv", [module, *map(str, arguments)])
+    runpy.run_module(f"jaxrlhf.{module}", run_name="__main__")
+
+
+# The settings alone.
+
+
+def test_dry_run_prints_the_settings_and_does_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with CompileCounter() as compiled:
+        command(monkeypatch, "train", "--config", CONFIG, "--dry-run")
+    assert compiled.count == 0
+    assert list(tmp_path.iterdir()) == []
+    shown = capsys.readouterr().out
+    for words in ("PPO", "8 prompts x 2", "2 updates", "1 x 1 x 1", "4 x 256 tokens", "of 200 dropped as too long"):
+        assert words in shown
+
+
+def test_dry_run_of_a_checkpoint_reads_no_weights(tmp_path, monkeypatch, capsys):
+    model = write_policy(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    config = replace(get_config(), model=Pretrained(str(model)), workdir=str(tmp_path / "workdir"))
+    assert not train(config, dry_run=True).finished
+    assert "qwen2, 2 layers" in capsys.readouterr().out
+    assert not (tmp_path / "workdir").exists()
+
+
+# pass@k.
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_draws_with_a_correct_answer(samples):
+    for correct in range(samples + 1):
+        answers = [True] * correct + [False] * (samples - correct)
+        for k in range(1, samples + 1):
+            draws = list(itertools.combinations(answers, k))
+            assert pass_at_k(samples, correct, k) == pytest.approx(np.mean([any(draw) for draw in draws]))
+
+
+def test_pass_at_k_of_many_samples():
+    assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01)
+    assert pass_at_k(10_000, 0, 10_000) == 0
+
+
+# A trained policy.
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A finished run."""
+    workdir = tmp_path_factory.mktemp("trained")
+    train(replace(get_config(), steps=4, workdir=str(workdir)))
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def exported(workdir, tmp_path_factory):
+    """Its policy as a Hugging Face checkpoint."""
+    directory = tmp_path_factory.mktemp("exported") / "policy"
+    with pytest.MonkeyPatch.context() as patch:
+        command(patch, "export", workdir, directory)
+    return directory
+
+
+@pytest.mark.slow
+def test_the_exported_policy_has_the_trained_logits_in_transformers(workdir, exported, tmp_path):
+    config = models.read_config(workdir / "model")
+    target = jax.eval_shape(lambda key: models.init_params(config, "lm", key), jax.random.key(0))
+    checkpoints = Checkpoints(workdir / "checkpoints")
+    restored, _ = checkpoints.restore(4, {"actor": on_first_device(target)})
+    checkpoints.close()
+    token_RW = np.random.default_rng(0).integers(0, config.vocab_size, (3, 40), dtype=np.int32)
+    position_RW = np.broadcast_to(np.arange(40, dtype=np.int32), token_RW.shape)
+    hidden_RWD = models.hidden_states(restored["actor"], config, token_RW, position_RW, np.ones_like(token_RW))
+    ours = models.logits(restored["actor"], config, hidden_RWD)
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = theirs(torch.tensor(token_RW, dtype=torch.long)).logits.numpy()
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    assert theirs.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "<|user|>Hi"
+
+
+def on_first_device(shapes):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+
+
+@pytest.mark.slow
+def test_every_form_of_the_policy_has_the_accuracy_of_its_run(workdir, exported, monkeypatch, capsys):
+    logged = records(workdir / "metrics.jsonl")[-1]
+    config = replace(get_config(), workdir=str(workdir))
+    metrics = [
+        evaluate_policy(config, policy=None, samples=1, show=0),
+        evaluate_policy(replace(get_config(), workdir="elsewhere"), policy=str(workdir), samples=1, show=0),
+        evaluate_policy(replace(get_config(), workdir="elsewhere"), policy=str(exported), samples=1, show=0),
+    ]
+    for name in ("eval/accuracy", "eval/length_mean", "eval/truncated_fraction", "eval/problems", "eval/unscorable"):
+        assert {evaluated[name] for evaluated in metrics} == {logged[name]}
+    assert 0 < logged["eval/accuracy"] < 1, "an accuracy that any policy has shows nothing"
+
+    capsys.readouterr()
+    arguments = ("--config", CONFIG, "--policy", exported, "--samples", 4, "--show", 2)
+    command(monkeypatch, "evaluate", *arguments)
+    shown = capsys.readouterr().out
+    assert shown.count(">>>") == 2
+    rows = dict(line.split()[-2:] for line in shown.splitlines() if "pass@" in line)
+    assert float(rows["pass@1"]) <= float(rows["pass@2"]) <= float(rows["pass@4"]) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("{workdir}/tensorboard", "{new}"), "tensorboard is not the workdir of a run: it has no model folder"),
+        (("{workdir}", "{new}", "--step", "3"), "has no checkpoint of step 3; it has [2, 4]"),
+        (("{workdir}", "{exported}"), "is not empty; export to a new directory"),
+    ],
+)
+def test_export_refuses(arguments, message, workdir, exported, tmp_path, monkeypatch, capsys):
+    places = {"workdir": workdir, "exported": exported, "new": tmp_path / "new"}
+    with pytest.raises(SystemExit) as end:
+        command(monkeypatch, "export", *(argument.format(**places) for argument in arguments))
+    shown = capsys.readouterr().err
+    assert end.value.code == 2
+    assert (shown[:7], shown.count("\n")) == ("error: ", 1)
+    assert message in shown
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_resuming_refuses_another_run_and_leaves_this_one_alone(workdir):
+    config = replace(get_config(), steps=6, workdir=str(workdir))
+    before = contents(workdir)
+    for changes, message in (
+        ({"seed": 1}, "the saved data position has seed=0 and this run has seed=1"),
+        ({"resume": False}, "already holds a run and resume is off"),
+        ({"model": replace(config.model, num_layers=3)}, r"this run needs float32\[3, "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(replace(config, **changes))
+        assert contents(workdir) == before
+
+
+def contents(directory: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in sorted(directory.rglob("*")) if file.is_file()}
