@@ -24,9 +24,9 @@ def start(tmp_path_factory):
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
     }
 
-    def run(workdir: Path, *dying: object) -> subprocess.CompletedProcess:
+    def run(workdir: Path, *dying: object, settings: str = "") -> subprocess.CompletedProcess:
         program = [str(TESTS / "dying_run.py"), *map(str, dying)] if dying else ["-m", "jaxrlhf.train"]
-        arguments = ["--config", str(TESTS / "tiny_runs.py"), "--workdir", str(workdir)]
+        arguments = ["--config", str(TESTS / "tiny_runs.py"), "--workdir", str(workdir), *settings.split()]
         command = [sys.executable, *program, *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
@@ -105,6 +105,11 @@ def test_stopped_twice(start, undisturbed, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert f"stopped after saving; the same command goes on from {tmp_path}" in done.stdout
     assert (saved(tmp_path / "cold_start"), saved(tmp_path)) == ({1}, set())
+
+    # Half a cold start is something to resume, too.
+    done = start(tmp_path, settings="--no-resume")
+    assert done.returncode == 2
+    assert "already holds a run and resume is off" in done.stderr
 
     # One update of the cold start and four of steps 1 and 2, then the first of step 3.
     done = start(tmp_path, "SIGTERM", "update", 6)

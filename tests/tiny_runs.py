@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxrlhf.config import (
     PPO,
     SFT,
+    AdaptiveKL,
     Arithmetic,
     Checkpointing,
     ColdStart,
@@ -34,7 +35,12 @@ def get_config() -> Config:
         # Noise gets about half of this reward, so that there is something to learn from the first step on.
         rewards=Rewards(parts=(FormatReward(pattern=r"(?s).*[0-9].*", weight=1.0),)),
         cold_start=ColdStart(steps=2, algorithm=SFT(examples_per_update=8)),
-        algorithm=PPO(responses_per_update=8, lam=0.95, kl=KLInReward(coefficient=0.01), critic=training()),
+        algorithm=PPO(
+            responses_per_update=8,
+            lam=0.95,
+            kl=KLInReward(coefficient=0.01, adaptive=AdaptiveKL(target=0.1, horizon=100)),
+            critic=training(),
+        ),
         rollout=Rollout(prompts_per_step=8, responses_per_prompt=2, max_prompt_tokens=64, max_response_tokens=16),
         actor=training(),
         steps=6,
@@ -46,9 +52,12 @@ def get_config() -> Config:
 
 
 def training(**layout: int) -> Training:
-    """A learning rate so high that every update shows in the numbers of the next step."""
+    """A learning rate so high that every update shows in the numbers of the next step, and another at each."""
     return Training(
-        optimizer=Optimizer(learning_rate=3e-3), layout=Layout(**layout), tokens_per_microbatch=1024, remat=False
+        optimizer=Optimizer(learning_rate=3e-3, decay="cosine"),
+        layout=Layout(**layout),
+        tokens_per_microbatch=1024,
+        remat=False,
     )
 
 
