@@ -2,8 +2,9 @@
 
     python -m jaxrlhf.train --config ppo_arithmetic.py
 
-A short supervised cold start on worked solutions teaches the format and some arithmetic; PPO
-does the rest from right and wrong answers alone. Nothing is downloaded.
+More than half of the demonstrations stop one step early. A short supervised cold start
+imitates them; PPO finds out from right and wrong answers alone that finishing pays, and
+sharpens the arithmetic on the way. Nothing is downloaded.
 
 Source: Schulman et al. 2017 (arXiv:1707.06347).
 """
@@ -30,16 +31,16 @@ def get_config() -> Config:
     return Config(
         name="ppo_arithmetic",
         model=FromScratch(),
-        data=Arithmetic(difficulty=2),
+        data=Arithmetic(difficulty=2, train_problems=14_080, unfinished_share=0.55),
         rewards=Rewards(parts=(ArithmeticReward(),)),
         cold_start=ColdStart(
-            steps=100,
+            steps=220,
             algorithm=SFT(examples_per_update=64),
-            optimizer=Optimizer(learning_rate=1e-3, weight_decay=0.0),
+            optimizer=Optimizer(learning_rate=1.5e-3, warmup_updates=10, weight_decay=0.0),
         ),
         algorithm=PPO(
             gamma=1.0,
-            lam=1.0,
+            lam=0.95,
             responses_per_update=64,
             kl=KLInReward(coefficient=0.001, estimator="k1"),
             critic=small_model_training(learning_rate=1e-3),
@@ -51,15 +52,15 @@ def get_config() -> Config:
             max_response_tokens=32,
         ),
         actor=small_model_training(learning_rate=3e-4),
-        steps=60,
-        evaluation=Evaluation(every_steps=10),
+        steps=30,
+        evaluation=Evaluation(every_steps=5),
     )
 
 
 def small_model_training(*, learning_rate: float) -> Training:
-    """A model this small has memory to spare: nothing is recomputed, and few microbatches are large."""
+    """A model this small has memory to spare: nothing is recomputed."""
     return Training(
-        optimizer=Optimizer(learning_rate=learning_rate, weight_decay=0.0),
-        tokens_per_microbatch=8192,
+        optimizer=Optimizer(learning_rate=learning_rate, warmup_updates=4, decay="linear", weight_decay=0.0),
+        tokens_per_microbatch=4096,
         remat=False,
     )

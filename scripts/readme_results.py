@@ -1,0 +1,72 @@
+"""Measures what README reports: both arithmetic jobs, each in a process of its own.
+
+    python scripts/readme_results.py
+
+Writes `docs/results.json` (accuracy, seconds, throughput, machine, versions, commit), the
+learning curves `docs/<job>.png`, and prints README's table.
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parents[1]
+JOBS = ("ppo_arithmetic", "grpo_arithmetic")
+
+
+def measure(job: str) -> dict[str, float]:
+    """Run one job and read its metrics."""
+    with tempfile.TemporaryDirectory() as workdir:
+        start = time.perf_counter()
+        command = [sys.executable, "-m", "jaxrlhf.train", "--config", f"{job}.py", "--workdir", workdir]
+        subprocess.run(command, check=True)
+        seconds = time.perf_counter() - start
+        (ROOT / "docs" / f"{job}.png").write_bytes((Path(workdir) / "curve.png").read_bytes())
+        records = [json.loads(line) for line in (Path(workdir) / "metrics.jsonl").read_text().splitlines()]
+    warm = records[2:]
+    return {
+        "accuracy_after_cold_start": records[0]["eval/accuracy_at_start"],
+        "accuracy_at_end": records[-1]["eval/accuracy"],
+        "steps": len(records),
+        "seconds": round(seconds, 1),
+        "step_s": round(median(record["time/step_s"] for record in warm), 2),
+        "generated_tokens_per_s": round(median(record["throughput/generated_tokens_per_s"] for record in warm)),
+        "trained_tokens_per_s": round(median(record["throughput/trained_tokens_per_s"] for record in warm)),
+        "logp_gap_mean": max(record["sampler/logp_gap_mean"] for record in records),
+        "logp_gap_max": max(record["sampler/logp_gap_max"] for record in records),
+        "peak_memory_mib": round(records[-1]["memory/peak_bytes"] / 2**20),
+    }
+
+
+def machine() -> dict[str, str]:
+    """Where and with what the figures were measured."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "jax": version("jax"),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+    }
+
+
+def main() -> None:
+    """Measure, write and print."""
+    results = {"machine": machine(), "jobs": {job: measure(job) for job in JOBS}}
+    (ROOT / "docs" / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    print("| | " + " | ".join(JOBS) + " |\n|---|" + "---|" * len(JOBS))
+    for name in results["jobs"][JOBS[0]]:
+        print(f"| {name.replace('_', ' ')} | " + " | ".join(f"{results['jobs'][job][name]:.3g}" for job in JOBS) + " |")
+
+
+if __name__ == "__main__":
+    main()
