@@ -31,10 +31,10 @@ def get_config() -> Config:
     return Config(
         name="grpo_arithmetic",
         model=FromScratch(),
-        data=Arithmetic(difficulty=2, train_problems=14_080, unfinished_share=0.55),
+        data=Arithmetic(difficulty=2, train_problems=12_800, unfinished_share=0.55),
         rewards=Rewards(parts=(ArithmeticReward(),)),
         cold_start=ColdStart(
-            steps=220,
+            steps=200,
             algorithm=SFT(examples_per_update=64),
             optimizer=Optimizer(learning_rate=1.5e-3, warmup_updates=10, weight_decay=0.0),
         ),
@@ -53,6 +53,6 @@ def get_config() -> Config:
             tokens_per_microbatch=4096,
             remat=False,
         ),
-        steps=30,
+        steps=20,
         evaluation=Evaluation(every_steps=5),
     )

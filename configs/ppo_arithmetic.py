@@ -31,10 +31,10 @@ def get_config() -> Config:
     return Config(
         name="ppo_arithmetic",
         model=FromScratch(),
-        data=Arithmetic(difficulty=2, train_problems=14_080, unfinished_share=0.55),
+        data=Arithmetic(difficulty=2, train_problems=12_800, unfinished_share=0.55),
         rewards=Rewards(parts=(ArithmeticReward(),)),
         cold_start=ColdStart(
-            steps=220,
+            steps=200,
             algorithm=SFT(examples_per_update=64),
             optimizer=Optimizer(learning_rate=1.5e-3, warmup_updates=10, weight_decay=0.0),
         ),
@@ -52,7 +52,7 @@ def get_config() -> Config:
             max_response_tokens=32,
         ),
         actor=small_model_training(learning_rate=3e-4),
-        steps=30,
+        steps=20,
         evaluation=Evaluation(every_steps=5),
     )
 

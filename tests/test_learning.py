@@ -50,7 +50,7 @@ def test_readmes_main_job_learns(tmp_path: Path) -> None:
     start, end = accuracies(tmp_path / "runs/ppo_arithmetic/metrics.jsonl")
     assert start <= 0.5
     assert end >= 0.9
-    assert len(re.findall(r"^--- step 30 · score", done.stdout, re.MULTILINE)) == 5
+    assert len(re.findall(r"^--- step 20 · score", done.stdout, re.MULTILINE)) == 5
     assert "learning curve: runs/ppo_arithmetic/curve.png" in done.stdout
     assert (tmp_path / "runs/ppo_arithmetic/curve.png").stat().st_size > 10_000
 
