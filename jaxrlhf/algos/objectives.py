@@ -71,7 +71,7 @@ def policy_objective(
     _require(fields, "kl_weight", in_loss is not None, "settings.kl is KLInLoss")
     _require(fields, "entropy_weight", policy.entropy_coefficient != 0, "entropy_coefficient is not 0")
 
-    weight, logp, entropy = selected(weight, mask), selected(output.logp, mask), selected(output.entropy, mask)
+    weight, logp = selected(weight, mask), selected(output.logp, mask)
     terms = clipped_policy_loss(
         logp,
         _field(fields, "old_logp", mask),
@@ -86,14 +86,13 @@ def policy_objective(
         "policy/clip_fraction_lower": terms.clipped_low.astype(loss.dtype),
         "policy/kl_old": -terms.log_ratio,
         "policy/ratio_mean": selected(terms.ratio, mask),
-        "policy/entropy": entropy,
     }
     if in_loss is not None:
         kl = kl_estimate(logp, _field(fields, "ref_logp", mask), estimator=in_loss.estimator)
         loss += _field(fields, "kl_weight", mask) * kl
         metrics["kl/ref_loss"] = kl
     if "entropy_weight" in fields:
-        loss -= _field(fields, "entropy_weight", mask) * entropy
+        loss -= _field(fields, "entropy_weight", mask) * selected(output.entropy, mask)
     return Objective(loss, metrics)
 
 

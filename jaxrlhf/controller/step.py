@@ -82,9 +82,13 @@ class Prepared:
 
 
 def merged(*parts: Metrics | Future[Metrics]) -> Metrics:
-    """One dict out of several, waiting for those that are futures."""
-    ready = [part.result() if isinstance(part, Future) else part for part in parts]
-    return {name: value for part in ready for name, value in part.items()}
+    """One dict out of several that share no name, waiting for those that are futures."""
+    together: Metrics = {}
+    for part in parts:
+        ready = part.result() if isinstance(part, Future) else part
+        assert not together.keys() & ready.keys(), f"two parts report {sorted(together.keys() & ready.keys())}"
+        together |= ready
+    return together
 
 
 def minibatches(
