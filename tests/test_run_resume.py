@@ -94,12 +94,14 @@ def test_killed_five_times(start, undisturbed, tmp_path):
 
     done = start(tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "tiny (cold start): step 2 of 2 is done, going on from there" in done.stdout
+    assert "tiny: step " in done.stdout
     assert "step 1/6" not in done.stdout
     assert_same_run(tmp_path, undisturbed)
 
 
 @pytest.mark.slow
-def test_stopped_twice(start, undisturbed, tmp_path):
+def test_stopped_three_times(start, undisturbed, tmp_path):
     # In the first step of the cold start.
     done = start(tmp_path, "SIGTERM", "update", 1)
     assert (done.returncode, done.stderr) == (0, "")
@@ -111,8 +113,14 @@ def test_stopped_twice(start, undisturbed, tmp_path):
     assert done.returncode == 2
     assert "already holds a run and resume is off" in done.stderr
 
-    # One update of the cold start and four of steps 1 and 2, then the first of step 3.
-    done = start(tmp_path, "SIGTERM", "update", 6)
+    # In the last step of the cold start: the main stage is not begun.
+    done = start(tmp_path, "SIGTERM", "update", 1)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "stopped after saving" in done.stdout
+    assert (saved(tmp_path / "cold_start"), (tmp_path / "metrics.jsonl").exists()) == ({2}, False)
+
+    # Four updates of steps 1 and 2, then the first of step 3.
+    done = start(tmp_path, "SIGTERM", "update", 5)
     assert (done.returncode, done.stderr) == (0, "")
     assert "stopped after saving" in done.stdout
     assert max(saved(tmp_path)) == 3

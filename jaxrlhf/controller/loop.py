@@ -78,6 +78,7 @@ class Loop:
             return True
         finally:
             self.checkpoints.wait()
+            self.compiled.close()
             log.close()
 
     def _step(self, number: int, state: dict[str, float], log: StageLog) -> tuple[dict[str, float], Metrics]:

@@ -143,7 +143,7 @@ def _run_stages(run: Run) -> bool:
         if run.config.cold_start is not None:
             quiet = replace(run, config=_cold_start(run.config), on_step=None, data=replace(run.data, held_out=[]))
             trained = _run_stage(quiet, run.workdir / COLD_START, start)
-            if trained is None:
+            if trained is None or run.interrupted.is_set():
                 return False
             start = trained
         return _run_stage(run, run.workdir, start) is not None
@@ -192,6 +192,8 @@ def _run_stage(run: Run, directory: Path, start: Params) -> Params | None:
     def open_log(done: int) -> StageLog:
         _describe(run)  # only now: a checkpoint that does not fit was refused, and its run is left as it was
         run.display.log = StageLog(directory, steps=config.steps, first_step=done)
+        if done:
+            run.display.log.console.print(f"{config.name}: step {done} of {config.steps} is done, going on from there")
         return run.display.log
 
     generates = run.data.held_out or "reward" in algorithm.roles
