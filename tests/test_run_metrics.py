@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_runs import get_config, records
 
-from jaxrlhf.config import FunctionReward, Rewards, to_json
+from jaxrlhf.config import GRPO, FunctionReward, KLInLoss, Rewards, TruncatedImportance, to_json
 from jaxrlhf.controller import ppo
 from jaxrlhf.controller.run import train
 
@@ -209,3 +209,20 @@ def test_unscorable_rows_train_nothing(run):
     for record in run.metrics:
         scored = [sample for sample in run.samples[record["step"]] if failure(sample) is None]
         assert record["actor/tokens"] == sum(sample["response_length"] for sample in scored)
+
+
+@pytest.mark.slow
+def test_a_run_survives_that_nothing_is_scorable(tmp_path):
+    (tmp_path / "reward.py").write_text("def broken(prompt, response, answer, record):\n    return float('nan')\n")
+    config = get_config()
+    algorithm = GRPO(
+        responses_per_update=8, epochs_per_step=2, kl=KLInLoss(coefficient=0.1), correction=TruncatedImportance()
+    )
+    rewards = Rewards(parts=(FunctionReward(f"{tmp_path}/reward.py:broken"),))
+    changes = {"algorithm": algorithm, "rewards": rewards, "steps": 2, "cold_start": None}
+    assert train(replace(config, workdir=str(tmp_path / "run"), **changes)).finished
+    for record in records(tmp_path / "run" / "metrics.jsonl"):
+        unknown = {name for name, value in record.items() if value is None}
+        assert unknown <= {"score/mean", "score/std", "eval/accuracy", "eval/accuracy_at_start"}
+        assert record["reward/unscorable"] == RESPONSES
+        assert (record["actor/loss"], record["actor/grad_norm"], record["actor/tokens"]) == (0, 0, 0)
