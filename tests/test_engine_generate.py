@@ -162,13 +162,16 @@ def test_another_seed_or_request_id_gives_another_sample(engine, sampled):
     assert len({c.tokens for c in expected[:3]}) > 1, "responses of one group are all alike"
 
 
-def test_decoding_over_part_of_the_cache_changes_nothing(params, sampled, monkeypatch):
+def test_decoding_over_part_of_the_cache_and_compiling_ahead_change_nothing(params, sampled, monkeypatch):
     monkeypatch.setattr("jaxrlhf.engine.engine.SHORTEST_CAPACITY", 4)
     requests, expected = sampled
     engine = build()
     engine.load(params, version=1)
+    engine.compile_ahead([20, *(len(request.prompt_tokens) for request in requests)])
+    compilations = engine.compilations
     assert_same_responses(engine.generate(requests, Sampling(temperature=1.2), seed=7), expected)
-    assert engine.compilations <= engine.most_compilations
+    engine.generate([Request(0, (1,) * 20, 0)], Sampling(min_tokens=12), seed=0)  # as long as it gets
+    assert engine.compilations == compilations <= engine.most_compilations
     assert engine.most_compilations == 1 + 2 * 2 + 4, "empty; prefill and insert at 16 and 20; decode at 4, 8, 16, 32"
 
 
