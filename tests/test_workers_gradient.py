@@ -28,6 +28,13 @@ from jaxrlhf.workers import Builder
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 
 
+ALGORITHM = PPO(
+    responses_per_update=16,
+    policy=PolicyLoss(entropy_coefficient=0.01),
+    kl=KLInLoss(coefficient=0.1),
+)
+
+
 def config(*, layout: Layout | None = None, tokens: int = 2048, devices: int = 1, remat: bool = False) -> Config:
     training = Training(
         optimizer=Optimizer(learning_rate=1e-3),
@@ -39,12 +46,7 @@ def config(*, layout: Layout | None = None, tokens: int = 2048, devices: int = 1
         name="gradient",
         model=FromScratch(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8),
         data=Arithmetic(difficulty=1, train_problems=16, eval_problems=4),
-        algorithm=PPO(
-            responses_per_update=16,
-            policy=PolicyLoss(entropy_coefficient=0.01),
-            kl=KLInLoss(coefficient=0.1),
-            critic=training,
-        ),
+        algorithm=replace(ALGORITHM, critic=training),
         actor=training,
         rollout=RolloutSettings(
             prompts_per_step=8, responses_per_prompt=2, max_prompt_tokens=56, max_response_tokens=16
@@ -84,21 +86,32 @@ def experience(seed: int = 0, *, rows: int = 16, width: int = 72) -> Experience:
     return Experience(Sequences(token_BT, length_B, mask_BT, np.arange(rows)), weight_BT, fields)
 
 
-def gradients(settings: Config, batch: Experience) -> list[np.ndarray]:
+def gradients_of(roles, batch: Experience) -> list[np.ndarray]:
+    actor, _ = roles.actor.worker.gradient(batch, policy_objective, ALGORITHM)
+    critic, _ = roles.critic.worker.gradient(batch, value_objective, ALGORITHM.value)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((actor, critic))]
+
+
+def gradients(settings: Config) -> list[np.ndarray]:
     builder, roles = build(settings)
-    algorithm = settings.algorithm
     try:
-        actor, _ = roles.actor.worker.gradient(batch, policy_objective, algorithm)
-        critic, _ = roles.critic.worker.gradient(batch, value_objective, algorithm.value)
-        return [np.asarray(leaf) for leaf in jax.tree.leaves((actor, critic))]
+        return gradients_of(roles, experience())
     finally:
         roles.close()
         builder.close()
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[np.ndarray]:
-    return gradients(config(), experience())
+def one_device():
+    builder, roles = build(config())
+    yield builder, roles
+    roles.close()
+    builder.close()
+
+
+@pytest.fixture(scope="module")
+def plain(one_device) -> list[np.ndarray]:
+    return gradients_of(one_device[1], experience())
 
 
 def agree(left: list[np.ndarray], right: list[np.ndarray]) -> None:
@@ -107,33 +120,33 @@ def agree(left: list[np.ndarray], right: list[np.ndarray]) -> None:
         np.testing.assert_allclose(one, other, **TOLERANCE)
 
 
-def test_microbatch_size_and_packing(plain: list[np.ndarray]) -> None:
-    agree(plain, gradients(config(tokens=72), experience()))  # rows of one sequence's width, one row at a time
+def test_microbatch_size_packing_and_rematerialisation(plain: list[np.ndarray]) -> None:
+    # Rows of one sequence's width, one row at a time.
+    agree(plain, gradients(config(tokens=72, remat=True)))
 
 
-def test_rematerialisation(plain: list[np.ndarray]) -> None:
-    agree(plain, gradients(config(remat=True), experience()))
-
-
-def test_row_order(plain: list[np.ndarray]) -> None:
+def test_row_order(one_device, plain: list[np.ndarray]) -> None:
     order = np.random.default_rng(1).permutation(16)
-    agree(plain, gradients(config(), jax.tree.map(lambda x: x[order], experience())))
+    agree(plain, gradients_of(one_device[1], jax.tree.map(lambda x: x[order], experience())))
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(fsdp=4, tensor=2), Layout(tensor=4, generation_tensor=2), Layout(fsdp=8)], ids=str
+    "layout",
+    [
+        Layout(fsdp=4, tensor=2),
+        pytest.param(Layout(tensor=4, generation_tensor=2), marks=pytest.mark.slow),
+        pytest.param(Layout(fsdp=8), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_mesh(plain: list[np.ndarray], layout: Layout) -> None:
-    agree(plain, gradients(config(layout=layout, devices=8), experience()))
+    agree(plain, gradients(config(layout=layout, devices=8)))
 
 
-def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees() -> None:
-    settings = config()
-    settings = replace(settings, algorithm=replace(settings.algorithm, kl=None, policy=PolicyLoss()))
-    builder, roles = build(settings)
-    problems = load_problems(
-        settings.data, builder.tokenizer, split="train", max_prompt_tokens=settings.rollout.max_prompt_tokens
-    ).problems[:8]
+def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees(one_device) -> None:
+    builder, roles = one_device
+    settings = replace(ALGORITHM, kl=None, policy=PolicyLoss())
+    problems = load_problems(config().data, builder.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
     rollout: Rollout = roles.actor.generate_sequences(
         problems, Sampling(temperature=1.0), responses_per_prompt=2, seed=3
     ).result()
@@ -145,7 +158,7 @@ def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees() ->
     weight_BT = np.asarray(token_weights(mask_BT, rollout.sequences.prompt_id_B, aggregation="token-mean"))
     fields = {"advantage": np.where(mask_BT, 1.0, 0.0).astype(np.float32), "old_logp": old.logp}
     update = roles.actor.update_actor(
-        [Experience(rollout.sequences, weight_BT, fields)], objective=policy_objective, settings=settings.algorithm
+        [Experience(rollout.sequences, weight_BT, fields)], objective=policy_objective, settings=settings
     )
     metrics = update.result()
     assert metrics["policy/clip_fraction"] == 0
@@ -153,18 +166,13 @@ def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees() ->
     assert abs(metrics["policy/kl_old"]) < 1e-6
     assert metrics["actor/loss"] == pytest.approx(-1, abs=1e-5)
     assert roles.actor.worker.version == 1
-    roles.close()
-    builder.close()
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run() -> None:
-    builder, roles = build(config())
+def test_a_gradient_that_is_not_finite_stops_the_run(one_device) -> None:
+    _, roles = one_device
     batch = experience()
-    spoilt = Experience(
-        batch.sequences, batch.weight_BT, {**batch.fields, "advantage": batch.fields["advantage"] * np.inf}
-    )
+    infinite_BT = np.full_like(batch.weight_BT, np.inf)
+    spoilt = Experience(batch.sequences, batch.weight_BT, {**batch.fields, "advantage": infinite_BT})
     with pytest.raises(FloatingPointError, match="actor: gradient norms") as raised:
-        roles.actor.update_actor([spoilt], objective=policy_objective, settings=config().algorithm).result()
+        roles.actor.update_actor([spoilt], objective=policy_objective, settings=ALGORITHM).result()
     assert "raised in actor.update_actor" in raised.value.__notes__
-    roles.close()
-    builder.close()
