@@ -13,6 +13,7 @@ from jaxrlhf.controller.log import StageLog
 from jaxrlhf.controller.loop import Loop, OnStep, stop_on_sigterm
 from jaxrlhf.controller.settings import settings_rows
 from jaxrlhf.data import Loaded, Loader, load_problems, load_tokenizer
+from jaxrlhf.models.hf_config import resolve
 from jaxrlhf.models.hf_save import save_description
 from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.tracking import default_console, settings_table
@@ -117,8 +118,9 @@ def load_data(config: Config, tokenizer: Any) -> Data:
 
 
 def tokenizer_path(config: Config) -> str | None:
-    """Where the tokenizer comes from; None is the embedded one."""
-    return config.tokenizer or getattr(config.model, "path", None)
+    """Directory of the tokenizer; None is the embedded one."""
+    path = config.tokenizer or getattr(config.model, "path", None)
+    return None if path is None else str(resolve(path))
 
 
 def _check_workdir(workdir: Path, config: Config) -> None:
