@@ -6,16 +6,18 @@ resolved on first use.
 
 import importlib
 
+import jaxrlhf.environment  # noqa: F401  has to come before JAX starts
+
 __version__ = "0.1.0"
 
 _LAZY = {
     "Config": "jaxrlhf.config",
     "load": "jaxrlhf.config",
     "override": "jaxrlhf.config",
-    "train": "jaxrlhf.controller.run",
+    "run": "jaxrlhf.controller.run",
 }
 
-__all__ = ["Config", "__version__", "load", "override", "train"]
+__all__ = ["Config", "__version__", "load", "override", "run"]
 
 
 def __getattr__(name: str):

@@ -40,15 +40,18 @@ class Checkpoints:
       directory: Where they are; made if absent.
       keep_last: Newest checkpoints kept.
       keep_best: Checkpoints with the highest metric kept beside them.
+      read_only: Only look. A reader must not clean up: what looks left over may be a save under way.
     """
 
-    def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 0) -> None:
+    def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 0, read_only: bool = False) -> None:
         policies = [checkpoint_managers.LatestN(n=keep_last), _Best(keep_best)]
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             # Orbax writes metrics down, and so knows them after a resume, only if it is given a way to rank them.
             best_fn=_rank,
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not read_only,
+            create=not read_only,
+            read_only=read_only,
             step_prefix="step",
         )
         self.directory = directory.absolute()

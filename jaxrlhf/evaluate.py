@@ -5,11 +5,7 @@ checkpoint of the configuration's workdir, or `--policy`: a run's workdir or a H
 directory.
 """
 
-import os
-
 from jaxrlhf.config import CommandLine, run_command
-
-os.environ.setdefault("NPROC", "32")
 
 
 def main() -> None:
@@ -19,6 +15,8 @@ def main() -> None:
     command.add_argument("--samples", type=int, default=1, help="answers per problem; above 1 reports pass@k")
     command.add_argument("--show", type=int, default=5, help="answers to print")
     config, flags = command.parse_config()
+    if flags.samples < 1:
+        raise ValueError(f"--samples must be 1 or more, got {flags.samples}")
 
     from jaxrlhf.controller.policy import evaluate_policy
 

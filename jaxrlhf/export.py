@@ -1,11 +1,8 @@
 """`python -m jaxrlhf.export RUN DIRECTORY`: the policy of a run as a Hugging Face checkpoint."""
 
 import argparse
-import os
 
 from jaxrlhf.config import CommandLine, run_command
-
-os.environ.setdefault("NPROC", "32")
 
 
 def main() -> None:

@@ -4,13 +4,7 @@
 command line by its dotted name; see `--help`.
 """
 
-import os
-
 from jaxrlhf.config import CommandLine, run_command
-
-# XLA:CPU sizes its thread pool from this; with several fake devices on few cores its
-# collectives deadlock without it. It has to be set before JAX starts.
-os.environ.setdefault("NPROC", "32")
 
 
 def main() -> None:
@@ -19,9 +13,9 @@ def main() -> None:
     command.add_argument("--dry-run", action="store_true", help="print the derived settings and stop")
     config, flags = command.parse_config()
 
-    from jaxrlhf.controller.run import train
+    from jaxrlhf.controller.run import run
 
-    result = train(config, dry_run=flags.dry_run)
+    result = run(config, dry_run=flags.dry_run)
     if not flags.dry_run and not result.finished:
         print(f"stopped after saving; the same command goes on from {result.workdir}")
 

@@ -16,6 +16,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 JOBS = ("ppo_arithmetic", "grpo_arithmetic")
@@ -61,7 +62,7 @@ def machine() -> dict[str, str]:
 
 def main() -> None:
     """Measure, write and print."""
-    results = {"machine": machine(), "jobs": {job: measure(job) for job in JOBS}}
+    results: dict[str, Any] = {"machine": machine(), "jobs": {job: measure(job) for job in JOBS}}
     (ROOT / "docs" / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     print("| | " + " | ".join(JOBS) + " |\n|---|" + "---|" * len(JOBS))
     for name in results["jobs"][JOBS[0]]:

@@ -380,3 +380,12 @@ def test_a_new_algorithm_brings_its_own_check():
 
     with refused("not with 10 steps"):
         a_config(algorithm=Picky())
+
+
+def test_a_resumed_run_follows_the_settings_it_has_now():
+    fixed = PPO(kl=KLInReward(coefficient=0.5))
+    assert fixed.resumed_state({"kl_coefficient": 0.0}) == {"kl_coefficient": 0.5}
+    assert PPO(kl=None).resumed_state({"kl_coefficient": 0.5}) == {"kl_coefficient": 0.0}
+    adaptive = PPO(kl=KLInReward(coefficient=0.5, adaptive=AdaptiveKL()))
+    assert adaptive.resumed_state({"kl_coefficient": 0.3}) == {"kl_coefficient": 0.3}
+    assert adaptive.resumed_state({"kl_coefficient": 0.0}) == {"kl_coefficient": 0.5}

@@ -85,7 +85,9 @@ def test_there_and_back_keeps_every_weight(dtype: jnp.dtype) -> None:
     weights, switch = engine.to_generation(params)
     for new, old, layout in zip(*map(jax.tree.leaves, (weights, before, engine.generate)), strict=True):
         assert new.sharding.is_equivalent_to(layout, new.ndim)
-        np.testing.assert_array_equal(np.asarray(new), old.astype(dtype))
+        vector = new.ndim < 3 and new.shape[-1] == 32  # norm scales, stacked or not, keep their precision
+        assert new.dtype == (jnp.float32 if vector and new.shape[0] != 64 else dtype)
+        np.testing.assert_array_equal(np.asarray(new), old.astype(new.dtype))
     assert switch.bytes_per_device == engine.bytes_per_device > 0
     engine.to_training(weights)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, params), before)

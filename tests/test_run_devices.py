@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import get_config, numbers, records, training
 
-from jaxrlhf.controller.run import train
+import jaxrlhf
 
 STEPS = 4
 TOLERANCE = 2e-6
@@ -19,7 +19,7 @@ def run(workdir: Path, devices: int, **layout: int) -> Path:
     config = get_config()
     roles = training(**layout)
     algorithm = replace(config.algorithm, critic=roles)
-    train(
+    jaxrlhf.run(
         replace(
             config,
             workdir=str(workdir),

@@ -18,7 +18,7 @@ from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Pretrained
 from jaxrlhf.controller.evaluation import pass_at_k
 from jaxrlhf.controller.policy import evaluate_policy
-from jaxrlhf.controller.run import train
+from jaxrlhf.controller.run import run
 from jaxrlhf.tracking import CompileCounter
 
 CONFIG = Path(__file__).parent / "tiny_runs.py"
@@ -48,7 +48,7 @@ def test_dry_run_of_a_checkpoint_reads_no_weights(tmp_path, monkeypatch, capsys)
     model = write_policy(tmp_path / "model")
     (model / "model.safetensors").unlink()
     config = replace(get_config(), model=Pretrained(str(model)), workdir=str(tmp_path / "workdir"))
-    assert not train(config, dry_run=True).finished
+    assert not run(config, dry_run=True).finished
     assert "qwen2, 2 layers" in capsys.readouterr().out
     assert not (tmp_path / "workdir").exists()
 
@@ -77,7 +77,7 @@ def test_pass_at_k_of_many_samples():
 def workdir(tmp_path_factory):
     """A finished run."""
     workdir = tmp_path_factory.mktemp("trained")
-    train(replace(get_config(), steps=4, workdir=str(workdir)))
+    run(replace(get_config(), steps=4, workdir=str(workdir)))
     return workdir
 
 
@@ -168,7 +168,7 @@ def test_resuming_refuses_another_run_and_leaves_this_one_alone(workdir):
         ({"model": replace(config.model, num_layers=3)}, r"this run needs float32\[3, "),
     ):
         with pytest.raises(ValueError, match=message):
-            train(replace(config, **changes))
+            run(replace(config, **changes))
         assert contents(workdir) == before
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -22,7 +21,6 @@ from jaxrlhf.tracking import (
     RunConsole,
     Sample,
     SampleFile,
-    Stopwatch,
     TensorBoard,
     peak_memory_bytes,
     read_records,
@@ -230,19 +228,6 @@ def test_table_of_settings(capsys):
     assert ["rollout", "prompts", "64", "a", "note"] in lines
     assert ["responses", "256"] in lines  # the section is named once
     assert ["actor", "[x]", "1e-6"] in lines
-
-
-def test_stopwatch_adds_up_and_starts_over():
-    watch = Stopwatch()
-    for _ in range(2):
-        with watch.phase("generate"):
-            time.sleep(0.02)
-    with pytest.raises(KeyError), watch.phase("update"):
-        raise KeyError
-    taken = watch.take()
-    assert set(taken) == {"time/generate_s", "time/update_s"}
-    assert 0.04 <= taken["time/generate_s"] < 1
-    assert watch.take() == {}
 
 
 def test_compilations_are_counted():

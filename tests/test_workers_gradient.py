@@ -164,8 +164,11 @@ def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees(one_
     assert metrics["policy/clip_fraction"] == 0
     assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)
     assert abs(metrics["policy/kl_old"]) < 1e-6
+    assert abs(metrics["policy/kl_old_first"]) < 1e-6
     assert metrics["actor/loss"] == pytest.approx(-1, abs=1e-5)
     assert roles.actor.worker.version == 1
+    with pytest.raises(RuntimeError, match=r"version 1 and the rollout holds responses of \[0\]"):
+        roles.actor.compute_log_prob(rollout).result()
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(one_device) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from jaxrlhf.config.check import not_negative, positive, require, within
 from jaxrlhf.config.sources import Pretrained
-from jaxrlhf.config.training import Optimizer, Training
+from jaxrlhf.config.training import Optimizer, Sampling, Training
 
 if TYPE_CHECKING:
     from jaxrlhf.config.run import Config
@@ -16,6 +17,9 @@ Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
 ]
 KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
+
+_NARROWING = ("greedy", "top_p", "top_k", "min_tokens")
+"""Settings of `Sampling` under which tokens do not come from the policy's own distribution."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class PolicyLoss:
 
     def __post_init__(self) -> None:
         positive(self, "clip_low", "clip_high")
+        within(self, "clip_low", 0.0, 1.0)
         require(
             self.dual_clip is None or self.dual_clip > 1,
             f"PolicyLoss.dual_clip must be above 1 or None, got {self.dual_clip}",
@@ -130,6 +135,10 @@ class Algorithm:
         """Numbers the algorithm carries from step to step; they are in every checkpoint."""
         return {}
 
+    def resumed_state(self, saved: Mapping[str, float]) -> dict[str, float]:
+        """The numbers to go on with, given those of the checkpoint; settings may have changed since."""
+        return dict(saved)
+
     def problems_per_step(self, config: Config) -> int:
         """Records of the data set that one step takes."""
         return config.rollout.prompts_per_step
@@ -163,6 +172,10 @@ class PolicyGradient(Algorithm):
     def initial_state(self) -> dict[str, float]:
         return {"kl_coefficient": self.kl.coefficient if self.kl else 0.0}
 
+    def resumed_state(self, saved: Mapping[str, float]) -> dict[str, float]:
+        adapted = self.kl is not None and self.kl.adaptive is not None and saved["kl_coefficient"] > 0
+        return dict(saved) if adapted else self.initial_state()
+
     def updates_per_step(self, config: Config) -> int:
         return self.epochs_per_step * config.rollout.responses_per_step // self.responses_per_update
 
@@ -175,6 +188,13 @@ class PolicyGradient(Algorithm):
             f"algorithm.responses_per_update={self.responses_per_update} does not divide the {total} responses of a "
             f"step ({config.rollout.prompts_per_step} prompts x {config.rollout.responses_per_prompt}); "
             f"nearest that do: {sorted(nearest)}",
+        )
+        sampling, whole = config.rollout.sampling, Sampling()
+        narrowed = [name for name in _NARROWING if getattr(sampling, name) != getattr(whole, name)]
+        require(
+            not narrowed,
+            f"rollout.sampling sets {', '.join(narrowed)}, and the trainer's log-probabilities are of the unfiltered "
+            "policy, so updates would be off-policy and no metric would show it; sample with temperature only",
         )
 
 

@@ -41,10 +41,17 @@ def evaluate(
         "eval/truncated_fraction": float(np.mean(answered.truncated_B)),
     }
     if samples > 1:
-        correct_P = (np.nan_to_num(first).reshape(len(problems), samples) >= 1.0).sum(axis=1)
-        powers = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < samples] + [samples]
-        metrics |= {f"eval/pass@{k}": float(np.mean([pass_at_k(samples, c, k) for c in correct_P])) for k in powers}
+        score_PG = first.reshape(len(problems), samples)
+        for k in [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < samples] + [samples]:
+            metrics[f"eval/pass@{k}"] = _mean_pass_at_k(score_PG, k)
     return metrics, answered, scores
+
+
+def _mean_pass_at_k(score_PG: np.ndarray, k: int) -> float:
+    """Over the problems with at least k scorable answers; an unscorable one is not a wrong one."""
+    counts = [(int(np.isfinite(row).sum()), int((row[np.isfinite(row)] >= 1.0).sum())) for row in score_PG]
+    chances = [pass_at_k(scorable, correct, k) for scorable, correct in counts if scorable >= k]
+    return float(np.mean(chances)) if chances else float("nan")
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

@@ -126,8 +126,8 @@ class Loop:
 
     def _timing(self, step_s: float, result: StepResult) -> Metrics:
         times = self._take_times()
-        trained = sum(value for name, value in result.metrics.items() if name.endswith("/tokens"))
-        rates = {"throughput/trained_tokens_per_s": trained / times["time/update_s"]}
+        # The policy's tokens: a critic beside it makes the update slower, not the throughput higher.
+        rates = {"throughput/trained_tokens_per_s": result.metrics.get("actor/tokens", 0.0) / times["time/update_s"]}
         if result.rollout is not None:
             rates["throughput/generated_tokens_per_s"] = result.metrics["tokens/generated"] / times["time/generate_s"]
         return {"time/step_s": step_s, **times, **rates}
@@ -144,7 +144,7 @@ class Loop:
         trees, host = self.checkpoints.restore(latest, self.roles.trees())
         self.roles.load(trees, host["counters"])
         self.loader.restore(host["loader"])
-        return latest, host["state"]
+        return latest, self.config.algorithm.resumed_state(host["state"])
 
 
 def _due(number: int, every_steps: int, steps: int) -> bool:

@@ -98,7 +98,7 @@ def _targets(config: ModelConfig, layout: Any) -> Params:
 
 def _restore_policy(run: Path, target: Params, *, step: int | None = None) -> tuple[Params, int]:
     """The actor's parameters of one checkpoint of a run, and its step."""
-    checkpoints = Checkpoints(run / CHECKPOINTS)
+    checkpoints = Checkpoints(run / CHECKPOINTS, read_only=True)
     try:
         step = checkpoints.latest() if step is None else step
         if step is None or step not in checkpoints.steps():

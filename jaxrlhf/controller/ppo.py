@@ -3,11 +3,13 @@
 Source: Schulman et al. 2017 (arXiv:1707.06347); as a dataflow, HybridFlow (arXiv:2409.19256), Figure 6.
 """
 
+from concurrent.futures import Future
+
 from jaxrlhf.algos import TokenOutput, gae, kl_estimate, policy_objective, token_rewards, value_objective, whiten
 from jaxrlhf.batch import Array, Rollout, Scores
 from jaxrlhf.config import PPO, KLInReward
 from jaxrlhf.controller import step as shared
-from jaxrlhf.controller.step import Prepared, StepInput, StepResult
+from jaxrlhf.controller.step import Metrics, Prepared, StepInput, StepResult
 from jaxrlhf.workers import Roles
 
 
@@ -24,10 +26,10 @@ def step(roles: Roles, work: StepInput) -> StepResult:
     value = roles.critic.compute_values(rollout)
     prepared = shared.call(prepare, work, rollout, scores, old, ref_logp, value)
     critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=settings.value)
-    updates = [critic]
+    actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # while the critic warms up, the policy rests
     if work.index >= settings.critic_warmup_steps:
-        updates.append(roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=settings))
-    metrics = shared.merged(prepared.metrics, *updates)
+        actor = roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=settings)
+    metrics = shared.merged(prepared.metrics, critic, actor)
     return StepResult(metrics, prepared.state, rollout.result(), scores.result(), old.result().logp)
 
 

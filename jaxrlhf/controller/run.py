@@ -51,7 +51,7 @@ def workdir_of(config: Config) -> Path:
     return Path(config.workdir) if config.workdir else Path("runs") / config.name
 
 
-def train(config: Config, *, on_step: OnStep | None = None, dry_run: bool = False) -> RunResult:
+def run(config: Config, *, on_step: OnStep | None = None, dry_run: bool = False) -> RunResult:
     """Run a configuration to its end, resuming if its workdir holds a checkpoint.
 
     Args:
@@ -77,7 +77,7 @@ def train(config: Config, *, on_step: OnStep | None = None, dry_run: bool = Fals
         if dry_run:
             return RunResult(workdir, finished=False)
         _check_workdir(workdir, config)
-        finished = _run_stages(Run(config, builder, data, workdir, display, on_step))
+        finished = _run_stages(Shared(config, builder, data, workdir, display, on_step))
     finally:
         builder.close()
     return RunResult(workdir, finished)
@@ -95,7 +95,7 @@ class Display:
 
 
 @dataclass(frozen=True)
-class Run:
+class Shared:
     """What the stages of a run share."""
 
     config: Config
@@ -131,24 +131,26 @@ def _check_workdir(workdir: Path, config: Config) -> None:
         )
 
 
-def _describe(run: Run) -> None:
+def _describe(shared: Shared) -> None:
     """Write what the run is: its configuration, and its model but for the weights."""
-    builder = run.builder
-    (run.workdir / "config.json").write_text(json.dumps(to_json(builder.config), indent=2) + "\n")
+    builder = shared.builder
+    (shared.workdir / "config.json").write_text(json.dumps(to_json(builder.config), indent=2) + "\n")
     source = getattr(builder.config.model, "path", None)
-    save_description(builder.model, run.workdir / MODEL, tokenizer=builder.tokenizer, source=source)
+    save_description(builder.model, shared.workdir / MODEL, tokenizer=builder.tokenizer, source=source)
 
 
-def _run_stages(run: Run) -> bool:
-    with stop_on_sigterm(run.interrupted):
-        start = run.builder.initial_actor()
-        if run.config.cold_start is not None:
-            quiet = replace(run, config=_cold_start(run.config), on_step=None, data=replace(run.data, held_out=[]))
-            trained = _run_stage(quiet, run.workdir / COLD_START, start)
-            if trained is None or run.interrupted.is_set():
+def _run_stages(shared: Shared) -> bool:
+    with stop_on_sigterm(shared.interrupted):
+        start = shared.builder.initial_actor()
+        if shared.config.cold_start is not None:
+            quiet = replace(
+                shared, config=_cold_start(shared.config), on_step=None, data=replace(shared.data, held_out=[])
+            )
+            trained = _run_stage(quiet, shared.workdir / COLD_START, start)
+            if trained is None or shared.interrupted.is_set():
                 return False
             start = trained
-        return _run_stage(run, run.workdir, start) is not None
+        return _run_stage(shared, shared.workdir, start) is not None
 
 
 def _stages(config: Config) -> list[Config]:
@@ -177,10 +179,10 @@ def _cold_start(config: Config) -> Config:
     )
 
 
-def _run_stage(run: Run, directory: Path, start: Params) -> Params | None:
+def _run_stage(shared: Shared, directory: Path, start: Params) -> Params | None:
     """Run one stage from the policy `start`; the trained policy, or None if it was interrupted."""
-    config, algorithm = run.config, run.config.algorithm
-    roles = run.builder.roles(
+    config, algorithm = shared.config, shared.config.algorithm
+    roles = shared.builder.roles(
         algorithm.roles,
         start,
         optimizer=config.actor.optimizer,
@@ -192,24 +194,26 @@ def _run_stage(run: Run, directory: Path, start: Params) -> Params | None:
     )
 
     def open_log(done: int) -> StageLog:
-        _describe(run)  # only now: a checkpoint that does not fit was refused, and its run is left as it was
-        run.display.log = StageLog(directory, steps=config.steps, first_step=done)
+        _describe(shared)  # only now: a checkpoint that does not fit was refused, and its run is left as it was
+        shared.display.log = StageLog(directory, steps=config.steps, first_step=done)
         if done:
-            run.display.log.console.print(f"{config.name}: step {done} of {config.steps} is done, going on from there")
-        return run.display.log
+            shared.display.log.console.print(
+                f"{config.name}: step {done} of {config.steps} is done, going on from there"
+            )
+        return shared.display.log
 
-    generates = run.data.held_out or "reward" in algorithm.roles
-    prompts = [*run.data.train.problems, *run.data.held_out] if generates else []
+    generates = shared.data.held_out or "reward" in algorithm.roles
+    prompts = [*shared.data.train.problems, *shared.data.held_out] if generates else []
     loop = Loop(
         config=config,
         roles=roles,
-        loader=_loader(config, run.data),
-        held_out=run.data.held_out,
+        loader=_loader(config, shared.data),
+        held_out=shared.data.held_out,
         checkpoints=checkpoints,
         log=open_log,
         prompt_lengths=[len(problem.prompt_tokens) for problem in prompts],
-        on_step=run.on_step,
-        interrupted=run.interrupted,
+        on_step=shared.on_step,
+        interrupted=shared.interrupted,
     )
     try:
         finished = loop.run()

@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import numpy as np
 
 from jaxrlhf.architecture import Head
@@ -42,6 +41,9 @@ def settings_rows(config: Config, builder: Builder, train: Loaded) -> list[Row]:
         trained.append(("critic", config.algorithm.critic))
     for role, training in trained:
         rows += _role_rows(role, training, config, builder)
+    if "reference" in config.algorithm.roles:
+        held = _bytes(shard_bytes(builder.hybrid.generation_shapes, builder.hybrid.train))
+        rows.append(("reference", "weights", held, "per device, in the actor's train layout"))
     rows += _generation_rows(config, builder)
     return rows
 
@@ -80,8 +82,7 @@ def _role_rows(role: str, training: Training, config: Config, builder: Builder) 
 
 def _generation_rows(config: Config, builder: Builder) -> list[Row]:
     model, engine, mesh = builder.model, builder.engine, builder.mesh
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, builder.dtype), param_shapes(model, "lm", np.float32))
-    copy = shard_bytes(shapes, builder.hybrid.generate)
+    copy = shard_bytes(builder.hybrid.generation_shapes, builder.hybrid.generate)
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * builder.dtype.itemsize
     cache = engine.slots * builder.width * per_token // mesh.size
     layout = config.actor.layout

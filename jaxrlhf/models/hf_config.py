@@ -4,6 +4,7 @@ A field that changes what the model computes is either understood or refused; no
 read as "probably the default".
 """
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -14,37 +15,62 @@ from jaxrlhf.config import FromScratch
 from jaxrlhf.models.families import FAMILIES, Family
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+_WEIGHT_FILES = ("*.safetensors",)
+_HUB_TIMEOUT_S = 5.0
 
 # Refused in every family unless they hold this value (or are absent or null).
 _FIXED = {"hidden_act": "silu", "quantization_config": None, "partial_rotary_factor": 1.0}
 _LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def resolve(path: str | Path) -> Path:
+def resolve(path: str | Path, *, weights: bool = False) -> Path:
     """Directory of a checkpoint: a local one as it is, a hub id downloaded to the hub's cache.
+
+    `a/b` beside an existing directory `a` is a local path, whatever the hub has.
+
+    Args:
+      weights: Download the tensors of a hub id too.
 
     Raises:
       ValueError: There is no such directory, nor a reachable hub repository of that name.
     """
-    directory = Path(path).expanduser()
+    directory, name = Path(path).expanduser(), str(path)
     if directory.is_dir():
         return directory
-    if not _HUB_ID.fullmatch(str(path)):
+    if not _HUB_ID.fullmatch(name) or ("/" in name and directory.parent.is_dir()):
         raise ValueError(
-            f"no directory {str(path)!r}; give a local checkpoint directory or a hub id such as Qwen/Qwen3-0.6B"
+            f"no directory {name!r}; give a local checkpoint directory or a hub id such as Qwen/Qwen3-0.6B"
         )
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    return _download(name, weights=weights)
 
+
+@functools.cache
+def _download(hub_id: str, *, weights: bool) -> Path:
+    """The hub's cache of a repository, brought up to date if the hub answers at once."""
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
+
+    files = [*_HUB_FILES, *(_WEIGHT_FILES if weights else ())]
     try:
-        return Path(huggingface_hub.snapshot_download(str(path), allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"no local directory {str(path)!r} and no reachable hub repository of that name; "
-            f"check the spelling, the network or the login ({reason})"
-        ) from error
+        huggingface_hub.HfApi().model_info(hub_id, timeout=_HUB_TIMEOUT_S)
+    except (HTTPError, OSError, HFValidationError) as error:
+        try:
+            return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=files, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError):
+            raise _not_found(hub_id, error) from error
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=files))
+    except (HTTPError, OSError) as error:
+        raise _not_found(hub_id, error) from error
+
+
+def _not_found(hub_id: str, error: Exception) -> ValueError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ValueError(
+        f"no local directory {hub_id!r} and no reachable hub repository of that name; "
+        f"check the spelling, the network or the login ({reason})"
+    )
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
@@ -63,6 +89,13 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{file} holds {type(fields).__name__}, expected a JSON object")
     return fields
+
+
+def read_stop_tokens(path: str | Path) -> list[int]:
+    """End-of-sequence ids of the checkpoint's generation_config.json; empty if it says nothing of them."""
+    file = resolve(path) / "generation_config.json"
+    given = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    return given if isinstance(given, list) else [] if given is None else [given]
 
 
 def read_family(path: str | Path) -> tuple[Family, Head]:

@@ -45,7 +45,7 @@ def load_params(
       ValueError: The checkpoint lacks the wanted head, a tensor is missing, unexpected or of
         the wrong shape, or a file is damaged.
     """
-    directory = resolve(path)
+    directory = resolve(path, weights=True)
     declared = declare(config, head)
     stored = FAMILIES[config.family].stored(config, head)
     _, saved_head = read_family(directory)

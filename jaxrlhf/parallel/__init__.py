@@ -1,6 +1,6 @@
 """Meshes, sharding rules, the switch between layouts, and pools of devices."""
 
-from jaxrlhf.parallel.hybrid import HybridEngine, Switch, missing_bytes, refines
+from jaxrlhf.parallel.hybrid import HybridEngine, Switch, cast_shapes, missing_bytes, refines
 from jaxrlhf.parallel.mesh import AXES, BATCH_AXES, SLOT_AXES, factored_mesh
 from jaxrlhf.parallel.pool import ResourcePool
 from jaxrlhf.parallel.rules import GENERATE, TRAIN, check_divisible, shard_bytes, shardings
@@ -14,6 +14,7 @@ __all__ = [
     "HybridEngine",
     "ResourcePool",
     "Switch",
+    "cast_shapes",
     "check_divisible",
     "factored_mesh",
     "missing_bytes",

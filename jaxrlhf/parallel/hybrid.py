@@ -70,6 +70,20 @@ def missing_bytes(source: Any, target: Any, shapes: Any) -> int:
     return max(totals.values(), default=0)
 
 
+def cast_shapes(dims: Any, shapes: Any, *, dtype: Any) -> Any:
+    """Shapes of a copy of the parameters in `dtype`.
+
+    Vectors, which are the scales of norms, stay as they are: a model multiplies by them in
+    float32, and a rounded scale would give a copy other numbers than its master.
+    """
+
+    def one(names: tuple[str | None, ...], array: Any) -> Any:
+        matrix = len([name for name in names if name != "layers"]) > 1
+        return jax.ShapeDtypeStruct(array.shape, dtype if matrix else array.dtype)
+
+    return jax.tree.map(one, dims, shapes, is_leaf=lambda node: isinstance(node, tuple))
+
+
 class HybridEngine:
     """Switches one role's parameters between its two layouts.
 
@@ -77,27 +91,31 @@ class HybridEngine:
       mesh: The role's factored mesh.
       dims: Tree of dimension names of the parameters.
       shapes: Tree of shaped arrays of the parameters, as trained.
-      dtype: Of the generation weights.
+      dtype: Of the generation weights; norm scales keep their own.
     """
 
     def __init__(self, mesh: Mesh, dims: Any, shapes: Any, *, dtype: Any) -> None:
         self.train = shardings(mesh, dims, TRAIN)
         self.generate = shardings(mesh, dims, GENERATE)
         self._shapes = shapes
-        cast = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
-        self.bytes_per_device = missing_bytes(self.train, self.generate, cast)
+        self.generation_shapes = cast_shapes(dims, shapes, dtype=dtype)
+        self.bytes_per_device = missing_bytes(self.train, self.generate, self.generation_shapes)
         self.refines = all(
             refines(old, new, array.shape)
             for old, new, array in zip(*map(jax.tree.leaves, (self.train, self.generate, shapes)), strict=True)
         )
         self._moved = jax.tree.map(
-            lambda old, new, array: array.dtype != dtype or not old.is_equivalent_to(new, len(array.shape)),
+            lambda old, new, array, cast: array.dtype != cast.dtype or not old.is_equivalent_to(new, len(array.shape)),
             self.train,
             self.generate,
             shapes,
+            self.generation_shapes,
         )
-        moved = [new for new, flag in zip(*map(jax.tree.leaves, (self.generate, self._moved)), strict=True) if flag]
-        self._program = jax.jit(lambda leaves: [leaf.astype(dtype) for leaf in leaves], out_shardings=moved)
+        dtypes = [cast.dtype for cast in self._leaves_moved(self.generation_shapes)]
+        self._program = jax.jit(
+            lambda leaves: [leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)],
+            out_shardings=self._leaves_moved(self.generate),
+        )
 
     def _leaves_moved(self, tree: Any) -> list[Any]:
         return [leaf for leaf, moved in zip(*map(jax.tree.leaves, (tree, self._moved)), strict=True) if moved]

@@ -1,6 +1,5 @@
 """Named, disjoint sets of devices that roles are placed on."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -29,13 +28,3 @@ class ResourcePool:
                 f"lower `devices`, or on CPU start with JAX_NUM_CPU_DEVICES={count}"
             )
         return cls("all", tuple(devices[:count]))
-
-
-def check_disjoint(pools: Sequence[ResourcePool]) -> None:
-    """Raise `ValueError` if two pools share a device."""
-    owner: dict[jax.Device, str] = {}
-    for pool in pools:
-        for device in pool.devices:
-            if device in owner:
-                raise ValueError(f"device {device} is in pools {owner[device]!r} and {pool.name!r}; pools are disjoint")
-            owner[device] = pool.name

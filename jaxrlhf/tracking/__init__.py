@@ -5,7 +5,7 @@ from jaxrlhf.tracking.metrics import JsonLines, Logger, MetricsWriter, TensorBoa
 from jaxrlhf.tracking.plots import save_learning_curve
 from jaxrlhf.tracking.records import read_records
 from jaxrlhf.tracking.samples import Sample, SampleFile, read_samples, show_samples
-from jaxrlhf.tracking.timing import CompileCounter, Stopwatch, peak_memory_bytes
+from jaxrlhf.tracking.timing import CompileCounter, peak_memory_bytes
 
 __all__ = [
     "CompileCounter",
@@ -15,7 +15,6 @@ __all__ = [
     "RunConsole",
     "Sample",
     "SampleFile",
-    "Stopwatch",
     "TensorBoard",
     "default_console",
     "peak_memory_bytes",

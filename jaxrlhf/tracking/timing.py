@@ -1,38 +1,10 @@
 """Where the seconds and the bytes go, and how often XLA compiles."""
 
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import jax
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-
-
-class Stopwatch:
-    """Wall-clock seconds of named phases, added up until they are taken.
-
-    A phase is what the host waits for; device work that is still running when a block ends
-    counts where its result is waited for.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-
-    def take(self) -> dict[str, float]:
-        """The seconds since the last call, as metrics: phase `generate` is `time/generate_s`."""
-        taken = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
-        self._seconds.clear()
-        return taken
 
 
 class CompileCounter:

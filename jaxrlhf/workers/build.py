@@ -11,16 +11,16 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
-from jaxrlhf.config import PPO, Config, FromScratch, Model, ModelReward, Optimizer, Training
+from jaxrlhf.config import PPO, Config, FromScratch, Model, ModelReward, Optimizer, Pretrained, Training
 from jaxrlhf.engine import Engine
-from jaxrlhf.models.hf_config import read_config, scratch_config
+from jaxrlhf.models.hf_config import read_config, read_stop_tokens, scratch_config
 from jaxrlhf.models.hf_load import load_params
 from jaxrlhf.models.parameters import init_params, param_dims, param_shapes
 from jaxrlhf.parallel import SLOT_AXES, HybridEngine, ResourcePool, factored_mesh
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.group import Group, Lane, Timeline
-from jaxrlhf.workers.model import layout_of
-from jaxrlhf.workers.roles import Actor, Critic, Progress, Reference, Reward
+from jaxrlhf.workers.model import Progress, TrainedWorker, layout_of
+from jaxrlhf.workers.roles import Actor, Critic, Reference, Reward
 
 _VOCABULARY_MULTIPLE = 64
 """From-scratch vocabularies are rounded up to this, so that they split over devices."""
@@ -41,6 +41,15 @@ def model_config(model: Model, tokenizer: PreTrainedTokenizerBase) -> ModelConfi
     return read_config(model.path)
 
 
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, role: str) -> None:
+    """Raise `ValueError` if the tokenizer has ids that the model has no embedding for."""
+    if len(tokenizer) > model.vocab_size:
+        raise ValueError(
+            f"{role}: the tokenizer has {len(tokenizer)} tokens and the model embeds {model.vocab_size}; "
+            f"use the tokenizer that belongs to the model"
+        )
+
+
 def initial_params(model: Model, config: ModelConfig, head: Head, layout: Any, *, seed: int) -> Params:
     """Float32 parameters as the run starts with them, in the given layout."""
     if isinstance(model, FromScratch):
@@ -50,12 +59,14 @@ def initial_params(model: Model, config: ModelConfig, head: Head, layout: Any, *
 
 
 def stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's EOS, and the configured texts.
+    """The tokenizer's EOS, those of the checkpoint's generation_config.json, and the configured texts.
 
     Raises:
       ValueError: A configured text is not one token.
     """
     stops = [tokenizer.eos_token_id]
+    if isinstance(config.model, Pretrained):
+        stops += read_stop_tokens(config.model.path)
     for text in config.rollout.sampling.stop_tokens:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
@@ -63,7 +74,7 @@ def stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int
                 f"rollout.sampling.stop_tokens: {text!r} is {len(ids)} tokens in this tokenizer; a stop token is one"
             )
         stops += ids
-    return tuple(stops)
+    return tuple(dict.fromkeys(stops))
 
 
 class Roles:
@@ -89,7 +100,7 @@ class Roles:
             setattr(self, role, Group(role, worker, lanes[role]))
 
     def _trained(self) -> list[Any]:
-        return [worker for worker in self._workers.values() if hasattr(worker, "optimizer_state")]
+        return [worker for worker in self._workers.values() if isinstance(worker, TrainedWorker)]
 
     def trees(self) -> dict[str, Any]:
         """Every array that a checkpoint of the run holds."""
@@ -134,6 +145,7 @@ class Builder:
     ) -> None:
         self.config, self.tokenizer, self.pool, self._progress = config, tokenizer, pool, progress
         self.model = model_config(config.model, tokenizer)
+        check_vocabulary(tokenizer, self.model, role="actor")
         self.dtype = compute_dtype(config, pool.devices)
         rollout = config.rollout
         self.width = rollout.max_prompt_tokens + rollout.max_response_tokens
@@ -173,7 +185,7 @@ class Builder:
     def roles(
         self, names: Sequence[str], start: Params, *, optimizer: Optimizer, total_updates: int, seed: int
     ) -> Roles:
-        """The named groups, all starting from the policy `start`, which is not consumed.
+        """The named groups, all starting from the policy `start`, which the actor takes over and trains.
 
         Args:
           optimizer: Of the actor.
@@ -187,7 +199,8 @@ class Builder:
             "reference": lambda: self._reference(start),
             "reward": lambda: Reward(self.scorer, self._decode, self._progress),
         }
-        workers = {name: make[name]() for name in dict.fromkeys((*names, "reward"))}
+        # The actor comes last: the others copy the policy that it takes over.
+        workers = {name: make[name]() for name in sorted({*names, "reward"}, key=lambda name: name == "actor")}
         placement = dict.fromkeys(workers, lanes["pool"]) | {"reward": lanes[self._reward_lane]}
         return Roles(workers, placement, timeline)
 
@@ -200,7 +213,7 @@ class Builder:
             self.model,
             "lm",
             self.mesh,
-            _copy(start, self.layout, jnp.float32),
+            start,
             self.config.actor,
             width=self.width,
             dtype=self.dtype,
@@ -218,10 +231,11 @@ class Builder:
             self.model,
             "lm",
             self.mesh,
-            _copy(start, self.layout, self.dtype),
+            _copy(start, self.layout, self.hybrid.generation_shapes),
             self.config.actor,
             width=self.width,
             dtype=self.dtype,
+            progress=self._progress,
             temperature=self.config.rollout.sampling.temperature,
         )
 
@@ -232,10 +246,11 @@ class Builder:
         mesh: Mesh = factored_mesh(training.layout, self.pool.devices, role="critic")
         own = settings.critic_model
         config = self.model if own is None else model_config(own, self.tokenizer)
+        check_vocabulary(self.tokenizer, config, role="critic")
         layout = layout_of(mesh, config, "value", role="critic")
         if own is None:
             head = jnp.zeros(config.hidden_size, jnp.float32)
-            params = _copy({**start, "head": head}, layout, jnp.float32)
+            params = _copy({**start, "head": head}, layout, param_shapes(config, "value", jnp.float32))
         else:
             params = initial_params(own, config, "value", layout, seed=seed)
         return Critic(
@@ -247,6 +262,7 @@ class Builder:
             training,
             width=self.width,
             dtype=self.dtype,
+            progress=self._progress,
             optimizer=training.optimizer,
             total_updates=total_updates,
         )
@@ -256,8 +272,10 @@ class Builder:
         self.scorer.close()
 
 
-def _copy(params: Params, layout: Any, dtype: Any) -> Params:
-    """New buffers in the given layout and dtype: what is trained is donated, so nothing is shared."""
-    return jax.jit(lambda tree: jax.tree.map(lambda x: jnp.array(x, dtype, copy=True), tree), out_shardings=layout)(
-        params
-    )
+def _copy(params: Params, layout: Any, shapes: Any) -> Params:
+    """New buffers in the given layout and dtypes: what is trained is donated, so nothing is shared."""
+
+    def copy(tree: Params) -> Params:
+        return jax.tree.map(lambda x, shape: jnp.array(x, shape.dtype, copy=True), tree, shapes)
+
+    return jax.jit(copy, out_shardings=layout)(params)

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,22 @@ Metrics = dict[str, float]
 Objective = Callable[..., Any]
 """`(output, mask_RW, weight_RW, fields, settings) -> (loss_RW, metrics)`; see `jaxrlhf.algos.objectives`."""
 
+
+class Updated(NamedTuple):
+    """What an update reports, as means over tokens.
+
+    Attributes:
+      metrics: Over all its minibatches.
+      first: Over the first, in which the policy is still the one that the old log-probabilities are of.
+    """
+
+    metrics: Metrics
+    first: Metrics
+
+
+Progress = Callable[[str, int, int], None]
+"""`(phase, done, total)`, called from the thread that does the work."""
+
 _SMALLEST_ROW = 256
 """Rows narrower than this would leave much padding when sequences are short."""
 
@@ -39,6 +55,7 @@ class ModelWorker:
       training: Of the role; a frozen role is given its actor's.
       width: T, columns of the `[B, T]` arrays it is given.
       dtype: Of activations.
+      progress: Told how many microbatches and minibatches were started.
     """
 
     def __init__(
@@ -52,10 +69,12 @@ class ModelWorker:
         *,
         width: int,
         dtype: jnp.dtype,
+        progress: Progress,
     ) -> None:
         self.role, self.config, self.head, self.mesh = role, config, head, mesh
         self.params = params
         self.dtype = dtype
+        self._progress = progress
         self._width = width
         self._remat = training.remat
         self._row_tokens, self._rows = microbatch_shape(training, mesh, width=width, role=role)
@@ -88,7 +107,10 @@ class ModelWorker:
         """`_output` of every sequence, as host `[B, T]` arrays."""
         packing = self._pack(sequences)
         scale = np.float32(temperature)
-        outputs = [self._forward(self.params, self._on_mesh(rows), scale) for rows in packing.rows(sequences)]
+        outputs = []
+        for rows in packing.rows(sequences):
+            outputs.append(self._forward(self.params, self._on_mesh(rows), scale))
+            self._progress(f"{self.role} forward", len(outputs), packing.microbatches)
         return jax.tree.map(lambda *parts: packing.unpack(np.stack(jax.device_get(parts))), *outputs)
 
     def trees(self) -> dict[str, Any]:
@@ -123,15 +145,21 @@ class TrainedWorker(ModelWorker):
         layout = jax.tree.map(lambda x: x.sharding, self.params)
         whole = NamedSharding(self.mesh, PartitionSpec())
         state = jax.eval_shape(self._optimizer.init, self.params)
-        state_layout = optax.tree_utils.tree_map_params(
+        self._state_layout = optax.tree_utils.tree_map_params(
             self._optimizer, lambda _, sharding: sharding, state, layout, transform_non_params=lambda _: whole
         )
-        self.optimizer_state = jax.jit(self._optimizer.init, out_shardings=state_layout)(self.params)
         self.updates = 0
         self._zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=layout)
-        self._apply = jax.jit(self._apply_gradient, donate_argnums=(0, 1), out_shardings=(layout, state_layout, whole))
+        self._apply = jax.jit(
+            self._apply_gradient, donate_argnums=(0, 1), out_shardings=(layout, self._state_layout, whole)
+        )
         self._gradient_layout = layout
         self._accumulate: dict[tuple[Objective, Hashable], Any] = {}
+
+    @cached_property
+    def optimizer_state(self) -> Any:
+        """Made on first use, so that a policy that is only evaluated costs no moments."""
+        return jax.jit(self._optimizer.init, out_shardings=self._state_layout)(self.params)
 
     def trees(self) -> dict[str, Any]:
         return {**super().trees(), f"{self.role}_optimizer": self.optimizer_state}
@@ -188,38 +216,42 @@ class TrainedWorker(ModelWorker):
         settings: Hashable,
         *,
         temperature: float = 1.0,
-    ) -> Metrics:
-        """One optimizer update per minibatch; returns per-token means over all of them.
+    ) -> Updated:
+        """One optimizer update per minibatch.
 
         Raises:
           FloatingPointError: A gradient is not finite.
         """
-        sums, tokens, norms = [], 0, []
+        sums, norms = [], []
         for experience in minibatches:
             gradient, metrics = self.gradient(experience, objective, settings, temperature=temperature)
             self.params, self.optimizer_state, norm = self._apply(self.params, self.optimizer_state, gradient)
-            sums += metrics
+            sums.append(metrics)
             norms.append(norm)
-            tokens += int(np.sum(experience.sequences.mask_BT))
-        rate = float(self._schedule(self.updates))
-        self.updates += len(minibatches)
+            self._progress(f"{self.role} update", len(norms), len(minibatches))
         norms = [float(norm) for norm in jax.device_get(norms)]
         if not np.all(np.isfinite(norms)):
             raise FloatingPointError(
                 f"{self.role}: gradient norms of the last {len(norms)} updates are {norms}; the weights in memory are "
                 f"spoilt, resume from the last checkpoint with a lower learning rate or look at samples.jsonl"
             )
+        rate = float(self._schedule(self.updates))
+        self.updates += len(minibatches)
         sums = jax.device_get(sums)
-        means = {name: float(sum(s[name] for s in sums)) / max(tokens, 1) for name in sums[0] if name != "loss"}
-        loss = float(sum(s["loss"] for s in sums)) / len(minibatches)
-        grad_norm = float(np.mean(norms))
-        return {
-            **means,
-            f"{self.role}/loss": loss,
-            f"{self.role}/grad_norm": grad_norm,
+        tokens = [int(np.sum(experience.sequences.mask_BT)) for experience in minibatches]
+        means = _means([part for parts in sums for part in parts], tokens=sum(tokens))
+        own = {
+            f"{self.role}/loss": means.pop("loss") * max(sum(tokens), 1) / len(minibatches),
+            f"{self.role}/grad_norm": float(np.mean(norms)),
             f"{self.role}/learning_rate": rate,
-            f"{self.role}/tokens": float(tokens),
+            f"{self.role}/tokens": float(sum(tokens)),
         }
+        return Updated({**means, **own}, _means(sums[0], tokens=tokens[0]))
+
+
+def _means(sums: Sequence[dict[str, Any]], *, tokens: int) -> Metrics:
+    """Per-token means out of the sums of microbatches."""
+    return {name: float(sum(part[name] for part in sums)) / max(tokens, 1) for name in sums[0]}
 
 
 def microbatch_shape(training: Training, mesh: Mesh, *, width: int, role: str) -> tuple[int, int]:

@@ -16,16 +16,9 @@ from jaxrlhf.engine import Completion, Engine, Request
 from jaxrlhf.models.heads import token_logp, values
 from jaxrlhf.parallel import HybridEngine
 from jaxrlhf.rewards.scorer import Scorer
-from jaxrlhf.workers.model import Metrics, ModelWorker, Objective, TrainedWorker
+from jaxrlhf.workers.model import Metrics, ModelWorker, Objective, Progress, TrainedWorker
 from jaxrlhf.workers.packing import Rows
 from jaxrlhf.workers.protocol import DP_PROTO, ONE_TO_ALL, verb
-
-Progress = Callable[[str, int, int], None]
-"""`(phase, done, total)`, called from the thread that does the work."""
-
-
-def no_progress(phase: str, done: int, total: int) -> None:
-    """For callers that show none."""
 
 
 def _policy_output(worker: ModelWorker, params: Params, rows: Rows, temperature: Array) -> TokenOutput:
@@ -43,11 +36,9 @@ class Actor(TrainedWorker):
       temperature: Of the rollout; the trained log-probabilities are at this temperature.
     """
 
-    def __init__(
-        self, *args: Any, engine: Engine, hybrid: HybridEngine, temperature: float, progress: Progress, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, engine: Engine, hybrid: HybridEngine, temperature: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._engine, self._hybrid, self._temperature, self._progress = engine, hybrid, temperature, progress
+        self._engine, self._hybrid, self._temperature = engine, hybrid, temperature
         self.version = 0
         self._relayout_s = 0.0
 
@@ -104,6 +95,11 @@ class Actor(TrainedWorker):
     @verb(DP_PROTO)
     def compute_log_prob(self, rollout: Rollout) -> TokenOutput:
         """log pi and entropy of every token under the current policy, at the rollout's temperature."""
+        if stale := set(np.unique(rollout.version_B).tolist()) - {self.version}:
+            raise RuntimeError(
+                f"the policy is version {self.version} and the rollout holds responses of {sorted(stale)}; "
+                f"old log-probabilities have to be taken before the update"
+            )
         return self._forward_all(rollout.sequences, temperature=self._temperature)
 
     @verb(ONE_TO_ALL)
@@ -117,9 +113,10 @@ class Actor(TrainedWorker):
     ) -> Metrics:
         """One update per minibatch. `temperature=None` is the rollout's."""
         scale = self._temperature if temperature is None else temperature
-        metrics = self.update(minibatches, objective, settings, temperature=scale)
+        metrics, first = self.update(minibatches, objective, settings, temperature=scale)
         self.version += len(minibatches)
-        return metrics
+        # At the first minibatch nothing has moved yet: what is not 0 here is numerics, or a bug.
+        return metrics | {"policy/kl_old_first": first["policy/kl_old"]} if "policy/kl_old" in first else metrics
 
 
 class Critic(TrainedWorker):
@@ -136,7 +133,7 @@ class Critic(TrainedWorker):
     @verb(ONE_TO_ALL)
     def update_critic(self, minibatches: Sequence[Experience], *, objective: Objective, settings: Hashable) -> Metrics:
         """One update per minibatch."""
-        return self.update(minibatches, objective, settings)
+        return self.update(minibatches, objective, settings).metrics
 
 
 class Reference(ModelWorker):
@@ -161,7 +158,7 @@ class Reward:
     def __init__(self, scorer: Scorer, decode: Callable[[Sequence[int]], str], progress: Progress) -> None:
         self.scorer, self._decode, self._progress = scorer, decode, progress
 
-    @verb(DP_PROTO)
+    @verb(ONE_TO_ALL)
     def compute_reward(self, problems: Sequence[Problem], rollout: Rollout) -> Scores:
         """The score of every response."""
         responses = self.responses(rollout)
