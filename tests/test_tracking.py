@@ -257,7 +257,7 @@ def write_curves(path: Path, steps: int, names: tuple[str, ...]) -> None:
 
 EVERYTHING = (
     *("score/mean", "response/length_mean", "response/truncated_fraction", "kl/ref", "policy/entropy"),
-    *("policy/clip_fraction", "sampler/logp_gap_mean", "sampler/logp_gap_max", "policy/loss"),
+    *("policy/clip_fraction", "sampler/logp_gap_mean", "sampler/logp_gap_max", "actor/loss"),
     *("time/generate_s", "time/update_s", "eval/accuracy_at_start", "eval/accuracy"),
 )
 

@@ -27,9 +27,16 @@ REWARD_OUTPUT = "reward_output.log"
 
 @dataclass(frozen=True)
 class Data:
-    """The problems of a run, tokenised."""
+    """The problems of a run, tokenised.
+
+    Attributes:
+      train: The training split.
+      evaluation: The held-out split.
+      held_out: What is evaluated on: the first problems of that split.
+    """
 
     train: Loaded
+    evaluation: Loaded
     held_out: list[Problem]
 
 
@@ -73,7 +80,9 @@ def run(config: Config, *, on_step: OnStep | None = None, dry_run: bool = False)
     output = None if dry_run else workdir / REWARD_OUTPUT
     builder = Builder(config, tokenizer, pool, progress=display.progress, reward_output=output)
     try:
-        default_console().print(settings_table(settings_rows(config, builder, data.train), title=config.name))
+        default_console().print(
+            settings_table(settings_rows(config, builder, data.train, data.evaluation), title=config.name)
+        )
         if dry_run:
             return RunResult(workdir, finished=False)
         _check_workdir(workdir, config)
@@ -113,8 +122,8 @@ def load_data(config: Config, tokenizer: Any) -> Data:
     supervised = isinstance(config.algorithm, SFT) or config.cold_start is not None
     solutions = {"max_solution_tokens": config.rollout.max_response_tokens} if supervised else {}
     train = load_problems(config.data, tokenizer, split="train", **limits, **solutions)
-    held_out = load_problems(config.data, tokenizer, split="evaluation", **limits)
-    return Data(train, held_out.problems[: config.evaluation.problems])
+    evaluation = load_problems(config.data, tokenizer, split="evaluation", **limits)
+    return Data(train, evaluation, evaluation.problems[: config.evaluation.problems])
 
 
 def tokenizer_path(config: Config) -> str | None:

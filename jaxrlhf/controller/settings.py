@@ -16,7 +16,7 @@ Row = tuple[str, str, str, str]
 """Section, name, value, and what the value follows from."""
 
 
-def settings_rows(config: Config, builder: Builder, train: Loaded) -> list[Row]:
+def settings_rows(config: Config, builder: Builder, train: Loaded, evaluation: Loaded) -> list[Row]:
     """What the configuration comes down to on these devices.
 
     Raises:
@@ -46,6 +46,11 @@ def settings_rows(config: Config, builder: Builder, train: Loaded) -> list[Row]:
         rows.append(("reference", "weights", held, "per device, in the actor's train layout"))
     rows += _generation_rows(config, builder)
     return rows
+
+
+def _split_row(name: str, split: Loaded, wanted: int) -> Row:
+    used = min(wanted, len(split.problems))
+    return ("data", name, f"{used} problems", f"of {split.total}; {split.dropped_too_long} too long")
 
 
 def _step_rows(config: Config) -> list[Row]:

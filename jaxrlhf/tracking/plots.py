@@ -64,9 +64,11 @@ def draw_learning_curve(metrics: Path | str, *, title: str | None = None) -> Fig
 
 
 def read_curves(metrics: Path | str) -> dict[str, Series]:
-    """Each metric's finite values by step."""
+    """Each metric's finite values by step; the accuracy before the first step is that of the step before."""
     curves: dict[str, Series] = {}
     for record in read_records(metrics):
+        if (start := record.pop("eval/accuracy_at_start", None)) is not None:
+            curves.setdefault("eval/accuracy", {})[record["step"] - 1] = start
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
                 curves.setdefault(name, {})[record["step"]] = value
@@ -169,7 +171,7 @@ def _draw_loss(axes: Axes, curves: Curves) -> None:
 
 
 GAPS = ("sampler/logp_gap_mean", "sampler/logp_gap_max")
-LOSSES = ("supervised/loss", "policy/loss", "value/loss")
+LOSSES = ("supervised/loss", "actor/loss", "value/loss")
 # The first six with data are drawn.
 PANELS: Mapping[Callable[[Axes, Curves], None], tuple[str, ...]] = {
     _draw_score: ("score/mean", "eval/accuracy"),
