@@ -1,6 +1,7 @@
 """Reading checkpoints: each shard on its device, and a one-line error for whatever is wrong."""
 
 import json
+import shutil
 import time
 
 import jax
@@ -271,3 +272,14 @@ def test_an_export_never_mixes_with_another(source):
     config = models.read_config(source)
     with pytest.raises(ValueError, match="already holds safetensors"):
         models.save_params(load(source), config, source)
+
+
+def test_a_hub_out_of_reach_leaves_its_cache(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--cached"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("0" * 40)
+    shutil.copytree(source, repository / "snapshots" / ("0" * 40))
+    np.testing.assert_array_equal(load("org/cached")["embed"], load(source)["embed"])
+    with pytest.raises(ValueError, match="no local directory 'org/other' and no reachable hub repository"):
+        models.resolve("org/other")

@@ -5,6 +5,7 @@ import os
 import resource
 import runpy
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -46,11 +47,23 @@ GOOD = "--model.path {files}/model --data.path {files}/data"
 CASES = {
     "missing model": (
         "--model.path {files}/nowhere --data.path {files}/data",
-        "no tokenizer could be loaded from '{files}/nowhere'",
+        "no directory '{files}/nowhere'; give a local checkpoint directory or a hub id",
     ),
     "missing model, tokenizer elsewhere": (
         "--model.path {files}/nowhere --tokenizer {files}/model --data.path {files}/data",
         "{files}/nowhere",
+    ),
+    "missing model beside a directory": (
+        "--model.path tests/nothing --data.path {files}/data",
+        "no directory 'tests/no",
+    ),
+    "missing model shaped like a hub id": (
+        "--model.path jaxrlhf-nowhere/nothing --data.path {files}/data",
+        "no local directory 'jaxrlhf-nowhere/nothing' and no reachable hub repository of that name",
+    ),
+    "missing tokenizer shaped like a hub id": (
+        "--model.path {files}/model --tokenizer jaxrlhf-nowhere/words --data.path {files}/data",
+        "no local directory 'jaxrlhf-nowhere/words' and no reachable hub repository of that name",
     ),
     "no EOS": (
         "--model.path {files}/no_eos --data.path {files}/data",
@@ -97,6 +110,7 @@ def words(case: str, files: Path, workdir: Path) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_refusal(case, files, tmp_path, monkeypatch, capsys):
     workdir = tmp_path / "workdir"
+    monkeypatch.chdir(Path(__file__).parents[1])
     monkeypatch.setattr(sys, "argv", ["train", *words(case, files, workdir)])
     with pytest.raises(SystemExit) as end:
         runpy.run_module("jaxrlhf.train", run_name="__main__")
@@ -116,6 +130,17 @@ def test_refusal_is_quick(case, files, tmp_path):
     # On a busy machine the wall clock counts what others do, and the processor's time does not.
     assert min(time.monotonic() - start, cpu_seconds() - used) < 5
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "shaped like a hub id" in case])
+def test_a_silent_hub_is_not_waited_for(case, files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("jaxrlhf.models.hf_config._HUB_TIMEOUT_S", 0.5)
+    start = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as hub:  # takes requests and never answers
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        test_refusal(case, files, tmp_path, monkeypatch, capsys)
+    assert time.monotonic() - start < 5
 
 
 def cpu_seconds() -> float:
