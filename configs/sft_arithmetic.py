@@ -11,6 +11,7 @@ from jaxrlhf.config import (
     SFT,
     Arithmetic,
     ArithmeticReward,
+    Checkpointing,
     Config,
     Evaluation,
     FromScratch,
@@ -37,4 +38,5 @@ def get_config() -> Config:
         ),
         steps=300,
         evaluation=Evaluation(every_steps=50),
+        checkpoint=Checkpointing(every_steps=50),
     )

@@ -1,5 +1,7 @@
 """The checks that settings run on themselves when they are built."""
 
+import math
+
 
 def require(condition: bool, message: str) -> None:
     """Raise `ValueError(message)` unless `condition` holds."""
@@ -21,6 +23,14 @@ def not_negative(owner: object, *names: str) -> None:
         value = getattr(owner, name)
         number = isinstance(value, int | float)
         require(number and value >= 0, f"{type(owner).__name__}.{name} must be 0 or more, got {value!r}")
+
+
+def finite(owner: object, *names: str) -> None:
+    """Require the named fields of `owner` to be numbers, and neither infinite nor NaN."""
+    for name in names:
+        value = getattr(owner, name)
+        number = isinstance(value, int | float)
+        require(number and math.isfinite(value), f"{type(owner).__name__}.{name} must be finite, got {value!r}")
 
 
 def within(owner: object, name: str, low: float, high: float) -> None:

@@ -1,5 +1,6 @@
 """A whole run."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,7 +28,7 @@ class ColdStart:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Greedy accuracy on held-out problems.
+    """Accuracy on held-out problems: the mean score of the first reward part on greedy answers.
 
     Attributes:
       every_steps: 0 evaluates only before the first and after the last step.
@@ -49,7 +50,8 @@ class Checkpointing:
     Attributes:
       every_steps: 0 saves only at the end and on SIGTERM.
       keep_last: Newest checkpoints kept.
-      keep_best: Checkpoints of the highest `eval/accuracy` kept beside them.
+      keep_best: Checkpoints of the highest `eval/accuracy` kept beside them. Where both are
+        periodic, checkpoints have to fall on evaluated steps.
     """
 
     every_steps: int = 20
@@ -66,6 +68,7 @@ class Config:
     """A whole run.
 
     Attributes:
+      name: Also of the run's folder.
       steps: Steps of the main stage.
       tokenizer: Hugging Face tokenizer directory or hub id; None is the model's own.
       compute_dtype: Of activations and of the generation copy; `auto` is bfloat16 on GPU and
@@ -96,9 +99,17 @@ class Config:
     def __post_init__(self) -> None:
         check_types(self, "Config")
         positive(self, "steps")
+        not_negative(self, "seed")
+        require(
+            self.name.strip() not in ("", ".", "..") and not set(self.name) & set("/\\"),
+            f"Config.name must be the name of a folder, without separators, got {self.name!r}; "
+            "where the run goes is workdir",
+        )
         require(self.devices is None or self.devices > 0, f"Config.devices must be above 0 or None, got {self.devices}")
         self._check_microbatches()
         self._check_records()
+        self._check_weights()
+        self._check_best()
         self.algorithm.check(self)
 
     def _check_microbatches(self) -> None:
@@ -133,4 +144,19 @@ class Config:
             self.data.answer_key is not None or not (graded and scored),
             f"{', '.join(graded)} compares with a reference answer, and data.answer_key is None; "
             "name the field that has it, or choose other rewards",
+        )
+
+    def _check_weights(self) -> None:
+        weights = [part.weight for part in self.rewards.parts]
+        for index, weight in enumerate(weights):
+            require(math.isfinite(weight), f"rewards.parts.{index}.weight must be finite, got {weight}")
+        require(any(weights), "every weight of rewards.parts is 0, so every score would be; give one another weight")
+
+    def _check_best(self) -> None:
+        saved, evaluated = self.checkpoint.every_steps, self.evaluation.every_steps
+        ranked = self.checkpoint.keep_best > 0 and saved > 0 and evaluated > 0
+        require(
+            not ranked or saved % evaluated == 0,
+            f"checkpoint.every_steps={saved} is no multiple of evaluation.every_steps={evaluated}, so checkpoints "
+            "would have no accuracy to rank by; make it one, or set checkpoint.keep_best=0",
         )

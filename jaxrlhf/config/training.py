@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxrlhf.config.check import not_negative, positive, require
+from jaxrlhf.config.check import finite, not_negative, positive, require, within
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,10 @@ class Optimizer:
     def __post_init__(self) -> None:
         positive(self, "learning_rate", "eps", "max_grad_norm")
         not_negative(self, "warmup_updates", "weight_decay")
+        finite(self, "learning_rate", "eps", "weight_decay")
+        for name in ("beta1", "beta2"):
+            within(self, name, 0.0, 1.0)
+            require(getattr(self, name) < 1, f"Optimizer.{name} must be below 1, got 1: such a moment never moves")
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn. `top_k=0` keeps all; `top_p=1` keeps all; `greedy` ignores the rest.
+    """How a token is drawn. `top_k=0` keeps all; `top_p=1` keeps all.
+
+    PPO and GRPO roll out with a temperature and stop tokens only, and refuse the rest.
 
     Attributes:
       min_tokens: Stop tokens are not drawn before this many tokens.
+      greedy: Take the likeliest token, whatever temperature, top_p and top_k say; `min_tokens` still applies.
       stop_tokens: Texts of single tokens that end a response beside the tokenizer's EOS.
     """
 
