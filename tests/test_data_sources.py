@@ -93,6 +93,12 @@ def test_gsm8k_directory(load, tokenizer, tmp_path, name):
     assert first.record == GSM8K_RECORDS[0]
 
 
+def test_gsm8k_shards_are_read_in_order(load, tmp_path):
+    for number, record in enumerate(GSM8K_RECORDS):
+        write(tmp_path / f"train-{number:05d}-of-00002.parquet", [record])
+    assert [problem.answer for problem in load(Gsm8k(path=str(tmp_path))).problems] == ["4", "-1995"]
+
+
 def gsm8k_directory():
     path = Path(os.environ.get("JAXRLHF_GSM8K", Path(__file__).parents[2] / "shared/data/gsm8k"))
     if not (path / "train.jsonl").is_file():

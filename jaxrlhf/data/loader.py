@@ -27,8 +27,8 @@ class Loader:
     def __init__(self, problems: Sequence[Problem], *, per_step: int, seed: int) -> None:
         if not 0 < per_step <= len(problems):
             raise ValueError(
-                f"a step takes {per_step} problems and there are {len(problems)}; "
-                f"set rollout.prompts_per_step to 1 to {len(problems)} or give more problems"
+                f"a step takes {per_step} problems and there are {len(problems)}; set rollout.prompts_per_step "
+                f"(in supervised training examples_per_update) to 1 to {len(problems)} or give more problems"
             )
         self._problems = problems
         self._per_step = per_step

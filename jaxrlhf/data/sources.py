@@ -112,8 +112,8 @@ def _read_arithmetic(data: Arithmetic, split: Split) -> list[Example]:
 
 
 def _read_gsm8k(data: Gsm8k, split: Split) -> list[Example]:
-    rows = read_rows(_gsm8k_file(data.path, "train" if split == "train" else "test"))
-    return [_gsm8k_example(row, data.instruction) for row in rows]
+    files = _gsm8k_files(data.path, "train" if split == "train" else "test")
+    return [_gsm8k_example(row, data.instruction) for file in files for row in read_rows(file)]
 
 
 def _gsm8k_example(row: Row, instruction: str) -> Example:
@@ -125,16 +125,16 @@ def _gsm8k_example(row: Row, instruction: str) -> Example:
     return Example(row.place, prompt, answer.strip().replace(",", ""), solution, row.record)
 
 
-def _gsm8k_file(path: str, name: str) -> Path:
-    """The file of split `name`: in a directory as given, or in a snapshot from the hub."""
+def _gsm8k_files(path: str, name: str) -> list[Path]:
+    """One file of split `name`, or its shards in order: in a directory as given, or in a snapshot from the hub."""
     directory = Path(path).expanduser()
     if not directory.is_dir():
         directory = _from_hub(path)
     patterns = (f"{name}.jsonl", f"{name}.parquet", f"{name}-*.parquet", f"main/{name}-*.parquet")
-    found = [file for pattern in patterns for file in sorted(directory.glob(pattern))]
-    if not found:
-        raise ValueError(f"{directory} holds no {name}.jsonl and no {name}.parquet")
-    return found[0]
+    for pattern in patterns:
+        if found := sorted(directory.glob(pattern)):
+            return found
+    raise ValueError(f"{directory} holds no {name}.jsonl and no {name}.parquet")
 
 
 def _from_hub(path: str) -> Path:
