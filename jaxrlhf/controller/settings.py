@@ -28,12 +28,8 @@ def settings_rows(config: Config, builder: Builder, train: Loaded, evaluation: L
         ("run", "algorithm", type(config.algorithm).__name__, f"{config.steps} steps"),
         ("run", "devices", f"{len(devices)} x {devices[0].device_kind}", f"compute in {builder.dtype.name}"),
         ("run", "model", _count(model.num_parameters()), f"{model.family}, {model.num_layers} layers"),
-        (
-            "data",
-            "problems",
-            f"{len(train.problems)}",
-            f"{train.dropped_too_long} of {train.total} dropped as too long",
-        ),
+        _split_row("training", train, len(train.problems)),
+        _split_row("held out", evaluation, config.evaluation.problems),
         *_step_rows(config),
     ]
     trained: list[tuple[str, Training]] = [("actor", config.actor)]
@@ -50,7 +46,7 @@ def settings_rows(config: Config, builder: Builder, train: Loaded, evaluation: L
 
 def _split_row(name: str, split: Loaded, wanted: int) -> Row:
     used = min(wanted, len(split.problems))
-    return ("data", name, f"{used} problems", f"of {split.total}; {split.dropped_too_long} too long")
+    return ("data", name, f"{used} problems", f"{split.dropped_too_long} of {split.total} dropped as too long")
 
 
 def _step_rows(config: Config) -> list[Row]:
