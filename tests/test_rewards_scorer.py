@@ -94,13 +94,13 @@ def test_models_score_through_the_same_door():
     rewards = config.Rewards(parts=(config.ModelReward("org/judge", weight=0.5), config.ArithmeticReward()))
     texts = []
 
-    def judge(pairs):
-        texts.extend(pairs)
+    def judge(triples):
+        texts.extend(triples)
         return np.array([2.0, np.inf, -4.0], np.float32)
 
     with Scorer(rewards, models={"org/judge": judge}) as scorer:
-        scores = score(scorer, ["#### 7", "a", "b"])
-        assert texts == [("p", "#### 7"), ("p", "a"), ("p", "b")]
+        scores = score(scorer, ["#### 7", "a", "b"], finished=[True, False, True])
+        assert texts == [("p", "#### 7", True), ("p", "a", False), ("p", "b", True)]
         np.testing.assert_array_equal(scores.score_B, np.float32([2.0, 0.0, -2.0]))
         np.testing.assert_array_equal(scores.scorable_B, [True, False, True])
         np.testing.assert_array_equal(scores.parts["judge"], np.float32([2.0, np.nan, -4.0]))
@@ -126,6 +126,8 @@ def test_no_rows():
 def test_bad_input_is_refused_with_its_reason():
     with Scorer(config.Rewards()) as scorer, pytest.raises(ValueError, match="one prompt, response, answer"):
         scorer.score(["p"], ["a", "b"], [None], [{}])
+    with Scorer(config.Rewards()) as scorer, pytest.raises(ValueError, match="got 1, 1, 1, 1 and 2"):
+        scorer.score(["p"], ["a"], [None], [{}], finished=[True, False])
     with pytest.raises(ValueError, match="not a regular expression"):
         Scorer(config.Rewards(parts=(config.FormatReward(pattern="("),)))
     with pytest.raises(ValueError, match="no_such_module"):
@@ -135,3 +137,8 @@ def test_bad_input_is_refused_with_its_reason():
 def test_names_are_distinct():
     parts = [config.FunctionReward(f"m:{name}") for name in ("f_2", "f", "f", "format", "f")]
     assert _names([*parts, config.FormatReward()]) == ["f_2", "f", "f_3", "format", "f_4", "format_2"]
+
+
+def test_no_part_takes_the_name_of_a_metric_of_the_whole_score():
+    parts = [config.FunctionReward("m:mean"), config.FunctionReward("m:mean"), config.ModelReward("org/std")]
+    assert _names(parts) == ["mean_2", "mean_3", "std_2"]

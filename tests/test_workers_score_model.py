@@ -8,21 +8,24 @@ import torch
 import transformers
 
 from jaxrlhf import config
+from jaxrlhf.batch import Problem
 from jaxrlhf.config import Layout
 from jaxrlhf.data.tokenizer import build_embedded_tokenizer
+from jaxrlhf.engine import Completion
 from jaxrlhf.parallel import factored_mesh
 from jaxrlhf.rewards import Scorer
+from jaxrlhf.workers.roles import Reward, to_rollout
 from jaxrlhf.workers.score_model import ScoreModel
 
 TEXTS = [
-    ("Tom has 3 apples.", " #### 3"),
-    ("Tom", ""),
-    ("Anna has 12 pears and eats 5. " * 5, "12-5=7\n#### 7"),
-    ("Anna has 12 pears and eats 5. " * 9, "é 12-5=7\n#### 7"),
-    ("x", "y"),
-    ("", ""),
-    ("far too long " * 200, "1"),
-    ("2", "4"),
+    ("Tom has 3 apples.", " #### 3", True),
+    ("Tom", "", False),
+    ("Anna has 12 pears and eats 5. " * 5, "12-5=7\n#### 7", True),
+    ("Anna has 12 pears and eats 5. " * 9, "é 12-5=7\n#### 7", False),
+    ("x", "y", True),
+    ("", "", True),
+    ("far too long " * 200, "1", True),
+    ("2", "4", False),
 ]
 SCORABLE = [0, 1, 2, 3, 4, 7]
 
@@ -47,7 +50,11 @@ def checkpoint(tmp_path_factory):
     model = transformers.Qwen2ForSequenceClassification(shape).eval()
     model.save_pretrained(path)
     with torch.no_grad():
-        ids = [tokenizer.encode(prompt + response) for prompt, response in TEXTS]
+        written = [
+            prompt + response + (tokenizer.eos_token if finished else "") for prompt, response, finished in TEXTS
+        ]
+        ids = [tokenizer.encode(text) for text in written]
+        assert [tokens[-1] == tokenizer.eos_token_id for tokens in ids] == [finished for *_, finished in TEXTS]
         theirs = [model(torch.tensor([ids[n]])).logits.item() for n in SCORABLE]
     assert len(ids[6]) > 256
     widths = {max(64, 1 << (len(ids[n]) - 1).bit_length()) for n in SCORABLE}
@@ -71,9 +78,25 @@ def test_a_model_is_a_part_of_the_reward(checkpoint):
     path, theirs, _ = checkpoint
     model = ScoreModel(str(path), mesh=factored_mesh(Layout(), jax.devices()[:1]), dtype=jnp.dtype("float32"))
     rewards = config.Rewards(parts=(config.ModelReward(str(path), weight=2.0),))
-    prompts, responses = zip(*TEXTS, strict=True)
+    prompts, responses, finished = zip(*TEXTS, strict=True)
     with Scorer(rewards, models={str(path): model.score}) as scorer:
-        scores = scorer.score(prompts, responses, [None] * len(TEXTS), [{}] * len(TEXTS))
+        scores = scorer.score(prompts, responses, [None] * len(TEXTS), [{}] * len(TEXTS), finished=finished)
     np.testing.assert_allclose(scores.score_B[SCORABLE], 2 * theirs, atol=1e-3)
     assert scores.scorable_B.tolist() == [True] * 5 + [False, False, True]
     assert scorer.counts == {"not-finite": 2}
+
+
+def test_only_a_response_that_was_cut_off_is_not_finished():
+    seen = []
+
+    def judge(triples):
+        seen.extend(triples)
+        return np.zeros(len(triples))
+
+    problems = [Problem(prompt_id=n, prompt=f"p{n}", prompt_tokens=(1,), answer=None) for n in range(2)]
+    completions = [Completion(n, tokens=(5, n), logps=(0.0, 0.0), truncated=n == 1, version=0) for n in range(2)]
+    rewards = config.Rewards(parts=(config.ModelReward("judge"),))
+    with Scorer(rewards, models={"judge": judge}) as scorer:
+        role = Reward(scorer, lambda tokens: str(tokens), lambda *_: None)
+        role.compute_reward(problems, to_rollout(problems, completions, width=4))
+    assert seen == [("p0", "[5, 0]", True), ("p1", "[5, 1]", False)]

@@ -133,7 +133,11 @@ class FunctionReward:
 
 @dataclass(frozen=True)
 class ModelReward:
-    """The score head of a sequence-classification checkpoint, read at the last token."""
+    """The score head of a sequence-classification checkpoint, read at the EOS of prompt and response.
+
+    The prompt is the policy's text, chat marks included; for a model of another family write a
+    `FunctionReward`.
+    """
 
     path: str
     weight: float = 1.0

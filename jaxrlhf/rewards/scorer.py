@@ -17,8 +17,12 @@ from jaxrlhf.rewards.formats import check_pattern
 from jaxrlhf.rewards.pool import Pool
 from jaxrlhf.rewards.protocol import Example, Failure, Function
 
-ScoreTexts = Callable[[list[tuple[str, str]]], Float[np.ndarray, "B"]]
+ScoreTexts = Callable[[list[tuple[str, str, bool]]], Float[np.ndarray, "B"]]
+"""Scores (prompt, response, finished) triples."""
+
 PROGRESS_EVERY_S = 0.1
+_SCORE_METRICS = ("mean", "std")
+"""Of the whole score, logged as `score/mean` and `score/std`; a part is logged as `score/<its name>`."""
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +32,7 @@ class Scorer:
 
     Args:
       rewards: The parts and their weights. A part of weight 0 is computed and reported only.
-      models: What scores (prompt, response) pairs for each `ModelReward`, by its path.
+      models: What scores texts for each `ModelReward`, by its path.
       output: File that receives what reward functions print; None is the standard error stream.
 
     Attributes:
@@ -81,6 +85,7 @@ class Scorer:
         answers: Sequence[str | None],
         records: Sequence[Mapping[str, Any]],
         *,
+        finished: Sequence[bool] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Scores:
         """Score each response.
@@ -91,12 +96,15 @@ class Scorer:
         one line per part, and kept in `failures` and `counts` until the next call.
 
         Args:
+          finished: Whether a response came to its end, for models; None is that all did.
           progress: Called now and then with the number of finished function calls and their total.
         """
-        if not len(prompts) == len(responses) == len(answers) == len(records):
+        ended = [True] * len(prompts) if finished is None else finished
+        counts = [len(column) for column in (prompts, responses, answers, records, ended)]
+        if len(set(counts)) > 1:
             raise ValueError(
-                f"scoring needs one prompt, response, answer and record per row, got "
-                f"{len(prompts)}, {len(responses)}, {len(answers)} and {len(records)}"
+                "scoring needs one prompt, response, answer, record and end per row, got "
+                f"{', '.join(map(str, counts[:-1]))} and {counts[-1]}"
             )
         parts = {name: np.full(len(prompts), np.nan, np.float32) for name in self.names}
         self.failures = []
@@ -104,7 +112,7 @@ class Scorer:
         if self._pool:
             self._run_functions(self._pool, examples, parts, progress or (lambda done, total: None))
         for name, score_texts in self._models.items():
-            parts[name] = self._run_model(name, score_texts, examples)
+            parts[name] = self._run_model(name, score_texts, list(zip(prompts, responses, ended, strict=True)))
         self.failures.sort(key=lambda failure: (self.names.index(failure.part), failure.index))
         self.counts = dict(Counter(failure.cause for failure in self.failures))
         self._report(len(prompts))
@@ -128,10 +136,10 @@ class Scorer:
                 progress(done, total)
                 shown_at = time.monotonic()
 
-    def _run_model(self, name: str, score_texts: ScoreTexts, examples: list[Example]) -> np.ndarray:
-        score_B = np.array(score_texts([(example.prompt, example.response) for example in examples]), np.float32)
-        if score_B.shape != (len(examples),):
-            raise ValueError(f"reward model {name!r} returned shape {score_B.shape} for {len(examples)} responses")
+    def _run_model(self, name: str, score_texts: ScoreTexts, texts: list[tuple[str, str, bool]]) -> np.ndarray:
+        score_B = np.array(score_texts(texts), np.float32)
+        if score_B.shape != (len(texts),):
+            raise ValueError(f"reward model {name!r} returned shape {score_B.shape} for {len(texts)} responses")
         for index in np.flatnonzero(~np.isfinite(score_B)):
             self.failures.append(Failure(name, int(index), "not-finite", f"returned {score_B[index]}"))
         return np.where(np.isfinite(score_B), score_B, np.nan).astype(np.float32)
@@ -181,7 +189,7 @@ def _model(part: config.ModelReward, models: Mapping[str, ScoreTexts]) -> ScoreT
 
 
 def _names(parts: Sequence[config.RewardPart]) -> list[str]:
-    """A short name for each part; repeated ones are numbered."""
+    """A short name for each part; repeated ones are numbered, and so are those of the whole score's metrics."""
     names: list[str] = []
     for part in parts:
         match part:
@@ -196,5 +204,6 @@ def _names(parts: Sequence[config.RewardPart]) -> list[str]:
             case config.ModelReward(path=path):
                 name = Path(path).name
         numbered = (f"{name}_{n}" for n in itertools.count(2))
-        names.append(name if name not in names else next(other for other in numbered if other not in names))
+        taken = {*names, *_SCORE_METRICS}
+        names.append(name if name not in taken else next(other for other in numbered if other not in taken))
     return names

@@ -169,6 +169,7 @@ class Reward:
             responses,
             [row.answer for row in rows],
             [row.record for row in rows],
+            finished=(~np.asarray(rollout.truncated_B)).tolist(),
             progress=lambda done, total: self._progress("reward", done, total),
         )
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.data import load_tokenizer
-from jaxrlhf.models import hidden_states, load_params, read_config, score
+from jaxrlhf.models import hidden_states, load_params, read_config, resolve, score
 from jaxrlhf.parallel import BATCH_AXES
 from jaxrlhf.workers.model import layout_of
 
@@ -20,6 +20,8 @@ _SMALLEST_WIDTH = 64
 class ScoreModel:
     """Scores texts with its own tokenizer, which need not be the policy's.
 
+    A prompt is taken as the policy's text, chat marks and all. A model of another family would
+    read those as plain characters: call it in a `FunctionReward` that writes its own template.
     Sequences are batched by length, in widths that double, so that a run compiles a handful of programs.
 
     Args:
@@ -34,7 +36,7 @@ class ScoreModel:
 
     def __init__(self, path: str, *, mesh: Mesh, dtype: jnp.dtype, tokens_per_batch: int = 16_384) -> None:
         self._config = read_config(path)
-        self._tokenizer = load_tokenizer(path)
+        self._tokenizer = load_tokenizer(str(resolve(path)))
         self._params = load_params(
             path, self._config, "score", layout_of(mesh, self._config, "score", role="reward model"), dtype=dtype
         )
@@ -43,12 +45,14 @@ class ScoreModel:
         self._row_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self._forward = jax.jit(self._scores)
 
-    def score(self, texts: Sequence[tuple[str, str]]) -> np.ndarray:
-        """The score of each (prompt, response), read at the last token of their joined text.
+    def score(self, texts: Sequence[tuple[str, str, bool]]) -> np.ndarray:
+        """The score of each (prompt, response, finished).
 
-        A text that is empty or longer than the model's positions has no score: NaN.
+        It is read at the EOS after a finished response, as such models are trained, and at the
+        last token of one that was cut off. A text that is empty or longer than the model's
+        positions has no score: NaN.
         """
-        sequences = [self._encode(prompt + response) for prompt, response in texts]
+        sequences = [self._encode(prompt + response, finished) for prompt, response, finished in texts]
         score_B = np.full(len(texts), np.nan, np.float32)
         for chosen, width, rows in self._batches(np.array([len(tokens) for tokens in sequences], np.int64)):
             token_RW, length_R = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
@@ -59,10 +63,11 @@ class ScoreModel:
             score_B[chosen] = np.asarray(self._forward(self._params, *placed))[: len(chosen)]
         return score_B
 
-    def _encode(self, text: str) -> list[int]:
-        begin = self._tokenizer.bos_token
+    def _encode(self, text: str, finished: bool) -> list[int]:
+        begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token_id
         begun = bool(begin) and text.startswith(begin)  # a chat template wrote it, and one is enough
-        return self._tokenizer.encode(text, add_special_tokens=not begun)
+        tokens = self._tokenizer.encode(text, add_special_tokens=not begun)
+        return [*tokens, end] if finished and text and tokens[-1:] != [end] else tokens
 
     def _batches(self, length_B: np.ndarray) -> Iterator[tuple[np.ndarray, int, int]]:
         """Indices of texts of similar length, with the width and the number of rows they are padded to."""
