@@ -31,7 +31,7 @@ def get_config() -> Config:
     return Config(
         name="grpo_arithmetic",
         model=FromScratch(),
-        data=Arithmetic(difficulty=2, train_problems=12_800, unfinished_share=0.55),
+        data=Arithmetic(difficulty=2, train_problems=12_800, unfinished_share=0.62),
         rewards=Rewards(parts=(ArithmeticReward(),)),
         cold_start=ColdStart(
             steps=200,
