@@ -8,7 +8,15 @@ from jaxrlhf.architecture import Head
 from jaxrlhf.config import PPO, Config, Layout, PolicyGradient, Training
 from jaxrlhf.data import Loaded
 from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.parallel import BATCH_AXES, TRAIN, factored_mesh, shard_bytes, shardings
+from jaxrlhf.parallel import (
+    BATCH_AXES,
+    TRAIN,
+    activation_bytes,
+    factored_mesh,
+    logit_bytes,
+    shard_bytes,
+    shardings,
+)
 from jaxrlhf.workers import Builder
 from jaxrlhf.workers.model import microbatch_shape
 
@@ -74,10 +82,19 @@ def _role_rows(role: str, training: Training, config: Config, builder: Builder) 
     row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.width, role=role)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     per_device = microbatch_rows * row_tokens // shards
+    activations = activation_bytes(
+        builder.model,
+        tokens=per_device,
+        row_tokens=row_tokens,
+        itemsize=builder.dtype.itemsize,
+        remat=training.remat,
+    )
+    logits = logit_bytes(builder.model, tokens=per_device) if head == "lm" else 0
     return [
         (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x tensor"),
         (role, "microbatch", f"{microbatch_rows} x {row_tokens} tokens", f"{per_device} tokens per device"),
         (role, "train state", _bytes(4 * weights), "per device: float32 weights, gradient, two Adam moments"),
+        (role, "activations", _bytes(activations + logits), "per device while updating, about, logits included"),
     ]
 
 

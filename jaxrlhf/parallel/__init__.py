@@ -1,6 +1,7 @@
 """Meshes, sharding rules, the switch between layouts, and pools of devices."""
 
 from jaxrlhf.parallel.hybrid import HybridEngine, Switch, cast_shapes, missing_bytes, refines
+from jaxrlhf.parallel.memory import activation_bytes, logit_bytes
 from jaxrlhf.parallel.mesh import AXES, BATCH_AXES, SLOT_AXES, factored_mesh
 from jaxrlhf.parallel.pool import ResourcePool
 from jaxrlhf.parallel.rules import GENERATE, TRAIN, check_divisible, shard_bytes, shardings
@@ -14,9 +15,11 @@ __all__ = [
     "HybridEngine",
     "ResourcePool",
     "Switch",
+    "activation_bytes",
     "cast_shapes",
     "check_divisible",
     "factored_mesh",
+    "logit_bytes",
     "missing_bytes",
     "refines",
     "shard_bytes",
