@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxrlhf.batch import Array, Problem, Rollout, Scores
 from jaxrlhf.tracking import (
+    Call,
     JsonLines,
     Logger,
     MetricsWriter,
@@ -15,6 +16,7 @@ from jaxrlhf.tracking import (
     Sample,
     SampleFile,
     TensorBoard,
+    TimelineFile,
     read_samples,
     save_learning_curve,
     show_samples,
@@ -24,6 +26,7 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 EVALUATION = "evaluation.jsonl"
 CURVE = "curve.png"
+TIMELINE = "timeline.json"
 
 
 class StageLog:
@@ -50,6 +53,7 @@ class StageLog:
         )
         self._samples = SampleFile(directory / SAMPLES, resumed_step=resumed)
         self._evaluation = SampleFile(directory / EVALUATION, resumed_step=resumed)
+        self._timeline = TimelineFile(directory / TIMELINE, resumed=resumed is not None)
 
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
@@ -62,6 +66,10 @@ class StageLog:
     def evaluation(self, samples: Sequence[Sample]) -> None:
         """Keep the answers to the held-out problems."""
         self._evaluation.append(samples)
+
+    def calls(self, calls: Sequence[Call]) -> None:
+        """Keep what ran when."""
+        self._timeline.append(calls)
 
     def finish(self, *, title: str, show: int) -> None:
         """Draw the curve and print some of the last answers."""
@@ -76,6 +84,7 @@ class StageLog:
         self._metrics.close()
         self._samples.close()
         self._evaluation.close()
+        self._timeline.close()
 
 
 def to_samples(

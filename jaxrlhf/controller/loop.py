@@ -84,13 +84,13 @@ class Loop:
     def _step(self, number: int, state: dict[str, float], log: StageLog) -> tuple[dict[str, float], Metrics]:
         """One step of the algorithm, with evaluation and logging around it."""
         before = self._evaluate(0, log) if number == 1 else {}
-        self._take_times()  # what evaluation took is not the step's
+        self._take_times(log)  # what evaluation took is not the step's
         problems = self.loader.next()
         start = time.perf_counter()
         result = resolve_dataflow(self.config.algorithm)(
             self.roles, StepInput(self.config, problems, number - 1, state)
         )
-        metrics = {**result.metrics, **self._timing(time.perf_counter() - start, result)}
+        metrics = {**result.metrics, **self._timing(time.perf_counter() - start, result, log)}
         if result.rollout is not None and result.scores is not None:
             responses = self.roles.reward.worker.responses(result.rollout)
             samples = to_samples(number, problems, responses, result.rollout, result.scores, logp_BT=result.logp_BT)
@@ -115,17 +115,19 @@ class Loop:
         log.evaluation(to_samples(number, self.held_out, self.roles.reward.worker.responses(rollout), rollout, scores))
         return {**metrics, "time/eval_s": seconds}
 
-    def _take_times(self) -> Metrics:
+    def _take_times(self, log: StageLog) -> Metrics:
         """Seconds by phase since the last call."""
         phases = dict.fromkeys(_PHASE.values(), 0.0)
-        for span in self.roles.timeline.take():
-            phases[_PHASE[span.verb]] += span.end_s - span.start_s
+        calls = self.roles.timeline.take()
+        log.calls(calls)
+        for call in calls:
+            phases[_PHASE[call.verb]] += call.end_s - call.start_s
         relayout_s = self.roles.actor.worker.take_relayout_s()
         phases["generate"] -= relayout_s
         return {**{f"time/{phase}_s": seconds for phase, seconds in phases.items()}, "time/relayout_s": relayout_s}
 
-    def _timing(self, step_s: float, result: StepResult) -> Metrics:
-        times = self._take_times()
+    def _timing(self, step_s: float, result: StepResult, log: StageLog) -> Metrics:
+        times = self._take_times(log)
         # The policy's tokens: a critic beside it makes the update slower, not the throughput higher.
         rates = {"throughput/trained_tokens_per_s": result.metrics.get("actor/tokens", 0.0) / times["time/update_s"]}
         if result.rollout is not None:

@@ -5,9 +5,11 @@ from jaxrlhf.tracking.metrics import JsonLines, Logger, MetricsWriter, TensorBoa
 from jaxrlhf.tracking.plots import save_learning_curve
 from jaxrlhf.tracking.records import read_records
 from jaxrlhf.tracking.samples import Sample, SampleFile, read_samples, show_samples
+from jaxrlhf.tracking.timeline import Call, TimelineFile
 from jaxrlhf.tracking.timing import CompileCounter, peak_memory_bytes
 
 __all__ = [
+    "Call",
     "CompileCounter",
     "JsonLines",
     "Logger",
@@ -16,6 +18,7 @@ __all__ = [
     "Sample",
     "SampleFile",
     "TensorBoard",
+    "TimelineFile",
     "default_console",
     "peak_memory_bytes",
     "read_records",

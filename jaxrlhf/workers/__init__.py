@@ -1,6 +1,6 @@
 """Models on slices of the pool, called through groups."""
 
 from jaxrlhf.workers.build import Builder, Roles
-from jaxrlhf.workers.group import Group, Lane, Span, Timeline
+from jaxrlhf.workers.group import Group, Lane, Timeline
 
-__all__ = ["Builder", "Group", "Lane", "Roles", "Span", "Timeline"]
+__all__ = ["Builder", "Group", "Lane", "Roles", "Timeline"]

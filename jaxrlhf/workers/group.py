@@ -12,36 +12,27 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Span:
-    """One call, as it ran. Times are `time.perf_counter` seconds."""
-
-    role: str
-    verb: str
-    start_s: float
-    end_s: float
+from jaxrlhf.tracking import Call
 
 
 class Timeline:
     """The calls of a step, collected from all lanes."""
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self._calls: list[Call] = []
         self._lock = threading.Lock()
 
-    def add(self, span: Span) -> None:
+    def add(self, call: Call) -> None:
         with self._lock:
-            self._spans.append(span)
+            self._calls.append(call)
 
-    def take(self) -> list[Span]:
-        """The spans since the last call, in order of their end."""
+    def take(self) -> list[Call]:
+        """The calls since the last call, in order of their end."""
         with self._lock:
-            spans, self._spans = self._spans, []
-        return spans
+            calls, self._calls = self._calls, []
+        return calls
 
 
 def resolve(value: Any) -> Any:
@@ -67,7 +58,7 @@ class Lane:
                 error.add_note(f"raised in {role}.{verb}")
                 raise
             finally:
-                self._timeline.add(Span(role, verb, start, time.perf_counter()))
+                self._timeline.add(Call(role, verb, start, time.perf_counter()))
 
         return self._threads.submit(run)
 

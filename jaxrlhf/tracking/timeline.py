@@ -1,0 +1,53 @@
+"""What ran when, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+
+class Call(NamedTuple):
+    """One call of a role's verb, as it ran; times are `time.perf_counter` seconds."""
+
+    role: str
+    verb: str
+    start_s: float
+    end_s: float
+
+
+class TimelineFile:
+    """Appends calls to a trace in the JSON array format, one line of the picture for each role.
+
+    That format may end after any event, so the trace of a running or killed run opens too.
+
+    Args:
+      resumed: Go on with an existing file; an event torn by a kill is cut off.
+    """
+
+    def __init__(self, path: Path, *, resumed: bool = False) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole = path.read_bytes() if resumed and path.exists() else b""
+        kept = whole[: whole.rfind(b"\n") + 1] or b"[\n"
+        self._file: BinaryIO = open(path, "wb")  # noqa: SIM115  open until close()
+        self._file.write(kept)
+        self._file.flush()
+        self._lines: dict[str, int] = {}
+        # Wall-clock time, so that the parts of a resumed run follow each other.
+        self._offset_s = time.time() - time.perf_counter()
+
+    def append(self, calls: Iterable[Call]) -> None:
+        """Write calls that have ended."""
+        for call in calls:
+            if call.role not in self._lines:
+                self._lines[call.role] = len(self._lines)
+                self._write({"ph": "M", "name": "thread_name", "args": {"name": call.role}}, call.role)
+            start_us, length_us = 1e6 * (call.start_s + self._offset_s), 1e6 * (call.end_s - call.start_s)
+            self._write({"ph": "X", "name": call.verb, "ts": start_us, "dur": length_us}, call.role)
+        self._file.flush()
+
+    def _write(self, event: dict[str, Any], role: str) -> None:
+        self._file.write(json.dumps(event | {"pid": 0, "tid": self._lines[role]}).encode() + b",\n")
+
+    def close(self) -> None:
+        self._file.close()

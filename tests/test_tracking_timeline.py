@@ -1,0 +1,47 @@
+"""The trace of a run opens as JSON, whenever it is cut."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxrlhf.tracking import Call, TimelineFile
+
+
+def events(path: Path) -> list[dict]:
+    """As the trace viewers read it: the closing bracket may be missing."""
+    return json.loads(path.read_text().rstrip().rstrip(",") + "]")
+
+
+def test_calls_lie_on_the_line_of_their_role(tmp_path):
+    file = TimelineFile(tmp_path / "timeline.json")
+    now = time.perf_counter()
+    file.append(
+        [Call("actor", "generate_sequences", now - 2, now - 1.5), Call("reward", "compute_reward", now - 1, now)]
+    )
+    file.append([Call("actor", "update_actor", now, now + 0.25)])
+    file.close()
+    written = events(tmp_path / "timeline.json")
+    names = {event["tid"]: event["args"]["name"] for event in written if event["ph"] == "M"}
+    calls = [(names[event["tid"]], event["name"], event["dur"]) for event in written if event["ph"] == "X"]
+    assert calls == [
+        ("actor", "generate_sequences", pytest.approx(0.5e6, rel=1e-6)),
+        ("reward", "compute_reward", pytest.approx(1e6, rel=1e-6)),
+        ("actor", "update_actor", pytest.approx(0.25e6, rel=1e-6)),
+    ]
+    assert abs(written[1]["ts"] / 1e6 - (time.time() - 2)) < 5
+
+
+def test_a_resumed_trace_goes_on_after_a_torn_event(tmp_path):
+    path = tmp_path / "timeline.json"
+    first = TimelineFile(path)
+    first.append([Call("actor", "a", 0, 1)])
+    first.close()
+    path.write_bytes(path.read_bytes() + b'{"ph": "X", "na')
+    second = TimelineFile(path, resumed=True)
+    second.append([Call("actor", "b", 2, 3)])
+    second.close()
+    assert [event["name"] for event in events(path) if event["ph"] == "X"] == ["a", "b"]
+    TimelineFile(path).close()
+    assert path.read_text() == "[\n"
