@@ -66,6 +66,19 @@ def failure(sample: dict) -> str | None:
     return FAILURES.get(zlib.crc32(question.encode()) % 16)
 
 
+class OwnLogger:
+    """A user's own place for metrics."""
+
+    def __init__(self) -> None:
+        self.records, self.closed = [], False
+
+    def log(self, step, metrics) -> None:
+        self.records.append((step, metrics["score/mean"]))
+
+    def close(self) -> None:
+        self.closed = True
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run whose reward fails on some problems, and all that it left behind."""
@@ -80,7 +93,8 @@ def run(tmp_path_factory):
         original = ppo.prepare
         patch.setattr(ppo, "prepare", lambda *args: prepared.append((args, original(*args))) or prepared[-1][1])
         patch.setattr(logging.getLogger("jaxrlhf"), "handlers", [listener])
-        result = jaxrlhf.run(config, on_step=lambda number, metrics: seen.append((number, metrics)))
+        own = OwnLogger()
+        result = jaxrlhf.run(config, on_step=lambda number, metrics: seen.append((number, metrics)), loggers=[own])
     samples = defaultdict(list)
     for sample in records(workdir / "samples.jsonl"):
         samples[sample["step"]].append(sample)
@@ -91,6 +105,7 @@ def run(tmp_path_factory):
         metrics=records(workdir / "metrics.jsonl"),
         samples=samples,
         seen=seen,
+        own=own,
         warnings=warnings,
         prepared=prepared,
     )
@@ -109,6 +124,11 @@ def test_the_callback_sees_what_is_logged(run):
     for record, (number, metrics) in zip(run.metrics, run.seen, strict=True):
         logged = {"step": number} | {name: value for name, value in metrics.items() if math.isfinite(value)}
         assert {name: value for name, value in record.items() if value is not None} == logged
+
+
+def test_a_users_own_logger_sees_every_step_and_is_closed(run):
+    assert run.own.records == [(record["step"], record["score/mean"]) for record in run.metrics]
+    assert run.own.closed
 
 
 def test_metrics_follow_from_the_samples(run):
@@ -171,6 +191,8 @@ def test_files(run):
     assert (run.workdir / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert {folder.name for folder in (run.workdir / "checkpoints").iterdir()} == {"step_2", "step_4"}
     assert list((run.workdir / "tensorboard").glob("events*"))
+    trace = json.loads((run.workdir / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    assert sum(event["name"] == "update_critic" for event in trace) == STEPS
     answers = records(run.workdir / "evaluation.jsonl")
     assert [answer["step"] for answer in answers] == [0] * 16 + [2] * 16 + [4] * 16
 

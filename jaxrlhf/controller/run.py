@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from jaxrlhf.data import Loaded, Loader, load_problems, load_tokenizer
 from jaxrlhf.models.hf_config import resolve
 from jaxrlhf.models.hf_save import save_description
 from jaxrlhf.parallel import ResourcePool
-from jaxrlhf.tracking import default_console, settings_table
+from jaxrlhf.tracking import Logger, default_console, settings_table
 from jaxrlhf.workers import Builder
 
 COLD_START = "cold_start"
@@ -58,11 +59,14 @@ def workdir_of(config: Config) -> Path:
     return Path(config.workdir) if config.workdir else Path("runs") / config.name
 
 
-def run(config: Config, *, on_step: OnStep | None = None, dry_run: bool = False) -> RunResult:
+def run(
+    config: Config, *, on_step: OnStep | None = None, loggers: Sequence[Logger] = (), dry_run: bool = False
+) -> RunResult:
     """Run a configuration to its end, resuming if its workdir holds a checkpoint.
 
     Args:
       on_step: Called after every step of the main stage with its number and metrics.
+      loggers: Of yours, beside the built-in ones; they see the metrics of the main stage and are closed after it.
       dry_run: Stop after the table of derived settings; nothing is compiled or written.
 
     Raises:
@@ -86,7 +90,7 @@ def run(config: Config, *, on_step: OnStep | None = None, dry_run: bool = False)
         if dry_run:
             return RunResult(workdir, finished=False)
         _check_workdir(workdir, config)
-        finished = _run_stages(Shared(config, builder, data, workdir, display, on_step))
+        finished = _run_stages(Shared(config, builder, data, workdir, display, on_step, loggers))
     finally:
         builder.close()
     return RunResult(workdir, finished)
@@ -113,6 +117,7 @@ class Shared:
     workdir: Path
     display: Display
     on_step: OnStep | None
+    loggers: Sequence[Logger]
     interrupted: threading.Event = field(default_factory=threading.Event)
 
 
@@ -152,9 +157,8 @@ def _run_stages(shared: Shared) -> bool:
     with stop_on_sigterm(shared.interrupted):
         start = shared.builder.initial_actor()
         if shared.config.cold_start is not None:
-            quiet = replace(
-                shared, config=_cold_start(shared.config), on_step=None, data=replace(shared.data, held_out=[])
-            )
+            data = replace(shared.data, held_out=[])
+            quiet = replace(shared, config=_cold_start(shared.config), data=data, on_step=None, loggers=())
             trained = _run_stage(quiet, shared.workdir / COLD_START, start)
             if trained is None or shared.interrupted.is_set():
                 return False
@@ -204,7 +208,7 @@ def _run_stage(shared: Shared, directory: Path, start: Params) -> Params | None:
 
     def open_log(done: int) -> StageLog:
         _describe(shared)  # only now: a checkpoint that does not fit was refused, and its run is left as it was
-        shared.display.log = StageLog(directory, steps=config.steps, first_step=done)
+        shared.display.log = StageLog(directory, steps=config.steps, first_step=done, loggers=shared.loggers)
         if done:
             shared.display.log.console.print(
                 f"{config.name}: step {done} of {config.steps} is done, going on from there"
