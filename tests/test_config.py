@@ -220,6 +220,9 @@ def test_json_tells_any_two_configurations_apart():
 def test_a_new_algorithm_brings_its_own_check():
     @dataclass(frozen=True)
     class Picky(Algorithm):
+        def updates_per_step(self, config):
+            return 1
+
         dataflow: ClassVar[str] = "nowhere:step"
         roles: ClassVar[tuple[str, ...]] = ("actor",)
 

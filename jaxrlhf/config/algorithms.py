@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -120,7 +121,7 @@ class TruncatedImportance:
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class Algorithm(ABC):
     """What every algorithm's settings share. Subclass it for a new one.
 
     Class attributes:
@@ -143,11 +144,11 @@ class Algorithm:
         """Records of the data set that one step takes."""
         return config.rollout.prompts_per_step
 
+    @abstractmethod
     def updates_per_step(self, config: Config) -> int:
         """Optimizer updates that one step makes, of each trained role."""
-        raise NotImplementedError
 
-    def check(self, config: Config) -> None:
+    def check(self, config: Config) -> None:  # noqa: B027  most algorithms fit any configuration
         """Raise `ValueError` if the rest of the configuration does not fit this algorithm."""
 
 

@@ -1,6 +1,7 @@
 """A model on its mesh: packed forward passes, and updates that are one sum of token losses."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ _SMALLEST_ROW = 256
 """Rows narrower than this would leave much padding when sequences are short."""
 
 
-class ModelWorker:
+class ModelWorker(ABC):
     """Parameters in the training layout, and what is computed from them per token.
 
     Args:
@@ -81,9 +82,9 @@ class ModelWorker:
         self._batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self._forward = jax.jit(self._output)
 
+    @abstractmethod
     def _output(self, params: Params, rows: Rows, temperature: Array) -> Any:
         """What the head says of every token of packed rows."""
-        raise NotImplementedError
 
     def _hidden(self, params: Params, rows: Rows) -> Array:
         return hidden_states(
