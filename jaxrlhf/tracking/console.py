@@ -20,6 +20,7 @@ from rich.text import Text
 COLUMNS: Mapping[str, str] = {
     "supervised/loss": "loss {:.4f}",
     "score/mean": "score {:.3f}",
+    "eval/accuracy_at_start": "accuracy before {:.3f}",
     "eval/accuracy": "accuracy {:.3f}",
     "response/length_mean": "length {:.1f}",
     "kl/ref": "kl {:.4f}",
