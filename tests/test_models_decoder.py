@@ -237,8 +237,7 @@ def test_decoding_on_eight_devices(params, rows):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     rules = {name: axis for name, axis in MESH_RULES.items() if axis == "tensor"}
     split = jax.device_put(params, sharded(mesh, models.param_dims(CONFIG, "lm"), rules))
-    dims = models.cache_dims(CONFIG)
-    layout = [models.LayerCache(*sharded(mesh, list(layer), rules | {"slots": "fsdp"})) for layer in dims]
+    layout = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
 
     def run(params, token_RW):
         _, prefix = models.prefill(params, CONFIG, token_RW[:, :6], jnp.array([6, 4, 5, 6]))

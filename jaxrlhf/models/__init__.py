@@ -1,6 +1,6 @@
 """One decoder for every supported family: its parameters, its forward passes, its heads, its checkpoints."""
 
-from jaxrlhf.models.cache import LayerCache, Prefix, cache_dims, empty_cache, insert_prefix
+from jaxrlhf.models.cache import LayerCache, Prefix, empty_cache, insert_prefix
 from jaxrlhf.models.decoder import decode, hidden_states, prefill, unstack_layers
 from jaxrlhf.models.heads import TokenOutput, logits, score, token_logp, values
 from jaxrlhf.models.hf_config import read_config, resolve, scratch_config
@@ -13,7 +13,6 @@ __all__ = [
     "Param",
     "Prefix",
     "TokenOutput",
-    "cache_dims",
     "declare",
     "decode",
     "empty_cache",

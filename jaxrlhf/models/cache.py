@@ -52,13 +52,6 @@ def empty_cache(config: ModelConfig, *, slots: int, capacity: int, dtype: Any = 
     return [LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_layers)]
 
 
-def cache_dims(config: ModelConfig) -> list[LayerCache]:
-    """Dimension names of `empty_cache`, in the same tree."""
-    keys = ("slots", "kv_heads", "head_dim", None)
-    values = ("slots", "kv_heads", None, "head_dim")
-    return [LayerCache(keys, values) for _ in range(config.num_layers)]  # type: ignore[arg-type]  # names, not arrays
-
-
 def insert_prefix(cache: Cache, prefix: Prefix, row_I: Int[Array, "I"], slot_I: Int[Array, "I"]) -> Cache:
     """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; several slots may take one prompt.
 
