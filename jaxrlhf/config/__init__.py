@@ -23,6 +23,7 @@ from jaxrlhf.config.algorithms import (
 from jaxrlhf.config.command_line import CommandLine, from_cli, run_command
 from jaxrlhf.config.load import load, shipped
 from jaxrlhf.config.override import override
+from jaxrlhf.config.placement import ROLLOUT, Pool, offloaded
 from jaxrlhf.config.record import to_json
 from jaxrlhf.config.run import Checkpointing, ColdStart, Config, Evaluation
 from jaxrlhf.config.sources import (
@@ -46,6 +47,7 @@ from jaxrlhf.config.training import Layout, Optimizer, Rollout, Sampling, Traini
 __all__ = [
     "GRPO",
     "PPO",
+    "ROLLOUT",
     "SFT",
     "AdaptiveKL",
     "Aggregation",
@@ -72,6 +74,7 @@ __all__ = [
     "Optimizer",
     "PolicyGradient",
     "PolicyLoss",
+    "Pool",
     "Pretrained",
     "PromptFile",
     "RewardPart",
@@ -83,6 +86,7 @@ __all__ = [
     "ValueLoss",
     "from_cli",
     "load",
+    "offloaded",
     "override",
     "run_command",
     "shipped",

@@ -148,6 +148,10 @@ class Algorithm(ABC):
     def updates_per_step(self, config: Config) -> int:
         """Optimizer updates that one step makes, of each trained role."""
 
+    def training(self, config: Config) -> dict[str, Training]:
+        """How each trained role is trained."""
+        return {"actor": config.actor}
+
     def check(self, config: Config) -> None:  # noqa: B027  most algorithms fit any configuration
         """Raise `ValueError` if the rest of the configuration does not fit this algorithm."""
 
@@ -225,6 +229,9 @@ class PPO(PolicyGradient):
         within(self, "gamma", 0.0, 1.0)
         within(self, "lam", 0.0, 1.0)
         not_negative(self, "critic_warmup_steps")
+
+    def training(self, config: Config) -> dict[str, Training]:
+        return {"actor": config.actor, "critic": self.critic}
 
     def check(self, config: Config) -> None:
         super().check(config)

@@ -4,10 +4,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxrlhf.config.algorithms import PPO, SFT, Algorithm
+from jaxrlhf.config.algorithms import SFT, Algorithm
 from jaxrlhf.config.annotations import check_types
 from jaxrlhf.config.check import not_negative, positive, require
-from jaxrlhf.config.sources import ArithmeticReward, Data, Gsm8kReward, Model, PromptFile, Rewards
+from jaxrlhf.config.cluster import RayCluster
+from jaxrlhf.config.placement import Pool, check_offload, check_pools
+from jaxrlhf.config.sources import ArithmeticReward, Data, Gsm8kReward, Model, ModelReward, PromptFile, Rewards
 from jaxrlhf.config.training import Optimizer, Rollout, Training
 
 
@@ -73,7 +75,10 @@ class Config:
       tokenizer: Hugging Face tokenizer directory or hub id; None is the model's own.
       compute_dtype: Of activations and of the generation copy; `auto` is bfloat16 on GPU and
         TPU and float32 on CPU. Master weights are always float32.
-      devices: How many devices to use; None is all.
+      devices: How many devices to use, in one pool that all roles share; None is all.
+      pools: Which roles live on which devices; empty is one pool.
+      cluster: Hosts joined by Ray; None runs in this process, on its devices.
+      offload: What waits in host memory while it is not in use: `role`, `role.parameters` or `role.optimizer`.
       workdir: Where checkpoints, metrics and samples go; None is `runs/<name>`.
       resume: Go on from the newest checkpoint in `workdir` if there is one.
     """
@@ -92,6 +97,9 @@ class Config:
     tokenizer: str | None = None
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     devices: int | None = None
+    pools: tuple[Pool, ...] = ()
+    cluster: RayCluster | None = None
+    offload: tuple[str, ...] = ()
     seed: int = 0
     workdir: str | None = None
     resume: bool = True
@@ -106,18 +114,28 @@ class Config:
             "where the run goes is workdir",
         )
         require(self.devices is None or self.devices > 0, f"Config.devices must be above 0 or None, got {self.devices}")
+        self._check_placement()
         self._check_microbatches()
         self._check_records()
         self._check_weights()
         self._check_best()
         self.algorithm.check(self)
 
+    def _check_placement(self) -> None:
+        require(
+            self.devices is None or not self.pools,
+            f"devices={self.devices} and pools are both given; each pool says how many devices it has, drop devices",
+        )
+        roles = self.algorithm.roles
+        check_pools(self.pools, roles)
+        scoring = ["reward"] if any(isinstance(part, ModelReward) for part in self.rewards.parts) else []
+        models = [*(role for role in roles if role != "reward"), *scoring]
+        check_offload(self.offload, models, list(self.algorithm.training(self)))
+
     def _check_microbatches(self) -> None:
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
-        trained = [("actor", self.actor)]
-        if isinstance(self.algorithm, PPO):
-            trained.append(("algorithm.critic", self.algorithm.critic))
-        for name, training in trained:
+        for role, training in self.algorithm.training(self).items():
+            name = role if role == "actor" else f"algorithm.{role}"
             require(
                 training.tokens_per_microbatch >= longest,
                 f"{name}.tokens_per_microbatch={training.tokens_per_microbatch} cannot hold one sequence of "

@@ -1,0 +1,65 @@
+"""Which roles share which devices, and what waits in host memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxrlhf.config.check import positive, require
+
+ROLLOUT = "rollout"
+"""A role that any algorithm with an actor may place: it generates with copies of the actor's weights."""
+
+PARTS = ("parameters", "optimizer")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A named set of devices and the roles that live on it.
+
+    Roles on one pool take turns; roles on different pools run side by side. Placing
+    `rollout` apart from `actor` generates on devices of its own: the weights are sent over
+    before each rollout. Where `reward` is not placed it is scored beside the first pool.
+
+    Attributes:
+      devices: Taken from the program's devices in order, pool after pool.
+      roles: Such as `("actor", "reference")`.
+    """
+
+    name: str
+    devices: int
+    roles: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        positive(self, "devices")
+        require(bool(self.name.strip()) and "/" not in self.name, f"Pool.name must be a plain name, got {self.name!r}")
+        require(bool(self.roles), f"pool {self.name!r} has no roles; drop it, or place some")
+
+
+def check_pools(pools: Sequence[Pool], roles: Sequence[str]) -> None:
+    """Raise `ValueError` unless every role of the algorithm is placed once, and nothing else is."""
+    if not pools:
+        return
+    names = [pool.name for pool in pools]
+    require(len(set(names)) == len(names), f"two of the pools {names} have one name; rename one")
+    placed = [role for pool in pools for role in pool.roles]
+    twice = sorted({role for role in placed if placed.count(role) > 1})
+    require(not twice, f"pools place {', '.join(twice)} more than once; a role lives on one pool")
+    known = {*roles, ROLLOUT, "reward"} if "actor" in roles else {*roles, "reward"}
+    strange = sorted(set(placed) - known)
+    require(not strange, f"pools place {', '.join(strange)}, and the algorithm has {', '.join(roles)}")
+    missing = sorted(set(roles) - set(placed) - {"reward"})
+    require(not missing, f"pools do not place {', '.join(missing)}; add them to the roles of a pool")
+
+
+def check_offload(offload: Sequence[str], models: Sequence[str], trained: Sequence[str]) -> None:
+    """Raise `ValueError` if an entry names no part of a model that the run has."""
+    for entry in offload:
+        role, _, part = entry.partition(".")
+        require(role in models, f"offload: {entry!r} names no model of this run; it has {', '.join(models)}")
+        named = part in ("", *PARTS) and entry.count(".") == (part != "")
+        require(named, f"offload: {entry!r} names no part of {role}; write {role}, {role}.parameters or {role}.optimizer")
+        require(part != "optimizer" or role in trained, f"offload: {entry!r}, and {role} is not trained; write {role}")
+
+
+def offloaded(offload: Sequence[str], role: str, part: str) -> bool:
+    """Whether `part` of `role` waits in host memory while it is not in use."""
+    return role in offload or f"{role}.{part}" in offload
