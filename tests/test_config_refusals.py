@@ -85,9 +85,10 @@ def refused(message: str):
         (lambda: Training(tokens_per_microbatch=0), "Training.tokens_per_microbatch must be above 0, got 0"),
         (lambda: Layout(fsdp=0), "Layout.fsdp must be above 0, got 0"),
         (lambda: Layout(data=0), "Layout.data must be above 0 or None, got 0"),
+        (lambda: Layout(generation_stage=0), "Layout.generation_stage must be above 0, got 0"),
         (
-            lambda: Layout(tensor=6, generation_tensor=4),
-            "Layout.generation_tensor=4 does not divide tensor=6; pick from [1, 2, 3, 6]",
+            lambda: Layout(tensor=6, generation_tensor=4).micro_tensor,
+            "Layout.micro_tensor exists where training refines generation; stage=1, tensor=6 are not multiples",
         ),
         (
             lambda: Sampling(temperature=0),

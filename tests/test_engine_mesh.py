@@ -1,16 +1,17 @@
 """One device and eight give the same responses."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
 
 from jaxrlhf import models
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
-from jaxrlhf.parallel.rules import GENERATE, shardings
+from jaxrlhf.parallel import GENERATE, SLOT_AXES, mesh_of, shardings
 
 MODEL = ModelConfig(
     family="qwen3",
@@ -23,12 +24,10 @@ MODEL = ModelConfig(
     head_dim=8,
     qk_norm=True,
 )
-AXES = ("data", "fsdp", "tensor", "micro")
 
 
-def run(shape: tuple[int, int, int, int]):
-    devices = np.asarray(jax.devices()[: int(np.prod(shape))]).reshape(shape)
-    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 4)
+def run(**sizes: int):
+    mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
     layout = shardings(mesh, models.param_dims(MODEL, "lm"), GENERATE)
     params = models.init_params(MODEL, "lm", jax.random.key(3))
     params = jax.tree.map(lambda leaf: 0.2 * leaf / leaf.std() if leaf.std() > 0 else leaf, params)
@@ -41,7 +40,7 @@ def run(shape: tuple[int, int, int, int]):
         stop_tokens=(3,),
         decode_tokens_per_dispatch=4,
         dtype=jnp.float32,
-        slot_axes=("data", "fsdp", "micro"),
+        slot_axes=SLOT_AXES,
         kv_head_axis="tensor",
     )
     engine.load(jax.device_put(params, layout), version=0)
@@ -53,13 +52,16 @@ def run(shape: tuple[int, int, int, int]):
 
 @pytest.fixture(scope="module")
 def expected():
-    return run((1, 1, 1, 1))[1]
+    return run()[1]
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (2, 1, 2, 2)])
-def test_eight_devices_generate_what_one_does(shape, expected):
-    engine, completions = run(shape)
-    assert engine.slots % (8 // shape[2]) == 0
+@pytest.mark.parametrize(
+    ("sizes", "replicas"),
+    [({"data": 8}, 8), ({"data": 2, "tensor": 2, "micro_tensor": 2}, 4), ({"stage": 2, "micro_stage": 4}, 4)],
+)
+def test_eight_devices_generate_what_one_does(sizes, replicas, expected):
+    engine, completions = run(**sizes)
+    assert engine.slots % replicas == 0
     for one, other in zip(completions, expected, strict=True):
         assert one.tokens == other.tokens
         assert one.truncated == other.truncated

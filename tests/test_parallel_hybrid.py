@@ -68,7 +68,7 @@ def test_the_vanilla_axis_order_does_not_refine_and_moves_more() -> None:
     ours = mesh_of(data=2, tensor=4, generation=2)
     assert not refines(train, generate, (16, 64))
     assert missing_bytes(train, generate, SHAPES["w"]) > missing_bytes(
-        NamedSharding(ours, PartitionSpec(None, ("tensor", "micro"))),
+        NamedSharding(ours, PartitionSpec(None, ("tensor", "micro_tensor"))),
         NamedSharding(ours, PartitionSpec(None, "tensor")),
         SHAPES["w"],
     )
@@ -107,7 +107,9 @@ def test_equal_layouts_share_their_buffers() -> None:
 
 
 def test_a_layout_that_does_not_fill_the_devices_says_what_would() -> None:
-    with pytest.raises(ValueError, match=r"actor: data=rest x fsdp=1 x tensor=3 does not fill 8 devices.*1, 2, 4, 8"):
+    with pytest.raises(
+        ValueError, match=r"actor: data=rest x fsdp=1 x stage=1 x tensor=3 does not fill 8 devices.*1, 2, 4, 8"
+    ):
         factored_mesh(Layout(tensor=3, generation_tensor=1), jax.devices())
 
 
@@ -122,4 +124,4 @@ def test_a_dimension_that_does_not_split_is_named() -> None:
 def test_rules_name_axes_by_dimension() -> None:
     mesh = mesh_of(data=2, tensor=4, generation=2)
     tree = shardings(mesh, {"a": ("layers", "embed", "heads", None)}, TRAIN)
-    assert tree["a"].spec == PartitionSpec(None, "fsdp", ("tensor", "micro"), None)
+    assert tree["a"].spec == PartitionSpec(("stage", "micro_stage"), "fsdp", ("tensor", "micro_tensor"), None)

@@ -10,32 +10,57 @@ from jaxrlhf.config.check import finite, not_negative, positive, require, within
 class Layout:
     """How a role's devices are factored, for training and for generation.
 
+    Training splits the weights p-t-d ways, generation p_g-t_g ways, and what is left of the
+    devices are replicas. Where p_g divides p and t_g divides t, training refines generation:
+    a device's training shard is a part of its generation shard, and switching moves the
+    least. Any other pair works too, and moves more.
+
     Attributes:
-      data: Replicas of the training state; None takes the devices that are left.
+      data: d, replicas of the training state; None takes the devices that are left.
       fsdp: Ways the parameters and optimizer are split over data-parallel devices.
-      tensor: Ways every layer is split in training.
-      generation_tensor: Ways every layer is split in generation; divides `tensor`. The
-        quotient is the micro-data-parallel size (HybridFlow section 5).
+      stage: p, ways the layers are divided among devices in training.
+      tensor: t, ways every layer is split in training.
+      generation_stage: p_g, ways the layers are divided in generation.
+      generation_tensor: t_g, ways every layer is split in generation.
+
+    Source: HybridFlow (arXiv:2409.19256), section 5.1.
     """
 
     data: int | None = None
     fsdp: int = 1
+    stage: int = 1
     tensor: int = 1
+    generation_stage: int = 1
     generation_tensor: int = 1
 
     def __post_init__(self) -> None:
-        positive(self, "fsdp", "tensor", "generation_tensor")
+        positive(self, "fsdp", "stage", "tensor", "generation_stage", "generation_tensor")
         require(self.data is None or self.data > 0, f"Layout.data must be above 0 or None, got {self.data}")
-        fits = [n for n in range(1, self.tensor + 1) if self.tensor % n == 0]
-        require(
-            self.tensor % self.generation_tensor == 0,
-            f"Layout.generation_tensor={self.generation_tensor} does not divide tensor={self.tensor}; pick from {fits}",
-        )
 
     @property
-    def micro(self) -> int:
-        """Generation replicas that one training replica becomes."""
+    def refines(self) -> bool:
+        """Whether every training shard lies inside a generation shard."""
+        return self.stage % self.generation_stage == 0 and self.tensor % self.generation_tensor == 0
+
+    @property
+    def micro_stage(self) -> int:
+        """p / p_g: with `micro_tensor`, the generation replicas that one training replica becomes."""
+        self._require_refinement("micro_stage")
+        return self.stage // self.generation_stage
+
+    @property
+    def micro_tensor(self) -> int:
+        """t / t_g."""
+        self._require_refinement("micro_tensor")
         return self.tensor // self.generation_tensor
+
+    def _require_refinement(self, name: str) -> None:
+        require(
+            self.refines,
+            f"Layout.{name} exists where training refines generation; stage={self.stage}, tensor={self.tensor} "
+            f"are not multiples of generation_stage={self.generation_stage}, "
+            f"generation_tensor={self.generation_tensor}",
+        )
 
 
 @dataclass(frozen=True)

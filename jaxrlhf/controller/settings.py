@@ -91,7 +91,7 @@ def _role_rows(role: str, training: Training, config: Config, builder: Builder) 
     )
     logits = logit_bytes(builder.model, tokens=per_device) if head == "lm" else 0
     return [
-        (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x tensor"),
+        (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x stage x tensor"),
         (role, "microbatch", f"{microbatch_rows} x {row_tokens} tokens", f"{per_device} tokens per device"),
         (role, "train state", _bytes(4 * weights), "per device: float32 weights, gradient, two Adam moments"),
         (role, "activations", _bytes(activations + logits), "per device while updating, about, logits included"),
@@ -104,10 +104,11 @@ def _generation_rows(config: Config, builder: Builder) -> list[Row]:
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * builder.dtype.itemsize
     cache = engine.slots * builder.width * per_token // mesh.size
     layout = config.actor.layout
-    replicas = mesh.size // layout.generation_tensor
+    split = f"stage {layout.generation_stage} x tensor {layout.generation_tensor}"
+    replicas = mesh.size // (layout.generation_stage * layout.generation_tensor)
     refine = "refines" if builder.hybrid.refines else "does NOT refine"
     return [
-        ("generation", "layout", f"{replicas} replicas x tensor {layout.generation_tensor}", f"training {refine} it"),
+        ("generation", "layout", f"{replicas} replicas x {split}", f"training {refine} it"),
         ("generation", "slots", f"{engine.slots}", f"responses at once, {engine.slots // replicas} per replica"),
         ("generation", "weights", _bytes(copy), "per device while generating"),
         ("generation", "cache", _bytes(cache), "per device at capacity, freed after generation"),
@@ -116,7 +117,7 @@ def _generation_rows(config: Config, builder: Builder) -> list[Row]:
 
 
 def _layout(layout: Layout, data: int) -> str:
-    return f"{data} x {layout.fsdp} x {layout.tensor}"
+    return f"{data} x {layout.fsdp} x {layout.stage} x {layout.tensor}"
 
 
 def _count(number: int) -> str:

@@ -2,7 +2,16 @@
 
 from jaxrlhf.parallel.hybrid import HybridEngine, Switch, cast_shapes, missing_bytes, refines
 from jaxrlhf.parallel.memory import activation_bytes, logit_bytes
-from jaxrlhf.parallel.mesh import AXES, BATCH_AXES, SLOT_AXES, factored_mesh
+from jaxrlhf.parallel.mesh import (
+    AXES,
+    BATCH_AXES,
+    SLOT_AXES,
+    STAGE_AXES,
+    TENSOR_AXES,
+    factored_mesh,
+    generation_mesh,
+    mesh_of,
+)
 from jaxrlhf.parallel.pool import ResourcePool
 from jaxrlhf.parallel.rules import GENERATE, TRAIN, check_divisible, shard_bytes, shardings
 
@@ -11,6 +20,8 @@ __all__ = [
     "BATCH_AXES",
     "GENERATE",
     "SLOT_AXES",
+    "STAGE_AXES",
+    "TENSOR_AXES",
     "TRAIN",
     "HybridEngine",
     "ResourcePool",
@@ -19,7 +30,9 @@ __all__ = [
     "cast_shapes",
     "check_divisible",
     "factored_mesh",
+    "generation_mesh",
     "logit_bytes",
+    "mesh_of",
     "missing_bytes",
     "refines",
     "shard_bytes",

@@ -7,17 +7,27 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrlhf.parallel.mesh import STAGE_AXES, TENSOR_AXES
+
 Rules = Mapping[str, str | tuple[str, ...]]
 
 TRAIN: Rules = {
+    "layers": STAGE_AXES,
     "embed": "fsdp",
-    "heads": ("tensor", "micro"),
-    "kv_heads": ("tensor", "micro"),
-    "mlp": ("tensor", "micro"),
-    "vocab": ("tensor", "micro"),
+    "heads": TENSOR_AXES,
+    "kv_heads": TENSOR_AXES,
+    "mlp": TENSOR_AXES,
+    # Not the order of the mesh: the axes of generation come first, so that this refines it.
+    "vocab": ("stage", "tensor", "micro_stage", "micro_tensor"),
 }
 
-GENERATE: Rules = {"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+GENERATE: Rules = {
+    "layers": "stage",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "vocab": ("stage", "tensor"),
+}
 
 
 def _is_dims(node: Any) -> bool:
