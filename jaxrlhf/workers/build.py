@@ -1,25 +1,41 @@
-"""Builds the groups of a run: models on meshes over a resource pool."""
+"""Builds the workers of one process: its share of models on meshes over a resource pool."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
-from jaxrlhf.config import PPO, Config, FromScratch, Model, ModelReward, Optimizer, Pretrained, Training
+from jaxrlhf.checkpoint import TreeItem
+from jaxrlhf.config import PPO, ROLLOUT, Config, FromScratch, Model, ModelReward, Pretrained, Training, offloaded
 from jaxrlhf.engine import Engine
 from jaxrlhf.models.hf_config import read_config, read_stop_tokens, scratch_config
 from jaxrlhf.models.hf_load import load_params
 from jaxrlhf.models.parameters import init_params, param_dims, param_shapes
-from jaxrlhf.parallel import SLOT_AXES, HybridEngine, ResourcePool, factored_mesh
+from jaxrlhf.parallel import (
+    GENERATE,
+    SLOT_AXES,
+    HybridEngine,
+    ResourcePool,
+    cast_shapes,
+    check_divisible,
+    factored_mesh,
+    generation_mesh,
+    local_island,
+    mesh_of,
+)
 from jaxrlhf.rewards.scorer import Scorer
-from jaxrlhf.workers.group import Group, Lane, Timeline
-from jaxrlhf.workers.model import Progress, TrainedWorker, layout_of
+from jaxrlhf.workers.generation import Generator, Sampler
+from jaxrlhf.workers.model import Progress, layout_of
+from jaxrlhf.workers.protocol import Place
 from jaxrlhf.workers.roles import Actor, Critic, Reference, Reward
 
 _VOCABULARY_MULTIPLE = 64
@@ -53,8 +69,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, 
 def initial_params(model: Model, config: ModelConfig, head: Head, layout: Any, *, seed: int) -> Params:
     """Float32 parameters as the run starts with them, in the given layout."""
     if isinstance(model, FromScratch):
-        build = jax.jit(lambda key: init_params(config, head, key), out_shardings=layout)
-        return build(jax.random.key(seed))
+        # The key is made inside, because a program over several processes takes no array of one of them.
+        build = jax.jit(lambda seed: init_params(config, head, jax.random.key(seed)), out_shardings=layout)
+        return build(np.uint32(seed))
     return load_params(model.path, config, head, layout)
 
 
@@ -77,50 +94,21 @@ def stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int
     return tuple(dict.fromkeys(stops))
 
 
-class Roles:
-    """The groups that a step calls, by role.
-
-    Args:
-      workers: By role.
-      lanes: Of the pool that each role is placed on.
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run, as the processes that compute it are told.
 
     Attributes:
-      timeline: When each call ran.
+      config: Of the stage.
+      roles: That the stage calls.
+      total_updates: Over which learning rates decay.
+      policy: Folder of a checkpoint's policy to start from; None starts from the configuration's model.
     """
 
-    actor: Group
-    critic: Group
-    reference: Group
-    reward: Group
-
-    def __init__(self, workers: Mapping[str, Any], lanes: Mapping[str, Lane], timeline: Timeline) -> None:
-        self.timeline = timeline
-        self._workers, self._lanes = dict(workers), set(lanes.values())
-        for role, worker in workers.items():
-            setattr(self, role, Group(role, worker, lanes[role]))
-
-    def _trained(self) -> list[Any]:
-        return [worker for worker in self._workers.values() if isinstance(worker, TrainedWorker)]
-
-    def trees(self) -> dict[str, Any]:
-        """Every array that a checkpoint of the run holds."""
-        return {name: tree for worker in self._trained() for name, tree in worker.trees().items()}
-
-    def counters(self) -> dict[str, int]:
-        """Updates made so far, by role, and the policy's version."""
-        return {worker.role: worker.updates for worker in self._trained()} | {"version": self._workers["actor"].version}
-
-    def load(self, trees: dict[str, Any], counters: Mapping[str, int]) -> None:
-        """Take over a checkpoint's arrays and counters."""
-        for worker in self._trained():
-            worker.load(trees)
-            worker.updates = counters[worker.role]
-        self._workers["actor"].version = counters["version"]
-
-    def close(self) -> None:
-        """Wait for running calls and let the threads end."""
-        for lane in self._lanes:
-            lane.close()
+    config: Config
+    roles: tuple[str, ...]
+    total_updates: int
+    policy: Path | None = None
 
 
 class Builder:
@@ -129,7 +117,9 @@ class Builder:
     Args:
       config: Of the run.
       tokenizer: The policy's.
-      pool: Where all roles are placed.
+      pool: Where the roles are placed.
+      roles: That are placed on the pool in any stage.
+      rank: Of this process among those that share the pool, and their number.
       progress: Told how far generation and rewards are.
       reward_output: File that takes what reward functions print; None is the standard error stream.
     """
@@ -139,120 +129,162 @@ class Builder:
         config: Config,
         tokenizer: PreTrainedTokenizerBase,
         pool: ResourcePool,
+        roles: Collection[str],
         *,
+        rank: tuple[int, int],
         progress: Progress,
         reward_output: Path | None = None,
     ) -> None:
         self.config, self.tokenizer, self.pool, self._progress = config, tokenizer, pool, progress
+        self._rank = rank
         self.model = model_config(config.model, tokenizer)
         check_vocabulary(tokenizer, self.model, role="actor")
         self.dtype = compute_dtype(config, pool.devices)
-        rollout = config.rollout
-        self.width = rollout.max_prompt_tokens + rollout.max_response_tokens
-        self.mesh = factored_mesh(config.actor.layout, pool.devices)
-        self.layout = layout_of(self.mesh, self.model, "lm", role="actor")
-        dims = param_dims(self.model, "lm")
-        self.hybrid = HybridEngine(self.mesh, dims, param_shapes(self.model, "lm", jnp.float32), dtype=self.dtype)
-        self.engine = Engine(
+        self.width = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+        self.shapes = param_shapes(self.model, "lm", jnp.float32)
+        layout = config.actor.layout
+        apart = any(ROLLOUT in pool.roles for pool in config.pools)
+        self.hybrid: HybridEngine | None = None
+        self.sampler: Sampler | None = None
+        if "actor" in roles:
+            mesh = factored_mesh(layout, pool.devices)
+            generation = mesh if apart else generation_mesh(layout, pool.devices)
+            layout_of(mesh, self.model, "lm", role="actor")
+            self.hybrid = HybridEngine(mesh, generation, param_dims(self.model, "lm"), self.shapes, dtype=self.dtype)
+            self.sampler = None if apart else self._sampler(generation)
+        if ROLLOUT in roles:
+            self.sampler = self._sampler(rollout_mesh(config, pool))
+        self.scorer = self._scorer(reward_output) if "reward" in roles else None
+
+    def _sampler(self, mesh: Mesh) -> Sampler:
+        config, rollout = self.config, self.config.rollout
+        check_divisible(mesh, param_dims(self.model, "lm"), self.shapes, GENERATE, role="generation")
+        island = local_island(mesh)
+        share = island.size / mesh.size
+        engine = Engine(
             self.model,
-            self.mesh,
-            slots=rollout.slots or rollout.responses_per_step,
+            island,
+            slots=math.ceil((rollout.slots or rollout.responses_per_step) * share),
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,
-            stop_tokens=stop_tokens(config, tokenizer),
+            stop_tokens=stop_tokens(config, self.tokenizer),
             decode_tokens_per_dispatch=rollout.decode_tokens_per_dispatch,
             dtype=self.dtype,
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
         )
-        models = self._reward_models()
-        self.scorer = Scorer(config.rewards, models=models, output=reward_output)
-        # Functions score beside the models' work; a reward model computes on the pool's devices, in turn.
-        self._reward_lane = "pool" if models else "reward"
+        return Sampler(engine, mesh, island, self.width, self._progress)
 
-    def _reward_models(self) -> dict[str, Callable[..., Any]]:
+    def _scorer(self, output: Path | None) -> Scorer:
+        """Of this process alone: reward models are on its own devices."""
+        models: dict[str, Callable[..., Any]] = {}
         parts = [part for part in self.config.rewards.parts if isinstance(part, ModelReward)]
-        if not parts:
-            return {}
-        from jaxrlhf.workers.score_model import ScoreModel
+        if parts:
+            from jaxrlhf.workers.score_model import ScoreModel
 
-        return {part.path: ScoreModel(part.path, mesh=self.mesh, dtype=self.dtype).score for part in parts}
+            devices = [device for device in self.pool.devices if device.process_index == jax.process_index()]
+            mesh = mesh_of({"data": len(devices)}, devices)
+            offload = offloaded(self.config.offload, "reward", "parameters")
+            models = {
+                part.path: ScoreModel(part.path, mesh=mesh, dtype=self.dtype, offload=offload).score for part in parts
+            }
+        return Scorer(self.config.rewards, models=models, output=output)
 
-    def initial_actor(self) -> Params:
-        """The policy's parameters before any training."""
-        return initial_params(self.config.model, self.model, "lm", self.layout, seed=self.config.seed)
+    @property
+    def scores_by_model(self) -> bool:
+        """Whether rewards compute on the pool's devices, in turn with the other roles."""
+        return any(isinstance(part, ModelReward) for part in self.config.rewards.parts)
 
-    def roles(
-        self, names: Sequence[str], start: Params, *, optimizer: Optimizer, total_updates: int, seed: int
-    ) -> Roles:
-        """The named groups, all starting from the policy `start`, which the actor takes over and trains.
-
-        Args:
-          optimizer: Of the actor.
-          total_updates: Of the stage.
-        """
-        timeline = Timeline()
-        lanes = {"pool": Lane("pool", timeline), "reward": Lane("reward", timeline)}
+    def workers(self, stage: Stage, roles: Collection[str]) -> dict[str, Any]:
+        """The named roles, all starting from the policy that the stage starts from."""
+        start = self._policy(stage, roles) if set(roles) & {"actor", "critic", "reference"} else None
         make = {
-            "actor": lambda: self._actor(start, optimizer, total_updates),
-            "critic": lambda: self._critic(start, total_updates, seed),
+            "actor": lambda: self._actor(start, stage),
+            "critic": lambda: self._critic(start, stage),
             "reference": lambda: self._reference(start),
-            "reward": lambda: Reward(self.scorer, self._decode, self._progress),
+            ROLLOUT: lambda: Generator(self.sampler, self.model, self._generation_shapes()),
+            "reward": lambda: Reward(self.scorer, Place.alone(*self._rank), self.decode, self._progress),
         }
         # The actor comes last: the others copy the policy that it takes over.
-        workers = {name: make[name]() for name in sorted({*names, "reward"}, key=lambda name: name == "actor")}
-        placement = dict.fromkeys(workers, lanes["pool"]) | {"reward": lanes[self._reward_lane]}
-        return Roles(workers, placement, timeline)
+        return {name: make[name]() for name in sorted(roles, key=lambda name: name == "actor")}
 
-    def _decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def _actor(self, start: Params, optimizer: Optimizer, total_updates: int) -> Actor:
+    def _generation_shapes(self) -> Any:
+        return cast_shapes(param_dims(self.model, "lm"), self.shapes, dtype=self.dtype)
+
+    def _policy(self, stage: Stage, roles: Collection[str]) -> Params:
+        """The policy's float32 parameters before the stage, in the training layout of the first role that needs them."""
+        role = next(name for name in ("actor", "reference", "critic") if name in roles)
+        mesh = self.mesh(role)
+        layout = layout_of(mesh, self.model, "lm", role=role)
+        if stage.policy is None:
+            return initial_params(self.config.model, self.model, "lm", layout, seed=self.config.seed)
+        held = [jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.shapes, layout)]
+        TreeItem(lambda: held[0], lambda tree: held.__setitem__(0, tree)).restore(stage.policy)
+        return held[0]
+
+    def mesh(self, role: str) -> Mesh:
+        """The training mesh of a role on this pool."""
+        return factored_mesh(self.training(role).layout, self.pool.devices, role=role)
+
+    def training(self, role: str) -> Training:
+        """How a role is laid out and fed; the reference as the actor, but for its layout."""
+        if role != "reference":
+            return self.config.algorithm.training(self.config)[role]
+        actor = self.config.actor
+        return replace(actor, layout=self.config.reference_layout or actor.layout)
+
+    def _shared(self, role: str) -> dict[str, Any]:
+        parts = [part for part in ("parameters", "optimizer") if offloaded(self.config.offload, role, part)]
+        return {"width": self.width, "dtype": self.dtype, "progress": self._progress, "offload": parts}
+
+    def _actor(self, start: Params, stage: Stage) -> Actor:
+        assert self.hybrid is not None
         return Actor(
             "actor",
             self.model,
             "lm",
-            self.mesh,
+            self.mesh("actor"),
             start,
             self.config.actor,
-            width=self.width,
-            dtype=self.dtype,
-            optimizer=optimizer,
-            total_updates=total_updates,
-            engine=self.engine,
+            **self._shared("actor"),
+            optimizer=stage.config.actor.optimizer,
+            total_updates=stage.total_updates,
+            sampler=self.sampler,
             hybrid=self.hybrid,
             temperature=self.config.rollout.sampling.temperature,
-            progress=self._progress,
         )
 
     def _reference(self, start: Params) -> Reference:
+        mesh = self.mesh("reference")
+        layout = layout_of(mesh, self.model, "lm", role="reference")
         return Reference(
             "reference",
             self.model,
             "lm",
-            self.mesh,
-            _copy(start, self.layout, self.hybrid.generation_shapes),
-            self.config.actor,
-            width=self.width,
-            dtype=self.dtype,
-            progress=self._progress,
+            mesh,
+            _copy(start, layout, self._generation_shapes()),
+            self.training("reference"),
+            **self._shared("reference"),
             temperature=self.config.rollout.sampling.temperature,
         )
 
-    def _critic(self, start: Params, total_updates: int, seed: int) -> Critic:
+    def _critic(self, start: Params, stage: Stage) -> Critic:
         settings = self.config.algorithm
         assert isinstance(settings, PPO)
-        training: Training = settings.critic
-        mesh: Mesh = factored_mesh(training.layout, self.pool.devices, role="critic")
-        own = settings.critic_model
+        training, own = settings.critic, settings.critic_model
+        mesh = self.mesh("critic")
         config = self.model if own is None else model_config(own, self.tokenizer)
         check_vocabulary(self.tokenizer, config, role="critic")
         layout = layout_of(mesh, config, "value", role="critic")
         if own is None:
-            head = jnp.zeros(config.hidden_size, jnp.float32)
-            params = _copy({**start, "head": head}, layout, param_shapes(config, "value", jnp.float32))
+            trunk = {name: leaf for name, leaf in start.items() if name != "head"}
+            params = _copy(trunk, layout, param_shapes(config, "value", jnp.float32))
         else:
-            params = initial_params(own, config, "value", layout, seed=seed)
+            params = initial_params(own, config, "value", layout, seed=self.config.seed)
         return Critic(
             "critic",
             config,
@@ -260,22 +292,43 @@ class Builder:
             mesh,
             params,
             training,
-            width=self.width,
-            dtype=self.dtype,
-            progress=self._progress,
+            **self._shared("critic"),
             optimizer=training.optimizer,
-            total_updates=total_updates,
+            total_updates=stage.total_updates,
         )
 
     def close(self) -> None:
         """End the reward workers."""
-        self.scorer.close()
+        if self.scorer is not None:
+            self.scorer.close()
+
+
+def rollout_mesh(config: Config, pool: ResourcePool) -> Mesh:
+    """The mesh of a pool that only generates: as many replicas of the generation layout as fit.
+
+    Raises:
+      ValueError: The replicas do not fill the pool.
+    """
+    layout, total = config.actor.layout, len(pool.devices)
+    replica = layout.generation_stage * layout.generation_tensor
+    if total % replica:
+        raise ValueError(
+            f"rollout: generation_stage={layout.generation_stage} x generation_tensor={layout.generation_tensor} "
+            f"does not fill the {total} devices of pool {pool.name!r}; the product has to divide {total}"
+        )
+    sizes = {"data": total // replica, "stage": layout.generation_stage, "tensor": layout.generation_tensor}
+    return mesh_of(sizes, pool.devices)
 
 
 def _copy(params: Params, layout: Any, shapes: Any) -> Params:
-    """New buffers in the given layout and dtypes: what is trained is donated, so nothing is shared."""
+    """New buffers in the given layout and dtypes, zeros where `params` has none.
+
+    What is trained is donated, so nothing is shared.
+    """
 
     def copy(tree: Params) -> Params:
-        return jax.tree.map(lambda x, shape: jnp.array(x, shape.dtype, copy=True), tree, shapes)
+        zeros = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items() if name not in tree}
+        there = {name: shapes[name] for name in tree}
+        return {**jax.tree.map(lambda x, shape: jnp.array(x, shape.dtype, copy=True), tree, there), **zeros}
 
     return jax.jit(copy, out_shardings=layout)(params)

@@ -2,8 +2,11 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property, partial
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Array, Experience, Params, Sequences
+from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Optimizer, Training
 from jaxrlhf.models.decoder import hidden_states
 from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.parallel import BATCH_AXES, TRAIN, check_divisible, shardings
+from jaxrlhf.parallel import BATCH_AXES, TRAIN, check_divisible, shardings, to_device, to_host
 from jaxrlhf.workers.packing import Packing, Rows
+from jaxrlhf.workers.protocol import Place
 
 Metrics = dict[str, float]
 Objective = Callable[..., Any]
@@ -57,6 +62,10 @@ class ModelWorker(ABC):
       width: T, columns of the `[B, T]` arrays it is given.
       dtype: Of activations.
       progress: Told how many microbatches and minibatches were started.
+      offload: Of `parameters` and `optimizer`, what waits in host memory while it is not in use.
+
+    Attributes:
+      place: Of this process in the mesh. The arrays that it is given are its own part of a batch.
     """
 
     def __init__(
@@ -71,16 +80,20 @@ class ModelWorker(ABC):
         width: int,
         dtype: jnp.dtype,
         progress: Progress,
+        offload: Collection[str] = (),
     ) -> None:
         self.role, self.config, self.head, self.mesh = role, config, head, mesh
-        self.params = params
+        self.place = Place.of(mesh)
+        self._parts: dict[str, Any] = {"parameters": params}
+        self._offload, self._users = frozenset(offload), Counter[str]()
         self.dtype = dtype
         self._progress = progress
         self._width = width
         self._remat = training.remat
         self._row_tokens, self._rows = microbatch_shape(training, mesh, width=width, role=role)
         self._batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-        self._forward = jax.jit(self._output)
+        self._forward = jax.jit(self._output, out_shardings=self._batch_sharding)
+        self._send_away("parameters")
 
     @abstractmethod
     def _output(self, params: Params, rows: Rows, temperature: Array) -> Any:
@@ -99,28 +112,83 @@ class ModelWorker(ABC):
         )
 
     def _pack(self, sequences: Sequences) -> Packing:
-        return Packing(np.asarray(sequences.length_B), width=self._width, rows=self._rows, row_tokens=self._row_tokens)
+        """Where the tokens of this process's sequences lie; every process makes the same number of microbatches."""
+        _, parts = self.place.part(BATCH_AXES)
+        return Packing(
+            np.asarray(sequences.length_B),
+            width=self._width,
+            rows=self._rows // parts,
+            row_tokens=self._row_tokens,
+            agree=_most_of_all_hosts,
+        )
 
     def _on_mesh(self, tree: Any) -> Any:
-        return jax.device_put(tree, self._batch_sharding)
+        """This process's rows, as rows of arrays over the whole mesh."""
+        _, parts = self.place.part(BATCH_AXES)
+
+        def put(array: np.ndarray) -> jax.Array:
+            whole = (array.shape[0] * parts, *array.shape[1:])
+            return jax.make_array_from_process_local_data(self._batch_sharding, array, whole)
+
+        return jax.tree.map(put, tree)
 
     def _forward_all(self, sequences: Sequences, *, temperature: float = 1.0) -> Any:
-        """`_output` of every sequence, as host `[B, T]` arrays."""
+        """`_output` of this process's sequences, as host `[B, T]` arrays."""
         packing = self._pack(sequences)
         scale = np.float32(temperature)
         outputs = []
-        for rows in packing.rows(sequences):
-            outputs.append(self._forward(self.params, self._on_mesh(rows), scale))
-            self._progress(f"{self.role} forward", len(outputs), packing.microbatches)
-        return jax.tree.map(lambda *parts: packing.unpack(np.stack(jax.device_get(parts))), *outputs)
+        with self.on_devices("parameters"):
+            for rows in packing.rows(sequences):
+                outputs.append(self._forward(self.params, self._on_mesh(rows), scale))
+                self._progress(f"{self.role} forward", len(outputs), packing.microbatches)
+            return jax.tree.map(lambda *parts: packing.unpack(np.stack([_own_rows(x) for x in parts])), *outputs)
 
-    def trees(self) -> dict[str, Any]:
-        """The arrays that a checkpoint of this role holds."""
-        return {self.role: self.params}
+    @property
+    def params(self) -> Params:
+        """Float32 masters, or a frozen role's weights, in the training layout."""
+        return self._parts["parameters"]
 
-    def load(self, trees: dict[str, Any]) -> None:
-        """Take over arrays restored into the shapes and layouts of `trees()`."""
-        self.params = trees[self.role]
+    @contextmanager
+    def on_devices(self, *parts: str) -> Iterator[None]:
+        """Within the block these parts of the model are on the devices, wherever they wait otherwise."""
+        for part in parts:
+            if part in self._offload and not self._users[part]:
+                self._parts[part] = to_device(self._parts[part])
+            self._users[part] += 1
+        try:
+            yield
+        finally:
+            for part in parts:
+                self._users[part] -= 1
+                self._send_away(part)
+
+    def _send_away(self, part: str) -> None:
+        if part in self._offload and not self._users[part]:
+            self._parts[part] = to_host(self._parts[part])
+
+    def items(self) -> dict[str, TreeItem]:
+        """What a checkpoint of this role holds."""
+        return {self.role: ResidentItem(self, "parameters")}
+
+
+class ResidentItem(TreeItem):
+    """A part of a model in a checkpoint; it is brought to the devices to be saved or restored."""
+
+    def __init__(self, worker: ModelWorker, part: str) -> None:
+        super().__init__(lambda: worker._parts[part], lambda tree: worker._parts.__setitem__(part, tree))
+        self._on_devices = partial(worker.on_devices, part)
+
+    def describe(self) -> dict[str, str]:
+        with self._on_devices():
+            return super().describe()
+
+    def save(self, directory: Path) -> None:
+        with self._on_devices():
+            super().save(directory)
+
+    def restore(self, directory: Path) -> None:
+        with self._on_devices():
+            super().restore(directory)
 
 
 class TrainedWorker(ModelWorker):
@@ -144,7 +212,7 @@ class TrainedWorker(ModelWorker):
             ),
         )
         layout = jax.tree.map(lambda x: x.sharding, self.params)
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        self._whole = whole = NamedSharding(self.mesh, PartitionSpec())
         state = jax.eval_shape(self._optimizer.init, self.params)
         self._state_layout = optax.tree_utils.tree_map_params(
             self._optimizer, lambda _, sharding: sharding, state, layout, transform_non_params=lambda _: whole
@@ -157,17 +225,27 @@ class TrainedWorker(ModelWorker):
         self._gradient_layout = layout
         self._accumulate: dict[tuple[Objective, Hashable], Any] = {}
 
-    @cached_property
-    def optimizer_state(self) -> Any:
-        """Made on first use, so that a policy that is only evaluated costs no moments."""
-        return jax.jit(self._optimizer.init, out_shardings=self._state_layout)(self.params)
+    @contextmanager
+    def on_devices(self, *parts: str) -> Iterator[None]:
+        """As for every model; the optimizer's state is made when it is first asked for."""
+        if "optimizer" in parts and "optimizer" not in self._parts:
+            # Not before, so that a policy that is only evaluated costs no moments.
+            with super().on_devices("parameters"):
+                self._parts["optimizer"] = jax.jit(self._optimizer.init, out_shardings=self._state_layout)(self.params)
+            self._send_away("optimizer")
+        with super().on_devices(*parts):
+            yield
 
-    def trees(self) -> dict[str, Any]:
-        return {**super().trees(), f"{self.role}_optimizer": self.optimizer_state}
+    def counters(self) -> dict[str, int]:
+        """Updates made so far, by role; JSON of a checkpoint."""
+        return {self.role: self.updates}
 
-    def load(self, trees: dict[str, Any]) -> None:
-        super().load(trees)
-        self.optimizer_state = trees[f"{self.role}_optimizer"]
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Go on from the counters of a checkpoint."""
+        self.updates = counters[self.role]
+
+    def items(self) -> dict[str, TreeItem]:
+        return {**super().items(), f"{self.role}_optimizer": ResidentItem(self, "optimizer")}
 
     def _apply_gradient(self, params: Params, state: Any, gradient: Params) -> tuple[Params, Any, jax.Array]:
         changes, state = self._optimizer.update(gradient, state, params)
@@ -185,12 +263,12 @@ class TrainedWorker(ModelWorker):
                     output = self._output(params, rows, temperature)
                     token_loss, metrics = objective(output, mask, weight, fields, settings)
                     sums = {name: jnp.where(mask, value, 0.0).sum() for name, value in metrics.items()}
-                    return token_loss.sum(), sums
+                    return token_loss.sum(), {**sums, "tokens": mask.sum(dtype=jnp.float32)}
 
                 (total, sums), change = jax.value_and_grad(loss, has_aux=True)(params)
                 return jax.tree.map(jnp.add, gradient, change), {**sums, "loss": total}
 
-            self._accumulate[key] = jax.jit(add, donate_argnums=1, out_shardings=(self._gradient_layout, None))
+            self._accumulate[key] = jax.jit(add, donate_argnums=1, out_shardings=(self._gradient_layout, self._whole))
         return self._accumulate[key]
 
     def gradient(
@@ -224,13 +302,16 @@ class TrainedWorker(ModelWorker):
           FloatingPointError: A gradient is not finite.
         """
         sums, norms = [], []
-        for experience in minibatches:
-            gradient, metrics = self.gradient(experience, objective, settings, temperature=temperature)
-            self.params, self.optimizer_state, norm = self._apply(self.params, self.optimizer_state, gradient)
-            sums.append(metrics)
-            norms.append(norm)
-            self._progress(f"{self.role} update", len(norms), len(minibatches))
-        norms = [float(norm) for norm in jax.device_get(norms)]
+        with self.on_devices("parameters", "optimizer"):
+            for experience in minibatches:
+                gradient, metrics = self.gradient(experience, objective, settings, temperature=temperature)
+                self._parts["parameters"], self._parts["optimizer"], norm = self._apply(
+                    self.params, self._parts["optimizer"], gradient
+                )
+                sums.append(metrics)
+                norms.append(norm)
+                self._progress(f"{self.role} update", len(norms), len(minibatches))
+            norms = [float(norm) for norm in jax.device_get(norms)]
         if not np.all(np.isfinite(norms)):
             raise FloatingPointError(
                 f"{self.role}: gradient norms of the last {len(norms)} updates are {norms}; the weights in memory are "
@@ -238,21 +319,44 @@ class TrainedWorker(ModelWorker):
             )
         rate = float(self._schedule(self.updates))
         self.updates += len(minibatches)
-        sums = jax.device_get(sums)
-        tokens = [int(np.sum(experience.sequences.mask_BT)) for experience in minibatches]
-        means = _means([part for parts in sums for part in parts], tokens=sum(tokens))
+        totals = [_totals(parts) for parts in jax.device_get(sums)]
+        means = _means(totals)
+        tokens = sum(total["tokens"] for total in totals)
         own = {
-            f"{self.role}/loss": means.pop("loss") * max(sum(tokens), 1) / len(minibatches),
+            f"{self.role}/loss": means.pop("loss") * max(tokens, 1) / len(minibatches),
             f"{self.role}/grad_norm": float(np.mean(norms)),
             f"{self.role}/learning_rate": rate,
-            f"{self.role}/tokens": float(sum(tokens)),
+            f"{self.role}/tokens": tokens,
         }
-        return Updated({**means, **own}, _means(sums[0], tokens=tokens[0]))
+        return Updated({**means, **own}, _means(totals[:1]))
 
 
-def _means(sums: Sequence[dict[str, Any]], *, tokens: int) -> Metrics:
-    """Per-token means out of the sums of microbatches."""
-    return {name: float(sum(part[name] for part in sums)) / max(tokens, 1) for name in sums[0]}
+def _totals(sums: Sequence[dict[str, Any]]) -> Metrics:
+    """The sums of one minibatch out of those of its microbatches."""
+    return {name: float(sum(part[name] for part in sums)) for name in sums[0]}
+
+
+def _means(totals: Sequence[Metrics]) -> Metrics:
+    """Means per token over minibatches."""
+    tokens = max(sum(total["tokens"] for total in totals), 1)
+    return {name: sum(total[name] for total in totals) / tokens for name in totals[0] if name != "tokens"}
+
+
+def _own_rows(array: jax.Array) -> np.ndarray:
+    """The rows that this process's devices hold, as a host array."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    blocks = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
+    return np.concatenate([np.asarray(blocks[start]) for start in sorted(blocks)])
+
+
+def _most_of_all_hosts(count: int) -> int:
+    """The largest of the counts that the processes of this program give."""
+    if jax.process_count() == 1:
+        return count
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.process_allgather(np.int32(count)).max())
 
 
 def microbatch_shape(training: Training, mesh: Mesh, *, width: int, role: str) -> tuple[int, int]:

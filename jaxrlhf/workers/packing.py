@@ -5,7 +5,7 @@ segment ids. Where a token lies has no influence on what is computed for it, so 
 invisible outside this room: arrays go in and come back as `[B, T]`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from flax import struct
@@ -56,12 +56,22 @@ class Packing:
       width: T, columns of the batch's arrays.
       rows: Rows of one microbatch.
       row_tokens: Columns of one row.
+      agree: Given how many microbatches the batch fills, how many to make: processes that run one program
+        together have to make the same number.
     """
 
-    def __init__(self, length_B: np.ndarray, *, width: int, rows: int, row_tokens: int) -> None:
+    def __init__(
+        self,
+        length_B: np.ndarray,
+        *,
+        width: int,
+        rows: int,
+        row_tokens: int,
+        agree: Callable[[int], int] = lambda count: count,
+    ) -> None:
         length_B = np.asarray(length_B)
         row_B, offset_B, used = first_fit_decreasing(length_B, row_tokens=row_tokens)
-        self.microbatches = max(1, -(-used // rows))
+        self.microbatches = agree(max(1, -(-used // rows)))
         self._shape = (len(length_B), width)
         self._packed_shape = (self.microbatches, rows, row_tokens)
         inside_BT = np.arange(width) < length_B[:, None]

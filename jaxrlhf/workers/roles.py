@@ -3,22 +3,23 @@
 Source: HybridFlow (arXiv:2409.19256), Table 4 of the appendix (model classes and their verbs).
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrlhf.algos.objectives import TokenOutput
-from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Scores, Sequences
+from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Scores
 from jaxrlhf.config import Sampling
-from jaxrlhf.engine import Completion, Engine, Request
 from jaxrlhf.models.heads import token_logp, values
-from jaxrlhf.parallel import HybridEngine
+from jaxrlhf.parallel import HybridEngine, Switch, offer
 from jaxrlhf.rewards.scorer import Scorer
+from jaxrlhf.workers.generation import Sampler
 from jaxrlhf.workers.model import Metrics, ModelWorker, Objective, Progress, TrainedWorker
 from jaxrlhf.workers.packing import Rows
-from jaxrlhf.workers.protocol import DP_PROTO, ONE_TO_ALL, verb
+from jaxrlhf.workers.protocol import DP_PROTO, ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, Place, verb
 
 
 def _policy_output(worker: ModelWorker, params: Params, rows: Rows, temperature: Array) -> TokenOutput:
@@ -31,68 +32,82 @@ class Actor(TrainedWorker):
     """The policy: trains in one layout, generates in the other.
 
     Args:
-      engine: Generates on the same mesh.
-      hybrid: Switches the weights to the engine's layout and back.
+      sampler: Generates; None where a pool apart does.
+      hybrid: Switches the weights to the generation layout and back.
       temperature: Of the rollout; the trained log-probabilities are at this temperature.
     """
 
-    def __init__(self, *args: Any, engine: Engine, hybrid: HybridEngine, temperature: float, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, sampler: Sampler | None, hybrid: HybridEngine, temperature: float, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._engine, self._hybrid, self._temperature = engine, hybrid, temperature
+        self._sampler, self._hybrid, self._temperature = sampler, hybrid, temperature
+        shapes = hybrid.generation_shapes
+        self._cast = jax.jit(lambda params: jax.tree.map(lambda x, like: x.astype(like.dtype), params, shapes))
         self.version = 0
-        self._relayout_s = 0.0
+        self._switches: list[Switch] = []
 
-    def take_relayout_s(self) -> float:
-        """Seconds spent switching layouts since the last call."""
-        seconds, self._relayout_s = self._relayout_s, 0.0
-        return seconds
+    def counters(self) -> dict[str, int]:
+        return {**super().counters(), "version": self.version}
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        super().set_counters(counters)
+        self.version = counters["version"]
+
+    def take_metrics(self) -> Metrics:
+        """What switching layouts cost since the last call."""
+        switches, self._switches = self._switches, []
+        return {
+            "time/relayout_s": sum(switch.seconds for switch in switches),
+            "relayout/received_bytes": float(max((switch.bytes_per_device for switch in switches), default=0)),
+        }
 
     def _output(self, params: Params, rows: Rows, temperature: Array) -> TokenOutput:
         return _policy_output(self, params, rows, temperature)
 
     @contextmanager
-    def _generating(self) -> Iterator[None]:
+    def _generating(self) -> Iterator[Sampler]:
         """The current weights are in the engine within the block."""
-        weights, switch = self._hybrid.to_generation(self.params)
-        self._relayout_s += switch.seconds
+        assert self._sampler is not None, "another pool generates for this actor"
+        with self.on_devices("parameters"):
+            weights = self._switch(self._hybrid.to_generation(self.params))
         try:
-            self._engine.load(weights, self.version)
-            yield
+            self._sampler.load(weights, self.version)
+            yield self._sampler
         finally:
-            self._engine.unload()
-            self._hybrid.to_training(weights)
+            self._sampler.engine.unload()
+            with self.on_devices("parameters"):
+                self._parts["parameters"] = self._switch(self._hybrid.to_training(weights, self.params))
+
+    def _switch(self, switched: tuple[Any, Switch]) -> Any:
+        self._switches.append(switched[1])
+        return switched[0]
 
     @verb(ONE_TO_ALL)
     def compile_generation(self, prompt_lengths: Sequence[int]) -> None:
         """Compile what generating from prompts of these lengths needs, so that no later step has to."""
-        with self._generating():
-            self._engine.compile_ahead(prompt_lengths)
+        with self._generating() as sampler:
+            sampler.engine.compile_ahead(prompt_lengths)
 
-    @verb(ONE_TO_ALL)
+    @verb(THREE_D_ALL_MICRO_DP)
     def generate_sequences(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
     ) -> Rollout:
         """Sample responses, prompt-major, under the current policy.
 
         Args:
-          seed: With a response's place in the batch it determines the response.
+          seed: With a problem's id and the number of the copy it determines a response.
         """
-        requests = [
-            Request(request_id=index * responses_per_prompt + copy, prompt_tokens=problem.prompt_tokens, group=index)
-            for index, problem in enumerate(problems)
-            for copy in range(responses_per_prompt)
-        ]
-        with self._generating():
-            completions = self._engine.generate(
-                requests,
-                sampling,
-                seed=seed,
-                progress=lambda done, total: self._progress("generate", done, total),
-            )
-        prompts = [problem for problem in problems for _ in range(responses_per_prompt)]
-        return to_rollout(prompts, completions, width=self._width)
+        with self._generating() as sampler:
+            return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
-    @verb(DP_PROTO)
+    @verb(ONE_TO_ALL)
+    def offer_weights(self, wanted: Sequence[Any]) -> tuple[int, Any]:
+        """Hand the weights, in the generation dtype, to the ranks that say how they want them split."""
+        with self.on_devices("parameters"):
+            return self.version, offer(self._cast(self.params), wanted[0], takers=len(wanted))
+
+    @verb(THREE_D_PROTO)
     def compute_log_prob(self, rollout: Rollout) -> TokenOutput:
         """log pi and entropy of every token under the current policy, at the rollout's temperature."""
         if stale := set(np.unique(rollout.version_B).tolist()) - {self.version}:
@@ -102,7 +117,7 @@ class Actor(TrainedWorker):
             )
         return self._forward_all(rollout.sequences, temperature=self._temperature)
 
-    @verb(ONE_TO_ALL)
+    @verb(THREE_D_PROTO)
     def update_actor(
         self,
         minibatches: Sequence[Experience],
@@ -125,12 +140,12 @@ class Critic(TrainedWorker):
     def _output(self, params: Params, rows: Rows, temperature: Array) -> Array:
         return values(params, self._hidden(params, rows))
 
-    @verb(DP_PROTO)
+    @verb(THREE_D_PROTO)
     def compute_values(self, rollout: Rollout) -> np.ndarray:
         """`value_BT`: of the prefix before each token."""
         return self._forward_all(rollout.sequences)
 
-    @verb(ONE_TO_ALL)
+    @verb(THREE_D_PROTO)
     def update_critic(self, minibatches: Sequence[Experience], *, objective: Objective, settings: Hashable) -> Metrics:
         """One update per minibatch."""
         return self.update(minibatches, objective, settings).metrics
@@ -146,25 +161,33 @@ class Reference(ModelWorker):
     def _output(self, params: Params, rows: Rows, temperature: Array) -> TokenOutput:
         return _policy_output(self, params, rows, temperature)
 
-    @verb(DP_PROTO)
+    @verb(THREE_D_PROTO)
     def compute_ref_log_prob(self, rollout: Rollout) -> Array:
         """log pi_ref of every token, at the rollout's temperature."""
         return self._forward_all(rollout.sequences, temperature=self._temperature).logp
 
 
 class Reward:
-    """Scores responses, by functions in a worker pool and by models."""
+    """Scores responses, by functions in a worker pool and by models.
 
-    def __init__(self, scorer: Scorer, decode: Callable[[Sequence[int]], str], progress: Progress) -> None:
-        self.scorer, self._decode, self._progress = scorer, decode, progress
+    Args:
+      place: Among the processes that score, each by itself.
+      decode: Token ids to text, without special tokens.
+    """
 
-    @verb(ONE_TO_ALL)
+    def __init__(
+        self, scorer: Scorer, place: Place, decode: Callable[[Sequence[int]], str], progress: Progress
+    ) -> None:
+        self.place = place
+        self._scorer, self._decode, self._progress = scorer, decode, progress
+
+    @verb(DP_PROTO)
     def compute_reward(self, problems: Sequence[Problem], rollout: Rollout) -> Scores:
         """The score of every response."""
-        responses = self.responses(rollout)
+        responses = response_texts(rollout, self._decode)
         copies = len(responses) // len(problems)
         rows = [problem for problem in problems for _ in range(copies)]
-        return self.scorer.score(
+        return self._scorer.score(
             [row.prompt for row in rows],
             responses,
             [row.answer for row in rows],
@@ -173,28 +196,8 @@ class Reward:
             progress=lambda done, total: self._progress("reward", done, total),
         )
 
-    def responses(self, rollout: Rollout) -> list[str]:
-        """The responses as text, without special tokens."""
-        tokens, mask = rollout.sequences.token_BT, rollout.sequences.mask_BT
-        return [self._decode([int(t) for t in row[chosen]]) for row, chosen in zip(tokens, mask, strict=True)]
 
-
-def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> Rollout:
-    """Completions as left-aligned arrays of `width` columns."""
-    count = len(completions)
-    token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
-    logp_BT = np.zeros((count, width), np.float32)
-    length_B = np.zeros(count, np.int32)
-    for row, (problem, completion) in enumerate(zip(prompts, completions, strict=True)):
-        start = len(problem.prompt_tokens)
-        end = start + len(completion.tokens)
-        token_BT[row, :start], token_BT[row, start:end] = problem.prompt_tokens, completion.tokens
-        logp_BT[row, start:end] = completion.logps
-        mask_BT[row, start:end] = True
-        length_B[row] = end
-    return Rollout(
-        sequences=Sequences(token_BT, length_B, mask_BT, np.array([p.prompt_id for p in prompts], np.int64)),
-        sampler_logp_BT=logp_BT,
-        truncated_B=np.array([c.truncated for c in completions]),
-        version_B=np.array([c.version for c in completions], np.int32),
-    )
+def response_texts(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """The responses as text."""
+    tokens, mask = rollout.sequences.token_BT, rollout.sequences.mask_BT
+    return [decode([int(t) for t in row[chosen]]) for row, chosen in zip(tokens, mask, strict=True)]

@@ -1,0 +1,146 @@
+"""Generating responses: on the actor's own devices, or on a pool apart with copies of its weights."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.batch import Problem, Rollout, Sequences
+from jaxrlhf.config import Sampling
+from jaxrlhf.engine import Completion, Engine, Request
+from jaxrlhf.models.parameters import param_dims
+from jaxrlhf.parallel import GENERATE, hand_over, shardings, splits_of, take
+from jaxrlhf.workers.model import Metrics, Progress
+from jaxrlhf.workers.protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, Place, verb
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """An engine on this process's share of a generation mesh.
+
+    Attributes:
+      mesh: The whole generation mesh.
+      island: The part of it that this process drives; its replicas need no other process.
+      width: T, columns of a rollout's arrays.
+    """
+
+    engine: Engine
+    mesh: Mesh
+    island: Mesh
+    width: int
+    progress: Progress
+
+    def load(self, weights: Any, version: int) -> None:
+        """Set the engine's weights, given in the generation layout over the whole mesh."""
+        self.engine.load(hand_over(weights, self.island), version)
+
+    def generate(
+        self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
+    ) -> Rollout:
+        """Sample responses, prompt-major.
+
+        Args:
+          seed: With a problem's id and the number of the copy it determines a response, wherever it is generated.
+        """
+        requests = [
+            Request(
+                request_id=problem.prompt_id * responses_per_prompt + copy,
+                prompt_tokens=problem.prompt_tokens,
+                group=index,
+            )
+            for index, problem in enumerate(problems)
+            for copy in range(responses_per_prompt)
+        ]
+        completions = self.engine.generate(
+            requests, sampling, seed=seed, progress=lambda done, total: self.progress("generate", done, total)
+        )
+        prompts = [problem for problem in problems for _ in range(responses_per_prompt)]
+        return to_rollout(prompts, completions, width=self.width)
+
+
+class Generator:
+    """The rollout role: an engine that is sent the actor's weights."""
+
+    def __init__(self, sampler: Sampler, model: ModelConfig, shapes: Any) -> None:
+        self.place = Place.of(sampler.mesh)
+        self._sampler, self._shapes = sampler, shapes
+        self._layout = shardings(sampler.mesh, param_dims(model, "lm"), GENERATE)
+        self._weights: Any = None
+        self._version = -1
+        self._metrics: Metrics = {}
+
+    def take_metrics(self) -> Metrics:
+        """What receiving weights cost since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    @verb(ONE_TO_ALL)
+    def wanted_weights(self) -> Any:
+        """How many ways every weight is split here."""
+        return splits_of(self._layout, self._shapes)
+
+    @verb(ONE_TO_ALL)
+    def load_weights(self, offers: Sequence[tuple[int, Any]]) -> int:
+        """Take the weights that every rank of the actor offers; returns their version."""
+        self._sampler.engine.unload()
+        if self._weights is not None:
+            jax.tree.map(lambda leaf: leaf.delete(), self._weights)
+        [self._version] = {version for version, _ in offers}
+        self._weights, moved = take([offer for _, offer in offers], self._layout)
+        self._metrics = {"transfer/received_bytes": float(moved.bytes_per_device), "time/transfer_s": moved.seconds}
+        return self._version
+
+    @verb(ONE_TO_ALL)
+    def compile_generation(self, prompt_lengths: Sequence[int], *, versions: Sequence[int]) -> None:
+        """Compile what generating from prompts of these lengths needs, so that no later step has to."""
+        with self._loaded(versions) as sampler:
+            sampler.engine.compile_ahead(prompt_lengths)
+
+    @verb(THREE_D_ALL_MICRO_DP)
+    def generate_sequences(
+        self,
+        problems: Sequence[Problem],
+        sampling: Sampling,
+        *,
+        responses_per_prompt: int,
+        seed: int,
+        versions: Sequence[int],
+    ) -> Rollout:
+        """As the actor's, with the weights last sent."""
+        with self._loaded(versions) as sampler:
+            return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
+
+    @contextmanager
+    def _loaded(self, versions: Sequence[int]) -> Iterator[Sampler]:
+        assert set(versions) == {self._version}, f"holds version {self._version}, asked for {sorted(set(versions))}"
+        self._sampler.load(self._weights, self._version)
+        try:
+            yield self._sampler
+        finally:
+            self._sampler.engine.unload()  # frees the cache; the weights stay
+
+
+def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> Rollout:
+    """Completions as left-aligned arrays of `width` columns."""
+    count = len(completions)
+    token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
+    logp_BT = np.zeros((count, width), np.float32)
+    length_B = np.zeros(count, np.int32)
+    for row, (problem, completion) in enumerate(zip(prompts, completions, strict=True)):
+        start = len(problem.prompt_tokens)
+        end = start + len(completion.tokens)
+        token_BT[row, :start], token_BT[row, start:end] = problem.prompt_tokens, completion.tokens
+        logp_BT[row, start:end] = completion.logps
+        mask_BT[row, start:end] = True
+        length_B[row] = end
+    return Rollout(
+        sequences=Sequences(token_BT, length_B, mask_BT, np.array([p.prompt_id for p in prompts], np.int64)),
+        sampler_logp_BT=logp_BT,
+        truncated_B=np.array([c.truncated for c in completions]),
+        version_B=np.array([c.version for c in completions], np.int32),
+    )

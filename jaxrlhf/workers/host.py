@@ -1,0 +1,127 @@
+"""One process's share of a pool: its workers, and the calls that reach them.
+
+A pool on this machine is one host in this process; on a cluster it is one host in each of
+several processes, which run the same calls together as one program.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.config import Config
+from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.tracking import CompileCounter, DevicePeak, peak_memory_bytes
+from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.group import Remote
+from jaxrlhf.workers.model import Metrics, Progress
+from jaxrlhf.workers.protocol import Place
+from jaxrlhf.workers.settings import Row, pool_rows
+
+
+@dataclass(frozen=True)
+class Built:
+    """What the controller has to know of a host's workers.
+
+    Attributes:
+      places: Of the process in each role's group.
+      items: What it can save, by role.
+    """
+
+    places: Mapping[str, Place]
+    items: tuple[str, ...]
+
+
+class Host:
+    """The workers of one process.
+
+    Args:
+      roles: Placed on the pool in any stage of the run.
+      rank: Of this process in the pool, and the number of them.
+      progress: Told how far long calls are.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        pool: ResourcePool,
+        roles: tuple[str, ...],
+        *,
+        rank: tuple[int, int] = (0, 1),
+        progress: Progress,
+        reward_output: Path | None = None,
+    ) -> None:
+        self.pool, self._roles = pool, roles
+        self.builder = Builder(
+            config, tokenizer, pool, roles, rank=rank, progress=progress, reward_output=reward_output
+        )
+        self._workers: dict[str, Any] = {}
+        self._peaks: dict[str, int] = {}
+        self._compiled = CompileCounter()
+
+    def rows(self) -> list[Row]:
+        """What the configuration comes down to on this pool.
+
+        Raises:
+          ValueError: A layout or a token budget that the pool cannot hold.
+        """
+        return pool_rows(self.builder, self._roles)
+
+    def build(self, stage: Stage) -> Built:
+        """Make the workers of a stage; those of the stage before are dropped."""
+        self._workers = {}
+        self._workers = self.builder.workers(stage, [role for role in self._roles if role in stage.roles])
+        places = {role: worker.place for role, worker in self._workers.items()}
+        return Built(places, tuple(self._items()))
+
+    def call(self, role: str, verb: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a verb on this process's part of the arguments."""
+        worker = self._workers[role]
+        method = getattr(worker, verb)
+        args = tuple(_load(arg) for arg in args)
+        named = {name: _load(value) for name, value in kwargs.items()}
+        with DevicePeak() as peak:
+            result = method(*method.protocol.distribute(args, worker.place), **named)
+        self._peaks[verb] = max(self._peaks.get(verb, 0), peak.bytes)
+        return result
+
+    def take_metrics(self) -> tuple[Metrics, dict[str, int]]:
+        """What the workers measured since the last call, and the peak device bytes of each verb."""
+        peaks, self._peaks = self._peaks, {}
+        metrics = {"compile/count": float(self._compiled.count), "memory/peak_bytes": float(peak_memory_bytes())}
+        for worker in self._workers.values():
+            metrics |= worker.take_metrics() if hasattr(worker, "take_metrics") else {}
+        return metrics, peaks
+
+    def counters(self) -> dict[str, int]:
+        """Updates made so far, and the policy's version: what a checkpoint holds beside arrays."""
+        return {name: count for worker in self._trained() for name, count in worker.counters().items()}
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Go on from a checkpoint's counters."""
+        for worker in self._trained():
+            worker.set_counters(counters)
+
+    def _trained(self) -> list[Any]:
+        return [worker for worker in self._workers.values() if hasattr(worker, "counters")]
+
+    def _items(self) -> dict[str, Any]:
+        return {name: item for worker in self._trained() for name, item in worker.items().items()}
+
+    def item(self, name: str, method: str, *args: Any) -> Any:
+        """Call `describe`, `save`, `finish` or `restore` of one item of a checkpoint."""
+        return getattr(self._items()[name], method)(*args)
+
+    def close(self) -> None:
+        """End the reward workers."""
+        self._compiled.close()
+        self.builder.close()
+
+
+def _load(value: Any) -> Any:
+    return value.load() if isinstance(value, Remote) else value
