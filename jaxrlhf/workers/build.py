@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
+from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import PPO, Config, FromScratch, Model, ModelReward, Optimizer, Pretrained, Training
 from jaxrlhf.engine import Engine
 from jaxrlhf.models.hf_config import read_config, read_stop_tokens, scratch_config
@@ -102,18 +103,17 @@ class Roles:
     def _trained(self) -> list[Any]:
         return [worker for worker in self._workers.values() if isinstance(worker, TrainedWorker)]
 
-    def trees(self) -> dict[str, Any]:
+    def items(self) -> dict[str, Item]:
         """Every array that a checkpoint of the run holds."""
-        return {name: tree for worker in self._trained() for name, tree in worker.trees().items()}
+        return {name: item for worker in self._trained() for name, item in worker.items().items()}
 
     def counters(self) -> dict[str, int]:
         """Updates made so far, by role, and the policy's version."""
         return {worker.role: worker.updates for worker in self._trained()} | {"version": self._workers["actor"].version}
 
-    def load(self, trees: dict[str, Any], counters: Mapping[str, int]) -> None:
-        """Take over a checkpoint's arrays and counters."""
+    def load_counters(self, counters: Mapping[str, int]) -> None:
+        """Take over a checkpoint's counters."""
         for worker in self._trained():
-            worker.load(trees)
             worker.updates = counters[worker.role]
         self._workers["actor"].version = counters["version"]
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Array, Experience, Params, Sequences
+from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Optimizer, Training
 from jaxrlhf.models.decoder import hidden_states
 from jaxrlhf.models.parameters import param_dims, param_shapes
@@ -114,13 +115,9 @@ class ModelWorker(ABC):
             self._progress(f"{self.role} forward", len(outputs), packing.microbatches)
         return jax.tree.map(lambda *parts: packing.unpack(np.stack(jax.device_get(parts))), *outputs)
 
-    def trees(self) -> dict[str, Any]:
+    def items(self) -> dict[str, TreeItem]:
         """The arrays that a checkpoint of this role holds."""
-        return {self.role: self.params}
-
-    def load(self, trees: dict[str, Any]) -> None:
-        """Take over arrays restored into the shapes and layouts of `trees()`."""
-        self.params = trees[self.role]
+        return {self.role: TreeItem(lambda: self.params, partial(setattr, self, "params"))}
 
 
 class TrainedWorker(ModelWorker):
@@ -162,12 +159,9 @@ class TrainedWorker(ModelWorker):
         """Made on first use, so that a policy that is only evaluated costs no moments."""
         return jax.jit(self._optimizer.init, out_shardings=self._state_layout)(self.params)
 
-    def trees(self) -> dict[str, Any]:
-        return {**super().trees(), f"{self.role}_optimizer": self.optimizer_state}
-
-    def load(self, trees: dict[str, Any]) -> None:
-        super().load(trees)
-        self.optimizer_state = trees[f"{self.role}_optimizer"]
+    def items(self) -> dict[str, TreeItem]:
+        state = TreeItem(lambda: self.optimizer_state, partial(setattr, self, "optimizer_state"))
+        return {**super().items(), f"{self.role}_optimizer": state}
 
     def _apply_gradient(self, params: Params, state: Any, gradient: Params) -> tuple[Params, Any, jax.Array]:
         changes, state = self._optimizer.update(gradient, state, params)
