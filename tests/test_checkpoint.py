@@ -5,10 +5,11 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.checkpoint import Checkpoints, TreeItem
 
 STATE = {"step": 3, "state": {"kl_coefficient": 0.1 + 0.2}, "loader": {"epoch": 1, "offset": 8}}
 
@@ -37,6 +38,19 @@ def tree(seed=0):
     }
 
 
+def held_in(trees):
+    """An item for each of these trees, which takes its place when restored."""
+
+    def item(name):
+        return TreeItem(lambda: trees[name], lambda tree: trees.__setitem__(name, tree))
+
+    return {name: item(name) for name in trees}
+
+
+def held(**trees):
+    return held_in(trees)
+
+
 def like(tree, sharding=None):
     """What to restore into."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree)
@@ -54,20 +68,35 @@ def test_everything_comes_back(opened):
     trees = {"actor": tree(0), "actor_optimizer": [tree(1), ()]}
     writer = opened()
     assert (writer.latest(), writer.steps()) == (None, [])
-    writer.save(3, trees, STATE, metric=0.5)
+    writer.save(3, held(**trees), STATE, metric=0.5)
     writer.wait()
     assert (writer.latest(), writer.steps()) == (3, [3])
 
-    restored, state = opened().restore(3, {name: like(tree) for name, tree in trees.items()})
-    assert_same_bits(restored, trees)
+    others = {"actor": tree(2), "actor_optimizer": [tree(3), ()]}
+    old = jax.tree.leaves(others)
+    state = opened().restore(3, held_in(others))
+    assert_same_bits(others, trees)
     assert state == STATE
+    assert all(array.is_deleted() for array in old)  # there was memory for one tree
+
+
+def test_any_reader_of_orbax_understands_it(opened, tmp_path):
+    writer = opened()
+    writer.save(3, held(actor=tree()), STATE)
+    writer.close()
+    with ocp.CheckpointManager(
+        tmp_path / "checkpoints", options=ocp.CheckpointManagerOptions(step_prefix="step", read_only=True)
+    ) as theirs:
+        restored = theirs.restore(3)
+    assert_same_bits(restored["actor"], tree())
+    assert restored["host"]["state"] == STATE
 
 
 def test_a_part_can_be_restored_alone(opened):
     checkpoints = opened()
-    checkpoints.save(1, {"actor": tree(0), "critic": tree(1)}, STATE)
+    checkpoints.save(1, held(actor=tree(0), critic=tree(1)), STATE)
     checkpoints.wait()
-    restored, _ = checkpoints.restore(1, {"critic": like(tree(1))})
+    restored = checkpoints.read(1, {"critic": like(tree(1))})
     assert restored.keys() == {"critic"}
     assert_same_bits(restored["critic"], tree(1))
 
@@ -77,10 +106,10 @@ def test_arrays_may_be_overwritten_once_save_returns(opened):
     expected = jax.tree.map(np.array, big)
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
     checkpoints = opened()
-    checkpoints.save(1, {"actor": big}, STATE)
+    checkpoints.save(1, held(actor=big), STATE)
     big = jax.block_until_ready(overwrite(big))
     checkpoints.wait()
-    restored, _ = checkpoints.restore(1, {"actor": like(big)})
+    restored = checkpoints.read(1, {"actor": like(big)})
     assert_same_bits(restored["actor"], expected)
 
 
@@ -89,22 +118,22 @@ def test_another_layout_gets_the_same_bits(opened):
     mesh = Mesh(devices, ("fsdp", "tensor"))
     stored = tree(0)
     checkpoints = opened()
-    checkpoints.save(1, {"actor": stored}, STATE)
+    checkpoints.save(1, held(actor=stored), STATE)
     checkpoints.wait()
 
     split = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
     target = {"embed": like(stored["embed"], split)} | {
         name: like(stored[name], NamedSharding(mesh, PartitionSpec())) for name in ("layers", "count")
     }
-    restored, _ = checkpoints.restore(1, {"actor": target})
+    restored = checkpoints.read(1, {"actor": target})
     assert restored["actor"]["embed"].sharding == split
     assert restored["actor"]["embed"].addressable_shards[0].data.shape == (4, 4)
     assert_same_bits(restored["actor"], stored)
 
     # And back from eight devices to one.
-    checkpoints.save(2, {"actor": restored["actor"]}, STATE)
+    checkpoints.save(2, held(**restored), STATE)
     checkpoints.wait()
-    back, _ = checkpoints.restore(2, {"actor": like(stored)})
+    back = checkpoints.read(2, {"actor": like(stored)})
     assert back["actor"]["embed"].sharding == stored["embed"].sharding
     assert_same_bits(back["actor"], stored)
 
@@ -116,7 +145,7 @@ def saves(opened, metrics, **settings):
     """Steps left after saves with these metrics, each by a run that was started anew."""
     for step, metric in enumerate(metrics, start=1):
         checkpoints = opened(**settings)
-        checkpoints.save(step, {"actor": {"x": jnp.ones(2)}}, STATE, metric=metric)
+        checkpoints.save(step, held(actor={"x": jnp.ones(2)}), STATE, metric=metric)
         checkpoints.close()
     return opened(**settings).steps()
 
@@ -139,13 +168,13 @@ def test_a_metric_that_is_nan_is_none(opened):
 
 def test_unfinished_saves_are_cleared_away(opened, tmp_path):
     checkpoints = opened()
-    checkpoints.save(1, {"actor": tree()}, STATE)
+    checkpoints.save(1, held(actor=tree()), STATE)
     checkpoints.close()
     torn = tmp_path / "checkpoints" / "step_2.orbax-checkpoint-tmp"
     (torn / "actor.orbax-checkpoint-tmp").mkdir(parents=True)
     checkpoints = opened()
     assert checkpoints.latest() == 1
-    checkpoints.save(2, {"actor": tree()}, STATE)
+    checkpoints.save(2, held(actor=tree()), STATE)
     checkpoints.close()
     assert checkpoints.steps() == [1, 2]
     assert not torn.exists()
@@ -157,14 +186,14 @@ def test_unfinished_saves_are_cleared_away(opened, tmp_path):
 @pytest.fixture
 def stored(opened):
     checkpoints = opened()
-    checkpoints.save(5, {"actor": tree()}, STATE)
+    checkpoints.save(5, held(actor=tree()), STATE)
     checkpoints.wait()
     return checkpoints
 
 
 def test_missing_item(stored):
     with pytest.raises(ValueError, match=r"step 5 has no 'critic'; it holds \['actor'\]. Resume with the algorithm"):
-        stored.restore(5, {"actor": like(tree()), "critic": like(tree())})
+        stored.read(5, {"actor": like(tree()), "critic": like(tree())})
 
 
 @pytest.mark.parametrize(
@@ -180,13 +209,20 @@ def test_missing_item(stored):
 )
 def test_other_arrays(stored, changes, message):
     with pytest.raises(ValueError, match=message):
-        stored.restore(5, {"actor": like({**tree(), **changes})})
+        stored.read(5, {"actor": like({**tree(), **changes})})
+
+
+def test_a_refused_restore_touches_no_array(stored):
+    trees = {"actor": tree(1), "critic": tree(2)}
+    with pytest.raises(ValueError, match="has no 'critic'"):
+        stored.restore(5, held_in(trees))
+    assert_same_bits(trees, {"actor": tree(1), "critic": tree(2)})
 
 
 def test_array_left_over(stored):
     target = {name: array for name, array in like(tree()).items() if name != "count"}
     with pytest.raises(ValueError, match=r"actor\['count'\] is int32\[\], this run needs none; resume with the model"):
-        stored.restore(5, {"actor": target})
+        stored.read(5, {"actor": target})
 
 
 def test_host_state_is_json(stored, tmp_path):

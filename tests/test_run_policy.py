@@ -95,7 +95,7 @@ def test_the_exported_policy_has_the_trained_logits_in_transformers(workdir, exp
     config = models.read_config(workdir / "model")
     target = jax.eval_shape(lambda key: models.init_params(config, "lm", key), jax.random.key(0))
     checkpoints = Checkpoints(workdir / "checkpoints")
-    restored, _ = checkpoints.restore(4, {"actor": on_first_device(target)})
+    restored = checkpoints.read(4, {"actor": on_first_device(target)})
     checkpoints.close()
     token_RW = np.random.default_rng(0).integers(0, config.vocab_size, (3, 40), dtype=np.int32)
     position_RW = np.broadcast_to(np.arange(40, dtype=np.int32), token_RW.shape)

@@ -9,8 +9,8 @@ from jaxrlhf.config.annotations import check_types
 from jaxrlhf.config.check import not_negative, positive, require
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.placement import Pool, check_offload, check_pools
-from jaxrlhf.config.sources import ArithmeticReward, Data, Gsm8kReward, Model, ModelReward, PromptFile, Rewards
-from jaxrlhf.config.training import Optimizer, Rollout, Training
+from jaxrlhf.config.sources import ArithmeticReward, Data, Gsm8kReward, Model, PromptFile, Rewards
+from jaxrlhf.config.training import Layout, Optimizer, Rollout, Training
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Config:
     Attributes:
       name: Also of the run's folder.
       steps: Steps of the main stage.
+      reference_layout: Of the reference policy; None is the actor's.
       tokenizer: Hugging Face tokenizer directory or hub id; None is the model's own.
       compute_dtype: Of activations and of the generation copy; `auto` is bfloat16 on GPU and
         TPU and float32 on CPU. Master weights are always float32.
@@ -91,6 +92,7 @@ class Config:
     rewards: Rewards = field(default_factory=Rewards)
     rollout: Rollout = field(default_factory=Rollout)
     actor: Training = field(default_factory=Training)
+    reference_layout: Layout | None = None
     cold_start: ColdStart | None = None
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
@@ -128,7 +130,7 @@ class Config:
         )
         roles = self.algorithm.roles
         check_pools(self.pools, roles)
-        scoring = ["reward"] if any(isinstance(part, ModelReward) for part in self.rewards.parts) else []
+        scoring = ["reward"] if self.rewards.by_model else []
         models = [*(role for role in roles if role != "reward"), *scoring]
         check_offload(self.offload, models, list(self.algorithm.training(self)))
 

@@ -163,3 +163,8 @@ class Rewards:
     def __post_init__(self) -> None:
         positive(self, "workers", "timeout_s")
         require(len(self.parts) > 0, "Rewards.parts is empty; name at least one reward")
+
+    @property
+    def by_model(self) -> bool:
+        """Whether a model of its own scores, and not only functions."""
+        return any(isinstance(part, ModelReward) for part in self.parts)

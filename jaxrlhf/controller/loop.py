@@ -137,14 +137,14 @@ class Loop:
     def _save(self, number: int, state: dict[str, float], metrics: Metrics) -> None:
         host = {"step": number, "state": state, "loader": self.loader.state(), "counters": self.roles.counters()}
         metric = metrics.get("eval/accuracy")
-        self.checkpoints.save(number, self.roles.trees(), host, metric=metric)
+        self.checkpoints.save(number, self.roles.items(), host, metric=metric)
 
     def _resume(self) -> tuple[int, dict[str, float]]:
         latest = self.checkpoints.latest()
         if latest is None:
             return 0, self.config.algorithm.initial_state()
-        trees, host = self.checkpoints.restore(latest, self.roles.trees())
-        self.roles.load(trees, host["counters"])
+        host = self.checkpoints.restore(latest, self.roles.items())
+        self.roles.load_counters(host["counters"])
         self.loader.restore(host["loader"])
         return latest, self.config.algorithm.resumed_state(host["state"])
 

@@ -103,7 +103,7 @@ def _restore_policy(run: Path, target: Params, *, step: int | None = None) -> tu
         step = checkpoints.latest() if step is None else step
         if step is None or step not in checkpoints.steps():
             raise ValueError(f"{run / CHECKPOINTS} has no checkpoint of step {step}; it has {checkpoints.steps()}")
-        trees, _ = checkpoints.restore(step, {"actor": target})
+        params = checkpoints.read(step, {"actor": target})["actor"]
     finally:
         checkpoints.close()
-    return trees["actor"], step
+    return params, step

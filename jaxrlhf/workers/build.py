@@ -183,17 +183,11 @@ class Builder:
             from jaxrlhf.workers.score_model import ScoreModel
 
             devices = [device for device in self.pool.devices if device.process_index == jax.process_index()]
-            mesh = mesh_of({"data": len(devices)}, devices)
             offload = offloaded(self.config.offload, "reward", "parameters")
-            models = {
-                part.path: ScoreModel(part.path, mesh=mesh, dtype=self.dtype, offload=offload).score for part in parts
-            }
+            for part in parts:
+                mesh = factored_mesh(part.layout, devices, role="reward")
+                models[part.path] = ScoreModel(part.path, mesh=mesh, dtype=self.dtype, offload=offload).score
         return Scorer(self.config.rewards, models=models, output=output)
-
-    @property
-    def scores_by_model(self) -> bool:
-        """Whether rewards compute on the pool's devices, in turn with the other roles."""
-        return any(isinstance(part, ModelReward) for part in self.config.rewards.parts)
 
     def workers(self, stage: Stage, roles: Collection[str]) -> dict[str, Any]:
         """The named roles, all starting from the policy that the stage starts from."""

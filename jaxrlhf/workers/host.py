@@ -4,15 +4,14 @@ A pool on this machine is one host in this process; on a cluster it is one host 
 several processes, which run the same calls together as one program.
 """
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 from transformers import PreTrainedTokenizerBase
 
+from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import Config
 from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.tracking import CompileCounter, DevicePeak, peak_memory_bytes
@@ -61,6 +60,7 @@ class Host:
             config, tokenizer, pool, roles, rank=rank, progress=progress, reward_output=reward_output
         )
         self._workers: dict[str, Any] = {}
+        self._items: dict[str, Item] = {}
         self._peaks: dict[str, int] = {}
         self._compiled = CompileCounter()
 
@@ -74,10 +74,11 @@ class Host:
 
     def build(self, stage: Stage) -> Built:
         """Make the workers of a stage; those of the stage before are dropped."""
-        self._workers = {}
+        self._workers, self._items = {}, {}
         self._workers = self.builder.workers(stage, [role for role in self._roles if role in stage.roles])
         places = {role: worker.place for role, worker in self._workers.items()}
-        return Built(places, tuple(self._items()))
+        self._items = {name: item for worker in self._trained() for name, item in worker.items().items()}
+        return Built(places, tuple(self._items))
 
     def call(self, role: str, verb: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a verb on this process's part of the arguments."""
@@ -110,12 +111,9 @@ class Host:
     def _trained(self) -> list[Any]:
         return [worker for worker in self._workers.values() if hasattr(worker, "counters")]
 
-    def _items(self) -> dict[str, Any]:
-        return {name: item for worker in self._trained() for name, item in worker.items().items()}
-
     def item(self, name: str, method: str, *args: Any) -> Any:
-        """Call `describe`, `save`, `finish` or `restore` of one item of a checkpoint."""
-        return getattr(self._items()[name], method)(*args)
+        """Call a method of one `Item` of a checkpoint."""
+        return getattr(self._items[name], method)(*args)
 
     def close(self) -> None:
         """End the reward workers."""

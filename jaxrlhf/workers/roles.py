@@ -12,11 +12,11 @@ import numpy as np
 
 from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Scores
-from jaxrlhf.config import Sampling
+from jaxrlhf.config import ROLLOUT, Sampling
 from jaxrlhf.models.heads import token_logp, values
 from jaxrlhf.parallel import HybridEngine, Switch, offer
 from jaxrlhf.rewards.scorer import Scorer
-from jaxrlhf.workers.generation import Sampler
+from jaxrlhf.workers.generation import Generator, Sampler
 from jaxrlhf.workers.model import Metrics, ModelWorker, Objective, Progress, TrainedWorker
 from jaxrlhf.workers.packing import Rows
 from jaxrlhf.workers.protocol import DP_PROTO, ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, Place, verb
@@ -201,3 +201,13 @@ def response_texts(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> 
     """The responses as text."""
     tokens, mask = rollout.sequences.token_BT, rollout.sequences.mask_BT
     return [decode([int(t) for t in row[chosen]]) for row, chosen in zip(tokens, mask, strict=True)]
+
+
+WORKERS: dict[str, type] = {
+    "actor": Actor,
+    "critic": Critic,
+    "reference": Reference,
+    "reward": Reward,
+    ROLLOUT: Generator,
+}
+"""The worker of each role."""

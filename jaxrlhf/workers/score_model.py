@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.data import load_tokenizer
 from jaxrlhf.models import hidden_states, load_params, read_config, resolve, score
-from jaxrlhf.parallel import BATCH_AXES
+from jaxrlhf.parallel import BATCH_AXES, to_device, to_host
 from jaxrlhf.workers.model import layout_of
 
 _SMALLEST_WIDTH = 64
@@ -28,18 +28,24 @@ class ScoreModel:
       path: Checkpoint directory or hub id, `...ForSequenceClassification` with one label.
       mesh: A factored mesh; parameters are laid out as for training, rows are split over the batch axes.
       dtype: Of parameters and activations; the head computes in float32.
+      offload: Parameters wait in host memory between calls.
       tokens_per_batch: Most tokens (padding included) of one forward pass, unless one row per device is more.
 
     Raises:
       ValueError: There is no such checkpoint, it has no score head, or it does not split over the mesh.
     """
 
-    def __init__(self, path: str, *, mesh: Mesh, dtype: jnp.dtype, tokens_per_batch: int = 16_384) -> None:
+    def __init__(
+        self, path: str, *, mesh: Mesh, dtype: jnp.dtype, offload: bool = False, tokens_per_batch: int = 16_384
+    ) -> None:
         self._config = read_config(path)
         self._tokenizer = load_tokenizer(str(resolve(path)))
         self._params = load_params(
             path, self._config, "score", layout_of(mesh, self._config, "score", role="reward model"), dtype=dtype
         )
+        self._offload = offload
+        if offload:
+            self._params = to_host(self._params)
         self._dtype, self._tokens_per_batch = dtype, tokens_per_batch
         self._rows_multiple = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         self._row_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
@@ -54,6 +60,8 @@ class ScoreModel:
         """
         sequences = [self._encode(prompt + response, finished) for prompt, response, finished in texts]
         score_B = np.full(len(texts), np.nan, np.float32)
+        if self._offload:
+            self._params = to_device(self._params)
         for chosen, width, rows in self._batches(np.array([len(tokens) for tokens in sequences], np.int64)):
             token_RW, length_R = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
             for row, index in enumerate(chosen):
@@ -61,6 +69,8 @@ class ScoreModel:
                 token_RW[row, : length_R[row]] = sequences[index]
             placed = jax.device_put((token_RW, length_R), self._row_sharding)
             score_B[chosen] = np.asarray(self._forward(self._params, *placed))[: len(chosen)]
+        if self._offload:
+            self._params = to_host(self._params)
         return score_B
 
     def _encode(self, text: str, finished: bool) -> list[int]:

@@ -1,0 +1,214 @@
+"""The checkpoints of a run, kept by one process that needs to hold none of their arrays.
+
+One checkpoint is a directory `step_N` of named trees of arrays (each role's parameters and
+optimizer state as separate items) and one JSON item with the rest (step, data position,
+algorithm state). Saves are asynchronous and atomic: a directory under its final name is complete.
+"""
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers, handlers
+
+from jaxrlhf.checkpoint.items import Item, TreeItem
+
+_METRIC = "score"
+
+
+def _rank(metrics: Mapping[str, float]) -> float:
+    return metrics.get(_METRIC, -math.inf)
+
+
+class _Best(checkpoint_managers.PreservationPolicy):
+    """Keeps the checkpoints with the highest metric, never one without."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        measured = [checkpoint for checkpoint in checkpoints if checkpoint.metrics]
+        best = sorted(measured, key=lambda checkpoint: _rank(checkpoint.metrics), reverse=True)[: self._count]
+        return [checkpoint in best for checkpoint in checkpoints]
+
+
+@dataclass
+class _ItemArgs(ocp.args.CheckpointArgs):
+    """What orbax hands to `_ItemHandler`, to save as to restore."""
+
+    item: Item
+
+
+class _Written(ocp.future.Future):
+    """The files of one item, which orbax waits for beside the training."""
+
+    def __init__(self, item: Item) -> None:
+        self._item = item
+
+    def result(self, timeout: float | None = None) -> None:
+        del timeout  # orbax sees to it when this returns; an item has its own bound on hosts that do not answer
+        self._item.finish()
+        self._item.merge()
+
+
+class _ItemHandler(handlers.AsyncCheckpointHandler):
+    """Lets items write themselves into the directories of a checkpoint that orbax makes and completes."""
+
+    def __init__(self) -> None:
+        # Orbax calls from an event loop, in which an item could not run one of its own.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save_items")
+
+    async def async_save(self, directory: Path, args: _ItemArgs) -> list[ocp.future.Future]:
+        await asyncio.get_running_loop().run_in_executor(self._thread, args.item.save, Path(directory))
+        return [_Written(args.item)]
+
+    def save(self, directory: Path, args: _ItemArgs) -> None:
+        args.item.save(Path(directory))
+        _Written(args.item).result()
+
+    def restore(self, directory: Path, args: _ItemArgs) -> None:
+        args.item.restore(Path(directory))
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    @classmethod
+    def typestr(cls) -> str:
+        """Checkpoints name the handler that reads them: what items write are orbax's standard trees."""
+        return handlers.StandardCheckpointHandler.typestr()
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+      directory: Where they are; made if absent. All hosts that hold arrays have to see it.
+      keep_last: Newest checkpoints kept.
+      keep_best: Checkpoints with the highest metric kept beside them.
+      read_only: Only look. A reader must not clean up: what looks left over may be a save under way.
+    """
+
+    def __init__(self, directory: Path, *, keep_last: int = 2, keep_best: int = 0, read_only: bool = False) -> None:
+        policies = [checkpoint_managers.LatestN(n=keep_last), _Best(keep_best)]
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            # Orbax writes metrics down, and so knows them after a resume, only if it is given a way to rank them.
+            best_fn=_rank,
+            cleanup_tmp_directories=not read_only,
+            create=not read_only,
+            read_only=read_only,
+            step_prefix="step",
+            # Items write from processes that could not be told when directories appear.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
+        registry = handlers.DefaultCheckpointHandlerRegistry()
+        registry.add(None, _ItemArgs, _ItemHandler())
+        self.directory = directory.absolute()
+        self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
+
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint."""
+        return self._manager.latest_step()
+
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def save(
+        self, step: int, items: Mapping[str, Item], host: Mapping[str, Any], *, metric: float | None = None
+    ) -> None:
+        """Start saving; returns once the arrays may be overwritten.
+
+        What goes wrong later is raised by the next `save`, `wait` or `close`, and the
+        checkpoints of before are as they were.
+
+        Args:
+          step: Number of finished steps.
+          items: Arrays by name.
+          host: JSON-able state.
+          metric: Ranks the checkpoint for `keep_best`; without one, or with NaN, it is not among the best.
+        """
+        contents = {"state": dict(host), "arrays": {name: item.describe() for name, item in items.items()}}
+        args = {name: _ItemArgs(item) for name, item in items.items()}
+        metrics = {} if metric is None or math.isnan(metric) else {_METRIC: metric}
+        with self._reload_on_failure():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(**args, host=ocp.args.JsonSave(contents)),
+                metrics=metrics,
+                force=True,
+            )
+
+    def restore(self, step: int, items: Mapping[str, Item]) -> dict[str, Any]:
+        """Read into the items, each in its present shapes, dtypes and layouts; returns the JSON state.
+
+        Raises:
+          ValueError: An item is missing, or a stored array has another shape or dtype than it
+            has now (orbax would cast in silence). No array is touched then.
+        """
+        contents = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        for name, item in items.items():
+            self._check(name, step, contents["arrays"], item.describe())
+        if items:
+            args = {name: _ItemArgs(item) for name, item in items.items()}
+            self._manager.restore(step, args=ocp.args.Composite(**args))
+        return contents["state"]
+
+    def read(self, step: int, targets: Mapping[str, Any]) -> dict[str, Any]:
+        """The named trees, read into this process.
+
+        Args:
+          targets: `jax.ShapeDtypeStruct`s with shardings, by item name.
+
+        Raises:
+          ValueError: As in `restore`.
+        """
+        trees: dict[str, Any] = {}
+        items = {
+            name: TreeItem(partial(targets.__getitem__, name), partial(trees.__setitem__, name)) for name in targets
+        }
+        self.restore(step, items)
+        return trees
+
+    def _check(self, name: str, step: int, arrays: Mapping[str, dict[str, str]], wanted: Mapping[str, str]) -> None:
+        place = f"{self.directory} step {step}"
+        if name not in arrays:
+            raise ValueError(
+                f"{place} has no {name!r}; it holds {sorted(arrays)}. "
+                f"Resume with the algorithm that wrote it, or choose another workdir"
+            )
+        stored = arrays[name]
+        for key in sorted(stored.keys() | wanted.keys()):
+            if stored.get(key) != wanted.get(key):
+                raise ValueError(
+                    f"{place}: {name}{key} is {stored.get(key, 'absent')}, this run needs "
+                    f"{wanted.get(key, 'none')}; resume with the model that wrote it, or choose another workdir"
+                )
+
+    @contextmanager
+    def _reload_on_failure(self) -> Iterator[None]:
+        """Look again which steps there are: orbax counts a new one in, and old ones out, when a save starts."""
+        try:
+            yield
+        except Exception:
+            self._manager.reload()
+            raise
+
+    def wait(self) -> None:
+        """Block until every started save is complete."""
+        with self._reload_on_failure():
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Finish pending saves and let go of the directory."""
+        try:
+            self.wait()
+        finally:
+            self._manager.close()

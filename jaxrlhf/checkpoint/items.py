@@ -1,0 +1,92 @@
+"""The trees of arrays in a checkpoint, each written and read by the processes that hold it."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+
+class Item(Protocol):
+    """One tree of a checkpoint, as the process that keeps the checkpoints sees it.
+
+    The arrays may live in other processes, which then share the directory. Each method is
+    called on all of them and has returned on all of them before the next one is called. Writing
+    needs no more agreement than that, so the processes never wait for one another.
+    """
+
+    def describe(self) -> dict[str, str]:
+        """Dtype and shape of every array, by its path in the tree."""
+
+    def save(self, directory: Path) -> None:
+        """Start writing into an empty directory; returns once the arrays may be overwritten."""
+
+    def finish(self) -> None:
+        """Return once the files are written. Touches no array, so it may run beside the next computation."""
+
+    def merge(self) -> None:
+        """Join what all processes have written into one readable tree. Touches no array either."""
+
+    def restore(self, directory: Path) -> None:
+        """Read into the shapes, dtypes and layouts that the arrays have now."""
+
+
+class TreeItem:
+    """A tree of arrays that are in this process, or partly in this and partly in others of its `jax.distributed`.
+
+    Args:
+      get: The tree, or `jax.ShapeDtypeStruct`s with shardings where it is only restored.
+      put: Takes over a restored tree. The arrays of the old one are deleted before that, so
+        that there is never memory for two.
+    """
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        self._get, self._put = get, put
+        self._handler = ocp.StandardCheckpointHandler()
+        self._directory: epath.Path | None = None
+        self._writes: list[ocp.future.Future] = []
+
+    def describe(self) -> dict[str, str]:
+        leaves = jax.tree_util.tree_leaves_with_path(self._get())
+        return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+    def save(self, directory: Path) -> None:
+        """As in `Item`.
+
+        Raises:
+          ValueError: This host does not see the directory.
+        """
+        if not directory.is_dir():
+            raise ValueError(
+                f"host {jax.process_index()} does not see {directory}, which is to hold a checkpoint; "
+                f"choose a workdir on a file system that all hosts share"
+            )
+        self.finish()  # what is left of a save that failed elsewhere
+        self._directory = epath.Path(directory)
+        args = ocp.args.StandardSave(self._get())
+        # Not asyncio.run: its clean-up counts the tasks of all threads, and orbax's come and go meanwhile.
+        loop = asyncio.new_event_loop()
+        try:
+            self._writes = loop.run_until_complete(self._handler.async_save(self._directory, args=args)) or []
+        finally:
+            loop.close()
+
+    def finish(self) -> None:
+        writes, self._writes = self._writes, []
+        for write in writes:
+            write.result()
+
+    def merge(self) -> None:
+        if jax.process_index() == 0:
+            self._handler.finalize(self._directory)
+
+    def restore(self, directory: Path) -> None:
+        tree = self._get()
+        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+        for leaf in jax.tree.leaves(tree):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+        self._put(self._handler.restore(epath.Path(directory), args=ocp.args.StandardRestore(target)))
