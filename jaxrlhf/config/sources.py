@@ -1,9 +1,10 @@
 """Where models, problems and scores come from."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxrlhf.config.check import positive, require, within
+from jaxrlhf.config.training import Layout
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,14 @@ class ModelReward:
 
     The prompt is the policy's text, chat marks included; for a model of another family write a
     `FunctionReward`.
+
+    Attributes:
+      layout: Over the devices of one host; each host of the pool scores its own responses.
     """
 
     path: str
     weight: float = 1.0
+    layout: Layout = field(default_factory=Layout)
 
 
 RewardPart = Gsm8kReward | ArithmeticReward | FormatReward | FunctionReward | ModelReward

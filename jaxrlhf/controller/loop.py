@@ -15,10 +15,12 @@ from jaxrlhf.controller.evaluation import evaluate
 from jaxrlhf.controller.log import StageLog, to_samples
 from jaxrlhf.controller.step import Metrics, StepInput, StepResult
 from jaxrlhf.data import Loader
-from jaxrlhf.tracking import CompileCounter, peak_memory_bytes
-from jaxrlhf.workers import Roles
+from jaxrlhf.workers import Roles, response_texts
 
 _PHASE = {
+    "wanted_weights": "relayout",
+    "offer_weights": "relayout",
+    "load_weights": "relayout",
     "compile_generation": "generate",
     "generate_sequences": "generate",
     "compute_reward": "reward",
@@ -45,6 +47,7 @@ class Loop:
       checkpoints: Of the stage.
       log: Makes the stage's log, given the steps already done.
       prompt_lengths: Of all that the stage may generate from; their programs are compiled before its first step.
+      decode: Token ids to text.
       on_step: Called after every step with its number and metrics.
       interrupted: Set when the run shall save and end after the step in progress.
     """
@@ -55,10 +58,10 @@ class Loop:
     held_out: Sequence[Problem]
     checkpoints: Checkpoints
     log: Callable[[int], StageLog]
+    decode: Callable[[Sequence[int]], str]
     prompt_lengths: Sequence[int] = ()
     on_step: OnStep | None = None
     interrupted: threading.Event = field(default_factory=threading.Event)
-    compiled: CompileCounter = field(default_factory=CompileCounter)
 
     def run(self) -> bool:
         """Steps from where the stage stands to its end; False if it was interrupted before."""
@@ -78,7 +81,6 @@ class Loop:
             return True
         finally:
             self.checkpoints.wait()
-            self.compiled.close()
             log.close()
 
     def _step(self, number: int, state: dict[str, float], log: StageLog) -> tuple[dict[str, float], Metrics]:
@@ -92,15 +94,13 @@ class Loop:
         )
         metrics = {**result.metrics, **self._timing(time.perf_counter() - start, result, log)}
         if result.rollout is not None and result.scores is not None:
-            responses = self.roles.reward.worker.responses(result.rollout)
+            responses = response_texts(result.rollout, self.decode)
             samples = to_samples(number, problems, responses, result.rollout, result.scores, logp_BT=result.logp_BT)
             log.rollout(samples)
         if _due(number, self.config.evaluation.every_steps, self.config.steps):
             metrics |= self._evaluate(number, log)
         if before:
             metrics["eval/accuracy_at_start"] = before["eval/accuracy"]
-        metrics["compile/count"] = float(self.compiled.count)
-        metrics["memory/peak_bytes"] = float(peak_memory_bytes())
         log.step(number, metrics)
         if self.on_step is not None:
             self.on_step(number, metrics)
@@ -112,19 +112,26 @@ class Loop:
         start = time.perf_counter()
         metrics, rollout, scores = evaluate(self.roles, self.held_out)
         seconds = time.perf_counter() - start
-        log.evaluation(to_samples(number, self.held_out, self.roles.reward.worker.responses(rollout), rollout, scores))
+        responses = response_texts(rollout, self.decode)
+        log.evaluation(to_samples(number, self.held_out, responses, rollout, scores))
         return {**metrics, "time/eval_s": seconds}
 
     def _take_times(self, log: StageLog) -> Metrics:
-        """Seconds by phase since the last call."""
-        phases = dict.fromkeys(_PHASE.values(), 0.0)
+        """Seconds and peak device bytes by phase since the last call, and what else the hosts measured."""
+        times = dict.fromkeys([f"time/{phase}_s" for phase in _PHASE.values()], 0.0)
         calls = self.roles.timeline.take()
         log.calls(calls)
         for call in calls:
-            phases[_PHASE[call.verb]] += call.end_s - call.start_s
-        relayout_s = self.roles.actor.worker.take_relayout_s()
-        phases["generate"] -= relayout_s
-        return {**{f"time/{phase}_s": seconds for phase, seconds in phases.items()}, "time/relayout_s": relayout_s}
+            times[f"time/{_PHASE[call.verb]}_s"] += call.end_s - call.start_s
+        measured, peaks = self.roles.take_metrics()
+        inside_s = measured.pop("time/relayout_s", 0.0)  # the hybrid engine switches within generation
+        times["time/generate_s"] -= inside_s
+        times["time/relayout_s"] += inside_s
+        memory: Metrics = {}
+        for verb, count in peaks.items():
+            name = f"memory/{_PHASE[verb]}_bytes"
+            memory[name] = max(float(count), memory.get(name, 0.0))
+        return {**times, **measured, **memory}
 
     def _timing(self, step_s: float, result: StepResult, log: StageLog) -> Metrics:
         times = self._take_times(log)

@@ -3,26 +3,22 @@
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrlhf.architecture import ModelConfig
-from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import Config, Optimizer, Pretrained, Sampling
+from jaxrlhf.config import Config, Pretrained, Sampling
 from jaxrlhf.controller.evaluation import evaluate
 from jaxrlhf.controller.log import to_samples
-from jaxrlhf.controller.run import CHECKPOINTS, MODEL, load_data, tokenizer_path, workdir_of
+from jaxrlhf.controller.run import CHECKPOINTS, MODEL, load_data, workdir_of
 from jaxrlhf.controller.step import Metrics
-from jaxrlhf.data import load_tokenizer
+from jaxrlhf.data import decoder, load_tokenizer
 from jaxrlhf.models.hf_config import read_config
 from jaxrlhf.models.hf_save import save_params
 from jaxrlhf.models.parameters import param_shapes
-from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.tracking import RunConsole, settings_table, show_samples
-from jaxrlhf.workers import Builder
+from jaxrlhf.workers import Stage, launch, response_texts, tokenizer_path
 
 
 def export_policy(run: str | Path, directory: str | Path, *, step: int | None = None, dtype: str = "float32") -> int:
@@ -46,8 +42,12 @@ def export_policy(run: str | Path, directory: str | Path, *, step: int | None = 
         raise ValueError(f"{run} is not the workdir of a run: it has no {MODEL} folder")
     config = read_config(model)
     whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    layout = jax.tree.map(lambda _: whole, param_shapes(config, "lm", jnp.float32))
-    params, step = _restore_policy(run, _targets(config, layout), step=step)
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), param_shapes(config, "lm", jnp.float32)
+    )
+    with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
+        step = _chosen(checkpoints, step)
+        params = checkpoints.read(step, {"actor": target})["actor"]
     save_params(params, config, directory, dtype=jnp.dtype(dtype), tokenizer=load_tokenizer(str(model)), source=model)
     return step
 
@@ -66,44 +66,31 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
         raise ValueError(f"{place} holds no run to evaluate; train first, or name a checkpoint with --policy")
     model = Pretrained(str(place / MODEL if from_run else policy))
     config = replace(config, model=model, cold_start=None)
+    config = replace(config, pools=(), cluster=None, offload=())
     tokenizer = load_tokenizer(tokenizer_path(config))
     held_out = load_data(config, tokenizer).held_out
     if not held_out:
         raise ValueError("the configuration's data has no evaluation split; name one in its data settings")
-    pool = ResourcePool.of_all(config.devices)
     console = RunConsole(steps=1)
-    with console, closing(Builder(config, tokenizer, pool, progress=console.progress)) as builder:
-        start = (
-            _restore_policy(place, _targets(builder.model, builder.layout))[0] if from_run else builder.initial_actor()
-        )
-        roles = builder.roles(("actor",), start, optimizer=Optimizer(), total_updates=1, seed=config.seed)
-        with closing(roles):
+    start = None
+    if from_run:
+        with closing(Checkpoints(place / CHECKPOINTS, read_only=True)) as checkpoints:
+            start = checkpoints.directory, _chosen(checkpoints, None)
+    stage = Stage(config, ("actor", "reward"), total_updates=1, policy=start)
+    with console, closing(launch(config, tokenizer, progress=console.progress, workdir=None)) as pools:
+        with closing(pools.roles(stage)) as roles:
             sampling = config.rollout.sampling if samples > 1 else Sampling(greedy=True)
             metrics, rollout, scores = evaluate(roles, held_out, sampling=sampling, samples=samples)
-            answers = to_samples(0, held_out, roles.reward.worker.responses(rollout), rollout, scores)
+        answers = to_samples(0, held_out, response_texts(rollout, decoder(tokenizer)), rollout, scores)
     show_samples(answers[: show * samples : samples])
     rows = [("evaluation", name.removeprefix("eval/"), f"{value:.4g}", "") for name, value in metrics.items()]
     console.print(settings_table(rows, title=str(place)))
     return metrics
 
 
-def _targets(config: ModelConfig, layout: Any) -> Params:
-    """What the policy's parameters are restored into."""
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        param_shapes(config, "lm", jnp.float32),
-        layout,
-    )
-
-
-def _restore_policy(run: Path, target: Params, *, step: int | None = None) -> tuple[Params, int]:
-    """The actor's parameters of one checkpoint of a run, and its step."""
-    checkpoints = Checkpoints(run / CHECKPOINTS, read_only=True)
-    try:
-        step = checkpoints.latest() if step is None else step
-        if step is None or step not in checkpoints.steps():
-            raise ValueError(f"{run / CHECKPOINTS} has no checkpoint of step {step}; it has {checkpoints.steps()}")
-        params = checkpoints.read(step, {"actor": target})["actor"]
-    finally:
-        checkpoints.close()
-    return params, step
+def _chosen(checkpoints: Checkpoints, step: int | None) -> int:
+    """The step asked for, or the newest."""
+    chosen = checkpoints.latest() if step is None else step
+    if chosen is None or chosen not in checkpoints.steps():
+        raise ValueError(f"{checkpoints.directory} has no checkpoint of step {chosen}; it has {checkpoints.steps()}")
+    return chosen

@@ -3,27 +3,29 @@
 import json
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.batch import Params, Problem
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import SFT, Checkpointing, Config, Evaluation, to_json
+from jaxrlhf.config import ROLLOUT, SFT, Checkpointing, Config, Evaluation, to_json
 from jaxrlhf.controller.log import StageLog
 from jaxrlhf.controller.loop import Loop, OnStep, stop_on_sigterm
 from jaxrlhf.controller.settings import settings_rows
-from jaxrlhf.data import Loaded, Loader, load_problems, load_tokenizer
-from jaxrlhf.models.hf_config import resolve
+from jaxrlhf.data import Loaded, Loader, decoder, load_problems, load_tokenizer
 from jaxrlhf.models.hf_save import save_description
-from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.tracking import Logger, default_console, settings_table
-from jaxrlhf.workers import Builder
+from jaxrlhf.workers import Pools, Stage, launch, model_config, tokenizer_path
+from jaxrlhf.workers.failure import HostFailure
 
 COLD_START = "cold_start"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
-REWARD_OUTPUT = "reward_output.log"
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ def run(
     Raises:
       ValueError: Settings, data, tokenizer and checkpoint that do not fit, before any compile.
     """
-    pool = ResourcePool.of_all(config.devices)
     tokenizer = load_tokenizer(tokenizer_path(config))
+    model = model_config(config.model, tokenizer)
     data = load_data(config, tokenizer)
     for stage in _stages(config):
         _loader(stage, data)  # refuses too few problems now, and not after the cold start
@@ -81,19 +83,31 @@ def run(
     display = Display()
     if not dry_run:
         workdir.mkdir(parents=True, exist_ok=True)
-    output = None if dry_run else workdir / REWARD_OUTPUT
-    builder = Builder(config, tokenizer, pool, progress=display.progress, reward_output=output)
-    try:
-        default_console().print(
-            settings_table(settings_rows(config, builder, data.train, data.evaluation), title=config.name)
-        )
+    shared = Shared(config, config, model, tokenizer, data, workdir, display, on_step, loggers)
+    restarts = 0 if config.cluster is None else config.cluster.restarts
+    while True:
+        try:
+            return RunResult(workdir, finished=_launch_and_run(shared, dry_run=dry_run))
+        except HostFailure as failure:
+            if restarts == 0 or dry_run:
+                raise
+            restarts -= 1
+            left = f"{restarts} more restarts are left" if restarts else "no more restarts are left"
+            default_console().print(f"[yellow]{failure}[/yellow]\nlaunching anew from the last checkpoint; {left}")
+            shared = replace(shared, config=replace(config, resume=True))
+
+
+def _launch_and_run(shared: Shared, *, dry_run: bool) -> bool:
+    """Launch the pools, show what the configuration comes down to, and run; whether the run came to its end."""
+    config, data = shared.config, shared.data
+    folder = None if dry_run else shared.workdir
+    with closing(launch(config, shared.tokenizer, progress=shared.display.progress, workdir=folder)) as pools:
+        rows = settings_rows(config, shared.model, pools, data.train, data.evaluation)
+        default_console().print(settings_table(rows, title=config.name))
         if dry_run:
-            return RunResult(workdir, finished=False)
-        _check_workdir(workdir, config)
-        finished = _run_stages(Shared(config, builder, data, workdir, display, on_step, loggers))
-    finally:
-        builder.close()
-    return RunResult(workdir, finished)
+            return False
+        _check_workdir(shared.workdir, config)
+        return _run_stages(replace(shared, pools=pools))
 
 
 class Display:
@@ -109,15 +123,23 @@ class Display:
 
 @dataclass(frozen=True)
 class Shared:
-    """What the stages of a run share."""
+    """What the stages of a run share.
 
+    Attributes:
+      run_config: The configuration as it was given.
+      config: Of the stage.
+    """
+
+    run_config: Config
     config: Config
-    builder: Builder
+    model: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
     data: Data
     workdir: Path
     display: Display
     on_step: OnStep | None
     loggers: Sequence[Logger]
+    pools: Pools | None = None
     interrupted: threading.Event = field(default_factory=threading.Event)
 
 
@@ -131,12 +153,6 @@ def load_data(config: Config, tokenizer: Any) -> Data:
     return Data(train, evaluation, evaluation.problems[: config.evaluation.problems])
 
 
-def tokenizer_path(config: Config) -> str | None:
-    """Directory of the tokenizer; None is the embedded one."""
-    path = config.tokenizer or getattr(config.model, "path", None)
-    return None if path is None else str(resolve(path))
-
-
 def _check_workdir(workdir: Path, config: Config) -> None:
     saved = [*workdir.glob(f"{CHECKPOINTS}/*"), *workdir.glob(f"{COLD_START}/{CHECKPOINTS}/*")]
     if saved and not config.resume:
@@ -147,23 +163,22 @@ def _check_workdir(workdir: Path, config: Config) -> None:
 
 def _describe(shared: Shared) -> None:
     """Write what the run is: its configuration, and its model but for the weights."""
-    builder = shared.builder
-    (shared.workdir / "config.json").write_text(json.dumps(to_json(builder.config), indent=2) + "\n")
-    source = getattr(builder.config.model, "path", None)
-    save_description(builder.model, shared.workdir / MODEL, tokenizer=builder.tokenizer, source=source)
+    config = shared.config
+    (shared.workdir / "config.json").write_text(json.dumps(to_json(shared.run_config), indent=2) + "\n")
+    source = getattr(config.model, "path", None)
+    save_description(shared.model, shared.workdir / MODEL, tokenizer=shared.tokenizer, source=source)
 
 
 def _run_stages(shared: Shared) -> bool:
     with stop_on_sigterm(shared.interrupted):
-        start = shared.builder.initial_actor()
+        start = None
         if shared.config.cold_start is not None:
             data = replace(shared.data, held_out=[])
             quiet = replace(shared, config=_cold_start(shared.config), data=data, on_step=None, loggers=())
-            trained = _run_stage(quiet, shared.workdir / COLD_START, start)
-            if trained is None or shared.interrupted.is_set():
+            if not _run_stage(quiet, shared.workdir / COLD_START, None) or shared.interrupted.is_set():
                 return False
-            start = trained
-        return _run_stage(shared, shared.workdir, start) is not None
+            start = (shared.workdir / COLD_START / CHECKPOINTS, shared.config.cold_start.steps)
+        return _run_stage(shared, shared.workdir, start)
 
 
 def _stages(config: Config) -> list[Config]:
@@ -187,21 +202,19 @@ def _cold_start(config: Config) -> Config:
         steps=cold.steps,
         actor=replace(config.actor, optimizer=cold.optimizer),
         cold_start=None,
+        pools=(),  # the run's pools are launched already, and have roles that this stage does not call
+        offload=(),
         evaluation=Evaluation(every_steps=0, problems=1),
         checkpoint=Checkpointing(every_steps=0, keep_last=1, keep_best=0),
     )
 
 
-def _run_stage(shared: Shared, directory: Path, start: Params) -> Params | None:
-    """Run one stage from the policy `start`; the trained policy, or None if it was interrupted."""
+def _run_stage(shared: Shared, directory: Path, start: tuple[Path, int] | None) -> bool:
+    """Run one stage from the policy in a checkpoint, or the configuration's model; False if it was interrupted."""
     config, algorithm = shared.config, shared.config.algorithm
-    roles = shared.builder.roles(
-        algorithm.roles,
-        start,
-        optimizer=config.actor.optimizer,
-        total_updates=config.steps * algorithm.updates_per_step(config),
-        seed=config.seed,
-    )
+    assert shared.pools is not None
+    total = config.steps * algorithm.updates_per_step(config)
+    roles = shared.pools.roles(Stage(config, (*algorithm.roles, ROLLOUT, "reward"), total, start))
     checkpoints = Checkpoints(
         directory / CHECKPOINTS, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
     )
@@ -224,13 +237,13 @@ def _run_stage(shared: Shared, directory: Path, start: Params) -> Params | None:
         held_out=shared.data.held_out,
         checkpoints=checkpoints,
         log=open_log,
+        decode=decoder(shared.tokenizer),
         prompt_lengths=[len(problem.prompt_tokens) for problem in prompts],
         on_step=shared.on_step,
         interrupted=shared.interrupted,
     )
     try:
-        finished = loop.run()
+        return loop.run()
     finally:
         roles.close()
         checkpoints.close()
-    return roles.actor.worker.params if finished else None

@@ -11,6 +11,7 @@ from jaxrlhf.data.loader import Loader
 _LAZY = {
     "Loaded": "jaxrlhf.data.sources",
     "build_embedded_tokenizer": "jaxrlhf.data.tokenizer",
+    "decoder": "jaxrlhf.data.tokenizer",
     "embedded_tokenizer": "jaxrlhf.data.tokenizer",
     "load_problems": "jaxrlhf.data.sources",
     "load_tokenizer": "jaxrlhf.data.tokenizer",
@@ -21,6 +22,7 @@ __all__ = [
     "Loader",
     "arithmetic_records",
     "build_embedded_tokenizer",
+    "decoder",
     "embedded_tokenizer",
     "load_problems",
     "load_tokenizer",

@@ -84,6 +84,15 @@ def build_embedded_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
+    """What turns token ids into text, without special tokens."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    return decode
+
+
 def _check(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     if tokenizer.eos_token_id is None:
         raise ValueError(

@@ -1,6 +1,24 @@
-"""Models on slices of the pool, called through groups."""
+"""Models on pools of devices, called through groups."""
 
-from jaxrlhf.workers.build import Builder, Roles
-from jaxrlhf.workers.group import Group, Lane, Timeline
+from jaxrlhf.workers.build import Stage, model_config, tokenizer_path
+from jaxrlhf.workers.group import Group, Pending, Timeline
+from jaxrlhf.workers.launch import launch
+from jaxrlhf.workers.model import Progress
+from jaxrlhf.workers.pools import Pools, Roles
+from jaxrlhf.workers.roles import response_texts
+from jaxrlhf.workers.settings import Row
 
-__all__ = ["Builder", "Group", "Lane", "Roles", "Timeline"]
+__all__ = [
+    "Group",
+    "Pending",
+    "Pools",
+    "Progress",
+    "Roles",
+    "Row",
+    "Stage",
+    "Timeline",
+    "launch",
+    "model_config",
+    "response_texts",
+    "tokenizer_path",
+]

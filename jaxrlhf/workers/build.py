@@ -1,7 +1,8 @@
 """Builds the workers of one process: its share of models on meshes over a resource pool."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
-from jaxrlhf.checkpoint import TreeItem
+from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import PPO, ROLLOUT, Config, FromScratch, Model, ModelReward, Pretrained, Training, offloaded
+from jaxrlhf.data import decoder
 from jaxrlhf.engine import Engine
-from jaxrlhf.models.hf_config import read_config, read_stop_tokens, scratch_config
+from jaxrlhf.models.hf_config import read_config, read_stop_tokens, resolve, scratch_config
 from jaxrlhf.models.hf_load import load_params
 from jaxrlhf.models.parameters import init_params, param_dims, param_shapes
 from jaxrlhf.parallel import (
@@ -31,6 +33,7 @@ from jaxrlhf.parallel import (
     generation_mesh,
     local_island,
     mesh_of,
+    shardings,
 )
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.generation import Generator, Sampler
@@ -55,6 +58,12 @@ def model_config(model: Model, tokenizer: PreTrainedTokenizerBase) -> ModelConfi
         rounded = -(-len(tokenizer) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
         return scratch_config(model, vocab_size=rounded)
     return read_config(model.path)
+
+
+def tokenizer_path(config: Config) -> str | None:
+    """Directory of the tokenizer; None is the embedded one."""
+    path = config.tokenizer or getattr(config.model, "path", None)
+    return None if path is None else str(resolve(path))
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, role: str) -> None:
@@ -102,13 +111,13 @@ class Stage:
       config: Of the stage.
       roles: That the stage calls.
       total_updates: Over which learning rates decay.
-      policy: Folder of a checkpoint's policy to start from; None starts from the configuration's model.
+      policy: Folder of checkpoints and the step whose policy is started from; None is the configuration's model.
     """
 
     config: Config
     roles: tuple[str, ...]
     total_updates: int
-    policy: Path | None = None
+    policy: tuple[Path, int] | None = None
 
 
 class Builder:
@@ -196,18 +205,19 @@ class Builder:
             "actor": lambda: self._actor(start, stage),
             "critic": lambda: self._critic(start, stage),
             "reference": lambda: self._reference(start),
-            ROLLOUT: lambda: Generator(self.sampler, self.model, self._generation_shapes()),
-            "reward": lambda: Reward(self.scorer, Place.alone(*self._rank), self.decode, self._progress),
+            ROLLOUT: lambda: Generator(self.sampler, self.model, self.generation_shapes()),
+            "reward": lambda: Reward(self.scorer, Place.alone(*self._rank), decoder(self.tokenizer), self._progress),
         }
         # The actor comes last: the others copy the policy that it takes over.
         return {name: make[name]() for name in sorted(roles, key=lambda name: name == "actor")}
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    def _generation_shapes(self) -> Any:
+    def generation_shapes(self) -> Any:
+        """Shapes of the policy as it generates."""
         return cast_shapes(param_dims(self.model, "lm"), self.shapes, dtype=self.dtype)
+
+    def generation_layout(self, mesh: Mesh) -> Any:
+        """Shardings of the policy as it generates on a mesh."""
+        return shardings(mesh, param_dims(self.model, "lm"), GENERATE)
 
     def _policy(self, stage: Stage, roles: Collection[str]) -> Params:
         """The policy's float32 parameters before the stage, in the training layout of the first role that needs them."""
@@ -216,9 +226,10 @@ class Builder:
         layout = layout_of(mesh, self.model, "lm", role=role)
         if stage.policy is None:
             return initial_params(self.config.model, self.model, "lm", layout, seed=self.config.seed)
-        held = [jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.shapes, layout)]
-        TreeItem(lambda: held[0], lambda tree: held.__setitem__(0, tree)).restore(stage.policy)
-        return held[0]
+        target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.shapes, layout)
+        directory, step = stage.policy
+        with closing(Checkpoints(directory, read_only=True)) as checkpoints:
+            return checkpoints.read(step, {"actor": target})["actor"]
 
     def mesh(self, role: str) -> Mesh:
         """The training mesh of a role on this pool."""
@@ -260,7 +271,7 @@ class Builder:
             self.model,
             "lm",
             mesh,
-            _copy(start, layout, self._generation_shapes()),
+            _copy(start, layout, self.generation_shapes()),
             self.training("reference"),
             **self._shared("reference"),
             temperature=self.config.rollout.sampling.temperature,
