@@ -17,7 +17,7 @@ from jaxrlhf.engine import Engine
 from jaxrlhf.models.hf_config import read_config, read_stop_tokens, scratch_config
 from jaxrlhf.models.hf_load import load_params
 from jaxrlhf.models.parameters import init_params, param_dims, param_shapes
-from jaxrlhf.parallel import SLOT_AXES, HybridEngine, ResourcePool, factored_mesh
+from jaxrlhf.parallel import SLOT_AXES, HybridEngine, ResourcePool, factored_mesh, generation_mesh
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.group import Group, Lane, Timeline
 from jaxrlhf.workers.model import Progress, TrainedWorker, layout_of
@@ -152,10 +152,12 @@ class Builder:
         self.mesh = factored_mesh(config.actor.layout, pool.devices)
         self.layout = layout_of(self.mesh, self.model, "lm", role="actor")
         dims = param_dims(self.model, "lm")
-        self.hybrid = HybridEngine(self.mesh, dims, param_shapes(self.model, "lm", jnp.float32), dtype=self.dtype)
+        generation = generation_mesh(config.actor.layout, pool.devices)
+        shapes = param_shapes(self.model, "lm", jnp.float32)
+        self.hybrid = HybridEngine.by_rules(self.mesh, generation, dims, shapes, dtype=self.dtype)
         self.engine = Engine(
             self.model,
-            self.mesh,
+            generation,
             slots=rollout.slots or rollout.responses_per_step,
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,

@@ -14,7 +14,7 @@ from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Scores, S
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Completion, Engine, Request
 from jaxrlhf.models.heads import token_logp, values
-from jaxrlhf.parallel import HybridEngine
+from jaxrlhf.parallel import HybridEngine, SwitchError
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.model import Metrics, ModelWorker, Objective, Progress, TrainedWorker
 from jaxrlhf.workers.packing import Rows
@@ -53,14 +53,19 @@ class Actor(TrainedWorker):
     @contextmanager
     def _generating(self) -> Iterator[None]:
         """The current weights are in the engine within the block."""
-        weights, switch = self._hybrid.to_generation(self.params)
+        try:
+            weights, switch = self._hybrid.to_generation(self.params)
+        except SwitchError as error:
+            self.params, _ = self._hybrid.to_training(error.weights, self.params)
+            raise
         self._relayout_s += switch.seconds
         try:
             self._engine.load(weights, self.version)
             yield
         finally:
             self._engine.unload()
-            self._hybrid.to_training(weights)
+            self.params, switch = self._hybrid.to_training(weights, self.params)
+            self._relayout_s += switch.seconds
 
     @verb(ONE_TO_ALL)
     def compile_generation(self, prompt_lengths: Sequence[int]) -> None:
