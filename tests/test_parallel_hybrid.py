@@ -1,127 +1,217 @@
-"""The switch between layouts: what it moves, against the paper's formula and the compiled program."""
+"""What a switch of layouts moves: the paper's formula, the paper's groups, and the compiled programs."""
 
-import re
+import math
+from fractions import Fraction
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import collectives, joined, live_bytes
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Layout
-from jaxrlhf.models.parameters import init_params, param_dims, param_shapes
 from jaxrlhf.parallel import (
-    GENERATE,
-    TRAIN,
     HybridEngine,
-    check_divisible,
     factored_mesh,
+    generation_mesh,
+    laid_out,
     missing_bytes,
     refines,
-    shard_bytes,
-    shardings,
 )
 
-SHAPES = {"w": jax.ShapeDtypeStruct((16, 64), jnp.float32)}
-DIMS = {"w": (None, "mlp")}
-COLLECTIVES = r"\b(all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+# Every leaf can be split by all axes of any factorisation of eight devices.
+SHAPES = {"layers": jax.ShapeDtypeStruct((8, 16), jnp.float32), "table": jax.ShapeDtypeStruct((64, 4), jnp.float32)}
+DIMS = {"layers": ("layers", "mlp"), "table": ("vocab", "embed")}
+MODEL_BYTES = (8 * 16 + 64 * 4) * 4
+
+Sizes = tuple[int, int, int, int, int]
 
 
-def mesh_of(*, data: int, tensor: int, generation: int) -> Mesh:
-    layout = Layout(data=data, tensor=tensor, generation_tensor=generation)
-    return factored_mesh(layout, jax.devices()[: data * tensor])
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
-@pytest.mark.parametrize(("data", "tensor", "generation"), [(2, 4, 2), (1, 8, 2), (1, 8, 1), (2, 4, 1), (4, 2, 2)])
-def test_bytes_received_equal_the_papers_formula(data: int, tensor: int, generation: int) -> None:
-    engine = HybridEngine(mesh_of(data=data, tensor=tensor, generation=generation), DIMS, SHAPES, dtype=jnp.float32)
-    model_bytes = 16 * 64 * 4
-    assert engine.bytes_per_device == model_bytes * (tensor - generation) // (generation * tensor)
+def factorisations() -> list[Sizes]:
+    """(p, t, d, p_g, t_g) of eight devices."""
+    training = [(p, t, d) for p, t, d in product(divisors(8), repeat=3) if p * t * d == 8]
+    return [(p, t, d, p_g, t_g) for p, t, d in training for p_g in divisors(p) for t_g in divisors(t)]
+
+
+def engine_of(layout: Layout, *, dtype: jnp.dtype = jnp.float32) -> HybridEngine:
+    devices = jax.devices()
+    meshes = factored_mesh(layout, devices), generation_mesh(layout, devices)
+    return HybridEngine.by_rules(*meshes, DIMS, SHAPES, dtype=dtype)
+
+
+def weights_in(engine: HybridEngine) -> dict[str, jax.Array]:
+    def build() -> dict[str, jax.Array]:
+        return {name: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape) + 1 for name, x in SHAPES.items()}
+
+    return jax.jit(build, out_shardings=engine.train)()
+
+
+def held(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, np.ndarray]:
+    """Per device, which elements it holds."""
+    masks = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        masks[device.id] = np.zeros(shape, bool)
+        masks[device.id][index] = True
+    return masks
+
+
+def received(engine: HybridEngine) -> set[int]:
+    """Bytes that each device misses, by enumeration of all elements."""
+    totals = dict.fromkeys(range(8), 0)
+    for name, array in SHAPES.items():
+        old, new = held(engine.train[name], array.shape), held(engine.generate[name], array.shape)
+        for device in totals:
+            assert not (old[device] & ~new[device]).any(), f"device {device} would hold what it does not generate with"
+            totals[device] += int((new[device] & ~old[device]).sum()) * 4
+    return set(totals.values())
+
+
+def micro_groups(p: int, t: int, d: int, p_g: int, t_g: int) -> set[frozenset[int]]:
+    """Ranks that hold the same generation shard of one training replica, by counting ranks."""
+    groups: dict[tuple[int, int, int], set[int]] = {}
+    for rank in range(p * t * d):
+        replica, stage, tensor = rank // (p * t), rank // t % p, rank % t
+        groups.setdefault((replica, stage // (p // p_g), tensor // (t // t_g)), set()).add(rank)
+    return {frozenset(group) for group in groups.values()}
+
+
+def test_thirty_five_factorisations_are_covered() -> None:
+    assert len(factorisations()) == len(set(factorisations())) == 35
+    assert {(1, 4, 2, 1, 2), (1, 8, 1, 1, 1), (4, 2, 1, 2, 1), (8, 1, 1, 1, 1)} <= set(factorisations())
+
+
+@pytest.mark.parametrize(("p", "t", "d", "p_g", "t_g"), factorisations())
+def test_a_switch_costs_what_the_paper_says(p: int, t: int, d: int, p_g: int, t_g: int) -> None:
+    layout = Layout(data=d, stage=p, tensor=t, generation_stage=p_g, generation_tensor=t_g)
+    engine = engine_of(layout)
+    missing = Fraction(t * p - t_g * p_g, t_g * p_g * t * p) * MODEL_BYTES
+    assert layout.refines
     assert engine.refines
-    assert shard_bytes(SHAPES, engine.generate) == model_bytes // generation  # peak, and no redundancy beside it
+    assert received(engine) == {missing}
+    assert engine.bytes_per_device == missing
+
+    there, back = ([c for program in way for c in collectives(program)] for way in engine.lower())
+    groups = micro_groups(p, t, d, p_g, t_g)
+    assert {c.kind for c in there} == ({"all-gather"} if missing else set())
+    # A leaf whose two split dimensions both grow is gathered along one and then along the other.
+    assert all(any(group <= whole for whole in groups) for c in there for group in c.groups)
+    assert joined([c.groups for c in there]) == (groups if missing else set())
+    if p == p_g or t == t_g:
+        assert all(set(c.groups) == groups for c in there)
+    assert sum(c.received_bytes for c in there) == missing
+    assert back == []
+    assert engine.bytes_back_per_device == 0
+
+    empty = live_bytes()
+    params = weights_in(engine)
+    assert grown(empty) == {MODEL_BYTES // (t * p)} == {engine.train_bytes_per_device}
+    weights, _ = engine.to_generation(params)
+    assert grown(empty) == {MODEL_BYTES // (t_g * p_g)} == {engine.generation_bytes_per_device}  # and nothing twice
+    params, _ = engine.to_training(weights, params)
+    assert grown(empty) == {MODEL_BYTES // (t * p)}
+    for name, array in SHAPES.items():
+        np.testing.assert_array_equal(params[name], np.arange(array.size).reshape(array.shape) + 1)
 
 
-def test_the_switch_compiles_to_one_all_gather_in_the_micro_data_parallel_groups() -> None:
-    engine = HybridEngine(mesh_of(data=2, tensor=4, generation=2), DIMS, SHAPES, dtype=jnp.float32)
-    program = engine.lower().compile().as_text()
-    assert re.findall(COLLECTIVES, program) == ["all-gather"]
-    assert replica_groups(program) == {frozenset(pair) for pair in [(0, 1), (2, 3), (4, 5), (6, 7)]}
+def grown(before: dict[int, int]) -> set[int]:
+    """Bytes that came to live on each device since `before`."""
+    return {size - before[device] for device, size in live_bytes().items()}
 
 
-def replica_groups(program: str) -> set[frozenset[int]]:
-    """Groups of the only collective, written out or as a transposed and reshaped iota."""
-    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", program):
-        return {frozenset(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])}
-    found = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", program)
-    assert found is not None
-    shape, source, order = ([int(n) for n in text.split(",")] if text else None for text in found.groups())
-    ids = np.arange(np.prod(source)).reshape(source)
-    return {frozenset(group.tolist()) for group in ids.transpose(order).reshape(shape)}
+@pytest.mark.parametrize("t_g", [1, 2])
+def test_without_stages_micro_data_parallel_groups_are_consecutive(t_g: int) -> None:
+    groups = micro_groups(1, 4, 2, 1, t_g)
+    size = 4 // t_g
+    assert groups == {frozenset(range(first, first + size)) for first in range(0, 8, size)}
 
 
-def test_the_vanilla_axis_order_does_not_refine_and_moves_more() -> None:
-    axes, kinds = ("data", "micro", "tensor"), (AxisType.Auto,) * 3
-    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2, 2), axes, axis_types=kinds)
-    train = NamedSharding(mesh, PartitionSpec(None, ("micro", "tensor")))
-    generate = NamedSharding(mesh, PartitionSpec(None, "tensor"))
-    ours = mesh_of(data=2, tensor=4, generation=2)
-    assert not refines(train, generate, (16, 64))
-    assert missing_bytes(train, generate, SHAPES["w"]) > missing_bytes(
-        NamedSharding(ours, PartitionSpec(None, ("tensor", "micro_tensor"))),
-        NamedSharding(ours, PartitionSpec(None, "tensor")),
-        SHAPES["w"],
+def groups_along(mesh: Mesh, *axes: str) -> set[frozenset[int]]:
+    """Devices that differ in these axes alone."""
+    others = [axis for axis, name in enumerate(mesh.axis_names) if name not in axes]
+    order = others + [mesh.axis_names.index(name) for name in axes]
+    ids = np.array([device.id for device in mesh.devices.flat]).reshape(mesh.devices.shape).transpose(order)
+    return {frozenset(group.tolist()) for group in ids.reshape(-1, math.prod(mesh.shape[name] for name in axes))}
+
+
+def sets(text: str) -> set[frozenset[int]]:
+    return {frozenset(map(int, group)) for group in text.strip("[]").split("][")}
+
+
+def vanilla(dims: tuple[str | None, ...], *axes: str) -> NamedSharding:
+    """Training 1-4-2 to generation 1-2-2-2 in the order that does not refine."""
+    mesh = Mesh(
+        np.asarray(jax.devices()).reshape(2, 2, 2), ("data", "micro", "tensor"), axis_types=(AxisType.Auto,) * 3
     )
+    return NamedSharding(mesh, PartitionSpec(*(axes if name in ("mlp", "vocab") else None for name in dims)))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_there_and_back_keeps_every_weight(dtype: jnp.dtype) -> None:
-    config = ModelConfig("qwen2", 64, 32, 64, 2, 4, 4, 8, qkv_bias=True)
-    mesh = factored_mesh(Layout(fsdp=2, tensor=4, generation_tensor=2), jax.devices())
-    dims, shapes = param_dims(config, "lm"), param_shapes(config, "lm", jnp.float32)
-    engine = HybridEngine(mesh, dims, shapes, dtype=dtype)
-    params = jax.jit(lambda key: init_params(config, "lm", key), out_shardings=engine.train)(jax.random.key(0))
-    before = jax.tree.map(np.asarray, params)
-    weights, switch = engine.to_generation(params)
-    for new, old, layout in zip(*map(jax.tree.leaves, (weights, before, engine.generate)), strict=True):
-        assert new.sharding.is_equivalent_to(layout, new.ndim)
-        vector = new.ndim < 3 and new.shape[-1] == 32  # norm scales, stacked or not, keep their precision
-        assert new.dtype == (jnp.float32 if vector and new.shape[0] != 64 else dtype)
-        np.testing.assert_array_equal(np.asarray(new), old.astype(new.dtype))
-    assert switch.bytes_per_device == engine.bytes_per_device > 0
-    engine.to_training(weights)
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, params), before)
-    moved = [x for x, y in zip(jax.tree.leaves(weights), jax.tree.leaves(params), strict=True) if x is not y]
-    assert moved
-    assert all(leaf.is_deleted() for leaf in moved)
+def vanilla_engine() -> HybridEngine:
+    train, generate = (
+        {name: vanilla(dims, *axes) for name, dims in DIMS.items()} for axes in (("micro", "tensor"), ("tensor",))
+    )
+    return HybridEngine(laid_out(SHAPES, train), laid_out(SHAPES, generate))
 
 
-def test_equal_layouts_share_their_buffers() -> None:
-    engine = HybridEngine(mesh_of(data=8, tensor=1, generation=1), DIMS, SHAPES, dtype=jnp.float32)
-    params = {"w": jax.device_put(jnp.ones((16, 64)), engine.train["w"])}
-    weights, switch = engine.to_generation(params)
-    assert weights["w"] is params["w"]
-    assert switch.bytes_per_device == 0
-    engine.to_training(weights)
-    assert not params["w"].is_deleted()
+def test_figure_8() -> None:
+    """HybridFlow (arXiv:2409.19256), Figure 8: eight devices, training 1-4-2, generation 1-2-2-2."""
+    engine = engine_of(Layout(data=2, tensor=4, generation_tensor=2))
+    mesh = engine.train["table"].mesh
+    assert groups_along(mesh, "tensor", "micro_tensor") == sets("[0123][4567]")
+    assert groups_along(mesh, "tensor") == sets("[02][13][46][57]")
+    assert groups_along(mesh, "micro_tensor") == sets("[01][23][45][67]")
+    assert groups_along(vanilla(("mlp",), "tensor").mesh, "tensor") == sets("[01][23][45][67]")
+
+    parts = [(engine.train, "[0123][4567]"), (engine.generate, "[02][13][46][57]")]
+    for layout, text in parts:  # each group holds every element once
+        for name, array in SHAPES.items():
+            masks = held(layout[name], array.shape)
+            assert all((sum(masks[device].astype(int) for device in group) == 1).all() for group in sets(text))
+
+    empty = live_bytes()
+    params = weights_in(engine)
+    _, switch = engine.to_generation(params)
+    assert switch.bytes_per_device == MODEL_BYTES // 4
+    assert grown(empty) == {MODEL_BYTES // 2}  # peak parameters, and with it no redundancy
+    assert engine.redundancy_bytes_per_device == 0
 
 
-def test_a_layout_that_does_not_fill_the_devices_says_what_would() -> None:
-    with pytest.raises(
-        ValueError, match=r"actor: data=rest x fsdp=1 x stage=1 x tensor=3 does not fill 8 devices.*1, 2, 4, 8"
-    ):
-        factored_mesh(Layout(tensor=3, generation_tensor=1), jax.devices())
+def test_the_vanilla_axis_order_moves_more_and_leaves_devices_without_overlap() -> None:
+    ours, theirs = engine_of(Layout(data=2, tensor=4, generation_tensor=2)), vanilla_engine()
+    shape = SHAPES["table"].shape
+    old, new = (held(layout["table"], shape) for layout in (theirs.train, theirs.generate))
+    assert {device for device in range(8) if not (old[device] & new[device]).any()} == {1, 2, 5, 6}
+    assert not theirs.refines
+    assert not refines(theirs.train["table"], theirs.generate["table"], shape)
+    assert theirs.bytes_per_device == MODEL_BYTES // 2 == 2 * ours.bytes_per_device
+
+    mine, other = ([c for p in engine.lower().to_generation for c in collectives(p)] for engine in (ours, theirs))
+    assert "collective-permute" in {c.kind for c in other}
+    assert sum(c.received_bytes for c in other) > sum(c.received_bytes for c in mine)
+    assert [c for p in theirs.lower().to_training for c in collectives(p)]
 
 
-def test_a_dimension_that_does_not_split_is_named() -> None:
-    mesh = mesh_of(data=2, tensor=4, generation=2)
-    shapes = {"w": jax.ShapeDtypeStruct((16, 6), jnp.float32)}
-    with pytest.raises(ValueError, match=r"critic: the model's 'mlp' dimension of 6 does not split 4 ways"):
-        check_divisible(mesh, DIMS, shapes, TRAIN, role="critic")
-    check_divisible(mesh, DIMS, shapes, GENERATE, role="critic")
+def test_a_cast_comes_before_the_gather() -> None:
+    """Half the bytes travel, and what is received is counted in the dtype that travels."""
+    full, half = (
+        engine_of(Layout(data=2, tensor=4, generation_tensor=2), dtype=dtype) for dtype in (jnp.float32, jnp.float16)
+    )
+    table = (
+        SHAPES["table"].size * 4 // 4
+    )  # the other leaf has one dimension beside its layers, as scales have
+    assert half.bytes_per_device == full.bytes_per_device - table // 2
+    (program,) = half.lower().to_generation
+    assert sum(c.received_bytes for c in collectives(program)) == half.bytes_per_device
 
 
-def test_rules_name_axes_by_dimension() -> None:
-    mesh = mesh_of(data=2, tensor=4, generation=2)
-    tree = shardings(mesh, {"a": ("layers", "embed", "heads", None)}, TRAIN)
-    assert tree["a"].spec == PartitionSpec(("stage", "micro_stage"), "fsdp", ("tensor", "micro_tensor"), None)
+def test_missing_bytes_is_the_most_over_devices() -> None:
+    """One device is off: the mesh of two that has its halves swapped."""
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    source, target = NamedSharding(mesh, PartitionSpec(("a", "b"))), NamedSharding(mesh, PartitionSpec(("b", "a")))
+    assert missing_bytes(source, target, jax.ShapeDtypeStruct((4,), jnp.float32)) == 4  # devices 1 and 2
+    assert missing_bytes(source, source, jax.ShapeDtypeStruct((4,), jnp.float32)) == 0

@@ -1,8 +1,8 @@
 """Continuous batching over slots: prefill prompts, insert them, decode all slots together.
 
 One SPMD program spans the mesh: slots are split over `slot_axes`, attention heads over
-`kv_head_axis`. Programs are compiled ahead of time and kept by the lengths they serve, so a
-call that would recompile anything else is an error instead of a pause.
+`kv_head_axis`, layers over `stage_axis`. Programs are compiled ahead of time and kept by the
+lengths they serve, so a call that would recompile anything else is an error instead of a pause.
 
     engine.load(params, version=7)
     completions = engine.generate(requests, sampling, seed=0)
@@ -24,10 +24,12 @@ from jaxrlhf import config as knobs
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import programs
+from jaxrlhf.engine.checks import check_keys, check_prompt, check_sizes, check_split
 from jaxrlhf.engine.layout import Layout, same_layout
 from jaxrlhf.engine.lengths import busy_buckets, fit, halving_buckets, length_buckets
 from jaxrlhf.engine.sampling import settings_of
 from jaxrlhf.engine.scheduler import Completion, Placement, Request, Scheduler
+from jaxrlhf.models import pipeline_over
 
 PREFILL_TOKENS = 2048
 """Tokens that one prefill aims at, padding included."""
@@ -74,6 +76,7 @@ class Engine:
       dtype: Of activations and of the cache.
       slot_axes: Mesh axes that split the slots.
       kv_head_axis: Mesh axis that splits the key-value heads of the cache.
+      stage_axis: Mesh axis that divides the layers, of the weights and of the cache.
 
     Attributes:
       slots: After rounding.
@@ -97,13 +100,19 @@ class Engine:
         dtype: Any,
         slot_axes: tuple[str, ...] = (),
         kv_head_axis: str | None = None,
+        stage_axis: str | None = None,
     ) -> None:
         capacity = max_prompt_tokens + max_response_tokens
-        sizes = {"slots": slots, "max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
-        for name, size in (sizes | {"decode_tokens_per_dispatch": decode_tokens_per_dispatch}).items():
-            if size < 1:
-                raise ValueError(f"{name}={size}; expected 1 or more")
-        _check_sizes(config, mesh, capacity=capacity, stop_tokens=stop_tokens, kv_head_axis=kv_head_axis)
+        check_sizes(
+            config,
+            capacity=capacity,
+            stop_tokens=stop_tokens,
+            slots=slots,
+            max_prompt_tokens=max_prompt_tokens,
+            max_response_tokens=max_response_tokens,
+            decode_tokens_per_dispatch=decode_tokens_per_dispatch,
+        )
+        check_split(config, mesh, kv_head_axis=kv_head_axis, stage_axis=stage_axis)
         replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
         self.slots = -(-slots // replicas) * replicas
         rows = 1 << (max(1, min(slots, PREFILL_TOKENS // max_prompt_tokens)).bit_length() - 1)
@@ -117,11 +126,12 @@ class Engine:
             stop_tokens=tuple(stop_tokens),
             tokens_per_dispatch=decode_tokens_per_dispatch,
             dtype=dtype,
+            pipeline=pipeline_over(mesh, (stage_axis,), row_axes=slot_axes) if stage_axis else None,
         )
         self._prompt_buckets = length_buckets(max_prompt_tokens)
         self._capacities = halving_buckets(capacity, shortest=SHORTEST_CAPACITY)
         self._mesh = mesh
-        self._layout = Layout(mesh, slot_axes, kv_head_axis)
+        self._layout = Layout(mesh, slot_axes, kv_head_axis, self._shape.pipeline)
         self._programs: dict[tuple[str, int], jax.stages.Compiled] = {}
         self._weights: tuple[Params, int] | None = None
         self._signature: Any = None
@@ -200,8 +210,7 @@ class Engine:
         params, version = self._loaded()
         if not 0 < len(prompts) <= self.prefill_prompts:
             raise ValueError(f"a prefill takes 1 to {self.prefill_prompts} prompts, got {len(prompts)}")
-        for prompt in prompts:
-            self._check_prompt(prompt)
+        self._check_prompts(prompts)
         width = fit(max(map(len, prompts)), self._prompt_buckets)
         token_PS = np.zeros((self.prefill_prompts, width), np.int32)
         length_P = np.ones(self.prefill_prompts, np.int32)
@@ -320,7 +329,8 @@ class Engine:
         _, version = self._loaded()
         if self.active:
             raise RuntimeError(f"{self.active} responses are being generated; finish or free() them first")
-        self._check_requests(requests, seed)
+        self._check_prompts([request.prompt_tokens for request in requests])
+        check_keys(requests, seed=seed)
         scheduler = Scheduler(requests, slots=self.slots, stop_tokens=self._shape.stop_tokens, version=version)
         completions: dict[int, Completion] = {}
         prefilled: Prefilled | None = None
@@ -360,39 +370,6 @@ class Engine:
             raise RuntimeError("the engine has no weights; call load(params, version=...) first")
         return self._weights
 
-    def _check_prompt(self, prompt: tuple[int, ...]) -> None:
-        longest = self._prompt_buckets[-1]
-        if not 0 < len(prompt) <= longest:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens; expected 1 to max_prompt_tokens={longest}: "
-                f"drop it, or build the engine for longer prompts"
-            )
-        vocab = self._shape.config.vocab_size
-        if not (min(prompt) >= 0 and max(prompt) < vocab):
-            raise ValueError(f"prompt ids from {min(prompt)} to {max(prompt)} lie outside the vocabulary of {vocab}")
-
-    def _check_requests(self, requests: Sequence[Request], seed: int) -> None:
-        for request in requests:
-            self._check_prompt(request.prompt_tokens)
-        for name, values in (("seed", [seed]), ("request_id", [request.request_id for request in requests])):
-            for value in values:
-                if not 0 <= value < 2**32:
-                    raise ValueError(f"{name}={value} does not fit the random key; expected 0 to 2**32 - 1")
-
-
-def _check_sizes(
-    config: ModelConfig, mesh: Mesh, *, capacity: int, stop_tokens: tuple[int, ...], kv_head_axis: str | None
-) -> None:
-    if capacity > config.max_positions:
-        raise ValueError(
-            f"max_prompt_tokens + max_response_tokens = {capacity} exceeds the model's {config.max_positions} positions"
-        )
-    outside = [token for token in stop_tokens if not 0 <= token < config.vocab_size]
-    if outside:
-        raise ValueError(f"stop_tokens {outside} lie outside the vocabulary of {config.vocab_size}")
-    ways = mesh.shape[kv_head_axis] if kv_head_axis else 1
-    if config.num_kv_heads % ways:
-        raise ValueError(
-            f"{config.num_kv_heads} key-value heads do not split {ways} ways over mesh axis {kv_head_axis!r}; "
-            f"use a generation tensor size that divides {config.num_kv_heads}"
-        )
+    def _check_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        for prompt in prompts:
+            check_prompt(prompt, longest=self._prompt_buckets[-1], vocab=self._shape.config.vocab_size)

@@ -5,6 +5,7 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.engine import programs
+from jaxrlhf.models import Pipeline
 
 
 class Layout:
@@ -12,18 +13,23 @@ class Layout:
 
     A prefill splits its rows, but what it returns is whole on every replica (heads stay
     split), so that any slot can take any prompt: one all-gather for a prefill, none for an insertion.
+    What belongs to a layer lies on the devices of its stage only.
     """
 
-    def __init__(self, mesh: Mesh, slot_axes: tuple[str, ...], kv_head_axis: str | None) -> None:
+    def __init__(
+        self, mesh: Mesh, slot_axes: tuple[str, ...], kv_head_axis: str | None, pipeline: Pipeline | None
+    ) -> None:
+        stages = pipeline.axes if pipeline else ()
+
         # Any, because the trees below hold shardings where their types say arrays.
         def sharding(*axes: Any) -> Any:
             return NamedSharding(mesh, PartitionSpec(*axes))
 
         self.whole = sharding()
         self.rows = sharding(slot_axes)
-        self.prompts = programs.Prompts(self.whole, sharding(None, None, None, kv_head_axis), self.whole)
+        self.prompts = programs.Prompts(self.whole, sharding(stages or None, None, None, kv_head_axis), self.whole)
         self.slots = programs.Slots(*[sharding(slot_axes)] * len(programs.Slots._fields))
-        self.slots = self.slots._replace(cache=sharding(slot_axes, kv_head_axis))
+        self.slots = self.slots._replace(cache=sharding((*stages, *slot_axes), kv_head_axis))
 
 
 def same_layout(old: list, new: list) -> bool:

@@ -29,6 +29,7 @@ class Shape:
       capacity: Tokens that a slot's cache holds.
       tokens_per_dispatch: Most tokens that a slot draws in one `decode`.
       dtype: Of activations and of the cache.
+      pipeline: How layers are divided over stages; None where they are not.
     """
 
     config: ModelConfig
@@ -38,6 +39,7 @@ class Shape:
     stop_tokens: tuple[int, ...]
     tokens_per_dispatch: int
     dtype: Any
+    pipeline: models.Pipeline | None = None
 
 
 class Prompts(NamedTuple):
@@ -101,8 +103,11 @@ class Window(NamedTuple):
 def empty_slots(*, shape: Shape) -> Slots:
     """Slots none of which is active."""
     slots = shape.slots
+    cache = models.empty_cache(
+        shape.config, slots=slots, capacity=shape.capacity, dtype=shape.dtype, pipeline=shape.pipeline
+    )
     return Slots(
-        cache=models.empty_cache(shape.config, slots=slots, capacity=shape.capacity, dtype=shape.dtype),
+        cache=cache,
         token_B=jnp.zeros(slots, jnp.int32),
         logp_B=jnp.zeros(slots, jnp.float32),
         cached_B=jnp.zeros(slots, jnp.int32),
@@ -122,7 +127,9 @@ def empty_slots(*, shape: Shape) -> Slots:
 
 def prefill(params: Params, token_PS: Int[Array, "P S"], length_P: Int[Array, "P"], *, shape: Shape) -> Prompts:
     """Run prompts once; their responses, however many, start from the result."""
-    hidden_PD, prefix = models.prefill(params, shape.config, token_PS, length_P, dtype=shape.dtype)
+    hidden_PD, prefix = models.prefill(
+        params, shape.config, token_PS, length_P, dtype=shape.dtype, pipeline=shape.pipeline
+    )
     return Prompts(hidden_PD, prefix, length_P)
 
 
@@ -138,7 +145,7 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
         return stored_B.at[slot_I].set(new_I, mode="drop")
 
     return Slots(
-        cache=models.insert_prefix(slots.cache, prompts.prefix, row_I, slot_I),
+        cache=models.insert_prefix(slots.cache, prompts.prefix, row_I, slot_I, pipeline=shape.pipeline),
         token_B=put(slots.token_B, token_I),
         logp_B=put(slots.logp_B, logp_I),
         cached_B=put(slots.cached_B, prompts.length_P[row_I]),
@@ -160,7 +167,7 @@ def decode(params: Params, slots: Slots, *, shape: Shape, capacity: int) -> tupl
     """
     width = shape.tokens_per_dispatch
     # Slices of stacked weights inside the loop would be copied at every token.
-    layers = models.unstack_layers(params, shape.config)
+    layers = models.unstack_layers(params, shape.config, pipeline=shape.pipeline)
     whole = slots.cache
     slots = slots._replace(cache=_shorten(whole, capacity))
     window = Window(
@@ -191,7 +198,14 @@ def decode(params: Params, slots: Slots, *, shape: Shape, capacity: int) -> tupl
 def _step(layers: list[Params], params: Params, slots: Slots, *, shape: Shape) -> Slots:
     """One token in every active slot."""
     hidden_BD, cache = models.decode(
-        layers, params, shape.config, slots.token_B, slots.cached_B, slots.cache, dtype=shape.dtype
+        layers,
+        params,
+        shape.config,
+        slots.token_B,
+        slots.cached_B,
+        slots.cache,
+        dtype=shape.dtype,
+        pipeline=shape.pipeline,
     )
     token_B, logp_B = _draw(models.logits(params, shape.config, hidden_BD), slots.drawn_B, slots, shape=shape)
     active_B = slots.active_B

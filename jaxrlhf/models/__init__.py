@@ -7,10 +7,12 @@ from jaxrlhf.models.hf_config import read_config, resolve, scratch_config
 from jaxrlhf.models.hf_load import load_params
 from jaxrlhf.models.hf_save import save_params
 from jaxrlhf.models.parameters import Param, declare, init_params, param_dims, param_shapes
+from jaxrlhf.models.pipeline import Pipeline, pipeline_over
 
 __all__ = [
     "LayerCache",
     "Param",
+    "Pipeline",
     "Prefix",
     "TokenOutput",
     "declare",
@@ -23,6 +25,7 @@ __all__ = [
     "logits",
     "param_dims",
     "param_shapes",
+    "pipeline_over",
     "prefill",
     "read_config",
     "resolve",

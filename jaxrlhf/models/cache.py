@@ -3,16 +3,21 @@
 A list of per-layer arrays, not one stacked array: a stacked cache carried through a loop is
 copied at every token. Keys lie as `[slots, kv_heads, head_dim, positions]` and values as
 `[slots, kv_heads, positions, head_dim]`, the order in which `attend_cache` streams them.
+
+With layers divided over stages the list has an entry for each layer of a stage. It holds that
+layer of every stage, one stage after another along the slots, split over the stages.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array
+from jaxrlhf.models.pipeline import Pipeline
 
 
 class Prefix(NamedTuple):
@@ -28,13 +33,18 @@ class LayerCache(NamedTuple):
     key_BKHS: jax.Array
     value_BKSH: jax.Array
 
+    @property
+    def capacity(self) -> int:
+        """Positions of each slot."""
+        return self.key_BKHS.shape[3]
+
     def write(
         self, key_BKH: Float[Array, "B K H"], value_BKH: Float[Array, "B K H"], position_B: Int[Array, "B"]
     ) -> "LayerCache":
-        """One new entry per slot, each at its own position."""
+        """One new entry per slot, each at its own position; none where that is the capacity or more."""
         # One update per slot, not one scatter over slots: split over devices, each writes its own.
-        keys = jax.vmap(lambda stored_KHS, new_KH, at: stored_KHS.at[:, :, at].set(new_KH))
-        values = jax.vmap(lambda stored_KSH, new_KH, at: stored_KSH.at[:, at].set(new_KH))
+        keys = jax.vmap(lambda stored_KHS, new_KH, at: stored_KHS.at[:, :, at].set(new_KH, mode="drop"))
+        values = jax.vmap(lambda stored_KSH, new_KH, at: stored_KSH.at[:, at].set(new_KH, mode="drop"))
         return LayerCache(
             keys(self.key_BKHS, key_BKH.astype(self.key_BKHS.dtype), position_B),
             values(self.value_BKSH, value_BKH.astype(self.value_BKSH.dtype), position_B),
@@ -44,15 +54,25 @@ class LayerCache(NamedTuple):
 Cache = list[LayerCache]
 
 
-def empty_cache(config: ModelConfig, *, slots: int, capacity: int, dtype: Any = jnp.float32) -> Cache:
+def empty_cache(
+    config: ModelConfig, *, slots: int, capacity: int, dtype: Any = jnp.float32, pipeline: Pipeline | None = None
+) -> Cache:
     """A cache for `slots` sequences of at most `capacity` tokens. Build it under jit with
     `out_shardings` to have each device allocate its own part."""
-    keys = (slots, config.num_kv_heads, config.head_dim, capacity)
-    values = (slots, config.num_kv_heads, capacity, config.head_dim)
-    return [LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_layers)]
+    stages = 1 if pipeline is None else pipeline.stages
+    keys = (stages * slots, config.num_kv_heads, config.head_dim, capacity)
+    values = (stages * slots, config.num_kv_heads, capacity, config.head_dim)
+    return [LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_layers // stages)]
 
 
-def insert_prefix(cache: Cache, prefix: Prefix, row_I: Int[Array, "I"], slot_I: Int[Array, "I"]) -> Cache:
+def insert_prefix(
+    cache: Cache,
+    prefix: Prefix,
+    row_I: Int[Array, "I"],
+    slot_I: Int[Array, "I"],
+    *,
+    pipeline: Pipeline | None = None,
+) -> Cache:
     """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; several slots may take one prompt.
 
     A slot index at or past the number of slots is skipped, so a program compiled for I
@@ -61,16 +81,23 @@ def insert_prefix(cache: Cache, prefix: Prefix, row_I: Int[Array, "I"], slot_I: 
     Raises:
       ValueError: The prompts are longer than the cache's capacity.
     """
-    width, capacity = prefix.key_LPSKH.shape[2], cache[0].key_BKHS.shape[3]
+    width, capacity = prefix.key_LPSKH.shape[2], cache[0].capacity
     if width > capacity:
         raise ValueError(f"prompts of {width} tokens do not fit a cache of capacity {capacity}; enlarge the cache")
-    return [
-        LayerCache(
-            _place(stored.key_BKHS, jnp.transpose(key_PSKH[row_I], (0, 2, 3, 1)), slot_I),
-            _place(stored.value_BKSH, jnp.transpose(value_PSKH[row_I], (0, 2, 1, 3)), slot_I),
-        )
-        for stored, key_PSKH, value_PSKH in zip(cache, prefix.key_LPSKH, prefix.value_LPSKH, strict=True)
-    ]
+
+    def insert(cache, prefix, row_I, slot_I):
+        return [
+            LayerCache(
+                _place(stored.key_BKHS, jnp.transpose(key_PSKH[row_I], (0, 2, 3, 1)), slot_I),
+                _place(stored.value_BKSH, jnp.transpose(value_PSKH[row_I], (0, 2, 1, 3)), slot_I),
+            )
+            for stored, key_PSKH, value_PSKH in zip(cache, prefix.key_LPSKH, prefix.value_LPSKH, strict=True)
+        ]
+
+    if pipeline is not None:
+        each, whole = PartitionSpec(pipeline.axes), PartitionSpec()
+        insert = pipeline.on_stages(insert, (each, each, whole, whole), each)
+    return insert(cache, prefix, row_I, slot_I)
 
 
 def _place(stored: jax.Array, block: Array, slot_I: Array) -> jax.Array:

@@ -10,12 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.attention import attend, attend_cache
 from jaxrlhf.models.cache import Cache, LayerCache, Prefix
+from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
 from jaxrlhf.models.rope import Rotation, rotate, rotation
 
 
@@ -29,6 +31,7 @@ def hidden_states(
     remat: bool = False,
     dtype: Any = jnp.float32,
     row_sharding: jax.sharding.Sharding | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Float[Array, "R W D"]:
     """The residual stream after the final norm, for every token of every packed row.
 
@@ -40,19 +43,25 @@ def hidden_states(
       row_sharding: How rows are split over devices, for parameters that are split over the same
         axes. Without it the compiler may gather the rows and split the width instead of
         gathering each layer's weights.
+      pipeline: For layers that are divided over stages. Its rows have to split over its row axes.
     """
     turn = rotation(config, position_RW)
     hidden_RWD = _embed(params, token_RW, dtype)
     if row_sharding is not None:
         hidden_RWD = jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
 
-    def step(hidden_RWD, layer):
-        hidden_RWD, _, _ = _rows(layer, config, hidden_RWD, turn, segment_RW)
-        return hidden_RWD, None
+    def stack(layers, hidden_RWD, rows):
+        turn, segment_RW = rows
 
-    # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
-    body = jax.checkpoint(step, prevent_cse=False) if remat else step
-    hidden_RWD, _ = jax.lax.scan(body, hidden_RWD, params["layers"])
+        def step(hidden_RWD, layer):
+            hidden_RWD, _, _ = _rows(layer, config, hidden_RWD, turn, segment_RW)
+            return hidden_RWD, None
+
+        # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
+        body = jax.checkpoint(step, prevent_cse=False) if remat else step
+        return jax.lax.scan(body, hidden_RWD, layers)
+
+    hidden_RWD, _ = run_stages(pipeline, stack, params["layers"], hidden_RWD, (turn, segment_RW))
     return rms_norm(hidden_RWD, params["final_norm"], eps=config.rms_norm_eps)
 
 
@@ -63,11 +72,13 @@ def prefill(
     length_P: Int[Array, "P"],
     *,
     dtype: Any = jnp.float32,
+    pipeline: Pipeline | None = None,
 ) -> tuple[Float[Array, "P D"], Prefix]:
     """Run left-aligned prompts once; returns what predicts their next token, and their keys and values.
 
     Args:
       length_P: Tokens of each prompt, at least 1; the rest of its row is padding.
+      pipeline: For layers that are divided over stages; the prefix then is, too.
 
     Returns:
       The hidden state of each prompt's last token after the final norm, and the prefix to
@@ -77,14 +88,20 @@ def prefill(
     segment_PS = (position_PS < length_P[:, None]).astype(jnp.int32)
     turn = rotation(config, position_PS)
 
-    def step(hidden_PSD, layer):
-        hidden_PSD, key_PSKH, value_PSKH = _rows(layer, config, hidden_PSD, turn, segment_PS)
-        return hidden_PSD, (key_PSKH, value_PSKH)
+    def stack(layers, hidden_PSD, rows):
+        turn, segment_PS = rows
 
-    hidden_PSD, (key_LPSKH, value_LPSKH) = jax.lax.scan(step, _embed(params, token_PS, dtype), params["layers"])
+        def step(hidden_PSD, layer):
+            hidden_PSD, key_PSKH, value_PSKH = _rows(layer, config, hidden_PSD, turn, segment_PS)
+            return hidden_PSD, Prefix(key_PSKH, value_PSKH)
+
+        return jax.lax.scan(step, hidden_PSD, layers)
+
+    hidden_PSD = _embed(params, token_PS, dtype)
+    hidden_PSD, prefix = run_stages(pipeline, stack, params["layers"], hidden_PSD, (turn, segment_PS))
     hidden_P1D = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)
     hidden_PD = rms_norm(hidden_P1D, params["final_norm"], eps=config.rms_norm_eps)[:, 0]
-    return hidden_PD, Prefix(key_LPSKH, value_LPSKH)
+    return hidden_PD, prefix
 
 
 def decode(
@@ -96,6 +113,7 @@ def decode(
     cache: Cache,
     *,
     dtype: Any = jnp.float32,
+    pipeline: Pipeline | None = None,
 ) -> tuple[Float[Array, "B D"], Cache]:
     """One token for every slot: write its keys and values at its position, attend up to it.
 
@@ -104,25 +122,42 @@ def decode(
       params: The tree that `layers` came from; its `layers` entry is not read and may be absent.
       token_B: The newest token of each slot.
       position_B: That token's index in its sequence, below the cache's capacity.
+      pipeline: For layers and a cache that are divided over stages.
 
     Returns:
       The hidden state after the final norm, which predicts the next token, and the new cache.
     """
     turn = rotation(config, position_B[:, None])
-    hidden_B1D = _embed(params, token_B[:, None], dtype)
-    written = []
-    for layer, stored in zip(layers, cache, strict=True):
-        hidden_B1D, stored = _slots(layer, config, hidden_B1D, turn, position_B, stored)
-        written.append(stored)
+
+    def stack(layers, cache, hidden_B1D, slots, own=True):
+        turn, position_B = slots
+        # Past the capacity nothing is written.
+        entry_B = position_B if own is True else jnp.where(own, position_B, cache[0].capacity)
+        written = []
+        for layer, stored in zip(layers, cache, strict=True):
+            hidden_B1D, stored = _slots(layer, config, hidden_B1D, turn, position_B, entry_B, stored)
+            written.append(stored)
+        return hidden_B1D, written
+
+    state = layers, cache, _embed(params, token_B[:, None], dtype), (turn, position_B)
+    hidden_B1D, written = stack(*state) if pipeline is None else relay(pipeline, stack, *state)
     return rms_norm(hidden_B1D, params["final_norm"], eps=config.rms_norm_eps)[:, 0], written
 
 
-def unstack_layers(params: Params, config: ModelConfig) -> list[Params]:
-    """The stacked layers as a list, one tree per layer.
+def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | None = None) -> list[Params]:
+    """The stacked layers as a list, one tree per layer (with stages: per layer of a stage).
 
     Slices of the stack inside a decode loop are copied at every token; separate arrays are not.
     """
-    return [jax.tree.map(lambda leaf: leaf[index], params["layers"]) for index in range(config.num_layers)]  # noqa: B023
+
+    def unstack(layers):
+        count = len(layers["attention_norm"])
+        return [jax.tree.map(lambda leaf: leaf[index], layers) for index in range(count)]  # noqa: B023
+
+    if pipeline is not None:
+        each = PartitionSpec(pipeline.axes)
+        unstack = pipeline.on_stages(unstack, each, each)
+    return unstack(params["layers"])
 
 
 def rms_norm(input_D: Float[Array, "*batch D"], scale_D: Float[Array, "D"], *, eps: float) -> Float[Array, "*batch D"]:
@@ -148,11 +183,17 @@ def _rows(layer: Params, config: ModelConfig, hidden_RWD: Array, turn: Rotation,
 
 
 def _slots(
-    layer: Params, config: ModelConfig, hidden_B1D: Array, turn: Rotation, position_B: Array, stored: LayerCache
+    layer: Params,
+    config: ModelConfig,
+    hidden_B1D: Array,
+    turn: Rotation,
+    position_B: Array,
+    entry_B: Array,
+    stored: LayerCache,
 ):
-    """One layer over one token per slot."""
+    """One layer over one token per slot, whose keys and values become the cache's entry `entry`."""
     query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, hidden_B1D, turn)
-    stored = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], position_B)
+    stored = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B)
     mixed_BNH = attend_cache(query_B1NH[:, 0], stored.key_BKHS, stored.value_BKSH, position_B)
     return _finish(layer, config, hidden_B1D, mixed_BNH[:, None]), stored
 

@@ -1,6 +1,7 @@
 """Meshes, sharding rules, the switch between layouts, and pools of devices."""
 
-from jaxrlhf.parallel.hybrid import HybridEngine, Switch, cast_shapes, missing_bytes, refines
+from jaxrlhf.parallel.hybrid import HybridEngine, Switch, SwitchError
+from jaxrlhf.parallel.islands import hand_over, island_of, islands, local_island
 from jaxrlhf.parallel.memory import activation_bytes, logit_bytes
 from jaxrlhf.parallel.mesh import (
     AXES,
@@ -12,8 +13,9 @@ from jaxrlhf.parallel.mesh import (
     generation_mesh,
     mesh_of,
 )
+from jaxrlhf.parallel.overlap import missing_bytes, refines
 from jaxrlhf.parallel.pool import ResourcePool
-from jaxrlhf.parallel.rules import GENERATE, TRAIN, check_divisible, shard_bytes, shardings
+from jaxrlhf.parallel.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shard_bytes, shardings
 
 __all__ = [
     "AXES",
@@ -26,11 +28,17 @@ __all__ = [
     "HybridEngine",
     "ResourcePool",
     "Switch",
+    "SwitchError",
     "activation_bytes",
     "cast_shapes",
     "check_divisible",
     "factored_mesh",
     "generation_mesh",
+    "hand_over",
+    "island_of",
+    "islands",
+    "laid_out",
+    "local_island",
     "logit_bytes",
     "mesh_of",
     "missing_bytes",

@@ -43,6 +43,25 @@ def shardings(mesh: Mesh, dims: Any, rules: Rules) -> Any:
     return jax.tree.map(one, dims, is_leaf=_is_dims)
 
 
+def laid_out(shapes: Any, layout: Any) -> Any:
+    """A tree of shaped arrays, with the shardings of another tree, as `jax.ShapeDtypeStruct`s."""
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, layout)
+
+
+def cast_shapes(dims: Any, shapes: Any, *, dtype: Any) -> Any:
+    """Shapes of a copy of the parameters in `dtype`.
+
+    Vectors, which are the scales of norms, stay as they are: a model multiplies by them in
+    float32, and a rounded scale would give a copy other numbers than its master.
+    """
+
+    def one(names: tuple[str | None, ...], array: Any) -> Any:
+        matrix = len([name for name in names if name != "layers"]) > 1
+        return jax.ShapeDtypeStruct(array.shape, dtype if matrix else array.dtype)
+
+    return jax.tree.map(one, dims, shapes, is_leaf=_is_dims)
+
+
 def check_divisible(mesh: Mesh, dims: Any, shapes: Any, rules: Rules, *, role: str) -> None:
     """Raise `ValueError` if a dimension does not split evenly over the axes its rule names."""
 

@@ -1,0 +1,220 @@
+"""Layers divided over pipeline stages: each stage holds consecutive layers and runs only those.
+
+What belongs to stages lies one stage after the other along the first dimension, which is
+split over the stage axes: stacked parameters so hold `L / stages` layers on each stage. Inside
+`jax.shard_map` over these axes a stage sees its own part in its ordinary shape, so the code
+of a layer knows nothing of stages; all other mesh axes are left to the compiler.
+
+Source: Huang et al. 2019 (GPipe, arXiv:1811.06965), section 2.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxrlhf.batch import Array
+
+_MICROBATCHES_PER_STAGE = 4
+"""More would shorten an idle time that is below a fifth already, with matrices too small to be fast."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages in the order of their index over `axes`; build it by `pipeline_over`.
+
+    Attributes:
+      mesh: Auto axes.
+      axes: Mesh axes that divide the layers.
+      row_axes: Mesh axes that split rows (or slots).
+      weight_axes: The last of `row_axes`, those that split each layer's weights as well. Over the
+        others weights are whole, and their gradient is summed once instead of for every microbatch.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    row_axes: tuple[str, ...]
+    weight_axes: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """How many parts the layers are divided into."""
+        return self.size(self.axes)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split rows only."""
+        return tuple(axis for axis in self.row_axes if axis not in self.weight_axes)
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        """Product of the sizes of mesh axes."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def microbatches(self, rows: int) -> int:
+        """Parts that `rows` are cut into, to keep stages busy: the most, up to four per stage, that divide evenly.
+
+        A stage idles for (stages - 1) / (microbatches + stages - 1) of the time.
+
+        Raises:
+          ValueError: The rows do not split evenly over `row_axes`.
+        """
+        ways = self.size(self.row_axes)
+        if rows % ways:
+            raise ValueError(
+                f"{rows} rows do not split {ways} ways over mesh axes {' x '.join(self.row_axes)}; "
+                f"use a multiple of {ways}"
+            )
+        most = min(rows // ways, _MICROBATCHES_PER_STAGE * self.stages)
+        return next(count for count in range(most, 0, -1) if rows // ways % count == 0)
+
+    def on_stages(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`function` run by every stage on its own part; axes that the specs do not name stay the compiler's."""
+        named = {axis for spec in jax.tree.leaves((in_specs, out_specs)) for axis in jax.tree.leaves(tuple(spec))}
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=named | set(self.axes)
+        )
+
+    def to_next(self, array: Array) -> Array:
+        """Every stage's array on the stage after it; zeros on the first."""
+        return lax.ppermute(array, self.axes, [(stage, stage + 1) for stage in range(self.stages - 1)])
+
+    def only_last(self, array: Array) -> Array:
+        """The last stage's array, zeros on the others; with a first dimension for the stages."""
+        last = lax.axis_index(self.axes) == self.stages - 1
+        return jnp.where(last, array, jnp.zeros((), array.dtype))[None]
+
+
+def pipeline_over(
+    mesh: Mesh, axes: tuple[str, ...], *, row_axes: tuple[str, ...], weight_axes: tuple[str, ...] = ()
+) -> Pipeline | None:
+    """The pipeline whose stages are the devices along `axes`; None where that is one stage.
+
+    Args:
+      row_axes: Mesh axes that split rows (or slots).
+      weight_axes: The last of `row_axes`, those that split each layer's weights as well.
+
+    Raises:
+      ValueError: The mesh has no such axis, or `row_axes` do not end with `weight_axes`.
+    """
+    unknown = [axis for axis in (*axes, *row_axes) if axis not in mesh.shape]
+    if unknown:
+        raise ValueError(f"the mesh has no axis {', '.join(unknown)}; its axes are {', '.join(mesh.axis_names)}")
+    if row_axes[len(row_axes) - len(weight_axes) :] != weight_axes:
+        raise ValueError(f"row_axes={row_axes} have to end with weight_axes={weight_axes}; change their order")
+    pipeline = Pipeline(mesh, axes, row_axes, weight_axes)
+    return pipeline if pipeline.stages > 1 else None
+
+
+def run_stages(
+    pipeline: Pipeline | None,
+    stack: Callable[[Any, Array, Any], tuple[Array, Any]],
+    layers: Any,
+    hidden_RWD: Array,
+    rows: Any,
+) -> tuple[Array, Any]:
+    """Run stacked layers over rows, microbatch after microbatch through the stages.
+
+    At tick t, stage s works on microbatch t - s and hands it on. Weights that `weight_axes`
+    split are gathered at every tick.
+
+    Args:
+      stack: `(layers, hidden_RWD, rows) -> (hidden_RWD, extra)` for any number of layers and rows;
+        leaves of `extra` are `[layers, rows, ...]`.
+      layers: Stacked on the first dimension, which the stages divide evenly.
+      rows: Tree of `[R, ...]` arrays, which are not differentiated.
+    """
+    if pipeline is None:
+        return stack(layers, hidden_RWD, rows)
+    stages, replicas = pipeline.stages, pipeline.size(pipeline.replica_axes)
+    count = pipeline.microbatches(len(hidden_RWD))
+
+    def on_stage(layers, hidden_1RMWD, rows_RM):
+        stage = lax.axis_index(pipeline.axes)
+        layers = jax.tree.map(lambda leaf: leaf[0], layers)
+        fed_MRWD = jnp.moveaxis(hidden_1RMWD[0], 1, 0)
+        fed_MRWD = jnp.pad(fed_MRWD, ((0, stages - 1), (0, 0), (0, 0), (0, 0)))
+
+        def tick(received_RWD, now):
+            index, fed_RWD = now
+            # Before its first microbatch and after its last a stage computes what nobody reads.
+            own = jnp.clip(index - stage, 0, count - 1)
+            own_rows = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, own, 1, keepdims=False), rows_RM)
+            hidden_RWD = jnp.where(stage == 0, fed_RWD, received_RWD)
+            hidden_RWD = lax.with_sharding_constraint(hidden_RWD, PartitionSpec(pipeline.weight_axes))
+            done_RWD, extra = stack(layers, hidden_RWD, own_rows)
+            return pipeline.to_next(done_RWD), (done_RWD, extra)
+
+        _, (done_MRWD, extra) = lax.scan(tick, fed_MRWD[0], (jnp.arange(count + stages - 1), fed_MRWD))
+        extra = jax.tree.map(lambda leaf: _join(lax.dynamic_slice_in_dim(leaf, stage, count), dim=2), extra)
+        return pipeline.only_last(_join(done_MRWD[stages - 1 :], dim=1)), extra
+
+    stage_axes, row_axes = pipeline.axes, pipeline.replica_axes
+    of_layers, of_rows = PartitionSpec(row_axes, stage_axes), PartitionSpec(row_axes)
+    both = PartitionSpec(stage_axes, row_axes)
+    run = pipeline.on_stages(on_stage, (of_layers, both, of_rows), (both, both))
+    # A copy for each place, so that the compiler sums its gradient over them, once and outside.
+    layers = jax.tree.map(lambda leaf: _copies(leaf, replicas), layers)
+    # Every count-th row, so that each device finds its share of a microbatch among its own rows.
+    hidden_RMWD, rows_RM = jax.tree.map(lambda leaf: leaf.reshape(-1, count, *leaf.shape[1:]), (hidden_RWD, rows))
+    done, extra = run(layers, _copies(hidden_RMWD, stages), rows_RM)
+    return _sum(done), extra
+
+
+def relay(
+    pipeline: Pipeline,
+    stack: Callable[[Any, Any, Array, Any, Array], tuple[Array, Any]],
+    layers: Any,
+    state: Any,
+    hidden_B1D: Array,
+    slots: Any,
+) -> tuple[Array, Any]:
+    """Run layers that keep a state over one token per slot, one stage after another.
+
+    All slots go through together, because halves of them would each read all weights: decoding
+    is as fast as on one stage and holds a part of the weights and of the state on each.
+
+    Args:
+      stack: `(layers, state, hidden_B1D, slots, own) -> (hidden_B1D, state)`; where `own` is False
+        the stage is not at work and must leave `state` as it is.
+      layers: Of all stages.
+      state: Of all stages.
+      slots: Tree of arrays, the same on every stage.
+    """
+
+    def on_stage(layers, state, hidden_1B1D, slots):
+        stage = lax.axis_index(pipeline.axes)
+        hidden_B1D = hidden_1B1D[0]
+        for turn in range(pipeline.stages):
+            # Idle stages compute as well: they would wait for the working one either way, and a
+            # branch with collectives on some devices only is what not every backend can run.
+            if turn:
+                hidden_B1D = pipeline.to_next(hidden_B1D)
+            hidden_B1D, state = stack(layers, state, hidden_B1D, slots, stage == turn)
+        return pipeline.only_last(hidden_B1D), state
+
+    each, whole = PartitionSpec(pipeline.axes), PartitionSpec()
+    run = pipeline.on_stages(on_stage, (each, each, each, whole), (each, each))
+    done, state = run(layers, state, _copies(hidden_B1D, pipeline.stages), slots)
+    return _sum(done), state
+
+
+def _copies(array: Array, count: int) -> Array:
+    return jnp.broadcast_to(array, (count, *array.shape))
+
+
+def _sum(parts: Array) -> Array:
+    """What `only_last` returned, whole on every stage."""
+    # By the compiler, not by `psum`: XLA:CPU aborts on bfloat16 sums inside shard_map. One term only
+    # is not zero, so the sum is exact; `jnp.sum` would send float32.
+    return lax.reduce_sum(parts, axes=(0,))
+
+
+def _join(leaf: Array, *, dim: int) -> Array:
+    """`[M, ..., R, ...]` microbatches, rows at `dim`, to all rows in their order."""
+    before, after = leaf.shape[1:dim], leaf.shape[dim + 1 :]
+    return jnp.moveaxis(leaf, 0, dim).reshape(*before, -1, *after)

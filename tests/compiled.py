@@ -1,0 +1,130 @@
+"""What a compiled program moves between devices, what devices hold, and what touches the host."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
+_KINDS = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all|collective-broadcast|ragged-all-to-all"
+_INSTRUCTION = re.compile(rf" = (?P<result>.*?) (?P<kind>{_KINDS})(?:-start)?\((?P<rest>.*)$")
+
+
+class Collective(NamedTuple):
+    """One collective of a program.
+
+    Attributes:
+      groups: Device positions that exchange; pairs of source and target for a permutation.
+      received_bytes: Most that one device gets from others.
+    """
+
+    kind: str
+    groups: frozenset[frozenset[int]]
+    received_bytes: int
+
+
+def collectives(program: jax.stages.Lowered) -> list[Collective]:
+    """Compile and read every collective of the optimised program."""
+    lines = program.compile().as_text().splitlines()
+    found = [match for line in lines if (match := _INSTRUCTION.search(line))]
+    return [_collective(match["kind"], _bytes(match["result"]), match["rest"]) for match in found]
+
+
+def _collective(kind: str, result_bytes: int, rest: str) -> Collective:
+    if kind == "collective-permute":
+        listed = re.search(r"source_target_pairs=\{(.*?\})\}", rest)
+        assert listed is not None, rest
+        pairs = [frozenset(map(int, pair.split(","))) for pair in re.findall(r"\{([\d,]+)", listed[1])]
+        return Collective(kind, frozenset(pairs), result_bytes if any(len(pair) == 2 for pair in pairs) else 0)
+    groups = _groups(rest)
+    (size,) = {len(group) for group in groups}
+    # Of the result, a device of a group of n had its own n-th part.
+    assert kind == "all-gather" or kind == "all-to-all", f"no rule for the bytes of {kind}"
+    return Collective(kind, groups, result_bytes * (size - 1) // size)
+
+
+def _bytes(result: str) -> int:
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", result)
+    return sum(_ITEM_BYTES[kind] * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in arrays)
+
+
+def _groups(rest: str) -> frozenset[frozenset[int]]:
+    """Replica groups, in any of the three ways in which XLA writes them."""
+    numbers = r"\[([\d,]+)\]"
+    order = r"(?:T\(([\d,]+)\))?"
+    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", rest):
+        return frozenset(frozenset(_integers(group)) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+    if iota := re.search(rf"replica_groups={numbers}<={numbers}{order}", rest):
+        return _rows(_iota(iota[2], iota[3]).reshape(_integers(iota[1])))
+    named = re.search(rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({numbers}{order}\))? \{{([^}}]*)\}}", rest)
+    assert named is not None, rest
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+    along = [list(sizes).index(name) for name in re.findall(r"'(\w+)'(?=,|$)", named[4])]
+    assert len(along) == named[4].count(",") + 1, f"a part of an axis: {rest}"
+    ids = _iota(named[2] or str(math.prod(sizes.values())), named[3]).reshape(list(sizes.values()))
+    across = [axis for axis in range(ids.ndim) if axis not in along]
+    return _rows(ids.transpose(across + along).reshape(-1, math.prod(ids.shape[axis] for axis in along)))
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _iota(shape: str, order: str | None) -> np.ndarray:
+    """0, 1, 2 … in this shape, with its dimensions in this order."""
+    ids = np.arange(math.prod(_integers(shape))).reshape(_integers(shape))
+    return ids.transpose(_integers(order)) if order else ids
+
+
+def _rows(ids: np.ndarray) -> frozenset[frozenset[int]]:
+    return frozenset(frozenset(group.tolist()) for group in ids)
+
+
+def joined(collections: list[frozenset[frozenset[int]]]) -> set[frozenset[int]]:
+    """Devices that exchange with each other through any of the collectives, directly or in steps."""
+    merged: list[set[int]] = []
+    for group in (group for groups in collections for group in groups):
+        touching = [other for other in merged if other & group]
+        merged = [other for other in merged if not other & group] + [set(group).union(*touching)]
+    return {frozenset(group) for group in merged}
+
+
+def live_bytes() -> dict[int, int]:
+    """Bytes in buffers of each device's own memory, by device id; arrays that share a buffer count once."""
+    buffers = {}
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            if shard.data.sharding.memory_kind in (None, shard.device.default_memory().kind):
+                buffers[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    totals: dict[int, int] = defaultdict(int)
+    for (device, _), size in buffers.items():
+        totals[device] += size
+    return {device.id: totals[device.id] for device in jax.devices()}
+
+
+@contextmanager
+def host_reads() -> Iterator[list[Any]]:
+    """Shapes of the arrays that were read into host memory within the block.
+
+    A transfer guard sees no reads on CPU devices, where an array already lies in host memory,
+    so this counts at the one place that every conversion of an array to numpy goes through.
+    """
+    array_type: Any = type(jnp.zeros(()))
+    original = array_type._value
+    seen: list[Any] = []
+
+    def counted(array: jax.Array) -> Any:
+        seen.append(array.shape)
+        return original.fget(array)
+
+    array_type._value = property(counted)
+    try:
+        yield seen
+    finally:
+        array_type._value = original
