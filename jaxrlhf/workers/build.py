@@ -158,8 +158,8 @@ class Builder:
         if "actor" in roles:
             mesh = factored_mesh(layout, pool.devices)
             generation = mesh if apart else generation_mesh(layout, pool.devices)
-            layout_of(mesh, self.model, "lm", role="actor")
-            self.hybrid = HybridEngine(mesh, generation, param_dims(self.model, "lm"), self.shapes, dtype=self.dtype)
+            dims = param_dims(self.model, "lm")
+            self.hybrid = HybridEngine.by_rules(mesh, generation, dims, self.shapes, dtype=self.dtype)
             self.sampler = None if apart else self._sampler(generation)
         if ROLLOUT in roles:
             self.sampler = self._sampler(rollout_mesh(config, pool))
@@ -181,6 +181,7 @@ class Builder:
             dtype=self.dtype,
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
+            stage_axis="stage",
         )
         return Sampler(engine, mesh, island, self.width, self._progress)
 

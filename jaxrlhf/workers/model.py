@@ -21,7 +21,17 @@ from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Optimizer, Training
 from jaxrlhf.models.decoder import hidden_states
 from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.parallel import BATCH_AXES, TRAIN, check_divisible, shardings, to_device, to_host
+from jaxrlhf.models.pipeline import pipeline_over
+from jaxrlhf.parallel import (
+    BATCH_AXES,
+    STAGE_AXES,
+    TRAIN,
+    Moved,
+    check_divisible,
+    shardings,
+    to_device,
+    to_host,
+)
 from jaxrlhf.workers.packing import Packing, Rows
 from jaxrlhf.workers.protocol import Place
 
@@ -86,6 +96,8 @@ class ModelWorker(ABC):
         self.place = Place.of(mesh)
         self._parts: dict[str, Any] = {"parameters": params}
         self._offload, self._users = frozenset(offload), Counter[str]()
+        self._moves: list[Moved] = []
+        self._pipeline = pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=("fsdp",))
         self.dtype = dtype
         self._progress = progress
         self._width = width
@@ -109,6 +121,7 @@ class ModelWorker(ABC):
             remat=self._remat,
             dtype=self.dtype,
             row_sharding=self._batch_sharding,
+            pipeline=self._pipeline,
         )
 
     def _pack(self, sequences: Sequences) -> Packing:
@@ -153,7 +166,7 @@ class ModelWorker(ABC):
         """Within the block these parts of the model are on the devices, wherever they wait otherwise."""
         for part in parts:
             if part in self._offload and not self._users[part]:
-                self._parts[part] = to_device(self._parts[part])
+                self._move(part, to_device)
             self._users[part] += 1
         try:
             yield
@@ -163,8 +176,25 @@ class ModelWorker(ABC):
                 self._send_away(part)
 
     def _send_away(self, part: str) -> None:
-        if part in self._offload and not self._users[part]:
-            self._parts[part] = to_host(self._parts[part])
+        if part not in self._offload or self._users[part]:
+            return
+        arrays = [leaf for leaf in jax.tree.leaves(self._parts[part]) if isinstance(leaf, jax.Array)]
+        if not any(array.is_deleted() for array in arrays):  # else they are in the generation layout, and come back
+            self._move(part, to_host)
+
+    def _move(self, part: str, move: Callable[[Any], tuple[Any, Moved]]) -> None:
+        self._parts[part], moved = move(self._parts[part])
+        self._moves.append(moved)
+
+    def take_metrics(self) -> Metrics:
+        """What moving parts between device and host cost since the last call; nothing if none moves."""
+        moves, self._moves = self._moves, []
+        if not self._offload:
+            return {}
+        return {
+            f"offload/{self.role}_s": sum(moved.seconds for moved in moves),
+            f"offload/{self.role}_bytes": float(sum(moved.bytes_per_device for moved in moves)),
+        }
 
     def items(self) -> dict[str, TreeItem]:
         """What a checkpoint of this role holds."""

@@ -14,7 +14,7 @@ from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Scores
 from jaxrlhf.config import ROLLOUT, Sampling
 from jaxrlhf.models.heads import token_logp, values
-from jaxrlhf.parallel import HybridEngine, Switch, offer
+from jaxrlhf.parallel import HybridEngine, Switch, SwitchError, offer
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.generation import Generator, Sampler
 from jaxrlhf.workers.model import Metrics, ModelWorker, Objective, Progress, TrainedWorker
@@ -57,7 +57,7 @@ class Actor(TrainedWorker):
     def take_metrics(self) -> Metrics:
         """What switching layouts cost since the last call."""
         switches, self._switches = self._switches, []
-        return {
+        return super().take_metrics() | {
             "time/relayout_s": sum(switch.seconds for switch in switches),
             "relayout/received_bytes": float(max((switch.bytes_per_device for switch in switches), default=0)),
         }
@@ -70,7 +70,11 @@ class Actor(TrainedWorker):
         """The current weights are in the engine within the block."""
         assert self._sampler is not None, "another pool generates for this actor"
         with self.on_devices("parameters"):
-            weights = self._switch(self._hybrid.to_generation(self.params))
+            try:
+                weights = self._switch(self._hybrid.to_generation(self.params))
+            except SwitchError as error:
+                self._parts["parameters"], _ = self._hybrid.to_training(error.weights, self.params)
+                raise
         try:
             self._sampler.load(weights, self.version)
             yield self._sampler

@@ -45,7 +45,7 @@ class ScoreModel:
         )
         self._offload = offload
         if offload:
-            self._params = to_host(self._params)
+            self._params, _ = to_host(self._params)
         self._dtype, self._tokens_per_batch = dtype, tokens_per_batch
         self._rows_multiple = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         self._row_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
@@ -61,7 +61,7 @@ class ScoreModel:
         sequences = [self._encode(prompt + response, finished) for prompt, response, finished in texts]
         score_B = np.full(len(texts), np.nan, np.float32)
         if self._offload:
-            self._params = to_device(self._params)
+            self._params, _ = to_device(self._params)
         for chosen, width, rows in self._batches(np.array([len(tokens) for tokens in sequences], np.int64)):
             token_RW, length_R = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
             for row, index in enumerate(chosen):
@@ -70,7 +70,7 @@ class ScoreModel:
             placed = jax.device_put((token_RW, length_R), self._row_sharding)
             score_B[chosen] = np.asarray(self._forward(self._params, *placed))[: len(chosen)]
         if self._offload:
-            self._params = to_host(self._params)
+            self._params, _ = to_host(self._params)
         return score_B
 
     def _encode(self, text: str, finished: bool) -> list[int]:
