@@ -21,6 +21,7 @@ from orbax.checkpoint import checkpoint_managers, handlers
 from jaxrlhf.checkpoint.items import Item, TreeItem
 
 _METRIC = "score"
+_PREFIX = "step"
 
 
 def _rank(metrics: Mapping[str, float]) -> float:
@@ -104,7 +105,7 @@ class Checkpoints:
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             read_only=read_only,
-            step_prefix="step",
+            step_prefix=_PREFIX,
             # Items write from processes that could not be told when directories appear.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
@@ -120,6 +121,10 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
+
+    def folder(self, step: int, item: str) -> Path:
+        """Where one item of a checkpoint lies, for `TreeItem.restore`."""
+        return self.directory / f"{_PREFIX}_{step}" / item
 
     def save(
         self, step: int, items: Mapping[str, Item], host: Mapping[str, Any], *, metric: float | None = None

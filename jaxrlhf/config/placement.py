@@ -56,7 +56,9 @@ def check_offload(offload: Sequence[str], models: Sequence[str], trained: Sequen
         role, _, part = entry.partition(".")
         require(role in models, f"offload: {entry!r} names no model of this run; it has {', '.join(models)}")
         named = part in ("", *PARTS) and entry.count(".") == (part != "")
-        require(named, f"offload: {entry!r} names no part of {role}; write {role}, {role}.parameters or {role}.optimizer")
+        require(
+            named, f"offload: {entry!r} names no part of {role}; write {role}, {role}.parameters or {role}.optimizer"
+        )
         require(part != "optimizer" or role in trained, f"offload: {entry!r}, and {role} is not trained; write {role}")
 
 

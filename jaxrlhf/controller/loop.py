@@ -151,7 +151,7 @@ class Loop:
         if latest is None:
             return 0, self.config.algorithm.initial_state()
         host = self.checkpoints.restore(latest, self.roles.items())
-        self.roles.load_counters(host["counters"])
+        self.roles.set_counters(host["counters"])
         self.loader.restore(host["loader"])
         return latest, self.config.algorithm.resumed_state(host["state"])
 

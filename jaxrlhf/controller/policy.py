@@ -75,7 +75,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     start = None
     if from_run:
         with closing(Checkpoints(place / CHECKPOINTS, read_only=True)) as checkpoints:
-            start = checkpoints.directory, _chosen(checkpoints, None)
+            start = checkpoints.folder(_chosen(checkpoints, None), "actor")
     stage = Stage(config, ("actor", "reward"), total_updates=1, policy=start)
     with console, closing(launch(config, tokenizer, progress=console.progress, workdir=None)) as pools:
         with closing(pools.roles(stage)) as roles:

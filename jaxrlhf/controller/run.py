@@ -97,19 +97,6 @@ def run(
             shared = replace(shared, config=replace(config, resume=True))
 
 
-def _launch_and_run(shared: Shared, *, dry_run: bool) -> bool:
-    """Launch the pools, show what the configuration comes down to, and run; whether the run came to its end."""
-    config, data = shared.config, shared.data
-    folder = None if dry_run else shared.workdir
-    with closing(launch(config, shared.tokenizer, progress=shared.display.progress, workdir=folder)) as pools:
-        rows = settings_rows(config, shared.model, pools, data.train, data.evaluation)
-        default_console().print(settings_table(rows, title=config.name))
-        if dry_run:
-            return False
-        _check_workdir(shared.workdir, config)
-        return _run_stages(replace(shared, pools=pools))
-
-
 class Display:
     """Passes the progress of long phases on to the log of the stage that runs."""
 
@@ -141,6 +128,19 @@ class Shared:
     loggers: Sequence[Logger]
     pools: Pools | None = None
     interrupted: threading.Event = field(default_factory=threading.Event)
+
+
+def _launch_and_run(shared: Shared, *, dry_run: bool) -> bool:
+    """Launch the pools, show what the configuration comes down to, and run; whether the run came to its end."""
+    config, data = shared.config, shared.data
+    folder = None if dry_run else shared.workdir
+    with closing(launch(config, shared.tokenizer, progress=shared.display.progress, workdir=folder)) as pools:
+        rows = settings_rows(config, shared.model, pools, data.train, data.evaluation)
+        default_console().print(settings_table(rows, title=config.name))
+        if dry_run:
+            return False
+        _check_workdir(shared.workdir, config)
+        return _run_stages(replace(shared, pools=pools))
 
 
 def load_data(config: Config, tokenizer: Any) -> Data:
@@ -175,10 +175,10 @@ def _run_stages(shared: Shared) -> bool:
         if shared.config.cold_start is not None:
             data = replace(shared.data, held_out=[])
             quiet = replace(shared, config=_cold_start(shared.config), data=data, on_step=None, loggers=())
-            if not _run_stage(quiet, shared.workdir / COLD_START, None) or shared.interrupted.is_set():
+            start = _run_stage(quiet, shared.workdir / COLD_START, None)
+            if start is None or shared.interrupted.is_set():
                 return False
-            start = (shared.workdir / COLD_START / CHECKPOINTS, shared.config.cold_start.steps)
-        return _run_stage(shared, shared.workdir, start)
+        return _run_stage(shared, shared.workdir, start) is not None
 
 
 def _stages(config: Config) -> list[Config]:
@@ -209,8 +209,12 @@ def _cold_start(config: Config) -> Config:
     )
 
 
-def _run_stage(shared: Shared, directory: Path, start: tuple[Path, int] | None) -> bool:
-    """Run one stage from the policy in a checkpoint, or the configuration's model; False if it was interrupted."""
+def _run_stage(shared: Shared, directory: Path, start: Path | None) -> Path | None:
+    """Run one stage from a policy on disk, or from the configuration's model.
+
+    Returns:
+      Where the trained policy lies; None if the stage was interrupted.
+    """
     config, algorithm = shared.config, shared.config.algorithm
     assert shared.pools is not None
     total = config.steps * algorithm.updates_per_step(config)
@@ -243,7 +247,7 @@ def _run_stage(shared: Shared, directory: Path, start: tuple[Path, int] | None) 
         interrupted=shared.interrupted,
     )
     try:
-        return loop.run()
+        return checkpoints.folder(config.steps, "actor") if loop.run() else None
     finally:
         roles.close()
         checkpoints.close()

@@ -1,5 +1,6 @@
 """Tokenizers in Hugging Face format: any that transformers loads, and a small embedded one."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

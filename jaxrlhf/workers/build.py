@@ -1,8 +1,7 @@
 """Builds the workers of one process: its share of models on meshes over a resource pool."""
 
 import math
-from collections.abc import Callable, Collection
-from contextlib import closing
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
-from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import PPO, ROLLOUT, Config, FromScratch, Model, ModelReward, Pretrained, Training, offloaded
 from jaxrlhf.data import decoder
 from jaxrlhf.engine import Engine
@@ -111,13 +110,13 @@ class Stage:
       config: Of the stage.
       roles: That the stage calls.
       total_updates: Over which learning rates decay.
-      policy: Folder of checkpoints and the step whose policy is started from; None is the configuration's model.
+      policy: Folder of a checkpoint's actor to start from; None is the configuration's model.
     """
 
     config: Config
     roles: tuple[str, ...]
     total_updates: int
-    policy: tuple[Path, int] | None = None
+    policy: Path | None = None
 
 
 class Builder:
@@ -201,16 +200,23 @@ class Builder:
 
     def workers(self, stage: Stage, roles: Collection[str]) -> dict[str, Any]:
         """The named roles, all starting from the policy that the stage starts from."""
-        start = self._policy(stage, roles) if set(roles) & {"actor", "critic", "reference"} else None
-        make = {
-            "actor": lambda: self._actor(start, stage),
-            "critic": lambda: self._critic(start, stage),
-            "reference": lambda: self._reference(start),
-            ROLLOUT: lambda: Generator(self.sampler, self.model, self.generation_shapes()),
-            "reward": lambda: Reward(self.scorer, Place.alone(*self._rank), decoder(self.tokenizer), self._progress),
-        }
-        # The actor comes last: the others copy the policy that it takes over.
-        return {name: make[name]() for name in sorted(roles, key=lambda name: name == "actor")}
+        workers: dict[str, Any] = {}
+        if ROLLOUT in roles:
+            assert self.sampler is not None
+            workers[ROLLOUT] = Generator(self.sampler, self.model, self.generation_shapes())
+        if "reward" in roles:
+            assert self.scorer is not None
+            workers["reward"] = Reward(self.scorer, Place.alone(*self._rank), decoder(self.tokenizer), self._progress)
+        if not {"actor", "critic", "reference"} & set(roles):
+            return workers
+        start = self._policy(stage, roles)
+        if "reference" in roles:
+            workers["reference"] = self._reference(start)
+        if "critic" in roles:
+            workers["critic"] = self._critic(start, stage)
+        if "actor" in roles:  # last: the others copy the policy that it takes over
+            workers["actor"] = self._actor(start, stage)
+        return workers
 
     def generation_shapes(self) -> Any:
         """Shapes of the policy as it generates."""
@@ -221,16 +227,16 @@ class Builder:
         return shardings(mesh, param_dims(self.model, "lm"), GENERATE)
 
     def _policy(self, stage: Stage, roles: Collection[str]) -> Params:
-        """The policy's float32 parameters before the stage, in the training layout of the first role that needs them."""
+        """The policy's float32 parameters before the stage, in the training layout of a role that needs them."""
         role = next(name for name in ("actor", "reference", "critic") if name in roles)
         mesh = self.mesh(role)
         layout = layout_of(mesh, self.model, "lm", role=role)
         if stage.policy is None:
             return initial_params(self.config.model, self.model, "lm", layout, seed=self.config.seed)
         target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.shapes, layout)
-        directory, step = stage.policy
-        with closing(Checkpoints(directory, read_only=True)) as checkpoints:
-            return checkpoints.read(step, {"actor": target})["actor"]
+        restored: list[Params] = []
+        TreeItem(lambda: target, restored.append).restore(stage.policy)
+        return restored[0]
 
     def mesh(self, role: str) -> Mesh:
         """The training mesh of a role on this pool."""

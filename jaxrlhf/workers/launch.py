@@ -34,7 +34,6 @@ def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Prog
         return launch_on_ray(config, config.cluster, progress=progress, workdir=workdir)
     output = None if workdir is None else workdir / REWARD_OUTPUT
     ranks: list[Ranks] = []
-    pools = Pools(ranks)
     try:
         for pool, devices in split_devices(config, jax.devices()):
             host = Host(
@@ -47,9 +46,9 @@ def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Prog
             )
             ranks.append(LocalRanks(pool.name, pool.roles, host))
     except BaseException:
-        pools.close()
+        Pools(ranks).close()
         raise
-    return pools
+    return Pools(ranks)
 
 
 def placed(config: Config, *, devices: int) -> list[Pool]:

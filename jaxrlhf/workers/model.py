@@ -95,6 +95,7 @@ class ModelWorker(ABC):
         self.role, self.config, self.head, self.mesh = role, config, head, mesh
         self.place = Place.of(mesh)
         self._parts: dict[str, Any] = {"parameters": params}
+        self._layout = jax.tree.map(lambda x: x.sharding, params)
         self._offload, self._users = frozenset(offload), Counter[str]()
         self._moves: list[Moved] = []
         self._pipeline = pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=("fsdp",))
@@ -241,9 +242,10 @@ class TrainedWorker(ModelWorker):
                 weight_decay=optimizer.weight_decay,
             ),
         )
-        layout = jax.tree.map(lambda x: x.sharding, self.params)
+        layout = self._layout
         self._whole = whole = NamedSharding(self.mesh, PartitionSpec())
-        state = jax.eval_shape(self._optimizer.init, self.params)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params)
+        state = jax.eval_shape(self._optimizer.init, shapes)
         self._state_layout = optax.tree_utils.tree_map_params(
             self._optimizer, lambda _, sharding: sharding, state, layout, transform_non_params=lambda _: whole
         )
@@ -252,7 +254,6 @@ class TrainedWorker(ModelWorker):
         self._apply = jax.jit(
             self._apply_gradient, donate_argnums=(0, 1), out_shardings=(layout, self._state_layout, whole)
         )
-        self._gradient_layout = layout
         self._accumulate: dict[tuple[Objective, Hashable], Any] = {}
 
     @contextmanager
@@ -298,7 +299,7 @@ class TrainedWorker(ModelWorker):
                 (total, sums), change = jax.value_and_grad(loss, has_aux=True)(params)
                 return jax.tree.map(jnp.add, gradient, change), {**sums, "loss": total}
 
-            self._accumulate[key] = jax.jit(add, donate_argnums=1, out_shardings=(self._gradient_layout, self._whole))
+            self._accumulate[key] = jax.jit(add, donate_argnums=1, out_shardings=(self._layout, self._whole))
         return self._accumulate[key]
 
     def gradient(

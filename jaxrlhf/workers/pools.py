@@ -13,7 +13,7 @@ from typing import Any
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import ROLLOUT
 from jaxrlhf.workers.build import Stage
-from jaxrlhf.workers.group import ActorApart, Group, Lane, Remote, Timeline
+from jaxrlhf.workers.group import ActorApart, Group, Lane, Timeline
 from jaxrlhf.workers.host import Built, Host
 from jaxrlhf.workers.model import Metrics
 from jaxrlhf.workers.protocol import verbs_of

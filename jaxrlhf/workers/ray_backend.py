@@ -7,7 +7,6 @@ that takes it as an argument fetches it from there, not through the controller.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.workers.build import tokenizer_path
 from jaxrlhf.workers.group import Remote
 from jaxrlhf.workers.host import Host
-from jaxrlhf.workers.launch import REWARD_OUTPUT, placed
+from jaxrlhf.workers.launch import placed
 from jaxrlhf.workers.model import Progress
 from jaxrlhf.workers.pools import Pools, Ranks
 from jaxrlhf.workers.protocol import PROTOCOLS, Place, verbs_of
