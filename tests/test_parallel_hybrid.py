@@ -201,9 +201,7 @@ def test_a_cast_comes_before_the_gather() -> None:
     full, half = (
         engine_of(Layout(data=2, tensor=4, generation_tensor=2), dtype=dtype) for dtype in (jnp.float32, jnp.float16)
     )
-    table = (
-        SHAPES["table"].size * 4 // 4
-    )  # the other leaf has one dimension beside its layers, as scales have
+    table = SHAPES["table"].size * 4 // 4  # the other leaf has one dimension beside its layers, as scales have
     assert half.bytes_per_device == full.bytes_per_device - table // 2
     (program,) = half.lower().to_generation
     assert sum(c.received_bytes for c in collectives(program)) == half.bytes_per_device

@@ -284,7 +284,7 @@ class HybridEngine:
     def _once(self, ties: tuple[int, ...]) -> list[_Leaf]:
         return [leaf for place, leaf in enumerate(self._leaves) if ties[place] == place]
 
-    def _flat(self, tree: Any) -> list[jax.Array]:
+    def _flat(self, tree: Any) -> list[Any]:
         structure: Any = jax.tree.structure(tree)
         if structure != self._structure:
             raise ValueError(f"a tree of another structure: {structure}; expected {self._structure}")

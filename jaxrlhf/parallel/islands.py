@@ -88,7 +88,8 @@ def hand_over(weights: Any, island: Mesh) -> Any:
 
 
 def _view(path: Any, leaf: jax.Array, island: Mesh) -> jax.Array:
-    assert isinstance(leaf.sharding, NamedSharding), leaf.sharding
+    if not isinstance(leaf.sharding, NamedSharding):
+        raise ValueError(f"{jax.tree_util.keystr(path)} has no named layout: {leaf.sharding}; hand over engine weights")
     sharding = NamedSharding(island, leaf.sharding.spec)
     wanted = sharding.devices_indices_map(leaf.shape)
     shards = {shard.device: shard for shard in leaf.addressable_shards if shard.device in wanted}

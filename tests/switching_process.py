@@ -1,0 +1,64 @@
+"""One of two processes that share a mesh: switch layouts, hand weights to an island, compute there, and go back.
+
+python switching_process.py PORT RANK
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrlhf.config import Layout
+from jaxrlhf.parallel import HybridEngine, factored_mesh, generation_mesh, hand_over, local_island
+
+DIMS = {"layers": ("layers", "mlp"), "table": ("vocab", "embed")}
+SHAPES = {"layers": jax.ShapeDtypeStruct((8, 16), jnp.float32), "table": jax.ShapeDtypeStruct((64, 4), jnp.float32)}
+
+
+def build() -> dict[str, jax.Array]:
+    """Weights of which every element is another."""
+    return {name: jnp.arange(x.size, dtype=x.dtype).reshape(x.shape) for name, x in SHAPES.items()}
+
+
+def check(tree: dict[str, jax.Array]) -> None:
+    """Every shard of this process holds what it should."""
+    for leaf in tree.values():
+        whole = np.arange(leaf.size, dtype=np.float32).reshape(leaf.shape)
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole[shard.index])
+
+
+def main() -> None:
+    """Raise if anything is not as it should be."""
+    port, rank = map(int, sys.argv[1:])
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)
+    layout, devices = Layout(fsdp=2, tensor=4, generation_tensor=2), jax.devices()
+    meshes = factored_mesh(layout, devices), generation_mesh(layout, devices)
+    hybrid = HybridEngine.by_rules(*meshes, DIMS, SHAPES, dtype=jnp.float32)
+    params = jax.jit(build, out_shardings=hybrid.train)()
+    weights, _ = hybrid.to_generation(params)
+    check(weights)
+    island = local_island(meshes[1])
+    assert [device.process_index for device in island.devices.flat] == [rank] * 4
+    views = hand_over(weights, island)
+    check(views)
+    for name, view in views.items():
+        assert view.is_fully_addressable and not weights[name].is_fully_addressable
+        mine, theirs = (
+            {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards} for leaf in (view, weights[name])
+        )
+        assert mine == theirs
+    # Another number of programs on each side: with a collective between them this would hang.
+    for _ in range(1 + rank):
+        total = jax.jit(lambda tree: sum(leaf.sum() for leaf in tree.values()))(views)
+    assert float(total) == sum(sum(range(x.size)) for x in SHAPES.values())
+    params, back = hybrid.to_training(weights, params)
+    assert back.bytes_per_device == 0
+    check(params)
+    assert all(view.is_deleted() for view in views.values())
+    print(f"process {rank} is done")
+
+
+if __name__ == "__main__":
+    main()

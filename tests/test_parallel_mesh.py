@@ -1,0 +1,148 @@
+"""Layouts, the meshes they factor devices into, and the rules that lay parameters out."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxrlhf.config import Layout
+from jaxrlhf.parallel import (
+    AXES,
+    GENERATE,
+    TRAIN,
+    cast_shapes,
+    check_divisible,
+    factored_mesh,
+    generation_mesh,
+    laid_out,
+    mesh_of,
+    shard_bytes,
+    shardings,
+)
+
+
+def sizes(mesh: jax.sharding.Mesh) -> dict[str, int]:
+    return {axis: size for axis, size in mesh.shape.items() if size > 1}
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (Layout(), {"data": 8}),
+        (Layout(fsdp=4, tensor=2), {"fsdp": 4, "micro_tensor": 2}),
+        (Layout(tensor=4, generation_tensor=2), {"data": 2, "tensor": 2, "micro_tensor": 2}),
+        (
+            Layout(stage=4, tensor=2, generation_stage=2, generation_tensor=2),
+            {"stage": 2, "micro_stage": 2, "tensor": 2},
+        ),
+    ],
+)
+def test_a_refining_layout_is_one_mesh(layout: Layout, expected: dict[str, int]) -> None:
+    mesh = factored_mesh(layout, jax.devices())
+    assert sizes(mesh) == expected
+    assert mesh.axis_names == AXES
+    assert list(mesh.devices.flat) == jax.devices()
+    assert generation_mesh(layout, jax.devices()) is mesh
+
+
+@pytest.mark.parametrize(
+    ("layout", "training", "generation"),
+    [
+        (Layout(fsdp=4, tensor=2, generation_tensor=4), {"fsdp": 4, "tensor": 2}, {"data": 2, "tensor": 4}),
+        (Layout(stage=2, generation_stage=4), {"data": 4, "stage": 2}, {"data": 2, "stage": 4}),
+    ],
+)
+def test_a_layout_that_does_not_refine_generates_on_a_mesh_of_its_own(
+    layout: Layout, training: dict[str, int], generation: dict[str, int]
+) -> None:
+    assert not layout.refines
+    assert sizes(factored_mesh(layout, jax.devices())) == training
+    mesh = generation_mesh(layout, jax.devices())
+    assert sizes(mesh) == generation
+    assert list(mesh.devices.flat) == jax.devices()
+
+
+def test_micro_sizes_are_the_quotients() -> None:
+    layout = Layout(stage=6, tensor=8, generation_stage=2, generation_tensor=4)
+    assert (layout.micro_stage, layout.micro_tensor) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (
+            Layout(tensor=3),
+            "critic: data=rest x fsdp=1 x stage=1 x tensor=3 does not fill 8 devices; the product must be 8: "
+            "fsdp * stage * tensor must be one of [1, 2, 4, 8]",
+        ),
+        (Layout(data=2, fsdp=2), "critic: data=2 x fsdp=2 x stage=1 x tensor=1 does not fill 8 devices; the product "
+         "must be 8: data=4 does"),
+        (Layout(data=3, stage=4), "data=3 x fsdp=1 x stage=4 x tensor=1 does not fill 8 devices; the product must be "
+         "8: data=2 does"),
+        (Layout(tensor=16), "must be one of [1, 2, 4, 8]"),
+        (
+            Layout(tensor=4, generation_tensor=3),
+            "critic: generation_stage=1 x generation_tensor=3 does not fill 8 devices with replicas of 3; the product "
+            "must be one of [1, 2, 4, 8]",
+        ),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fill_the_devices_say_what_would(layout: Layout, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generation_mesh(layout, jax.devices(), role="critic")
+
+
+def test_a_dimension_that_does_not_split_is_named() -> None:
+    mesh = mesh_of({"data": 2, "tensor": 2, "micro_tensor": 2}, jax.devices())
+    dims, shapes = {"w": (None, "mlp")}, {"w": jax.ShapeDtypeStruct((16, 6), jnp.float32)}
+    with pytest.raises(ValueError, match=r"critic: the model's 'mlp' dimension of 6 does not split 4 ways"):
+        check_divisible(mesh, dims, shapes, TRAIN, role="critic")
+    check_divisible(mesh, dims, shapes, GENERATE, role="critic")
+
+
+def test_rules_name_axes_by_dimension() -> None:
+    mesh = mesh_of({"data": 8}, jax.devices())
+    dims = {"query": ("layers", "embed", "heads", None), "table": ("vocab", "embed")}
+    train, generate = shardings(mesh, dims, TRAIN), shardings(mesh, dims, GENERATE)
+    stages, tensors = ("stage", "micro_stage"), ("tensor", "micro_tensor")
+    assert train["query"].spec == PartitionSpec(stages, "fsdp", tensors, None)
+    assert generate["query"].spec == PartitionSpec("stage", None, "tensor", None)
+    assert train["table"].spec == PartitionSpec(("stage", "tensor", "micro_stage", "micro_tensor"), "fsdp")
+    assert generate["table"].spec == PartitionSpec(("stage", "tensor"), None)
+
+
+def test_every_rule_names_axes_of_the_mesh() -> None:
+    named = {axis for rules in (TRAIN, GENERATE) for axes in rules.values() for axis in np.atleast_1d(axes).tolist()}
+    assert named < set(AXES)
+
+
+def test_the_bytes_of_a_shard_count_every_split() -> None:
+    mesh = mesh_of({"fsdp": 2, "stage": 2, "tensor": 2}, jax.devices())
+    dims = {"w": ("layers", "embed", "mlp"), "scale": ("layers", None)}
+    shapes = {"w": jax.ShapeDtypeStruct((4, 8, 16), jnp.float32), "scale": jax.ShapeDtypeStruct((4, 8), jnp.float32)}
+    assert shard_bytes(shapes, shardings(mesh, dims, TRAIN)) == (4 * 8 * 16 // 8 + 4 * 8 // 2) * 4
+    assert shard_bytes(shapes, shardings(mesh, dims, GENERATE)) == (4 * 8 * 16 // 4 + 4 * 8 // 2) * 4
+
+
+def test_scales_of_norms_are_not_cast() -> None:
+    dims = {
+        "table": ("vocab", "embed"),
+        "stacked": ("layers", None),
+        "last": (None,),
+        "bias": ("layers", "heads", None),
+    }
+    shapes = jax.tree.map(
+        lambda names: jax.ShapeDtypeStruct((2,) * len(names), jnp.float32), dims, is_leaf=lambda x: isinstance(x, tuple)
+    )
+    dtypes = jax.tree.map(lambda x: x.dtype, cast_shapes(dims, shapes, dtype=jnp.bfloat16))
+    assert dtypes == {"table": jnp.bfloat16, "stacked": jnp.float32, "last": jnp.float32, "bias": jnp.bfloat16}
+
+
+def test_laid_out_pairs_shapes_and_shardings() -> None:
+    mesh = mesh_of({"data": 8}, jax.devices())
+    layout = shardings(mesh, {"w": ("mlp",), "absent": None}, TRAIN)
+    tree = laid_out({"w": jnp.ones(3), "absent": None}, layout)
+    assert tree == {"w": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=layout["w"]), "absent": None}

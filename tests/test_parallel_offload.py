@@ -1,0 +1,204 @@
+"""Host memory and back: the same bits in the same places, and free device memory in between."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxrlhf.parallel.offload import HostArray, device_bytes, to_device, to_host
+from jaxrlhf.tracking.device_memory import bytes_in_use
+from jaxrlhf.tracking.timing import CompileCounter
+
+MESH = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+WAYS = pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "numpy"])
+
+
+def placed(spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(MESH, spec)
+
+
+def a_tree() -> dict[str, Any]:
+    """Splits of every sort, several dtypes, NaNs, a tied leaf, no leaf, and leaves that are no arrays."""
+    key = jax.random.key(0)
+    both = jax.device_put(jax.random.normal(key, (16, 32)), placed(PartitionSpec("fsdp", "tensor")))
+    return {
+        "both": both,
+        "tied": [both],
+        "fused": jax.device_put(jnp.arange(64, dtype=jnp.int32), placed(PartitionSpec(("fsdp", "tensor")))),
+        "copies": jax.device_put(jnp.asarray([1.0, jnp.nan, -0.0], jnp.bfloat16), placed(PartitionSpec())),
+        "scalar": jax.device_put(jnp.float32(3), placed(PartitionSpec())),
+        "single": jax.device_put(jnp.ones((4, 4)), SingleDeviceSharding(jax.devices()[3])),
+        "none": None,
+        "steps": 7,
+        "key": jax.device_put(key, placed(PartitionSpec())),
+    }
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree) if not is_key(leaf)]
+
+
+def is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+@WAYS
+def test_there_and_back_keeps_bits_and_shardings(pinned: bool) -> None:
+    tree = a_tree()
+    expected, shardings = bits(tree), [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    host, _ = to_host(tree, pinned=pinned)
+    back, _ = to_device(host)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    assert bits(back) == expected
+    assert [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(back)] == shardings
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(back) if isinstance(leaf, jax.Array)} == {"device"}
+    assert (back["none"], back["steps"]) == (None, 7)
+    assert back["key"] is tree["key"]
+
+
+@WAYS
+def test_tied_leaves_stay_tied_and_move_once(pinned: bool) -> None:
+    leaf = jax.device_put(jnp.ones((8, 8)), placed(PartitionSpec("fsdp", "tensor")))
+    host, there = to_host({"embedding": leaf, "head": leaf}, pinned=pinned)
+    assert host["embedding"] is host["head"]
+    back, here = to_device(host)
+    assert back["embedding"] is back["head"]
+    assert there.bytes_per_device == here.bytes_per_device == 8 * 8 * 4 // 8
+
+
+@WAYS
+def test_device_memory_is_free_in_between(pinned: bool) -> None:
+    empty = bytes_in_use(jax.local_devices())
+    tree = {
+        "split": jax.device_put(np.zeros((1024, 256), np.float32), placed(PartitionSpec("fsdp", "tensor"))),
+        "copies": jax.device_put(np.zeros(1024, np.float32), placed(PartitionSpec())),
+    }
+    full = bytes_in_use(jax.local_devices())
+    size = 1024 * 256 * 4 // 8 + 1024 * 4
+    assert [after - before for before, after in zip(empty, full, strict=True)] == [size] * 8
+    host, there = to_host(tree, pinned=pinned)
+    assert bytes_in_use(jax.local_devices()) == empty
+    assert all(leaf.is_deleted() for leaf in tree.values())
+    back, here = to_device(host)
+    assert bytes_in_use(jax.local_devices()) == full
+    assert there.bytes_per_device == here.bytes_per_device == size
+    assert there.seconds > 0
+    del back
+
+
+def test_pinned_leaves_are_arrays_and_their_copies_are_freed_on_the_way_back() -> None:
+    tree = {"w": jax.device_put(jnp.ones((8, 8)), placed(PartitionSpec("fsdp")))}
+    host, _ = to_host(tree)  # CPU devices have pinned host memory too
+    assert host["w"].sharding == placed(PartitionSpec("fsdp")).with_memory_kind("pinned_host")
+    to_device(host)
+    assert host["w"].is_deleted()
+
+
+def test_numpy_leaves_keep_replicated_shards_once() -> None:
+    array = jax.device_put(jnp.arange(8.0), placed(PartitionSpec("fsdp")))  # 2 ways over 8 devices
+    host, _ = to_host([array], pinned=False)
+    assert isinstance(host[0], HostArray)
+    assert sorted(block.tolist() for block in host[0].blocks.values()) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (host[0].shape, host[0].dtype) == ((8,), jnp.float32)
+
+
+@WAYS
+def test_a_value_that_was_away_neither_recompiles_a_program_nor_stains_its_results(pinned: bool) -> None:
+    program = jax.jit(lambda w: (w * 2, w.sum()))
+    tree = {"w": jax.device_put(jnp.ones((8, 8)), placed(PartitionSpec("fsdp", "tensor")))}
+    program(tree["w"])
+    host, _ = to_host(tree, pinned=pinned)
+    back, _ = to_device(host)
+    with CompileCounter() as compiled:
+        results = program(back["w"])
+    assert compiled.count == 0
+    assert {result.sharding.memory_kind for result in results} == {"device"}
+
+
+def test_moving_what_is_there_already_moves_nothing() -> None:
+    tree = {"w": jax.device_put(jnp.ones((8, 8)), placed(PartitionSpec("fsdp")))}
+    same, moved = to_device(tree)
+    assert same["w"] is tree["w"] and moved.bytes_per_device == 0
+    host, _ = to_host(tree)
+    again, moved = to_host(host)
+    assert again["w"] is host["w"] and moved.bytes_per_device == 0
+    assert to_host({})[1].bytes_per_device == 0
+
+
+def test_device_bytes_are_those_on_the_device_and_not_the_hosts() -> None:
+    split = jax.device_put(jnp.ones((8, 8)), placed(PartitionSpec("fsdp", "tensor")))
+    single = jax.device_put(jnp.ones(4, jnp.bfloat16), SingleDeviceSharding(jax.devices()[3]))
+    away, _ = to_host([jax.device_put(jnp.ones(64), placed(PartitionSpec()))])
+    counts = device_bytes({"split": split, "tied": split, "single": single, "away": away, "none": None})
+    assert counts == {device: 32 + (8 if device.id == 3 else 0) for device in jax.devices()}
+    split.delete()
+    assert set(device_bytes([split]).values()) == {0}
+
+
+def test_an_array_on_no_particular_device_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \(3,\) is committed to no device"):
+        to_host([jnp.ones(3)])
+
+
+def test_pinned_memory_that_the_devices_lack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxrlhf.parallel.offload.PINNED", "memory of another backend")
+    tree = {"w": jax.device_put(jnp.ones((8, 8)), placed(PartitionSpec("fsdp")))}
+    with pytest.raises(ValueError, match="the devices have no 'memory of another backend' memory"):
+        to_host(tree, pinned=True)
+    host, _ = to_host(tree)  # not asked for: the other way
+    assert isinstance(host["w"], HostArray)
+
+
+TWO_PROCESSES = """
+import sys
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxrlhf.parallel.offload import device_bytes, to_device, to_host
+
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+values = np.arange(32, dtype=np.float32).reshape(8, 4)
+specs = [PartitionSpec("fsdp", "tensor"), PartitionSpec("tensor"), PartitionSpec()]
+total = jax.jit(lambda arrays: sum((array * array).sum() for array in arrays))
+for pinned in (True, False):
+    arrays = [jax.make_array_from_callback((8, 4), NamedSharding(mesh, s), lambda i: values[i]) for s in specs]
+    before, full = total(arrays), device_bytes(arrays)
+    host, there = to_host(arrays, pinned=pinned)
+    assert all(array.is_deleted() for array in arrays) and not device_bytes(host)
+    back, here = to_device(host)
+    assert device_bytes(back) == full and len(full) == 2
+    assert there.bytes_per_device == here.bytes_per_device == 128 // 4 + 128 // 2 + 128
+    assert [b.sharding for b in back] == [NamedSharding(mesh, s) for s in specs]
+    assert all((np.asarray(s.data) == values[s.index]).all() for b in back for s in b.addressable_shards)
+    assert total(back) == before
+print("kept")
+"""
+
+
+def test_arrays_that_span_processes(tmp_path: Path) -> None:
+    script = tmp_path / "two_processes.py"
+    script.write_text(TWO_PROCESSES)
+    address = f"127.0.0.1:{free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, address, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [output.splitlines()[-1] for output in outputs] == ["kept", "kept"], "\n".join(outputs)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
