@@ -24,6 +24,7 @@ from jaxrlhf.models.parameters import init_params, param_dims, param_shapes
 from jaxrlhf.parallel import (
     GENERATE,
     SLOT_AXES,
+    Exchange,
     HybridEngine,
     ResourcePool,
     cast_shapes,
@@ -130,6 +131,7 @@ class Builder:
       rank: Of this process among those that share the pool, and their number.
       progress: Told how far generation and rewards are.
       reward_output: File that takes what reward functions print; None is the standard error stream.
+      address: Under which other hosts reach this one.
     """
 
     def __init__(
@@ -142,9 +144,10 @@ class Builder:
         rank: tuple[int, int],
         progress: Progress,
         reward_output: Path | None = None,
+        address: str = "127.0.0.1",
     ) -> None:
         self.config, self.tokenizer, self.pool, self._progress = config, tokenizer, pool, progress
-        self._rank = rank
+        self._rank, self._exchange = rank, Exchange(address)
         self.model = model_config(config.model, tokenizer)
         check_vocabulary(tokenizer, self.model, role="actor")
         self.dtype = compute_dtype(config, pool.devices)
@@ -203,7 +206,8 @@ class Builder:
         workers: dict[str, Any] = {}
         if ROLLOUT in roles:
             assert self.sampler is not None
-            workers[ROLLOUT] = Generator(self.sampler, self.model, self.generation_shapes())
+            layout = self.generation_layout(self.sampler.mesh)
+            workers[ROLLOUT] = Generator(self.sampler, layout, self.generation_shapes(), self._exchange)
         if "reward" in roles:
             assert self.scorer is not None
             workers["reward"] = Reward(self.scorer, Place.alone(*self._rank), decoder(self.tokenizer), self._progress)
@@ -267,6 +271,7 @@ class Builder:
             total_updates=stage.total_updates,
             sampler=self.sampler,
             hybrid=self.hybrid,
+            exchange=self._exchange,
             temperature=self.config.rollout.sampling.temperature,
         )
 

@@ -9,12 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Problem, Rollout, Sequences
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Completion, Engine, Request
-from jaxrlhf.models.parameters import param_dims
-from jaxrlhf.parallel import GENERATE, hand_over, shardings, splits_of, take
+from jaxrlhf.parallel import Exchange, Offer, Splits, hand_over, splits_of
 from jaxrlhf.workers.model import Metrics, Progress
 from jaxrlhf.workers.protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, Place, verb
 
@@ -64,12 +62,17 @@ class Sampler:
 
 
 class Generator:
-    """The rollout role: an engine that is sent the actor's weights."""
+    """The rollout role: an engine that is sent the actor's weights.
 
-    def __init__(self, sampler: Sampler, model: ModelConfig, shapes: Any) -> None:
+    Args:
+      layout: Tree of shardings of the weights, over the sampler's whole mesh.
+      shapes: The same tree of shaped arrays.
+      exchange: Takes the weights from the actor's pool.
+    """
+
+    def __init__(self, sampler: Sampler, layout: Any, shapes: Any, exchange: Exchange) -> None:
         self.place = Place.of(sampler.mesh)
-        self._sampler, self._shapes = sampler, shapes
-        self._layout = shardings(sampler.mesh, param_dims(model, "lm"), GENERATE)
+        self._sampler, self._layout, self._shapes, self._exchange = sampler, layout, shapes, exchange
         self._weights: Any = None
         self._version = -1
         self._metrics: Metrics = {}
@@ -80,19 +83,23 @@ class Generator:
         return metrics
 
     @verb(ONE_TO_ALL)
-    def wanted_weights(self) -> Any:
+    def wanted_weights(self) -> Splits:
         """How many ways every weight is split here."""
         return splits_of(self._layout, self._shapes)
 
     @verb(ONE_TO_ALL)
-    def load_weights(self, offers: Sequence[tuple[int, Any]]) -> int:
+    def load_weights(self, offers: Sequence[tuple[int, Offer]]) -> int:
         """Take the weights that every rank of the actor offers; returns their version."""
         self._sampler.engine.unload()
         if self._weights is not None:
             jax.tree.map(lambda leaf: leaf.delete(), self._weights)
+            self._weights = None
         [self._version] = {version for version, _ in offers}
-        self._weights, moved = take([offer for _, offer in offers], self._layout)
-        self._metrics = {"transfer/received_bytes": float(moved.bytes_per_device), "time/transfer_s": moved.seconds}
+        self._weights, delivery = self._exchange.take([offer for _, offer in offers], self._layout)
+        self._metrics = {
+            "transfer/received_bytes": float(delivery.bytes_per_device),
+            "transfer/seconds": delivery.seconds,
+        }
         return self._version
 
     @verb(ONE_TO_ALL)

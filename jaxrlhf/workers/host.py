@@ -54,10 +54,18 @@ class Host:
         rank: tuple[int, int] = (0, 1),
         progress: Progress,
         reward_output: Path | None = None,
+        address: str = "127.0.0.1",
     ) -> None:
-        self.pool, self._roles = pool, roles
+        self.pool, self.progress, self._roles = pool, progress, roles
         self.builder = Builder(
-            config, tokenizer, pool, roles, rank=rank, progress=progress, reward_output=reward_output
+            config,
+            tokenizer,
+            pool,
+            roles,
+            rank=rank,
+            progress=progress,
+            reward_output=reward_output,
+            address=address,
         )
         self._workers: dict[str, Any] = {}
         self._items: dict[str, Item] = {}

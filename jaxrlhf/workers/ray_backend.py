@@ -5,8 +5,12 @@ host is gone. What a verb returns stays in the object store of the host that mad
 that takes it as an argument fetches it from there, not through the controller.
 """
 
-from collections.abc import Mapping, Sequence
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +22,21 @@ from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.workers.build import tokenizer_path
 from jaxrlhf.workers.group import Remote
 from jaxrlhf.workers.host import Host
-from jaxrlhf.workers.launch import placed
+from jaxrlhf.workers.launch import REWARD_OUTPUT, placed
 from jaxrlhf.workers.model import Progress
 from jaxrlhf.workers.pools import Pools, Ranks
 from jaxrlhf.workers.protocol import PROTOCOLS, Place, verbs_of
-from jaxrlhf.workers.ray_processes import HostProcesses, Stored, connect
+from jaxrlhf.workers.ray_cluster import Connection, connect, disconnect
+from jaxrlhf.workers.ray_processes import HostProcesses
 from jaxrlhf.workers.roles import WORKERS
+from jaxrlhf.workers.settings import Row
+from jaxrlhf.workers.stored import Stored
+
+LOGS = "hosts"
+"""Folder of the workdir with what each host prints."""
+
+PROGRESS_S = 1.0
+"""Between two looks at how far a host is."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +58,9 @@ class Gathered(Remote):
 class RayRanks(Ranks):
     """A pool of host processes."""
 
-    def __init__(self, name: str, roles: Sequence[str], processes: HostProcesses) -> None:
+    def __init__(self, name: str, roles: Sequence[str], processes: HostProcesses, progress: Progress) -> None:
         super().__init__(name, roles)
-        self._processes = processes
+        self._processes, self._progress = processes, progress
 
     def on_all(self, method: str, *args: Any) -> list[Any]:
         stored = self._processes.call(method, *args, label=f"{self.name}.{method}")
@@ -55,17 +68,39 @@ class RayRanks(Ranks):
 
     def call(self, role: str, verb: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Gathered:
         protocol = verbs_of(WORKERS[role])[verb]
-        results = self._processes.call("call", role, verb, args, kwargs, label=f"{role}.{verb}")
+        with self._showing_progress():
+            results = self._processes.call("call", role, verb, args, kwargs, label=f"{role}.{verb}")
         places: list[Place] = [built.places[role] for built in self.built]
         leading = [result for result, place in zip(results, places, strict=True) if protocol.leads(place)]
         return Gathered(tuple(leading), protocol.name)
+
+    @contextmanager
+    def _showing_progress(self) -> Iterator[None]:
+        """Within the block, what the first host says of its progress is passed on."""
+        done = threading.Event()
+
+        def ask() -> None:
+            shown = None
+            while not done.wait(PROGRESS_S):
+                latest = self._processes.peek("progress")
+                if latest is not None and latest.latest != shown:
+                    shown = latest.latest
+                    self._progress(*shown)
+
+        asking = threading.Thread(target=ask, name=f"progress of {self.name}", daemon=True)
+        asking.start()
+        try:
+            yield
+        finally:
+            done.set()
+            asking.join()
 
     def close(self) -> None:
         self._processes.close()
 
 
-class HostProgress:
-    """The latest progress of a host's calls, for whoever asks."""
+class LatestProgress:
+    """Keeps how far the host's calls are, for the controller to ask."""
 
     def __init__(self) -> None:
         self.latest: tuple[str, int, int] | None = None
@@ -76,17 +111,35 @@ class HostProgress:
 
 def make_host(rank: int, hosts: int, *, config: Config, pool: Pool, output: Path | None) -> Host:
     """The host object of one process; runs there, after it has joined the others."""
-    tokenizer = load_tokenizer(tokenizer_path(config))
-    own = None if output is None else output.with_name(f"{output.stem}-{pool.name}-{rank}{output.suffix}")
+    import ray
+
+    own = None if output is None else output.with_name(f"{pool.name}-{rank}-{output.name}")
     return Host(
         config,
-        tokenizer,
+        load_tokenizer(tokenizer_path(config)),
         ResourcePool(pool.name, tuple(jax.devices())),
         pool.roles,
         rank=(rank, hosts),
-        progress=HostProgress(),
+        progress=LatestProgress(),
         reward_output=own,
+        address=ray.util.get_node_ip_address(),
     )
+
+
+class RayPools(Pools):
+    """The pools of a run on a cluster; the connection to it ends with them."""
+
+    def __init__(self, pools: Sequence[Ranks], connection: Connection) -> None:
+        super().__init__(pools)
+        self._connection = connection
+
+    def rows(self) -> list[Row]:
+        where = f"{self._connection.nodes} machines; dashboard: {self._connection.dashboard}"
+        return [("cluster", "Ray", self._connection.address, where), *super().rows()]
+
+    def close(self) -> None:
+        super().close()
+        disconnect(self._connection)
 
 
 def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, workdir: Path | None) -> Pools:
@@ -103,7 +156,22 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
                 f"pool {pool.name!r} has {pool.devices} devices and a host {cluster.devices_per_host}; "
                 f"give it a multiple, or change cluster.devices_per_host"
             )
-    # The controller holds no arrays worth an accelerator, and must not take one from the hosts.
+    # The controller computes next to nothing, and must not take an accelerator from a host.
     jax.config.update("jax_platforms", "cpu")
     connection = connect(cluster)
-    ...
+    ranks: list[Ranks] = []
+    output = None if workdir is None else workdir.absolute() / REWARD_OUTPUT
+    try:
+        for pool in pools:
+            processes = HostProcesses(
+                pool.name,
+                partial(make_host, config=config, pool=pool, output=output),
+                hosts=pool.devices // cluster.devices_per_host,
+                cluster=cluster,
+                log_directory=(workdir or Path(tempfile.mkdtemp(prefix="jaxrlhf-"))) / LOGS,
+            )
+            ranks.append(RayRanks(pool.name, pool.roles, processes, progress))
+    except BaseException:
+        RayPools(ranks, connection).close()
+        raise
+    return RayPools(ranks, connection)

@@ -7,14 +7,13 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Scores
 from jaxrlhf.config import ROLLOUT, Sampling
 from jaxrlhf.models.heads import token_logp, values
-from jaxrlhf.parallel import HybridEngine, Switch, SwitchError, offer
+from jaxrlhf.parallel import Exchange, HybridEngine, Offer, Splits, Switch, SwitchError
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.generation import Generator, Sampler
 from jaxrlhf.workers.model import Metrics, ModelWorker, Objective, Progress, TrainedWorker
@@ -34,16 +33,22 @@ class Actor(TrainedWorker):
     Args:
       sampler: Generates; None where a pool apart does.
       hybrid: Switches the weights to the generation layout and back.
+      exchange: Offers the weights to a pool apart.
       temperature: Of the rollout; the trained log-probabilities are at this temperature.
     """
 
     def __init__(
-        self, *args: Any, sampler: Sampler | None, hybrid: HybridEngine, temperature: float, **kwargs: Any
+        self,
+        *args: Any,
+        sampler: Sampler | None,
+        hybrid: HybridEngine,
+        exchange: Exchange,
+        temperature: float,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._sampler, self._hybrid, self._temperature = sampler, hybrid, temperature
-        shapes = hybrid.generation_shapes
-        self._cast = jax.jit(lambda params: jax.tree.map(lambda x, like: x.astype(like.dtype), params, shapes))
+        self._sampler, self._hybrid, self._exchange = sampler, hybrid, exchange
+        self._temperature = temperature
         self.version = 0
         self._switches: list[Switch] = []
 
@@ -106,10 +111,10 @@ class Actor(TrainedWorker):
             return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
     @verb(ONE_TO_ALL)
-    def offer_weights(self, wanted: Sequence[Any]) -> tuple[int, Any]:
-        """Hand the weights, in the generation dtype, to the ranks that say how they want them split."""
+    def offer_weights(self, wanted: Sequence[Splits]) -> tuple[int, Offer]:
+        """Have the weights ready as the ranks that generate want them; they come and take them."""
         with self.on_devices("parameters"):
-            return self.version, offer(self._cast(self.params), wanted[0], takers=len(wanted))
+            return self.version, self._exchange.offer(self.params, wanted[0])
 
     @verb(THREE_D_PROTO)
     def compute_log_prob(self, rollout: Rollout) -> TokenOutput:
