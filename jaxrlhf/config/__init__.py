@@ -20,6 +20,7 @@ from jaxrlhf.config.algorithms import (
     TruncatedImportance,
     ValueLoss,
 )
+from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.command_line import CommandLine, from_cli, run_command
 from jaxrlhf.config.load import load, shipped
 from jaxrlhf.config.override import override
@@ -77,6 +78,7 @@ __all__ = [
     "Pool",
     "Pretrained",
     "PromptFile",
+    "RayCluster",
     "RewardPart",
     "Rewards",
     "Rollout",

@@ -137,7 +137,8 @@ def _from_numpy(arrays: Sequence[HostArray]) -> list[jax.Array]:
     places = [
         (device, array.blocks[_block(index)])
         for array in arrays
-        for device, index in array.sharding.addressable_devices_indices_map(array.shape).items()
+        for device, index in array.sharding.devices_indices_map(array.shape).items()
+        if device in array.sharding.addressable_devices
     ]
     data, devices = [block for _, block in places], [device for device, _ in places]
     # Not aliased: on CPU, devices that replicate a block would share one buffer of the host.

@@ -1,0 +1,223 @@
+"""Arrays of one layout cut into the blocks of another, where they are.
+
+A layout splits dimension i into `ways[i]` equal parts, so an array is a grid of blocks, numbered
+row by row, and each device holds one of them. Devices of another pool need blocks of another
+grid. One compiled program brings a whole tree from the one grid to the other:
+
+- *cast* to the dtype that is wanted, before anything moves;
+- *gather*, as little as will do: of the mesh axes that split a dimension the leading ones stay
+  as long as their product divides the ways that are wanted;
+- *cut* each device's part, which takes no communication.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+
+class LeafGrid(NamedTuple):
+    """How one leaf is wanted.
+
+    Attributes:
+      path: Its name in the tree.
+      ways: Number of equal parts of each dimension.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    ways: tuple[int, ...]
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        return tuple(size // ways for size, ways in zip(self.shape, self.ways, strict=True))
+
+    @property
+    def block_bytes(self) -> int:
+        return math.prod(self.block_shape) * self.dtype.itemsize
+
+
+class BlockId(NamedTuple):
+    """One block of a tree: number of the leaf, number of the block in the leaf's grid."""
+
+    leaf: int
+    number: int
+
+
+class Blocks(NamedTuple):
+    """A tree as blocks.
+
+    Attributes:
+      holders: Devices, of every process, that hold each block.
+      here: Those that this process can reach, with the block as an array of that device alone.
+      made: Arrays that exist for this only. Deleting them frees `here`, but for the leaves that
+        were right as they were.
+    """
+
+    holders: dict[BlockId, list[jax.Device]]
+    here: dict[BlockId, dict[jax.Device, jax.Array]]
+    made: list[jax.Array]
+
+
+def grid_of(path: str, sharding: Sharding, array: Any) -> LeafGrid:
+    """The grid into which `sharding` splits an array, or something shaped like one."""
+    shape = tuple(array.shape)
+    parts = sharding.shard_shape(shape)
+    ways = tuple(size // part if part else 1 for size, part in zip(shape, parts, strict=True))
+    return LeafGrid(path, shape, np.dtype(array.dtype), ways)
+
+
+def block_numbers(sharding: Sharding, grid: LeafGrid) -> dict[jax.Device, int]:
+    """Which block of the grid each device holds, or is to hold."""
+    starts = _starts(sharding, grid.shape, grid.block_shape)
+    return {device: _number(start, grid.ways) for device, start in starts.items()}
+
+
+def as_blocks(leaves: Sequence[jax.Array], grids: Sequence[LeafGrid]) -> Blocks:
+    """The leaves cast, gathered and cut into the blocks of the grids, without the host.
+
+    Leaves that are in the right dtype and grid are not copied.
+
+    Raises:
+      ValueError: A leaf has another shape than its grid, or is on no mesh.
+    """
+    plans = [_plan(leaf, grid) for leaf, grid in zip(leaves, grids, strict=True)]
+    rest = [leaf for leaf, plan in zip(leaves, plans, strict=True) if not plan.fits]
+    program = _program(tuple(plan for plan in plans if not plan.fits))
+    made = jax.block_until_ready(program(rest)) if rest else []
+    results = iter(made)
+    blocks = Blocks({}, {}, [piece for pieces in made for piece in pieces])
+    for leaf, (array, plan) in enumerate(zip(leaves, plans, strict=True)):
+        for piece, numbers in zip([array] if plan.fits else next(results), _numbers(plan), strict=True):
+            here = {shard.device: shard.data for shard in piece.addressable_shards}
+            for device, number in numbers.items():
+                block = BlockId(leaf, number)
+                blocks.holders.setdefault(block, []).append(device)
+                if device in here:
+                    blocks.here.setdefault(block, {})[device] = here[device]
+    return blocks
+
+
+class _Plan(NamedTuple):
+    """How one leaf gets into its grid.
+
+    Attributes:
+      sharding: What it is gathered to.
+      cuts: How many ways each device's part is then cut, along each dimension.
+      fits: Whether it is there already.
+    """
+
+    grid: LeafGrid
+    sharding: NamedSharding
+    cuts: tuple[int, ...]
+    fits: bool
+
+
+def _plan(leaf: jax.Array, grid: LeafGrid) -> _Plan:
+    if leaf.shape != grid.shape:
+        raise ValueError(f"{grid.path} has shape {leaf.shape} at its source and {grid.shape} at its target")
+    if not isinstance(leaf.sharding, NamedSharding):
+        raise ValueError(f"{grid.path} is laid out as {leaf.sharding}; give it a NamedSharding on its pool's mesh")
+    mesh, parts = _prime_mesh(leaf.sharding.mesh)
+    spec = []
+    for ways, entry in itertools.zip_longest(grid.ways, leaf.sharding.spec):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        spec.append(_leading([part for axis in axes for part in parts[axis]], mesh, ways))
+    gathered = NamedSharding(mesh, PartitionSpec(*spec))
+    kept = grid_of(grid.path, gathered, leaf).ways
+    cuts = tuple(ways // have for ways, have in zip(grid.ways, kept, strict=True))
+    whole = kept == grid.ways and gathered.is_equivalent_to(leaf.sharding, leaf.ndim)
+    return _Plan(grid, gathered, cuts, whole and leaf.dtype == grid.dtype)
+
+
+def _leading(axes: Sequence[str], mesh: Mesh, ways: int) -> tuple[str, ...]:
+    """The longest beginning of `axes` whose product divides `ways`."""
+    kept, product = [], 1
+    for axis in axes:
+        product *= mesh.shape[axis]
+        if ways % product:
+            break
+        kept.append(axis)
+    return tuple(kept)
+
+
+@functools.lru_cache(maxsize=16)
+def _prime_mesh(mesh: Mesh) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
+    """The same devices in the same order with each axis split into its prime factors, and their names.
+
+    So that four ways can be gathered to two by pairs, not all by all.
+    """
+    names = {axis: [(f"{axis}.{n}", p) for n, p in enumerate(_primes(size))] for axis, size in mesh.shape.items()}
+    parts = [part for factors in names.values() for part in factors]
+    devices = mesh.devices.reshape([size for _, size in parts])
+    factored = Mesh(devices, tuple(name for name, _ in parts), axis_types=(AxisType.Auto,) * len(parts))
+    return factored, {axis: tuple(name for name, _ in factors) for axis, factors in names.items()}
+
+
+def _primes(size: int) -> Iterator[int]:
+    factor = 2
+    while size > 1:
+        while size % factor == 0:
+            yield factor
+            size //= factor
+        factor += 1
+
+
+@functools.lru_cache(maxsize=16)
+def _program(plans: tuple[_Plan, ...]) -> Any:
+    """One program for all leaves; each becomes a list of pieces, one for each way to cut its parts."""
+
+    def one(leaf: jax.Array, plan: _Plan) -> list[jax.Array]:
+        cast = leaf.astype(plan.grid.dtype)
+        if math.prod(plan.cuts) == 1:
+            return [cast]
+        gathered = jax.lax.with_sharding_constraint(cast, plan.sharding)
+        cut, spec = functools.partial(_cut, cuts=plan.cuts), plan.sharding.spec
+        return jax.shard_map(cut, mesh=plan.sharding.mesh, in_specs=spec, out_specs=spec)(gathered)
+
+    return jax.jit(
+        lambda leaves: [one(leaf, plan) for leaf, plan in zip(leaves, plans, strict=True)],
+        out_shardings=[[plan.sharding] * math.prod(plan.cuts) for plan in plans],
+    )
+
+
+def _cut(part: jax.Array, *, cuts: tuple[int, ...]) -> list[jax.Array]:
+    pieces = [part]
+    for dim, ways in enumerate(cuts):
+        pieces = [smaller for piece in pieces for smaller in jnp.split(piece, ways, axis=dim)]
+    return pieces
+
+
+def _numbers(plan: _Plan) -> Iterator[dict[jax.Device, int]]:
+    """For each piece, in the program's order: the number of the block that each device holds."""
+    ways, cuts = plan.grid.ways, plan.cuts
+    parts = tuple(size * cut for size, cut in zip(plan.grid.block_shape, cuts, strict=True))
+    starts = _starts(plan.sharding, plan.grid.shape, parts)
+    for offset in itertools.product(*map(range, cuts)):
+        yield {
+            device: _number([at * cut + beside for at, cut, beside in zip(start, cuts, offset, strict=True)], ways)
+            for device, start in starts.items()
+        }
+
+
+def _starts(sharding: Sharding, shape: tuple[int, ...], part: tuple[int, ...]) -> dict[jax.Device, list[int]]:
+    """How many parts of that shape lie before each device's own, along each dimension."""
+    return {
+        device: [(where.start or 0) // (size or 1) for where, size in zip(index, part, strict=True)]
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
+
+
+def _number(position: Sequence[int], ways: Sequence[int]) -> int:
+    """Of a block in its grid, counted row by row."""
+    number = 0
+    for at, size in zip(position, ways, strict=True):
+        number = number * size + at
+    return number

@@ -1,0 +1,57 @@
+"""What can go wrong with a pool's host processes, as errors that say where, in what call and why."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host process, or, where only the pool's name is known, the pool."""
+
+    pool: str
+    rank: int | None = None
+    node_ip: str | None = None
+    pid: int | None = None
+
+    def __str__(self) -> str:
+        if self.rank is None:
+            return f"pool {self.pool!r}"
+        return f"host {self.rank} of pool {self.pool!r} ({self.node_ip}, pid {self.pid})"
+
+
+class HostFailure(RuntimeError):
+    """A pool of host processes cannot go on; all of its processes are ended.
+
+    Args:
+      host: The one to blame; the first of them where several are.
+      label: The call, such as `actor.update_actor`.
+      cause: What happened, in words.
+    """
+
+    def __init__(self, host: Host, label: str, cause: str) -> None:
+        super().__init__(host, label, cause)  # all of them, so that the error pickles
+        self.host = host
+        self.label = label
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.host} {self.cause}"
+
+
+class HostNotStarted(HostFailure):
+    """A pool could not be placed, or its processes were not up within the bound."""
+
+
+class HostDied(HostFailure):
+    """A host process ended: killed, out of memory, crashed, or its machine is gone."""
+
+
+class HostHung(HostFailure):
+    """A call did not end within its bound."""
+
+
+class HostRaised(HostFailure):
+    """A call after one that raised an exception on a host, which its own caller got as it was."""
+
+
+class HostClosed(HostFailure):
+    """A call on a pool that its owner has closed."""

@@ -1,0 +1,239 @@
+"""Measures one switch of layouts, there and back, for a decoder of 0.3 billion float32 parameters.
+
+    python scripts/benchmark_switch.py [--json docs/switch.json]
+
+Runs on the devices of JAX's default backend, on CPU on eight. Each row switches the same
+weights: the layouts that refine each other, the same sizes in the vanilla order of axes, a
+pair that does not refine, and the refining layouts by plain `jax.device_put`. On CPU devices,
+where a copy through the host costs nothing, seconds say little; on accelerators the command
+fails if the compiled switch is slower than `jax.device_put`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from rich.console import Console
+from rich.table import Table
+
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.config import Layout
+from jaxrlhf.models.parameters import param_dims, param_shapes
+from jaxrlhf.parallel import HybridEngine, factored_mesh, generation_mesh, laid_out, shardings
+
+ROOT = Path(__file__).parents[1]
+MODEL = ModelConfig("qwen3", 32_768, 1024, 2816, 24, 16, 8, 64, qk_norm=True, tie_embeddings=True)
+COLLECTIVES = r" (all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to switch.
+
+    Attributes:
+      formula_bytes: What the paper says that a device receives; None where its formula does not apply.
+      bytes_per_device: Most bytes that a device did not hold before.
+      there: Collectives of the compiled programs to the generation layout.
+      there_s: Seconds of one switch to the generation layout, median.
+      there_gbps: `bytes_per_device` over these seconds, in 1e9 bytes a second.
+    """
+
+    name: str
+    layout: str
+    formula_bytes: int | None
+    bytes_per_device: int
+    bytes_back_per_device: int
+    there: str
+    back: str
+    there_s: float
+    back_s: float
+    there_gbps: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the largest power of two of devices: d, t and t_g."""
+
+    data: int
+    tensor: int
+    generation_tensor: int
+
+    @classmethod
+    def of(cls, count: int) -> "Sizes":
+        tensor = min(4, count)
+        return cls(count // tensor, tensor, max(1, tensor // 2))
+
+
+def refining(sizes: Sizes, devices: list[jax.Device]) -> HybridEngine:
+    return by_layout(Layout(tensor=sizes.tensor, generation_tensor=sizes.generation_tensor), devices)
+
+
+def not_refining(sizes: Sizes, devices: list[jax.Device]) -> HybridEngine:
+    """Generation splits further than training, which splits over fsdp instead."""
+    tensor = sizes.generation_tensor
+    return by_layout(Layout(fsdp=len(devices) // tensor, tensor=tensor, generation_tensor=sizes.tensor), devices)
+
+
+def by_layout(layout: Layout, devices: list[jax.Device]) -> HybridEngine:
+    meshes = factored_mesh(layout, devices), generation_mesh(layout, devices)
+    return HybridEngine.by_rules(*meshes, param_dims(MODEL, "lm"), param_shapes(MODEL, "lm"), dtype=jnp.float32)
+
+
+def vanilla(sizes: Sizes, devices: list[jax.Device]) -> HybridEngine:
+    """The micro axis outside the tensor axis, as in the usual order of groups."""
+    shape = (sizes.data, sizes.tensor // sizes.generation_tensor, sizes.generation_tensor)
+    mesh = Mesh(np.asarray(devices).reshape(shape), ("data", "micro", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    dims, shapes = param_dims(MODEL, "lm"), param_shapes(MODEL, "lm")
+    split = ("heads", "kv_heads", "mlp", "vocab")
+    train, generate = (shardings(mesh, dims, dict.fromkeys(split, axes)) for axes in (("micro", "tensor"), ("tensor",)))
+    return HybridEngine(laid_out(shapes, train), laid_out(shapes, generate))
+
+
+def formula(sizes: Sizes) -> int:
+    """(t - t_g) / (t_g t) of the weights that are split, which leaves out the scales of norms."""
+    dims, shapes = param_dims(MODEL, "lm"), param_shapes(MODEL, "lm")
+    leaves = zip(jax.tree.leaves(dims, is_leaf=lambda x: isinstance(x, tuple)), jax.tree.leaves(shapes), strict=True)
+    split = sum(4 * x.size for names, x in leaves if set(names) - {"layers", None})
+    return split * (sizes.tensor - sizes.generation_tensor) // (sizes.tensor * sizes.generation_tensor)
+
+
+def measure(name: str, layout: str, engine: HybridEngine, *, expected: int | None, switch: bool, repeats: int) -> Row:
+    """Time one way to switch, after a first switch that compiles.
+
+    Args:
+      switch: By the engine; if not, by `jax.device_put` between its layouts.
+    """
+    build = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), engine.generation_shapes),
+        out_shardings=engine.train,
+    )
+    params = build()
+    seconds: list[tuple[float, float]] = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        weights = engine.to_generation(params)[0] if switch else put(params, engine.generate)
+        middle = time.perf_counter()
+        params = engine.to_training(weights, params)[0] if switch else put(weights, engine.train)
+        seconds.append((middle - start, time.perf_counter() - middle))
+    there_s, back_s = (median(way) for way in zip(*seconds[1:], strict=True))
+    there, back = (
+        (operations(programs) for programs in engine.lower()) if switch else ("none, by host", "none, by host")
+    )
+    return Row(
+        name=name,
+        layout=layout,
+        formula_bytes=expected,
+        bytes_per_device=engine.bytes_per_device,
+        bytes_back_per_device=engine.bytes_back_per_device,
+        there=there,
+        back=back,
+        there_s=round(there_s, 4),
+        back_s=round(back_s, 4),
+        there_gbps=round(engine.bytes_per_device / there_s / 1e9, 3),
+    )
+
+
+def put(tree: Any, layout: Any) -> Any:
+    """What a switch is without an engine: place anew, and delete what was moved."""
+    moved = jax.block_until_ready(jax.device_put(tree, layout))
+    for old, new in zip(jax.tree.leaves(tree), jax.tree.leaves(moved), strict=True):
+        if not old.sharding.is_equivalent_to(new.sharding, new.ndim):
+            old.delete()
+    return moved
+
+
+def operations(programs: list[jax.stages.Lowered]) -> str:
+    """Collectives in the compiled programs, counted."""
+    found = Counter(op for program in programs for op in re.findall(COLLECTIVES, program.compile().as_text() or ""))
+    return ", ".join(f"{count} {op}" for op, count in sorted(found.items())) or "none"
+
+
+def tables(rows: list[Row], *, title: str) -> Iterator[Table]:
+    """What each switch moves and how long it takes, and what it compiles to."""
+    numbers = ("formula MB", "MB", "s", "GB/s", "MB back", "s back")
+    figures = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    programs = Table(title="\ncollectives", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for heading in ("switch", *numbers):
+        figures.add_column(heading, justify="right" if heading in numbers else "left", no_wrap=True)
+    for heading in ("switch", "layouts", "there", "back"):
+        programs.add_column(heading)
+    for row in rows:
+        expected = "-" if row.formula_bytes is None else f"{row.formula_bytes / 1e6:.1f}"
+        there = f"{row.bytes_per_device / 1e6:.1f}", f"{row.there_s:.3f}", f"{row.there_gbps:.2f}"
+        figures.add_row(row.name, expected, *there, f"{row.bytes_back_per_device / 1e6:.1f}", f"{row.back_s:.3f}")
+        programs.add_row(row.name, row.layout, row.there, row.back)
+    yield figures
+    yield programs
+
+
+def machine(devices: list[jax.Device]) -> dict[str, Any]:
+    """Where and with what the figures were measured."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "jax": version("jax"),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+        "parameters": MODEL.num_parameters(),
+        "megabytes": round(4 * MODEL.num_parameters() / 1e6, 1),
+    }
+
+
+def main() -> None:
+    """Measure and print; write JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    parser.add_argument("--repeats", type=int, default=5, help="switches that are timed")
+    flags = parser.parse_args()
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        jax.config.update("jax_num_cpu_devices", 8)
+    devices = jax.devices()
+    devices = devices[: 1 << (len(devices).bit_length() - 1)]
+    if len(devices) < 2:
+        parser.exit(2, "a switch moves weights between devices, and there is one; nothing to measure\n")
+    sizes = Sizes.of(len(devices))
+    ways = f"1-{sizes.tensor}-{sizes.data} to 1-{sizes.generation_tensor}"
+    other = f"fsdp {len(devices) // sizes.generation_tensor} x t {sizes.generation_tensor} to t {sizes.tensor}"
+    expected = formula(sizes)
+    rows = []
+    for name, layout, make, paper, switch in (
+        ("refining", ways, refining, expected, True),
+        ("vanilla order", ways, vanilla, None, True),
+        ("not refining", other, not_refining, None, True),
+        ("jax.device_put", ways, refining, expected, False),
+    ):
+        engine = make(sizes, devices)
+        rows.append(measure(name, layout, engine, expected=paper, switch=switch, repeats=flags.repeats))
+    facts = machine(devices)
+    title = f"{facts['parameters'] / 1e9:.2f}B float32 parameters, {facts['megabytes']:.0f} MB, on {facts['devices']}"
+    Console().print(*tables(rows, title=title), sep="\n")
+    if flags.json:
+        record = {"machine": facts, "rows": [asdict(row) for row in rows]}
+        flags.json.write_text(json.dumps(record, indent=2) + "\n")
+    if rows[0].bytes_per_device != expected:
+        parser.exit(1, f"the refining switch receives {rows[0].bytes_per_device} bytes, the formula says {expected}\n")
+    if devices[0].platform != "cpu" and rows[0].there_s > rows[-1].there_s:
+        parser.exit(1, "the compiled switch is slower than jax.device_put\n")
+
+
+if __name__ == "__main__":
+    main()

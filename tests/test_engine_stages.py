@@ -1,0 +1,164 @@
+"""Generation with layers and cache divided over stages: the same tokens, a part of the memory."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrlhf import models
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.config import Sampling
+from jaxrlhf.engine import Engine, Placement, Request
+from jaxrlhf.parallel.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, mesh_of
+from jaxrlhf.parallel.rules import GENERATE, TRAIN, shardings
+
+MODEL = ModelConfig(
+    family="qwen3",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+)
+DIMS = models.param_dims(MODEL, "lm")
+SAMPLING = Sampling(temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def params():
+    drawn = models.init_params(MODEL, "lm", jax.random.key(3))
+    return jax.tree.map(lambda leaf: 0.2 * leaf / leaf.std() if leaf.std() > 0 else leaf, drawn)
+
+
+@pytest.fixture(scope="module")
+def requests():
+    """Five groups of three: more responses than slots, so that slots are taken again."""
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, 32, rng.integers(1, 13)).tolist()) for _ in range(5)]
+    return [Request(3 * group + i, prompt, group) for group, prompt in enumerate(prompts) for i in range(3)]
+
+
+def engine_on(mesh, params, stage_axis="stage", model=MODEL):
+    engine = Engine(
+        model,
+        mesh,
+        slots=6,
+        max_prompt_tokens=12,
+        max_response_tokens=8,
+        stop_tokens=(3,),
+        decode_tokens_per_dispatch=4,
+        dtype=jnp.float32,
+        slot_axes=SLOT_AXES,
+        kv_head_axis="tensor",
+        stage_axis=stage_axis,
+    )
+    engine.load(jax.device_put(params, shardings(mesh, DIMS, GENERATE)), version=0)
+    return engine
+
+
+def generate(engine, requests):
+    return engine.generate(requests, SAMPLING, seed=11)
+
+
+@pytest.fixture(scope="module")
+def expected(params, requests):
+    return generate(engine_on(mesh_of({}, jax.devices()[:1]), params), requests)
+
+
+def assert_same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.tokens == other.tokens
+        assert one.truncated == other.truncated
+        np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "stage": 4}, {"fsdp": 2, "stage": 2, "tensor": 2}], ids=str)
+def test_stages_generate_what_one_device_does(params, requests, expected, sizes):
+    assert_same(generate(engine_on(mesh_of(sizes, jax.devices()), params), requests), expected)
+
+
+def test_generation_on_two_of_the_four_stages_of_training(params, requests, expected):
+    """One mesh for both; the trainer reads the log-probabilities that the sampler reports."""
+    mesh = mesh_of({"data": 2, "stage": 2, "micro_stage": 2}, jax.devices())
+    completions = generate(engine_on(mesh, params), requests)
+    assert_same(completions, expected)
+    token_RW, segment_RW = np.zeros((16, 20), np.int32), np.zeros((16, 20), np.int32)
+    for row, (request, completion) in enumerate(zip(requests, completions, strict=True)):
+        tokens = request.prompt_tokens + completion.tokens
+        token_RW[row, : len(tokens)], segment_RW[row, : len(tokens)] = tokens, 1
+    pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=("fsdp",))
+
+    @jax.jit
+    def read(params, token_RW, segment_RW):
+        position_RW = jnp.broadcast_to(jnp.arange(20), token_RW.shape)
+        hidden_RWD = models.hidden_states(params, MODEL, token_RW, position_RW, segment_RW, pipeline=pipeline)
+        return models.token_logp(params, MODEL, hidden_RWD, token_RW, temperature=SAMPLING.temperature).logp
+
+    rows = jax.device_put((token_RW, segment_RW), NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+    logp_RW = np.asarray(read(jax.device_put(params, shardings(mesh, DIMS, TRAIN)), *rows))
+    for row, (request, completion) in enumerate(zip(requests, completions, strict=True)):
+        start = len(request.prompt_tokens)
+        np.testing.assert_allclose(logp_RW[row, start : start + len(completion.tokens)], completion.logps, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def running(params, requests):
+    """An engine on four stages in the middle of its responses, and what its prefill left."""
+    engine = engine_on(mesh_of({"data": 2, "stage": 4}, jax.devices()), params)
+    prefilled = engine.prefill([requests[0].prompt_tokens])
+    engine.insert(prefilled, [Placement(0, 0, 0)], SAMPLING, seed=1)
+    engine.decode()
+    return engine, prefilled
+
+
+def held_bytes(tree):
+    """Most bytes that one device holds."""
+    totals = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            totals[shard.device] = totals.get(shard.device, 0) + shard.data.nbytes
+    return max(totals.values())
+
+
+def test_a_stage_holds_its_own_layers_of_the_cache(running):
+    engine, prefilled = running
+    floats_per_token = 2 * MODEL.num_layers // 4 * MODEL.num_kv_heads * MODEL.head_dim
+    assert held_bytes(engine._slots.cache) == 4 * floats_per_token * (12 + 8) * 6 // 2
+    assert held_bytes(prefilled.prompts.prefix) == 4 * floats_per_token * 12 * engine.prefill_prompts
+    assert held_bytes(engine._weights[0]["layers"]) * 4 == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(engine._weights[0]["layers"])
+    )
+
+
+def test_weights_and_cache_stay_on_their_stage(running):
+    """While decoding, one hidden state per slot is all that stages send to each other before the head."""
+    engine, _ = running
+    (text,) = [program.as_text() for (name, _), program in engine._programs.items() if name == "decode"]
+    kinds = "all-gather|all-reduce|collective-permute|reduce-scatter|all-to-all"
+    results = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
+    assert {kind for _, kind in results} <= {"all-gather", "all-reduce", "collective-permute"}
+    for result, kind in results:
+        for dims in re.findall(r"\[([\d,]*)\]", result):
+            assert np.prod([int(size) for size in dims.split(",") if size]) <= 6 * MODEL.vocab_size, (kind, result)
+    hops = re.findall(r"= (\S+?)\{\S* collective-permute\(.*source_target_pairs=\{(.*?\})\}.*ppermute", text)
+    assert hops == [("f32[3,1,16]", "{0,1},{1,2},{2,3},{4,5},{5,6},{6,7}")] * 3
+
+
+def test_one_stage_is_the_engine_without_stages(params):
+    """All that programs depend on is the same."""
+    mesh = mesh_of({"data": 2, "micro_stage": 2, "tensor": 2}, jax.devices())
+    one, other = (engine_on(mesh, params, stage_axis) for stage_axis in (None, "stage"))
+    assert one._shape == other._shape
+    assert vars(one._layout) == vars(other._layout)
+
+
+def test_layers_that_do_not_split_over_the_stages_are_refused(params):
+    model = ModelConfig(**{**vars(MODEL), "num_layers": 3})
+    with pytest.raises(ValueError, match="3 layers do not split 2 ways over mesh axis 'stage'; use a"):
+        engine_on(mesh_of({"stage": 2}, jax.devices()[:2]), params, model=model)

@@ -1,0 +1,184 @@
+"""Layers divided over stages: the same numbers, each stage with its own layers only."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrlhf import models
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.parallel.mesh import BATCH_AXES, STAGE_AXES, mesh_of
+from jaxrlhf.parallel.rules import TRAIN, shardings
+
+CONFIG = ModelConfig(
+    family="qwen2",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qkv_bias=True,
+    qk_norm=True,
+)
+ROWS, WIDTH = 12, 17
+DIMS = models.param_dims(CONFIG, "lm")
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Weights large enough that every part shows, norms and biases included."""
+    rng = np.random.default_rng(0)
+
+    def draw(param):
+        return jnp.asarray((param.init == "ones") + 0.1 * rng.standard_normal(param.shape), jnp.float32)
+
+    return jax.tree.map(draw, models.declare(CONFIG, "lm"))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Every row has its own tokens, two sequences of its own lengths, and padding."""
+    rng = np.random.default_rng(1)
+    token_RW = rng.integers(0, 96, (ROWS, WIDTH), dtype=np.int32)
+    cut_R1, end_R1 = rng.integers(3, 8, (ROWS, 1)), rng.integers(10, WIDTH + 1, (ROWS, 1))
+    index_1W = np.arange(WIDTH)[None, :]
+    position_RW = np.where(index_1W < cut_R1, index_1W, index_1W - cut_R1).astype(np.int32)
+    segment_RW = ((index_1W < cut_R1) + 2 * ((index_1W >= cut_R1) & (index_1W < end_R1))).astype(np.int32)
+    return token_RW, position_RW, segment_RW
+
+
+def of(mesh):
+    """How the workers lay out parameters and rows, and what they pass to `hidden_states`."""
+    pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=("fsdp",))
+    return shardings(mesh, DIMS, TRAIN), NamedSharding(mesh, PartitionSpec(BATCH_AXES)), pipeline
+
+
+def loss(params, rows, *, remat=True, row_sharding=None, pipeline=None, dtype=jnp.float32):
+    hidden_RWD = models.hidden_states(
+        params, CONFIG, *rows, remat=remat, row_sharding=row_sharding, pipeline=pipeline, dtype=dtype
+    )
+    output = models.token_logp(params, CONFIG, hidden_RWD, rows[0], temperature=0.9)
+    logp_RW = jnp.where(rows[2] > 0, output.logp, 0.0)
+    return (logp_RW * jnp.sin(jnp.arange(logp_RW.size)).reshape(logp_RW.shape)).sum(), logp_RW
+
+
+def gradient(**settings):
+    return jax.jit(jax.grad(functools.partial(loss, **settings), has_aux=True))
+
+
+@pytest.fixture(scope="module")
+def expected(params, rows):
+    return gradient()(params, rows)
+
+
+def assert_close(ours, theirs, tolerance):
+    """Each array agrees to a fraction of its own largest entry."""
+
+    def one(a, b):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+    jax.tree.map(one, ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "remat"),
+    [
+        ({"data": 3, "stage": 2}, False),
+        ({"data": 2, "stage": 2, "tensor": 2}, True),
+        ({"fsdp": 2, "stage": 2, "tensor": 2}, True),
+        ({"data": 2, "stage": 2, "micro_stage": 2}, True),
+    ],
+    ids=str,
+)
+def test_stages_do_not_change_logp_or_gradients(params, rows, expected, sizes, remat):
+    layout, row_sharding, pipeline = of(mesh_of(sizes, jax.devices()[: math.prod(sizes.values())]))
+    program = gradient(row_sharding=row_sharding, pipeline=pipeline, remat=remat)
+    found = program(jax.device_put(params, layout), jax.device_put(rows, row_sharding))
+    assert_close(found, expected, 4e-6)
+
+
+def test_half_precision(params, rows, expected):
+    """As far from float32 as half precision is on one device; XLA:CPU once aborted here."""
+    layout, row_sharding, pipeline = of(mesh_of({"data": 2, "stage": 2}, jax.devices()[:4]))
+    program = gradient(row_sharding=row_sharding, pipeline=pipeline, dtype=jnp.bfloat16)
+    _, many_RW = program(jax.device_put(params, layout), jax.device_put(rows, row_sharding))
+    _, one_RW = jax.jit(functools.partial(loss, dtype=jnp.bfloat16))(params, rows)
+    many, one = (np.abs(np.asarray(logp_RW) - expected[1]).max() for logp_RW in (many_RW, one_RW))
+    assert 0 < many < 1.5 * one
+
+
+def computations(program):
+    """Optimised HLO by computation; the entry's name is `ENTRY`."""
+    parts = re.split(r"\n(?=%|ENTRY )", program.as_text())
+    return {"ENTRY" if part.startswith("ENTRY") else part.split()[0]: part for part in parts[1:]}
+
+
+@pytest.fixture(scope="module")
+def program(params, rows):
+    """Gradient of the hidden states alone, so that all loops are the pipeline's."""
+    layout, row_sharding, pipeline = of(mesh_of({"data": 2, "stage": 4}, jax.devices()))
+
+    def total(layers, others, rows):
+        hidden_RWD = models.hidden_states(
+            others | {"layers": layers}, CONFIG, *rows, remat=True, row_sharding=row_sharding, pipeline=pipeline
+        )
+        return jnp.square(hidden_RWD).sum()
+
+    layers, others = params["layers"], {name: leaf for name, leaf in params.items() if name != "layers"}
+    whole = {name: NamedSharding(row_sharding.mesh, PartitionSpec()) for name in others}
+    arguments = jax.device_put((layers, others, rows), (layout["layers"], whole, row_sharding))
+    return jax.jit(jax.grad(total)).lower(*arguments).compile()
+
+
+def test_each_stage_runs_its_own_layers_for_every_microbatch(program):
+    """12 rows on 2 devices are 6 microbatches of 1: 9 ticks of 2 layers, on 4 stages."""
+    loops = set(re.findall(r'known_trip_count":\{"n":"(\d+)"', program.as_text()))
+    assert loops == {"9", "2"}
+    inner = CONFIG.intermediate_size
+    assert f"f32[1,{WIDTH},{inner}]" in program.as_text()
+    for size in (2, 6, 12):
+        assert f"f32[{size},{WIDTH},{inner}]" not in program.as_text()
+        assert f"f32[{size},1,{WIDTH},{inner}]" not in program.as_text()
+
+
+def test_only_hidden_states_travel_between_stages(program):
+    """In the loops, one row to the next stage; outside, gradients summed over data and rows to all stages."""
+    parts = computations(program)
+    entry = parts.pop("ENTRY")
+    loops = "\n".join(parts.values())
+    assert not re.search(r" (all-gather|all-reduce|reduce-scatter|all-to-all)(-start)?\(", loops)
+    moved = re.findall(r"= (\S+) collective-permute\(.*source_target_pairs=\{(.*?\})\}", loops)
+    assert {shape.split("{")[0] for shape, _ in moved} == {f"f32[1,{WIDTH},{CONFIG.hidden_size}]"}
+    forth = "{0,1},{1,2},{2,3},{4,5},{5,6},{6,7}"
+    back = "{1,0},{2,1},{3,2},{5,4},{6,5},{7,6}"
+    assert {pairs for _, pairs in moved} == {forth, back}
+    assert not re.search(r" (all-gather|collective-permute|all-to-all)(-start)?\(", entry)
+    assert re.search(r" all-reduce(-start)?\(", entry)
+
+
+def test_microbatches_keep_stages_busy_and_divide_the_rows():
+    mesh = mesh_of({"data": 4, "stage": 2}, jax.devices())
+    pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES)
+    assert [pipeline.microbatches(4 * rows) for rows in (1, 3, 8, 12, 16, 64)] == [1, 3, 8, 6, 8, 8]
+    with pytest.raises(ValueError, match="10 rows do not split 4 ways over mesh axes data x fsdp; use a multiple"):
+        pipeline.microbatches(10)
+
+
+def test_one_stage_is_no_pipeline():
+    mesh = mesh_of({"data": 4, "tensor": 2}, jax.devices())
+    assert models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES) is None
+
+
+def test_pipelines_that_cannot_be_are_refused():
+    mesh = mesh_of({"stage": 8}, jax.devices())
+    with pytest.raises(ValueError, match="the mesh has no axis stages; its axes are data, fsdp"):
+        models.pipeline_over(mesh, ("stages",), row_axes=BATCH_AXES)
+    with pytest.raises(ValueError, match="have to end with weight_axes"):
+        models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=("data",))

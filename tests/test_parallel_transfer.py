@@ -1,0 +1,230 @@
+"""Weights from pool to pool inside one process: the same bits, the fewest bytes, never the host."""
+
+import pickle
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.array import ArrayImpl
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from transfer_peer import GENERATED, TRAINED, in_place, mesh_of, placed, values
+
+from jaxrlhf.parallel import blocks
+from jaxrlhf.parallel.transfer import Exchange, splits_of
+from jaxrlhf.tracking.device_memory import bytes_in_use
+from jaxrlhf.tracking.timing import CompileCounter
+
+SOURCE, TARGET = jax.devices()[:4], jax.devices()[4:]
+COLLECTIVES = r"\b(all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
+
+
+def trained(*sizes: int, step: int = 1) -> dict[str, jax.Array]:
+    return jax.device_put(values(step), placed(mesh_of(*sizes, devices=SOURCE[: np.prod(sizes)]), TRAINED))
+
+
+def target_of(*sizes: int, specs: Any = None) -> dict[str, NamedSharding]:
+    return placed(mesh_of(*sizes, devices=TARGET[: np.prod(sizes)]), GENERATED if specs is None else specs)
+
+
+@pytest.mark.parametrize("target", [(1, 1, 2), (2, 1, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("source", [(1, 1, 4), (1, 2, 2), (2, 1, 2), (1, 4, 1), (4, 1, 1), (1, 1, 1)], ids=str)
+def test_every_shard_arrives_where_the_target_wants_it(source: tuple[int, ...], target: tuple[int, ...]) -> None:
+    tree, layout = trained(*source), target_of(*target)
+    exchange = Exchange()
+    weights, delivery = exchange.take([exchange.offer(tree, splits_of(layout, tree))], layout)
+    assert {name: leaf.sharding for name, leaf in weights.items()} == layout
+    assert in_place(weights, values(1)) and in_place(tree, values(1))
+    lacked = sum(np.prod(layout[name].shard_shape(leaf.shape)) * leaf.dtype.itemsize for name, leaf in tree.items())
+    assert delivery.bytes_per_device == lacked
+    assert delivery.carrier == "device" and delivery.seconds > 0
+
+
+def test_a_dtype_that_the_target_wants_is_cast_at_the_source() -> None:
+    tree, layout = trained(1, 1, 4), target_of(1, 1, 2)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), tree)
+    exchange = Exchange()
+    weights, delivery = exchange.take([exchange.offer(tree, splits_of(layout, shapes))], layout)
+    assert in_place(weights, {name: np.asarray(leaf).astype(jnp.bfloat16) for name, leaf in values(1).items()})
+    assert delivery.bytes_per_device == 2 * (16 * 16 + 8 + 1 + 4 * 4)
+
+
+def compiled(source: PartitionSpec, target: PartitionSpec, *sizes: int, dtype: Any = jnp.float32) -> str:
+    """The source's program for one leaf, from (data, fsdp, tensor) = `sizes` to 4 target devices."""
+    leaf = jax.device_put(jnp.zeros((16, 32)), NamedSharding(mesh_of(*sizes, devices=SOURCE), source))
+    wanted = jax.ShapeDtypeStruct(leaf.shape, dtype)
+    grid = blocks.grid_of("w", NamedSharding(mesh_of(1, 1, 4, devices=TARGET), target), wanted)
+    return blocks._program((blocks._plan(leaf, grid),)).lower([leaf]).compile().as_text()
+
+
+def test_four_ways_become_two_by_pairs() -> None:
+    leaf = jax.device_put(jnp.zeros((16, 32)), NamedSharding(mesh_of(1, 1, 4, devices=SOURCE), PartitionSpec("tensor")))
+    layout = NamedSharding(mesh_of(1, 1, 2, devices=TARGET[:2]), PartitionSpec("tensor"))
+    plan = blocks._plan(leaf, blocks.grid_of("w", layout, leaf))
+    program = blocks._program((plan,)).lower([leaf]).compile().as_text()
+    assert re.findall(COLLECTIVES, program) == ["all-gather"]
+    assert re.search(r"replica_groups=(\[2,2\]<=\[4\][^T]|\{\{0,1\},\{2,3\}\})", program)
+
+
+def test_a_finer_split_is_cut_where_it_is() -> None:
+    program = compiled(PartitionSpec(None, "tensor"), PartitionSpec(None, "tensor"), 2, 1, 2)
+    assert re.findall(COLLECTIVES, program) == []
+
+
+def test_a_split_of_another_dimension_takes_one_gather() -> None:
+    program = compiled(PartitionSpec("tensor"), PartitionSpec(None, "tensor"), 1, 1, 4)
+    assert re.findall(COLLECTIVES, program) == ["all-gather"]
+
+
+def test_the_cast_comes_before_the_gather() -> None:
+    program = compiled(PartitionSpec("tensor"), PartitionSpec(), 1, 1, 4, dtype=jnp.float16)
+    assert re.findall(r"(\w+)\[[\d,]*\]\S* all-gather", program) == ["f16"]
+
+
+def test_leaves_that_fit_are_offered_as_they_are() -> None:
+    specs = {"layers": (None, "tensor"), "bias": (), "scale": (), "table": ("tensor",)}
+    tree = jax.device_put(values(1), placed(mesh_of(1, 2, 2, devices=SOURCE), specs))
+    layout, exchange = target_of(1, 1, 2, specs=specs), Exchange()
+    before = bytes_in_use(SOURCE)
+    with CompileCounter() as programs:
+        offer = exchange.offer(tree, splits_of(layout, tree))
+    assert programs.count == 0 and bytes_in_use(SOURCE) == before
+    weights, _ = exchange.take([offer], layout)
+    assert in_place(weights, values(1)) and in_place(tree, values(1))
+
+
+class HostConversions:
+    """Counts the arrays that become numpy arrays, of which JAX itself makes some inside `device_put`."""
+
+    count = 0
+
+
+@contextmanager
+def host_watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[HostConversions]]:
+    HostConversions.count = 0
+
+    def counting(original: Any) -> Any:
+        def wrapper(self: Any, *arguments: Any) -> Any:
+            HostConversions.count += 1
+            return original(self, *arguments)
+
+        return wrapper
+
+    with monkeypatch.context() as patch, jax.transfer_guard("disallow_explicit"):
+        patch.setattr(ArrayImpl, "_value", property(counting(ArrayImpl._value.fget)))
+        for name in ("__array__", "_single_device_array_to_np_array_did_copy"):
+            patch.setattr(ArrayImpl, name, counting(getattr(ArrayImpl, name)))
+        with jax.transfer_guard_device_to_device("allow"):
+            yield HostConversions
+
+
+def test_nothing_goes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, layout, exchange = trained(1, 2, 2), target_of(1, 1, 4), Exchange()
+    splits = splits_of(layout, tree)
+    with host_watched(monkeypatch) as conversions:
+        weights, _ = exchange.take([exchange.offer(tree, splits)], layout)
+        assert conversions.count == 0
+    assert in_place(weights, values(1))
+
+
+def test_the_watch_over_the_host_sees_what_plain_device_put_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, layout = trained(1, 2, 2), target_of(1, 1, 4)
+    with host_watched(monkeypatch) as conversions:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+            jax.device_put(tree["layers"], layout["layers"])
+        assert conversions.count > 0
+
+
+def test_the_sources_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: Counter[jax.Device] = Counter()
+
+    def recording(arrays: Any, *rest: Any, **options: Any) -> Any:
+        for array in arrays:
+            sent[array.device] += array.nbytes
+        return original(arrays, *rest, **options)
+
+    original = jax.device_put
+    tree = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh_of(4, 1, 1, devices=SOURCE), PartitionSpec()))
+    layout, exchange = NamedSharding(mesh_of(4, 1, 1, devices=TARGET), PartitionSpec()), Exchange()
+    offer = exchange.offer([tree], splits_of([layout], [tree]))
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", recording)
+        exchange.take([offer], [layout])
+    assert sent == dict.fromkeys(SOURCE, 16 * 32 * 4)
+
+
+def test_an_offer_is_freed_when_it_is_taken() -> None:
+    tree, layout, exchange = trained(1, 2, 2), target_of(1, 1, 2), Exchange()
+    before = bytes_in_use(jax.devices())
+    offer = exchange.offer(tree, splits_of(layout, tree))
+    assert max(bytes_in_use(SOURCE)) > max(before[:4])
+    weights, delivery = exchange.take([offer], layout)
+    after = bytes_in_use(jax.devices())
+    assert after[:4] == before[:4]
+    assert [now - then for now, then in zip(after[4:], before[4:], strict=True)] == [delivery.bytes_per_device] * 2 + [
+        0
+    ] * 2
+    del weights
+
+
+def test_an_offer_that_nobody_took_is_freed_by_the_next_one_or_at_the_end() -> None:
+    tree, layout, exchange = trained(1, 2, 2), target_of(1, 1, 2), Exchange()
+    splits, before = splits_of(layout, tree), bytes_in_use(SOURCE)
+    first = exchange.offer(tree, splits)
+    once = bytes_in_use(SOURCE)
+    second = exchange.offer(tree, splits)
+    assert bytes_in_use(SOURCE) == once != before
+    with pytest.raises(ValueError, match="is in 0 of the offers, and must be in one"):
+        exchange.take([first], layout)
+    exchange.close()
+    assert bytes_in_use(SOURCE) == before
+    with pytest.raises(ValueError, match="is in 0 of the offers"):
+        exchange.take([second], layout)
+
+
+def test_a_step_compiles_nothing_that_the_one_before_did() -> None:
+    layout, exchange = target_of(1, 1, 2), Exchange()
+    for step in range(3):
+        tree = trained(1, 2, 2, step=step)
+        with CompileCounter() as programs:
+            weights, _ = exchange.take([exchange.offer(tree, splits_of(layout, tree))], layout)
+        assert in_place(weights, values(step))
+        assert programs.count == 0 or step == 0
+
+
+def test_lists_and_missing_leaves_keep_their_place() -> None:
+    mesh, other = mesh_of(1, 1, 4, devices=SOURCE), mesh_of(1, 1, 2, devices=TARGET[:2])
+    tree = [jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("tensor"))), None, {}]
+    layout: list[Any] = [NamedSharding(other, PartitionSpec("tensor")), None, {}]
+    exchange = Exchange()
+    weights, _ = exchange.take([exchange.offer(tree, splits_of(layout, tree))], layout)
+    assert weights[0].tolist() == list(range(8)) and weights[1:] == [None, {}]
+
+
+def test_refusals() -> None:
+    tree, layout, exchange = trained(1, 2, 2), target_of(1, 1, 2), Exchange()
+    splits = splits_of(layout, tree)
+    with pytest.raises(ValueError, match=r"different trees: \[\"\['bias'\]\"\] are in only one"):
+        exchange.offer({name: leaf for name, leaf in tree.items() if name != "bias"}, splits)
+    with pytest.raises(ValueError, match=r"\['bias'\] has shape \(4,\) at its source and \(8,\) at its target"):
+        exchange.offer(tree | {"bias": tree["bias"][:4]}, splits)
+    alone = jax.device_put(values(1)["bias"], SingleDeviceSharding(SOURCE[0]))
+    with pytest.raises(ValueError, match=r"\['bias'\] is laid out as SingleDeviceSharding"):
+        exchange.offer(tree | {"bias": alone}, splits)
+    with pytest.raises(ValueError, match="no offers"):
+        exchange.take([], layout)
+    offer = exchange.offer(tree, splits)
+    with pytest.raises(ValueError, match=r"is in 2 of the offers"):
+        exchange.take([offer, offer], layout)
+    with pytest.raises(ValueError, match=r"\['layers'\] was offered in \(1, 2\) parts"):
+        exchange.take([offer], target_of(1, 1, 4))
+    with pytest.raises(TypeError, match="cannot leave it"):
+        pickle.dumps(offer)
+    same = placed(mesh_of(1, 1, 2, devices=SOURCE[:2]), GENERATED)
+    with pytest.raises(ValueError, match="source and target share devices"):
+        exchange.take([exchange.offer(tree, splits_of(same, tree))], same)
