@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def watch_updates(reached) -> None:
-    from jaxrlhf.workers.model import TrainedWorker
+    from jaxrlhf.workers.trained import TrainedWorker
 
     original = TrainedWorker.gradient
 

@@ -23,7 +23,7 @@ from jaxrlhf.config import (
 from jaxrlhf.config import Rollout as RolloutSettings
 from jaxrlhf.data import embedded_tokenizer, load_problems
 from jaxrlhf.parallel import ResourcePool
-from jaxrlhf.workers import Builder
+from jaxrlhf.workers.build import Builder, Stage
 
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 
@@ -57,15 +57,11 @@ def config(*, layout: Layout | None = None, tokens: int = 2048, devices: int = 1
 
 
 def build(settings: Config):
-    builder = Builder(settings, embedded_tokenizer(), ResourcePool.of_all(settings.devices), progress=lambda *_: None)
-    roles = builder.roles(
-        ("actor", "critic", "reference"),
-        builder.initial_actor(),
-        optimizer=settings.actor.optimizer,
-        total_updates=1,
-        seed=0,
-    )
-    return builder, roles
+    """The builder of one pool, and the workers by role."""
+    pool = ResourcePool("all", tuple(jax.devices()[: settings.devices]))
+    roles = ("actor", "critic", "reference")
+    builder = Builder(settings, embedded_tokenizer(), pool, roles, rank=(0, 1), progress=lambda *_: None)
+    return builder, builder.workers(Stage(settings, roles, total_updates=1), roles)
 
 
 def experience(seed: int = 0, *, rows: int = 16, width: int = 72) -> Experience:
@@ -86,27 +82,19 @@ def experience(seed: int = 0, *, rows: int = 16, width: int = 72) -> Experience:
     return Experience(Sequences(token_BT, length_B, mask_BT, np.arange(rows)), weight_BT, fields)
 
 
-def gradients_of(roles, batch: Experience) -> list[np.ndarray]:
-    actor, _ = roles.actor.worker.gradient(batch, policy_objective, ALGORITHM)
-    critic, _ = roles.critic.worker.gradient(batch, value_objective, ALGORITHM.value)
+def gradients_of(workers, batch: Experience) -> list[np.ndarray]:
+    actor, _ = workers["actor"].gradient(batch, policy_objective, ALGORITHM)
+    critic, _ = workers["critic"].gradient(batch, value_objective, ALGORITHM.value)
     return [np.asarray(leaf) for leaf in jax.tree.leaves((actor, critic))]
 
 
 def gradients(settings: Config) -> list[np.ndarray]:
-    builder, roles = build(settings)
-    try:
-        return gradients_of(roles, experience())
-    finally:
-        roles.close()
-        builder.close()
+    return gradients_of(build(settings)[1], experience())
 
 
 @pytest.fixture(scope="module")
 def one_device():
-    builder, roles = build(config())
-    yield builder, roles
-    roles.close()
-    builder.close()
+    return build(config())
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +122,7 @@ def test_row_order(one_device, plain: list[np.ndarray]) -> None:
     "layout",
     [
         Layout(fsdp=4, tensor=2),
+        Layout(fsdp=2, stage=2, tensor=2),
         pytest.param(Layout(tensor=4, generation_tensor=2), marks=pytest.mark.slow),
         pytest.param(Layout(fsdp=8), marks=pytest.mark.slow),
     ],
@@ -144,38 +133,35 @@ def test_mesh(plain: list[np.ndarray], layout: Layout) -> None:
 
 
 def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees(one_device) -> None:
-    builder, roles = one_device
+    builder, workers = one_device
+    actor = workers["actor"]
     settings = replace(ALGORITHM, kl=None, policy=PolicyLoss())
     problems = load_problems(config().data, builder.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
-    rollout: Rollout = roles.actor.generate_sequences(
-        problems, Sampling(temperature=1.0), responses_per_prompt=2, seed=3
-    ).result()
+    rollout: Rollout = actor.generate_sequences(problems, Sampling(temperature=1.0), responses_per_prompt=2, seed=3)
     mask_BT = rollout.sequences.mask_BT
-    old: TokenOutput = roles.actor.compute_log_prob(rollout).result()
-    reference = roles.reference.compute_ref_log_prob(rollout).result()
+    old: TokenOutput = actor.compute_log_prob(rollout)
+    reference = workers["reference"].compute_ref_log_prob(rollout)
     np.testing.assert_allclose(old.logp[mask_BT], rollout.sampler_logp_BT[mask_BT], atol=1e-5)
     np.testing.assert_array_equal(old.logp, reference)
     weight_BT = np.asarray(token_weights(mask_BT, rollout.sequences.prompt_id_B, aggregation="token-mean"))
     fields = {"advantage": np.where(mask_BT, 1.0, 0.0).astype(np.float32), "old_logp": old.logp}
-    update = roles.actor.update_actor(
+    metrics = actor.update_actor(
         [Experience(rollout.sequences, weight_BT, fields)], objective=policy_objective, settings=settings
     )
-    metrics = update.result()
     assert metrics["policy/clip_fraction"] == 0
     assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-6)
     assert abs(metrics["policy/kl_old"]) < 1e-6
     assert abs(metrics["policy/kl_old_first"]) < 1e-6
     assert metrics["actor/loss"] == pytest.approx(-1, abs=1e-5)
-    assert roles.actor.worker.version == 1
+    assert actor.version == 1
     with pytest.raises(RuntimeError, match=r"version 1 and the rollout holds responses of \[0\]"):
-        roles.actor.compute_log_prob(rollout).result()
+        actor.compute_log_prob(rollout)
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(one_device) -> None:
-    _, roles = one_device
+    _, workers = one_device
     batch = experience()
     infinite_BT = np.full_like(batch.weight_BT, np.inf)
     spoilt = Experience(batch.sequences, batch.weight_BT, {**batch.fields, "advantage": infinite_BT})
-    with pytest.raises(FloatingPointError, match="actor: gradient norms") as raised:
-        roles.actor.update_actor([spoilt], objective=policy_objective, settings=ALGORITHM).result()
-    assert "raised in actor.update_actor" in raised.value.__notes__
+    with pytest.raises(FloatingPointError, match="actor: gradient norms"):
+        workers["actor"].update_actor([spoilt], objective=policy_objective, settings=ALGORITHM)

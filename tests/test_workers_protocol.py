@@ -1,49 +1,209 @@
-"""Transfer protocols with more than one rank."""
+"""Transfer protocols: who gets which rows, and whose results come back."""
 
+import itertools
+
+import jax
 import numpy as np
 import pytest
 
-from jaxrlhf.batch import Sequences
-from jaxrlhf.workers.protocol import DP_PROTO, ONE_TO_ALL
+from jaxrlhf.batch import Experience, Problem, Sequences
+from jaxrlhf.config import Layout, Sampling
+from jaxrlhf.parallel import AXES, BATCH_AXES, SLOT_AXES, factored_mesh
+from jaxrlhf.workers import protocol as protocols
+from jaxrlhf.workers.generation import Generator
+from jaxrlhf.workers.protocol import (
+    ALL_TO_ALL,
+    DP_PROTO,
+    ONE_TO_ALL,
+    PROTOCOLS,
+    THREE_D_ALL_MICRO_DP,
+    THREE_D_PP_ONLY,
+    THREE_D_PROTO,
+    Place,
+    TransferProtocol,
+    register,
+    rows,
+)
 from jaxrlhf.workers.roles import Actor, Critic, Reference, Reward
 
 
-def batch(rows: int) -> Sequences:
-    token_BT = np.arange(rows * 3).reshape(rows, 3)
-    return Sequences(token_BT, np.full(rows, 3), token_BT > 0, np.arange(rows))
+def places(hosts: int, **layout: int) -> list[Place]:
+    """The ranks of 8 devices on `hosts` hosts, by counting along the mesh."""
+    mesh = factored_mesh(Layout(**layout), jax.devices())
+    sizes = dict(mesh.shape)
+    every = [dict(zip(AXES, index, strict=True)) for index in itertools.product(*(range(sizes[a]) for a in AXES))]
+    share = 8 // hosts
+    return [Place(rank, sizes, tuple(every[rank * share : (rank + 1) * share])) for rank in range(hosts)]
 
 
-def test_data_parallel_ranks_get_equal_parts_that_join_again() -> None:
-    whole = batch(6)
-    parts = DP_PROTO.distribute(whole, 3)
-    assert [part.token_BT.shape for part in parts] == [(2, 3)] * 3
-    np.testing.assert_array_equal(parts[1].prompt_id_B, [2, 3])
-    joined = DP_PROTO.collect(parts)
-    np.testing.assert_array_equal(joined.token_BT, whole.token_BT)
-    np.testing.assert_array_equal(joined.mask_BT, whole.mask_BT)
+def batch(count: int) -> Sequences:
+    token_BT = np.arange(count * 3).reshape(count, 3)
+    return Sequences(token_BT, np.full(count, 3), token_BT > 0, np.arange(count))
 
 
-def test_rows_that_do_not_split_are_refused() -> None:
-    with pytest.raises(ValueError, match="5 rows does not split over 2"):
-        DP_PROTO.distribute(batch(5), 2)
+def problems(count: int) -> list[Problem]:
+    return [Problem(prompt_id=index, prompt=f"p{index}", prompt_tokens=(index,)) for index in range(count)]
 
 
-def test_one_to_all_hands_every_rank_the_same() -> None:
-    whole = batch(2)
-    assert all(part is whole for part in ONE_TO_ALL.distribute(whole, 4))
-    assert ONE_TO_ALL.collect([1, 2, 3]) == 1
+def received(protocol: TransferProtocol, ranks: list[Place], count: int) -> list[list[int]]:
+    """Rows that each rank gets of a batch."""
+    return [protocol.distribute((batch(count),), place)[0].prompt_id_B.tolist() for place in ranks]
+
+
+def collected(protocol: TransferProtocol, ranks: list[Place]) -> list[int]:
+    """Ranks whose results are collected."""
+    return [place.rank for place in ranks if protocol.leads(place)]
+
+
+def test_a_process_knows_its_place() -> None:
+    place = Place.of(factored_mesh(Layout(fsdp=2, tensor=4, generation_tensor=2), jax.devices()))
+    assert place.rank == 0
+    assert place.part(BATCH_AXES) == place.part(SLOT_AXES) == (0, 1), "it holds all devices"
+    assert len(place.coordinates) == 8
+    assert place.coordinates[5]["fsdp"] == 1
+    assert place.coordinates[5]["micro_tensor"] == 1
+
+
+def test_one_to_all() -> None:
+    ranks = places(4, data=4, tensor=2)
+    assert received(ONE_TO_ALL, ranks, 4) == [[0, 1, 2, 3]] * 4
+    assert collected(ONE_TO_ALL, ranks) == [0, 1, 2, 3]
+    assert ONE_TO_ALL.collect(["a", "b"]) == ["a", "b"]
+
+
+def test_3d_proto_scatters_over_data_and_repeats_within_a_group() -> None:
+    # Two data-parallel groups of a 2-stage, 2-tensor model; a host has the two devices of one stage.
+    ranks = places(4, data=2, stage=2, tensor=2)
+    assert received(THREE_D_PROTO, ranks, 4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert collected(THREE_D_PROTO, ranks) == [1, 3], "the last stage of each group"
+    parts = [batch(2), batch(2)]
+    np.testing.assert_array_equal(THREE_D_PROTO.collect(parts).prompt_id_B, [0, 1, 0, 1])
+
+
+def test_3d_proto_takes_the_first_tensor_rank_where_a_group_spans_hosts() -> None:
+    ranks = places(4, data=2, tensor=4)
+    assert received(THREE_D_PROTO, ranks, 4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert collected(THREE_D_PROTO, ranks) == [0, 2]
+
+
+def test_3d_all_micro_dp_scatters_over_generation_replicas() -> None:
+    # Training 1-4-2 becomes four generation replicas: two micro-DP ranks in each training replica.
+    ranks = places(2, data=2, tensor=4, generation_tensor=2)
+    assert received(THREE_D_ALL_MICRO_DP, ranks, 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    # A training replica over two hosts, generating without tensor parallelism: each device is a replica.
+    apart = places(2, data=1, tensor=8, generation_tensor=1)
+    assert received(THREE_D_ALL_MICRO_DP, apart, 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert received(THREE_D_PROTO, apart, 8) == [list(range(8))] * 2, "training repeats what generation scatters"
+    assert collected(THREE_D_ALL_MICRO_DP, apart) == [0, 1]
+    assert collected(THREE_D_PROTO, apart) == [0]
+
+
+def test_3d_pp_only_asks_one_rank_of_every_stage() -> None:
+    ranks = places(8, data=2, stage=2, tensor=2)
+    assert received(THREE_D_PP_ONLY, ranks, 2) == [[0, 1]] * 8
+    assert collected(THREE_D_PP_ONLY, ranks) == [0, 2]
+    assert THREE_D_PP_ONLY.collect([["w0"], ["w1"]]) == [["w0"], ["w1"]]
+
+
+def test_dp_proto_scatters_over_fsdp_too() -> None:
+    ranks = places(4, data=2, fsdp=4)
+    assert received(DP_PROTO, ranks, 8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert collected(DP_PROTO, ranks) == [0, 1, 2, 3]
+    np.testing.assert_array_equal(DP_PROTO.collect([np.arange(2), np.arange(3)]), [0, 1, 0, 1, 2])
+
+
+def test_all_to_all_gives_every_rank_its_own() -> None:
+    ranks = places(4, data=4, tensor=2)
+    given = [ALL_TO_ALL.distribute((["a", "b", "c", "d"], [1, 2, 3, 4]), place) for place in ranks]
+    assert given == [("a", 1), ("b", 2), ("c", 3), ("d", 4)]
+    assert ALL_TO_ALL.collect([5, 6]) == [5, 6]
+    assert collected(ALL_TO_ALL, ranks) == [0, 1, 2, 3]
+
+
+def test_processes_that_share_no_model_are_data_parallel_ranks() -> None:
+    ranks = [Place.alone(rank, 3) for rank in range(3)]
+    assert received(DP_PROTO, ranks, 6) == [[0, 1], [2, 3], [4, 5]]
+    assert collected(DP_PROTO, ranks) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("protocol", [THREE_D_PROTO, THREE_D_ALL_MICRO_DP, DP_PROTO])
+@pytest.mark.parametrize(
+    ("hosts", "layout"),
+    [(2, {"data": 8}), (4, {"data": 2, "fsdp": 2, "tensor": 2}), (2, {"stage": 2, "tensor": 4}), (8, {"tensor": 8})],
+)
+def test_what_is_scattered_and_collected_is_the_batch_again(protocol, hosts: int, layout: dict[str, int]) -> None:
+    ranks = places(hosts, **({"data": None} | layout))
+    count = 16
+    parts = [protocol.distribute((batch(count),), place)[0] for place in ranks if protocol.leads(place)]
+    np.testing.assert_array_equal(protocol.collect(parts).token_BT, batch(count).token_BT)
+
+
+def test_prompts_and_their_responses_stay_together() -> None:
+    # 5 prompts with 2 responses over 2 ranks: units of one prompt, 2 here and 3 there.
+    (few, responses, sampling), (many, others, _) = (
+        rows((problems(5), batch(10), Sampling()), part=part, parts=2) for part in (0, 1)
+    )
+    assert [problem.prompt_id for problem in few] == [0, 1]
+    assert responses.prompt_id_B.tolist() == [0, 1, 2, 3]
+    assert [problem.prompt_id for problem in many] == [2, 3, 4]
+    assert others.prompt_id_B.tolist() == [4, 5, 6, 7, 8, 9]
+    assert sampling == Sampling(), "what has no rows goes to every rank"
+
+
+def test_minibatches_are_cut_inside_and_not_apart() -> None:
+    minibatches = [Experience(batch(4), np.zeros((4, 3)), {"advantage": np.ones((4, 3))}) for _ in range(3)]
+    (part,) = rows((minibatches,), part=1, parts=2)
+    assert len(part) == 3
+    assert all(experience.sequences.prompt_id_B.tolist() == [2, 3] for experience in part)
+    assert part[0].fields["advantage"].shape == (2, 3)
+
+
+def test_numbers_are_taken_from_the_first_rank() -> None:
+    assert protocols.join([{"loss": 1.5}, {"loss": 1.5}]) == {"loss": 1.5}
+
+
+def test_fewer_rows_than_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="batch of 1 rows does not split over 2 ranks"):
+        rows((batch(1),), part=0, parts=2)
+
+
+def test_batches_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\[4, 6\] rows travel together"):
+        rows((batch(4), batch(6)), part=0, parts=2)
+
+
+def test_a_host_that_cuts_a_data_parallel_group_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"host 1 hold parts \[1, 2\] of the 4.*change the layout"):
+        Place(1, {"data": 4}, ({"data": 1}, {"data": 2})).part(("data",))
+
+
+def test_a_protocol_of_ones_own() -> None:
+    def reverse(arguments, place):
+        return tuple(argument[::-1] for argument in arguments)
+
+    mine = register(TransferProtocol("REVERSED", reverse, lambda place: place.rank == 0, lambda results: results[0]))
+    try:
+        assert PROTOCOLS["REVERSED"] is mine
+        assert mine.distribute(([1, 2],), Place.alone(0, 1)) == ([2, 1],)
+        with pytest.raises(ValueError, match="protocol 'REVERSED' already"):
+            register(mine)
+    finally:
+        del PROTOCOLS["REVERSED"]
+    assert set(PROTOCOLS) == {"ONE_TO_ALL", "3D_PROTO", "3D_ALL_MICRO_DP", "3D_PP_ONLY", "DP_PROTO", "ALL_TO_ALL"}
 
 
 @pytest.mark.parametrize(
     ("worker", "name", "protocol"),
     [
-        (Actor, "generate_sequences", ONE_TO_ALL),
-        (Actor, "compute_log_prob", DP_PROTO),
-        (Actor, "update_actor", ONE_TO_ALL),
-        (Critic, "compute_values", DP_PROTO),
-        (Critic, "update_critic", ONE_TO_ALL),
-        (Reference, "compute_ref_log_prob", DP_PROTO),
-        (Reward, "compute_reward", ONE_TO_ALL),
+        (Actor, "generate_sequences", THREE_D_ALL_MICRO_DP),
+        (Generator, "generate_sequences", THREE_D_ALL_MICRO_DP),
+        (Actor, "compute_log_prob", THREE_D_PROTO),
+        (Actor, "update_actor", THREE_D_PROTO),
+        (Actor, "offer_weights", ONE_TO_ALL),
+        (Critic, "compute_values", THREE_D_PROTO),
+        (Critic, "update_critic", THREE_D_PROTO),
+        (Reference, "compute_ref_log_prob", THREE_D_PROTO),
+        (Reward, "compute_reward", DP_PROTO),
     ],
 )
 def test_every_verb_carries_its_protocol(worker: type, name: str, protocol: object) -> None:

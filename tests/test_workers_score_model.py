@@ -14,7 +14,9 @@ from jaxrlhf.data.tokenizer import build_embedded_tokenizer
 from jaxrlhf.engine import Completion
 from jaxrlhf.parallel import factored_mesh
 from jaxrlhf.rewards import Scorer
-from jaxrlhf.workers.roles import Reward, to_rollout
+from jaxrlhf.workers.generation import to_rollout
+from jaxrlhf.workers.protocol import Place
+from jaxrlhf.workers.roles import Reward
 from jaxrlhf.workers.score_model import ScoreModel
 
 TEXTS = [
@@ -97,6 +99,6 @@ def test_only_a_response_that_was_cut_off_is_not_finished():
     completions = [Completion(n, tokens=(5, n), logps=(0.0, 0.0), truncated=n == 1, version=0) for n in range(2)]
     rewards = config.Rewards(parts=(config.ModelReward("judge"),))
     with Scorer(rewards, models={"judge": judge}) as scorer:
-        role = Reward(scorer, lambda tokens: str(tokens), lambda *_: None)
+        role = Reward(scorer, Place.alone(0, 1), lambda tokens: str(tokens), lambda *_: None)
         role.compute_reward(problems, to_rollout(problems, completions, width=4))
     assert seen == [("p0", "[5, 0]", True), ("p1", "[5, 1]", False)]

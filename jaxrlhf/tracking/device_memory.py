@@ -84,8 +84,9 @@ def _bytes_alive() -> Counter[jax.Device]:
             for device, shard in _shards(array):
                 if shard.sharding.memory_kind in (None, device.default_memory().kind):
                     buffers[device, shard.unsafe_buffer_pointer()] = shard.nbytes
-        except RuntimeError:
-            if not array.is_deleted():  # another thread may delete an array while it is counted
+        except RuntimeError as error:
+            # Another thread may delete an array, or another that shares its buffers, while it is counted.
+            if "deleted" not in str(error):
                 raise
     counts: Counter[jax.Device] = Counter()
     for (device, _), size in buffers.items():

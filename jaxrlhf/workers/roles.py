@@ -16,9 +16,10 @@ from jaxrlhf.models.heads import token_logp, values
 from jaxrlhf.parallel import Exchange, HybridEngine, Offer, Splits, Switch, SwitchError
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.generation import Generator, Sampler
-from jaxrlhf.workers.model import Metrics, ModelWorker, Objective, Progress, TrainedWorker
+from jaxrlhf.workers.model import Metrics, ModelWorker, Progress
 from jaxrlhf.workers.packing import Rows
 from jaxrlhf.workers.protocol import DP_PROTO, ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, Place, verb
+from jaxrlhf.workers.trained import Objective, TrainedWorker
 
 
 def _policy_output(worker: ModelWorker, params: Params, rows: Rows, temperature: Array) -> TokenOutput:
