@@ -13,9 +13,11 @@ from jaxrlhf.parallel.mesh import (
     generation_mesh,
     mesh_of,
 )
+from jaxrlhf.parallel.offload import HostArray, Moved, device_bytes, to_device, to_host
 from jaxrlhf.parallel.overlap import missing_bytes, refines
 from jaxrlhf.parallel.pool import ResourcePool
 from jaxrlhf.parallel.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shard_bytes, shardings
+from jaxrlhf.parallel.transfer import Delivery, Exchange, Offer, Splits, TransferError, splits_of
 
 __all__ = [
     "AXES",
@@ -25,13 +27,21 @@ __all__ = [
     "STAGE_AXES",
     "TENSOR_AXES",
     "TRAIN",
+    "Delivery",
+    "Exchange",
+    "HostArray",
     "HybridEngine",
+    "Moved",
+    "Offer",
     "ResourcePool",
+    "Splits",
     "Switch",
     "SwitchError",
+    "TransferError",
     "activation_bytes",
     "cast_shapes",
     "check_divisible",
+    "device_bytes",
     "factored_mesh",
     "generation_mesh",
     "hand_over",
@@ -45,4 +55,7 @@ __all__ = [
     "refines",
     "shard_bytes",
     "shardings",
+    "splits_of",
+    "to_device",
+    "to_host",
 ]

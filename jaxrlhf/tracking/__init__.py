@@ -1,6 +1,7 @@
 """What a run says about itself: metrics, samples, progress, timing and curves."""
 
 from jaxrlhf.tracking.console import RunConsole, default_console, settings_table
+from jaxrlhf.tracking.device_memory import DevicePeak, bytes_in_use
 from jaxrlhf.tracking.metrics import JsonLines, Logger, MetricsWriter, TensorBoard
 from jaxrlhf.tracking.plots import save_learning_curve
 from jaxrlhf.tracking.records import read_records
@@ -11,6 +12,7 @@ from jaxrlhf.tracking.timing import CompileCounter, peak_memory_bytes
 __all__ = [
     "Call",
     "CompileCounter",
+    "DevicePeak",
     "JsonLines",
     "Logger",
     "MetricsWriter",
@@ -19,6 +21,7 @@ __all__ = [
     "SampleFile",
     "TensorBoard",
     "TimelineFile",
+    "bytes_in_use",
     "default_console",
     "peak_memory_bytes",
     "read_records",
