@@ -132,7 +132,7 @@ def measure(name: str, layout: str, engine: HybridEngine, *, expected: int | Non
         seconds.append((middle - start, time.perf_counter() - middle))
     there_s, back_s = (median(way) for way in zip(*seconds[1:], strict=True))
     there, back = (
-        (operations(programs) for programs in engine.lower()) if switch else ("none, by host", "none, by host")
+        (operations(programs) for programs in engine.lower()) if switch else ("through the host", "through the host")
     )
     return Row(
         name=name,

@@ -1,6 +1,7 @@
 """Checkpoints: which are kept, what comes back from them, and what is refused."""
 
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -178,6 +179,83 @@ def test_unfinished_saves_are_cleared_away(opened, tmp_path):
     checkpoints.close()
     assert checkpoints.steps() == [1, 2]
     assert not torn.exists()
+
+
+# What fails.
+
+
+class Disturbed:
+    """An item of `tree()` with something else in the place of some methods."""
+
+    def __init__(self, **methods):
+        self.item = TreeItem(tree, lambda tree: None)
+        self.__dict__.update(methods)
+
+    def __getattr__(self, name):
+        return getattr(self.item, name)
+
+
+def failing(method):
+    def fail(*args):
+        raise OSError("No space left on device")
+
+    return Disturbed(**{method: fail})
+
+
+def test_a_save_that_fails_at_once(opened):
+    checkpoints = opened(keep_last=1)
+    checkpoints.save(1, held(actor=tree(1)), STATE)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.save(2, {"actor": failing("save"), **held(critic=tree(2))}, STATE)
+    assert_only_step_1_and_a_next_save_works(checkpoints)
+
+
+@pytest.mark.parametrize("method", ["finish", "merge"])
+@pytest.mark.parametrize("then", ["wait", "save", "close"])
+def test_a_save_that_fails_later(opened, method, then):
+    checkpoints = opened(keep_last=1)
+    checkpoints.save(1, held(actor=tree(1)), STATE)
+    checkpoints.save(2, {"actor": failing(method), **held(critic=tree(2))}, STATE)
+    with pytest.raises(OSError, match="No space left"):
+        if then == "save":
+            checkpoints.save(3, held(actor=tree(3)), STATE)
+        else:
+            getattr(checkpoints, then)()
+    assert_only_step_1_and_a_next_save_works(opened(keep_last=1) if then == "close" else checkpoints)
+
+
+def test_a_second_failure_is_noted(opened):
+    checkpoints = opened()
+    checkpoints.save(1, {"actor": failing("finish"), "critic": failing("finish")}, STATE)
+    with pytest.raises(OSError, match="No space left") as raised:
+        checkpoints.wait()
+    assert raised.value.__notes__ == ["and another item: OSError('No space left on device')"]
+
+
+def assert_only_step_1_and_a_next_save_works(checkpoints):
+    assert (checkpoints.latest(), checkpoints.steps()) == (1, [1])
+    assert_same_bits(checkpoints.read(1, {"actor": like(tree())}), {"actor": tree(1)})
+    checkpoints.save(2, held(actor=tree(2)), STATE)
+    checkpoints.wait()
+    assert checkpoints.steps() == [2]
+    assert_same_bits(checkpoints.read(2, {"actor": like(tree())}), {"actor": tree(2)})
+    assert {path.name for path in checkpoints.directory.iterdir()} == {"step_2"}
+
+
+def test_saving_goes_on_beside_the_training(opened, tmp_path):
+    written = threading.Event()
+    slow = Disturbed(finish=lambda: [written.wait(timeout=60), slow.item.finish()])
+    checkpoints = opened()
+    checkpoints.save(1, {"actor": slow}, STATE)
+    assert not (tmp_path / "checkpoints" / "step_1").exists()
+    written.set()
+    checkpoints.wait()
+    assert (tmp_path / "checkpoints" / "step_1").exists()
+
+
+def test_a_host_without_the_directory(tmp_path):
+    with pytest.raises(ValueError, match=r"host 0 does not see .*/actor, .* a file system that all hosts share"):
+        TreeItem(tree, lambda tree: None).save(tmp_path / "actor")
 
 
 # What is refused.

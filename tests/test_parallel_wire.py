@@ -207,6 +207,7 @@ def test_a_source_that_hangs_is_named_within_the_limit_and_can_be_asked_again(do
     splits = splits_of(layout, values(0))
     offer = doomed.tell("offer", splits, "direct")
     os.kill(doomed.process.pid, signal.SIGSTOP)
+    os.waitpid(doomed.process.pid, os.WUNTRACED)  # until it has stopped
     error, seconds = failure(exchange, offer, layout)
     assert "may hang" in str(error) and error.address in str(error)
     assert 1.0 <= seconds < 10.0
@@ -215,19 +216,20 @@ def test_a_source_that_hangs_is_named_within_the_limit_and_can_be_asked_again(do
     assert in_place(weights, values(1))
 
 
-def test_an_offer_is_taken_once(doomed: Remote) -> None:
-    layout, exchange = here(1, 1, 2), Exchange(limit_s=1.0)
-    offer = doomed.tell("offer", splits_of(layout, values(0)), "direct")
+def test_an_offer_is_taken_once(source: Remote) -> None:
+    source.tell("make", (1, 2, 2), 1, 16)
+    layout, exchange = here(1, 1, 2), Exchange(limit_s=0.5)
+    offer = source.tell("offer", splits_of(layout, values(0)), "direct")
     exchange.take([offer], layout)
     error, _ = failure(exchange, offer, layout)
     assert "was taken before" in str(error)
 
 
-def test_weights_that_the_source_donated_before_they_were_taken_are_an_error(doomed: Remote) -> None:
-    doomed.tell("make_as_wanted", 1)
+def test_weights_that_the_source_deleted_before_they_were_taken_are_an_error(source: Remote) -> None:
+    source.tell("make_as_wanted", 1)
     layout, exchange = here(1, 1, 4), Exchange(limit_s=LIMIT_S)
-    offer = doomed.tell("offer", splits_of(layout, values(0)), "direct")
-    doomed.tell("delete")
+    offer = source.tell("offer", splits_of(layout, values(0)), "direct")
+    source.tell("delete")
     error, _ = failure(exchange, offer, layout)
     assert "deleted or donated" in str(error)
 
@@ -237,4 +239,21 @@ def test_a_backend_without_a_transfer_server_says_what_to_set(monkeypatch: pytes
 
     monkeypatch.delattr(transfer, "start_transfer_server")
     with pytest.raises(TransferError, match="set the carrier of transfers to 'host'"):
-        Exchange("localhost")._wire.publish([])
+        Exchange("127.0.0.2")._wire.publish([])
+
+
+@pytest.mark.parametrize(("host", "address"), [("localhost", "127.0.0.1:"), ("::1", "[::1]:")])
+def test_others_are_given_an_address_in_numbers(source: Remote, host: str, address: str) -> None:
+    source.tell("make", (1, 2, 2), 1, 16)
+    source.tell("reach_at", host)
+    layout, exchange = here(1, 1, 2), Exchange(host, limit_s=LIMIT_S)
+    offer = source.tell("offer", splits_of(layout, values(0)), "direct")
+    assert offer.parcels[0].ticket.address.startswith(address)
+    weights, _ = exchange.take([offer], layout)
+    assert in_place(weights, values(1))
+
+
+@pytest.mark.parametrize(("host", "why"), [("0.0.0.0", "is every address"), ("no such host", "has no address")])
+def test_a_host_that_others_cannot_reach_is_refused(host: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"host='{host}' {why}"):
+        Exchange(host)._wire.publish([])

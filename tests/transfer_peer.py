@@ -66,6 +66,9 @@ class Peer:
         self.target: dict[str, NamedSharding] = {}
         self.tree: Any = None
 
+    def reach_at(self, host: str) -> None:
+        self.exchange = Exchange(host, limit_s=30.0)
+
     def make(self, sizes: tuple[int, ...], step: int, size: int) -> None:
         """Hold the weights of a step in the training layout."""
         layout, arrays = placed(mesh_of(*sizes), TRAINED), values(step, size=size)

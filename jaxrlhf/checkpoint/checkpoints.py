@@ -48,14 +48,21 @@ class _ItemArgs(ocp.args.CheckpointArgs):
 
 
 class _Written(ocp.future.Future):
-    """The files of one item, which orbax waits for beside the training."""
+    """The files of one item, which orbax waits for beside the training.
 
-    def __init__(self, item: Item) -> None:
-        self._item = item
+    Args:
+      writing: Items that are being written; this one is taken out.
+    """
+
+    def __init__(self, item: Item, writing: list[Item]) -> None:
+        self._item, self._writing = item, writing
 
     def result(self, timeout: float | None = None) -> None:
         del timeout  # orbax sees to it when this returns; an item has its own bound on hosts that do not answer
-        self._item.finish()
+        try:
+            self._item.finish()
+        finally:
+            self._writing.remove(self._item)
         self._item.merge()
 
 
@@ -65,14 +72,24 @@ class _ItemHandler(handlers.AsyncCheckpointHandler):
     def __init__(self) -> None:
         # Orbax calls from an event loop, in which an item could not run one of its own.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save_items")
+        self._writing: list[Item] = []
 
     async def async_save(self, directory: Path, args: _ItemArgs) -> list[ocp.future.Future]:
+        self._writing.append(args.item)
         await asyncio.get_running_loop().run_in_executor(self._thread, args.item.save, Path(directory))
-        return [_Written(args.item)]
+        return [_Written(args.item, self._writing)]
 
     def save(self, directory: Path, args: _ItemArgs) -> None:
         args.item.save(Path(directory))
-        _Written(args.item).result()
+        _Written(args.item, [args.item]).result()
+
+    def settle(self, failure: Exception) -> None:
+        """Wait until no item writes any more, after one failed; what else went wrong is noted on the failure."""
+        while self._writing:
+            try:
+                self._thread.submit(self._writing.pop().finish).result()
+            except Exception as another:
+                failure.add_note(f"and another item: {another!r}")
 
     def restore(self, directory: Path, args: _ItemArgs) -> None:
         args.item.restore(Path(directory))
@@ -110,7 +127,8 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         registry = handlers.DefaultCheckpointHandlerRegistry()
-        registry.add(None, _ItemArgs, _ItemHandler())
+        self._handler = _ItemHandler()
+        registry.add(None, _ItemArgs, self._handler)
         self.directory = directory.absolute()
         self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
 
@@ -143,7 +161,7 @@ class Checkpoints:
         contents = {"state": dict(host), "arrays": {name: item.describe() for name, item in items.items()}}
         args = {name: _ItemArgs(item) for name, item in items.items()}
         metrics = {} if metric is None or math.isnan(metric) else {_METRIC: metric}
-        with self._reload_on_failure():
+        with self._settled():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(**args, host=ocp.args.JsonSave(contents)),
@@ -198,17 +216,21 @@ class Checkpoints:
                 )
 
     @contextmanager
-    def _reload_on_failure(self) -> Iterator[None]:
-        """Look again which steps there are: orbax counts a new one in, and old ones out, when a save starts."""
+    def _settled(self) -> Iterator[None]:
+        """After a failure within, nothing is being written and the known steps are those in the directory.
+
+        When a save starts, orbax already counts its step in, and those it will replace out.
+        """
         try:
             yield
-        except Exception:
+        except Exception as failure:
+            self._handler.settle(failure)
             self._manager.reload()
             raise
 
     def wait(self) -> None:
         """Block until every started save is complete."""
-        with self._reload_on_failure():
+        with self._settled():
             self._manager.wait_until_finished()
 
     def close(self) -> None:

@@ -13,9 +13,9 @@ from etils import epath
 class Item(Protocol):
     """One tree of a checkpoint, as the process that keeps the checkpoints sees it.
 
-    The arrays may live in other processes, which then share the directory. Each method is
-    called on all of them and has returned on all of them before the next one is called. Writing
-    needs no more agreement than that, so the processes never wait for one another.
+    The arrays may live in other processes, which then share a file system. Each method is called
+    on all of them, and has returned or failed on all of them before the next one is called. Writing
+    needs no more agreement than that, so these processes never wait for one another.
     """
 
     def describe(self) -> dict[str, str]:

@@ -13,12 +13,11 @@ from jaxrlhf.parallel.mesh import (
     generation_mesh,
     mesh_of,
 )
-from jaxrlhf.parallel.offload import Moved, device_bytes, to_device, to_host
+from jaxrlhf.parallel.offload import HostArray, Moved, device_bytes, to_device, to_host
 from jaxrlhf.parallel.overlap import missing_bytes, refines
 from jaxrlhf.parallel.pool import ResourcePool
 from jaxrlhf.parallel.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shard_bytes, shardings
-from jaxrlhf.parallel.transfer import Delivery, Exchange, Offer, Splits, splits_of
-from jaxrlhf.parallel.wire import TransferError
+from jaxrlhf.parallel.transfer import Delivery, Exchange, Offer, Splits, TransferError, splits_of
 
 __all__ = [
     "AXES",
@@ -30,6 +29,7 @@ __all__ = [
     "TRAIN",
     "Delivery",
     "Exchange",
+    "HostArray",
     "HybridEngine",
     "Moved",
     "Offer",

@@ -65,6 +65,11 @@ class Blocks(NamedTuple):
     here: dict[BlockId, dict[jax.Device, jax.Array]]
     made: list[jax.Array]
 
+    def free(self) -> None:
+        """Delete what was made."""
+        for array in self.made:
+            array.delete()
+
 
 def grid_of(path: str, sharding: Sharding, array: Any) -> LeafGrid:
     """The grid into which `sharding` splits an array, or something shaped like one."""

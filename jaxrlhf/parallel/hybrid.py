@@ -15,15 +15,16 @@ Source: HybridFlow (arXiv:2409.19256), section 5.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from jaxrlhf.parallel.overlap import missing_bytes, refines
-from jaxrlhf.parallel.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shard_bytes, shardings
+from jaxrlhf.parallel.overlap import refines
+from jaxrlhf.parallel.relayout import Leaf, Plan, Step, paired, plan, ties_of
+from jaxrlhf.parallel.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shardings
 
 
 @dataclass(frozen=True)
@@ -51,37 +52,6 @@ class SwitchError(RuntimeError):
     def __init__(self, message: str, weights: Any) -> None:
         super().__init__(message)
         self.weights = weights
-
-
-class _Leaf(NamedTuple):
-    """One weight: shape, dtype and sharding in each layout."""
-
-    path: str
-    trained: jax.ShapeDtypeStruct
-    generated: jax.ShapeDtypeStruct
-
-    @property
-    def cast(self) -> bool:
-        return bool(self.trained.dtype != self.generated.dtype)
-
-    @property
-    def moves(self) -> bool:
-        """Whether it exists in one layout at a time."""
-        there, here = self.generated.sharding, self.trained.sharding
-        return not self.cast and not here.is_equivalent_to(there, len(self.trained.shape))
-
-    @property
-    def bytes_per_device(self) -> int:
-        """In the layout that takes more."""
-        return max(shard_bytes(layout, layout.sharding) for layout in (self.trained, self.generated))
-
-
-class _Step(NamedTuple):
-    """One compiled program over some leaves, and which of them are freed once it ran."""
-
-    program: Any
-    places: list[int]
-    freed: frozenset[int]
 
 
 class Lowered(NamedTuple):
@@ -128,23 +98,20 @@ class HybridEngine:
             raise ValueError(f"bucket_bytes must be above 0, got {bucket_bytes}")
         self._bucket_bytes = bucket_bytes
         self._structure = jax.tree.structure(trained)
-        self._leaves = _paired(trained, generated)
+        self._leaves = paired(trained, generated)
+        self._plans: dict[tuple[int, ...], Plan] = {}
         self.train = self._tree([leaf.trained.sharding for leaf in self._leaves])
         self.generate = self._tree([leaf.generated.sharding for leaf in self._leaves])
         self.generation_shapes = self._tree([leaf.generated for leaf in self._leaves])
         self.refines = all(
             refines(leaf.trained.sharding, leaf.generated.sharding, leaf.trained.shape) for leaf in self._leaves
         )
-        ties = _ties(jax.tree.leaves(trained))
-        _require_one_layout(self._leaves, ties)
-        weights = self._once(ties)
-        self.train_bytes_per_device = sum(shard_bytes(leaf.trained, leaf.trained.sharding) for leaf in weights)
-        self.generation_bytes_per_device = sum(shard_bytes(leaf.generated, leaf.generated.sharding) for leaf in weights)
-        self.copy_bytes_per_device = sum(
-            shard_bytes(leaf.generated, leaf.generated.sharding) for leaf in weights if leaf.cast
-        )
-        self.bytes_per_device, self.bytes_back_per_device = self._received(ties)
-        self._steps: dict[tuple[int, ...], tuple[list[_Step], list[_Step]]] = {}
+        ties = ties_of(jax.tree.leaves(trained))
+        once = [leaf for place, leaf in enumerate(self._leaves) if ties[place] == place]
+        self.train_bytes_per_device = sum(leaf.train_bytes for leaf in once)
+        self.generation_bytes_per_device = sum(leaf.generation_bytes for leaf in once)
+        self.copy_bytes_per_device = sum(leaf.generation_bytes for leaf in once if leaf.cast)
+        self.bytes_per_device, self.bytes_back_per_device = self._plan(ties)[2:]
 
     @classmethod
     def by_rules(
@@ -188,9 +155,10 @@ class HybridEngine:
         leaves = self._flat(params)
         for leaf, array in zip(self._leaves, leaves, strict=True):
             _require_alive(leaf, array)
-        ties = _ties(leaves)
-        weights = self._run(self._steps_of(ties)[0], leaves, ties, "generation")
-        return weights, Switch(self._received(ties)[0], time.perf_counter() - start)
+        ties = ties_of(leaves)
+        way = self._plan(ties)
+        weights = self._run(way.there, leaves, ties, "generation")
+        return weights, Switch(way.bytes_per_device, time.perf_counter() - start)
 
     def to_training(self, weights: Any, params: Any) -> tuple[Any, Switch]:
         """The parameters in the training layout; what `weights` does not share with them is deleted.
@@ -211,19 +179,20 @@ class HybridEngine:
         for leaf, copy, master in zip(self._leaves, generated, kept, strict=True):
             if leaf.cast and copy is not master:
                 copy.delete()
-        ties = _ties(leaves)
-        params = self._run(self._steps_of(ties)[1], leaves, ties, "training")
-        return params, Switch(self._received(ties)[1], time.perf_counter() - start)
+        ties = ties_of(leaves)
+        way = self._plan(ties)
+        params = self._run(way.back, leaves, ties, "training")
+        return params, Switch(way.bytes_back_per_device, time.perf_counter() - start)
 
     def lower(self) -> Lowered:
         """The programs of both directions, of weights that are not tied."""
-        there, back = self._steps_of(tuple(range(len(self._leaves))))
+        way = self._plan(tuple(range(len(self._leaves))))
         return Lowered(
-            [step.program.lower([self._leaves[place].trained for place in step.places]) for step in there],
-            [step.program.lower([self._leaves[place].generated for place in step.places]) for step in back],
+            [step.program.lower([self._leaves[place].trained for place in step.places]) for step in way.there],
+            [step.program.lower([self._leaves[place].generated for place in step.places]) for step in way.back],
         )
 
-    def _run(self, steps: list[_Step], leaves: list[jax.Array], ties: tuple[int, ...], layout: str) -> Any:
+    def _run(self, steps: list[Step], leaves: list[jax.Array], ties: tuple[int, ...], layout: str) -> Any:
         """Run one step after another on the leaves, freeing what each has replaced."""
         done = 0
         try:
@@ -242,47 +211,11 @@ class HybridEngine:
             ) from error
         return self._tree([leaves[first] for first in ties])
 
-    def _steps_of(self, ties: tuple[int, ...]) -> tuple[list[_Step], list[_Step]]:
-        """The steps to generation and those back, built once for each pattern of ties."""
-        if ties not in self._steps:
-            _require_one_layout(self._leaves, ties)
-            places = [place for place, first in enumerate(ties) if place == first]
-            cast = [place for place in places if self._leaves[place].cast]
-            buckets = list(self._buckets([place for place in places if self._leaves[place].moves]))
-            there = [_step(bucket, [self._leaves[p].generated for p in bucket], bucket) for bucket in buckets[:-1]]
-            # Casts free nothing, so they run with the last bucket: one program where there is one bucket.
-            last = buckets[-1] if buckets else []
-            if last or cast:
-                there.append(_step(last + cast, [self._leaves[p].generated for p in last + cast], last))
-            back = [_step(bucket, [self._leaves[p].trained for p in bucket], bucket) for bucket in buckets]
-            self._steps[ties] = there, back
-        return self._steps[ties]
-
-    def _buckets(self, places: list[int]) -> Iterator[list[int]]:
-        bucket: list[int] = []
-        held = 0
-        for place in places:
-            size = self._leaves[place].bytes_per_device
-            if bucket and held + size > self._bucket_bytes:
-                yield bucket
-                bucket, held = [], 0
-            bucket.append(place)
-            held += size
-        if bucket:
-            yield bucket
-
-    def _received(self, ties: tuple[int, ...]) -> tuple[int, int]:
-        """Most bytes that a device has to receive, there and back."""
-        weights = self._once(ties)
-        train, generate = [x.trained.sharding for x in weights], [x.generated.sharding for x in weights]
-        there = missing_bytes(train, generate, [x.generated for x in weights])
-        # Masters of cast leaves and shared leaves never left.
-        moved = [x for x in weights if x.moves]
-        train, generate = [x.trained.sharding for x in moved], [x.generated.sharding for x in moved]
-        return there, missing_bytes(generate, train, [x.trained for x in moved])
-
-    def _once(self, ties: tuple[int, ...]) -> list[_Leaf]:
-        return [leaf for place, leaf in enumerate(self._leaves) if ties[place] == place]
+    def _plan(self, ties: tuple[int, ...]) -> Plan:
+        """Made, and its programs compiled, once for each pattern of ties."""
+        if ties not in self._plans:
+            self._plans[ties] = plan(self._leaves, ties, bucket_bytes=self._bucket_bytes)
+        return self._plans[ties]
 
     def _flat(self, tree: Any) -> list[Any]:
         structure: Any = jax.tree.structure(tree)
@@ -294,53 +227,7 @@ class HybridEngine:
         return jax.tree.unflatten(self._structure, leaves)
 
 
-def _paired(trained: Any, generated: Any) -> list[_Leaf]:
-    there: Any = jax.tree.structure(generated)
-    here: Any = jax.tree.structure(trained)
-    if here != there:
-        raise ValueError(f"the two layouts differ in structure: {here} in training, {there} in generation")
-    pairs = zip(jax.tree.leaves_with_path(trained), jax.tree.leaves(generated), strict=True)
-    leaves = [_Leaf(jax.tree_util.keystr(path), _struct(old), _struct(new)) for (path, old), new in pairs]
-    for leaf in leaves:
-        if leaf.trained.shape != leaf.generated.shape:
-            raise ValueError(
-                f"{leaf.path} is {leaf.trained.shape} in training and {leaf.generated.shape} in generation"
-            )
-    return leaves
-
-
-def _struct(array: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding alone, so that the engine keeps no array alive."""
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-
-
-def _step(places: list[int], targets: list[jax.ShapeDtypeStruct], freed: list[int]) -> _Step:
-    def relayout(leaves: list[jax.Array]) -> list[jax.Array]:
-        return [leaf.astype(target.dtype) for leaf, target in zip(leaves, targets, strict=True)]
-
-    program = jax.jit(relayout, out_shardings=[target.sharding for target in targets])
-    return _Step(program, places, frozenset(freed))
-
-
-def _ties(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """For each leaf, the place of the first that is the same array. Shapes alone tie nothing."""
-    first: dict[Any, int] = {}
-    keys = [id(leaf) if isinstance(leaf, jax.Array) else ("shape", place) for place, leaf in enumerate(leaves)]
-    return tuple(first.setdefault(key, place) for place, key in enumerate(keys))
-
-
-def _require_one_layout(leaves: list[_Leaf], ties: tuple[int, ...]) -> None:
-    for leaf, first in zip(leaves, ties, strict=True):
-        for mine, other in ((leaf.trained, leaves[first].trained), (leaf.generated, leaves[first].generated)):
-            same = mine.sharding.is_equivalent_to(other.sharding, len(mine.shape))
-            if mine.dtype != other.dtype or not same:
-                raise ValueError(
-                    f"{leaf.path} and {leaves[first].path} are one array with two layouts: {mine.dtype} in "
-                    f"{mine.sharding.spec} and {other.dtype} in {other.sharding.spec}; name their dimensions alike"
-                )
-
-
-def _require_alive(leaf: _Leaf, array: Any) -> None:
+def _require_alive(leaf: Leaf, array: Any) -> None:
     if not isinstance(array, jax.Array):
         raise ValueError(f"{leaf.path} is a {type(array).__name__}; expected a jax.Array in the training layout")
     if array.is_deleted():

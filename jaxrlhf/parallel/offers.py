@@ -67,7 +67,7 @@ class Held:
 
     def __init__(self, blocks: Blocks) -> None:
         self._arrays = {block: list(copies.values()) for block, copies in blocks.here.items()}
-        self._made = blocks.made
+        self._free = blocks.free
 
     @property
     def blocks(self) -> tuple[BlockId, ...]:
@@ -95,8 +95,7 @@ class Held:
     def release(self) -> None:
         """Free what exists for the offer only."""
         self._arrays.clear()
-        for array in self._made:
-            array.delete()
+        self._free()
 
     def __reduce__(self) -> Any:
         # Pickling would take the arrays through host memory without a word.

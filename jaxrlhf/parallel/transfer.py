@@ -125,7 +125,7 @@ class Exchange:
             posts = {to: Posted(tuple(parts), self._wire.publish(list(parts.values()))) for to, parts in served}
             return Offer(splits, "wire", posts)
         packed = {to: _packed(parts) for to, parts in served}
-        Held(blocks).release()
+        blocks.free()
         return Offer(splits, "host", packed)
 
     def _land(self, parcels: Sequence[Parcel], grids: Sequence[LeafGrid], wanted: Wanted) -> Landed:

@@ -2,11 +2,14 @@
 
 The target pulls from the source's transfer server (`jax.experimental.transfer`), from device memory
 into device memory. What that server leaves to its users is here: a bound on every wait, errors
-that name the peer, and taking back what nobody came for.
+that name the peer, and taking back what nobody came for. It asks nobody who they are, so the
+network between the hosts has to be trusted.
 """
 
 import functools
+import ipaddress
 import secrets
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -110,7 +113,7 @@ class Wire:
 @functools.cache
 def _server(host: str) -> Any:
     """The transfer server of this process, started when it is first needed."""
-    address = f"{host}:0"
+    address = f"{_numeric(host)}:0"
     try:
         from jax.experimental import transfer  # not in every build of jaxlib
 
@@ -122,3 +125,15 @@ def _server(host: str) -> Any:
         raise TransferError(
             address, f"no transfer server of JAX starts here ({error}); set the carrier of transfers to 'host'"
         ) from error
+
+
+def _numeric(host: str) -> str:
+    """The host's address in numbers: JAX's server would take a name for 0.0.0.0, which leads nobody here."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"host={host!r} has no address ({error}); give the one under which others reach it") from error
+    address = ipaddress.ip_address(min(found)[4][0])  # IPv4 before IPv6
+    if address.is_unspecified:
+        raise ValueError(f"host={host!r} is every address of this host; give the one under which others reach it")
+    return f"[{address}]" if address.version == 6 else str(address)

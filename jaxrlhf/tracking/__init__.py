@@ -1,7 +1,7 @@
 """What a run says about itself: metrics, samples, progress, timing and curves."""
 
 from jaxrlhf.tracking.console import RunConsole, default_console, settings_table
-from jaxrlhf.tracking.device_memory import DevicePeak
+from jaxrlhf.tracking.device_memory import DevicePeak, bytes_in_use
 from jaxrlhf.tracking.metrics import JsonLines, Logger, MetricsWriter, TensorBoard
 from jaxrlhf.tracking.plots import save_learning_curve
 from jaxrlhf.tracking.records import read_records
@@ -21,6 +21,7 @@ __all__ = [
     "SampleFile",
     "TensorBoard",
     "TimelineFile",
+    "bytes_in_use",
     "default_console",
     "peak_memory_bytes",
     "read_records",
