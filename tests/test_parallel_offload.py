@@ -109,6 +109,17 @@ def test_numpy_leaves_keep_replicated_shards_once() -> None:
     assert (host[0].shape, host[0].dtype) == ((8,), jnp.float32)
 
 
+def test_numpy_leaves_are_copies_both_ways() -> None:
+    array = jax.device_put(np.zeros((512, 512), np.float32), placed(PartitionSpec("fsdp")))
+    buffers = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+    host, _ = to_host([array], pinned=False)
+    blocks = {block.ctypes.data for block in host[0].blocks.values()}
+    assert not blocks & buffers  # a view would keep the device's buffer
+    back, _ = to_device(host)
+    returned = {shard.data.unsafe_buffer_pointer() for shard in back[0].addressable_shards}
+    assert not blocks & returned and len(returned) == 8  # nor do devices share the host's
+
+
 @WAYS
 def test_a_value_that_was_away_neither_recompiles_a_program_nor_stains_its_results(pinned: bool) -> None:
     program = jax.jit(lambda w: (w * 2, w.sum()))

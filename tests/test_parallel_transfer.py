@@ -96,6 +96,10 @@ def test_leaves_that_fit_are_offered_as_they_are() -> None:
     assert programs.count == 0 and bytes_in_use(SOURCE) == before
     weights, _ = exchange.take([offer], layout)
     assert in_place(weights, values(1)) and in_place(tree, values(1))
+    alive = bytes_in_use(SOURCE)
+    size = sum(leaf.addressable_shards[0].data.nbytes for leaf in tree.values())
+    del tree  # nothing of the offer keeps them once they were taken
+    assert [then - now for then, now in zip(alive, bytes_in_use(SOURCE), strict=True)] == [size] * 4
 
 
 class HostConversions:

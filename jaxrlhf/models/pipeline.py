@@ -157,7 +157,7 @@ def run_stages(
     of_layers, of_rows = PartitionSpec(row_axes, stage_axes), PartitionSpec(row_axes)
     both = PartitionSpec(stage_axes, row_axes)
     run = pipeline.on_stages(on_stage, (of_layers, both, of_rows), (both, both))
-    # A copy for each place, so that the compiler sums its gradient over them, once and outside.
+    # A copy for each place, none of which is moved: their gradients are summed over the places once, after all ticks.
     layers = jax.tree.map(lambda leaf: _copies(leaf, replicas), layers)
     # Every count-th row, so that each device finds its share of a microbatch among its own rows.
     hidden_RMWD, rows_RM = jax.tree.map(lambda leaf: leaf.reshape(-1, count, *leaf.shape[1:]), (hidden_RWD, rows))
@@ -175,8 +175,9 @@ def relay(
 ) -> tuple[Array, Any]:
     """Run layers that keep a state over one token per slot, one stage after another.
 
-    All slots go through together, because halves of them would each read all weights: decoding
-    is as fast as on one stage and holds a part of the weights and of the state on each.
+    Stages buy memory here, not speed: one works while the others wait. Groups of slots in turn
+    would keep all busy, but each group reads the stage's weights again and has to be sliced out
+    of the cache at every token, and decoding is bound by just these reads.
 
     Args:
       stack: `(layers, state, hidden_B1D, slots, own) -> (hidden_B1D, state)`; where `own` is False
@@ -209,8 +210,8 @@ def _copies(array: Array, count: int) -> Array:
 
 def _sum(parts: Array) -> Array:
     """What `only_last` returned, whole on every stage."""
-    # By the compiler, not by `psum`: XLA:CPU aborts on bfloat16 sums inside shard_map. One term only
-    # is not zero, so the sum is exact; `jnp.sum` would send float32.
+    # Outside shard_map, because XLA:CPU aborts on bfloat16 sums inside. Only one term is not zero,
+    # so the sum is exact in any dtype; `jnp.sum` would send float32.
     return lax.reduce_sum(parts, axes=(0,))
 
 

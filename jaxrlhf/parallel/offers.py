@@ -66,12 +66,11 @@ class Held:
     """Blocks for a target in the same process: the arrays themselves, each as often as the source holds it."""
 
     def __init__(self, blocks: Blocks) -> None:
-        self._arrays = {block: list(copies.values()) for block, copies in blocks.here.items()}
-        self._free = blocks.free
+        self._blocks = blocks
 
     @property
     def blocks(self) -> tuple[BlockId, ...]:
-        return tuple(self._arrays)
+        return tuple(self._blocks.here)
 
     def land(self, wanted: Wanted, grids: Sequence[LeafGrid], _: Wire) -> Landed:
         """The blocks on every device that wants them; what existed for the offer only is freed."""
@@ -79,7 +78,7 @@ class Held:
         arrays, places = [], []
         for block, targets in wanted.items():
             for target in targets:
-                array = min(self._arrays[block], key=lambda copy: load[copy.device])
+                array = min(self._blocks.here[block].values(), key=lambda copy: load[copy.device])
                 load[array.device] += grids[block.leaf].block_bytes
                 arrays.append(array)
                 places.append((block, target))
@@ -93,9 +92,9 @@ class Held:
         return dict(zip(places, landed, strict=True))
 
     def release(self) -> None:
-        """Free what exists for the offer only."""
-        self._arrays.clear()
-        self._free()
+        """Free what exists for the offer only, and let go of the rest."""
+        self._blocks.free()
+        self._blocks = Blocks({}, {}, [])
 
     def __reduce__(self) -> Any:
         # Pickling would take the arrays through host memory without a word.
