@@ -1,23 +1,36 @@
 """`python -m jaxrlhf.train --config NAME`: run a configuration.
 
-`--dry-run` stops after the table of derived settings. Any setting can be changed on the
-command line by its dotted name; see `--help`.
+`--dry-run` stops after the table of derived settings. `--cluster ray` runs it on hosts joined
+by Ray. Any setting can be changed on the command line by its dotted name; see `--help`.
 """
 
-from jaxrlhf.config import CommandLine, run_command
+from argparse import Namespace
+from dataclasses import replace
+
+from jaxrlhf.config import CommandLine, Config, RayCluster, run_command
 
 
 def main() -> None:
     """The command."""
     command = CommandLine(prog="python -m jaxrlhf.train", description="Train a language model with RL.")
     command.add_argument("--dry-run", action="store_true", help="print the derived settings and stop")
-    config, flags = command.parse_config()
+    command.add_argument(
+        "--cluster",
+        choices=["ray"],
+        help="run on hosts joined by Ray, started on this machine or found at --cluster.address; "
+        "--devices and --cluster.devices-per-host say how many hosts",
+    )
+    config, flags = command.parse_config(prepare=_on_cluster)
 
     from jaxrlhf.controller.run import run
 
     result = run(config, dry_run=flags.dry_run)
     if not flags.dry_run and not result.finished:
         print(f"stopped after saving; the same command goes on from {result.workdir}")
+
+
+def _on_cluster(config: Config, flags: Namespace) -> Config:
+    return replace(config, cluster=config.cluster or RayCluster()) if flags.cluster == "ray" else config
 
 
 if __name__ == "__main__":

@@ -59,8 +59,16 @@ class CommandLine(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
-    def parse_config(self, argv: Sequence[str] | None = None) -> tuple[Config, Namespace]:
+    def parse_config(
+        self,
+        argv: Sequence[str] | None = None,
+        *,
+        prepare: Callable[[Config, Namespace], Config] = lambda config, flags: config,
+    ) -> tuple[Config, Namespace]:
         """Read `--config`, the flags added to this parser, and settings to change.
+
+        Args:
+          prepare: What flags make of the configuration, before its settings are changed.
 
         Raises:
           ValueError: No such configuration, flag or setting, or a value that does not fit.
@@ -76,7 +84,7 @@ class CommandLine(argparse.ArgumentParser):
             self.exit()
         if flags.config is None:
             self.error(f"--config is missing; give a file or one of: {', '.join(shipped())}")
-        config = load(flags.config)
+        config = prepare(load(flags.config), flags)
         return override(config, _changes(config, rest)), flags
 
 

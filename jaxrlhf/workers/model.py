@@ -230,7 +230,9 @@ def microbatch_shape(training: Training, mesh: Mesh, *, width: int, role: str) -
     """
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     row_tokens = max(width, min(_SMALLEST_ROW, training.tokens_per_microbatch // shards))
-    rows = training.tokens_per_microbatch // row_tokens // shards * shards
+    rows = training.tokens_per_microbatch // row_tokens // shards
+    stages = training.layout.stage
+    rows = (rows // stages * stages if rows > stages else rows) * shards  # whole rounds keep a pipeline busy
     if rows == 0:
         raise ValueError(
             f"{role}.tokens_per_microbatch={training.tokens_per_microbatch} does not hold a row of {row_tokens} tokens "

@@ -117,6 +117,10 @@ class HostProcess:
 
         return self._run(label, run)
 
+    def peek(self, name: str) -> Any:
+        """An attribute of the object, while calls run."""
+        return getattr(self._object, name)
+
     def status(self) -> tuple[Activity, ...]:
         """The calls in progress, with where they are."""
         frames = sys._current_frames()

@@ -105,6 +105,16 @@ class HostProcesses:
         self._check_open(f"{self.name}.status")
         return self._activities()
 
+    def peek(self, name: str) -> Any:
+        """An attribute of the first host's object, while calls run; None if that host does not say in time."""
+        import ray
+
+        if self._failure is not None:
+            return None
+        reference = self._actors[0].peek.options(concurrency_group="watch").remote(name)
+        ray.wait([reference], timeout=STATUS_S)
+        return _value_now(reference)
+
     def close(self) -> None:
         """End the processes, whatever they are doing."""
         self._end(HostClosed(Host(self.name), f"{self.name}.close", "was closed by its owner"))

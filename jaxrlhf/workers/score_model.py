@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.data import load_tokenizer
-from jaxrlhf.models import hidden_states, load_params, read_config, resolve, score
-from jaxrlhf.parallel import BATCH_AXES, to_device, to_host
+from jaxrlhf.models import hidden_states, load_params, pipeline_over, read_config, resolve, score
+from jaxrlhf.parallel import BATCH_AXES, STAGE_AXES, to_device, to_host
 from jaxrlhf.workers.model import layout_of
 
 _SMALLEST_WIDTH = 64
@@ -49,6 +49,7 @@ class ScoreModel:
         self._dtype, self._tokens_per_batch = dtype, tokens_per_batch
         self._rows_multiple = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         self._row_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        self._pipeline = pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=("fsdp",))
         self._forward = jax.jit(self._scores)
 
     def score(self, texts: Sequence[tuple[str, str, bool]]) -> np.ndarray:
@@ -95,5 +96,7 @@ class ScoreModel:
         rows, width = token_RW.shape
         position_RW = jnp.broadcast_to(jnp.arange(width), (rows, width))
         segment_RW = (position_RW < length_R[:, None]).astype(jnp.int32)
-        hidden_RWD = hidden_states(params, self._config, token_RW, position_RW, segment_RW, dtype=self._dtype)
+        hidden_RWD = hidden_states(
+            params, self._config, token_RW, position_RW, segment_RW, dtype=self._dtype, pipeline=self._pipeline
+        )
         return score(params, hidden_RWD, jnp.arange(rows), jnp.maximum(length_R - 1, 0))

@@ -76,14 +76,16 @@ def _switch_rows(builder: Builder) -> list[Row]:
     hybrid = builder.hybrid
     assert hybrid is not None
     how = "training refines generation" if hybrid.refines else "training does NOT refine generation"
-    copied = f"per device while generating, in {builder.dtype.name} beside float32 masters"
-    return [
+    rows: list[Row] = [
         ("switch", "weights", _bytes(hybrid.train_bytes_per_device), "per device in the train layout"),
         ("switch", "received", _bytes(hybrid.bytes_per_device), f"per device per switch; {how}"),
         ("switch", "received back", _bytes(hybrid.bytes_back_per_device), "per device per switch"),
-        ("switch", "copied", _bytes(hybrid.copy_bytes_per_device), copied),
-        ("switch", "redundant", _bytes(hybrid.redundancy_bytes_per_device), "per device while generating"),
+        ("switch", "redundant", _bytes(hybrid.redundancy_bytes_per_device), "per device, held in both layouts"),
     ]
+    if hybrid.copy_bytes_per_device:
+        copied = f"per device while generating: {builder.dtype.name} beside the float32 masters"
+        rows.append(("switch", "copied", _bytes(hybrid.copy_bytes_per_device), copied))
+    return rows
 
 
 def _generation_rows(builder: Builder, *, apart: bool) -> list[Row]:
