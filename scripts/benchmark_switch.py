@@ -131,9 +131,7 @@ def measure(name: str, layout: str, engine: HybridEngine, *, expected: int | Non
         params = engine.to_training(weights, params)[0] if switch else put(weights, engine.train)
         seconds.append((middle - start, time.perf_counter() - middle))
     there_s, back_s = (median(way) for way in zip(*seconds[1:], strict=True))
-    there, back = (
-        (operations(programs) for programs in engine.lower()) if switch else ("through the host", "through the host")
-    )
+    there, back = map(operations, engine.lower()) if switch else ["through the host"] * 2
     return Row(
         name=name,
         layout=layout,
@@ -193,6 +191,7 @@ def machine(devices: list[jax.Device]) -> dict[str, Any]:
         "jax": version("jax"),
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit.stdout.strip(),
+        "load_average": round(os.getloadavg()[0], 1),  # of the minute before the end; others may have used the machine
         "parameters": MODEL.num_parameters(),
         "megabytes": round(4 * MODEL.num_parameters() / 1e6, 1),
     }

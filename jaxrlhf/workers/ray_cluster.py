@@ -170,13 +170,15 @@ def _dashboard(url: str | None) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Ray's advice on its own settings away from the user, and the caller's SIGTERM handler in place."""
-    main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGTERM) if main else None
+    """Keep Ray's advice on its own settings away from the user, and the user's handler of SIGTERM in place.
+
+    Where there was none, Ray's stays: it exits, and so ends a local cluster.
+    """
+    handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
-            if handler is not None:
+            if callable(handler):
                 signal.signal(signal.SIGTERM, handler)

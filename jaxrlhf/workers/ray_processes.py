@@ -95,9 +95,7 @@ class HostProcesses:
         """As `call`, with arguments of its own for each host, in order of their rank."""
         self._check_open(label)
         if len(args_by_host) != len(self._actors):
-            raise ValueError(
-                f"{label}: arguments for {len(args_by_host)} hosts, pool {self.name!r} has {len(self._actors)}"
-            )
+            raise ValueError(f"{label}: {len(args_by_host)} tuples of arguments for {len(self._actors)} hosts")
         return self._run([send(args) for args in args_by_host], method, label, timeout_s)
 
     def status(self) -> list[tuple[Activity, ...] | None]:

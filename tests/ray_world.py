@@ -1,0 +1,119 @@
+"""What the host processes of the Ray tests hold, and how to see what processes exist."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrlhf.workers.stored import loaded_bytes, sent_bytes
+
+
+class Unpicklable(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.generator = (n for n in ())
+
+
+class World:
+    """Does as it is told, on one rank or on all."""
+
+    def __init__(self, rank: int, hosts: int) -> None:
+        self.rank = rank
+        self.hosts = hosts
+
+    def facts(self) -> dict:
+        return {
+            "rank": (self.rank, jax.process_index()),
+            "hosts": (self.hosts, jax.process_count()),
+            "devices": (jax.device_count(), jax.local_device_count(), jax.default_backend()),
+            "rank_promotion": jax.config.jax_numpy_rank_promotion,
+            "threads": os.environ["NPROC"],
+            "directory": os.getcwd(),
+        }
+
+    def total(self) -> float:
+        """A sum over every device of the world: a collective."""
+        count = jax.device_count()
+        mesh = Mesh(np.array(jax.devices()), ("all",))
+        split, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["all"], []))
+        parts = jax.make_array_from_callback((count,), split, lambda index: np.arange(1.0, count + 1)[index])
+        return float(jax.jit(jnp.sum, out_shardings=whole)(parts))
+
+    def write(self, text: str) -> None:
+        print(f"printed {text}")
+        print(f"complained {text}", file=sys.stderr)
+        os.write(1, f"written {text}\n".encode())
+
+    def ramp(self, count: int) -> np.ndarray:
+        return np.arange(count, dtype=np.float32) + self.rank
+
+    def sums(self, one: np.ndarray, many: list) -> dict:
+        before = loaded_bytes()
+        result = {"one": float(one.sum()), "many": [float(array.sum()) for array in many]}
+        return result | {"loaded": before, "sent": sent_bytes(), "writeable": one.flags.writeable}
+
+    def echo(self, *args: object) -> tuple:
+        return args
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def strike(self, rank: int, what: str) -> float:
+        """One host goes wrong; the others wait for it in a collective."""
+        if self.rank == rank:
+            getattr(self, what)()
+        return self.total()
+
+    def be_killed(self) -> None:
+        time.sleep(0.5)  # until the others wait
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def be_stopped(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def sleep_for_ever(self) -> None:
+        while True:
+            time.sleep(1)
+
+    def crash(self) -> None:
+        ctypes.string_at(0)
+
+    def leave(self) -> None:
+        sys.exit("goodbye")
+
+    def miss(self) -> None:
+        raise KeyError("no such prompt")
+
+    def miss_unpicklably(self) -> None:
+        raise Unpicklable("holds a generator")
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that have `mark` in the environment that they were started with."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            environment = path.read_bytes()
+            state = (path.parent / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # gone meanwhile
+            continue
+        if mark.encode() in environment and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def resident_bytes() -> int:
+    """Memory of this process, shared memory that it looks at included."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

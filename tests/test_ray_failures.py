@@ -1,0 +1,267 @@
+"""Every way for host processes to go wrong, and what is left behind: nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import ray_world
+
+from jaxrlhf.config import RayCluster
+from jaxrlhf.workers.failure import HostDied, HostHung, HostNotStarted, HostRaised
+from jaxrlhf.workers.ray_cluster import connect, disconnect
+from jaxrlhf.workers.ray_processes import HostProcesses
+
+pytestmark = pytest.mark.slow
+
+CLUSTER = RayCluster(devices_per_host=2, platform="cpu", call_timeout_s=8.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def connection():
+    connection = connect(CLUSTER)
+    yield connection
+    disconnect(connection)
+
+
+@pytest.fixture
+def pool(tmp_path):
+    """Starts pools, and sees that nothing of them is left."""
+    pools = []
+
+    def start(name="models", factory=ray_world.World, *, hosts=2, cluster=CLUSTER):
+        pools.append(HostProcesses(name, factory, hosts=hosts, cluster=cluster, log_directory=tmp_path))
+        return pools[-1]
+
+    yield start
+    for started in pools:
+        started.close()
+        assert not any(ray_world.exists(host.pid) for host in started.hosts)
+
+
+def caught(kind, world, *args, **kwargs):
+    """The error of a call, and its seconds."""
+    start = time.monotonic()
+    with pytest.raises(kind) as info:
+        world.call(*args, label="actor.update_actor", **kwargs)
+    return info.value, time.monotonic() - start
+
+
+def test_the_coordinator_is_to_blame_for_the_hosts_that_abort_with_it(pool):
+    world = pool()
+    error, seconds = caught(HostDied, world, "strike", 0, "be_killed")
+    assert seconds < 15
+    assert error.host == world.hosts[0]
+
+
+def test_a_crash_is_told_with_its_stack(pool):
+    world = pool()
+    error, seconds = caught(HostDied, world, "strike", 1, "crash")
+    assert seconds < 15
+    assert "Segmentation fault" in str(error)
+    assert "in crash" in str(error)
+
+
+def test_a_killed_idle_host_is_found_by_the_next_call(pool):
+    world = pool()
+    os.kill(world.hosts[1].pid, signal.SIGKILL)
+    error, seconds = caught(HostDied, world, "total")
+    assert seconds < 15
+    assert error.host == world.hosts[1]
+
+
+def test_the_host_that_sleeps_is_told_from_the_one_that_waits_for_it(pool):
+    world = pool()
+    error, seconds = caught(HostHung, world, "strike", 1, "sleep_for_ever")
+    assert 8 <= seconds < 16
+    assert error.host == world.hosts[1]
+    sleeper, waiter = str(error).split(f"\n{world.hosts[0]}\n")
+    assert "in sleep_for_ever" in sleeper
+    assert "waiting for JAX" not in sleeper
+    assert "waiting for JAX" in waiter
+    assert "return self.total()" in waiter
+    error, seconds = caught(HostHung, world, "total")
+    assert seconds < 0.5
+    assert error.host == world.hosts[1]
+
+
+def test_a_bound_can_be_set_for_one_call(pool):
+    error, seconds = caught(HostHung, pool(hosts=1), "sleep_for_ever", timeout_s=1.0)
+    assert 1 <= seconds < 5
+    assert "time.sleep(1)" in str(error)
+
+
+def test_a_stopped_host_is_found_and_killed(pool):
+    world = pool()
+    error, _ = caught(HostHung, world, "strike", 1, "be_stopped", timeout_s=3.0)
+    assert error.host == world.hosts[1]
+    assert "does not say what it does" in str(error)
+    assert not any(ray_world.exists(host.pid) for host in world.hosts)
+
+
+def test_an_exception_keeps_its_type(pool):
+    world = pool()
+    error, seconds = caught(KeyError, world, "strike", 1, "miss")
+    assert seconds < 6  # the other host waits in a collective, and is not waited for
+    assert error.args == ("no such prompt",)
+    [note] = error.__notes__
+    assert note.startswith(f"raised in actor.update_actor on {world.hosts[1]}")
+    assert 'raise KeyError("no such prompt")' in note
+    later, _ = caught(HostRaised, world, "total")
+    assert "raised KeyError: 'no such prompt'" in str(later)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"), [("miss_unpicklably", "Unpicklable: holds a generator"), ("leave", "SystemExit: goodbye")]
+)
+def test_an_exception_that_cannot_travel_is_told(pool, what, text):
+    error, _ = caught(RuntimeError, pool(hosts=1), "strike", 0, what)
+    assert type(error) is RuntimeError
+    assert str(error) == text
+    assert f"in {what}" in error.__notes__[0]
+
+
+def test_a_result_that_cannot_travel_is_an_exception(pool):
+    error, _ = caught(TypeError, pool(factory=lambda rank, hosts: threading, hosts=1), "Lock")
+    assert "pickle" in str(error)
+
+
+def test_what_the_factory_raises_is_raised(pool):
+    def factory(rank, hosts):
+        raise ValueError(f"no weights for {rank} of {hosts}")
+
+    with pytest.raises(ValueError, match=r"no weights for [01] of 2") as info:
+        pool(factory=factory)
+    assert "raised in models.start on host" in info.value.__notes__[0]
+
+
+def test_a_host_that_dies_while_it_starts(pool):
+    def factory(rank, hosts):
+        print("about to go")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(HostDied, match=r"(?s)models\.start: host 0 of pool 'models' .* died: .*about to go"):
+        pool(factory=factory, hosts=1)
+
+
+def test_a_host_that_does_not_start_in_time(pool):
+    def factory(rank, hosts):
+        time.sleep(1000)
+
+    cluster = RayCluster(devices_per_host=2, platform="cpu", start_timeout_s=15.0)
+    with pytest.raises(HostNotStarted, match=r"(?s)models\.start: host 0 .*time\.sleep\(1000\)"):
+        pool(factory=factory, hosts=1, cluster=cluster)
+
+
+def test_a_thread_whose_pool_another_has_lost_hears_of_it(pool):
+    world = pool()
+    heard = []
+
+    def wait():
+        with pytest.raises(HostDied) as info:
+            world.call("sleep", 1000.0, label="reward.compute", timeout_s=60.0)
+        heard.append(info.value)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    caught(HostDied, world, "strike", 1, "be_killed")
+    thread.join(20)
+    assert [error.label for error in heard] == ["reward.compute"]
+    assert heard[0].host == world.hosts[1]
+
+
+def test_a_pool_starts_again_beside_another(pool, tmp_path):
+    other = pool("rewards", hosts=1)
+    first = pool()
+    caught(HostDied, first, "strike", 1, "be_killed")
+    second = pool()
+    assert [stored.load() for stored in second.call("total", label="actor.total")] == [10.0, 10.0]
+    assert [stored.load() for stored in other.call("total", label="reward.total")] == [3.0]
+    log = (tmp_path / "models-0.log").read_text()
+    assert str(first.hosts[0]) in log
+    assert str(second.hosts[0]) in log
+
+
+def test_a_result_is_lost_with_its_host(pool):
+    world, other = pool(hosts=1), pool("rewards", hosts=1)
+    [stored] = world.call("ramp", 1 << 20, label="actor.ramp")
+    world.close()
+    limit = time.monotonic() + 20
+    with pytest.raises(HostDied, match=r"actor\.ramp: .* ended before its result was loaded"):
+        while time.monotonic() < limit:  # the object store hears of it within seconds
+            stored.load()
+            time.sleep(0.5)
+    with pytest.raises(HostDied, match=r"actor\.ramp"):
+        other.call("echo", stored, label="reward.echo", timeout_s=20.0)
+
+
+def test_pools_overlap(pool):
+    first, second = pool("actor", hosts=1), pool("critic", hosts=1)
+    stored = {}
+    threads = [
+        threading.Thread(target=lambda world=world: stored.update({world.name: world.call("sleep", 1.0, label="x")[0]}))
+        for world in (first, second)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    actor, critic = stored["actor"], stored["critic"]
+    assert min(actor.end_s, critic.end_s) - max(actor.start_s, critic.start_s) > 0.5
+
+
+def test_nobody_at_the_address():
+    code = """
+from jaxrlhf.config import RayCluster
+from jaxrlhf.workers.ray_cluster import connect
+connect(RayCluster(address="127.0.0.1:1"))
+"""
+    start = time.monotonic()
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert time.monotonic() - start < 30
+    assert "ValueError: no Ray cluster answers at RayCluster.address='127.0.0.1:1'" in process.stderr
+
+
+ENDS = {
+    "disconnects": "world.close(); disconnect(connection)",
+    "forgets": "pass",
+    "raises": "raise KeyError('oops')",
+    "is killed": "os.kill(os.getpid(), 9)",
+    "is terminated": "os.kill(os.getpid(), 15); time.sleep(60)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_no_process_is_left_when_the_controller(end, tmp_path):
+    code = f"""
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import ray_world
+from jaxrlhf.config import RayCluster
+from jaxrlhf.workers.ray_cluster import connect, disconnect
+from jaxrlhf.workers.ray_processes import HostProcesses
+
+cluster = RayCluster(devices_per_host=1, platform="cpu")
+connection = connect(cluster)
+world = HostProcesses("models", ray_world.World, hosts=2, cluster=cluster, log_directory=Path({str(tmp_path)!r}))
+world.call("total", label="x")
+print(len(ray_world.marked(os.environ["RAY_TEST_MARK"])), flush=True)
+{ENDS[end]}
+"""
+    mark = uuid.uuid4().hex
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"RAY_TEST_MARK": mark}, capture_output=True, text=True
+    )
+    assert int(process.stdout) > 5  # Ray's own and the hosts: they can be seen by their mark
+    # Nobody tells two of Ray's agents that a controller was killed; they look once a minute.
+    limit = time.monotonic() + (90 if end == "is killed" else 20)
+    while ray_world.marked(mark) and time.monotonic() < limit:
+        time.sleep(0.2)
+    assert ray_world.marked(mark) == []
+    assert "ray" not in process.stderr.lower() or end == "raises"

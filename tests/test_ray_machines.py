@@ -1,0 +1,100 @@
+"""Host processes on a cluster of several machines, which are several of Ray's nodes on this one."""
+
+import os
+import time
+
+import pytest
+import ray
+import ray_world
+from ray.cluster_utils import Cluster
+
+from jaxrlhf.config import RayCluster
+from jaxrlhf.workers.failure import HostDied, HostNotStarted
+from jaxrlhf.workers.ray_cluster import connect, disconnect, platform
+from jaxrlhf.workers.ray_processes import HostProcesses
+
+pytestmark = pytest.mark.slow
+
+NODES = 4
+
+
+class Placed(ray_world.World):
+    """Also says where it is."""
+
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    def variables(self) -> dict:
+        return dict(os.environ)
+
+
+@pytest.fixture(scope="module")
+def machines():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        machines = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        nodes = [
+            machines.add_node(num_cpus=4, num_gpus=4, env_vars={"TPU_WORKER_ID": str(NODES - 1 - index)})
+            for index in range(NODES)
+        ]
+        yield machines, nodes
+        machines.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(machines):
+    cluster = RayCluster(address=machines[0].address, platform="cpu", start_timeout_s=60.0, call_timeout_s=60.0)
+    connection = connect(cluster)
+    assert connection.nodes == NODES + 1
+    yield cluster
+    disconnect(connection)
+
+
+def results(pool, method):
+    return [stored.load() for stored in pool.call(method, label=f"placed.{method}")]
+
+
+def test_every_host_has_a_machine_of_its_own(cluster, tmp_path):
+    pools = [HostProcesses(name, Placed, hosts=2, cluster=cluster, log_directory=tmp_path) for name in ("a", "b")]
+    assert len({node for pool in pools for node in results(pool, "node")}) == NODES
+    for pool in pools:
+        assert results(pool, "total") == [3.0, 3.0]
+        # A TPU slice has its own idea of who is first, and JAX follows it.
+        workers = [int(variables["TPU_WORKER_ID"]) for variables in results(pool, "variables")]
+        assert workers == sorted(workers)
+        pool.close()
+
+
+def test_more_hosts_than_machines_share_them(cluster, tmp_path):
+    with HostProcesses("many", Placed, hosts=NODES + 1, cluster=cluster, log_directory=tmp_path) as pool:
+        assert len(set(results(pool, "node"))) == NODES
+
+
+def test_accelerators_are_asked_of_ray(cluster, tmp_path):
+    gpus = RayCluster(address=cluster.address, devices_per_host=2)
+    assert platform(gpus) == "cuda"
+    with HostProcesses("gpus", Placed, hosts=1, cluster=gpus, log_directory=tmp_path) as pool:
+        [variables] = results(pool, "variables")
+    assert len(variables["CUDA_VISIBLE_DEVICES"].split(",")) == 2
+    assert variables["JAX_PLATFORMS"] == "cuda,cpu"
+    with HostProcesses("cpus", Placed, hosts=1, cluster=cluster, log_directory=tmp_path) as pool:
+        [variables] = results(pool, "variables")
+    assert variables["JAX_PLATFORMS"] == "cpu"
+
+
+def test_a_cluster_may_grow_so_what_it_lacks_is_awaited(cluster, tmp_path):
+    large = RayCluster(address=cluster.address, devices_per_host=8, platform="cuda", start_timeout_s=3.0)
+    message = r"asks for 1 host processes with CPU 1, GPU 8 each; the cluster has CPU 16, GPU 16, .* came up in 3 s"
+    with pytest.raises(HostNotStarted, match=message):
+        HostProcesses("large", Placed, hosts=1, cluster=large, log_directory=tmp_path)
+
+
+def test_a_lost_machine_ends_the_pool(machines, cluster, tmp_path):
+    pool = HostProcesses("doomed", Placed, hosts=2, cluster=cluster, log_directory=tmp_path)
+    lost = results(pool, "node")[1]
+    machines[0].remove_node(next(node for node in machines[1] if node.node_id == lost), allow_graceful=False)
+    start = time.monotonic()
+    with pytest.raises(HostDied) as info:
+        pool.call("total", label="placed.total")
+    assert time.monotonic() - start < 45
+    assert info.value.host == pool.hosts[1]

@@ -1,0 +1,215 @@
+"""Host processes started by Ray: one JAX world, data from host to host, failures that speak."""
+
+import os
+import pickle
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import ray_world
+
+from jaxrlhf.config import RayCluster
+from jaxrlhf.workers.failure import Host, HostClosed, HostDied, HostFailure, HostHung, HostNotStarted
+from jaxrlhf.workers.ray_cluster import connect, disconnect, environment
+from jaxrlhf.workers.ray_processes import HostProcesses
+from jaxrlhf.workers.stored import loaded_bytes, sent_bytes
+
+CLUSTER = RayCluster(devices_per_host=2, platform="cpu", call_timeout_s=60.0)
+
+
+@pytest.fixture(scope="module")
+def connection():
+    connection = connect(CLUSTER)
+    yield connection
+    disconnect(connection)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory):
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def world(connection, logs):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_NUMPY_RANK_PROMOTION", "raise")  # JAX reads it when it is imported
+        patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # for the controller only
+        world = HostProcesses("models", ray_world.World, hosts=2, cluster=CLUSTER, log_directory=logs)
+    with world:
+        yield world
+
+
+def results(world, method, *args, **kwargs):
+    return [stored.load() for stored in world.call(method, *args, label=f"world.{method}", **kwargs)]
+
+
+def test_the_cluster_says_what_it_is(connection):
+    assert connection.nodes == 1
+    assert connection.owned
+    assert connection.dashboard.startswith("http://") or "pip install 'ray[default]'" in connection.dashboard
+    again = connect(CLUSTER)
+    assert (again.address, again.owned) == (connection.address, False)
+    disconnect(again)  # not its own: the cluster stays up for the tests below
+
+
+def test_hosts_are_one_jax_world(world):
+    assert results(world, "total") == [1 + 2 + 3 + 4] * 2
+    facts = results(world, "facts")
+    assert [fact["rank"] for fact in facts] == [(0, 0), (1, 1)]
+    assert [fact["hosts"] for fact in facts] == [(2, 2)] * 2
+    assert [host.rank for host in world.hosts] == [0, 1]
+
+
+def test_the_environment_is_there_before_jax(world):
+    for fact in results(world, "facts"):
+        assert fact["devices"] == (4, 2, "cpu")
+        assert fact["rank_promotion"] == "raise"
+        assert fact["threads"] == "32"
+        assert fact["directory"] == os.getcwd()
+
+
+def test_the_environment_holds_no_secrets(connection, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_HOME", "/models")
+    variables = environment(CLUSTER)
+    assert variables["HF_HOME"] == "/models"
+    assert "hf_secret" not in str(variables)
+
+
+def test_what_hosts_print_is_in_their_logs(world, logs):
+    results(world, "write", "this")
+    for rank, host in enumerate(world.hosts):
+        log = (logs / f"models-{rank}.log").read_text()
+        assert log.startswith(f"== host {rank} of pool 'models' ({host.node_ip}, pid {host.pid})")
+        assert {"printed this", "complained this", "written this"} <= set(log.splitlines())
+
+
+def test_results_go_from_host_to_host(world):
+    count = 16 << 20
+    before, memory = (loaded_bytes(), sent_bytes()), ray_world.resident_bytes()
+    ramps = world.call("ramp", count, label="world.ramp")
+    assert [stored.nbytes for stored in ramps] == [4 * count] * 2
+    assert all(0 < stored.end_s - stored.start_s < 30 for stored in ramps)
+    sums = world.call("sums", ramps[0], ramps, label="world.sums")
+    # Both arrays have reached both hosts, and neither has reached this process.
+    assert (loaded_bytes(), sent_bytes()) == before
+    assert ray_world.resident_bytes() - memory < count
+    expected = [float((np.arange(count, dtype=np.float32) + rank).sum()) for rank in (0, 1)]
+    for stored in sums:
+        result = stored.load()
+        assert (result["one"], result["many"]) == (expected[0], expected)
+        assert result["loaded"] >= 3 * 4 * count
+        assert result["sent"] == 0
+        assert not result["writeable"]
+
+
+def test_what_the_controller_sends_and_loads_is_counted(world):
+    array = np.ones(1 << 20, np.uint8)
+    before = loaded_bytes(), sent_bytes()
+    [(first, nested), _] = results(world, "echo", array, {"deep": [array, (array,)]})
+    assert first.sum() == nested["deep"][1][0].sum() == 1 << 20
+    assert sent_bytes() - before[1] == 3 << 20  # once, not for each host
+    assert loaded_bytes() - before[0] == 2 * (3 << 20)  # from each host
+
+
+def test_each_host_can_have_arguments_of_its_own(world):
+    stored = world.call_each("echo", [(1, "a"), (2, "b")], label="world.echo")
+    assert [one.load() for one in stored] == [(1, "a"), (2, "b")]
+    with pytest.raises(ValueError, match=r"world\.echo: 1 tuples of arguments for 2 hosts"):
+        world.call_each("echo", [(1,)], label="world.echo")
+
+
+def test_calls_of_several_threads_overlap_and_are_seen(world):
+    stored = []
+    thread = threading.Thread(target=lambda: stored.extend(world.call("sleep", 1.5, label="reward.compute")))
+    thread.start()
+    time.sleep(0.5)
+    beside = world.call("echo", 1, label="world.echo")
+    statuses = world.status()
+    thread.join()
+    for rank, status in enumerate(statuses):
+        [activity] = status
+        assert activity.label == "reward.compute"
+        assert activity.running_s > 0.2
+        assert "time.sleep(seconds)" in activity.stack
+        assert not activity.in_jax
+        assert stored[rank].start_s < beside[rank].start_s < beside[rank].end_s < stored[rank].end_s
+
+
+def test_a_killed_host_ends_the_pool(connection, tmp_path):
+    world = HostProcesses("doomed", ray_world.World, hosts=2, cluster=CLUSTER, log_directory=tmp_path)
+    start = time.monotonic()
+    with pytest.raises(HostDied) as caught:
+        world.call("strike", 1, "be_killed", label="actor.update_actor")
+    assert time.monotonic() - start < 15
+    assert caught.value.host == world.hosts[1]
+    assert caught.value.label == "actor.update_actor"
+    assert f"host 1 of pool 'doomed' ({world.hosts[1].node_ip}, pid {world.hosts[1].pid}) died" in str(caught.value)
+    assert not any(ray_world.exists(host.pid) for host in world.hosts)  # the one that waited for it neither
+    start = time.monotonic()
+    with pytest.raises(HostDied, match=r"critic\.update_critic: .* \(in actor\.update_actor, which ended the pool\)"):
+        world.call("total", label="critic.update_critic")
+    assert time.monotonic() - start < 0.5
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("platform", "hosts", "message"),
+    [
+        ("cpu", 100_000, "asks for 100000 host processes with CPU 1 each; the cluster has CPU 256"),
+        ("tpu", 1, "asks for 1 host processes with CPU 1, TPU 2 each; the cluster has CPU 256, TPU 0"),
+    ],
+)
+def test_what_the_cluster_does_not_have_is_refused_at_once(connection, tmp_path, platform, hosts, message):
+    cluster = RayCluster(devices_per_host=2, platform=platform)
+    start = time.monotonic()
+    with pytest.raises(HostNotStarted, match=message):
+        HostProcesses("large", ray_world.World, hosts=hosts, cluster=cluster, log_directory=tmp_path)
+    assert time.monotonic() - start < 5
+
+
+def test_a_closed_pool_says_so(connection, tmp_path):
+    world = HostProcesses("brief", ray_world.World, hosts=1, cluster=CLUSTER, log_directory=tmp_path)
+    assert results(world, "total") == [1 + 2]
+    world.close()
+    assert not ray_world.exists(world.hosts[0].pid)
+    with pytest.raises(HostClosed, match="was closed by its owner"):
+        world.call("total", label="world.total")
+    with pytest.raises(HostClosed):
+        world.status()
+
+
+@pytest.mark.parametrize("kind", [HostFailure, HostDied, HostHung, HostNotStarted])
+def test_failures_pickle(kind):
+    failure = kind(Host("models", 1, "10.0.0.1", 7), "actor.update_actor", "died")
+    copy = pickle.loads(pickle.dumps(failure))
+    assert (type(copy), str(copy), copy.host) == (kind, str(failure), failure.host)
+    assert isinstance(copy, HostFailure)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"address": "ray://head:10001"}, "Ray Client"),
+        ({"address": "head"}, "host:port"),
+        ({"devices_per_host": 0}, "above 0"),
+        ({"call_timeout_s": float("inf")}, "finite"),
+        ({"restarts": -1}, "0 or more"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        RayCluster(**settings)
+
+
+@pytest.mark.parametrize("address", [None, "auto", "10.0.0.1:6379", "[fd00::1]:6379", "head.example.org:6379"])
+def test_addresses_that_can_work_are_taken(address):
+    assert RayCluster(address=address).address == address
+
+
+def test_ray_is_asked_for_when_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"pip install 'jaxrlhf\[ray\]'"):
+        connect(CLUSTER)
