@@ -1,0 +1,140 @@
+"""Measures how far the critic and the reference, on pools of their own, run side by side.
+
+    python scripts/benchmark_overlap.py [--cluster ray] [--json docs/overlap.json] [--trace overlap_trace.json]
+
+Each role scores one batch alone, then both score it at once, several times over. On CPU each
+program is kept to one thread, so that one role alone leaves a core idle; the command fails if
+both together then take 0.75 or more of the sum of their times alone. The trace of the last
+round opens in Perfetto.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import time
+from contextlib import closing
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+# Before JAX starts, here and in the hosts that inherit it.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxrlhf.batch import Rollout, Sequences
+from jaxrlhf.config import PPO, Arithmetic, Config, FromScratch, Pool, RayCluster, Training
+from jaxrlhf.config import Rollout as RolloutSettings
+from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.tracking import TimelineFile
+from jaxrlhf.workers import Roles, Stage, launch
+
+ROOT = Path(__file__).parents[1]
+RESPONSES, WIDTH = 32, 128
+LIMIT = 0.75
+
+
+def configuration(*, ray: bool) -> Config:
+    """A critic and a reference of equal size, one device each."""
+    training = Training(tokens_per_microbatch=1024, remat=False)
+    return Config(
+        name="overlap",
+        model=FromScratch(hidden_size=256, intermediate_size=1024, num_layers=6, num_heads=4, num_kv_heads=4),
+        data=Arithmetic(),
+        algorithm=PPO(critic=training, responses_per_update=RESPONSES),
+        actor=training,
+        rollout=RolloutSettings(
+            prompts_per_step=RESPONSES, max_prompt_tokens=WIDTH // 2, max_response_tokens=WIDTH // 2
+        ),
+        steps=1,
+        pools=(Pool("first", 1, ("actor", "critic")), Pool("second", 1, ("reference", "reward"))),
+        cluster=RayCluster() if ray else None,
+    )
+
+
+def batch(vocabulary: int) -> Rollout:
+    """Random tokens."""
+    token_BT = np.random.default_rng(0).integers(0, vocabulary, (RESPONSES, WIDTH)).astype(np.int32)
+    mask_BT = np.broadcast_to(np.arange(WIDTH) >= WIDTH // 2, token_BT.shape)
+    sequences = Sequences(token_BT, np.full(RESPONSES, WIDTH, np.int32), mask_BT, np.arange(RESPONSES))
+    zeros_B = np.zeros(RESPONSES, np.int32)
+    return Rollout(sequences, np.zeros(token_BT.shape, np.float32), zeros_B.astype(bool), zeros_B)
+
+
+def seconds(roles: Roles, rollout: Rollout, *, critic: bool, reference: bool) -> float:
+    """Of one call of each chosen role, from the first until both are done."""
+    start = time.perf_counter()
+    calls = [roles.critic.compute_values(rollout)] if critic else []
+    calls += [roles.reference.compute_ref_log_prob(rollout)] if reference else []
+    for call in calls:
+        call.where()
+    return time.perf_counter() - start
+
+
+def measure(roles: Roles, rollout: Rollout, *, rounds: int, trace: Path) -> dict[str, float]:
+    """Medians over rounds; alone and together take turns, so that a noisy machine disturbs all alike."""
+    alone = {"critic": {"critic": True, "reference": False}, "reference": {"critic": False, "reference": True}}
+    ways = alone | {"together": {"critic": True, "reference": True}}
+    for chosen in ways.values():
+        seconds(roles, rollout, **chosen)  # compiles
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        roles.timeline.take()
+        for name, chosen in ways.items():
+            times[name].append(seconds(roles, rollout, **chosen))
+    trace.unlink(missing_ok=True)
+    file = TimelineFile(trace)
+    file.append(roles.timeline.take())
+    file.close()
+    taken = {f"{name}_s": round(median(values), 4) for name, values in times.items()}
+    ratios = [t / (c + r) for c, r, t in zip(times["critic"], times["reference"], times["together"], strict=True)]
+    return taken | {"together_over_sum": round(median(ratios), 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the overlap of two pools.")
+    parser.add_argument("--cluster", choices=["ray"], help="each pool a process of its own, started by Ray")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--trace", type=Path, default=Path("overlap_trace.json"))
+    flags = parser.parse_args()
+    config = configuration(ray=flags.cluster == "ray")
+    tokenizer = embedded_tokenizer()
+    stage = Stage(config, ("critic", "reference"), total_updates=1)
+    with (
+        closing(launch(config, tokenizer, progress=lambda *_: None, workdir=None)) as pools,
+        closing(pools.roles(stage)) as roles,
+    ):
+        figures = measure(roles, batch(len(tokenizer)), rounds=flags.rounds, trace=flags.trace)
+    cores = len(os.sched_getaffinity(0))
+    where: dict[str, Any] = {
+        "backend": "Ray, a process for each pool" if config.cluster else "one process",
+        "platform": jax.default_backend(),
+        "cores": cores,
+        "machine": platform.machine(),
+        "jax": version("jax"),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip(),
+    }
+    table = Table("alone: critic", "alone: reference", "together", "together / sum")
+    table.add_row(
+        *(f"{figures[f'{name}_s']:.3f} s" for name in ("critic", "reference", "together")),
+        f"{figures['together_over_sum']:.2f}",
+    )
+    Console().print(table, f"{where['backend']}, {cores} cores; trace: {flags.trace}")
+    if flags.json:
+        flags.json.write_text(json.dumps(where | figures, indent=2) + "\n")
+    if figures["together_over_sum"] >= LIMIT and cores >= 2:
+        raise SystemExit(f"together take {figures['together_over_sum']} of the sum; expected less than {LIMIT}")
+
+
+if __name__ == "__main__":
+    main()
