@@ -36,7 +36,7 @@ class StageLog:
       directory: Where its files go.
       steps: Of the stage.
       first_step: Steps already done when the stage was resumed; what was logged after it is cut off.
-      loggers: A user's own, beside the built-in ones.
+      loggers: A user's own, beside the built-in ones; they are not closed here.
     """
 
     def __init__(self, directory: Path, *, steps: int, first_step: int, loggers: Sequence[Logger] = ()) -> None:
@@ -48,9 +48,9 @@ class StageLog:
                 JsonLines(directory / METRICS, resumed_step=resumed),
                 TensorBoard(directory / "tensorboard", resumed_step=resumed),
                 self.console,
-                *loggers,
             ]
         )
+        self._loggers = loggers
         self._samples = SampleFile(directory / SAMPLES, resumed_step=resumed)
         self._evaluation = SampleFile(directory / EVALUATION, resumed_step=resumed)
         self._timeline = TimelineFile(directory / TIMELINE, resumed=resumed is not None)
@@ -58,6 +58,8 @@ class StageLog:
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
         self._metrics.log(number, metrics)
+        for logger in self._loggers:
+            logger.log(number, metrics)
 
     def rollout(self, samples: Sequence[Sample]) -> None:
         """Keep the responses that a step was trained on."""

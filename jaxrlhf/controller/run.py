@@ -19,7 +19,7 @@ from jaxrlhf.controller.loop import Loop, OnStep, stop_on_sigterm
 from jaxrlhf.controller.settings import settings_rows
 from jaxrlhf.data import Loaded, Loader, decoder, load_problems, load_tokenizer
 from jaxrlhf.models.hf_save import save_description
-from jaxrlhf.tracking import Logger, default_console, settings_table
+from jaxrlhf.tracking import Logger, MetricsWriter, default_console, settings_table
 from jaxrlhf.workers import Pools, Stage, launch, model_config, tokenizer_path
 from jaxrlhf.workers.failure import HostFailure
 
@@ -68,7 +68,8 @@ def run(
 
     Args:
       on_step: Called after every step of the main stage with its number and metrics.
-      loggers: Of yours, beside the built-in ones; they see the metrics of the main stage and are closed after it.
+      loggers: Of yours, beside the built-in ones; they see the metrics of the main stage and are closed at the end.
+        After a restart they see the steps since the last checkpoint again.
       dry_run: Stop after the table of derived settings; nothing is compiled or written.
 
     Raises:
@@ -84,17 +85,10 @@ def run(
     if not dry_run:
         workdir.mkdir(parents=True, exist_ok=True)
     shared = Shared(config, config, model, tokenizer, data, workdir, display, on_step, loggers)
-    restarts = 0 if config.cluster is None else config.cluster.restarts
-    while True:
-        try:
-            return RunResult(workdir, finished=_launch_and_run(shared, dry_run=dry_run))
-        except HostFailure as failure:
-            if restarts == 0 or dry_run:
-                raise
-            restarts -= 1
-            left = f"{restarts} more restarts are left" if restarts else "no more restarts are left"
-            default_console().print(f"[yellow]{failure}[/yellow]\nlaunching anew from the last checkpoint; {left}")
-            shared = replace(shared, config=replace(config, resume=True))
+    try:
+        return RunResult(workdir, finished=_with_restarts(shared, dry_run=dry_run))
+    finally:
+        MetricsWriter(loggers).close()
 
 
 class Display:
@@ -128,6 +122,21 @@ class Shared:
     loggers: Sequence[Logger]
     pools: Pools | None = None
     interrupted: threading.Event = field(default_factory=threading.Event)
+
+
+def _with_restarts(shared: Shared, *, dry_run: bool) -> bool:
+    """Run, and launch anew from the last checkpoint as often as the cluster's settings allow after a host failed."""
+    cluster = shared.config.cluster
+    left = 0 if cluster is None or dry_run else cluster.restarts
+    while True:
+        try:
+            return _launch_and_run(shared, dry_run=dry_run)
+        except HostFailure as failure:
+            if left == 0:
+                raise
+            left -= 1
+            default_console().print(f"{failure}\nlaunching anew from the last checkpoint; {left} restarts are left")
+            shared = replace(shared, config=replace(shared.config, resume=True))
 
 
 def _launch_and_run(shared: Shared, *, dry_run: bool) -> bool:
@@ -249,5 +258,6 @@ def _run_stage(shared: Shared, directory: Path, start: Path | None) -> Path | No
     try:
         return checkpoints.folder(config.steps, "actor") if loop.run() else None
     finally:
+        shared.display.log = None
         roles.close()
         checkpoints.close()
