@@ -13,7 +13,7 @@ import pytest
 import ray_world
 
 from jaxrlhf.config import RayCluster
-from jaxrlhf.workers.failure import HostDied, HostHung, HostNotStarted, HostRaised
+from jaxrlhf.workers.failure import HostClosed, HostDied, HostHung, HostNotStarted, HostRaised
 from jaxrlhf.workers.ray_cluster import connect, disconnect
 from jaxrlhf.workers.ray_processes import HostProcesses
 
@@ -198,6 +198,14 @@ def test_a_result_is_lost_with_its_host(pool):
             time.sleep(0.5)
     with pytest.raises(HostDied, match=r"actor\.ramp"):
         other.call("echo", stored, label="reward.echo", timeout_s=20.0)
+
+
+def test_a_closed_pool_says_so(pool):
+    world = pool(hosts=1)
+    world.close()
+    caught(HostClosed, world, "total")
+    with pytest.raises(HostClosed, match="was closed by its owner"):
+        world.status()
 
 
 def test_pools_overlap(pool):

@@ -11,7 +11,7 @@ import pytest
 import ray_world
 
 from jaxrlhf.config import RayCluster
-from jaxrlhf.workers.failure import Host, HostClosed, HostDied, HostFailure, HostHung, HostNotStarted
+from jaxrlhf.workers.failure import Host, HostDied, HostFailure, HostHung, HostNotStarted
 from jaxrlhf.workers.ray_cluster import connect, disconnect, environment
 from jaxrlhf.workers.ray_processes import HostProcesses
 from jaxrlhf.workers.stored import loaded_bytes, sent_bytes
@@ -168,17 +168,6 @@ def test_what_the_cluster_does_not_have_is_refused_at_once(connection, tmp_path,
     with pytest.raises(HostNotStarted, match=message):
         HostProcesses("large", ray_world.World, hosts=hosts, cluster=cluster, log_directory=tmp_path)
     assert time.monotonic() - start < 5
-
-
-def test_a_closed_pool_says_so(connection, tmp_path):
-    world = HostProcesses("brief", ray_world.World, hosts=1, cluster=CLUSTER, log_directory=tmp_path)
-    assert results(world, "total") == [1 + 2]
-    world.close()
-    assert not ray_world.exists(world.hosts[0].pid)
-    with pytest.raises(HostClosed, match="was closed by its owner"):
-        world.call("total", label="world.total")
-    with pytest.raises(HostClosed):
-        world.status()
 
 
 @pytest.mark.parametrize("kind", [HostFailure, HostDied, HostHung, HostNotStarted])

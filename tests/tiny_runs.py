@@ -67,8 +67,8 @@ def records(path: Path) -> list[dict]:
 
 
 def numbers(path: Path) -> list[dict]:
-    """A metrics file without what the clock and the machine decide."""
-    machine = ("time/", "throughput/", "memory/", "compile/")
+    """A metrics file without what the clock, the machine and the placement decide."""
+    machine = ("time/", "throughput/", "memory/", "compile/", "relayout/", "transfer/", "offload/")
     return [{name: value for name, value in record.items() if not name.startswith(machine)} for record in records(path)]
 
 

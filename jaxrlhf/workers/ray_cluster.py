@@ -116,12 +116,13 @@ def environment(cluster: RayCluster) -> dict[str, str]:
     """Environment variables of host processes, set before Python starts."""
     kind = platform(cluster)
     settings = {name: value for name, value in os.environ.items() if name.startswith(SETTINGS) and name not in SECRETS}
-    # Of this process's own fake devices; JAX refuses both ways of asking for them at once.
-    flags = [flag for flag in settings.get("XLA_FLAGS", "").split() if DEVICE_COUNT not in flag]
-    settings |= {"XLA_FLAGS": " ".join(flags), "NPROC": os.environ.get("NPROC", "32")}
+    if "XLA_FLAGS" in settings:  # JAX refuses both ways of asking for fake devices at once
+        flags = settings["XLA_FLAGS"].split()
+        settings["XLA_FLAGS"] = " ".join(flag for flag in flags if DEVICE_COUNT not in flag)
+    settings["NPROC"] = os.environ.get("NPROC", "32")
     settings["JAX_PLATFORMS"] = "cpu" if kind == "cpu" else f"{kind},cpu"
     settings["JAX_NUM_CPU_DEVICES"] = str(cluster.devices_per_host if kind == "cpu" else 1)
-    installed = tuple({sys.prefix, sys.base_prefix})
+    installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
     added = [path for path in map(os.path.abspath, sys.path) if not path.startswith(installed)]
     return settings | {"PYTHONPATH": os.pathsep.join(added)}
 
@@ -134,7 +135,9 @@ def _ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # or each start prints that usage is reported
     try:
         import ray
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
         raise ValueError("RayCluster needs Ray, which is not installed: pip install 'jaxrlhf[ray]'") from error
     return ray
 

@@ -159,8 +159,8 @@ class HostProcesses:
         references = [getattr(actor, method).remote(*args) for actor, args in asked]
         try:
             answers = collect(references, deadline=deadline, ended=lambda: self._failure is not None)
-        except BaseException:  # Ctrl-C for one: hosts are in a call that nobody waits for
-            self._end(HostClosed(Host(self.name), label, "was interrupted"))
+        except BaseException as error:  # Ctrl-C for one: hosts are in a call that nobody waits for
+            self._end(HostClosed(Host(self.name), label, f"was interrupted by {error!r}"))
             raise
         if answers.complete:
             return [answers.values[rank] for rank in range(len(references))]
