@@ -14,6 +14,7 @@ FLOORS = {
     "algos": 1,
     "data": 1,
     "parallel": 1,
+    "hosts": 1,
     "tracking": 1,
     "models": 2,
     "rewards": 2,

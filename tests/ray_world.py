@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.workers.stored import loaded_bytes, sent_bytes
+from jaxrlhf.hosts.stored import loaded_bytes, sent_bytes
 
 
 class Unpicklable(Exception):

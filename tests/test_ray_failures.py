@@ -13,9 +13,9 @@ import pytest
 import ray_world
 
 from jaxrlhf.config import RayCluster
-from jaxrlhf.workers.failure import HostClosed, HostDied, HostHung, HostNotStarted, HostRaised
-from jaxrlhf.workers.ray_cluster import connect, disconnect
-from jaxrlhf.workers.ray_processes import HostProcesses
+from jaxrlhf.hosts.cluster import connect, disconnect
+from jaxrlhf.hosts.failure import HostClosed, HostDied, HostHung, HostNotStarted, HostRaised
+from jaxrlhf.hosts.processes import HostProcesses
 
 pytestmark = pytest.mark.slow
 
@@ -226,7 +226,7 @@ def test_pools_overlap(pool):
 def test_nobody_at_the_address():
     code = """
 from jaxrlhf.config import RayCluster
-from jaxrlhf.workers.ray_cluster import connect
+from jaxrlhf.hosts.cluster import connect
 connect(RayCluster(address="127.0.0.1:1"))
 """
     start = time.monotonic()
@@ -252,8 +252,8 @@ from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import ray_world
 from jaxrlhf.config import RayCluster
-from jaxrlhf.workers.ray_cluster import connect, disconnect
-from jaxrlhf.workers.ray_processes import HostProcesses
+from jaxrlhf.hosts.cluster import connect, disconnect
+from jaxrlhf.hosts.processes import HostProcesses
 
 cluster = RayCluster(devices_per_host=1, platform="cpu")
 connection = connect(cluster)

@@ -9,9 +9,9 @@ import ray_world
 from ray.cluster_utils import Cluster
 
 from jaxrlhf.config import RayCluster
-from jaxrlhf.workers.failure import HostDied, HostNotStarted
-from jaxrlhf.workers.ray_cluster import connect, disconnect, platform
-from jaxrlhf.workers.ray_processes import HostProcesses
+from jaxrlhf.hosts.cluster import connect, disconnect, platform
+from jaxrlhf.hosts.failure import HostDied, HostNotStarted
+from jaxrlhf.hosts.processes import HostProcesses
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,10 @@ import pytest
 import ray_world
 
 from jaxrlhf.config import RayCluster
-from jaxrlhf.workers.failure import Host, HostDied, HostFailure, HostHung, HostNotStarted
-from jaxrlhf.workers.ray_cluster import connect, disconnect, environment
-from jaxrlhf.workers.ray_processes import HostProcesses
-from jaxrlhf.workers.stored import loaded_bytes, sent_bytes
+from jaxrlhf.hosts.cluster import connect, disconnect, environment
+from jaxrlhf.hosts.failure import Host, HostDied, HostFailure, HostHung, HostNotStarted
+from jaxrlhf.hosts.processes import HostProcesses
+from jaxrlhf.hosts.stored import loaded_bytes, sent_bytes
 
 CLUSTER = RayCluster(devices_per_host=2, platform="cpu", call_timeout_s=60.0)
 

@@ -18,6 +18,7 @@ import jax
 
 from jaxrlhf.config import Config, Pool, RayCluster
 from jaxrlhf.data import load_tokenizer
+from jaxrlhf.hosts import Connection, HostProcesses, Stored, connect, disconnect
 from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.workers.build import tokenizer_path
 from jaxrlhf.workers.group import Remote
@@ -26,11 +27,8 @@ from jaxrlhf.workers.launch import REWARD_OUTPUT, placed
 from jaxrlhf.workers.model import Progress
 from jaxrlhf.workers.pools import Pools, Ranks
 from jaxrlhf.workers.protocol import PROTOCOLS, Place, verbs_of
-from jaxrlhf.workers.ray_cluster import Connection, connect, disconnect
-from jaxrlhf.workers.ray_processes import HostProcesses
 from jaxrlhf.workers.roles import WORKERS
 from jaxrlhf.workers.settings import Row
-from jaxrlhf.workers.stored import Stored
 
 LOGS = "hosts"
 """Folder of the workdir with what each host prints."""

@@ -1,6 +1,6 @@
 """A host process, seen from inside: one object whose methods the controller calls.
 
-Ray starts it with its environment (`ray_processes.environment`) already in place, so nothing
+Ray starts it with its environment (`cluster.environment`) already in place, so nothing
 here has to come before JAX.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jaxrlhf.workers.failure import Host
-from jaxrlhf.workers.stored import Stored, array_bytes, receive
+from jaxrlhf.hosts.failure import Host
+from jaxrlhf.hosts.stored import Stored, array_bytes, receive
 
 STDOUT, STDERR = 1, 2
 STACK_FRAMES = 8

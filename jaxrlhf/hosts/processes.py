@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxrlhf.config.cluster import RayCluster
-from jaxrlhf.workers import ray_cluster
-from jaxrlhf.workers.failure import Host, HostClosed, HostDied, HostFailure, HostHung, HostNotStarted, HostRaised
-from jaxrlhf.workers.ray_answers import Answers, collect
-from jaxrlhf.workers.ray_host import Activity, HostProcess, Raised, Setup, log_header, log_path
-from jaxrlhf.workers.stored import Stored, send
+from jaxrlhf.hosts import cluster as ray_cluster
+from jaxrlhf.hosts.actor import Activity, HostProcess, Raised, Setup, log_header, log_path
+from jaxrlhf.hosts.answers import Answers, collect
+from jaxrlhf.hosts.failure import Host, HostClosed, HostDied, HostFailure, HostHung, HostNotStarted, HostRaised
+from jaxrlhf.hosts.stored import Stored, send
 
 LANES = 16  # calls that a host runs at once; more wait
 STATUS_S = 3.0  # for a host to say what it is doing

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrlhf.config.cluster import RayCluster
-from jaxrlhf.workers.failure import Host, HostNotStarted
+from jaxrlhf.hosts.failure import Host, HostNotStarted
 
 # Of this process's environment, what its host processes get too.
 SETTINGS = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")

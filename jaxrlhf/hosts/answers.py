@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrlhf.workers.ray_host import Raised
+from jaxrlhf.hosts.actor import Raised
 
 GRACE_S = 2.0  # after the first failure, for the other hosts' answers and for the news of a death behind it
 POLL_S = 1.0

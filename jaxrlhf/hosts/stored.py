@@ -5,7 +5,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrlhf.workers.failure import Host, HostDied
+from jaxrlhf.hosts.failure import Host, HostDied
 
 
 @dataclass(frozen=True)
