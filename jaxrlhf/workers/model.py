@@ -192,6 +192,10 @@ class ResidentItem(TreeItem):
         super().__init__(lambda: worker._parts[part], lambda tree: worker._parts.__setitem__(part, tree))
         self._on_devices = partial(worker.on_devices, part)
 
+    def describe(self) -> dict[str, str]:
+        with self._on_devices():  # an optimizer's state is made when it is first asked for
+            return super().describe()
+
     def save(self, directory: Path) -> None:
         with self._on_devices():
             super().save(directory)
