@@ -1,5 +1,6 @@
 """The house stands: floors, sizes, names, front doors, light imports, configurations as recorded."""
 
+import ast
 import importlib
 import json
 import subprocess
@@ -100,6 +101,13 @@ def test_configuration_says_how_to_run_it(name):
     text = shipped()[name].read_text()
     assert f"python -m jaxrlhf.train --config {name}.py" in text
     assert "arXiv:" in text
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_an_algorithm_is_one_screen(name):
+    tree = ast.parse((PACKAGE / "controller" / f"{name}.py").read_text())
+    [step] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "step"]
+    assert step.end_lineno - step.lineno < 25
 
 
 # What follows breaks each rule on purpose: a rule that cannot fail guards nothing.
