@@ -11,7 +11,7 @@ import pytest
 from tiny_runs import get_config, numbers, records, training
 
 import jaxrlhf
-from jaxrlhf.config import Checkpointing, Config, Pool
+from jaxrlhf.config import Checkpointing, Config, Evaluation, Pool
 
 TOLERANCE = 2e-6
 """Relative, and absolute for what is near 0: a few units in float32's last place of sums that other layouts
@@ -24,14 +24,19 @@ APART = (Pool("policy", 4, ("actor", "reference", "critic")), Pool("generation",
 def placed(
     workdir: Path, *, actor: dict[str, int] | None = None, critic: dict[str, int] | None = None, **settings: Any
 ) -> Config:
-    """PPO without a cold start, saved after every step.
+    """PPO without a cold start, saved after every step and evaluated at both ends.
 
     Args:
       actor: Its layout; `critic` likewise.
     """
     config = get_config()
     algorithm = replace(config.algorithm, critic=training(**(critic or {})))
-    common = {"steps": 2, "cold_start": None, "checkpoint": Checkpointing(every_steps=1, keep_best=0)}
+    common = {
+        "steps": 2,
+        "cold_start": None,
+        "evaluation": Evaluation(every_steps=0, problems=16),
+        "checkpoint": Checkpointing(every_steps=1, keep_last=3, keep_best=0),
+    }
     settings = common | {"devices": None if "pools" in settings else 1} | settings
     return replace(config, workdir=str(workdir), actor=training(**(actor or {})), algorithm=algorithm, **settings)
 

@@ -1,0 +1,43 @@
+"""Host objects with something added, in place of `ray_backend.make_host`; and a reward function that fails."""
+
+import os
+import time
+from typing import Any
+
+from jaxrlhf.hosts import stored
+from jaxrlhf.workers import ray_backend
+
+make_host = ray_backend.make_host
+
+
+def counting(rank: int, hosts: int, **settings: Any) -> Any:
+    """A host that also tells how much it has loaded from other processes."""
+    host = make_host(rank, hosts, **settings)
+    host.loaded_bytes = stored.loaded_bytes
+    return host
+
+
+def sleeping(rank: int, hosts: int, **settings: Any) -> Any:
+    """A host of which the second sleeps for ever in its first update."""
+    host = make_host(rank, hosts, **settings)
+    call = host.call
+
+    def call_or_sleep(role: str, verb: str, *args: Any) -> Any:
+        while rank == 1 and verb == "update_actor":
+            time.sleep(1)
+        return call(role, verb, *args)
+
+    host.call = call_or_sleep
+    return host
+
+
+def strange(prompt: str, response: str, answer: str | None, record: Any) -> float:
+    """A reward that takes its process down, hangs, raises or scores, as the answer says."""
+    what = int(answer or 0) % 4
+    if what == 0:
+        os._exit(3)
+    while what == 1:
+        time.sleep(1)
+    if what == 2:
+        raise KeyError("no such answer")
+    return 1.0

@@ -1,0 +1,222 @@
+"""Runs on hosts joined by Ray: the numbers of one process, and data that goes past the controller."""
+
+import io
+import pickle
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+import odd_hosts
+import pytest
+import ray
+from placed_runs import APART, SPLIT, assert_same_numbers, compiled_once, placed, run
+from tiny_runs import numbers, records
+
+from jaxrlhf.config import FunctionReward, RayCluster, Rewards, Sampling
+from jaxrlhf.data import decoder, load_problems, load_tokenizer
+from jaxrlhf.hosts import connect, disconnect, stored
+from jaxrlhf.rewards.scorer import Scorer
+from jaxrlhf.workers import Stage, launch, ray_backend, response_texts
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+CLUSTER = RayCluster(devices_per_host=4, platform="cpu", call_timeout_s=300.0)
+WHOLE = {"devices": 8, "actor": {"fsdp": 4, "tensor": 2, "generation_tensor": 1}, "critic": {"fsdp": 8}}
+HALVES = {"actor": {"fsdp": 2, "tensor": 2, "generation_tensor": 1}, "critic": {"fsdp": 4}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    with compiled_once(tmp_path_factory.mktemp("compiled")):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def connection():
+    connection = connect(CLUSTER)
+    yield
+    disconnect(connection)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """Eight devices of this process."""
+    return run(tmp_path_factory.mktemp("here"), steps=STEPS, **WHOLE)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    """Two pools, each of them one host."""
+    return run(tmp_path_factory.mktemp("split"), steps=STEPS, pools=SPLIT, cluster=CLUSTER, **HALVES)
+
+
+def first_step_of(workdir: Path, copy: Path) -> Path:
+    """A copy of a finished run, as it was when only its first step had been saved."""
+    shutil.copytree(workdir, copy)
+    for step in range(2, STEPS + 1):
+        shutil.rmtree(copy / "checkpoints" / f"step_{step}")
+    return copy
+
+
+def assert_later_steps_were_made_anew(workdir: Path, before: Path) -> None:
+    mine, theirs = numbers(workdir / "metrics.jsonl"), numbers(before / "metrics.jsonl")
+    assert mine[0] == theirs[0]
+    assert mine[1:] != theirs[1:]
+
+
+def test_two_hosts_give_the_numbers_of_one_process(here, tmp_path):
+    run(tmp_path, steps=STEPS, cluster=CLUSTER, **WHOLE)
+    assert_same_numbers(tmp_path, here)
+    assert {path.name for path in (tmp_path / "hosts").glob("all-?.log")} == {"all-0.log", "all-1.log"}
+
+
+def test_two_pools_of_a_host_each_give_them_too(here, split):
+    assert_same_numbers(split, here)
+
+
+def test_two_pools_write_one_checkpoint_and_a_single_process_goes_on_from_it(here, split, tmp_path):
+    workdir = first_step_of(split, tmp_path / "moved")
+    [checkpoint] = (workdir / "checkpoints").iterdir()
+    assert {item.name for item in checkpoint.iterdir()} >= {"actor", "actor_optimizer", "critic", "critic_optimizer"}
+    run(workdir, steps=STEPS, **WHOLE)
+    assert_same_numbers(workdir, here)
+    assert_later_steps_were_made_anew(workdir, split)
+
+
+@pytest.fixture(scope="module")
+def apart(here, tmp_path_factory):
+    """From the checkpoint of one process, with generation on a host apart."""
+    workdir = first_step_of(here, tmp_path_factory.mktemp("apart") / "moved")
+    return run(workdir, steps=STEPS, pools=APART, cluster=CLUSTER, **HALVES)
+
+
+def test_hosts_go_on_from_the_checkpoint_of_a_single_process(here, apart):
+    assert_same_numbers(apart, here)
+    assert_later_steps_were_made_anew(apart, here)
+
+
+@contextmanager
+def launched(config):
+    """Its pools and their roles."""
+    tokenizer = load_tokenizer(None)
+    pools = launch(config, tokenizer, progress=lambda *_: None, workdir=Path(config.workdir))
+    try:
+        roles = pools.roles(Stage(config, (*config.algorithm.roles, "rollout", "reward"), 4))
+        yield {ranks.name: ranks for ranks in pools._pools}, roles
+        roles.close()
+    finally:
+        pools.close()
+
+
+def test_generation_on_another_host_receives_what_it_would_inside_a_process(apart, tmp_path):
+    received = records(apart / "metrics.jsonl")[-1]["transfer/received_bytes"]
+    with launched(placed(tmp_path, pools=APART, **HALVES)) as (_, roles):
+        roles.rollout.load_weights(roles.actor.offer_weights(roles.rollout.wanted_weights())).result()
+        metrics, _ = roles.take_metrics()
+    assert received == metrics["transfer/received_bytes"] > 0
+
+
+class _Arrays(pickle.Pickler):
+    """Counts the bytes of all arrays in a value, the way pickle sees them."""
+
+    def __init__(self, value) -> None:
+        self.nbytes = 0
+        super().__init__(io.BytesIO(), protocol=5, buffer_callback=self._add)
+        self.dump(value)
+
+    def _add(self, buffer) -> None:
+        self.nbytes += buffer.raw().nbytes
+
+    def persistent_id(self, value):
+        return "handle" if isinstance(value, ray.ObjectRef) else None
+
+
+@pytest.fixture
+def passing(monkeypatch):
+    """Array bytes that this process has got from Ray and given to it, counted outside of the project."""
+    seen = {"get": 0, "put": 0}
+
+    def counted(name, function, of):
+        def wrapped(*args, **kwargs):
+            result = function(*args, **kwargs)
+            seen[name] += _Arrays(of(args, result)).nbytes
+            return result
+
+        monkeypatch.setattr(ray, name, wrapped)
+
+    counted("get", ray.get, lambda args, result: result)
+    counted("put", ray.put, lambda args, result: args[0])
+    return seen
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """Two pools of a host each, called by hand, with a reward that fails."""
+    rewards = Rewards(parts=(FunctionReward(f"{odd_hosts.__file__}:strange"),), timeout_s=2.0)
+    config = placed(tmp_path_factory.mktemp("parts"), pools=SPLIT, cluster=CLUSTER, rewards=rewards, **HALVES)
+    loaded = load_problems(config.data, load_tokenizer(None), split="train", max_prompt_tokens=64).problems
+    by_kind = [[problem for problem in loaded if int(problem.answer) % 4 == kind] for kind in range(4)]
+    problems = [by_kind[0][0], by_kind[1][0], by_kind[2][0], *by_kind[3][:5]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_backend, "make_host", odd_hosts.counting)
+        with launched(config) as (pools, roles):
+            yield config, pools, roles, problems
+
+
+def generate(roles, problems):
+    return roles.actor.generate_sequences(problems, Sampling(), responses_per_prompt=2, seed=1)
+
+
+def test_what_groups_pass_to_each_other_goes_past_the_controller(parts, passing):
+    _, pools, roles, problems = parts
+
+    def loaded():
+        return {name: ranks.on_all("loaded_bytes")[0] for name, ranks in pools.items()}
+
+    before, own = loaded(), (stored.loaded_bytes(), stored.sent_bytes())
+    rollout = generate(roles, problems)
+    chained = [
+        roles.actor.compute_log_prob(rollout),
+        roles.reference.compute_ref_log_prob(rollout),
+        roles.critic.compute_values(rollout),
+    ]
+    for call in chained:
+        call.where()
+    after = loaded()
+    assert passing == {"get": 0, "put": 0}
+    assert (stored.loaded_bytes(), stored.sent_bytes()) == own
+
+    # Now the controller wants to read it itself.
+    value = rollout.result()
+    rows, columns = value.sequences.token_BT.shape
+    assert (rows, columns) == (16, 64 + 16)
+    tokens = rows * columns * (4 + 1 + 4)  # ids, mask, log-probabilities
+    size = tokens + rows * (4 + 8 + 1 + 4)  # length, prompt, truncated, version
+    assert passing == {"get": size, "put": 0}
+    assert stored.loaded_bytes() - own[0] == size
+    assert {name: after[name] - before[name] for name in after} == {"policy": 2 * size, "value": size}
+
+    # What it sends itself is seen as well.
+    roles.critic.compute_values(value).result()
+    assert passing["put"] == size
+    assert stored.sent_bytes() - own[1] == size
+
+
+def test_a_reward_function_that_fails_on_a_host_fails_like_here(parts):
+    config, _, roles, problems = parts
+    rollout = generate(roles, problems)
+    there = roles.reward.compute_reward(problems, rollout).result()
+    kinds = [kind for problem in problems for kind in [int(problem.answer) % 4] * 2]
+    np.testing.assert_array_equal(there.scorable_B, [kind == 3 for kind in kinds])
+    np.testing.assert_array_equal(there.score_B, there.scorable_B)
+    responses = response_texts(rollout.result(), decoder(load_tokenizer(None)))
+    rows = [problem for problem in problems for _ in range(2)]
+    scorer = Scorer(config.rewards)
+    here = scorer.score([row.prompt for row in rows], responses, [row.answer for row in rows], [{}] * len(rows))
+    assert scorer.counts == {"crash": 2, "timeout": 2, "exception": 2}
+    scorer.close()
+    for mine, theirs in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
