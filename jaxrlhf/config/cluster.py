@@ -21,6 +21,8 @@ class RayCluster:
       call_timeout_s: Within this, every host answers a call; compilation counts.
       restarts: How often a run whose hosts failed starts them again and goes on from the
         newest checkpoint.
+      weights: How they travel between pools: `direct` from device to device by JAX's transfer
+        server, or through the memory of the hosts where the backend has none.
     """
 
     address: str | None = None
@@ -30,6 +32,7 @@ class RayCluster:
     start_timeout_s: float = 120.0
     call_timeout_s: float = 1800.0
     restarts: int = 0
+    weights: Literal["direct", "host"] = "direct"
 
     def __post_init__(self) -> None:
         positive(self, "devices_per_host", "cpus_per_host", "start_timeout_s", "call_timeout_s")

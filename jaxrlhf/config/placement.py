@@ -43,6 +43,12 @@ def check_pools(pools: Sequence[Pool], roles: Sequence[str]) -> None:
     placed = [role for pool in pools for role in pool.roles]
     twice = sorted({role for role in placed if placed.count(role) > 1})
     require(not twice, f"pools place {', '.join(twice)} more than once; a role lives on one pool")
+    together = [pool.name for pool in pools if {"actor", ROLLOUT} <= set(pool.roles)]
+    require(
+        not together,
+        f"pool {', '.join(together)} places actor and rollout, and on its own devices the actor generates itself; "
+        f"leave rollout out, or place it on another pool",
+    )
     known = {*roles, ROLLOUT, "reward"} if "actor" in roles else {*roles, "reward"}
     strange = sorted(set(placed) - known)
     require(not strange, f"pools place {', '.join(strange)}, and the algorithm has {', '.join(roles)}")

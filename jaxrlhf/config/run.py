@@ -9,7 +9,7 @@ from jaxrlhf.config.annotations import check_types
 from jaxrlhf.config.check import not_negative, positive, require
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.placement import Pool, check_offload, check_pools
-from jaxrlhf.config.sources import ArithmeticReward, Data, Gsm8kReward, Model, PromptFile, Rewards
+from jaxrlhf.config.sources import ArithmeticReward, Data, Gsm8kReward, Model, ModelReward, PromptFile, Rewards
 from jaxrlhf.config.training import Layout, Optimizer, Rollout, Training
 
 
@@ -110,6 +110,7 @@ class Config:
         check_types(self, "Config")
         positive(self, "steps")
         not_negative(self, "seed")
+        require(self.seed < 2**32, f"Config.seed must be below 2**32, got {self.seed}")
         require(
             self.name.strip() not in ("", ".", "..") and not set(self.name) & set("/\\"),
             f"Config.name must be the name of a folder, without separators, got {self.name!r}; "
@@ -133,6 +134,21 @@ class Config:
         scoring = ["reward"] if self.rewards.by_model else []
         models = [*(role for role in roles if role != "reward"), *scoring]
         check_offload(self.offload, models, list(self.algorithm.training(self)))
+        layouts = [(role, training.layout) for role, training in self.algorithm.training(self).items()]
+        layouts += [("reference_layout", self.reference_layout or Layout())]
+        layouts += [
+            (f"reward {part.path}", part.layout) for part in self.rewards.parts if isinstance(part, ModelReward)
+        ]
+        for name, layout in (pair for pair in layouts if pair[0] != "actor"):
+            require(
+                layout.generation_stage == layout.generation_tensor == 1,
+                f"{name} generates nothing, so its layout has no use for generation_stage={layout.generation_stage} "
+                f"and generation_tensor={layout.generation_tensor}; leave them at 1",
+            )
+        require(
+            self.reference_layout is None or "reference" in roles,
+            f"reference_layout is given, and {type(self.algorithm).__name__} has no reference; drop it",
+        )
 
     def _check_microbatches(self) -> None:
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens

@@ -76,23 +76,32 @@ class Loop:
                 if stop or _due(number, self.config.checkpoint.every_steps, self.config.steps):
                     self._save(number, state, metrics)
                 if stop and number < self.config.steps:
+                    self.checkpoints.wait()
                     return False
             log.finish(title=self.config.name, show=5)
-            return True
-        finally:
             self.checkpoints.wait()
+            return True
+        except BaseException as error:
+            # The save under way may still come to its end; if not, that is not what went wrong first.
+            try:
+                self.checkpoints.wait()
+            except Exception as other:
+                error.add_note(f"and the save under way failed: {other}")
+            raise
+        finally:
             log.close()
 
     def _step(self, number: int, state: dict[str, float], log: StageLog) -> tuple[dict[str, float], Metrics]:
         """One step of the algorithm, with evaluation and logging around it."""
         before = self._evaluate(0, log) if number == 1 else {}
-        self._take_times(log)  # what evaluation took is not the step's
+        evaluating = self._take_times(log)  # what evaluation took is not the step's, but for weights that it had sent
+        sent = {name: value for name, value in evaluating.items() if name.startswith("transfer/")}
         problems = self.loader.next()
         start = time.perf_counter()
         result = resolve_dataflow(self.config.algorithm)(
             self.roles, StepInput(self.config, problems, number - 1, state)
         )
-        metrics = {**result.metrics, **self._timing(time.perf_counter() - start, result, log)}
+        metrics = {**result.metrics, **sent, **self._timing(time.perf_counter() - start, result, log)}
         if result.rollout is not None and result.scores is not None:
             responses = response_texts(result.rollout, self.decode)
             samples = to_samples(number, problems, responses, result.rollout, result.scores, logp_BT=result.logp_BT)

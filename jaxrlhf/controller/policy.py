@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import Config, Pretrained, Sampling
+from jaxrlhf.config import ROLLOUT, Config, Pretrained, Sampling
 from jaxrlhf.controller.evaluation import evaluate
 from jaxrlhf.controller.log import to_samples
 from jaxrlhf.controller.run import CHECKPOINTS, MODEL, load_data, workdir_of
@@ -41,7 +41,7 @@ def export_policy(run: str | Path, directory: str | Path, *, step: int | None = 
     if not model.is_dir():
         raise ValueError(f"{run} is not the workdir of a run: it has no {MODEL} folder")
     config = read_config(model)
-    whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    whole = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), param_shapes(config, "lm", jnp.float32)
     )
@@ -66,7 +66,6 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
         raise ValueError(f"{place} holds no run to evaluate; train first, or name a checkpoint with --policy")
     model = Pretrained(str(place / MODEL if from_run else policy))
     config = replace(config, model=model, cold_start=None)
-    config = replace(config, pools=(), cluster=None, offload=())
     tokenizer = load_tokenizer(tokenizer_path(config))
     held_out = load_data(config, tokenizer).held_out
     if not held_out:
@@ -76,7 +75,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     if from_run:
         with closing(Checkpoints(place / CHECKPOINTS, read_only=True)) as checkpoints:
             start = checkpoints.folder(_chosen(checkpoints, None), "actor")
-    stage = Stage(config, ("actor", "reward"), total_updates=1, policy=start)
+    stage = Stage(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start)
     with console, closing(launch(config, tokenizer, progress=console.progress, workdir=None)) as pools:
         with closing(pools.roles(stage)) as roles:
             sampling = config.rollout.sampling if samples > 1 else Sampling(greedy=True)

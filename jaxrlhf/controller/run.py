@@ -18,8 +18,9 @@ from jaxrlhf.controller.log import StageLog
 from jaxrlhf.controller.loop import Loop, OnStep, stop_on_sigterm
 from jaxrlhf.controller.settings import settings_rows
 from jaxrlhf.data import Loaded, Loader, decoder, load_problems, load_tokenizer
-from jaxrlhf.hosts import HostFailure
+from jaxrlhf.hosts import HostDied, HostHung, HostNotStarted
 from jaxrlhf.models.hf_save import save_description
+from jaxrlhf.parallel import TransferError
 from jaxrlhf.tracking import Logger, MetricsWriter, default_console, settings_table
 from jaxrlhf.workers import Pools, Stage, launch, model_config, tokenizer_path
 
@@ -98,8 +99,9 @@ class Display:
         self.log: StageLog | None = None
 
     def progress(self, phase: str, done: int, total: int) -> None:
-        if self.log is not None:
-            self.log.console.progress(phase, done, total)
+        log = self.log
+        if log is not None:
+            log.console.progress(phase, done, total)
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,12 @@ def _with_restarts(shared: Shared, *, dry_run: bool) -> bool:
     while True:
         try:
             return _launch_and_run(shared, dry_run=dry_run)
-        except HostFailure as failure:
-            if left == 0:
+        except (HostDied, HostHung, HostNotStarted, TransferError) as failure:
+            if left == 0 or shared.interrupted.is_set():
                 raise
             left -= 1
-            default_console().print(f"{failure}\nlaunching anew from the last checkpoint; {left} restarts are left")
+            text = f"{failure}\nlaunching anew from the last checkpoint; {left} restarts are left"
+            default_console().print(text, markup=False, highlight=False, soft_wrap=True)
             shared = replace(shared, config=replace(shared.config, resume=True))
 
 
@@ -257,7 +260,10 @@ def _run_stage(shared: Shared, directory: Path, start: Path | None) -> Path | No
     )
     try:
         return checkpoints.folder(config.steps, "actor") if loop.run() else None
+    except BaseException:
+        shared.pools.close()  # ends calls that nobody waits for any more
+        raise
     finally:
-        shared.display.log = None
         roles.close()
+        shared.display.log = None
         checkpoints.close()

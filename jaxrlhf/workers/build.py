@@ -147,7 +147,8 @@ class Builder:
         address: str = "127.0.0.1",
     ) -> None:
         self.config, self.tokenizer, self.pool, self._progress = config, tokenizer, pool, progress
-        self._rank, self._exchange = rank, Exchange(address)
+        self.rank = rank
+        self._exchange, self._reward_output = Exchange(address), reward_output
         self.model = model_config(config.model, tokenizer)
         check_vocabulary(tokenizer, self.model, role="actor")
         self.dtype = compute_dtype(config, pool.devices)
@@ -159,13 +160,19 @@ class Builder:
         self.sampler: Sampler | None = None
         if "actor" in roles:
             mesh = factored_mesh(layout, pool.devices)
-            generation = mesh if apart else generation_mesh(layout, pool.devices)
-            dims = param_dims(self.model, "lm")
-            self.hybrid = HybridEngine.by_rules(mesh, generation, dims, self.shapes, dtype=self.dtype)
-            self.sampler = None if apart else self._sampler(generation)
+            layout_of(mesh, self.model, "lm", role="actor")
+            if not apart:
+                generation, dims = generation_mesh(layout, pool.devices), param_dims(self.model, "lm")
+                self.hybrid = HybridEngine.by_rules(mesh, generation, dims, self.shapes, dtype=self.dtype)
+                self.sampler = self._sampler(generation)
         if ROLLOUT in roles:
             self.sampler = self._sampler(rollout_mesh(config, pool))
-        self.scorer = self._scorer(reward_output) if "reward" in roles else None
+        self._scorer: Scorer | None = None
+        if "reward" in roles and not config.rewards.by_model:
+            self.scorer()  # now, so that a function that does not load is refused before anything compiles
+        for part in config.rewards.parts if "reward" in roles else ():
+            if isinstance(part, ModelReward):
+                read_config(part.path)  # idem; weights are loaded with those of the other models
 
     def _sampler(self, mesh: Mesh) -> Sampler:
         config, rollout = self.config, self.config.rollout
@@ -187,8 +194,10 @@ class Builder:
         )
         return Sampler(engine, mesh, island, self.width, self._progress)
 
-    def _scorer(self, output: Path | None) -> Scorer:
-        """Of this process alone: reward models are on its own devices."""
+    def scorer(self) -> Scorer:
+        """Of this process alone, made once: reward models are on its own devices."""
+        if self._scorer is not None:
+            return self._scorer
         models: dict[str, Callable[..., Any]] = {}
         parts = [part for part in self.config.rewards.parts if isinstance(part, ModelReward)]
         if parts:
@@ -199,7 +208,8 @@ class Builder:
             for part in parts:
                 mesh = factored_mesh(part.layout, devices, role="reward")
                 models[part.path] = ScoreModel(part.path, mesh=mesh, dtype=self.dtype, offload=offload).score
-        return Scorer(self.config.rewards, models=models, output=output)
+        self._scorer = Scorer(self.config.rewards, models=models, output=self._reward_output)
+        return self._scorer
 
     def workers(self, stage: Stage, roles: Collection[str]) -> dict[str, Any]:
         """The named roles, all starting from the policy that the stage starts from."""
@@ -209,8 +219,7 @@ class Builder:
             layout = self.generation_layout(self.sampler.mesh)
             workers[ROLLOUT] = Generator(self.sampler, layout, self.generation_shapes(), self._exchange)
         if "reward" in roles:
-            assert self.scorer is not None
-            workers["reward"] = Reward(self.scorer, Place.alone(*self._rank), decoder(self.tokenizer), self._progress)
+            workers["reward"] = Reward(self.scorer(), Place.alone(*self.rank), decoder(self.tokenizer), self._progress)
         if not {"actor", "critic", "reference"} & set(roles):
             return workers
         start = self._policy(stage, roles)
@@ -246,6 +255,11 @@ class Builder:
         """The training mesh of a role on this pool."""
         return factored_mesh(self.training(role).layout, self.pool.devices, role=role)
 
+    def model_of(self, role: str) -> ModelConfig:
+        """The shape of a role's decoder."""
+        own = getattr(self.config.algorithm, "critic_model", None) if role == "critic" else None
+        return self.model if own is None else model_config(own, self.tokenizer)
+
     def training(self, role: str) -> Training:
         """How a role is laid out and fed; the reference as the actor, but for its layout."""
         if role != "reference":
@@ -258,7 +272,6 @@ class Builder:
         return {"width": self.width, "dtype": self.dtype, "progress": self._progress, "offload": parts}
 
     def _actor(self, start: Params, stage: Stage) -> Actor:
-        assert self.hybrid is not None
         return Actor(
             "actor",
             self.model,
@@ -294,7 +307,7 @@ class Builder:
         assert isinstance(settings, PPO)
         training, own = settings.critic, settings.critic_model
         mesh = self.mesh("critic")
-        config = self.model if own is None else model_config(own, self.tokenizer)
+        config = self.model_of("critic")
         check_vocabulary(self.tokenizer, config, role="critic")
         layout = layout_of(mesh, config, "value", role="critic")
         if own is None:
@@ -315,9 +328,10 @@ class Builder:
         )
 
     def close(self) -> None:
-        """End the reward workers."""
-        if self.scorer is not None:
-            self.scorer.close()
+        """End the reward workers, and let go of weights that nobody took."""
+        if self._scorer is not None:
+            self._scorer.close()
+        self._exchange.close()
 
 
 def rollout_mesh(config: Config, pool: ResourcePool) -> Mesh:

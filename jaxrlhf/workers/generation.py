@@ -94,12 +94,13 @@ class Generator:
         if self._weights is not None:
             jax.tree.map(lambda leaf: leaf.delete(), self._weights)
             self._weights = None
-        [self._version] = {version for version, _ in offers}
+        [version] = {version for version, _ in offers}
         self._weights, delivery = self._exchange.take([offer for _, offer in offers], self._layout)
         self._metrics = {
             "transfer/received_bytes": float(delivery.bytes_per_device),
             "transfer/seconds": delivery.seconds,
         }
+        self._version = version
         return self._version
 
     @verb(ONE_TO_ALL)

@@ -30,6 +30,11 @@ class Remote(ABC):
 class Pending(Future):
     """A call's future result."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._loading = threading.Lock()
+        self._here: tuple[Any] | None = None
+
     def where(self) -> Any:
         """The result as the call left it: the value, or the `Remote` that knows where it is. Waits for the call."""
         return super().result()
@@ -37,7 +42,12 @@ class Pending(Future):
     def result(self, timeout: float | None = None) -> Any:
         """The value, waiting for it and bringing it here."""
         value = super().result(timeout)
-        return value.load() if isinstance(value, Remote) else value
+        if not isinstance(value, Remote):
+            return value
+        with self._loading:
+            if self._here is None:
+                self._here = (value.load(),)
+        return self._here[0]
 
 
 class Timeline:

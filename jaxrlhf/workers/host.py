@@ -4,11 +4,13 @@ A pool on this machine is one host in this process; on a cluster it is one host 
 several processes, which run the same calls together as one program.
 """
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.checkpoint import Item
@@ -67,6 +69,7 @@ class Host:
             reward_output=reward_output,
             address=address,
         )
+        self._devices = [device for device in pool.devices if device.process_index == jax.process_index()]
         self._workers: dict[str, Any] = {}
         self._items: dict[str, Item] = {}
         self._peaks: dict[str, int] = {}
@@ -83,6 +86,7 @@ class Host:
     def build(self, stage: Stage) -> Built:
         """Make the workers of a stage; those of the stage before are dropped."""
         self._workers, self._items = {}, {}
+        gc.collect()  # a worker and its compiled programs refer to each other, and so would keep its arrays
         self._workers = self.builder.workers(stage, [role for role in self._roles if role in stage.roles])
         places = {role: worker.place for role, worker in self._workers.items()}
         self._items = {name: item for worker in self._trained() for name, item in worker.items().items()}
@@ -94,8 +98,11 @@ class Host:
         method = getattr(worker, verb)
         args = tuple(_load(arg) for arg in args)
         named = {name: _load(value) for name, value in kwargs.items()}
-        with DevicePeak() as peak:
-            result = method(*method.protocol.distribute(args, worker.place), **named)
+        args = method.protocol.distribute(args, worker.place)
+        if role == "reward" and not self.builder.config.rewards.by_model:  # it uses no device
+            return method(*args, **named)
+        with DevicePeak(self._devices) as peak:
+            result = method(*args, **named)
         self._peaks[verb] = max(self._peaks.get(verb, 0), peak.bytes)
         return result
 

@@ -32,6 +32,11 @@ def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Prog
         from jaxrlhf.workers.ray_backend import launch_on_ray
 
         return launch_on_ray(config, config.cluster, progress=progress, workdir=workdir)
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"this is one of {jax.process_count()} processes of jax.distributed; start one process and let it launch "
+            f"the hosts (cluster=RayCluster(...), or --cluster ray)"
+        )
     output = None if workdir is None else workdir / REWARD_OUTPUT
     ranks: list[Ranks] = []
     try:

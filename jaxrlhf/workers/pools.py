@@ -6,6 +6,7 @@ processes are in `ray_backend`. Everything above works with either.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,8 @@ class Pools:
         return Roles(self._pools, stage)
 
     def close(self) -> None:
-        """End all processes."""
-        for ranks in self._pools:
-            ranks.close()
+        """End all processes, and with them the calls that run; once, however often it is called."""
+        pools, self._pools = self._pools, []
+        with ExitStack() as stack:
+            for ranks in pools:
+                stack.callback(ranks.close)

@@ -8,7 +8,7 @@ that takes it as an argument fetches it from there, not through the controller.
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -115,7 +115,7 @@ def make_host(rank: int, hosts: int, *, config: Config, pool: Pool, output: Path
     return Host(
         config,
         load_tokenizer(tokenizer_path(config)),
-        ResourcePool(pool.name, tuple(jax.devices())),
+        ResourcePool(pool.name, tuple(sorted(jax.devices(), key=lambda device: device.process_index))),
         pool.roles,
         rank=(rank, hosts),
         progress=LatestProgress(),
@@ -125,19 +125,19 @@ def make_host(rank: int, hosts: int, *, config: Config, pool: Pool, output: Path
 
 
 class RayPools(Pools):
-    """The pools of a run on a cluster; the connection to it ends with them."""
+    """The pools of a run on a cluster; the connection to it ends with them, and what `after` holds."""
 
-    def __init__(self, pools: Sequence[Ranks], connection: Connection) -> None:
+    def __init__(self, pools: Sequence[Ranks], connection: Connection, after: ExitStack) -> None:
         super().__init__(pools)
-        self._connection = connection
+        self._connection, self._after = connection, after
 
     def rows(self) -> list[Row]:
         where = f"{self._connection.nodes} machines; dashboard: {self._connection.dashboard}"
         return [("cluster", "Ray", self._connection.address, where), *super().rows()]
 
     def close(self) -> None:
-        super().close()
-        disconnect(self._connection)
+        with self._after:
+            super().close()
 
 
 def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, workdir: Path | None) -> Pools:
@@ -147,29 +147,37 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
       ValueError: A pool's devices are no whole number of hosts.
       HostFailure: A host did not start.
     """
-    pools = placed(config, devices=cluster.devices_per_host)
+    # The controller computes next to nothing, and must not take an accelerator from a host.
+    jax.config.update("jax_platforms", "cpu")
+    connection = connect(cluster)
+    after = ExitStack()
+    after.callback(disconnect, connection)
+    ranks: list[Ranks] = []
+    try:
+        folder = workdir or Path(after.enter_context(tempfile.TemporaryDirectory(prefix="jaxrlhf-")))
+        output = None if workdir is None else workdir.absolute() / REWARD_OUTPUT
+        for pool in _pools_of_hosts(config, cluster, machines=connection.nodes):
+            processes = HostProcesses(
+                pool.name,
+                partial(make_host, config=config, pool=pool, output=output),
+                hosts=pool.devices // cluster.devices_per_host,
+                cluster=cluster,
+                log_directory=folder / LOGS,
+            )
+            ranks.append(RayRanks(pool.name, pool.roles, processes, progress))
+    except BaseException:
+        RayPools(ranks, connection, after).close()
+        raise
+    return RayPools(ranks, connection, after)
+
+
+def _pools_of_hosts(config: Config, cluster: RayCluster, *, machines: int) -> list[Pool]:
+    """The pools, each of a whole number of hosts; one that takes all devices has a host on each machine."""
+    pools = placed(config, devices=cluster.devices_per_host * machines)
     for pool in pools:
         if pool.devices % cluster.devices_per_host:
             raise ValueError(
                 f"pool {pool.name!r} has {pool.devices} devices and a host {cluster.devices_per_host}; "
                 f"give it a multiple, or change cluster.devices_per_host"
             )
-    # The controller computes next to nothing, and must not take an accelerator from a host.
-    jax.config.update("jax_platforms", "cpu")
-    connection = connect(cluster)
-    ranks: list[Ranks] = []
-    output = None if workdir is None else workdir.absolute() / REWARD_OUTPUT
-    try:
-        for pool in pools:
-            processes = HostProcesses(
-                pool.name,
-                partial(make_host, config=config, pool=pool, output=output),
-                hosts=pool.devices // cluster.devices_per_host,
-                cluster=cluster,
-                log_directory=(workdir or Path(tempfile.mkdtemp(prefix="jaxrlhf-"))) / LOGS,
-            )
-            ranks.append(RayRanks(pool.name, pool.roles, processes, progress))
-    except BaseException:
-        RayPools(ranks, connection).close()
-        raise
-    return RayPools(ranks, connection)
+    return pools

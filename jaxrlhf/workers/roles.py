@@ -35,7 +35,7 @@ class Actor(TrainedWorker):
 
     Args:
       sampler: Generates; None where a pool apart does.
-      hybrid: Switches the weights to the generation layout and back.
+      hybrid: Switches the weights to the generation layout and back; None likewise.
       exchange: Offers the weights to a pool apart.
       temperature: Of the rollout; the trained log-probabilities are at this temperature.
     """
@@ -44,7 +44,7 @@ class Actor(TrainedWorker):
         self,
         *args: Any,
         sampler: Sampler | None,
-        hybrid: HybridEngine,
+        hybrid: HybridEngine | None,
         exchange: Exchange,
         temperature: float,
         **kwargs: Any,
@@ -76,7 +76,7 @@ class Actor(TrainedWorker):
     @contextmanager
     def _generating(self) -> Iterator[Sampler]:
         """The current weights are in the engine within the block."""
-        assert self._sampler is not None, "another pool generates for this actor"
+        assert self._sampler is not None and self._hybrid is not None, "another pool generates for this actor"
         with self.on_devices("parameters"):
             try:
                 weights = self._switch(self._hybrid.to_generation(self.params))

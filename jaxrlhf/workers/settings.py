@@ -6,11 +6,13 @@ from collections.abc import Collection
 import numpy as np
 
 from jaxrlhf.architecture import Head
-from jaxrlhf.config import ROLLOUT, Layout
-from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.parallel import BATCH_AXES, TRAIN, activation_bytes, logit_bytes, shard_bytes, shardings
+from jaxrlhf.config import ROLLOUT, Layout, PolicyGradient
+from jaxrlhf.models.parameters import param_shapes
+from jaxrlhf.parallel import BATCH_AXES, SLOT_AXES, HybridEngine, activation_bytes, logit_bytes, shard_bytes
 from jaxrlhf.workers.build import Builder
-from jaxrlhf.workers.model import microbatch_shape
+from jaxrlhf.workers.generation import Sampler
+from jaxrlhf.workers.model import layout_of, microbatch_shape
+from jaxrlhf.workers.protocol import Place
 
 Row = tuple[str, str, str, str]
 """Section, name, value, and what the value follows from."""
@@ -20,43 +22,70 @@ def pool_rows(builder: Builder, roles: Collection[str]) -> list[Row]:
     """The pool, and each role on it.
 
     Raises:
-      ValueError: A layout or a token budget that the pool cannot hold.
+      ValueError: A layout, a batch or a token budget that the pool cannot hold.
     """
     pool = builder.pool
     hosts = len({device.process_index for device in pool.devices})
     place = f"{', '.join(roles)}; compute in {builder.dtype.name}"
     over = f" on {hosts} hosts" if hosts > 1 else ""
     rows: list[Row] = [("pool", pool.name, f"{len(pool.devices)} x {pool.devices[0].device_kind}{over}", place)]
-    trained = [role for role in roles if role in builder.config.algorithm.training(builder.config)]
-    for role in trained:
+    _check_batches(builder, roles)
+    for role in _trained(builder, roles):
         rows += _trained_rows(role, builder)
     if "reference" in roles:
-        layout = shardings(builder.mesh("reference"), param_dims(builder.model, "lm"), TRAIN)
+        layout = layout_of(builder.mesh("reference"), builder.model, "lm", role="reference")
         held = _bytes(shard_bytes(builder.generation_shapes(), layout))
         rows.append(("reference", "weights", held, _waits(builder, "reference") or "per device"))
-    if builder.hybrid is not None and builder.sampler is not None:
-        rows += _switch_rows(builder)
+    if builder.hybrid is not None:
+        rows += _switch_rows(builder.hybrid, builder)
     if builder.sampler is not None:
-        rows += _generation_rows(builder, apart=ROLLOUT in roles)
+        rows += _generation_rows(builder.sampler, builder, apart=ROLLOUT in roles)
     return rows
 
 
+def _check_batches(builder: Builder, roles: Collection[str]) -> None:
+    """Raise `ValueError` if a batch has fewer rows than there are hosts to give some to."""
+    config, algorithm = builder.config, builder.config.algorithm
+    update = ("algorithm.examples_per_update", algorithm.problems_per_step(config))
+    if isinstance(algorithm, PolicyGradient):
+        update = ("algorithm.responses_per_update", algorithm.responses_per_update)
+    prompts = ("rollout.prompts_per_step", config.rollout.prompts_per_step)
+    scored = ("evaluation.problems", config.evaluation.problems)
+    taken = [(role, update, Place.of(builder.mesh(role)), BATCH_AXES) for role in _trained(builder, roles)]
+    if builder.sampler is not None:
+        place = Place.of(builder.sampler.mesh)
+        taken += [("generation", prompts, place, SLOT_AXES), ("generation", scored, place, SLOT_AXES)]
+    if "reward" in roles:
+        place = Place.alone(*builder.rank)
+        taken += [("reward", prompts, place, BATCH_AXES), ("reward", scored, place, BATCH_AXES)]
+    for role, (setting, count), place, axes in taken:
+        _, parts = place.part(axes)
+        if count < parts:
+            raise ValueError(
+                f"{role}: {setting}={count} does not give a row to each of the {parts} groups of hosts that share it; "
+                f"raise it to at least {parts}, or use fewer hosts"
+            )
+
+
+def _trained(builder: Builder, roles: Collection[str]) -> list[str]:
+    return [role for role in roles if role in builder.config.algorithm.training(builder.config)]
+
+
 def _trained_rows(role: str, builder: Builder) -> list[Row]:
-    training, mesh = builder.training(role), builder.mesh(role)
+    training, mesh, model = builder.training(role), builder.mesh(role), builder.model_of(role)
     head: Head = "lm" if role == "actor" else "value"
-    shapes = param_shapes(builder.model, head, np.float32)
-    weights = shard_bytes(shapes, shardings(mesh, param_dims(builder.model, head), TRAIN))
+    weights = shard_bytes(param_shapes(model, head, np.float32), layout_of(mesh, model, head, role=role))
     row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.width, role=role)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     per_device = microbatch_rows * row_tokens // shards
     activations = activation_bytes(
-        builder.model,
+        model,
         tokens=per_device,
         row_tokens=row_tokens,
         itemsize=builder.dtype.itemsize,
         remat=training.remat,
     )
-    logits = logit_bytes(builder.model, tokens=per_device) if head == "lm" else 0
+    logits = logit_bytes(model, tokens=per_device) if head == "lm" else 0
     state = _waits(builder, role) or "per device: float32 weights, gradient, two Adam moments"
     return [
         (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x stage x tensor"),
@@ -72,9 +101,7 @@ def _waits(builder: Builder, role: str) -> str:
     return f"per device while in use; {', '.join(parts)} waits in host memory" if parts else ""
 
 
-def _switch_rows(builder: Builder) -> list[Row]:
-    hybrid = builder.hybrid
-    assert hybrid is not None
+def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[Row]:
     how = "training refines generation" if hybrid.refines else "training does NOT refine generation"
     rows: list[Row] = [
         ("switch", "weights", _bytes(hybrid.train_bytes_per_device), "per device in the train layout"),
@@ -88,10 +115,8 @@ def _switch_rows(builder: Builder) -> list[Row]:
     return rows
 
 
-def _generation_rows(builder: Builder, *, apart: bool) -> list[Row]:
-    model, sampler = builder.model, builder.sampler
-    assert sampler is not None
-    engine, mesh, layout = sampler.engine, sampler.mesh, builder.config.actor.layout
+def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list[Row]:
+    model, engine, mesh, layout = builder.model, sampler.engine, sampler.mesh, builder.config.actor.layout
     weights = shard_bytes(builder.generation_shapes(), builder.generation_layout(mesh))
     per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * builder.dtype.itemsize
     cache = engine.slots * builder.width * per_token // sampler.island.size
