@@ -79,6 +79,7 @@ class HybridEngine:
       train: Tree of the training shardings.
       generate: Tree of the generation shardings.
       generation_shapes: Tree of shapes and dtypes of the generation weights.
+      masters: Tree of bools: which leaves of `params` are no part of the weights made of them, and only wait meanwhile.
       refines: Whether every device's training shard is a part of its generation shard.
       train_bytes_per_device: Of the weights while training.
       generation_bytes_per_device: Of the weights while generating, without masters of cast leaves.
@@ -103,6 +104,7 @@ class HybridEngine:
         self.train = self._tree([leaf.trained.sharding for leaf in self._leaves])
         self.generate = self._tree([leaf.generated.sharding for leaf in self._leaves])
         self.generation_shapes = self._tree([leaf.generated for leaf in self._leaves])
+        self.masters = self._tree([leaf.cast for leaf in self._leaves])
         self.refines = all(
             refines(leaf.trained.sharding, leaf.generated.sharding, leaf.trained.shape) for leaf in self._leaves
         )

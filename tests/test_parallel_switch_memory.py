@@ -1,0 +1,108 @@
+"""What devices hold while weights are switched: nothing twice in one dtype, and at most one bucket beside it."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compiled import collectives, live_bytes
+from switched import NOT_REFINING, REFINING, STAGES, grown, model_engine, model_params, rows_engine, rows_params
+
+from jaxrlhf.config import Layout
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_of_other_tests() -> None:
+    """Arrays in the tracebacks of errors that were caught would go at any time, and change what is counted."""
+    gc.collect()
+
+
+@contextmanager
+def sampled(before: dict[int, int]) -> Iterator[list[int]]:
+    """Most bytes on any device right before each deletion, when old and new exist."""
+    array_type: Any = type(jnp.zeros(()))
+    original, samples = array_type.delete, []
+
+    def delete(array: jax.Array) -> None:
+        samples.append(max(grown(before).values()))
+        original(array)
+
+    array_type.delete = delete
+    try:
+        yield samples
+    finally:
+        array_type.delete = original
+
+
+@pytest.mark.parametrize("layout", [REFINING, STAGES, NOT_REFINING], ids=["refining", "stages", "not-refining"])
+def test_in_place_no_weight_is_held_twice(layout: Layout) -> None:
+    engine = model_engine(layout, dtype=jnp.float32)
+    empty = live_bytes()
+    params = model_params(engine)
+    assert set(grown(empty).values()) == {engine.train_bytes_per_device}
+    weights, _ = engine.to_generation(params)
+    assert set(grown(empty).values()) == {engine.generation_bytes_per_device}
+    assert engine.copy_bytes_per_device == engine.redundancy_bytes_per_device == 0
+    params, _ = engine.to_training(weights, params)
+    assert set(grown(empty).values()) == {engine.train_bytes_per_device}
+
+
+def test_a_cast_leaves_its_master_and_frees_the_copy() -> None:
+    engine = model_engine(STAGES, dtype=jnp.bfloat16)
+    empty = live_bytes()
+    params = model_params(engine)
+    masters = jax.tree.leaves(params)
+    weights, _ = engine.to_generation(params)
+    pairs = list(zip(masters, jax.tree.leaves(weights), strict=True))
+    assert {new.dtype for _, new in pairs} == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
+    # Norm scales, split over stages, keep their dtype and move; only of the others is there a master.
+    assert all(old.is_deleted() == (new.dtype == jnp.float32 and new is not old) for old, new in pairs)
+    kept = [old for old, new in pairs if not old.is_deleted() and new is not old]
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in (*kept, *jax.tree.leaves(weights)))
+    assert set(grown(empty).values()) == {held}
+    copies = [new for _, new in pairs if new.dtype == jnp.bfloat16]
+    assert sum(leaf.addressable_shards[0].data.nbytes for leaf in copies) == engine.copy_bytes_per_device
+    params, _ = engine.to_training(weights, params)
+    assert set(grown(empty).values()) == {engine.train_bytes_per_device}
+    assert all(new is old for new, old in zip(jax.tree.leaves(params), masters, strict=True) if not old.is_deleted())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("layout", [REFINING, STAGES], ids=["refining", "stages"])
+def test_masters_are_the_leaves_that_live_on_beside_the_weights(layout: Layout, dtype: Any) -> None:
+    engine = model_engine(layout, dtype=dtype)
+    params = model_params(engine)
+    weights, _ = engine.to_generation(params)
+    waiting = jax.tree.map(lambda old, new: not old.is_deleted() and new is not old, params, weights)
+    assert engine.masters == waiting
+    assert any(jax.tree.leaves(engine.masters)) == (dtype == jnp.bfloat16)
+    assert not all(jax.tree.leaves(engine.masters))
+
+
+@pytest.mark.parametrize("leaves_per_bucket", [1, 2, 6])
+def test_the_peak_is_the_target_layout_and_one_bucket(leaves_per_bucket: int) -> None:
+    leaf = 64 * 16 * 4
+    engine = rows_engine(6, bucket_bytes=leaves_per_bucket * leaf // 2)
+    empty = live_bytes()
+    params = rows_params(engine)
+    with sampled(empty) as samples:
+        weights, _ = engine.to_generation(params)
+    # While the last bucket is gathered, everything else is in the generation layout already.
+    assert max(samples) == 6 * leaf // 2 + leaves_per_bucket * leaf // 4
+    with sampled(empty) as samples:
+        params, _ = engine.to_training(weights, params)
+    assert max(samples) == 6 * leaf // 2 + leaves_per_bucket * leaf // 4
+    there, back = engine.lower()
+    assert len(there) == len(back) == 6 // leaves_per_bucket
+
+
+def test_a_leaf_larger_than_a_bucket_is_a_bucket() -> None:
+    assert len(rows_engine(3, bucket_bytes=1).lower().to_generation) == 3
+
+
+def test_what_frees_nothing_is_one_program() -> None:
+    (program,) = model_engine(REFINING, dtype=jnp.bfloat16, bucket_bytes=1).lower().to_generation
+    assert {c.kind for c in collectives(program)} == {"all-gather"}

@@ -1,0 +1,190 @@
+"""Runs whose hosts are killed at random moments, or sleep for ever: a word in time, or the same numbers."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import odd_hosts
+import pytest
+import ray_world
+from placed_runs import compiled_once, placed
+from tiny_runs import numbers
+
+import jaxrlhf
+from jaxrlhf.config import RayCluster
+from jaxrlhf.controller import run as controller
+from jaxrlhf.hosts import HostDied, HostFailure, HostHung, HostProcesses, connect, disconnect
+from jaxrlhf.hosts.failure import Host
+from jaxrlhf.workers import ray_backend
+
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).parent
+STEPS = 4
+BOUND_S = 30.0
+CLUSTER = RayCluster(devices_per_host=1, platform="cpu", call_timeout_s=300.0)
+MOMENTS = {"start": 1, "generate_sequences": 2, "update_actor": 2, "save": 6, "any call": 20}
+"""Calls that a host is killed in, or soon after; and how many of them to choose from after a launch."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs(tmp_path_factory):
+    with compiled_once(tmp_path_factory.mktemp("compiled")):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch):
+    """Every process of a test has a mark in its environment, Ray's own and those of reward functions included."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("RAY_TEST_MARK", mark)
+    yield
+    limit = time.monotonic() + 20
+    while ray_world.marked(mark) and time.monotonic() < limit:
+        time.sleep(0.2)
+    assert ray_world.marked(mark) == []
+
+
+def tiny(workdir, **cluster):
+    return placed(workdir, steps=STEPS, devices=2, cluster=replace(CLUSTER, **cluster))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(programs, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    jaxrlhf.run(tiny(workdir))
+    return workdir
+
+
+@dataclass
+class Kill:
+    """One kill -9, and what came of it."""
+
+    call: str
+    host: Host
+    killed_s: float = 0.0
+    failed_s: float = 0.0
+    failure: HostFailure | None = None
+
+    def strike(self) -> None:
+        self.killed_s = time.monotonic()
+        os.kill(self.host.pid, signal.SIGKILL)
+
+
+class Killer:
+    """Kills a host of each launch of a run, at a moment that a seed chooses, while there are seeds."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, seeds: list[int]) -> None:
+        self.kills: list[Kill] = []
+        self._seeds = list(seeds)
+        self._left = 0  # calls until the kill
+        ask, call, attempt = HostProcesses._ask, HostProcesses.call, controller._launch_and_run
+
+        def watched_ask(pool, method, *args):
+            if method == "start":
+                self._reached("start", pool.hosts)
+            return ask(pool, method, *args)
+
+        def watched_call(pool, method, *args, **kwargs):
+            self._reached(args[1] if method in ("call", "item") else method, pool.hosts)
+            return call(pool, method, *args, **kwargs)
+
+        def watched_attempt(*args, **kwargs):
+            self._arm()
+            try:
+                return attempt(*args, **kwargs)
+            except HostFailure as failure:
+                self.kills[-1].failure, self.kills[-1].failed_s = failure, time.monotonic()
+                raise
+
+        patch.setattr(HostProcesses, "_ask", watched_ask)
+        patch.setattr(HostProcesses, "call", watched_call)
+        patch.setattr(controller, "_launch_and_run", watched_attempt)
+
+    def _arm(self) -> None:
+        if self._seeds:
+            seed = self._seeds.pop(0)
+            self._dice, self._moment = random.Random(seed), list(MOMENTS)[seed % len(MOMENTS)]
+            self._left = self._dice.randint(1, MOMENTS[self._moment])
+
+    def _reached(self, call: str, hosts) -> None:
+        if self._left and self._moment in (call, "any call"):
+            self._left -= 1
+            if not self._left:
+                host = self._dice.choice(hosts)
+                kill = Kill(call, host)
+                self.kills.append(kill)
+                threading.Timer(self._dice.uniform(0, 0.3), kill.strike).start()
+
+
+def test_killed_five_times_and_restarted(undisturbed, tmp_path, monkeypatch):
+    connection = connect(CLUSTER)
+    killer = Killer(monkeypatch, seeds=list(range(5)))
+    jaxrlhf.run(tiny(tmp_path, restarts=5))
+    disconnect(connection)
+    for kill in killer.kills:
+        print(f"{kill.failed_s - kill.killed_s:.1f} s after {kill.call}, {kill.host}: {kill.failure}")
+        assert isinstance(kill.failure, HostDied)
+        assert 0 <= kill.failed_s - kill.killed_s < BOUND_S
+        assert kill.failure.host == kill.host
+        assert "SIGKILL" in kill.failure.cause or "was killed" in kill.failure.cause
+        assert re.match(r"(all|actor|critic|reference|reward)\.\w+: host [01] of pool 'all' ", str(kill.failure))
+    assert [kill.call for kill in killer.kills[:4]] == list(MOMENTS)[:4]
+    assert len(killer.kills) == 5
+    assert_same_run(tmp_path, undisturbed)
+
+
+def assert_same_run(workdir: Path, expected: Path) -> None:
+    """To the last bit."""
+    assert numbers(workdir / "metrics.jsonl") == numbers(expected / "metrics.jsonl")
+    for name in ("samples.jsonl", "evaluation.jsonl"):
+        assert (workdir / name).read_bytes() == (expected / name).read_bytes()
+    saved, wanted = (sorted(path.name for path in (run / "checkpoints").iterdir()) for run in (workdir, expected))
+    assert saved == wanted
+
+
+def test_a_host_that_sleeps_for_ever_is_found(undisturbed, tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_backend, "make_host", odd_hosts.sleeping)
+    start = time.monotonic()
+    with pytest.raises(HostHung) as info:
+        jaxrlhf.run(tiny(tmp_path, call_timeout_s=20.0))
+    assert time.monotonic() - start < 20 + 2 * BOUND_S
+    assert (info.value.label, info.value.host.rank) == ("actor.update_actor", 1)
+    assert "has not answered after 20." in str(info.value)
+    assert "in call_or_sleep" in str(info.value)
+    assert "time.sleep(1)" in str(info.value)
+
+
+def test_what_the_user_reads_after_a_kill(undisturbed, tmp_path):
+    arguments = f"--config {TESTS / 'tiny_runs.py'} --workdir {tmp_path} --cluster ray --devices 2 --cold-start None"
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "jaxrlhf.train", *arguments.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+    )
+    shown = ""
+    while "step 1/6" not in shown:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        shown += line
+    log = tmp_path / "hosts" / "all-1.log"
+    pid = int(re.search(r"pid (\d+)", log.read_text())[1])
+    os.kill(pid, signal.SIGKILL)
+    start = time.monotonic()
+    _, error = process.communicate(timeout=60)
+    assert time.monotonic() - start < BOUND_S
+    assert process.returncode == 1
+    assert error.startswith("error: ")
+    assert re.match(rf"error: \w+\.\w+: host 1 of pool 'all' \([\d.]+, pid {pid}\) died: .*It was killed", error)
+    assert "Traceback" not in error
+    assert f"{log} ends with:" in error
