@@ -118,6 +118,7 @@ class Config:
         )
         require(self.devices is None or self.devices > 0, f"Config.devices must be above 0 or None, got {self.devices}")
         self._check_placement()
+        self._check_layouts()
         self._check_microbatches()
         self._check_records()
         self._check_weights()
@@ -134,21 +135,24 @@ class Config:
         scoring = ["reward"] if self.rewards.by_model else []
         models = [*(role for role in roles if role != "reward"), *scoring]
         check_offload(self.offload, models, list(self.algorithm.training(self)))
-        layouts = [(role, training.layout) for role, training in self.algorithm.training(self).items()]
-        layouts += [("reference_layout", self.reference_layout or Layout())]
-        layouts += [
-            (f"reward {part.path}", part.layout) for part in self.rewards.parts if isinstance(part, ModelReward)
-        ]
-        for name, layout in (pair for pair in layouts if pair[0] != "actor"):
+        require(
+            self.reference_layout is None or "reference" in roles,
+            f"reference_layout is given, and {type(self.algorithm).__name__} has no reference; drop it",
+        )
+
+    def _check_layouts(self) -> None:
+        """Refuse a generation layout for what generates nothing."""
+        layouts = {role: training.layout for role, training in self.algorithm.training(self).items()}
+        layouts |= {"reference_layout": self.reference_layout or Layout()}
+        judges = [part for part in self.rewards.parts if isinstance(part, ModelReward)]
+        layouts |= {f"reward {judge.path}": judge.layout for judge in judges}
+        del layouts["actor"]
+        for name, layout in layouts.items():
             require(
                 layout.generation_stage == layout.generation_tensor == 1,
                 f"{name} generates nothing, so its layout has no use for generation_stage={layout.generation_stage} "
                 f"and generation_tensor={layout.generation_tensor}; leave them at 1",
             )
-        require(
-            self.reference_layout is None or "reference" in roles,
-            f"reference_layout is given, and {type(self.algorithm).__name__} has no reference; drop it",
-        )
 
     def _check_microbatches(self) -> None:
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens

@@ -160,10 +160,7 @@ class ModelWorker(ABC):
                 self._send_away(part)
 
     def _send_away(self, part: str) -> None:
-        if part not in self._offload or self._users[part]:
-            return
-        arrays = [leaf for leaf in jax.tree.leaves(self._parts[part]) if isinstance(leaf, jax.Array)]
-        if not any(array.is_deleted() for array in arrays):  # else they are in the generation layout, and come back
+        if part in self._offload and not self._users[part]:
             self._move(part, to_host)
 
     def _move(self, part: str, move: Callable[[Any], tuple[Any, Moved]]) -> None:

@@ -15,7 +15,7 @@ from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Scores
 from jaxrlhf.config import ROLLOUT, Sampling
 from jaxrlhf.models.heads import token_logp, values
-from jaxrlhf.parallel import Exchange, HybridEngine, Offer, Splits, Switch, SwitchError
+from jaxrlhf.parallel import Exchange, HybridEngine, Offer, Splits, Switch, SwitchError, to_device, to_host
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.generation import Generator, Sampler
 from jaxrlhf.workers.model import Metrics, ModelWorker, Progress
@@ -83,13 +83,30 @@ class Actor(TrainedWorker):
             except SwitchError as error:
                 self._parts["parameters"], _ = self._hybrid.to_training(error.weights, self.params)
                 raise
-        try:
-            self._sampler.load(weights, self.version)
-            yield self._sampler
-        finally:
-            self._sampler.engine.unload()
-            with self.on_devices("parameters"):
+            try:
+                self._sampler.load(weights, self.version)
+                with self._masters_away(self._hybrid):
+                    yield self._sampler
+            finally:
+                self._sampler.engine.unload()
                 self._parts["parameters"] = self._switch(self._hybrid.to_training(weights, self.params))
+
+    @contextmanager
+    def _masters_away(self, hybrid: HybridEngine) -> Iterator[None]:
+        """Within the block, masters beside cast copies wait in host memory, where parameters are offloaded."""
+        if "parameters" not in self._offload:
+            yield
+            return
+        masters = jax.tree.map(lambda leaf, waits: leaf if waits else None, self.params, hybrid.masters)
+        waiting, moved = to_host(masters)
+        self._moves.append(moved)
+        self._parts["parameters"] = jax.tree.map(
+            lambda leaf, master: leaf if master is None else master, self.params, waiting
+        )
+        try:
+            yield
+        finally:
+            self._move("parameters", to_device)
 
     def _switch(self, switched: tuple[Any, Switch]) -> Any:
         self._switches.append(switched[1])

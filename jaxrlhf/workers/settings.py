@@ -51,6 +51,7 @@ def _check_batches(builder: Builder, roles: Collection[str]) -> None:
         update = ("algorithm.responses_per_update", algorithm.responses_per_update)
     prompts = ("rollout.prompts_per_step", config.rollout.prompts_per_step)
     scored = ("evaluation.problems", config.evaluation.problems)
+    taken: list[tuple[str, tuple[str, int], Place, tuple[str, ...]]]
     taken = [(role, update, Place.of(builder.mesh(role)), BATCH_AXES) for role in _trained(builder, roles)]
     if builder.sampler is not None:
         place = Place.of(builder.sampler.mesh)

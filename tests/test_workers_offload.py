@@ -1,0 +1,108 @@
+"""What waits in host memory, by role and by phase: counted as live bytes on the devices."""
+
+import gc
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from tiny_runs import get_config, training
+
+from jaxrlhf.algos import policy_objective, token_weights
+from jaxrlhf.batch import Experience, Sequences
+from jaxrlhf.config import Config
+from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.parallel import ResourcePool, device_bytes
+from jaxrlhf.tracking import bytes_in_use
+from jaxrlhf.workers.build import Builder, Stage
+
+
+def build(config: Config, *roles: str):
+    """The builder of one pool, and the workers by role."""
+    pool = ResourcePool("all", tuple(jax.devices()[: config.devices]))
+    builder = Builder(config, embedded_tokenizer(), pool, roles, rank=(0, 1), progress=lambda *_: None)
+    return builder, builder.workers(Stage(config, roles, total_updates=1), roles)
+
+
+def config_of(devices: int, dtype: str, offload: tuple[str, ...], **layout: int) -> Config:
+    config = get_config()
+    critic = training(**{name: size for name, size in layout.items() if not name.startswith("generation")})
+    return replace(
+        config,
+        devices=devices,
+        compute_dtype=dtype,
+        offload=offload,
+        actor=training(**layout),
+        algorithm=replace(config.algorithm, critic=critic),
+        cold_start=None,
+    )
+
+
+def on_devices(worker, part: str) -> int:
+    """Bytes of a part of a model on the fullest device."""
+    return max(device_bytes(worker._parts[part]).values(), default=0)
+
+
+def experience(rows: int = 8, width: int = 80) -> Experience:
+    token_BT = np.random.default_rng(0).integers(0, 400, (rows, width)).astype(np.int32)
+    mask_BT = np.broadcast_to(np.arange(width) >= width // 2, token_BT.shape)
+    sequences = Sequences(token_BT, np.full(rows, width, np.int32), mask_BT, np.arange(rows))
+    weight_BT = np.asarray(token_weights(mask_BT, np.arange(rows), aggregation="token-mean"))
+    fields = {"advantage": np.ones_like(weight_BT), "old_logp": np.full_like(weight_BT, -6.0)}
+    return Experience(sequences, weight_BT, fields)
+
+
+@pytest.mark.parametrize(
+    ("devices", "dtype", "layout"),
+    [
+        (1, "float32", {}),  # every weight is shared between the layouts
+        (2, "float32", {"tensor": 2}),  # some move in place, some are shared
+        (2, "bfloat16", {"tensor": 2}),  # matrices are cast, norms are shared
+        (4, "bfloat16", {"stage": 2, "fsdp": 2}),  # matrices are cast, norms move
+    ],
+)
+def test_masters_wait_while_the_actor_generates(devices: int, dtype: str, layout: dict[str, int]) -> None:
+    builder, workers = build(config_of(devices, dtype, ("actor.parameters",), **layout), "actor")
+    actor, used = workers["actor"], jax.devices()[:devices]
+    assert on_devices(actor, "parameters") == 0
+    gc.collect()
+    idle = bytes_in_use(used)
+    with actor.on_devices("parameters"):
+        before = [np.asarray(leaf) for leaf in jax.tree.leaves(actor.params)]
+    with actor._generating():
+        grown = [now - then for now, then in zip(bytes_in_use(used), idle, strict=True)]
+        assert max(grown) == builder.hybrid.generation_bytes_per_device, "the weights that generate, and no masters"
+    assert bytes_in_use(used) == idle
+    with actor.on_devices("parameters"):
+        after = [np.asarray(leaf) for leaf in jax.tree.leaves(actor.params)]
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_the_optimizer_is_on_the_devices_only_while_it_updates() -> None:
+    _, workers = build(config_of(1, "float32", ("actor.optimizer",)), "actor")
+    _, plain = build(config_of(1, "float32", ()), "actor")
+    update = {"objective": policy_objective, "settings": get_config().algorithm}
+    for _ in range(2):
+        metrics = workers["actor"].update_actor([experience()], **update)
+        expected = plain["actor"].update_actor([experience()], **update)
+        assert metrics == expected, "offloading changed the numbers"
+        assert on_devices(workers["actor"], "optimizer") == 0
+        assert on_devices(workers["actor"], "parameters") > 0
+        assert on_devices(plain["actor"], "optimizer") > 0
+    moved = workers["actor"].take_metrics()
+    adam = 2 * on_devices(plain["actor"], "parameters")
+    # Away when it was made, there and away in each of two updates; its counters are a few bytes more.
+    assert 5 * adam <= moved["offload/actor_bytes"] < 5.01 * adam
+    assert "offload/actor_bytes" not in plain["actor"].take_metrics()
+
+
+def test_a_frozen_role_waits_between_its_calls() -> None:
+    _, workers = build(config_of(1, "float32", ("reference",)), "reference")
+    _, plain = build(config_of(1, "float32", ()), "reference")
+    reference, batch = workers["reference"], experience().sequences
+    assert on_devices(reference, "parameters") == 0
+    got, wanted = (worker._forward_all(batch).logp for worker in (reference, plain["reference"]))
+    np.testing.assert_array_equal(got, wanted)
+    assert on_devices(reference, "parameters") == 0
+    assert on_devices(plain["reference"], "parameters") > 0
