@@ -36,9 +36,11 @@ ALGORITHM = PPO(
 
 
 def config(*, layout: Layout | None = None, tokens: int = 2048, devices: int = 1, remat: bool = False) -> Config:
+    layout = layout or Layout()
+    trained = replace(layout, generation_stage=1, generation_tensor=1)  # a critic generates nothing
     training = Training(
         optimizer=Optimizer(learning_rate=1e-3),
-        layout=layout or Layout(),
+        layout=layout,
         tokens_per_microbatch=tokens,
         remat=remat,
     )
@@ -46,7 +48,7 @@ def config(*, layout: Layout | None = None, tokens: int = 2048, devices: int = 1
         name="gradient",
         model=FromScratch(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=8),
         data=Arithmetic(difficulty=1, train_problems=16, eval_problems=4),
-        algorithm=replace(ALGORITHM, critic=training),
+        algorithm=replace(ALGORITHM, critic=replace(training, layout=trained)),
         actor=training,
         rollout=RolloutSettings(
             prompts_per_step=8, responses_per_prompt=2, max_prompt_tokens=56, max_response_tokens=16
