@@ -45,7 +45,7 @@ def pools(*roles: tuple[str, ...]) -> tuple[Pool, ...]:
         ({"offload": ("judge",)}, "offload: 'judge' names no model of this run; it has actor, critic, reference"),
         ({"offload": ("reward",)}, "offload: 'reward' names no model of this run; it has actor, critic, reference"),
         ({"offload": ("rollout",)}, "offload: 'rollout' names no model of this run"),
-        ({"offload": ("actor.cache",)}, "offload: 'actor.cache' names no part of actor; write actor, actor.parameters or actor.optimizer"),
+        ({"offload": ("actor.cache",)}, "offload: 'actor.cache' names no part of actor; write actor, actor.parame"),
         ({"offload": ("actor.",)}, "offload: 'actor.' names no part of actor"),
         ({"offload": ("reference.optimizer",)}, "offload: 'reference.optimizer', and reference is not trained"),
         (
