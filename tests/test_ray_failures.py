@@ -114,6 +114,7 @@ def test_an_exception_keeps_its_type(pool):
     assert 'raise KeyError("no such prompt")' in note
     later, _ = caught(HostRaised, world, "total")
     assert "raised KeyError: 'no such prompt'" in str(later)
+    assert later.__cause__ is error
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,24 @@ def test_a_thread_whose_pool_another_has_lost_hears_of_it(pool):
     thread.join(20)
     assert [error.label for error in heard] == ["reward.compute"]
     assert heard[0].host == world.hosts[1]
+
+
+def test_a_thread_beside_one_that_gets_an_exception_hears_of_it(pool):
+    world = pool(hosts=1)
+    heard = []
+
+    def wait():
+        with pytest.raises(HostRaised) as info:
+            world.call("sleep", 1000.0, label="reward.compute", timeout_s=60.0)
+        heard.append(info.value)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    error, _ = caught(KeyError, world, "strike", 0, "miss")
+    thread.join(20)
+    assert [str(failure.__cause__) for failure in heard] == [str(error)]
+    assert "reward.compute: host 0" in str(heard[0])
+    assert "raised KeyError: 'no such prompt' (in actor.update_actor" in str(heard[0])
 
 
 def test_a_pool_starts_again_beside_another(pool, tmp_path):

@@ -50,7 +50,7 @@ class HostHung(HostFailure):
 
 
 class HostRaised(HostFailure):
-    """A call after one that raised an exception on a host, which its own caller got as it was."""
+    """A call beside or after one that raised on a host. That one's caller got the exception; here it is the cause."""
 
 
 class HostClosed(HostFailure):

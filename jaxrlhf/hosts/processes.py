@@ -178,7 +178,8 @@ class HostProcesses:
         first = self._failure
         if first is not None:
             cause = first.cause.splitlines()[0]
-            raise type(first)(first.host, label, f"{cause} (in {first.label}, which ended the pool)") from first
+            failure = type(first)(first.host, label, f"{cause} (in {first.label}, which ended the pool)")
+            raise failure from (first.__cause__ or first)
 
     def _fail(self, failure: HostFailure) -> NoReturn:
         self._end(failure)
@@ -187,13 +188,15 @@ class HostProcesses:
         raise failure
 
     def _fail_with(self, raised: Raised, host: Host, label: str) -> NoReturn:
-        """Raise what a host's method raised."""
-        self._end(HostRaised(host, label, f"raised {raised.kind}: {raised.text}"))
+        """Raise what a host's method raised, and keep it as the cause of what calls of other threads will say."""
         error: BaseException = RuntimeError(f"{raised.kind}: {raised.text}")
         if raised.pickled is not None:
             with suppress(Exception):  # a class that only the host can import; its name and text remain
                 error = pickle.loads(raised.pickled)
         error.add_note(f"raised in {label} on {host}; there:\n{raised.stack}")
+        failure = HostRaised(host, label, f"raised {raised.kind}: {raised.text}")
+        failure.__cause__ = error
+        self._end(failure)
         raise error
 
     def _died(self, answers: Answers, label: str) -> HostDied:
@@ -228,6 +231,7 @@ class HostProcesses:
         if not log.exists():
             return f"Its log is on its machine, if it came to write one: {log}"
         lines = log.read_text(errors="replace").rpartition(log_header(host))[2].splitlines()[1:]
+        lines = [line for line in lines if not line.startswith("Extension modules: ")]  # of a crash; long, and no cause
         return "\n".join([f"{log} ends with:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["nothing of it"])])
 
     # The end
