@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrlhf.config import Layout
 from jaxrlhf.hosts.stored import loaded_bytes, sent_bytes
 
 
@@ -90,6 +91,12 @@ class World:
 
     def miss(self) -> None:
         raise KeyError("no such prompt")
+
+    def reshape_wrongly(self) -> None:
+        np.zeros(3).reshape(2, 2)
+
+    def refuse(self) -> None:
+        Layout(tensor=-1)
 
     def miss_unpicklably(self) -> None:
         raise Unpicklable("holds a generator")

@@ -13,6 +13,7 @@ import pytest
 import ray_world
 
 from jaxrlhf.config import RayCluster
+from jaxrlhf.config.command_line import is_refusal
 from jaxrlhf.hosts.cluster import connect, disconnect
 from jaxrlhf.hosts.failure import HostClosed, HostDied, HostHung, HostNotStarted, HostRaised
 from jaxrlhf.hosts.processes import HostProcesses
@@ -125,6 +126,12 @@ def test_an_exception_that_cannot_travel_is_told(pool, what, text):
     assert type(error) is RuntimeError
     assert str(error) == text
     assert f"in {what}" in error.__notes__[0]
+
+
+@pytest.mark.parametrize(("what", "refusal"), [("reshape_wrongly", False), ("refuse", True)])
+def test_a_refusal_on_a_host_is_one_here(pool, what, refusal):
+    error, _ = caught(ValueError, pool(hosts=1), "strike", 0, what)
+    assert is_refusal(error) == refusal
 
 
 def test_a_result_that_cannot_travel_is_an_exception(pool):

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from jaxrlhf.config.command_line import is_refusal
 from jaxrlhf.hosts.failure import Host
 from jaxrlhf.hosts.stored import Stored, array_bytes, receive
 
@@ -57,12 +58,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that a call ended with. `pickled` is None if it does not pickle."""
+    """An exception that a call ended with.
+
+    Attributes:
+      pickled: None if it does not pickle.
+      refusal: Whether it tells the user what to change; only here, with its traceback, can this be known.
+    """
 
     pickled: bytes | None
     kind: str
     text: str
     stack: str
+    refusal: bool
 
 
 @dataclass(frozen=True)
@@ -223,4 +230,5 @@ def _raised(error: BaseException) -> Raised:
             pickle.loads(pickled)
         except Exception:  # hooks of the object may raise anything; its text is then what is left
             pickled = None
-    return Raised(pickled, type(error).__qualname__, str(error), stack)
+    refusal = isinstance(error, ValueError) and is_refusal(error)
+    return Raised(pickled, type(error).__qualname__, str(error), stack, refusal)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxrlhf.config.cluster import RayCluster
+from jaxrlhf.config.command_line import mark_refusal
 from jaxrlhf.hosts import cluster as ray_cluster
 from jaxrlhf.hosts.actor import Activity, HostProcess, Raised, Setup, log_header, log_path
 from jaxrlhf.hosts.answers import Answers, collect
@@ -193,6 +194,7 @@ class HostProcesses:
         if raised.pickled is not None:
             with suppress(Exception):  # a class that only the host can import; its name and text remain
                 error = pickle.loads(raised.pickled)
+        mark_refusal(error, raised.refusal)
         error.add_note(f"raised in {label} on {host}; there:\n{raised.stack}")
         failure = HostRaised(host, label, f"raised {raised.kind}: {raised.text}")
         failure.__cause__ = error
