@@ -135,7 +135,8 @@ def _with_restarts(shared: Shared, *, dry_run: bool) -> bool:
             if left == 0:
                 raise
             left -= 1
-            default_console().print(f"{failure}\nlaunching anew from the last checkpoint; {left} restarts are left")
+            told = f"{failure}\nlaunching anew from the last checkpoint; {left} restarts are left"
+            default_console().print(told, markup=False, highlight=False, soft_wrap=True)  # it ends with lines of a log
             shared = replace(shared, config=replace(shared.config, resume=True))
 
 

@@ -19,7 +19,7 @@ from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.command_line import mark_refusal
 from jaxrlhf.hosts import cluster as ray_cluster
 from jaxrlhf.hosts.actor import Activity, HostProcess, Raised, Setup, log_header, log_path
-from jaxrlhf.hosts.answers import Answers, collect
+from jaxrlhf.hosts.answers import NEWS_S, Answers, collect
 from jaxrlhf.hosts.failure import Host, HostClosed, HostDied, HostFailure, HostHung, HostNotStarted, HostRaised
 from jaxrlhf.hosts.stored import Stored, send
 
@@ -166,10 +166,12 @@ class HostProcesses:
         if answers.complete:
             return [answers.values[rank] for rank in range(len(references))]
         self._check_open(label)  # what another thread has found is then the cause here
+        if answers.lost_peer:
+            answers.died |= self._found_dead([*answers.values, *answers.raised])
         if answers.died:
             self._fail(self._died(answers, label))
         if answers.raised:
-            rank, raised = next(iter(answers.raised.items()))
+            rank, raised = min(answers.raised.items(), key=lambda item: item[1].lost_peer)
             self._fail_with(raised, self._hosts[rank], label)
         self._fail(self._hung(answers, label, waited_s=time.monotonic() - start))
 
@@ -200,6 +202,12 @@ class HostProcesses:
         failure.__cause__ = error
         self._end(failure)
         raise error
+
+    def _found_dead(self, ranks: list[int]) -> dict[int, str]:
+        """Which of the hosts that have answered have died since, and why. A living one says at once where it is."""
+        references = [self._actors[rank].place.options(concurrency_group="watch").remote() for rank in ranks]
+        asked = collect(references, deadline=time.monotonic() + NEWS_S, ended=lambda: self._failure is not None)
+        return {ranks[index]: reason for index, reason in asked.died.items()}
 
     def _died(self, answers: Answers, label: str) -> HostDied:
         # Host 0 runs the service that JAX processes join; they abort when it is gone.
