@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -75,6 +76,14 @@ class World:
     def be_killed(self) -> None:
         time.sleep(0.5)  # until the others wait
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def lose_peer(self, error_s: float, answer_s: float, death_s: float) -> None:
+        """Host 0 says that it has lost host 1, which answers and dies at moments of its own."""
+        if self.rank == 0:
+            time.sleep(error_s)
+            raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer")
+        threading.Timer(death_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        time.sleep(answer_s)
 
     def be_stopped(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import ray_world
+from jax.errors import JaxRuntimeError
 
 from jaxrlhf.config import RayCluster
 from jaxrlhf.config.command_line import is_refusal
@@ -58,6 +59,23 @@ def test_the_coordinator_is_to_blame_for_the_hosts_that_abort_with_it(pool):
     error, seconds = caught(HostDied, world, "strike", 0, "be_killed")
     assert seconds < 15
     assert error.host == world.hosts[0]
+
+
+@pytest.mark.parametrize(
+    ("error_s", "answer_s", "death_s"),
+    [pytest.param(0.0, 1000.0, 4.0, id="the error is first"), pytest.param(1.0, 0.0, 0.8, id="it had answered")],
+)
+def test_a_death_is_told_and_not_what_follows_from_it(pool, error_s, answer_s, death_s):
+    world = pool()
+    error, seconds = caught(HostDied, world, "lose_peer", error_s, answer_s, death_s)
+    assert seconds < 15
+    assert error.host == world.hosts[1]
+
+
+def test_a_peer_that_is_there_is_not_declared_dead(pool):
+    error, seconds = caught(JaxRuntimeError, pool(), "lose_peer", 0.0, 0.0, 1000.0)
+    assert seconds < 5
+    assert "Connection closed by peer" in str(error)
 
 
 def test_a_crash_is_told_with_its_stack(pool):

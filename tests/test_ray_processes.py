@@ -9,10 +9,11 @@ import time
 import numpy as np
 import pytest
 import ray_world
+from jax.errors import JaxRuntimeError
 
 from jaxrlhf.config import RayCluster
 from jaxrlhf.hosts.cluster import connect, disconnect, environment
-from jaxrlhf.hosts.failure import Host, HostDied, HostFailure, HostHung, HostNotStarted
+from jaxrlhf.hosts.failure import Host, HostDied, HostFailure, HostHung, HostNotStarted, may_have_lost_peer
 from jaxrlhf.hosts.processes import HostProcesses
 from jaxrlhf.hosts.stored import loaded_bytes, sent_bytes
 
@@ -176,6 +177,20 @@ def test_failures_pickle(kind):
     copy = pickle.loads(pickle.dumps(failure))
     assert (type(copy), str(copy), copy.host) == (kind, str(failure), failure.host)
     assert isinstance(copy, HostFailure)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (JaxRuntimeError("UNAVAILABLE: heartbeat timeout of task 1"), True),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+        (ValueError("UNAVAILABLE: no"), False),
+    ],
+)
+def test_a_lost_peer_is_told_from_an_error_of_ones_own(error, lost):
+    wrapped = RuntimeError("could not save")
+    wrapped.__cause__ = error
+    assert may_have_lost_peer(error) == may_have_lost_peer(wrapped) == lost
 
 
 @pytest.mark.parametrize(

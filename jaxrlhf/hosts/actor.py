@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from jaxrlhf.config.command_line import is_refusal
-from jaxrlhf.hosts.failure import Host
+from jaxrlhf.hosts.failure import Host, may_have_lost_peer
 from jaxrlhf.hosts.stored import Stored, array_bytes, receive
 
 STDOUT, STDERR = 1, 2
@@ -63,6 +63,7 @@ class Raised:
     Attributes:
       pickled: None if it does not pickle.
       refusal: Whether it tells the user what to change; only here, with its traceback, can this be known.
+      lost_peer: Whether it may only follow from the death of another host.
     """
 
     pickled: bytes | None
@@ -70,6 +71,7 @@ class Raised:
     text: str
     stack: str
     refusal: bool
+    lost_peer: bool
 
 
 @dataclass(frozen=True)
@@ -231,4 +233,4 @@ def _raised(error: BaseException) -> Raised:
         except Exception:  # hooks of the object may raise anything; its text is then what is left
             pickled = None
     refusal = isinstance(error, ValueError) and is_refusal(error)
-    return Raised(pickled, type(error).__qualname__, str(error), stack, refusal)
+    return Raised(pickled, type(error).__qualname__, str(error), stack, refusal, may_have_lost_peer(error))
