@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.config import Layout
+from jaxrlhf.hosts.actor import HostProcess, Setup
 from jaxrlhf.hosts.stored import loaded_bytes, sent_bytes
 
 
@@ -21,6 +22,14 @@ class Unpicklable(Exception):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.generator = (n for n in ())
+
+
+class Reversed(HostProcess):
+    """A host process on which JAX numbers itself from the other end, as it may in a TPU slice."""
+
+    def join(self, setup: Setup, number: int, label: str) -> object:
+        jax.process_index = lambda: len(setup.hosts) - 1 - number
+        return super().join(setup, number, label)
 
 
 class World:
@@ -32,6 +41,7 @@ class World:
 
     def facts(self) -> dict:
         return {
+            "pid": os.getpid(),
             "rank": (self.rank, jax.process_index()),
             "hosts": (self.hosts, jax.process_count()),
             "devices": (jax.device_count(), jax.local_device_count(), jax.default_backend()),

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.command_line import mark_refusal
 from jaxrlhf.hosts import cluster as ray_cluster
-from jaxrlhf.hosts.actor import Activity, HostProcess, Raised, Setup, log_header, log_path
+from jaxrlhf.hosts.actor import Activity, HostProcess, Place, Raised, Setup, log_header, log_path
 from jaxrlhf.hosts.answers import NEWS_S, Answers, collect
 from jaxrlhf.hosts.failure import Host, HostClosed, HostDied, HostFailure, HostHung, HostNotStarted, HostRaised
 from jaxrlhf.hosts.stored import Stored, send
@@ -31,6 +31,8 @@ LOG_LINES = 20
 
 class HostProcesses:
     """`hosts` processes, each with an object made by `factory(rank, hosts)`, in one JAX world.
+
+    A rank is `jax.process_index()` where there are several.
 
     Calls may come from several threads; each runs on all hosts. Calls in which hosts communicate
     have to come one after another.
@@ -133,9 +135,11 @@ class HostProcesses:
         self._group = ray_cluster.place(self.name, len(self._hosts), cluster, timeout_s=timeout_s)
         self._actors = _launch(self._group, len(self._hosts), cluster)
         places = self._ask("place", [()] * len(self._actors), label, deadline)
+        # A TPU slice ranks its processes by their machines, whatever numbers they join with; elsewhere the number
+        # is the rank. So they join in the order of the machines as far as those tell, which lets JAX's service and
+        # its devices agree on numbers, and are then put in the order of the ranks that JAX reports.
         order = sorted(range(len(places)), key=lambda index: (places[index].worker or 0, index))
-        self._actors = [self._actors[index] for index in order]  # a TPU slice numbers its machines itself
-        self._hosts = [Host(self.name, rank, places[at].node_ip, places[at].pid) for rank, at in enumerate(order)]
+        self._number(order, places)
         [coordinator] = self._ask("free_address", [()], label, deadline)
         setup = Setup(
             hosts=tuple(self._hosts),
@@ -147,7 +151,15 @@ class HostProcesses:
             secrets={name: os.environ[name] for name in ray_cluster.SECRETS if name in os.environ},
             timeout_s=timeout_s,
         )
-        self._ask("start", [(setup, rank, label) for rank in range(len(self._actors))], label, deadline)
+        joined = self._ask("join", [(setup, number, label) for number in range(len(self._actors))], label, deadline)
+        ranks = [stored.load() for stored in joined]
+        self._number(sorted(range(len(ranks)), key=ranks.__getitem__), [places[index] for index in order])
+        self._ask("start", [(host, label) for host in self._hosts], label, deadline)
+
+    def _number(self, order: Sequence[int], places: Sequence[Place]) -> None:
+        """Put the processes, whose places these are, in an order."""
+        self._actors = [self._actors[index] for index in order]
+        self._hosts = [Host(self.name, rank, places[at].node_ip, places[at].pid) for rank, at in enumerate(order)]
 
     def _run(self, payloads: list[Any], method: str, label: str, timeout_s: float | None) -> list[Stored]:
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
