@@ -4,6 +4,8 @@
 by Ray. Any setting can be changed on the command line by its dotted name; see `--help`.
 """
 
+import os
+import sys
 from argparse import Namespace
 from dataclasses import replace
 
@@ -23,8 +25,15 @@ def main() -> None:
     config, flags = command.parse_config(prepare=_on_cluster)
 
     from jaxrlhf.controller.run import run
+    from jaxrlhf.hosts import HostFailure
 
-    result = run(config, dry_run=flags.dry_run)
+    try:
+        result = run(config, dry_run=flags.dry_run)
+    except HostFailure as failure:
+        if os.environ.get("JAXRLHF_DEBUG") == "1":
+            raise
+        print(f"error: {failure}", file=sys.stderr)
+        sys.exit(1)
     if not flags.dry_run and not result.finished:
         print(f"stopped after saving; the same command goes on from {result.workdir}")
 

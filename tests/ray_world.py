@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrlhf.config import Layout
+from jaxrlhf.hosts.actor import HostProcess, Setup
 from jaxrlhf.hosts.stored import loaded_bytes, sent_bytes
 
 
@@ -19,6 +22,14 @@ class Unpicklable(Exception):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.generator = (n for n in ())
+
+
+class Reversed(HostProcess):
+    """A host process on which JAX numbers itself from the other end, as it may in a TPU slice."""
+
+    def join(self, setup: Setup, number: int, label: str) -> object:
+        jax.process_index = lambda: len(setup.hosts) - 1 - number
+        return super().join(setup, number, label)
 
 
 class World:
@@ -30,6 +41,7 @@ class World:
 
     def facts(self) -> dict:
         return {
+            "pid": os.getpid(),
             "rank": (self.rank, jax.process_index()),
             "hosts": (self.hosts, jax.process_count()),
             "devices": (jax.device_count(), jax.local_device_count(), jax.default_backend()),
@@ -75,6 +87,14 @@ class World:
         time.sleep(0.5)  # until the others wait
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def lose_peer(self, error_s: float, answer_s: float, death_s: float) -> None:
+        """Host 0 says that it has lost host 1, which answers and dies at moments of its own."""
+        if self.rank == 0:
+            time.sleep(error_s)
+            raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer")
+        threading.Timer(death_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        time.sleep(answer_s)
+
     def be_stopped(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -90,6 +110,12 @@ class World:
 
     def miss(self) -> None:
         raise KeyError("no such prompt")
+
+    def reshape_wrongly(self) -> None:
+        np.zeros(3).reshape(2, 2)
+
+    def refuse(self) -> None:
+        Layout(tensor=-1)
 
     def miss_unpicklably(self) -> None:
         raise Unpicklable("holds a generator")

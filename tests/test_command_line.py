@@ -1,6 +1,7 @@
 """Command lines: what they accept, user errors as one quick line, and a wheel that carries the configurations."""
 
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import pytest
 import tyro
 
 from jaxrlhf.config import CommandLine, Config, from_cli, load, override, run_command, shipped
+from jaxrlhf.config.command_line import mark_refusal
 from jaxrlhf.config.override import find, setting_names
 
 ROOT = Path(__file__).parents[1]
@@ -179,6 +181,18 @@ def test_a_slip_in_the_package_is_a_bug_too():
         run_command(scope["refuse"])
     with pytest.raises(ValueError, match="invalid literal"):
         run_command(scope["slip"])
+
+
+@pytest.mark.parametrize("refusal", [True, False])
+def test_an_error_of_another_process_is_what_it_was_there(refusal, capsys):
+    # Its last frame is where this process raises it again; and pickling drops what was on the way.
+    error = pickle.loads(pickle.dumps(ValueError("devices do not fit")))
+    mark_refusal(error, refusal)
+    scope = {"__name__": "jaxrlhf.hosts.scratch", "__package__": "jaxrlhf.hosts", "error": error}
+    exec("def again():\n    raise error", scope)
+    with pytest.raises(SystemExit if refusal else ValueError):
+        run_command(scope["again"])
+    assert capsys.readouterr().err == ("error: devices do not fit\n" if refusal else "")
 
 
 # The wheel.

@@ -225,12 +225,22 @@ def test_what_cannot_be_switched_is_refused_before_anything_moves() -> None:
         (on_host(params), r"\['w0'\] is a ndarray; expected a jax.Array"),
         ({**params, "w1": params["w1"].astype(jnp.bfloat16)}, r"\['w1'\] is bfloat16\(64, 16\); expected float32"),
         ({**params, "w1": jnp.zeros((2, 2))}, r"\['w1'\] is float32\(2, 2\); expected float32\(64, 16\)"),
+        (
+            {**params, "w1": jax.device_put(jnp.zeros((64, 16)), engine.generate["w1"])},
+            r"\['w1'\] is laid out as P.*\('tensor'.* over data 2 x tensor 2 x micro_tensor 2 in .* memory; "
+            r"expected P.*\(\('tensor', 'micro_tensor'\)",
+        ),
+        ({**params, "w1": jnp.zeros((64, 16))}, r"\['w1'\] is laid out as SingleDeviceSharding.*; expected P"),
     ]
     for given, message in refusals:
         with pytest.raises(ValueError, match=message):
             engine.to_generation(given)
     assert not any(leaf.is_deleted() for leaf in params.values())
     weights, _ = engine.to_generation(params)
+    elsewhere = jax.device_put(jnp.zeros((64, 16)), jax.NamedSharding(engine.train["w0"].mesh, jax.P("data")))
+    with pytest.raises(ValueError, match=r"\['w1'\] is laid out as P.*\('data'.*; expected .*\('tensor'"):
+        engine.to_training({**weights, "w1": elsewhere}, params)
+    assert not any(leaf.is_deleted() for leaf in weights.values())
     with pytest.raises(ValueError, match=r"\['w0'\] was deleted"):
         engine.to_generation(params)
     engine.to_training(weights, params)

@@ -1,6 +1,7 @@
 """What devices hold while weights are switched: nothing twice in one dtype, and at most one bucket beside it."""
 
 import gc
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,14 +39,16 @@ def sampled(before: dict[int, int]) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("layout", [REFINING, STAGES, NOT_REFINING], ids=["refining", "stages", "not-refining"])
-def test_in_place_no_weight_is_held_twice(layout: Layout) -> None:
-    engine = model_engine(layout, dtype=jnp.float32)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_in_one_dtype_no_weight_is_held_twice(layout: Layout, dtype: Any) -> None:
+    engine = model_engine(layout, dtype=dtype)
     empty = live_bytes()
     params = model_params(engine)
     assert set(grown(empty).values()) == {engine.train_bytes_per_device}
     weights, _ = engine.to_generation(params)
-    assert set(grown(empty).values()) == {engine.generation_bytes_per_device}
-    assert engine.copy_bytes_per_device == engine.redundancy_bytes_per_device == 0
+    beside = {size - engine.generation_bytes_per_device for size in grown(empty).values()}
+    assert beside == {engine.redundancy_bytes_per_device}
+    assert (engine.redundancy_bytes_per_device > 0) == (engine.copy_bytes_per_device > 0) == (dtype == jnp.bfloat16)
     params, _ = engine.to_training(weights, params)
     assert set(grown(empty).values()) == {engine.train_bytes_per_device}
 
@@ -83,9 +86,9 @@ def test_masters_are_the_leaves_that_live_on_beside_the_weights(layout: Layout, 
 
 
 @pytest.mark.parametrize("leaves_per_bucket", [1, 2, 6])
-def test_the_peak_is_the_target_layout_and_one_bucket(leaves_per_bucket: int) -> None:
+def test_beside_the_target_there_are_the_sources_of_one_bucket(leaves_per_bucket: int) -> None:
     leaf = 64 * 16 * 4
-    engine = rows_engine(6, bucket_bytes=leaves_per_bucket * leaf // 2)
+    engine = rows_engine(6, bucket_bytes=leaves_per_bucket * (leaf // 4 + 2 * leaf // 2))
     empty = live_bytes()
     params = rows_params(engine)
     with sampled(empty) as samples:
@@ -99,10 +102,52 @@ def test_the_peak_is_the_target_layout_and_one_bucket(leaves_per_bucket: int) ->
     assert len(there) == len(back) == 6 // leaves_per_bucket
 
 
+def temporaries(programs: list[jax.stages.Lowered]) -> list[int]:
+    """Bytes that each program takes per device beside what it is given and what it returns."""
+    return [program.compile().memory_analysis().temp_size_in_bytes for program in programs]
+
+
+@pytest.mark.parametrize("layout", [REFINING, STAGES, NOT_REFINING], ids=["refining", "stages", "not-refining"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])  # XLA for CPU gathers bfloat16 as float32
+@pytest.mark.parametrize("leaves", [1, 3])
+def test_with_temporaries_a_switch_takes_the_larger_layout_and_a_bucket(
+    layout: Layout, dtype: Any, leaves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model's own parameters, which are gathered along their second and third dimension."""
+    alike = model_engine(layout, dtype=dtype)
+    trees = map(jax.tree.leaves, (alike.generation_shapes, alike.train, alike.generate))
+    largest = max(
+        4 * math.prod(old.shard_shape(x.shape)) + 2 * x.dtype.itemsize * math.prod(new.shard_shape(x.shape))
+        for x, old, new in zip(*trees, strict=True)
+    )
+    engine = model_engine(layout, dtype=dtype, bucket_bytes=leaves * largest)
+    generating = engine.generation_bytes_per_device + engine.redundancy_bytes_per_device
+    larger = max(generating, engine.train_bytes_per_device)
+    there, back = engine.lower()
+    beside = [*temporaries(there), *temporaries(back)]
+    assert len(there) > 1
+
+    empty, params, held, original = live_bytes(), model_params(engine), [], jax.block_until_ready
+
+    def watched(tree: Any) -> Any:
+        held.append(max(grown(empty).values()))
+        return original(tree)
+
+    monkeypatch.setattr(jax, "block_until_ready", watched)  # after each program, before its sources are freed
+    weights, _ = engine.to_generation(params)
+    engine.to_training(weights, params)
+    peaks = [now + more for now, more in zip(held, beside, strict=True)]
+    assert larger < max(peaks) <= larger + leaves * largest
+
+
 def test_a_leaf_larger_than_a_bucket_is_a_bucket() -> None:
     assert len(rows_engine(3, bucket_bytes=1).lower().to_generation) == 3
 
 
-def test_what_frees_nothing_is_one_program() -> None:
-    (program,) = model_engine(REFINING, dtype=jnp.bfloat16, bucket_bytes=1).lower().to_generation
-    assert {c.kind for c in collectives(program)} == {"all-gather"}
+def test_casts_come_in_buckets_too() -> None:
+    engine = model_engine(REFINING, dtype=jnp.bfloat16, bucket_bytes=1)
+    programs = engine.lower().to_generation
+    assert len(programs) == sum(jax.tree.leaves(engine.masters)) > 1
+    assert {c.kind for program in programs for c in collectives(program)} == {"all-gather"}
+    (whole,) = model_engine(REFINING, dtype=jnp.bfloat16).lower().to_generation
+    assert {c.kind for c in collectives(whole)} == {"all-gather"}

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import ray_world
+from jax.errors import JaxRuntimeError
 
 from jaxrlhf.config import RayCluster
+from jaxrlhf.config.command_line import is_refusal
 from jaxrlhf.hosts.cluster import connect, disconnect
 from jaxrlhf.hosts.failure import HostClosed, HostDied, HostHung, HostNotStarted, HostRaised
 from jaxrlhf.hosts.processes import HostProcesses
@@ -57,6 +59,23 @@ def test_the_coordinator_is_to_blame_for_the_hosts_that_abort_with_it(pool):
     error, seconds = caught(HostDied, world, "strike", 0, "be_killed")
     assert seconds < 15
     assert error.host == world.hosts[0]
+
+
+@pytest.mark.parametrize(
+    ("error_s", "answer_s", "death_s"),
+    [pytest.param(0.0, 1000.0, 4.0, id="the error is first"), pytest.param(1.0, 0.0, 0.8, id="it had answered")],
+)
+def test_a_death_is_told_and_not_what_follows_from_it(pool, error_s, answer_s, death_s):
+    world = pool()
+    error, seconds = caught(HostDied, world, "lose_peer", error_s, answer_s, death_s)
+    assert seconds < 15
+    assert error.host == world.hosts[1]
+
+
+def test_a_peer_that_is_there_is_not_declared_dead(pool):
+    error, seconds = caught(JaxRuntimeError, pool(), "lose_peer", 0.0, 0.0, 1000.0)
+    assert seconds < 5
+    assert "Connection closed by peer" in str(error)
 
 
 def test_a_crash_is_told_with_its_stack(pool):
@@ -114,6 +133,7 @@ def test_an_exception_keeps_its_type(pool):
     assert 'raise KeyError("no such prompt")' in note
     later, _ = caught(HostRaised, world, "total")
     assert "raised KeyError: 'no such prompt'" in str(later)
+    assert later.__cause__ is error
 
 
 @pytest.mark.parametrize(
@@ -124,6 +144,12 @@ def test_an_exception_that_cannot_travel_is_told(pool, what, text):
     assert type(error) is RuntimeError
     assert str(error) == text
     assert f"in {what}" in error.__notes__[0]
+
+
+@pytest.mark.parametrize(("what", "refusal"), [("reshape_wrongly", False), ("refuse", True)])
+def test_a_refusal_on_a_host_is_one_here(pool, what, refusal):
+    error, _ = caught(ValueError, pool(hosts=1), "strike", 0, what)
+    assert is_refusal(error) == refusal
 
 
 def test_a_result_that_cannot_travel_is_an_exception(pool):
@@ -173,6 +199,24 @@ def test_a_thread_whose_pool_another_has_lost_hears_of_it(pool):
     thread.join(20)
     assert [error.label for error in heard] == ["reward.compute"]
     assert heard[0].host == world.hosts[1]
+
+
+def test_a_thread_beside_one_that_gets_an_exception_hears_of_it(pool):
+    world = pool(hosts=1)
+    heard = []
+
+    def wait():
+        with pytest.raises(HostRaised) as info:
+            world.call("sleep", 1000.0, label="reward.compute", timeout_s=60.0)
+        heard.append(info.value)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    error, _ = caught(KeyError, world, "strike", 0, "miss")
+    thread.join(20)
+    assert [str(failure.__cause__) for failure in heard] == [str(error)]
+    assert "reward.compute: host 0" in str(heard[0])
+    assert "raised KeyError: 'no such prompt' (in actor.update_actor" in str(heard[0])
 
 
 def test_a_pool_starts_again_beside_another(pool, tmp_path):

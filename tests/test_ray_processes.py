@@ -9,10 +9,12 @@ import time
 import numpy as np
 import pytest
 import ray_world
+from jax.errors import JaxRuntimeError
 
 from jaxrlhf.config import RayCluster
+from jaxrlhf.hosts import processes
 from jaxrlhf.hosts.cluster import connect, disconnect, environment
-from jaxrlhf.hosts.failure import Host, HostDied, HostFailure, HostHung, HostNotStarted
+from jaxrlhf.hosts.failure import Host, HostDied, HostFailure, HostHung, HostNotStarted, may_have_lost_peer
 from jaxrlhf.hosts.processes import HostProcesses
 from jaxrlhf.hosts.stored import loaded_bytes, sent_bytes
 
@@ -60,6 +62,19 @@ def test_hosts_are_one_jax_world(world):
     assert [fact["rank"] for fact in facts] == [(0, 0), (1, 1)]
     assert [fact["hosts"] for fact in facts] == [(2, 2)] * 2
     assert [host.rank for host in world.hosts] == [0, 1]
+
+
+def test_hosts_are_ranked_as_jax_says(connection, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "HostProcess", ray_world.Reversed)
+    with HostProcesses("slice", ray_world.World, hosts=2, cluster=CLUSTER, log_directory=tmp_path) as slice_:
+        facts = results(slice_, "facts")
+        assert [fact["rank"] for fact in facts] == [(0, 0), (1, 1)]
+        for rank, (host, fact) in enumerate(zip(slice_.hosts, facts, strict=True)):
+            assert (host.rank, host.pid) == (rank, fact["pid"])
+            results(slice_, "write", "this")
+            log = (tmp_path / f"slice-{rank}.log").read_text()
+            own = log.rpartition(f"== host {rank} of pool 'slice' ({host.node_ip}, pid {host.pid})")[2]
+            assert "printed this" in own.splitlines()
 
 
 def test_the_environment_is_there_before_jax(world):
@@ -176,6 +191,20 @@ def test_failures_pickle(kind):
     copy = pickle.loads(pickle.dumps(failure))
     assert (type(copy), str(copy), copy.host) == (kind, str(failure), failure.host)
     assert isinstance(copy, HostFailure)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (JaxRuntimeError("UNAVAILABLE: heartbeat timeout of task 1"), True),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"), False),
+        (ValueError("UNAVAILABLE: no"), False),
+    ],
+)
+def test_a_lost_peer_is_told_from_an_error_of_ones_own(error, lost):
+    wrapped = RuntimeError("could not save")
+    wrapped.__cause__ = error
+    assert may_have_lost_peer(error) == may_have_lost_peer(wrapped) == lost
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ _EPILOG = (
     "--rollout.prompts-per-step 8 --no-resume. --config NAME --help lists them."
 )
 
+_MARK = "jaxrlhf_refusal"
+
 
 def from_cli(argv: Sequence[str] | None = None) -> Config:
     """The configuration of `--config NAME --setting value ...`; None reads `sys.argv`."""
@@ -36,7 +38,7 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         main()
     except ValueError as error:
-        if os.environ.get("JAXRLHF_DEBUG") == "1" or not _is_refusal(error):
+        if os.environ.get("JAXRLHF_DEBUG") == "1" or not is_refusal(error):
             raise
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
@@ -143,8 +145,10 @@ def _print_settings(config: Config) -> None:
         tyro.cli(type(config), default=config, args=["--help"], config=(tyro.conf.AvoidSubcommands,))
 
 
-def _is_refusal(error: ValueError) -> bool:
-    """Whether a `raise` statement of this package made the error."""
+def is_refusal(error: ValueError) -> bool:
+    """Whether a `raise` statement of this package made the error, in the process where it was first raised."""
+    if _MARK in error.__dict__:
+        return error.__dict__[_MARK]
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -153,3 +157,8 @@ def _is_refusal(error: ValueError) -> bool:
     frame = trace.tb_frame
     ours = (frame.f_globals.get("__package__") or "").partition(".")[0] == "jaxrlhf"
     return ours and dis.opname[frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+
+
+def mark_refusal(error: BaseException, refusal: bool) -> None:
+    """Note what `is_refusal` said in another process, on an error that comes from there without its traceback."""
+    error.__dict__[_MARK] = refusal

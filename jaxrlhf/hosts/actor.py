@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jaxrlhf.hosts.failure import Host
+from jaxrlhf.config.command_line import is_refusal
+from jaxrlhf.hosts.failure import Host, may_have_lost_peer
 from jaxrlhf.hosts.stored import Stored, array_bytes, receive
 
 STDOUT, STDERR = 1, 2
@@ -29,7 +30,7 @@ class Setup:
     """What makes processes the hosts of a pool.
 
     Attributes:
-      hosts: In order of their rank.
+      hosts: In the order that they are numbered in to join.
       coordinator: `ip:port` where JAX processes meet.
       factory: Pickled; called with rank and number of hosts.
       directory: The controller's working directory, taken where this machine has it.
@@ -57,12 +58,20 @@ class Place:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception that a call ended with. `pickled` is None if it does not pickle."""
+    """An exception that a call ended with.
+
+    Attributes:
+      pickled: None if it does not pickle.
+      refusal: Whether it tells the user what to change; only here, with its traceback, can this be known.
+      lost_peer: Whether it may only follow from the death of another host.
+    """
 
     pickled: bytes | None
     kind: str
     text: str
     stack: str
+    refusal: bool
+    lost_peer: bool
 
 
 @dataclass(frozen=True)
@@ -85,7 +94,8 @@ class HostProcess:
 
     def __init__(self) -> None:
         self._object: Any = None
-        self._host: Host | None = None
+        self._host: Host
+        self._setup: Setup
         self._calls: dict[int, tuple[str, float]] = {}
 
     def place(self) -> Place:
@@ -103,10 +113,16 @@ class HostProcess:
             probe.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def start(self, setup: Setup, rank: int, label: str) -> Stored | Raised:
-        """Join the pool's other processes and build the object."""
-        self._host = setup.hosts[rank]
-        return self._run(label, lambda: self._start(setup, rank))
+    def join(self, setup: Setup, number: int, label: str) -> Stored | Raised:
+        """Join the pool's other processes as the one with this number; its value is the rank that JAX gives."""
+        self._setup = setup
+        self._host = setup.hosts[number]
+        return self._run(label, lambda: self._join(setup, number))
+
+    def start(self, host: Host, label: str) -> Stored | Raised:
+        """Build the object, as the host that this is from now on."""
+        self._host = host
+        return self._run(label, lambda: self._start(self._setup, host))
 
     def call(self, method: str, args: list, label: str) -> Stored | Raised:
         """Run a method of the object. `args` is a list of one reference, which Ray would otherwise resolve itself."""
@@ -131,16 +147,20 @@ class HostProcess:
             if thread in frames
         )
 
-    def _start(self, setup: Setup, rank: int) -> None:
-        _write_to(log_path(setup.log_directory, setup.hosts[rank]))
-        print(log_header(setup.hosts[rank]), time.strftime("%Y-%m-%d %H:%M:%S"))
+    def _join(self, setup: Setup, number: int) -> int:
+        _write_to(log_path(setup.log_directory, setup.hosts[number]))
+        print(log_header(setup.hosts[number]), time.strftime("%Y-%m-%d %H:%M:%S"))
         os.environ.update(setup.secrets)
         sys.path[:] = [*setup.import_path, *(entry for entry in sys.path if entry not in setup.import_path)]
         if Path(setup.directory).is_dir():
             os.chdir(setup.directory)
-        if len(setup.hosts) > 1:
-            _join(setup, rank)
-        self._object = pickle.loads(setup.factory)(rank, len(setup.hosts))
+        return _join(setup, number) if len(setup.hosts) > 1 else number
+
+    def _start(self, setup: Setup, host: Host) -> None:
+        if host not in setup.hosts:  # its rank is another now
+            _write_to(log_path(setup.log_directory, host))
+            print(log_header(host), time.strftime("%Y-%m-%d %H:%M:%S"))
+        self._object = pickle.loads(setup.factory)(host.rank, len(setup.hosts))
 
     def _run(self, label: str, function: Any) -> Stored | Raised:
         import ray
@@ -155,7 +175,6 @@ class HostProcess:
             return _raised(error)
         finally:
             del self._calls[thread]
-        assert self._host is not None
         return Stored(reference, nbytes, start_s, time.time(), self._host, label)
 
 
@@ -182,19 +201,20 @@ def _write_to(log: Path) -> None:
     faulthandler.enable(sys.stderr, all_threads=False)
 
 
-def _join(setup: Setup, rank: int) -> None:
-    """Make the pool's processes one JAX world."""
+def _join(setup: Setup, number: int) -> int:
+    """Make the pool's processes one JAX world, and tell this one's rank in it."""
     import jax
 
     jax.distributed.initialize(
         setup.coordinator,
         num_processes=len(setup.hosts),
-        process_id=rank,
+        process_id=number,
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, int(setup.timeout_s)),
     )
-    if jax.process_index() != rank:
-        raise RuntimeError(f"JAX numbers host {rank} as {jax.process_index()}; data would reach the wrong host")
+    if jax.process_count() != len(setup.hosts):
+        raise RuntimeError(f"JAX counts {jax.process_count()} processes in a pool of {len(setup.hosts)} hosts")
+    return jax.process_index()
 
 
 def _stack(frame: FrameType) -> str:
@@ -223,4 +243,5 @@ def _raised(error: BaseException) -> Raised:
             pickle.loads(pickled)
         except Exception:  # hooks of the object may raise anything; its text is then what is left
             pickled = None
-    return Raised(pickled, type(error).__qualname__, str(error), stack)
+    refusal = isinstance(error, ValueError) and is_refusal(error)
+    return Raised(pickled, type(error).__qualname__, str(error), stack, refusal, may_have_lost_peer(error))

@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxrlhf.hosts.actor import Raised
 
-GRACE_S = 2.0  # after the first failure, for the other hosts' answers and for the news of a death behind it
+GRACE_S = 3.0  # after a failure, for the other hosts' answers and for deaths that follow
+NEWS_S = 30.0  # for the news of a death, after an exception that may come from it
 POLL_S = 1.0
 
 
@@ -27,7 +28,16 @@ class Answers:
 
     @property
     def complete(self) -> bool:
-        return not (self.raised or self.died or self.missing)
+        return not (self.failed or self.missing)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.raised or self.died)
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether hosts raised, but maybe only because another died."""
+        return bool(self.raised) and not self.died and all(raised.lost_peer for raised in self.raised.values())
 
 
 def collect(references: Sequence[Any], *, deadline: float, ended: Callable[[], bool]) -> Answers:
@@ -35,7 +45,7 @@ def collect(references: Sequence[Any], *, deadline: float, ended: Callable[[], b
 
     Args:
       references: Of the answers, in order of ranks.
-      deadline: As `time.monotonic()`.
+      deadline: As `time.monotonic()`, while no host has failed.
       ended: Whether there is nothing to wait for any more.
     """
     import ray
@@ -44,10 +54,12 @@ def collect(references: Sequence[Any], *, deadline: float, ended: Callable[[], b
     answers = Answers()
     while ranks and not ended() and (left_s := deadline - time.monotonic()) > 0:
         done, _ = ray.wait(list(ranks), timeout=min(POLL_S, left_s), fetch_local=False)
+        failed = answers.failed
         for reference in done:
             _take(reference, ranks.pop(reference), answers)
-        if done and (answers.raised or answers.died):
-            deadline = min(deadline, time.monotonic() + GRACE_S)
+        if done and answers.failed:
+            enough = time.monotonic() + (NEWS_S if answers.lost_peer else GRACE_S)
+            deadline = min(deadline, enough) if failed else enough
     answers.missing = sorted(ranks.values())
     return answers
 
@@ -71,5 +83,5 @@ def _take(reference: Any, rank: int, answers: Answers) -> None:
 def _reason(error: Exception) -> str:
     """Ray's words for a death, without its table of identifiers and its guesses."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
-    found, guesses, _ = " ".join(lines[1:] or lines).partition("Some common")
+    found, guesses, _ = " ".join(lines[1:] or lines).rpartition("Worker exit detail: ")[2].partition("Some common")
     return found + "It was killed (the kernel does that when memory runs out), or it crashed." * bool(guesses)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
+OWN_STATUS = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")  # not a peer's doing
+
 
 @dataclass(frozen=True)
 class Host:
@@ -50,8 +53,14 @@ class HostHung(HostFailure):
 
 
 class HostRaised(HostFailure):
-    """A call after one that raised an exception on a host, which its own caller got as it was."""
+    """A call beside or after one that raised on a host. That one's caller got the exception; here it is the cause."""
 
 
 class HostClosed(HostFailure):
     """A call on a pool that its owner has closed."""
+
+
+def may_have_lost_peer(error: BaseException) -> bool:
+    """Whether JAX may have raised this, or what it came from, because another process is gone."""
+    links = (error, error.__cause__, error.__context__)
+    return any(type(link).__name__ in JAX_ERRORS and not str(link).startswith(OWN_STATUS) for link in links)

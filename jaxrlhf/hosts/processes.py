@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxrlhf.config.cluster import RayCluster
+from jaxrlhf.config.command_line import mark_refusal
 from jaxrlhf.hosts import cluster as ray_cluster
-from jaxrlhf.hosts.actor import Activity, HostProcess, Raised, Setup, log_header, log_path
-from jaxrlhf.hosts.answers import Answers, collect
+from jaxrlhf.hosts.actor import Activity, HostProcess, Place, Raised, Setup, log_header, log_path
+from jaxrlhf.hosts.answers import NEWS_S, Answers, collect
 from jaxrlhf.hosts.failure import Host, HostClosed, HostDied, HostFailure, HostHung, HostNotStarted, HostRaised
 from jaxrlhf.hosts.stored import Stored, send
 
@@ -30,6 +31,8 @@ LOG_LINES = 20
 
 class HostProcesses:
     """`hosts` processes, each with an object made by `factory(rank, hosts)`, in one JAX world.
+
+    A rank is `jax.process_index()` where there are several.
 
     Calls may come from several threads; each runs on all hosts. Calls in which hosts communicate
     have to come one after another.
@@ -132,9 +135,11 @@ class HostProcesses:
         self._group = ray_cluster.place(self.name, len(self._hosts), cluster, timeout_s=timeout_s)
         self._actors = _launch(self._group, len(self._hosts), cluster)
         places = self._ask("place", [()] * len(self._actors), label, deadline)
+        # A TPU slice ranks its processes by their machines, whatever numbers they join with; elsewhere the number
+        # is the rank. So they join in the order of the machines as far as those tell, which lets JAX's service and
+        # its devices agree on numbers, and are then put in the order of the ranks that JAX reports.
         order = sorted(range(len(places)), key=lambda index: (places[index].worker or 0, index))
-        self._actors = [self._actors[index] for index in order]  # a TPU slice numbers its machines itself
-        self._hosts = [Host(self.name, rank, places[at].node_ip, places[at].pid) for rank, at in enumerate(order)]
+        self._number(order, places)
         [coordinator] = self._ask("free_address", [()], label, deadline)
         setup = Setup(
             hosts=tuple(self._hosts),
@@ -146,7 +151,15 @@ class HostProcesses:
             secrets={name: os.environ[name] for name in ray_cluster.SECRETS if name in os.environ},
             timeout_s=timeout_s,
         )
-        self._ask("start", [(setup, rank, label) for rank in range(len(self._actors))], label, deadline)
+        joined = self._ask("join", [(setup, number, label) for number in range(len(self._actors))], label, deadline)
+        ranks = [stored.load() for stored in joined]
+        self._number(sorted(range(len(ranks)), key=ranks.__getitem__), [places[index] for index in order])
+        self._ask("start", [(host, label) for host in self._hosts], label, deadline)
+
+    def _number(self, order: Sequence[int], places: Sequence[Place]) -> None:
+        """Put the processes, whose places these are, in an order."""
+        self._actors = [self._actors[index] for index in order]
+        self._hosts = [Host(self.name, rank, places[at].node_ip, places[at].pid) for rank, at in enumerate(order)]
 
     def _run(self, payloads: list[Any], method: str, label: str, timeout_s: float | None) -> list[Stored]:
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
@@ -165,10 +178,12 @@ class HostProcesses:
         if answers.complete:
             return [answers.values[rank] for rank in range(len(references))]
         self._check_open(label)  # what another thread has found is then the cause here
+        if answers.lost_peer:
+            answers.died |= self._found_dead([*answers.values, *answers.raised])
         if answers.died:
             self._fail(self._died(answers, label))
         if answers.raised:
-            rank, raised = next(iter(answers.raised.items()))
+            rank, raised = min(answers.raised.items(), key=lambda item: item[1].lost_peer)
             self._fail_with(raised, self._hosts[rank], label)
         self._fail(self._hung(answers, label, waited_s=time.monotonic() - start))
 
@@ -178,7 +193,8 @@ class HostProcesses:
         first = self._failure
         if first is not None:
             cause = first.cause.splitlines()[0]
-            raise type(first)(first.host, label, f"{cause} (in {first.label}, which ended the pool)") from first
+            failure = type(first)(first.host, label, f"{cause} (in {first.label}, which ended the pool)")
+            raise failure from (first.__cause__ or first)
 
     def _fail(self, failure: HostFailure) -> NoReturn:
         self._end(failure)
@@ -187,14 +203,23 @@ class HostProcesses:
         raise failure
 
     def _fail_with(self, raised: Raised, host: Host, label: str) -> NoReturn:
-        """Raise what a host's method raised."""
-        self._end(HostRaised(host, label, f"raised {raised.kind}: {raised.text}"))
+        """Raise what a host's method raised, and keep it as the cause of what calls of other threads will say."""
         error: BaseException = RuntimeError(f"{raised.kind}: {raised.text}")
         if raised.pickled is not None:
             with suppress(Exception):  # a class that only the host can import; its name and text remain
                 error = pickle.loads(raised.pickled)
+        mark_refusal(error, raised.refusal)
         error.add_note(f"raised in {label} on {host}; there:\n{raised.stack}")
+        failure = HostRaised(host, label, f"raised {raised.kind}: {raised.text}")
+        failure.__cause__ = error
+        self._end(failure)
         raise error
+
+    def _found_dead(self, ranks: list[int]) -> dict[int, str]:
+        """Which of the hosts that have answered have died since, and why. A living one says at once where it is."""
+        references = [self._actors[rank].place.options(concurrency_group="watch").remote() for rank in ranks]
+        asked = collect(references, deadline=time.monotonic() + NEWS_S, ended=lambda: self._failure is not None)
+        return {ranks[index]: reason for index, reason in asked.died.items()}
 
     def _died(self, answers: Answers, label: str) -> HostDied:
         # Host 0 runs the service that JAX processes join; they abort when it is gone.
@@ -228,6 +253,7 @@ class HostProcesses:
         if not log.exists():
             return f"Its log is on its machine, if it came to write one: {log}"
         lines = log.read_text(errors="replace").rpartition(log_header(host))[2].splitlines()[1:]
+        lines = [line for line in lines if not line.startswith("Extension modules: ")]  # of a crash; long, and no cause
         return "\n".join([f"{log} ends with:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["nothing of it"])])
 
     # The end

@@ -7,9 +7,10 @@ All that moves, moves in compiled programs, between devices. Where training refi
 generation, those are an all-gather inside each micro-data-parallel group on the way there
 and a local slice on the way back.
 
-No weight is held twice. A leaf whose dtype stays moves *in place*: it exists in one layout
-at a time. A leaf that is cast for generation leaves its master where it is, and the copy is
-freed on the way back. A leaf that neither moves nor is cast is shared.
+In one dtype no weight is held twice. A leaf whose dtype stays moves *in place*: it exists in
+one layout at a time. A leaf that is cast for generation leaves its master where it is, beside
+the copy, which is freed on the way back; who needs the room meanwhile can offload the masters.
+A leaf that neither moves nor is cast is shared.
 
 Source: HybridFlow (arXiv:2409.19256), section 5.
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxrlhf.parallel.overlap import refines
 from jaxrlhf.parallel.relayout import Leaf, Plan, Step, paired, plan, ties_of
@@ -71,9 +72,10 @@ class HybridEngine:
     Args:
       trained: Tree of arrays or `jax.ShapeDtypeStruct`s with the training shardings.
       generated: The same for generation; both over the same devices in the same order.
-      bucket_bytes: Per device. A gather writes a new buffer beside its source, so leaves that
-        move in place do so a bucket at a time, each bucket's source freed before the next is
-        gathered: a switch takes the larger layout plus one bucket. A bucket is at least one leaf.
+      bucket_bytes: Per device. A gather writes a new buffer beside its source, and XLA may need another
+        for the order of its dimensions. So leaves switch a bucket at a time, each bucket's source freed
+        before the next is gathered: a switch takes the larger layout, the masters of cast leaves and one
+        bucket, which counts sources and temporaries. A bucket is at least one leaf, with all its layers.
 
     Attributes:
       train: Tree of the training shardings.
@@ -84,15 +86,14 @@ class HybridEngine:
       train_bytes_per_device: Of the weights while training.
       generation_bytes_per_device: Of the weights while generating, without masters of cast leaves.
       copy_bytes_per_device: The part of them that are casts, beside masters that stay.
-      redundancy_bytes_per_device: Of weights held twice in one dtype while generating: none, in any layout.
+      redundancy_bytes_per_device: What generation does not need: masters beside their casts, until they are
+        offloaded. None of what moves in place.
       bytes_per_device: Most bytes that a device has to receive for generation.
       bytes_back_per_device: Most bytes that a device has to receive for training; 0 where it refines.
 
     Raises:
       ValueError: The two trees differ in structure or shapes, or tied leaves part ways.
     """
-
-    redundancy_bytes_per_device = 0
 
     def __init__(self, trained: Any, generated: Any, *, bucket_bytes: int = 2**30) -> None:
         if bucket_bytes <= 0:
@@ -113,7 +114,9 @@ class HybridEngine:
         self.train_bytes_per_device = sum(leaf.train_bytes for leaf in once)
         self.generation_bytes_per_device = sum(leaf.generation_bytes for leaf in once)
         self.copy_bytes_per_device = sum(leaf.generation_bytes for leaf in once if leaf.cast)
-        self.bytes_per_device, self.bytes_back_per_device = self._plan(ties)[2:]
+        way = self._plan(ties)
+        self.bytes_per_device, self.bytes_back_per_device = way.bytes_per_device, way.bytes_back_per_device
+        self.redundancy_bytes_per_device = way.beside_bytes_per_device
 
     @classmethod
     def by_rules(
@@ -150,13 +153,13 @@ class HybridEngine:
         `to_training`: it still holds the masters of cast leaves and those that are shared.
 
         Raises:
-          ValueError: `params` are not the engine's parameters, alive on the devices.
+          ValueError: `params` are not the engine's parameters, alive in the training layout.
           SwitchError: A program failed; the error holds the weights.
         """
         start = time.perf_counter()
         leaves = self._flat(params)
         for leaf, array in zip(self._leaves, leaves, strict=True):
-            _require_alive(leaf, array)
+            _require(leaf, array, [leaf.trained.sharding])
         ties = ties_of(leaves)
         way = self._plan(ties)
         weights = self._run(way.there, leaves, ties, "generation")
@@ -170,14 +173,17 @@ class HybridEngine:
           params: What `to_generation` was given.
 
         Raises:
-          ValueError: A master or a weight that has been deleted.
+          ValueError: A master or a weight that has been deleted, or is in neither layout.
           SwitchError: A program failed; the error holds the weights.
         """
         start = time.perf_counter()
         generated, kept = self._flat(weights), self._flat(params)
         leaves = [new if leaf.moves else old for leaf, new, old in zip(self._leaves, generated, kept, strict=True)]
         for leaf, array in zip(self._leaves, leaves, strict=True):
-            _require_alive(leaf, array)
+            # After a SwitchError, a weight that moves may not have moved yet.
+            _require(
+                leaf, array, [leaf.generated.sharding, leaf.trained.sharding] if leaf.moves else [leaf.trained.sharding]
+            )
         for leaf, copy, master in zip(self._leaves, generated, kept, strict=True):
             if leaf.cast and copy is not master:
                 copy.delete()
@@ -229,7 +235,7 @@ class HybridEngine:
         return jax.tree.unflatten(self._structure, leaves)
 
 
-def _require_alive(leaf: Leaf, array: Any) -> None:
+def _require(leaf: Leaf, array: Any, layouts: Sequence[Sharding]) -> None:
     if not isinstance(array, jax.Array):
         raise ValueError(f"{leaf.path} is a {type(array).__name__}; expected a jax.Array in the training layout")
     if array.is_deleted():
@@ -238,3 +244,14 @@ def _require_alive(leaf: Leaf, array: Any) -> None:
         raise ValueError(
             f"{leaf.path} is {array.dtype}{array.shape}; expected {leaf.trained.dtype}{leaf.trained.shape}"
         )
+    if not any(array.sharding.is_equivalent_to(layout, array.ndim) for layout in layouts):
+        raise ValueError(
+            f"{leaf.path} is laid out as {_named(array.sharding)}; expected {_named(layouts[0])}; put it there first"
+        )
+
+
+def _named(layout: Sharding) -> str:
+    if not isinstance(layout, NamedSharding):
+        return str(layout)
+    axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.shape.items() if size > 1)
+    return f"{layout.spec} over {axes or 'one device'} in {layout.memory_kind} memory"

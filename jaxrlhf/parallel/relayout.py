@@ -37,6 +37,15 @@ class Leaf(NamedTuple):
         """Per device while generating, without a master."""
         return shard_bytes(self.generated, self.generated.sharding)
 
+    @property
+    def passing_bytes(self) -> int:
+        """Per device, most that a step takes for it beside the layout that it goes to.
+
+        Its source and XLA's temporaries: what is gathered along another dimension than the first arrives
+        out of order in a buffer of its own, and what is gathered along two passes through one more.
+        """
+        return self.train_bytes + 2 * self.generation_bytes
+
 
 class Step(NamedTuple):
     """One compiled program over some leaves, and which of them are freed once it ran.
@@ -52,12 +61,18 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How weights with one pattern of ties switch there and back, and the bytes a device receives."""
+    """How weights with one pattern of ties switch there and back.
+
+    Attributes:
+      bytes_per_device: Most that a device receives.
+      beside_bytes_per_device: Of the masters that stay on the device beside the copies that generate.
+    """
 
     there: list[Step]
     back: list[Step]
     bytes_per_device: int
     bytes_back_per_device: int
+    beside_bytes_per_device: int
 
 
 def paired(trained: Any, generated: Any) -> list[Leaf]:
@@ -96,7 +111,7 @@ def plan(leaves: Sequence[Leaf], ties: tuple[int, ...], *, bucket_bytes: int) ->
     """The steps of a switch; a tied weight is in one step once.
 
     Args:
-      bucket_bytes: Per device, of the leaves that move in place in one step; one leaf at least.
+      bucket_bytes: Per device, the most that a step takes beside its target; one leaf at least.
 
     Raises:
       ValueError: Tied leaves that want different layouts.
@@ -105,17 +120,18 @@ def plan(leaves: Sequence[Leaf], ties: tuple[int, ...], *, bucket_bytes: int) ->
     places = [place for place, first in enumerate(ties) if place == first]
     cast = [place for place in places if leaves[place].cast]
     moved = [place for place in places if leaves[place].moves]
-    buckets = list(_buckets(leaves, moved, bucket_bytes))
-    there = [_step(bucket, [leaves[place].generated for place in bucket], freed=bucket) for bucket in buckets[:-1]]
-    # Casts free nothing, so they run with the last bucket: one program where there is one bucket.
-    last = buckets[-1] if buckets else []
-    if last or cast:
-        there.append(_step(last + cast, [leaves[place].generated for place in last + cast], freed=last))
-    back = [_step(bucket, [leaves[place].trained for place in bucket], freed=bucket) for bucket in buckets]
+    there = [
+        _step(bucket, [leaves[place].generated for place in bucket], freed=[p for p in bucket if leaves[p].moves])
+        for bucket in _buckets(leaves, moved + cast, bucket_bytes)
+    ]
+    back = [
+        _step(bucket, [leaves[place].trained for place in bucket], freed=bucket)
+        for bucket in _buckets(leaves, moved, bucket_bytes)
+    ]
     # Masters of casts and shared leaves never left, so only what moved in place comes back.
     received = _received([leaves[place].trained for place in places], [leaves[place].generated for place in places])
     received_back = _received([leaves[place].generated for place in moved], [leaves[place].trained for place in moved])
-    return Plan(there, back, received, received_back)
+    return Plan(there, back, received, received_back, sum(leaves[place].train_bytes for place in cast))
 
 
 def _step(places: list[int], targets: list[jax.ShapeDtypeStruct], *, freed: list[int]) -> Step:
@@ -131,7 +147,7 @@ def _buckets(leaves: Sequence[Leaf], places: list[int], bucket_bytes: int) -> It
     bucket: list[int] = []
     held = 0
     for place in places:
-        size = max(leaves[place].train_bytes, leaves[place].generation_bytes)
+        size = leaves[place].passing_bytes
         if bucket and held + size > bucket_bytes:
             yield bucket
             bucket, held = [], 0

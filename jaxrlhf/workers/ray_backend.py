@@ -31,7 +31,7 @@ from jaxrlhf.workers.roles import WORKERS
 from jaxrlhf.workers.settings import Row
 
 LOGS = "hosts"
-"""Folder of the workdir with what each host prints."""
+"""Folder of the workdir with what each host and its reward functions print."""
 
 PROGRESS_S = 1.0
 """Between two looks at how far a host is."""
@@ -61,7 +61,8 @@ class RayRanks(Ranks):
         self._processes, self._progress = processes, progress
 
     def on_all(self, method: str, *args: Any) -> list[Any]:
-        stored = self._processes.call(method, *args, label=f"{self.name}.{method}")
+        label = ".".join(args[:2]) if method == "item" else f"{self.name}.{method}"  # as in critic_optimizer.save
+        stored = self._processes.call(method, *args, label=label)
         return [result.load() for result in stored]
 
     def call(self, role: str, verb: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Gathered:
@@ -132,7 +133,8 @@ class RayPools(Pools):
         self._connection, self._after = connection, after
 
     def rows(self) -> list[Row]:
-        where = f"{self._connection.nodes} machines; dashboard: {self._connection.dashboard}"
+        machines = f"{self._connection.nodes} machine{'s' * (self._connection.nodes > 1)}"
+        where = f"{machines}; dashboard: {self._connection.dashboard}"
         return [("cluster", "Ray", self._connection.address, where), *super().rows()]
 
     def close(self) -> None:
@@ -155,7 +157,7 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
     ranks: list[Ranks] = []
     try:
         folder = workdir or Path(after.enter_context(tempfile.TemporaryDirectory(prefix="jaxrlhf-")))
-        output = None if workdir is None else workdir.absolute() / REWARD_OUTPUT
+        output = None if workdir is None else workdir.absolute() / LOGS / REWARD_OUTPUT
         for pool in _pools_of_hosts(config, cluster, machines=connection.nodes):
             processes = HostProcesses(
                 pool.name,

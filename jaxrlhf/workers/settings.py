@@ -108,7 +108,7 @@ def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[Row]:
         ("switch", "weights", _bytes(hybrid.train_bytes_per_device), "per device in the train layout"),
         ("switch", "received", _bytes(hybrid.bytes_per_device), f"per device per switch; {how}"),
         ("switch", "received back", _bytes(hybrid.bytes_back_per_device), "per device per switch"),
-        ("switch", "redundant", _bytes(hybrid.redundancy_bytes_per_device), "per device, held in both layouts"),
+        ("switch", "redundant", _bytes(hybrid.redundancy_bytes_per_device), "per device, not needed to generate"),
     ]
     if hybrid.copy_bytes_per_device:
         copied = f"per device while generating: {builder.dtype.name} beside the float32 masters"
