@@ -102,6 +102,22 @@ def test_leaves_that_fit_are_offered_as_they_are() -> None:
     assert [then - now for then, now in zip(alive, bytes_in_use(SOURCE), strict=True)] == [size] * 4
 
 
+def test_leaves_that_do_not_stay_are_offered_as_copies_and_the_others_only_once() -> None:
+    specs = {"layers": (None, "tensor"), "bias": (), "scale": (), "table": ("tensor",)}
+    tree = jax.device_put(values(1), placed(mesh_of(1, 2, 2, devices=SOURCE), specs))
+    layout, exchange = target_of(1, 1, 2, specs=specs | {"table": ()}), Exchange()  # a table that has to be gathered
+    before = bytes_in_use(SOURCE)
+    offer = exchange.offer(tree, splits_of(layout, tree), keep=False)
+    copies = 4 * 16 * 16 + 2 * 8 + 4 + 4 * 4 * 8
+    assert [now - then for now, then in zip(bytes_in_use(SOURCE), before, strict=True)] == [copies] * 4
+    for leaf in tree.values():
+        leaf.delete()
+    weights, _ = exchange.take([offer], layout)
+    assert in_place(weights, values(1))
+    given = 4 * 16 * 16 + 2 * 8 + 4 + 4 * 4 * 8 // 2
+    assert [then - now for now, then in zip(bytes_in_use(SOURCE), before, strict=True)] == [given] * 4
+
+
 class HostConversions:
     """Counts the arrays that become numpy arrays, of which JAX itself makes some inside `device_put`."""
 

@@ -234,11 +234,22 @@ def test_weights_that_the_source_deleted_before_they_were_taken_are_an_error(sou
     assert "deleted or donated" in str(error)
 
 
+def test_weights_that_go_before_they_are_taken_are_offered_as_copies(source: Remote) -> None:
+    """As those that are offloaded right after the offer."""
+    layout, exchange = here(1, 1, 4), Exchange(limit_s=LIMIT_S)
+    for carrier in ("direct", "host"):
+        source.tell("make_as_wanted", 1)
+        offer = source.tell("offer", splits_of(layout, values(0)), carrier, False)
+        source.tell("delete")
+        weights, _ = exchange.take([offer], layout)
+        assert in_place(weights, values(1))
+
+
 def test_a_backend_without_a_transfer_server_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     from jax.experimental import transfer
 
     monkeypatch.delattr(transfer, "start_transfer_server")
-    with pytest.raises(TransferError, match="set the carrier of transfers to 'host'"):
+    with pytest.raises(TransferError, match=r'set cluster\.weights to "host"'):
         Exchange("127.0.0.2")._wire.publish([])
 
 

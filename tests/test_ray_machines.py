@@ -1,6 +1,7 @@
 """Host processes on a cluster of several machines, which are several of Ray's nodes on this one."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -9,8 +10,9 @@ import ray_world
 from ray.cluster_utils import Cluster
 
 from jaxrlhf.config import RayCluster
+from jaxrlhf.hosts import processes
 from jaxrlhf.hosts.cluster import connect, disconnect, platform
-from jaxrlhf.hosts.failure import HostDied, HostNotStarted
+from jaxrlhf.hosts.failure import Host, HostDied, HostNotStarted
 from jaxrlhf.hosts.processes import HostProcesses
 
 pytestmark = pytest.mark.slow
@@ -82,6 +84,18 @@ def test_accelerators_are_asked_of_ray(cluster, tmp_path):
     assert variables["JAX_PLATFORMS"] == "cpu"
 
 
+def test_the_end_of_processes_on_other_machines_is_awaited(cluster, tmp_path, monkeypatch):
+    pool = HostProcesses("far", Placed, hosts=2, cluster=cluster, log_directory=tmp_path)
+    os.kill(pool.hosts[1].pid, signal.SIGSTOP)  # so that Ray needs several seconds to kill it
+    pids = [host.pid for host in pool.hosts]
+    monkeypatch.setattr(pool, "_hosts", [Host("far", rank, "203.0.113.1", pid) for rank, pid in enumerate(pids)])
+    start = time.monotonic()
+    pool.close()
+    assert 4 < time.monotonic() - start < 9
+    time.sleep(0.5)  # a process that let go of everything is listed for a moment
+    assert not any(map(ray_world.exists, pids))
+
+
 def test_a_cluster_may_grow_so_what_it_lacks_is_awaited(cluster, tmp_path):
     large = RayCluster(address=cluster.address, devices_per_host=8, platform="cuda", start_timeout_s=3.0)
     message = r"asks for 1 host processes with CPU 1, GPU 8 each; the cluster has CPU 16, GPU 16, .* came up in 3 s"
@@ -89,7 +103,8 @@ def test_a_cluster_may_grow_so_what_it_lacks_is_awaited(cluster, tmp_path):
         HostProcesses("large", Placed, hosts=1, cluster=large, log_directory=tmp_path)
 
 
-def test_a_lost_machine_ends_the_pool(machines, cluster, tmp_path):
+def test_a_lost_machine_ends_the_pool(machines, cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "END_S", 1.0)  # Ray gives up the room on it only when several heartbeats are missing
     pool = HostProcesses("doomed", Placed, hosts=2, cluster=cluster, log_directory=tmp_path)
     lost = results(pool, "node")[1]
     machines[0].remove_node(next(node for node in machines[1] if node.node_id == lost), allow_graceful=False)

@@ -62,12 +62,12 @@ class Peer:
     """What the process can be told to do."""
 
     def __init__(self) -> None:
-        self.exchange = Exchange(limit_s=30.0)
+        self.reach_at("127.0.0.1")
         self.target: dict[str, NamedSharding] = {}
         self.tree: Any = None
 
     def reach_at(self, host: str) -> None:
-        self.exchange = Exchange(host, limit_s=30.0)
+        self.exchanges = {carrier: Exchange(host, carrier=carrier, limit_s=30.0) for carrier in ("direct", "host")}
 
     def make(self, sizes: tuple[int, ...], step: int, size: int) -> None:
         """Hold the weights of a step in the training layout."""
@@ -89,11 +89,11 @@ class Peer:
         self.target = placed(mesh_of(*sizes), GENERATED)
         return splits_of(self.target, values(0))
 
-    def offer(self, splits: Splits, carrier: Any) -> Offer:
-        return self.exchange.offer(self.tree, splits, carrier=carrier)
+    def offer(self, splits: Splits, carrier: str, keep: bool = True) -> Offer:
+        return self.exchanges[carrier].offer(self.tree, splits, keep=keep)
 
     def take(self, offers: list[Offer], step: int) -> tuple[bool, int, str]:
-        tree, delivery = self.exchange.take(offers, self.target)
+        tree, delivery = self.exchanges["direct"].take(offers, self.target)
         return in_place(tree, values(step)), delivery.bytes_per_device, delivery.carrier
 
     def resident_bytes(self) -> int:

@@ -112,6 +112,14 @@ def place(name: str, hosts: int, cluster: RayCluster, *, timeout_s: float) -> An
     return group
 
 
+def is_vacant(group: Any) -> bool:
+    """Whether Ray has seen the end of every process in a pool's room."""
+    import ray
+
+    room = f"CPU_group_{group.id.hex()}"  # Ray's name for what is set aside on all machines together
+    return ray.available_resources().get(room, 0) >= ray.cluster_resources().get(room, 0)
+
+
 def environment(cluster: RayCluster) -> dict[str, str]:
     """Environment variables of host processes, set before Python starts."""
     kind = platform(cluster)

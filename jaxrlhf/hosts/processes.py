@@ -264,13 +264,29 @@ class HostProcesses:
             if self._failure is not None:
                 return
             self._failure = failure
+            import ray
+
+            for actor in self._actors:
+                ray.kill(actor)
+            if self._group is not None:
+                self._await_end()
+                ray.util.remove_placement_group(self._group)
+
+    def _await_end(self) -> None:
+        """Wait for killed processes to be gone, so that whoever comes next finds devices and memory free.
+
+        Those of this machine can be seen. Of others Ray tells by giving back their room; a call on a
+        killed actor would not tell, it fails as soon as the actor is to be killed.
+        """
         import ray
 
-        for actor in self._actors:
-            ray.kill(actor)
-        if self._group is not None:
-            ray.util.remove_placement_group(self._group)
-        _await_end([host.pid for host in self._hosts if host.node_ip == ray.util.get_node_ip_address()])
+        here = ray.util.get_node_ip_address()
+        pids = [host.pid for host in self._hosts if host.node_ip == here]
+        deadline = time.monotonic() + END_S
+        while time.monotonic() < deadline:
+            if not any(Path(f"/proc/{pid}").exists() for pid in pids) and ray_cluster.is_vacant(self._group):
+                return
+            time.sleep(0.05)
 
 
 def _launch(group: Any, hosts: int, cluster: RayCluster) -> list[Any]:
@@ -311,10 +327,3 @@ def _value_now(reference: Any) -> Any:
     with suppress(ray.exceptions.RayError):  # late, or dead
         return ray.get(reference, timeout=0)
     return None
-
-
-def _await_end(pids: list[int | None]) -> None:
-    """Wait for killed processes to be gone, so that whoever comes next finds devices and memory free."""
-    deadline = time.monotonic() + END_S
-    while any(Path(f"/proc/{pid}").exists() for pid in pids if pid) and time.monotonic() < deadline:
-        time.sleep(0.05)

@@ -17,7 +17,8 @@ from jaxrlhf.parallel.offload import HostArray, Moved, device_bytes, to_device, 
 from jaxrlhf.parallel.overlap import missing_bytes, refines
 from jaxrlhf.parallel.pool import ResourcePool
 from jaxrlhf.parallel.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shard_bytes, shardings
-from jaxrlhf.parallel.transfer import Delivery, Exchange, Offer, Splits, TransferError, splits_of
+from jaxrlhf.parallel.transfer import Delivery, Exchange, Offer, Splits, splits_of
+from jaxrlhf.parallel.wire import TransferError
 
 __all__ = [
     "AXES",

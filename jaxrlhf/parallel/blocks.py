@@ -85,15 +85,17 @@ def block_numbers(sharding: Sharding, grid: LeafGrid) -> dict[jax.Device, int]:
     return {device: _number(start, grid.ways) for device, start in starts.items()}
 
 
-def as_blocks(leaves: Sequence[jax.Array], grids: Sequence[LeafGrid]) -> Blocks:
+def as_blocks(leaves: Sequence[jax.Array], grids: Sequence[LeafGrid], *, share: bool) -> Blocks:
     """The leaves cast, gathered and cut into the blocks of the grids, without the host.
 
-    Leaves that are in the right dtype and grid are not copied.
+    Args:
+      share: Whether leaves that are in the right dtype and grid are taken as they are; else they are copied.
 
     Raises:
       ValueError: A leaf has another shape than its grid, or is on no mesh.
     """
     plans = [_plan(leaf, grid) for leaf, grid in zip(leaves, grids, strict=True)]
+    plans = [plan._replace(fits=plan.fits and share) for plan in plans]
     rest = [leaf for leaf, plan in zip(leaves, plans, strict=True) if not plan.fits]
     program = _program(tuple(plan for plan in plans if not plan.fits))
     made = jax.block_until_ready(program(rest)) if rest else []
@@ -116,7 +118,7 @@ class _Plan(NamedTuple):
     Attributes:
       sharding: What it is gathered to.
       cuts: How many ways each device's part is then cut, along each dimension.
-      fits: Whether it is there already.
+      fits: Whether it is there already, and is taken as it is.
     """
 
     grid: LeafGrid
@@ -182,7 +184,7 @@ def _program(plans: tuple[_Plan, ...]) -> Any:
     def one(leaf: jax.Array, plan: _Plan) -> list[jax.Array]:
         cast = leaf.astype(plan.grid.dtype)
         if math.prod(plan.cuts) == 1:
-            return [cast]
+            return [jnp.copy(cast)]  # or, where nothing changes, the leaf itself would come out
         gathered = jax.lax.with_sharding_constraint(cast, plan.sharding)
         cut, spec = functools.partial(_cut, cuts=plan.cuts), plan.sharding.spec
         return jax.shard_map(cut, mesh=plan.sharding.mesh, in_specs=spec, out_specs=spec)(gathered)

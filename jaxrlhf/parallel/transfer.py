@@ -12,12 +12,17 @@ the target's devices need. Those travel as they are, by one of three carriers:
 - `host`: numpy arrays inside the offer, which travel with the message that carries it. Only
   where that is asked for.
 
-Of the devices that hold a block, the one that has sent least sends it.
+`Splits` and `Offer` travel in messages: between processes both are pickled. An offer has a parcel
+for each process of the target, and the parcels of all the source's processes together hold each
+block that the target's process needs once. Of the devices that hold a block, the one that has
+sent least sends it.
 
 Source: HybridFlow (arXiv:2409.19256), section 5.
 """
 
+import os
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +30,147 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxrlhf.parallel.blocks import BlockId, Blocks, LeafGrid, as_blocks, block_numbers, grid_of
-from jaxrlhf.parallel.offers import Held, Landed, Offer, Packed, Parcel, Posted, Splits, Wanted, splits_of, this_process
-from jaxrlhf.parallel.wire import TransferError, Wire
+from jaxrlhf.parallel.wire import Ticket, Wire
 
-__all__ = ["Delivery", "Exchange", "Offer", "Splits", "TransferError", "splits_of"]
+_PROCESS = uuid.uuid4().hex
+
+Wanted = Mapping[BlockId, Sequence[jax.Device]]
+"""For each block that this process needs, the devices that need it."""
+
+Landed = dict[tuple[BlockId, jax.Device], jax.Array]
+"""Blocks on devices of the target."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What a target needs of a tree. Travels to the source.
+
+    Attributes:
+      grids: How each leaf is split, in the order of the tree.
+      needs: For each process of the target, by its index there, the blocks that it needs.
+      process: Where this was made.
+    """
+
+    grids: tuple[LeafGrid, ...]
+    needs: tuple[tuple[int, tuple[BlockId, ...]], ...]
+    process: str
+
+
+def splits_of(shardings: Any, shapes: Any) -> Splits:
+    """What a target with these shardings needs.
+
+    Args:
+      shardings: Tree of shardings over all the target's devices, those of its other processes too.
+      shapes: The same tree of shaped arrays, with the dtype that is wanted.
+    """
+    layout = jax.tree_util.tree_leaves_with_path(shardings)
+    pairs = zip(layout, jax.tree.leaves(shapes), strict=True)
+    grids = tuple(grid_of(jax.tree_util.keystr(path), sharding, array) for (path, sharding), array in pairs)
+    needs: dict[int, set[BlockId]] = {}
+    for leaf, (grid, (_, sharding)) in enumerate(zip(grids, layout, strict=True)):
+        for device, number in block_numbers(sharding, grid).items():
+            needs.setdefault(device.process_index, set()).add(BlockId(leaf, number))
+    return Splits(
+        grids, tuple((process, tuple(sorted(blocks))) for process, blocks in sorted(needs.items())), _this_process()
+    )
+
+
+class Held:
+    """Blocks for a target in the same process: the arrays themselves, each as often as the source holds it."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+
+    @property
+    def blocks(self) -> tuple[BlockId, ...]:
+        return tuple(self._blocks.here)
+
+    def land(self, wanted: Wanted, grids: Sequence[LeafGrid], _: Wire) -> Landed:
+        """The blocks on every device that wants them; what existed for the offer only is freed."""
+        load: Counter[jax.Device] = Counter()
+        arrays, places = [], []
+        for block, targets in wanted.items():
+            for target in targets:
+                array = min(self._blocks.here[block].values(), key=lambda copy: load[copy.device])
+                load[array.device] += grids[block.leaf].block_bytes
+                arrays.append(array)
+                places.append((block, target))
+        if shared := set(load) & {target for _, target in places}:
+            raise ValueError(
+                f"source and target share devices {sorted(shared, key=lambda device: device.id)}; a transfer is "
+                "between disjoint pools, and inside one pool the HybridEngine switches layouts"
+            )
+        landed = jax.block_until_ready(jax.device_put(arrays, [target for _, target in places]))
+        self.release()
+        return dict(zip(places, landed, strict=True))
+
+    def release(self) -> None:
+        """Free what exists for the offer only, and let go of the rest."""
+        self._blocks.free()
+        self._blocks = Blocks({}, {}, [])
+
+    def __reduce__(self) -> Any:
+        # Pickling would take the arrays through host memory without a word.
+        raise TypeError(
+            "an offer to a target in this process cannot leave it; for a target in another process, call "
+            "splits_of there"
+        )
+
+
+@dataclass(frozen=True)
+class Posted:
+    """Blocks for one process of the target, to be pulled from a process of the source, in this order."""
+
+    blocks: tuple[BlockId, ...]
+    ticket: Ticket
+
+    def land(self, wanted: Wanted, grids: Sequence[LeafGrid], wire: Wire) -> Landed:
+        """The blocks on their way to one device each, in turns."""
+        places = [(block, wanted[block][turn % len(wanted[block])]) for turn, block in enumerate(self.blocks)]
+        shapes = [
+            jax.ShapeDtypeStruct(grid.block_shape, grid.dtype, sharding=SingleDeviceSharding(device))
+            for grid, device in ((grids[block.leaf], device) for block, device in places)
+        ]
+        return dict(zip(places, wire.pull(self.ticket, shapes), strict=True))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Blocks for one process of the target, in the memory of the host."""
+
+    arrays: Mapping[BlockId, np.ndarray]
+
+    @property
+    def blocks(self) -> tuple[BlockId, ...]:
+        return tuple(self.arrays)
+
+    def land(self, wanted: Wanted, _: Sequence[LeafGrid], __: Wire) -> Landed:
+        """The blocks on one device each, in turns."""
+        places = [(block, wanted[block][turn % len(wanted[block])]) for turn, block in enumerate(self.arrays)]
+        # Not aliased: the numpy arrays may be pages of a store that wants them back.
+        landed = jax.device_put(list(self.arrays.values()), [device for _, device in places], may_alias=False)
+        return dict(zip(places, jax.block_until_ready(landed), strict=True))
+
+
+Parcel = Held | Posted | Packed
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one process of the source has for a target.
+
+    Attributes:
+      splits: What was asked for.
+      carrier: How it travels: `device`, `wire` or `host`.
+      parcels: For each process of the target, by its index there.
+    """
+
+    splits: Splits
+    carrier: str
+    parcels: Mapping[int, Parcel]
 
 
 @dataclass(frozen=True)
@@ -54,34 +193,37 @@ class Exchange:
 
     Args:
       host: Name or address under which the other hosts reach this one.
+      carrier: Of what is offered here. `direct` goes from device to device inside a process, and over
+        the wire between processes. `host` packs the blocks into the offer.
       limit_s: Most that taking waits for a source.
     """
 
-    def __init__(self, host: str = "127.0.0.1", *, limit_s: float = 300.0) -> None:
+    def __init__(
+        self, host: str = "127.0.0.1", *, carrier: Literal["direct", "host"] = "direct", limit_s: float = 300.0
+    ) -> None:
         self._wire = Wire(host)
+        self._carrier = carrier
         self._limit_s = limit_s
         self._offers: dict[Splits, Offer] = {}
 
-    def offer(self, tree: Any, splits: Splits, *, carrier: Literal["direct", "host"] = "direct") -> Offer:
+    def offer(self, tree: Any, splits: Splits, *, keep: bool = True) -> Offer:
         """Have a tree ready in the blocks of a target. Every process of the source calls this.
 
-        Leaves that are in the target's dtype and grid are offered as they are and have to live until
-        they are taken. The others are offered as copies, which are freed as they are taken; a tree
-        whose copies do not fit beside it can be offered and taken part by part. An earlier offer for
-        the same splits is withdrawn.
+        What is offered as copies is freed as it is taken; a tree whose copies do not fit beside it can
+        be offered and taken part by part. An earlier offer for the same splits is withdrawn.
 
         Args:
-          carrier: `direct` goes from device to device inside a process, and over the wire between
-            processes. `host` packs the blocks into the offer.
+          keep: Whether the tree lives until it is taken. Then leaves that are in the target's dtype and
+            grid already are offered as they are; otherwise all are offered as copies.
 
         Raises:
           ValueError: The tree is not the one that the target described.
           TransferError: This backend has no transfer server.
         """
         self._withdraw(splits)
-        blocks = as_blocks(_leaves_like(tree, splits), splits.grids)
-        offer = self._offer(blocks, splits, carrier)
-        if offer.carrier != "host":
+        packs = self._carrier == "host"  # which takes copies, and now
+        offer = self._offer(as_blocks(_leaves_like(tree, splits), splits.grids, share=keep or packs), splits)
+        if not packs:
             self._offers[splits] = offer
         return offer
 
@@ -116,11 +258,11 @@ class Exchange:
         for splits in list(self._offers):
             self._withdraw(splits)
 
-    def _offer(self, blocks: Blocks, splits: Splits, carrier: str) -> Offer:
-        if carrier == "direct" and splits.process == this_process():
+    def _offer(self, blocks: Blocks, splits: Splits) -> Offer:
+        if self._carrier == "direct" and splits.process == _this_process():
             return Offer(splits, "device", {process: Held(blocks) for process, _ in splits.needs})
         served = _served(blocks, splits)
-        if carrier == "direct":
+        if self._carrier == "direct":
             # The server alone keeps the blocks alive from here on: what is pulled is free.
             posts = {to: Posted(tuple(parts), self._wire.publish(list(parts.values()))) for to, parts in served}
             return Offer(splits, "wire", posts)
@@ -144,6 +286,11 @@ class Exchange:
                 parcel.release()
             elif isinstance(parcel, Posted):
                 self._wire.withdraw(parcel.ticket)
+
+
+def _this_process() -> str:
+    """This process, unlike any other on any host."""
+    return f"{_PROCESS}/{os.getpid()}"  # a fork has the same modules
 
 
 def _packed(parts: Mapping[BlockId, jax.Array]) -> Packed:

@@ -123,7 +123,7 @@ def _server(host: str) -> Any:
         )
     except (AttributeError, jax.errors.JaxRuntimeError) as error:
         raise TransferError(
-            address, f"no transfer server of JAX starts here ({error}); set the carrier of transfers to 'host'"
+            address, f'no transfer server of JAX starts here ({error}); set cluster.weights to "host"'
         ) from error
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.algos.objectives import TokenOutput
@@ -135,9 +133,8 @@ class Actor(TrainedWorker):
         """Have the weights ready as the ranks that generate want them; they come and take them."""
         with self.on_devices("parameters"):
             # What is sent back to the host after this would be gone before it is taken.
-            leaving = "parameters" in self._offload
-            params = jax.tree.map(jnp.copy, self.params) if leaving else self.params
-            return self.version, self._exchange.offer(params, wanted[0])
+            keep = "parameters" not in self._offload
+            return self.version, self._exchange.offer(self.params, wanted[0], keep=keep)
 
     @verb(THREE_D_PROTO)
     def compute_log_prob(self, rollout: Rollout) -> TokenOutput:
