@@ -148,7 +148,8 @@ class Builder:
     ) -> None:
         self.config, self.tokenizer, self.pool, self._progress = config, tokenizer, pool, progress
         self.rank = rank
-        self._exchange, self._reward_output = Exchange(address), reward_output
+        carrier = "direct" if config.cluster is None else config.cluster.weights
+        self._exchange, self._reward_output = Exchange(address, carrier=carrier), reward_output
         self.model = model_config(config.model, tokenizer)
         check_vocabulary(tokenizer, self.model, role="actor")
         self.dtype = compute_dtype(config, pool.devices)
