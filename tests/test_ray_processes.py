@@ -85,6 +85,10 @@ def test_the_environment_is_there_before_jax(world):
         assert fact["directory"] == os.getcwd()
 
 
+def test_hosts_give_way_to_nobody(world):
+    assert [fact["niceness"] for fact in results(world, "facts")] == [os.nice(0)] * 2
+
+
 def test_the_environment_holds_no_secrets(connection, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HF_HOME", "/models")
