@@ -32,7 +32,7 @@ from jaxrlhf.parallel import (
     factored_mesh,
     generation_mesh,
     local_island,
-    mesh_of,
+    replica_mesh,
     shardings,
 )
 from jaxrlhf.rewards.scorer import Scorer
@@ -164,7 +164,9 @@ class Builder:
             self.hybrid = HybridEngine.by_rules(mesh, generation, dims, self.shapes, dtype=self.dtype)
             self.sampler = None if apart else self._sampler(generation)
         if ROLLOUT in roles:
-            self.sampler = self._sampler(rollout_mesh(config, pool))
+            self.sampler = self._sampler(
+                replica_mesh(config.actor.layout, pool.devices, role=f"rollout on pool {pool.name!r}")
+            )
         self.scorer = self._scorer(reward_output) if "reward" in roles else None
 
     def _sampler(self, mesh: Mesh) -> Sampler:
@@ -318,23 +320,6 @@ class Builder:
         """End the reward workers."""
         if self.scorer is not None:
             self.scorer.close()
-
-
-def rollout_mesh(config: Config, pool: ResourcePool) -> Mesh:
-    """The mesh of a pool that only generates: as many replicas of the generation layout as fit.
-
-    Raises:
-      ValueError: The replicas do not fill the pool.
-    """
-    layout, total = config.actor.layout, len(pool.devices)
-    replica = layout.generation_stage * layout.generation_tensor
-    if total % replica:
-        raise ValueError(
-            f"rollout: generation_stage={layout.generation_stage} x generation_tensor={layout.generation_tensor} "
-            f"does not fill the {total} devices of pool {pool.name!r}; the product has to divide {total}"
-        )
-    sizes = {"data": total // replica, "stage": layout.generation_stage, "tensor": layout.generation_tensor}
-    return mesh_of(sizes, pool.devices)
 
 
 def _copy(params: Params, layout: Any, shapes: Any) -> Params:
