@@ -16,7 +16,7 @@ LOOKING_SHARE = 0.01
 
 
 class DevicePeak:
-    """Most bytes in use at once on any device of this process, between entering and leaving.
+    """Most bytes in use at once on any device, between entering and leaving.
 
         with DevicePeak() as peak:
             update(batch)
@@ -27,13 +27,17 @@ class DevicePeak:
     and then. On CPU it is the most that the arrays alive took. Exact for what is alive at the
     beginning and at the end. Memory of the host does not count.
 
+    Args:
+      devices: Those of other processes are left out; all of this process by default.
+
     Attributes:
       bytes: The peak so far; final once the phase is left.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
         self.bytes = 0
-        self._devices = jax.local_devices()
+        own = jax.local_devices()
+        self._devices = own if devices is None else [device for device in devices if device in own]
         self._left = threading.Event()
         self._look_took_s = 0.0
 
