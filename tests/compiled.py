@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 _ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
 _KINDS = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all|collective-broadcast|ragged-all-to-all"
@@ -113,18 +114,21 @@ def host_reads() -> Iterator[list[Any]]:
     """Shapes of the arrays that were read into host memory within the block.
 
     A transfer guard sees no reads on CPU devices, where an array already lies in host memory,
-    so this counts at the one place that every conversion of an array to numpy goes through.
+    so this counts where arrays are converted to numpy, by users or inside `jax.device_put`. One
+    conversion may count more than once.
     """
     array_type: Any = type(jnp.zeros(()))
-    original = array_type._value
     seen: list[Any] = []
 
-    def counted(array: jax.Array) -> Any:
-        seen.append(array.shape)
-        return original.fget(array)
+    def counting(original: Any) -> Any:
+        def counted(array: jax.Array, *arguments: Any, **options: Any) -> Any:
+            seen.append(array.shape)
+            return original(array, *arguments, **options)
 
-    array_type._value = property(counted)
-    try:
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(array_type, "_value", property(counting(array_type._value.fget)))
+        for name in ("__array__", "_single_device_array_to_np_array_did_copy"):
+            patch.setattr(array_type, name, counting(getattr(array_type, name)))
         yield seen
-    finally:
-        array_type._value = original

@@ -48,6 +48,7 @@ class World:
             "rank_promotion": jax.config.jax_numpy_rank_promotion,
             "threads": os.environ["NPROC"],
             "directory": os.getcwd(),
+            "niceness": os.nice(0),
         }
 
     def total(self) -> float:

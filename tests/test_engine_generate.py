@@ -257,15 +257,28 @@ def test_prefill_insert_and_decode_by_hand_give_what_generate_gives(engine):
     assert tuple(tokens) == expected.tokens
 
 
-def test_generate_leaves_no_cache_and_unload_no_weights(engine, params):
-    before = sum(array.nbytes for array in jax.live_arrays())
-    copy = jax.tree.map(jnp.copy, params)
-    engine.load(copy, version=2)
-    engine.generate(problems(2), Sampling(), seed=0)
-    del copy
-    engine.unload()
+def alive() -> int:
+    """Bytes of all arrays that somebody refers to."""
     gc.collect()
-    assert sum(array.nbytes for array in jax.live_arrays()) <= before
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_generate_leaves_no_cache_and_unload_no_weights(engine, params):
+    engine.unload()
+    before = alive()
+    copy = jax.tree.map(jnp.copy, params)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(copy))
+    engine.load(copy, version=2)
+    del copy
+    assert alive() == before + size
+    engine.generate(problems(2), Sampling(), seed=0)
+    assert alive() == before + size
+    engine.insert(engine.prefill([(1, 2, 3)]), [Placement(0, 0, 5)], Sampling(), seed=0)
+    assert alive() > before + size  # the cache would be seen
+    engine.free()
+    assert alive() == before + size
+    engine.unload()
+    assert alive() == before
     with pytest.raises(RuntimeError, match="call load"):
         engine.generate(problems(2), Sampling(), seed=0)
 

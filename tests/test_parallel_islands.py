@@ -23,7 +23,6 @@ from jaxrlhf.parallel import (
     generation_mesh,
     hand_over,
     island_of,
-    islands,
     local_island,
     mesh_of,
 )
@@ -58,6 +57,12 @@ def ids(mesh: Mesh) -> list[int]:
     return [device.id for device in mesh.devices.flat]
 
 
+def islands(mesh: Mesh, *, size: int) -> list[Mesh]:
+    """The mesh cut into islands of so many devices."""
+    order = list(mesh.devices.flat)
+    return [island_of(mesh, order[start : start + size]) for start in range(0, mesh.size, size)]
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_an_island_is_a_block_that_is_closed_under_generation_replicas(size: int) -> None:
     refused = 0
@@ -80,7 +85,7 @@ def test_an_island_is_a_block_that_is_closed_under_generation_replicas(size: int
 def test_one_process_is_the_whole_mesh() -> None:
     mesh = generation_mesh(Layout(tensor=4, generation_tensor=2), jax.devices())
     assert local_island(mesh) is mesh
-    assert islands(mesh, size=8) == (mesh,)
+    assert island_of(mesh, jax.devices()) == mesh
 
 
 @pytest.fixture
@@ -115,8 +120,6 @@ def test_devices_that_are_no_block_are_refused() -> None:
     for given in ([devices[0], devices[2]], [devices[1], devices[0]], devices[:0], [*devices, devices[0]]):
         with pytest.raises(ValueError, match="an island is a block of consecutive devices of its mesh"):
             island_of(mesh, given)
-    with pytest.raises(ValueError, match=r"8 devices do not fall into islands of 3; pick from \[1, 2, 4, 8\]"):
-        islands(mesh, size=3)
     tensor = mesh_of({"data": 4, "tensor": 2}, devices)
     with pytest.raises(ValueError, match="2 devices cannot generate by themselves"):
         island_of(tensor, devices[1:3])

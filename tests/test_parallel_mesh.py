@@ -19,6 +19,7 @@ from jaxrlhf.parallel import (
     generation_mesh,
     laid_out,
     mesh_of,
+    replica_mesh,
     shard_bytes,
     shardings,
 )
@@ -93,6 +94,18 @@ def test_micro_sizes_are_the_quotients() -> None:
 def test_sizes_that_do_not_fill_the_devices_say_what_would(layout: Layout, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         generation_mesh(layout, jax.devices(), role="critic")
+
+
+@pytest.mark.parametrize(
+    ("layout", "split"),
+    [(Layout(tensor=4, generation_tensor=2), {"tensor": 2}), (Layout(fsdp=8, generation_stage=2), {"stage": 2})],
+)
+def test_a_pool_that_only_generates_is_filled_with_replicas(layout: Layout, split: dict[str, int]) -> None:
+    mesh = replica_mesh(layout, jax.devices()[2:], role="rollout")
+    assert sizes(mesh) == {"data": 3} | split
+    assert list(mesh.devices.flat) == jax.devices()[2:]
+    with pytest.raises(ValueError, match=r"rollout: .* does not fill 5 devices with replicas of 2"):
+        replica_mesh(layout, jax.devices()[3:], role="rollout")
 
 
 def test_a_dimension_that_does_not_split_is_named() -> None:

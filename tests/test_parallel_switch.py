@@ -73,7 +73,7 @@ def test_a_device_put_between_splits_does_touch_the_host() -> None:
     params = rows_params(engine)
     with host_reads() as reads:
         jax.device_put(params, engine.generate)
-    assert reads == [(64, 16)]
+    assert (64, 16) in reads
     params = rows_params(engine)
     with pytest.raises(Exception, match="Disallowed host-to-device transfer"), jax.transfer_guard("disallow_explicit"):
         jax.device_put(params, engine.generate)

@@ -14,7 +14,7 @@ from jax.errors import JaxRuntimeError
 from jaxrlhf.config import RayCluster
 from jaxrlhf.hosts import processes
 from jaxrlhf.hosts.cluster import connect, disconnect, environment
-from jaxrlhf.hosts.failure import Host, HostDied, HostFailure, HostHung, HostNotStarted, may_have_lost_peer
+from jaxrlhf.hosts.failure import Host, HostClosed, HostDied, HostFailure, HostHung, HostNotStarted, may_have_lost_peer
 from jaxrlhf.hosts.processes import HostProcesses
 from jaxrlhf.hosts.stored import loaded_bytes, sent_bytes
 
@@ -83,6 +83,10 @@ def test_the_environment_is_there_before_jax(world):
         assert fact["rank_promotion"] == "raise"
         assert fact["threads"] == "32"
         assert fact["directory"] == os.getcwd()
+
+
+def test_hosts_give_way_to_nobody(world):
+    assert [fact["niceness"] for fact in results(world, "facts")] == [os.nice(0)] * 2
 
 
 def test_the_environment_holds_no_secrets(connection, monkeypatch):
@@ -168,6 +172,33 @@ def test_a_killed_host_ends_the_pool(connection, tmp_path):
         world.call("total", label="critic.update_critic")
     assert time.monotonic() - start < 0.5
     world.close()
+
+
+def test_close_ends_calls_of_other_threads(connection, tmp_path):
+    world = HostProcesses("closed", ray_world.World, hosts=1, cluster=CLUSTER, log_directory=tmp_path)
+    heard = []
+
+    def wait():
+        with pytest.raises(HostClosed, match=r"reward\.compute: pool 'closed' was closed by its owner") as info:
+            world.call("sleep", 1000.0, label="reward.compute")
+        heard.append((info.value, time.monotonic()))
+
+    threads = [threading.Thread(target=wait), threading.Thread(target=wait)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)  # until they wait
+    threads += [threading.Thread(target=world.close) for _ in range(2)]
+    start = time.monotonic()
+    for thread in threads[2:]:
+        thread.start()
+    world.close()
+    assert not ray_world.exists(world.hosts[0].pid)  # whichever of the three did it
+    for thread in threads:
+        thread.join(10)
+    assert [ended_s - start < 1.5 for _, ended_s in heard] == [True, True]
+    start = time.monotonic()
+    world.close()
+    assert time.monotonic() - start < 0.1
 
 
 @pytest.mark.parametrize(

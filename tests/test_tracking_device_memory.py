@@ -61,6 +61,15 @@ def test_the_peak_is_of_the_fullest_device(before: list[int]) -> None:
     del spread, single
 
 
+def test_only_the_given_devices_count(before: list[int]) -> None:
+    spread, single = of_kib(8000), jax.device_put(np.zeros((64, 1024), np.float32), jax.devices()[5])
+    with DevicePeak(jax.devices()[:4]) as without, DevicePeak(jax.devices()[4:6]) as within:
+        pass
+    assert without.bytes == max(before[:4]) + 1000 * KIB
+    assert within.bytes == max(before[4], before[5] + 256 * KIB) + 1000 * KIB
+    del spread, single
+
+
 def test_memory_of_the_host_does_not_count(before: list[int]) -> None:
     array = jax.device_put(of_kib(8000), SPLIT.with_memory_kind("pinned_host"))
     assert bytes_in_use(jax.local_devices()) == before

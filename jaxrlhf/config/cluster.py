@@ -10,6 +10,9 @@ from jaxrlhf.config.check import finite, not_negative, positive, require
 class RayCluster:
     """Host processes started by Ray, which needs the `ray` extra.
 
+    On a cluster that runs already, Ray starts processes with niceness 15, unless its machines were
+    started under `RAY_worker_niceness=0`.
+
     Attributes:
       address: `host:port` of a running Ray cluster, or `auto` on one of its machines; None
         starts a cluster on this machine and ends it with the run.

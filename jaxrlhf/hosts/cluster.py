@@ -37,7 +37,6 @@ class Connection:
     address: str
     dashboard: str
     nodes: int
-    cpus: float
     owned: bool
 
 
@@ -59,7 +58,6 @@ def connect(cluster: RayCluster) -> Connection:
         address=context.address_info["address"],
         dashboard=_dashboard(context.dashboard_url),
         nodes=sum(node["Alive"] for node in ray.nodes()),
-        cpus=ray.cluster_resources().get("CPU", 0.0),
         owned=owned,
     )
 
@@ -167,6 +165,8 @@ def _check_reachable(address: str | None) -> None:
 def _start(ray: Any, cluster: RayCluster) -> Any:
     options: dict[str, Any] = {"address": cluster.address or "local"}
     if cluster.address is None:
+        # Ray gives way to everything else on a machine: its processes are nice by 15. Host processes compute.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         options["num_cpus"] = round(LOCAL_HOSTS * max(1.0, cluster.cpus_per_host))
     ray._private.worker._worker_logs_enabled = False  # it prints deaths, which the errors here tell
     try:

@@ -55,7 +55,7 @@ class HostProcesses:
         self.name = name
         self._timeout_s = cluster.call_timeout_s
         self._log_directory = log_directory.absolute()
-        self._lock = threading.Lock()
+        self._ending = threading.RLock()  # a signal's handler may close the pool while it is being closed
         self._failure: HostFailure | None = None
         self._hosts = [Host(name) for _ in range(hosts)]
         self._actors: list[Any] = []
@@ -117,7 +117,7 @@ class HostProcesses:
         return _value_now(reference)
 
     def close(self) -> None:
-        """End the processes, whatever they are doing."""
+        """End the processes, whatever they are doing. Calls in progress in other threads raise `HostClosed`."""
         self._end(HostClosed(Host(self.name), f"{self.name}.close", "was closed by its owner"))
 
     def __enter__(self) -> "HostProcesses":
@@ -260,7 +260,7 @@ class HostProcesses:
 
     def _end(self, failure: HostFailure) -> None:
         """Kill every process, once; `failure` is what later calls say."""
-        with self._lock:
+        with self._ending:
             if self._failure is not None:
                 return
             self._failure = failure

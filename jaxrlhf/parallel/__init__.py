@@ -1,7 +1,7 @@
 """Meshes, sharding rules, the switch between layouts, and pools of devices."""
 
 from jaxrlhf.parallel.hybrid import HybridEngine, Switch, SwitchError
-from jaxrlhf.parallel.islands import hand_over, island_of, islands, local_island
+from jaxrlhf.parallel.islands import hand_over, island_of, local_island
 from jaxrlhf.parallel.memory import activation_bytes, logit_bytes
 from jaxrlhf.parallel.mesh import (
     AXES,
@@ -12,6 +12,7 @@ from jaxrlhf.parallel.mesh import (
     factored_mesh,
     generation_mesh,
     mesh_of,
+    replica_mesh,
 )
 from jaxrlhf.parallel.offload import HostArray, Moved, device_bytes, to_device, to_host
 from jaxrlhf.parallel.overlap import missing_bytes, refines
@@ -47,13 +48,13 @@ __all__ = [
     "generation_mesh",
     "hand_over",
     "island_of",
-    "islands",
     "laid_out",
     "local_island",
     "logit_bytes",
     "mesh_of",
     "missing_bytes",
     "refines",
+    "replica_mesh",
     "shard_bytes",
     "shardings",
     "splits_of",

@@ -47,19 +47,6 @@ def island_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
     return mesh_of(_sizes(mesh, count), devices)
 
 
-def islands(mesh: Mesh, *, size: int) -> tuple[Mesh, ...]:
-    """A generation mesh cut into islands of `size` devices.
-
-    Raises:
-      ValueError: The size does not divide the mesh, or cuts a generation replica.
-    """
-    if size < 1 or mesh.size % size:
-        fits = [n for n in range(1, mesh.size + 1) if mesh.size % n == 0]
-        raise ValueError(f"{mesh.size} devices do not fall into islands of {size}; pick from {fits}")
-    order = list(mesh.devices.flat)
-    return tuple(island_of(mesh, order[start : start + size]) for start in range(0, mesh.size, size))
-
-
 def local_island(mesh: Mesh, *, process_index: int | None = None) -> Mesh:
     """The island of one process, this one by default; with one process it is `mesh` itself.
 

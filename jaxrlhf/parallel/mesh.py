@@ -65,6 +65,15 @@ def generation_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str 
     train = factored_mesh(layout, devices, role=role)
     if layout.refines:
         return train
+    return replica_mesh(layout, devices, role=role)
+
+
+def replica_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str) -> Mesh:
+    """A mesh that is for generation alone: as many replicas of the generation layout as fill the devices.
+
+    Raises:
+      ValueError: The replicas do not fill the devices.
+    """
     total, replica = len(devices), layout.generation_stage * layout.generation_tensor
     if total % replica:
         raise ValueError(

@@ -16,7 +16,7 @@ LOOKING_SHARE = 0.01
 
 
 class DevicePeak:
-    """Most bytes in use at once on any of the devices, between entering and leaving.
+    """Most bytes in use at once on any device, between entering and leaving.
 
         with DevicePeak() as peak:
             update(batch)
@@ -28,7 +28,7 @@ class DevicePeak:
     beginning and at the end. Memory of the host does not count.
 
     Args:
-      devices: Of this process; None is all of them.
+      devices: Those of other processes are left out; all of this process by default.
 
     Attributes:
       bytes: The peak so far; final once the phase is left.
@@ -36,7 +36,8 @@ class DevicePeak:
 
     def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
         self.bytes = 0
-        self._devices = jax.local_devices() if devices is None else devices
+        own = jax.local_devices()
+        self._devices = own if devices is None else [device for device in devices if device in own]
         self._left = threading.Event()
         self._look_took_s = 0.0
 

@@ -32,7 +32,7 @@ from jaxrlhf.parallel import (
     factored_mesh,
     generation_mesh,
     local_island,
-    mesh_of,
+    replica_mesh,
     shardings,
 )
 from jaxrlhf.rewards.scorer import Scorer
@@ -167,7 +167,9 @@ class Builder:
                 self.hybrid = HybridEngine.by_rules(mesh, generation, dims, self.shapes, dtype=self.dtype)
                 self.sampler = self._sampler(generation)
         if ROLLOUT in roles:
-            self.sampler = self._sampler(rollout_mesh(config, pool))
+            self.sampler = self._sampler(
+                replica_mesh(config.actor.layout, pool.devices, role=f"rollout on pool {pool.name!r}")
+            )
         self._scorer: Scorer | None = None
         if "reward" in roles and not config.rewards.by_model:
             self.scorer()  # now, so that a function that does not load is refused before anything compiles
@@ -333,23 +335,6 @@ class Builder:
         if self._scorer is not None:
             self._scorer.close()
         self._exchange.close()
-
-
-def rollout_mesh(config: Config, pool: ResourcePool) -> Mesh:
-    """The mesh of a pool that only generates: as many replicas of the generation layout as fit.
-
-    Raises:
-      ValueError: The replicas do not fill the pool.
-    """
-    layout, total = config.actor.layout, len(pool.devices)
-    replica = layout.generation_stage * layout.generation_tensor
-    if total % replica:
-        raise ValueError(
-            f"rollout: generation_stage={layout.generation_stage} x generation_tensor={layout.generation_tensor} "
-            f"does not fill the {total} devices of pool {pool.name!r}; the product has to divide {total}"
-        )
-    sizes = {"data": total // replica, "stage": layout.generation_stage, "tensor": layout.generation_tensor}
-    return mesh_of(sizes, pool.devices)
 
 
 def _copy(params: Params, layout: Any, shapes: Any) -> Params:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.checkpoint import Item
@@ -69,7 +68,6 @@ class Host:
             reward_output=reward_output,
             address=address,
         )
-        self._devices = [device for device in pool.devices if device.process_index == jax.process_index()]
         self._workers: dict[str, Any] = {}
         self._items: dict[str, Item] = {}
         self._peaks: dict[str, int] = {}
@@ -101,7 +99,7 @@ class Host:
         args = method.protocol.distribute(args, worker.place)
         if role == "reward" and not self.builder.config.rewards.by_model:  # it uses no device
             return method(*args, **named)
-        with DevicePeak(self._devices) as peak:
+        with DevicePeak(self.pool.devices) as peak:
             result = method(*args, **named)
         self._peaks[verb] = max(self._peaks.get(verb, 0), peak.bytes)
         return result
