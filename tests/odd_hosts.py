@@ -18,12 +18,12 @@ def counting(rank: int, hosts: int, **settings: Any) -> Any:
 
 
 def sleeping(rank: int, hosts: int, **settings: Any) -> Any:
-    """A host of which the second sleeps for ever in its first update."""
+    """A host that sleeps for ever in the actor's first update."""
     host = make_host(rank, hosts, **settings)
     call = host.call
 
     def call_or_sleep(role: str, verb: str, *args: Any) -> Any:
-        while rank == 1 and verb == "update_actor":
+        while verb == "update_actor":
             time.sleep(1)
         return call(role, verb, *args)
 
