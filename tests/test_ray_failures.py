@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,12 @@ from jax.errors import JaxRuntimeError
 from jaxrlhf.config import RayCluster
 from jaxrlhf.config.command_line import is_refusal
 from jaxrlhf.hosts.cluster import connect, disconnect
-from jaxrlhf.hosts.failure import HostClosed, HostDied, HostHung, HostNotStarted, HostRaised
+from jaxrlhf.hosts.failure import HostDied, HostHung, HostNotStarted, HostRaised
 from jaxrlhf.hosts.processes import HostProcesses
 
 pytestmark = pytest.mark.slow
 
-CLUSTER = RayCluster(devices_per_host=2, platform="cpu", call_timeout_s=8.0)
+CLUSTER = RayCluster(devices_per_host=2, platform="cpu", call_timeout_s=20.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,16 +55,9 @@ def caught(kind, world, *args, **kwargs):
     return info.value, time.monotonic() - start
 
 
-def test_the_coordinator_is_to_blame_for_the_hosts_that_abort_with_it(pool):
-    world = pool()
-    error, seconds = caught(HostDied, world, "strike", 0, "be_killed")
-    assert seconds < 15
-    assert error.host == world.hosts[0]
-
-
 @pytest.mark.parametrize(
     ("error_s", "answer_s", "death_s"),
-    [pytest.param(0.0, 1000.0, 4.0, id="the error is first"), pytest.param(1.0, 0.0, 0.8, id="it had answered")],
+    [pytest.param(0.0, 1000.0, 3.5, id="the error is first"), pytest.param(1.0, 0.0, 0.8, id="it had answered")],
 )
 def test_a_death_is_told_and_not_what_follows_from_it(pool, error_s, answer_s, death_s):
     world = pool()
@@ -79,8 +73,8 @@ def test_a_peer_that_is_there_is_not_declared_dead(pool):
 
 
 def test_a_crash_is_told_with_its_stack(pool):
-    world = pool()
-    error, seconds = caught(HostDied, world, "strike", 1, "crash")
+    world = pool(hosts=1)
+    error, seconds = caught(HostDied, world, "strike", 0, "crash")
     assert seconds < 15
     assert "Segmentation fault" in str(error)
     assert "in crash" in str(error)
@@ -95,9 +89,9 @@ def test_a_killed_idle_host_is_found_by_the_next_call(pool):
 
 
 def test_the_host_that_sleeps_is_told_from_the_one_that_waits_for_it(pool):
-    world = pool()
+    world = pool(cluster=replace(CLUSTER, call_timeout_s=4.0))
     error, seconds = caught(HostHung, world, "strike", 1, "sleep_for_ever")
-    assert 8 <= seconds < 16
+    assert 4 <= seconds < 12
     assert error.host == world.hosts[1]
     sleeper, waiter = str(error).split(f"\n{world.hosts[0]}\n")
     assert "in sleep_for_ever" in sleeper
@@ -109,22 +103,25 @@ def test_the_host_that_sleeps_is_told_from_the_one_that_waits_for_it(pool):
     assert error.host == world.hosts[1]
 
 
-def test_a_bound_can_be_set_for_one_call(pool):
-    error, seconds = caught(HostHung, pool(hosts=1), "sleep_for_ever", timeout_s=1.0)
-    assert 1 <= seconds < 5
-    assert "time.sleep(1)" in str(error)
-
-
 def test_a_stopped_host_is_found_and_killed(pool):
     world = pool()
-    error, _ = caught(HostHung, world, "strike", 1, "be_stopped", timeout_s=3.0)
+    error, _ = caught(HostHung, world, "strike", 1, "be_stopped", timeout_s=2.0)
     assert error.host == world.hosts[1]
     assert "does not say what it does" in str(error)
     assert not any(ray_world.exists(host.pid) for host in world.hosts)
 
 
-def test_an_exception_keeps_its_type(pool):
+def test_an_exception_keeps_its_type_and_other_threads_hear_of_it(pool):
     world = pool()
+    heard = []
+
+    def wait():
+        with pytest.raises(HostRaised) as info:
+            world.call("sleep", 1000.0, label="reward.compute", timeout_s=60.0)
+        heard.append(info.value)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
     error, seconds = caught(KeyError, world, "strike", 1, "miss")
     assert seconds < 6  # the other host waits in a collective, and is not waited for
     assert error.args == ("no such prompt",)
@@ -132,8 +129,11 @@ def test_an_exception_keeps_its_type(pool):
     assert note.startswith(f"raised in actor.update_actor on {world.hosts[1]}")
     assert 'raise KeyError("no such prompt")' in note
     later, _ = caught(HostRaised, world, "total")
-    assert "raised KeyError: 'no such prompt'" in str(later)
-    assert later.__cause__ is error
+    thread.join(20)
+    for failure in [later, *heard]:
+        assert "raised KeyError: 'no such prompt' (in actor.update_actor" in str(failure)
+        assert failure.__cause__ is error
+    assert [failure.label for failure in heard] == ["reward.compute"]
 
 
 @pytest.mark.parametrize(
@@ -179,50 +179,17 @@ def test_a_host_that_does_not_start_in_time(pool):
     def factory(rank, hosts):
         time.sleep(1000)
 
-    cluster = RayCluster(devices_per_host=2, platform="cpu", start_timeout_s=15.0)
+    cluster = RayCluster(devices_per_host=2, platform="cpu", start_timeout_s=7.0)
     with pytest.raises(HostNotStarted, match=r"(?s)models\.start: host 0 .*time\.sleep\(1000\)"):
         pool(factory=factory, hosts=1, cluster=cluster)
-
-
-def test_a_thread_whose_pool_another_has_lost_hears_of_it(pool):
-    world = pool()
-    heard = []
-
-    def wait():
-        with pytest.raises(HostDied) as info:
-            world.call("sleep", 1000.0, label="reward.compute", timeout_s=60.0)
-        heard.append(info.value)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    caught(HostDied, world, "strike", 1, "be_killed")
-    thread.join(20)
-    assert [error.label for error in heard] == ["reward.compute"]
-    assert heard[0].host == world.hosts[1]
-
-
-def test_a_thread_beside_one_that_gets_an_exception_hears_of_it(pool):
-    world = pool(hosts=1)
-    heard = []
-
-    def wait():
-        with pytest.raises(HostRaised) as info:
-            world.call("sleep", 1000.0, label="reward.compute", timeout_s=60.0)
-        heard.append(info.value)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    error, _ = caught(KeyError, world, "strike", 0, "miss")
-    thread.join(20)
-    assert [str(failure.__cause__) for failure in heard] == [str(error)]
-    assert "reward.compute: host 0" in str(heard[0])
-    assert "raised KeyError: 'no such prompt' (in actor.update_actor" in str(heard[0])
 
 
 def test_a_pool_starts_again_beside_another(pool, tmp_path):
     other = pool("rewards", hosts=1)
     first = pool()
-    caught(HostDied, first, "strike", 1, "be_killed")
+    error, seconds = caught(HostDied, first, "strike", 0, "be_killed")
+    assert seconds < 15
+    assert error.host == first.hosts[0]  # the other one aborts when JAX's service is gone with it
     second = pool()
     assert [stored.load() for stored in second.call("total", label="actor.total")] == [10.0, 10.0]
     assert [stored.load() for stored in other.call("total", label="reward.total")] == [3.0]
@@ -242,14 +209,6 @@ def test_a_result_is_lost_with_its_host(pool):
             time.sleep(0.5)
     with pytest.raises(HostDied, match=r"actor\.ramp"):
         other.call("echo", stored, label="reward.echo", timeout_s=20.0)
-
-
-def test_a_closed_pool_says_so(pool):
-    world = pool(hosts=1)
-    world.close()
-    caught(HostClosed, world, "total")
-    with pytest.raises(HostClosed, match="was closed by its owner"):
-        world.status()
 
 
 def test_pools_overlap(pool):
@@ -280,20 +239,13 @@ connect(RayCluster(address="127.0.0.1:1"))
 
 
 ENDS = {
-    "disconnects": "world.close(); disconnect(connection)",
     "forgets": "pass",
-    "raises": "raise KeyError('oops')",
     "is killed": "os.kill(os.getpid(), 9)",
     "is terminated": "os.kill(os.getpid(), 15); time.sleep(60)",
 }
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_no_process_is_left_when_the_controller(end, tmp_path):
-    code = f"""
+CONTROLLER = """
 import os, sys, time
 from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
 import ray_world
 from jaxrlhf.config import RayCluster
 from jaxrlhf.hosts.cluster import connect, disconnect
@@ -301,19 +253,26 @@ from jaxrlhf.hosts.processes import HostProcesses
 
 cluster = RayCluster(devices_per_host=1, platform="cpu")
 connection = connect(cluster)
-world = HostProcesses("models", ray_world.World, hosts=2, cluster=cluster, log_directory=Path({str(tmp_path)!r}))
+world = HostProcesses("models", ray_world.World, hosts=1, cluster=cluster, log_directory=Path(sys.argv[1]))
 world.call("total", label="x")
 print(len(ray_world.marked(os.environ["RAY_TEST_MARK"])), flush=True)
-{ENDS[end]}
 """
-    mark = uuid.uuid4().hex
-    process = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"RAY_TEST_MARK": mark}, capture_output=True, text=True
-    )
-    assert int(process.stdout) > 5  # Ray's own and the hosts: they can be seen by their mark
-    # Nobody tells two of Ray's agents that a controller was killed; they look once a minute.
-    limit = time.monotonic() + (90 if end == "is killed" else 20)
-    while ray_world.marked(mark) and time.monotonic() < limit:
-        time.sleep(0.2)
-    assert ray_world.marked(mark) == []
-    assert "ray" not in process.stderr.lower() or end == "raises"
+
+
+def test_no_process_is_left_whatever_ends_the_controller(tmp_path):
+    # Of a cluster that is killed, agents look for the rest as long as this says; a minute, if nothing does.
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "RAY_gcs_rpc_server_reconnect_timeout_s": "5"}
+    started = []
+    for end, code in ENDS.items():
+        mark = uuid.uuid4().hex
+        command = [sys.executable, "-c", CONTROLLER + code, str(tmp_path / end)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append((mark, subprocess.Popen(command, env=environment | {"RAY_TEST_MARK": mark}, **pipes)))
+    for mark, process in started:
+        shown, complaints = process.communicate(timeout=120)
+        assert int(shown) > 5, complaints  # Ray's own and the host: they can be seen by their mark
+        limit = time.monotonic() + 30
+        while ray_world.marked(mark) and time.monotonic() < limit:
+            time.sleep(0.2)
+        assert ray_world.marked(mark) == []
+        assert "ray" not in complaints.lower()

@@ -198,6 +198,9 @@ def test_close_ends_calls_of_other_threads(connection, tmp_path):
     assert [ended_s - start < 1.5 for _, ended_s in heard] == [True, True]
     start = time.monotonic()
     world.close()
+    for ask in (world.status, lambda: world.call("total", label="reward.total")):
+        with pytest.raises(HostClosed, match="was closed by its owner"):
+            ask()
     assert time.monotonic() - start < 0.1
 
 
