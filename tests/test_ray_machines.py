@@ -1,7 +1,6 @@
 """Host processes on a cluster of several machines, which are several of Ray's nodes on this one."""
 
 import os
-import signal
 import time
 from functools import partial
 
@@ -13,7 +12,7 @@ from ray.cluster_utils import Cluster
 from jaxrlhf.config import RayCluster
 from jaxrlhf.hosts import processes
 from jaxrlhf.hosts.cluster import connect, disconnect, platform
-from jaxrlhf.hosts.failure import Host, HostDied, HostNotStarted
+from jaxrlhf.hosts.failure import Host, HostDied, HostHung, HostNotStarted
 from jaxrlhf.hosts.processes import HostProcesses
 
 pytestmark = pytest.mark.slow
@@ -84,14 +83,16 @@ def test_accelerators_are_asked_of_ray(cluster, tmp_path):
     assert variables["JAX_PLATFORMS"] == "cpu"
 
 
-def test_the_end_of_processes_on_other_machines_is_awaited(cluster, tmp_path, monkeypatch):
+def test_a_stopped_host_is_found_and_its_end_awaited(cluster, tmp_path, monkeypatch):
     pool = HostProcesses("far", Placed, hosts=2, cluster=cluster, log_directory=tmp_path)
-    os.kill(pool.hosts[1].pid, signal.SIGSTOP)  # so that Ray needs several seconds to kill it
     pids = [host.pid for host in pool.hosts]
+    # As if they were on machines whose processes cannot be seen from here.
     monkeypatch.setattr(pool, "_hosts", [Host("far", rank, "203.0.113.1", pid) for rank, pid in enumerate(pids)])
     start = time.monotonic()
-    pool.close()
-    assert 4 < time.monotonic() - start < 9
+    with pytest.raises(HostHung, match="does not say what it does") as info:
+        pool.call("strike", 1, "be_stopped", label="placed.strike", timeout_s=1.0)
+    assert info.value.host == pool.hosts[1]
+    assert 8 < time.monotonic() - start < 20  # 1 s for the call, 3 s for a word, and Ray takes 5 s to kill it
     time.sleep(0.5)  # a process that let go of everything is listed for a moment
     assert not any(map(ray_world.exists, pids))
 
