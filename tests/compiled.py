@@ -1,20 +1,21 @@
 """What a compiled program moves between devices, what devices hold, and what touches the host."""
 
+import itertools
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 _ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "pred": 1}
 _KINDS = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all|collective-broadcast|ragged-all-to-all"
-_INSTRUCTION = re.compile(rf" = (?P<result>.*?) (?P<kind>{_KINDS})(?:-start)?\((?P<rest>.*)$")
+_INSTRUCTION = re.compile(rf" = (?P<result>.*?) (?P<kind>{_KINDS})(?P<start>-start)?\((?P<rest>.*)$")
 
 
 class Collective(NamedTuple):
@@ -34,7 +35,8 @@ def collectives(program: jax.stages.Lowered) -> list[Collective]:
     """Compile and read every collective of the optimised program."""
     lines = program.compile().as_text().splitlines()
     found = [match for line in lines if (match := _INSTRUCTION.search(line))]
-    return [_collective(match["kind"], _bytes(match["result"]), match["rest"]) for match in found]
+    results = [_second(match["result"]) if match["start"] else match["result"] for match in found]
+    return [_collective(match["kind"], _bytes(text), match["rest"]) for match, text in zip(found, results, strict=True)]
 
 
 def _collective(kind: str, result_bytes: int, rest: str) -> Collective:
@@ -48,6 +50,13 @@ def _collective(kind: str, result_bytes: int, rest: str) -> Collective:
     # Of the result, a device of a group of n had its own n-th part.
     assert kind == "all-gather" or kind == "all-to-all", f"no rule for the bytes of {kind}"
     return Collective(kind, groups, result_bytes * (size - 1) // size)
+
+
+def _second(start: str) -> str:
+    """The result among what an asynchronous collective starts with: operands, results, and more at times."""
+    depths = np.cumsum([(mark in "([{") - (mark in ")]}") for mark in start])
+    commas = [at for at, mark in enumerate(start) if mark == "," and depths[at] == 1]
+    return start[commas[0] : commas[1] if len(commas) > 1 else None]
 
 
 def _bytes(result: str) -> int:
@@ -66,11 +75,28 @@ def _groups(rest: str) -> frozenset[frozenset[int]]:
     named = re.search(rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({numbers}{order}\))? \{{([^}}]*)\}}", rest)
     assert named is not None, rest
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-    along = [list(sizes).index(name) for name in re.findall(r"'(\w+)'(?=,|$)", named[4])]
-    assert len(along) == named[4].count(",") + 1, f"a part of an axis: {rest}"
-    ids = _iota(named[2] or str(math.prod(sizes.values())), named[3]).reshape(list(sizes.values()))
-    across = [axis for axis in range(ids.ndim) if axis not in along]
+    listed_parts = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?(?=,|$)", named[4])
+    assert len(listed_parts) == len(named[4].split(",")), rest
+    parts = [part for name, size in sizes.items() for part in _parts(size, _ranges(name, size, listed_parts))]
+    ids = _iota(named[2] or str(math.prod(sizes.values())), named[3]).reshape([size for size, _ in parts])
+    along = [at for at, (_, exchanged) in enumerate(parts) if exchanged]
+    across = [at for at, (_, exchanged) in enumerate(parts) if not exchanged]
     return _rows(ids.transpose(across + along).reshape(-1, math.prod(ids.shape[axis] for axis in along)))
+
+
+def _ranges(name: str, size: int, listed: list[tuple[str, str, str]]) -> list[tuple[int, int]]:
+    """The listed parts of one axis, from and to which product of its factors: `'a':(2)2` is 2 to 4."""
+    own = [(before, count) for axis, before, count in listed if axis == name]
+    return [(int(before), int(before) * int(count)) if before else (1, size) for before, count in own]
+
+
+def _parts(size: int, ranges: list[tuple[int, int]]) -> list[tuple[int, bool]]:
+    """An axis as a product of factors, each of which is inside one of the ranges or outside all."""
+    bounds = sorted({1, size, *(bound for bounds in ranges for bound in bounds)})
+    return [
+        (high // low, any(start <= low and high <= end for start, end in ranges))
+        for low, high in itertools.pairwise(bounds)
+    ]
 
 
 def _integers(text: str) -> list[int]:
@@ -127,8 +153,7 @@ def host_reads() -> Iterator[list[Any]]:
 
         return counted
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(array_type, "_value", property(counting(array_type._value.fget)))
-        for name in ("__array__", "_single_device_array_to_np_array_did_copy"):
-            patch.setattr(array_type, name, counting(getattr(array_type, name)))
+    methods = ("__array__", "_single_device_array_to_np_array_did_copy")
+    counted_methods = {name: counting(getattr(array_type, name)) for name in methods}
+    with mock.patch.multiple(array_type, _value=property(counting(array_type._value.fget)), **counted_methods):
         yield seen
