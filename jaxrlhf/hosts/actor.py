@@ -148,8 +148,7 @@ class HostProcess:
         )
 
     def _join(self, setup: Setup, number: int) -> int:
-        _write_to(log_path(setup.log_directory, setup.hosts[number]))
-        print(log_header(setup.hosts[number]), time.strftime("%Y-%m-%d %H:%M:%S"))
+        _open_log(setup.log_directory, setup.hosts[number])
         os.environ.update(setup.secrets)
         sys.path[:] = [*setup.import_path, *(entry for entry in sys.path if entry not in setup.import_path)]
         if Path(setup.directory).is_dir():
@@ -158,8 +157,7 @@ class HostProcess:
 
     def _start(self, setup: Setup, host: Host) -> None:
         if host not in setup.hosts:  # its rank is another now
-            _write_to(log_path(setup.log_directory, host))
-            print(log_header(host), time.strftime("%Y-%m-%d %H:%M:%S"))
+            _open_log(setup.log_directory, host)
         self._object = pickle.loads(setup.factory)(host.rank, len(setup.hosts))
 
     def _run(self, label: str, function: Any) -> Stored | Raised:
@@ -188,8 +186,9 @@ def log_header(host: Host) -> str:
     return f"== {host}"
 
 
-def _write_to(log: Path) -> None:
-    """Send everything that is printed, by C code too and in a crash, to `log`."""
+def _open_log(directory: Path, host: Host) -> None:
+    """Send everything that is printed, by C code too and in a crash, to the log of a host."""
+    log = log_path(directory, host)
     log.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -199,6 +198,7 @@ def _write_to(log: Path) -> None:
     os.close(file)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (STDOUT, STDERR))
     faulthandler.enable(sys.stderr, all_threads=False)
+    print(log_header(host), time.strftime("%Y-%m-%d %H:%M:%S"))
 
 
 def _join(setup: Setup, number: int) -> int:
