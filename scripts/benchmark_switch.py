@@ -181,7 +181,7 @@ def movements(programs: list[jax.stages.Lowered]) -> Movement:
 def tables(rows: list[Row], *, title: str) -> Iterator[Table]:
     """What each switch moves and how long it takes, and what it compiles to."""
     numbers = ("formula", "lacks", "gets", "s", "lacks back", "gets back", "s back")
-    figures = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    figures = Table(title=f"{title}; MB per device", title_justify="left", box=None, pad_edge=False, header_style="bold")
     programs = Table(title="\ncollectives", title_justify="left", box=None, pad_edge=False, header_style="bold")
     for heading in ("switch", *numbers):
         figures.add_column(heading, justify="right" if heading in numbers else "left", no_wrap=True)
@@ -245,7 +245,7 @@ def main() -> None:
         engine = make(sizes, devices)
         rows.append(measure(name, layout, engine, expected=paper, switch=switch, repeats=flags.repeats))
     facts = machine(devices)
-    title = f"{facts['parameters'] / 1e9:.2f}B float32 parameters, {facts['megabytes']:.0f} MB, on {facts['devices']}; MB per device"
+    title = f"{facts['parameters'] / 1e9:.2f}B float32 parameters, {facts['megabytes']:.0f} MB, on {facts['devices']}"
     Console().print(*tables(rows, title=title), sep="\n")
     if flags.json:
         record = {"machine": facts, "rows": [asdict(row) for row in rows]}
