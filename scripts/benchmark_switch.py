@@ -181,7 +181,8 @@ def movements(programs: list[jax.stages.Lowered]) -> Movement:
 def tables(rows: list[Row], *, title: str) -> Iterator[Table]:
     """What each switch moves and how long it takes, and what it compiles to."""
     numbers = ("formula", "lacks", "gets", "s", "lacks back", "gets back", "s back")
-    figures = Table(title=f"{title}; MB per device", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    title = f"{title}; MB per device"
+    figures = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     programs = Table(title="\ncollectives", title_justify="left", box=None, pad_edge=False, header_style="bold")
     for heading in ("switch", *numbers):
         figures.add_column(heading, justify="right" if heading in numbers else "left", no_wrap=True)
