@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxrlhf.parallel.offload import HostArray, device_bytes, to_device, to_host
+from jaxrlhf.parallel.offload import HostArray, copied_to, device_bytes, to_device, to_host
 from jaxrlhf.tracking.device_memory import bytes_in_use
 from jaxrlhf.tracking.timing import CompileCounter
 
@@ -120,6 +120,17 @@ def test_numpy_leaves_are_copies_both_ways() -> None:
     assert not blocks & returned and len(returned) == 8  # nor do devices share the host's
 
 
+def test_blocks_of_the_host_are_copied_even_where_jax_would_take_them_as_they_are() -> None:
+    memory = np.zeros(1024 + 16, np.float32)
+    aligned = memory[(-memory.ctypes.data % 64) // 4 :][:1024]
+    devices = jax.devices()
+    for copy, shared in ((lambda x, to: jax.device_put(x, to, may_alias=False), True), (copied_to, False)):
+        arrays = copy([aligned] * 8, devices)
+        pointers = {array.unsafe_buffer_pointer() for array in arrays}
+        assert (aligned.ctypes.data in pointers, len(pointers) < 8) == (shared, shared)
+        assert [array.device for array in arrays] == devices
+
+
 @WAYS
 def test_a_value_that_was_away_neither_recompiles_a_program_nor_stains_its_results(pinned: bool) -> None:
     program = jax.jit(lambda w: (w * 2, w.sum()))
@@ -172,7 +183,7 @@ import sys
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxrlhf.parallel.offload import device_bytes, to_device, to_host
+from jaxrlhf.parallel.offload import copied_to, device_bytes, to_device, to_host
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))

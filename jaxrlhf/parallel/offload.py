@@ -98,6 +98,13 @@ def to_device(tree: Any) -> tuple[Any, Moved]:
     return returned, Moved(_most(device_bytes(back)), time.perf_counter() - start)
 
 
+def copied_to(blocks: Sequence[np.ndarray], devices: Sequence[jax.Device]) -> list[jax.Array]:
+    """Each block in its device's memory, sharing none with the host's or with another device."""
+    # On CPU, JAX takes a numpy array that is well aligned for the device's buffer, whatever `may_alias` says.
+    own = [np.array(x) if device.platform == "cpu" else x for x, device in zip(blocks, devices, strict=True)]
+    return jax.block_until_ready(jax.device_put(own, list(devices)))
+
+
 def device_bytes(tree: Any) -> dict[jax.Device, int]:
     """Bytes that a tree takes in the memory of each of this process's devices; on the host it takes none.
 
@@ -140,9 +147,7 @@ def _from_numpy(arrays: Sequence[HostArray]) -> list[jax.Array]:
         for device, index in array.sharding.devices_indices_map(array.shape).items()
         if device in array.sharding.addressable_devices
     ]
-    data, devices = [block for _, block in places], [device for device, _ in places]
-    # Not aliased: on CPU, devices that replicate a block would share one buffer of the host.
-    copies = jax.block_until_ready(jax.device_put(data, devices, may_alias=False))
+    copies = copied_to([block for _, block in places], [device for device, _ in places])
     return list(_assembled([array.shape for array in arrays], [array.sharding for array in arrays], copies))
 
 

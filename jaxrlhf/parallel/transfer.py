@@ -33,6 +33,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxrlhf.parallel.blocks import BlockId, Blocks, LeafGrid, as_blocks, block_numbers, grid_of
+from jaxrlhf.parallel.offload import copied_to
 from jaxrlhf.parallel.wire import Ticket, Wire
 
 _PROCESS = uuid.uuid4().hex
@@ -150,9 +151,9 @@ class Packed:
     def land(self, wanted: Wanted, _: Sequence[LeafGrid], __: Wire) -> Landed:
         """The blocks on one device each, in turns."""
         places = [(block, wanted[block][turn % len(wanted[block])]) for turn, block in enumerate(self.arrays)]
-        # Not aliased: the numpy arrays may be pages of a store that wants them back.
-        landed = jax.device_put(list(self.arrays.values()), [device for _, device in places], may_alias=False)
-        return dict(zip(places, jax.block_until_ready(landed), strict=True))
+        # Copied: the numpy arrays may be pages of a store that wants them back.
+        landed = copied_to(list(self.arrays.values()), [device for _, device in places])
+        return dict(zip(places, landed, strict=True))
 
 
 Parcel = Held | Posted | Packed
