@@ -183,7 +183,7 @@ import sys
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxrlhf.parallel.offload import copied_to, device_bytes, to_device, to_host
+from jaxrlhf.parallel.offload import device_bytes, to_device, to_host
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
