@@ -137,7 +137,7 @@ def _with_restarts(shared: Shared, *, dry_run: bool) -> bool:
             if left == 0 or shared.interrupted.is_set():
                 raise
             left -= 1
-            text = f"{failure}\nlaunching anew from the last checkpoint; {left} restarts are left"
+            text = f"{failure}\nlaunching anew from the last checkpoint; {left} more would be allowed"
             default_console().print(text, markup=False, highlight=False, soft_wrap=True)
             shared = replace(shared, config=replace(shared.config, resume=True))
 
