@@ -20,6 +20,7 @@ FLOORS = {
     "rewards": 2,
     "engine": 3,
     "checkpoint": 3,
+    "planning": 4,
     "workers": 4,
     "controller": 5,
 }

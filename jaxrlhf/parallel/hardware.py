@@ -1,0 +1,63 @@
+"""What devices can do: the figures that predictions are made from, as data.
+
+A datasheet gives peaks; what a model reaches of them is in the `*_efficiency` shares. A file
+that `python -m jaxrlhf.calibrate` wrote holds measured rates and shares.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Machines of equal devices.
+
+    Devices of a machine are consecutive. Rates are per device and, for links, in one direction.
+
+    Attributes:
+      name: As it is asked for, such as `a100`.
+      machines: How many are joined by the network.
+      devices_per_machine: That share a machine's fast links, and one host process.
+      memory_bytes: Of one device.
+      matmul_flops_per_s: Peak of dense matrix products in the compute dtype.
+      memory_bytes_per_s: Peak of reading device memory.
+      link_bytes_per_s: What a device sends to others of its machine.
+      network_bytes_per_s: A machine's connection to other machines, over its devices. One
+        device alone may use the whole machine's.
+      host_bytes_per_s: Between a device and its host's memory.
+      link_latency_s: Of one step of a collective inside a machine.
+      network_latency_s: Of one step of a collective between machines.
+      layer_overhead_s: Of running one layer once, whatever its size: kernel launches.
+      dispatch_overhead_s: Of starting one program, host work included.
+      matmul_efficiency: Share of the matmul peak that a layer's forward and backward reach.
+      memory_efficiency: Share of the memory's peak that decoding reaches.
+      link_efficiency: Share of a link's or the network's peak that collectives reach.
+      usable_memory: Share of a device's memory that a plan may fill.
+      shared_compute: Devices are made up on one processor, as JAX does on CPU: rates are of a
+        device while all are busy, and one that works alone has the others' share too.
+      source: Where the figures are from.
+    """
+
+    name: str
+    machines: int
+    devices_per_machine: int
+    memory_bytes: float
+    matmul_flops_per_s: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    host_bytes_per_s: float
+    link_latency_s: float
+    network_latency_s: float
+    layer_overhead_s: float
+    dispatch_overhead_s: float
+    matmul_efficiency: float = 0.5
+    memory_efficiency: float = 0.7
+    link_efficiency: float = 0.8
+    usable_memory: float = 0.9
+    shared_compute: bool = False
+    source: str = ""
+
+    @property
+    def devices(self) -> int:
+        """In all machines."""
+        return self.machines * self.devices_per_machine

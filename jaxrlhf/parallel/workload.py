@@ -1,0 +1,86 @@
+"""What is to be computed: the models of a dataflow, and how much each of them does in a step."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxrlhf.architecture import Head, ModelConfig
+
+Stage = Literal["generate", "prepare", "update"]
+STAGES: tuple[Stage, ...] = ("generate", "prepare", "update")
+"""Of a step, one after another. Source: HybridFlow (arXiv:2409.19256), section 2.1."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of an algorithm.
+
+    Attributes:
+      prompts: Distinct ones; each is prefilled once.
+      responses: B, over all prompts.
+      prompt_tokens: Mean length.
+      response_tokens: Mean length.
+      longest_tokens: Of a prompt and its response together; memory is set aside for it.
+      updates: Optimizer updates of each trained model, over all epochs.
+      epochs: Passes over the responses.
+    """
+
+    prompts: int
+    responses: int
+    prompt_tokens: float
+    response_tokens: float
+    longest_tokens: int
+    updates: int = 1
+    epochs: int = 1
+
+
+@dataclass(frozen=True)
+class Role:
+    """One model of the dataflow, and what it does in a step.
+
+    Attributes:
+      name: Such as `actor`; unique in a problem.
+      generates: It samples the responses.
+      passes: Forward passes over all responses while they are prepared.
+      trained: It is updated, and so has gradients and an optimizer.
+      tokens_per_microbatch: Over all its devices; None has every device take one sequence at a time.
+      remat: Layers are recomputed in the backward pass.
+      within_machine: Stages and tensor shards of one copy may not cross machines.
+    """
+
+    name: str
+    model: ModelConfig
+    head: Head
+    generates: bool = False
+    passes: int = 1
+    trained: bool = False
+    tokens_per_microbatch: int | None = None
+    remat: bool = True
+    within_machine: bool = False
+
+
+@dataclass(frozen=True)
+class Software:
+    """What programs do that neither model nor layout say. The defaults are this package's in bfloat16.
+
+    Attributes:
+      weight_bytes: Of a trained weight as it is trained.
+      gradient_bytes: Of a weight's gradient.
+      optimizer_bytes: Of what the optimizer keeps for a weight.
+      compute_bytes: Of an activation, a cached key, a frozen or generating weight.
+      reduces_every_microbatch: Gradients are summed over data-parallel devices at every
+        microbatch, and not once in an update.
+      pipeline_parts_per_stage: Into how many parts for each stage a microbatch is cut; None has a
+        pipeline run through all microbatches of an update (1F1B) before it is drained.
+    """
+
+    weight_bytes: int = 4
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 8
+    compute_bytes: int = 2
+    reduces_every_microbatch: bool = True
+    pipeline_parts_per_stage: int | None = 4
+
+    @property
+    def trains_in_compute_dtype(self) -> bool:
+        """Whether generation can take the trained weights as they are, so that no second copy exists."""
+        return self.weight_bytes == self.compute_bytes
