@@ -20,6 +20,30 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of each layer's MLP; planned for, not run yet.
+
+    Attributes:
+      count: E, routed experts of a layer.
+      per_token: Of them, how many a token goes through.
+      intermediate_size: F of one expert.
+      shared_intermediate_size: F of what every token goes through beside them; 0 is nothing.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_token <= self.count:
+            raise ValueError(
+                f"a token goes through per_token={self.per_token} of count={self.count} experts; "
+                f"per_token has to be from 1 to count"
+            )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP.
 
@@ -36,6 +60,7 @@ class ModelConfig:
       qk_norm: Whether q and k heads are RMS-normalised (Qwen3).
       tie_embeddings: Whether the language-model head is the embedding.
       max_positions: Longest sequence the checkpoint was made for, in tokens.
+      experts: Mixture of experts in place of the MLP; None is a dense MLP.
     """
 
     family: Literal["qwen2", "qwen3", "llama"]
@@ -53,6 +78,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: Llama3Rope | None = None
     max_positions: int = 32_768
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -63,11 +89,31 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions need an even one")
 
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of one layer's attention."""
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        biases = (heads + 2 * kv_heads) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        return self.hidden_size * (heads + 2 * kv_heads) + heads * self.hidden_size + biases
+
+    def mlp_parameters(self, *, experts: float | None = None) -> float:
+        """Weights of one layer's MLP, or of its router, its shared part and its experts.
+
+        Args:
+          experts: How many to count; None is all.
+        """
+        if self.experts is None:
+            return 3 * self.hidden_size * self.intermediate_size
+        counted = self.experts.count if experts is None else experts
+        inner = counted * self.experts.intermediate_size + self.experts.shared_intermediate_size
+        return 3 * self.hidden_size * inner + self.hidden_size * self.experts.count
+
+    def head_parameters(self, head: Head = "lm") -> int:
+        """Weights that the last hidden state is read with; the embedding's where they are tied."""
+        return self.hidden_size * (self.vocab_size if head == "lm" else 1)
+
     def num_parameters(self, head: Head = "lm") -> int:
         """Number of weights, the embedding and the given head included."""
-        width, heads, kv_heads = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = width * (heads + 2 * kv_heads) + heads * width
-        attention += (heads + 2 * kv_heads) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
-        layer = attention + 3 * width * self.intermediate_size + 2 * width
-        last = width if head != "lm" else (0 if self.tie_embeddings else width * self.vocab_size)
-        return self.vocab_size * width + self.num_layers * layer + width + last
+        layer = self.attention_parameters + int(self.mlp_parameters()) + 2 * self.hidden_size
+        last = 0 if head == "lm" and self.tie_embeddings else self.head_parameters(head)
+        return self.vocab_size * self.hidden_size + self.num_layers * layer + self.hidden_size + last

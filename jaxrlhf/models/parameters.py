@@ -42,7 +42,12 @@ def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
     """The tree of `Param` of a model with the given head.
 
     A tied language model has no `head`; a value or score head is one vector that starts at zero.
+
+    Raises:
+      ValueError: The model has experts.
     """
+    if config.experts is not None:
+        raise ValueError("this model has a mixture of experts, which can be planned and not run yet; use a dense model")
     tree: dict[str, Any] = {
         "embed": _table(config),
         "layers": {

@@ -94,12 +94,14 @@ class Plan:
       offload: What waits in host memory, as in `Config.offload`.
       calls: In the order in which a pool runs them.
       stage_seconds: Of the slowest pool in each stage.
+      slots: Responses that are decoded at once, over all replicas; None if nothing is generated.
     """
 
     pools: tuple[PlannedPool, ...]
     offload: tuple[str, ...]
     calls: tuple[Call, ...]
     stage_seconds: Mapping[Stage, float]
+    slots: int | None = None
 
     @property
     def seconds(self) -> float:

@@ -22,6 +22,7 @@ class Workload:
       longest_tokens: Of a prompt and its response together; memory is set aside for it.
       updates: Optimizer updates of each trained model, over all epochs.
       epochs: Passes over the responses.
+      slots: Most responses that are decoded at once, over all replicas; None is as many as fit.
     """
 
     prompts: int
@@ -31,6 +32,7 @@ class Workload:
     longest_tokens: int
     updates: int = 1
     epochs: int = 1
+    slots: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ class Software:
         microbatch, and not once in an update.
       pipeline_parts_per_stage: Into how many parts for each stage a microbatch is cut; None has a
         pipeline run through all microbatches of an update (1F1B) before it is drained.
+      scatters_between_stages: Each tensor shard sends its part of the residual stream to the next
+        stage, and not all of it.
+      skips_masked: Attention does not compute scores that the causal mask hides, nor keeps them.
     """
 
     weight_bytes: int = 4
@@ -79,6 +84,8 @@ class Software:
     compute_bytes: int = 2
     reduces_every_microbatch: bool = True
     pipeline_parts_per_stage: int | None = 4
+    scatters_between_stages: bool = False
+    skips_masked: bool = False
 
     @property
     def trains_in_compute_dtype(self) -> bool:

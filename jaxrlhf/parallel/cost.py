@@ -1,0 +1,348 @@
+"""Seconds of what a model does in a step, predicted from its shape, its layout and the hardware.
+
+Training and forward passes are bound by matrix products, decoding by reading weights and
+cache; to both come collectives, idle pipeline stages and the starting of programs. Every
+function gives the seconds of one device of a pool, all of whose devices do the same.
+
+Source: HybridFlow (arXiv:2409.19256), section 6 and appendix C (which simulators there are);
+the formulas are named where they stand.
+"""
+
+import math
+from dataclasses import dataclass
+
+from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.config import Layout
+from jaxrlhf.parallel.collectives import Group, all_gather_s, all_reduce_s, bytes_per_s, latency_s, send_s
+from jaxrlhf.parallel.hardware import Hardware
+from jaxrlhf.parallel.memory import cache_bytes_per_token, weights_generating, weights_held
+from jaxrlhf.parallel.plan import Cost
+from jaxrlhf.parallel.workload import Role, Software, Workload
+
+
+def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
+    """Of one layer's forward pass.
+
+        2 (attention + mlp weights that a token meets) + 4 N H context, per token
+
+    Args:
+      context: Positions that a token is compared with, masked ones that are computed included.
+
+    Source: Kaplan et al. 2020 (arXiv:2001.08361), table 1; grouped queries do not change the scores' cost.
+    """
+    routed = None if model.experts is None else model.experts.per_token
+    weights = model.attention_parameters + model.mlp_parameters(experts=routed)
+    return tokens * (2 * weights + 4 * model.num_heads * model.head_dim * context)
+
+
+def head_flops(model: ModelConfig, head: Head, *, tokens: float) -> float:
+    """Of the head's forward pass."""
+    return 2 * tokens * model.head_parameters(head)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one data-parallel replica computes in one go: microbatches, and a pipeline's parts of them.
+
+    Attributes:
+      microbatches: Programs that run one after another.
+      tokens: Of one microbatch.
+      parts: That a microbatch is cut into for the pipeline.
+    """
+
+    microbatches: int
+    tokens: float
+    parts: int
+
+
+def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, software: Software) -> Batch:
+    """How the responses of one update or pass are cut up; shards that get one fewer wait for the others."""
+    shards = _shards(layout)
+    length = workload.prompt_tokens + workload.response_tokens
+    rows = math.ceil(responses / shards)
+    budget = length if role.tokens_per_microbatch is None else role.tokens_per_microbatch / shards
+    rows_at_once = min(rows, max(1, int(budget // length)))
+    microbatches = math.ceil(rows / rows_at_once)
+    if layout.stage == 1:
+        return Batch(microbatches, rows * length / microbatches, 1)
+    if software.pipeline_parts_per_stage is None:
+        return Batch(1, rows * length, microbatches)
+    parts = max(1, min(rows_at_once, software.pipeline_parts_per_stage * layout.stage))
+    return Batch(microbatches, rows * length / microbatches, parts)
+
+
+def forward_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
+    """One forward pass over all responses.
+
+    Source: HybridFlow, appendix C: bound by products.
+    """
+    batch = batch_of(role, layout, workload.responses, workload, software)
+    return _times(_pass(role, layout, batch, workload, software, hardware, backward=False), batch.microbatches)
+
+
+def update_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
+    """All updates of one step: forward, backward, gradient sums and optimizer.
+
+    A backward pass costs two forward passes, and one more of the layers where they are recomputed.
+    Gradients are summed over `data` by all-reduce, over `fsdp` by reduce-scatter.
+
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), sections 2 and 3 and appendix; Rajbhandari et
+    al. 2020 (ZeRO, arXiv:1910.02054), section 7.
+    """
+    responses = workload.responses * workload.epochs / workload.updates
+    batch = batch_of(role, layout, responses, workload, software)
+    passes = _times(_pass(role, layout, batch, workload, software, hardware, backward=True), batch.microbatches)
+    held = weights_held(role.model, role.head, layout)
+    sums = batch.microbatches if software.reduces_every_microbatch else 1
+    data = Group(_data(layout), layout.fsdp * layout.stage * layout.tensor)
+    reduced = sums * all_reduce_s(held * software.gradient_bytes, data, hardware)
+    # The optimizer reads the gradient, and reads and writes weights and moments.
+    touched = held * (software.gradient_bytes + 2 * software.weight_bytes + 2 * software.optimizer_bytes)
+    optimizer = touched / (hardware.memory_bytes_per_s * hardware.memory_efficiency)
+    step = _add(passes, Cost(memory_s=optimizer, collective_s=reduced, overhead_s=hardware.dispatch_overhead_s))
+    return _times(step, workload.updates)
+
+
+def _pass(
+    role: Role,
+    layout: Layout,
+    batch: Batch,
+    workload: Workload,
+    software: Software,
+    hardware: Hardware,
+    *,
+    backward: bool,
+) -> Cost:
+    """One microbatch, forward or forward and backward."""
+    model, stages, tensor = role.model, layout.stage, layout.tensor
+    length = workload.prompt_tokens + workload.response_tokens
+    context = length / 2 if software.skips_masked else length
+    # Forward passes' worth of the layers' products, and of the head's, which is not recomputed.
+    layer_passes = 1 if not backward else 3 + role.remat
+    head_passes = 3 if backward else 1
+    layers = layer_passes * model.num_layers * layer_flops(model, tokens=batch.tokens, context=context)
+    head = head_passes * head_flops(model, role.head, tokens=batch.tokens)
+    compute = (layers + head) / (stages * tensor) / (hardware.matmul_flops_per_s * hardware.matmul_efficiency)
+
+    rate = Group(tensor, 1)
+    part_tokens = batch.tokens / batch.parts
+    part_bytes = part_tokens * model.hidden_size * software.compute_bytes
+    # Two all-reduces a layer, after attention and after the MLP, in each pass over it.
+    passes = 1 if not backward else 2 + role.remat
+    reduces = 2 * passes * model.num_layers / stages * batch.parts
+    tensor_s = reduces * all_reduce_s(part_bytes, rate, hardware)
+
+    # At each of parts + stages - 1 ticks every stage works on a part, or idles.
+    ticks = batch.parts + stages - 1
+    sent = part_bytes / tensor if software.scatters_between_stages else part_bytes
+    send = (1 + backward) * ticks * send_s(sent, tensor, hardware) if stages > 1 else 0.0
+
+    fsdp = Group(layout.fsdp, stages * tensor)
+    held = model.num_parameters(role.head) / (stages * tensor)
+    gathers = (1 + backward) * (ticks if stages > 1 else 1)
+    shard_s = gathers * all_gather_s(held * software.compute_bytes, fsdp, hardware)
+    shard_s += backward * all_gather_s(held * software.gradient_bytes, fsdp, hardware)
+
+    runs = (1 if not backward else 3 + role.remat) * model.num_layers / stages * batch.parts
+    overhead = runs * hardware.layer_overhead_s + hardware.dispatch_overhead_s
+    busy = compute + tensor_s + runs * hardware.layer_overhead_s
+    idle = busy * (stages - 1) / batch.parts  # Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1
+    return Cost(compute_s=compute, collective_s=tensor_s + send + shard_s, idle_s=idle, overhead_s=overhead)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How generation fits into memory.
+
+    Attributes:
+      waves: Rounds that the responses of one replica take.
+      at_once: Responses that one replica decodes together.
+      replicas: Copies of the policy.
+    """
+
+    waves: int
+    at_once: int
+    replicas: int
+
+
+def decoding(
+    model: ModelConfig, layout: Layout, devices: int, room_bytes: float, workload: Workload, software: Software
+) -> Decoding | None:
+    """How many responses are decoded together in `room_bytes` of each device; None if not one fits."""
+    replicas = devices // (layout.generation_stage * layout.generation_tensor)
+    each = math.ceil(workload.responses / replicas)
+    if workload.slots is not None:
+        each = min(each, math.ceil(workload.slots / replicas))
+    per_token = cache_bytes_per_token(model, layout, itemsize=software.compute_bytes)
+    at_once = min(each, int(room_bytes // (per_token * workload.longest_tokens)))
+    if at_once < 1:
+        return None
+    waves = math.ceil(workload.responses / replicas / at_once)
+    return Decoding(waves, math.ceil(workload.responses / replicas / waves), replicas)
+
+
+def generation_cost(
+    model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
+) -> Cost:
+    """All responses of a step: prompts run once, then one token of every response at a time.
+
+    A step of decoding reads the weights once and the cache of every response, and multiplies;
+    its linear part takes the longer of reading and multiplying. Stages work one after another.
+
+    Source: Pope et al. 2022 (arXiv:2211.05102), sections 2 and 3.
+    """
+    prefill = _prefill(model, layout, how, workload, software, hardware)
+    steps = (how.waves - 1) * workload.response_tokens + (workload.longest_tokens - workload.prompt_tokens)
+    return _add(prefill, _times(_decode_step(model, layout, how, workload, software, hardware), steps))
+
+
+def _prefill(
+    model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
+) -> Cost:
+    stages, tensor = layout.generation_stage, layout.generation_tensor
+    prompts = math.ceil(workload.prompts / how.replicas)
+    tokens = prompts * workload.prompt_tokens
+    context = workload.prompt_tokens / 2 if software.skips_masked else workload.prompt_tokens
+    flops = model.num_layers * layer_flops(model, tokens=tokens, context=context)
+    # Idle stages wait for the one at work: as long as if each device ran all layers.
+    compute = flops / tensor / (hardware.matmul_flops_per_s * hardware.matmul_efficiency)
+    sent = tokens * model.hidden_size * software.compute_bytes
+    collective = 2 * model.num_layers * all_reduce_s(sent, Group(tensor, 1), hardware)
+    overhead = model.num_layers * hardware.layer_overhead_s * how.waves
+    return Cost(compute / stages, 0.0, collective, compute * (stages - 1) / stages, 0.0, overhead)
+
+
+def _decode_step(
+    model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
+) -> Cost:
+    """One token of the responses that are decoded together."""
+    stages, tensor = layout.generation_stage, layout.generation_tensor
+    flops_per_s = hardware.matmul_flops_per_s * hardware.matmul_efficiency
+    read_per_s = hardware.memory_bytes_per_s * hardware.memory_efficiency
+    routed = None if model.experts is None else model.experts.per_token
+    met = model.attention_parameters + model.mlp_parameters(experts=routed)
+    read = model.attention_parameters + model.mlp_parameters(experts=experts_read(model, how.at_once))
+    head = model.head_parameters("lm")
+    compute = 2 * how.at_once * (model.num_layers * met + head) / tensor / flops_per_s
+    weights = (model.num_layers * read + head) * software.compute_bytes / tensor / read_per_s
+
+    context = workload.prompt_tokens + (workload.longest_tokens - workload.prompt_tokens) / 2
+    per_token = cache_bytes_per_token(model, layout, itemsize=software.compute_bytes) * stages
+    cache = how.at_once * context * per_token / read_per_s
+
+    sent = how.at_once * model.hidden_size * software.compute_bytes
+    collective = 2 * model.num_layers * all_reduce_s(sent, Group(tensor, 1), hardware)
+    collective += (stages - 1) * (send_s(sent, tensor, hardware) if stages > 1 else 0.0)
+    busy_share = 1 / stages
+    return Cost(
+        compute_s=compute * busy_share,
+        memory_s=(max(0.0, weights - compute) + cache) * busy_share,
+        collective_s=collective,
+        idle_s=(max(compute, weights) + cache) * (1 - busy_share),
+        overhead_s=model.num_layers * hardware.layer_overhead_s,
+    )
+
+
+def experts_read(model: ModelConfig, tokens: int) -> float | None:
+    """Experts that at least one of `tokens` tokens goes through, if each draws its experts evenly; None if dense."""
+    if model.experts is None:
+        return None
+    missed = (1 - model.experts.per_token / model.experts.count) ** tokens
+    return model.experts.count * (1 - missed)
+
+
+def switch_bytes(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
+    """What each device receives when training weights become generating ones.
+
+        M (1 / (p_g t_g) - 1 / (p t fsdp))
+
+    Where training does not refine generation nothing is taken to be there already.
+
+    Source: HybridFlow, table 2; (t p - t_g p_g) / (t_g p_g t p) without fsdp.
+    """
+    wanted = weights_generating(model, layout)
+    there = weights_held(model, "lm", layout) if layout.refines else 0.0
+    return max(0.0, wanted - there) * itemsize
+
+
+def switch_cost(model: ModelConfig, layout: Layout, software: Software, hardware: Hardware) -> Cost:
+    """From the training to the generation layout; the way back is a slice of what is there.
+
+    Weights come from the devices whose shards make up one generation shard, and in one
+    all-gather for each of them over the slowest connection between any two.
+    """
+    received = switch_bytes(model, layout, itemsize=software.compute_bytes)
+    if received == 0:
+        return Cost()
+    generation = layout.generation_stage * layout.generation_tensor
+    size = max(2, layout.fsdp * layout.stage * layout.tensor // generation)
+    stride = _switch_stride(layout)
+    group = Group(size, stride)
+    seconds = received / bytes_per_s(group, hardware) + (size - 1) * latency_s(group, hardware)
+    return Cost(collective_s=seconds, overhead_s=hardware.dispatch_overhead_s)
+
+
+def _switch_stride(layout: Layout) -> int:
+    """Between the devices that the slowest part of a switch joins."""
+    if layout.fsdp > 1:
+        return layout.stage * layout.tensor
+    if layout.stage > layout.generation_stage:
+        return layout.tensor
+    return 1
+
+
+def move_cost(
+    model: ModelConfig, source: int, layout: Layout, devices: int, software: Software, hardware: Hardware
+) -> Cost:
+    """Weights from the actor's pool to a pool that generates.
+
+        t = max(all that is sent / source devices, what one target receives) / bandwidth
+
+    Args:
+      source: Devices that send.
+      devices: Devices that receive.
+    """
+    replicas = devices // (layout.generation_stage * layout.generation_tensor)
+    whole = model.num_parameters("lm") * software.compute_bytes
+    busiest = max(whole * replicas / source, weights_generating(model, layout) * software.compute_bytes)
+    near = source + devices <= hardware.devices_per_machine
+    rate = (hardware.link_bytes_per_s if near else hardware.network_bytes_per_s) * hardware.link_efficiency
+    latency = hardware.link_latency_s if near else hardware.network_latency_s
+    return Cost(collective_s=busiest / rate + latency, overhead_s=hardware.dispatch_overhead_s)
+
+
+def offload_cost(num_bytes: float, hardware: Hardware) -> Cost:
+    """From host memory to the device and back."""
+    return Cost(host_s=2 * num_bytes / hardware.host_bytes_per_s)
+
+
+def _data(layout: Layout) -> int:
+    assert layout.data is not None, "a layout that is costed says how many replicas it has"
+    return layout.data
+
+
+def _shards(layout: Layout) -> int:
+    """Ways the rows of a batch are split."""
+    return _data(layout) * layout.fsdp
+
+
+def _times(cost: Cost, count: float) -> Cost:
+    return Cost(
+        cost.compute_s * count,
+        cost.memory_s * count,
+        cost.collective_s * count,
+        cost.idle_s * count,
+        cost.host_s * count,
+        cost.overhead_s * count,
+    )
+
+
+def _add(one: Cost, other: Cost) -> Cost:
+    return Cost(
+        one.compute_s + other.compute_s,
+        one.memory_s + other.memory_s,
+        one.collective_s + other.collective_s,
+        one.idle_s + other.idle_s,
+        one.host_s + other.host_s,
+        one.overhead_s + other.overhead_s,
+    )
