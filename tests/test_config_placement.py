@@ -58,6 +58,26 @@ def pools(*roles: tuple[str, ...]) -> tuple[Pool, ...]:
             "reward judge generates nothing",
         ),
         ({"algorithm": SFT(), "reference_layout": Layout(fsdp=2)}, "reference_layout is given, and SFT has no"),
+        (
+            {"hardware": "a100x1x8"},
+            "hardware='a100x1x8' is read by placement='auto' alone; drop it, or set placement='a",
+        ),
+        (
+            {"placement": "auto", "pools": pools(ALL), "offload": ("actor",)},
+            "placement='auto' chooses pools, layouts and offload, and the configuration gives pools, offload; drop",
+        ),
+        (
+            {"placement": "auto", "reference_layout": Layout(), "actor": Training(layout=Layout(tensor=2))},
+            "placement='auto' chooses pools, layouts and offload, and the configuration gives layout of actor, refer",
+        ),
+        (
+            {"placement": "auto", "algorithm": PPO(critic=Training(layout=Layout(fsdp=2)))},
+            "placement='auto' chooses pools, layouts and offload, and the configuration gives layout of critic; drop",
+        ),
+        (
+            {"placement": "auto", "rewards": Rewards((ModelReward("judge", layout=Layout(tensor=2)),))},
+            "placement='auto' chooses pools, layouts and offload, and the configuration gives layout of reward judge;",
+        ),
         ({"seed": 2**32}, "Config.seed must be below 2**32, got 4294967296"),
     ],
 )
@@ -87,6 +107,8 @@ def test_what_works() -> None:
     a_config(pools=pools(("actor", "reference", "critic"), ("rollout",)))  # rewards of functions find their own place
     a_config(offload=("actor.optimizer", "critic", "reference.parameters"))
     a_config(rewards=Rewards((ModelReward("judge"),)), offload=("reward",))
+    a_config(placement="auto", devices=4)
+    a_config(placement="auto", hardware="a100x16x8", cluster=RayCluster())
     a_config(algorithm=GRPO(), rollout=Rollout(responses_per_prompt=4), pools=pools(("actor",), ("reference",)))
 
 

@@ -78,6 +78,10 @@ class Config:
         TPU and float32 on CPU. Master weights are always float32.
       devices: How many devices to use, in one pool that all roles share; None is all.
       pools: Which roles live on which devices; empty is one pool.
+      placement: `auto` searches pools, layouts and offload at start-up, for the devices that are there; `given` takes
+        what is written here.
+      hardware: What the devices can do, for the search: a name such as `a100x16x8`, or a file that
+        `python -m jaxrlhf.calibrate` wrote; None recognises them.
       cluster: Hosts joined by Ray; None runs in this process, on its devices.
       offload: What waits in host memory while it is not in use: `role`, `role.parameters` or `role.optimizer`.
       workdir: Where checkpoints, metrics and samples go; None is `runs/<name>`.
@@ -100,6 +104,8 @@ class Config:
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     devices: int | None = None
     pools: tuple[Pool, ...] = ()
+    placement: Literal["given", "auto"] = "given"
+    hardware: str | None = None
     cluster: RayCluster | None = None
     offload: tuple[str, ...] = ()
     seed: int = 0
@@ -118,6 +124,7 @@ class Config:
         )
         require(self.devices is None or self.devices > 0, f"Config.devices must be above 0 or None, got {self.devices}")
         self._check_placement()
+        self._check_search()
         self._check_layouts()
         self._check_microbatches()
         self._check_records()
@@ -140,12 +147,31 @@ class Config:
             f"reference_layout is given, and {type(self.algorithm).__name__} has no reference; drop it",
         )
 
+    def _check_search(self) -> None:
+        """Refuse what the search would overrule, and what only the search reads."""
+        if self.placement == "given":
+            require(
+                self.hardware is None,
+                f"hardware={self.hardware!r} is read by placement='auto' alone; drop it, or set placement='auto'",
+            )
+            return
+        chosen = [f"layout of {name}" for name, layout in self._layouts().items() if layout != Layout()]
+        chosen += [name for name in ("pools", "reference_layout", "offload") if getattr(self, name)]
+        require(
+            not chosen,
+            f"placement='auto' chooses pools, layouts and offload, and the configuration gives {', '.join(chosen)}; "
+            "drop them, or set placement='given'",
+        )
+
+    def _layouts(self) -> dict[str, Layout]:
+        """Of every role that has one of its own."""
+        layouts = {role: training.layout for role, training in self.algorithm.training(self).items()}
+        judges = [part for part in self.rewards.parts if isinstance(part, ModelReward)]
+        return layouts | {f"reward {judge.path}": judge.layout for judge in judges}
+
     def _check_layouts(self) -> None:
         """Refuse a generation layout for what generates nothing."""
-        layouts = {role: training.layout for role, training in self.algorithm.training(self).items()}
-        layouts |= {"reference_layout": self.reference_layout or Layout()}
-        judges = [part for part in self.rewards.parts if isinstance(part, ModelReward)]
-        layouts |= {f"reward {judge.path}": judge.layout for judge in judges}
+        layouts = self._layouts() | {"reference_layout": self.reference_layout or Layout()}
         del layouts["actor"]
         for name, layout in layouts.items():
             require(

@@ -14,11 +14,11 @@ from jaxrlhf.controller.log import to_samples
 from jaxrlhf.controller.run import CHECKPOINTS, MODEL, load_data, workdir_of
 from jaxrlhf.controller.step import Metrics
 from jaxrlhf.data import decoder, load_tokenizer
-from jaxrlhf.models.hf_config import read_config
+from jaxrlhf.models import read_config, tokenizer_path
 from jaxrlhf.models.hf_save import save_params
 from jaxrlhf.models.parameters import param_shapes
 from jaxrlhf.tracking import RunConsole, settings_table, show_samples
-from jaxrlhf.workers import Stage, launch, response_texts, tokenizer_path
+from jaxrlhf.workers import Stage, launch, response_texts
 
 
 def export_policy(run: str | Path, directory: str | Path, *, step: int | None = None, dtype: str = "float32") -> int:

@@ -19,10 +19,11 @@ from jaxrlhf.controller.loop import Loop, OnStep, stop_on_sigterm
 from jaxrlhf.controller.settings import settings_rows
 from jaxrlhf.data import Loaded, Loader, decoder, load_problems, load_tokenizer
 from jaxrlhf.hosts import HostDied, HostHung, HostNotStarted
+from jaxrlhf.models import model_config, tokenizer_path
 from jaxrlhf.models.hf_save import save_description
 from jaxrlhf.parallel import TransferError
 from jaxrlhf.tracking import Logger, MetricsWriter, default_console, settings_table
-from jaxrlhf.workers import Pools, Stage, launch, model_config, tokenizer_path
+from jaxrlhf.workers import Pools, Stage, launch
 
 COLD_START = "cold_start"
 CHECKPOINTS = "checkpoints"

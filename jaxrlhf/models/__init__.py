@@ -6,6 +6,7 @@ from jaxrlhf.models.heads import TokenOutput, logits, score, token_logp, values
 from jaxrlhf.models.hf_config import read_config, resolve, scratch_config
 from jaxrlhf.models.hf_load import load_params
 from jaxrlhf.models.hf_save import save_params
+from jaxrlhf.models.origin import from_scratch, model_config, tokenizer_path
 from jaxrlhf.models.parameters import Param, declare, init_params, param_dims, param_shapes
 from jaxrlhf.models.pipeline import Pipeline, pipeline_over
 
@@ -18,11 +19,13 @@ __all__ = [
     "declare",
     "decode",
     "empty_cache",
+    "from_scratch",
     "hidden_states",
     "init_params",
     "insert_prefix",
     "load_params",
     "logits",
+    "model_config",
     "param_dims",
     "param_shapes",
     "pipeline_over",
@@ -33,6 +36,7 @@ __all__ = [
     "score",
     "scratch_config",
     "token_logp",
+    "tokenizer_path",
     "unstack_layers",
     "values",
 ]

@@ -1,6 +1,6 @@
 """Models on pools of devices, called through groups."""
 
-from jaxrlhf.workers.build import Stage, model_config, tokenizer_path
+from jaxrlhf.workers.build import Stage
 from jaxrlhf.workers.group import Group, Pending, Timeline
 from jaxrlhf.workers.launch import launch
 from jaxrlhf.workers.model import Progress
@@ -18,7 +18,5 @@ __all__ = [
     "Stage",
     "Timeline",
     "launch",
-    "model_config",
     "response_texts",
-    "tokenizer_path",
 ]

@@ -18,8 +18,9 @@ from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import PPO, ROLLOUT, Config, FromScratch, Model, ModelReward, Pretrained, Training, offloaded
 from jaxrlhf.data import decoder
 from jaxrlhf.engine import Engine
-from jaxrlhf.models.hf_config import read_config, read_stop_tokens, resolve, scratch_config
+from jaxrlhf.models.hf_config import read_config, read_stop_tokens
 from jaxrlhf.models.hf_load import load_params
+from jaxrlhf.models.origin import model_config
 from jaxrlhf.models.parameters import init_params, param_dims, param_shapes
 from jaxrlhf.parallel import (
     GENERATE,
@@ -41,29 +42,12 @@ from jaxrlhf.workers.model import Progress, layout_of
 from jaxrlhf.workers.protocol import Place
 from jaxrlhf.workers.roles import Actor, Critic, Reference, Reward
 
-_VOCABULARY_MULTIPLE = 64
-"""From-scratch vocabularies are rounded up to this, so that they split over devices."""
-
 
 def compute_dtype(config: Config, devices: Sequence[jax.Device]) -> jnp.dtype:
     """Dtype of activations and of the generation copy."""
     if config.compute_dtype == "auto":
         return jnp.dtype(jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16)
     return jnp.dtype(config.compute_dtype)
-
-
-def model_config(model: Model, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
-    """The decoder that a run trains."""
-    if isinstance(model, FromScratch):
-        rounded = -(-len(tokenizer) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-        return scratch_config(model, vocab_size=rounded)
-    return read_config(model.path)
-
-
-def tokenizer_path(config: Config) -> str | None:
-    """Directory of the tokenizer; None is the embedded one."""
-    path = config.tokenizer or getattr(config.model, "path", None)
-    return None if path is None else str(resolve(path))
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, role: str) -> None:

@@ -19,8 +19,8 @@ import jax
 from jaxrlhf.config import Config, Pool, RayCluster
 from jaxrlhf.data import load_tokenizer
 from jaxrlhf.hosts import Connection, HostProcesses, Stored, connect, disconnect
+from jaxrlhf.models import tokenizer_path
 from jaxrlhf.parallel import ResourcePool
-from jaxrlhf.workers.build import tokenizer_path
 from jaxrlhf.workers.group import Remote
 from jaxrlhf.workers.host import Host
 from jaxrlhf.workers.launch import REWARD_OUTPUT, placed
