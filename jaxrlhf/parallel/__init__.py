@@ -1,5 +1,7 @@
 """Meshes, sharding rules, the switch between layouts, and pools of devices."""
 
+from jaxrlhf.parallel.devices import KNOWN_HARDWARE, hardware, load_hardware, recognise, save_hardware
+from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.hybrid import HybridEngine, Switch, SwitchError
 from jaxrlhf.parallel.islands import hand_over, island_of, local_island
 from jaxrlhf.parallel.memory import activation_bytes, logit_bytes
@@ -25,12 +27,14 @@ __all__ = [
     "AXES",
     "BATCH_AXES",
     "GENERATE",
+    "KNOWN_HARDWARE",
     "SLOT_AXES",
     "STAGE_AXES",
     "TENSOR_AXES",
     "TRAIN",
     "Delivery",
     "Exchange",
+    "Hardware",
     "HostArray",
     "HybridEngine",
     "Moved",
@@ -47,14 +51,18 @@ __all__ = [
     "factored_mesh",
     "generation_mesh",
     "hand_over",
+    "hardware",
     "island_of",
     "laid_out",
+    "load_hardware",
     "local_island",
     "logit_bytes",
     "mesh_of",
     "missing_bytes",
+    "recognise",
     "refines",
     "replica_mesh",
+    "save_hardware",
     "shard_bytes",
     "shardings",
     "splits_of",

@@ -6,6 +6,20 @@ that `python -m jaxrlhf.calibrate` wrote holds measured rates and shares.
 
 from dataclasses import dataclass
 
+from jaxrlhf.config.check import finite, not_negative, positive, require, within
+
+_COUNTS = ("machines", "devices_per_machine")
+_RATES = (
+    "memory_bytes",
+    "matmul_flops_per_s",
+    "memory_bytes_per_s",
+    "link_bytes_per_s",
+    "network_bytes_per_s",
+    "host_bytes_per_s",
+)
+_DELAYS = ("link_latency_s", "network_latency_s", "layer_overhead_s", "dispatch_overhead_s")
+_SHARES = ("matmul_efficiency", "memory_efficiency", "link_efficiency", "usable_memory")
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -56,6 +70,16 @@ class Hardware:
     usable_memory: float = 0.9
     shared_compute: bool = False
     source: str = ""
+
+    def __post_init__(self) -> None:
+        positive(self, *_COUNTS, *_RATES, *_SHARES)
+        not_negative(self, *_DELAYS)
+        finite(self, *_RATES, *_DELAYS)
+        for name in _SHARES:
+            within(self, name, 0, 1)
+        for name in _COUNTS:
+            value = getattr(self, name)
+            require(type(value) is int, f"Hardware.{name} must be a whole number, got {value!r}")
 
     @property
     def devices(self) -> int:

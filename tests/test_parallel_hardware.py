@@ -1,0 +1,270 @@
+"""Known hardware: figures against datasheets, names against what they mean, files against the dataclass."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from jaxrlhf.parallel import KNOWN_HARDWARE, Hardware, hardware, load_hardware, recognise, save_hardware
+
+GIB = 1024**3
+
+# Whole devices as datasheets print them: TFLOPS of bfloat16 (NVIDIA after A100: with sparsity, twice the dense
+# peak; B200: a quarter of an eighth of the machine's 72 PFLOPS of sparse FP8, so twice it too), bytes,
+# GB/s of memory, GB/s of links in both directions together, devices that JAX sees in one.
+DATASHEETS = {
+    "a100": (312, 80e9, 2039, 600, 1),
+    "h100": (1979 / 2, 80e9, 3350, 900, 1),
+    "h200": (1979 / 2, 141e9, 4800, 900, 1),
+    "b200": (4500 / 2, 180e9, 8000, 1800, 1),
+    "v4": (275, 32 * GIB, 1200, 2 * 6 * 50, 1),
+    "v5e": (197, 16e9, 819, 400, 1),
+    "v5p": (459, 95 * GIB, 2765, 1200, 1),
+    "v6e": (918, 32e9, 1638, 800, 1),
+    "v7": (2307, 192 * GIB, 7380, 1200, 2),
+}
+
+
+@pytest.mark.parametrize("name", DATASHEETS)
+def test_figures_are_those_of_the_datasheet(name):
+    tflops, memory, memory_gb_per_s, links_gb_per_s, devices = DATASHEETS[name]
+    kind = KNOWN_HARDWARE[name]
+    assert kind.matmul_flops_per_s * devices == pytest.approx(tflops * 1e12, rel=1e-3)
+    assert kind.memory_bytes * devices == memory
+    assert kind.memory_bytes_per_s * devices == pytest.approx(memory_gb_per_s * 1e9)
+    assert 2 * kind.link_bytes_per_s * devices == pytest.approx(links_gb_per_s * 1e9)
+
+
+@pytest.mark.parametrize("name", KNOWN_HARDWARE)
+def test_every_kind_is_plausible_and_says_where_its_figures_are_from(name):
+    kind = KNOWN_HARDWARE[name]
+    assert kind.name == name
+    assert kind.machines == 1
+    assert len(kind.source) > 40
+    assert kind.shared_compute == (name == "cpu")
+    # From fast to slow, as everywhere.
+    assert kind.memory_bytes_per_s > kind.link_bytes_per_s >= kind.network_bytes_per_s
+    assert 0 < kind.link_latency_s <= kind.network_latency_s < kind.dispatch_overhead_s
+
+
+def test_the_table_holds_the_kinds_that_people_have():
+    assert set(KNOWN_HARDWARE) == {*DATASHEETS, "cpu"}
+
+
+def test_networks_of_gpus():
+    # 200 Gb/s a machine of eight; later machines have a 400 Gb/s adapter for each GPU.
+    assert hardware("a100").network_bytes_per_s * 8 == 200e9 / 8
+    for name in ("h100", "h200", "b200"):
+        assert hardware(name).network_bytes_per_s == 400e9 / 8
+
+
+@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "v7"])
+def test_a_slice_is_as_fast_between_hosts_as_inside_one(name):
+    kind = KNOWN_HARDWARE[name]
+    assert (kind.network_bytes_per_s, kind.network_latency_s) == (kind.link_bytes_per_s, kind.link_latency_s)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "machines", "devices"),
+    [
+        ("a100x16x8", "a100", 16, 8),
+        ("h100", "h100", 1, 8),
+        ("h100x4", "h100", 4, 8),
+        ("H200X2x4", "h200", 2, 4),
+        (" b200 ", "b200", 1, 8),
+        ("cpux1x2", "cpu", 1, 2),
+        ("v5e", "v5e", 1, 8),
+        ("v4x3", "v4", 3, 4),
+        # Slices, by what Google's documentation says of chips and virtual machines.
+        ("v4-8", "v4", 1, 4),
+        ("v4-32", "v4", 4, 4),
+        ("v5p-8", "v5p", 1, 4),
+        ("v5p-128", "v5p", 16, 4),
+        ("V5P-12288", "v5p", 1536, 4),
+        ("v5e-1", "v5e", 1, 1),
+        ("v5litepod-4", "v5e", 1, 4),
+        ("v5e-8", "v5e", 1, 8),
+        ("v5e-16", "v5e", 4, 4),
+        ("v5litepod-16", "v5e", 4, 4),
+        ("v6e-8", "v6e", 1, 8),
+        ("v6e-256", "v6e", 64, 4),
+        ("tpu7x-8", "v7", 1, 8),
+        ("v7-128", "v7", 16, 8),
+    ],
+)
+def test_names_mean_machines(spec, name, machines, devices):
+    found = hardware(spec)
+    assert (found.name, found.machines, found.devices_per_machine) == (name, machines, devices)
+    assert found.devices == machines * devices
+
+
+def test_devices_of_another_number_bring_their_own_rates():
+    whole, half = hardware("h100x2"), hardware("h100x2x4")
+    assert dataclasses.replace(half, devices_per_machine=8) == whole
+
+
+def test_devices_of_another_number_share_what_a_machine_has_once():
+    whole, half = hardware("a100x2"), hardware("a100x2x4")
+    assert half.network_bytes_per_s * 4 == whole.network_bytes_per_s * 8 == 25e9
+    assert half.matmul_flops_per_s == whole.matmul_flops_per_s
+    eight, two = hardware("cpu"), hardware("cpux1x2")
+    for name in ("matmul_flops_per_s", "memory_bytes", "memory_bytes_per_s", "host_bytes_per_s"):
+        assert getattr(two, name) * 2 == getattr(eight, name) * 8, name
+
+
+@pytest.mark.parametrize(
+    ("spec", "first"),
+    [("a10", "a100"), ("h100e", "h100"), ("v5", "v5"), ("h20", "h200"), ("gb200", "b200"), ("", "")],
+)
+def test_an_unknown_name_lists_the_known_ones_closest_first(spec, first):
+    with pytest.raises(ValueError, match="unknown hardware") as error:
+        hardware(spec)
+    message = str(error.value)
+    assert repr(spec) in message
+    assert f"known are {first}" in message
+    listed = message.split("known are ")[1].split(";")[0].split(", ")
+    assert sorted(listed) == sorted(KNOWN_HARDWARE)
+    assert "NAMExMACHINESxDEVICES" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("a100x0x8", "sizes must be whole numbers of at least 1"),
+        ("a100xfoo", "sizes must be whole numbers of at least 1"),
+        ("a100x", "sizes must be whole numbers of at least 1"),
+        ("a100x2x8x2", "sizes must be whole numbers of at least 1"),
+        ("a100x-2", "sizes must be whole numbers of at least 1"),
+        ("a100x2.5", "sizes must be whole numbers of at least 1"),
+        ("h100-16", "only TPU slices are named with a dash"),
+        ("v5p-", "size of a slice must be a whole number"),
+        ("v5p-0", "size of a slice must be a whole number"),
+        ("v5p-2x2x1", "size of a slice must be a whole number"),
+        ("v4-7", "two a chip; give an even number"),
+        ("v5p-12", "6 devices do not fill hosts of 4"),
+        ("v5e-18", "18 devices do not fill hosts of 4"),
+    ],
+)
+def test_bad_sizes_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message) as error:
+        hardware(spec)
+    assert repr(spec) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "platform", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "gpu", "a100"),
+        ("NVIDIA H100 80GB HBM3", "gpu", "h100"),
+        ("NVIDIA H200", "gpu", "h200"),
+        ("NVIDIA B200", "gpu", "b200"),
+        ("TPU v4", "tpu", "v4"),
+        ("TPU v5 lite", "tpu", "v5e"),
+        ("TPU v5e", "tpu", "v5e"),
+        ("TPU v5", "tpu", "v5p"),
+        ("TPU v5p", "tpu", "v5p"),
+        ("TPU v6 lite", "tpu", "v6e"),
+        ("TPU v6e", "tpu", "v6e"),
+        ("TPU7x", "tpu", "v7"),
+        ("TPU v7", "tpu", "v7"),
+        ("cpu", "cpu", "cpu"),
+        ("NVIDIA A100-SXM4-40GB", "gpu", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "gpu", None),
+        ("NVIDIA H100 PCIe", "gpu", None),
+        ("NVIDIA GeForce RTX 4090", "gpu", None),
+        ("TPU v3", "tpu", None),
+        ("TPU v4 lite", "tpu", None),
+    ],
+)
+def test_devices_are_recognised_by_what_jax_calls_them(kind, platform, name):
+    assert recognise(kind, platform) == name
+
+
+@pytest.mark.parametrize("name", KNOWN_HARDWARE)
+def test_a_saved_description_reads_back_as_the_same(name, tmp_path):
+    file = tmp_path / "My.JSON"
+    save_hardware(KNOWN_HARDWARE[name], file)
+    assert load_hardware(file) == KNOWN_HARDWARE[name]
+    assert hardware(str(file)) == KNOWN_HARDWARE[name]
+    assert set(json.loads(file.read_text())) == {field.name for field in dataclasses.fields(Hardware)}
+
+
+def test_whole_numbers_are_rates_too(tmp_path):
+    file = tmp_path / "hardware.json"
+    fields = dataclasses.asdict(KNOWN_HARDWARE["h100"]) | {"memory_bytes": 80_000_000_000, "link_latency_s": 0}
+    file.write_text(json.dumps(fields))
+    read = load_hardware(file)
+    assert (read.memory_bytes, read.link_latency_s) == (80e9, 0.0)
+    assert isinstance(read.memory_bytes, float)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_bytes": None}, "memory_bytes in {file} must be float, got None"),
+        ({"memory_bytes": "80e9"}, "memory_bytes in {file} must be float, got '80e9'"),
+        ({"memory_bytes": True}, "memory_bytes in {file} must be float, got True"),
+        ({"machines": 1.5}, "machines in {file} must be int, got 1.5"),
+        ({"shared_compute": 0}, "shared_compute in {file} must be True or False, got 0"),
+        ({"name": 3}, "name in {file} must be str, got 3"),
+        ({"memory_gb": 80}, "{file} has unknown fields memory_gb"),
+        ({"machines": 0}, "{file}: Hardware.machines must be above 0, got 0"),
+        ({"matmul_flops_per_s": math.nan}, "{file}: Hardware.matmul_flops_per_s must be"),
+        ({"link_bytes_per_s": math.inf}, "{file}: Hardware.link_bytes_per_s must be finite, got inf"),
+        ({"link_efficiency": 1.2}, "{file}: Hardware.link_efficiency must be in [0, 1], got 1.2"),
+    ],
+)
+def test_a_wrong_field_of_a_file_is_named(change, message, tmp_path):
+    file = tmp_path / "hardware.json"
+    file.write_text(json.dumps(dataclasses.asdict(KNOWN_HARDWARE["h100"]) | change))
+    with pytest.raises(ValueError, match=r"hardware\.json") as error:
+        hardware(str(file))
+    assert message.format(file=file) in str(error.value)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Hardware)])
+def test_a_missing_field_of_a_file_is_named(name, tmp_path):
+    fields = dataclasses.asdict(KNOWN_HARDWARE["h100"])
+    del fields[name]
+    file = tmp_path / "hardware.json"
+    file.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=f"hardware.json has no {name};"):
+        load_hardware(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not valid JSON"), ("[1]", "holds list, expected a JSON object")]
+)
+def test_a_file_of_something_else_is_refused(text, message, tmp_path):
+    file = tmp_path / "hardware.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_hardware(file)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no hardware file .*calibrate` writes one"):
+        hardware(str(tmp_path / "none.json"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"machines": 0}, "machines must be above 0"),
+        ({"devices_per_machine": -1}, "devices_per_machine must be above 0"),
+        ({"memory_bytes": 0.0}, "memory_bytes must be above 0"),
+        ({"network_bytes_per_s": -1.0}, "network_bytes_per_s must be above 0"),
+        ({"host_bytes_per_s": math.inf}, "host_bytes_per_s must be finite"),
+        ({"link_latency_s": -1e-6}, "link_latency_s must be 0 or more"),
+        ({"dispatch_overhead_s": math.inf}, "dispatch_overhead_s must be finite"),
+        ({"matmul_efficiency": 0.0}, "matmul_efficiency must be above 0"),
+        ({"usable_memory": 1.1}, "usable_memory must be in"),
+    ],
+)
+def test_figures_out_of_range_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(KNOWN_HARDWARE["h100"], **change)
+    for fits in ({"usable_memory": 1.0}, {"link_latency_s": 0.0}):
+        dataclasses.replace(KNOWN_HARDWARE["h100"], **fits)
