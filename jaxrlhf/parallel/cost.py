@@ -122,7 +122,8 @@ def _pass(
     head_passes = 3 if backward else 1
     layers = layer_passes * model.num_layers * layer_flops(model, tokens=batch.tokens, context=context)
     head = head_passes * head_flops(model, role.head, tokens=batch.tokens)
-    compute = (layers + head) / (stages * tensor) / (hardware.matmul_flops_per_s * hardware.matmul_efficiency)
+    flops_per_s = hardware.matmul_flops_per_s * hardware.matmul_efficiency
+    compute = (layers + head) / (stages * tensor) / flops_per_s
 
     rate = Group(tensor, 1)
     part_tokens = batch.tokens / batch.parts
@@ -135,7 +136,11 @@ def _pass(
     # At each of parts + stages - 1 ticks every stage works on a part, or idles.
     ticks = batch.parts + stages - 1
     sent = part_bytes / tensor if software.scatters_between_stages else part_bytes
-    send = (1 + backward) * ticks * send_s(sent, tensor, hardware) if stages > 1 else 0.0
+    stage_s = (1 + backward) * ticks * send_s(sent, tensor, hardware) if stages > 1 else 0.0
+    if not software.head_on_last_stage:
+        # The head is split over stages too, so each of them has to be given what the last one returns.
+        whole_bytes = batch.tokens * model.hidden_size * software.compute_bytes
+        stage_s += (1 + backward) * all_reduce_s(whole_bytes, Group(stages, tensor), hardware)
 
     fsdp = Group(layout.fsdp, stages * tensor)
     held = model.num_parameters(role.head) / (stages * tensor)
@@ -147,7 +152,9 @@ def _pass(
     overhead = runs * hardware.layer_overhead_s + hardware.dispatch_overhead_s
     busy = compute + tensor_s + runs * hardware.layer_overhead_s
     idle = busy * (stages - 1) / batch.parts  # Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1
-    return Cost(compute_s=compute, collective_s=tensor_s + send + shard_s, idle_s=idle, overhead_s=overhead)
+    if software.head_on_last_stage:
+        idle += head / tensor / flops_per_s * (1 - 1 / stages)  # the others wait for the last stage
+    return Cost(compute_s=compute, collective_s=tensor_s + stage_s + shard_s, idle_s=idle, overhead_s=overhead)
 
 
 @dataclass(frozen=True)

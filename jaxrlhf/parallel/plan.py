@@ -118,7 +118,9 @@ class Problem:
       together: Groups of roles that have to share a pool.
       rollout_apart: Also consider generation on a pool of its own, as a role named `rollout`.
       fsdp: Also consider splitting weights over data-parallel devices.
-      layouts: Of roles whose layout is given; others are searched. Without `data` it takes the devices that are left.
+      layouts: Alternatives for roles whose layout is given; those of others are searched. Without
+        `data` a layout takes the devices that are left.
+      pools: The only placement to look at, roles and devices of each pool; None looks at all.
     """
 
     roles: tuple[Role, ...]
@@ -129,7 +131,8 @@ class Problem:
     together: tuple[tuple[str, ...], ...] = ()
     rollout_apart: bool = False
     fsdp: bool = True
-    layouts: Mapping[str, Layout] | None = None
+    layouts: Mapping[str, tuple[Layout, ...]] | None = None
+    pools: tuple[tuple[tuple[str, ...], int], ...] | None = None
 
 
 @dataclass(frozen=True)

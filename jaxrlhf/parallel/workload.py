@@ -75,6 +75,7 @@ class Software:
         pipeline run through all microbatches of an update (1F1B) before it is drained.
       scatters_between_stages: Each tensor shard sends its part of the residual stream to the next
         stage, and not all of it.
+      head_on_last_stage: The last stage computes the logits, and not all stages together.
       skips_masked: Attention does not compute scores that the causal mask hides, nor keeps them.
     """
 
@@ -85,6 +86,7 @@ class Software:
     reduces_every_microbatch: bool = True
     pipeline_parts_per_stage: int | None = 4
     scatters_between_stages: bool = False
+    head_on_last_stage: bool = False
     skips_masked: bool = False
 
     @property

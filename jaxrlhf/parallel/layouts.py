@@ -1,0 +1,68 @@
+"""The layouts that a model can have on a number of devices."""
+
+from collections.abc import Iterator
+
+from jaxrlhf.config import Layout
+from jaxrlhf.parallel.hardware import Hardware
+from jaxrlhf.parallel.workload import Role
+
+_WIDEST_TENSOR = 16
+"""More devices than this compute too little each between two all-reduces, however fast the links."""
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def pool_sizes(hardware: Hardware) -> list[int]:
+    """Devices that a pool may have: an even share of a machine, or whole machines.
+
+    Pools take devices in order, largest first, so none straddles machines that it does not fill.
+    """
+    machine = hardware.devices_per_machine
+    return divisors(machine)[:-1] + [machine * count for count in range(1, hardware.machines + 1)]
+
+
+def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool) -> Iterator[Layout]:
+    """Ways to train or score a model on `devices` devices that split its dimensions evenly.
+
+    Source: HybridFlow (arXiv:2409.19256), algorithm 2, with `fsdp` added.
+    """
+    model, machine = role.model, hardware.devices_per_machine
+    for tensor in _tensors(role, hardware):
+        if devices % tensor:
+            continue
+        for stage in divisors(model.num_layers):
+            copy = tensor * stage
+            if devices % copy or model.vocab_size % copy or (role.within_machine and copy > machine):
+                continue
+            left = devices // copy
+            for shards in divisors(left) if fsdp else [1]:
+                if model.hidden_size % shards == 0:
+                    yield Layout(data=left // shards, fsdp=shards, stage=stage, tensor=tensor)
+
+
+def generation_layouts(role: Role, devices: int, hardware: Hardware) -> Iterator[tuple[int, int]]:
+    """Stages and tensor shards of a generation replica, which lies in one machine."""
+    for tensor in _tensors(role, hardware):
+        for stage in divisors(role.model.num_layers):
+            replica = tensor * stage
+            fits = replica <= hardware.devices_per_machine and devices % replica == 0
+            if fits and role.model.vocab_size % replica == 0:
+                yield stage, tensor
+
+
+def _tensors(role: Role, hardware: Hardware) -> list[int]:
+    """Ways to split every layer. Across machines only where the network is as fast as the links."""
+    model, machine = role.model, hardware.devices_per_machine
+    one_fabric = hardware.network_bytes_per_s >= hardware.link_bytes_per_s and not role.within_machine
+    widest = min(hardware.devices, max(machine, _WIDEST_TENSOR)) if one_fabric else machine
+    split = (model.num_heads, model.num_kv_heads, _inner(role))
+    powers = [n for n in range(1, widest + 1) if machine % n == 0 or n % machine == 0]
+    return [n for n in powers if all(size % n == 0 for size in split)]
+
+
+def _inner(role: Role) -> int:
+    experts = role.model.experts
+    return role.model.intermediate_size if experts is None else experts.intermediate_size

@@ -1,0 +1,105 @@
+"""The search for a placement: which roles share devices, how many, and in which layouts.
+
+Every set partition of the roles is a placement; each of its sets is a pool, which may have
+every number of devices that it fits into; on each number every layout of every role is
+simulated. Roles of a pool run one after another, pools side by side, the stages of a step in
+order. The answer is exact for these costs: what is left out is never better than what is kept.
+
+Source: HybridFlow (arXiv:2409.19256), algorithms 1 and 2 and d_cost.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+
+from jaxrlhf.config import ROLLOUT
+from jaxrlhf.parallel.allocation import allocate
+from jaxrlhf.parallel.plan import Infeasible, Problem, Search
+from jaxrlhf.parallel.pool_options import Point, PoolOptions
+from jaxrlhf.parallel.shortage import shortage
+from jaxrlhf.parallel.timeline import plan_of
+
+Placement = tuple[tuple[str, ...], ...]
+"""The roles of each pool."""
+
+
+def search(problem: Problem, *, keep: int = 5) -> Search:
+    """The cheapest plans, at most one for each placement.
+
+    Raises:
+      Infeasible: Nothing fits; the message says which role lacks how many bytes, and what would help.
+      ValueError: Roles, groups or pools of the problem that contradict each other.
+    """
+    start = time.perf_counter()
+    _check(problem)
+    found: list[tuple[float, tuple[str, ...], list[Point]]] = []
+    options = {offload: PoolOptions(problem, offload) for offload in problem.offloads}
+    tried = allocations = 0
+    for placement in placements(problem):
+        tried += 1
+        best: tuple[float, tuple[str, ...], list[Point]] | None = None
+        for offload, pools in options.items():
+            points = [_points(pools, problem, roles, place) for place, roles in enumerate(placement)]
+            within = found[keep - 1][0] if len(found) >= keep else float("inf")
+            within = min(within, best[0]) if best else within
+            chosen, looked = allocate(points, problem.hardware, within=within)
+            allocations += looked
+            if chosen is not None:
+                best = (chosen.seconds, offload, chosen.points)
+        if best is not None:
+            found = sorted([*found, best], key=lambda entry: entry[0])[:keep]
+    if not found:
+        raise Infeasible(shortage(problem))
+    plans = tuple(plan_of(problem, points, offload) for _, offload, points in found)
+    simulated = sum(pools.simulated for pools in options.values())
+    return Search(plans, tried, allocations, simulated, time.perf_counter() - start)
+
+
+def placements(problem: Problem) -> Iterator[Placement]:
+    """Every set partition of the roles that keeps together what has to be, or the one that is given."""
+    if problem.pools is not None:
+        yield tuple(roles for roles, _ in problem.pools)
+        return
+    names = [role.name for role in problem.roles] + [ROLLOUT] * problem.rollout_apart
+    for partition in _partitions(names):
+        together = (any(set(group) <= set(pool) for pool in partition) for group in problem.together)
+        if all(together):
+            yield partition
+
+
+def _partitions(names: Sequence[str]) -> Iterator[Placement]:
+    """Set partitions, each set in the order of `names`."""
+    if not names:
+        yield ()
+        return
+    *others, last = names
+    for partition in _partitions(others):
+        for place, pool in enumerate(partition):
+            yield (*partition[:place], (*pool, last), *partition[place + 1 :])
+        yield (*partition, (last,))
+
+
+def _points(options: PoolOptions, problem: Problem, roles: tuple[str, ...], place: int) -> list[Point]:
+    """What a pool with these roles may cost, on every number of devices that it may have."""
+    if problem.pools is not None:
+        return options.points(roles, problem.pools[place][1])
+    return options.all_points(roles)
+
+
+def _check(problem: Problem) -> None:
+    names = [role.name for role in problem.roles]
+    if len(set(names)) != len(names) or ROLLOUT in names:
+        raise ValueError(f"roles {names} need names that differ, and none may be {ROLLOUT!r}")
+    generating = [role.name for role in problem.roles if role.generates]
+    if len(generating) > 1 or (problem.rollout_apart and not generating):
+        raise ValueError(f"one role generates for a rollout, here {generating or 'none does'}")
+    unknown = {name for group in problem.together for name in group} - set(names)
+    if unknown:
+        raise ValueError(f"together names {sorted(unknown)}, and the roles are {names}")
+    if problem.pools is None:
+        return
+    placed = [role for roles, _ in problem.pools for role in roles if role != ROLLOUT]
+    if sorted(placed) != sorted(names):
+        raise ValueError(f"pools place {placed}, and the roles are {names}; each has to be placed once")
+    sizes = [devices for _, devices in problem.pools]
+    if sum(sizes) > problem.hardware.devices:
+        raise ValueError(f"pools take {sum(sizes)} devices, and there are {problem.hardware.devices}")

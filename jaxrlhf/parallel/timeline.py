@@ -1,0 +1,56 @@
+"""From chosen layouts to a plan: every call of every pool, and what decides how long a step takes."""
+
+from collections.abc import Sequence
+
+from jaxrlhf.config import ROLLOUT
+from jaxrlhf.parallel.plan import Call, Plan, PlannedPool, Problem
+from jaxrlhf.parallel.pool_options import Point
+from jaxrlhf.parallel.workload import STAGES
+
+
+def plan_of(problem: Problem, points: Sequence[Point], offload: tuple[str, ...]) -> Plan:
+    """The plan that the chosen points make up, largest pool first."""
+    ordered = sorted(points, key=lambda point: -point.devices)
+    order = [role.name for role in problem.roles] + [ROLLOUT]
+    pools = tuple(_pool(point, order) for point in ordered)
+    calls = [call for place, point in enumerate(ordered) for call in _calls(point, place)]
+    calls.sort(key=lambda call: STAGES.index(call.stage))
+    by_stage = list(zip(*(point.seconds for point in ordered), strict=True))
+    combined = [sum(stage) if problem.hardware.shared_compute else max(stage) for stage in by_stage]
+    generation = next((point.generation for point in points if point.generation), None)
+    slots = generation.how.at_once * generation.how.replicas if generation else None
+    return Plan(pools, offload, tuple(calls), dict(zip(STAGES, combined, strict=True)), slots)
+
+
+def _pool(point: Point, order: list[str]) -> PlannedPool:
+    idle = sum(own.idle_bytes for own in point.chosen)
+    peaks = [
+        (idle - own.idle_bytes + step.held_bytes, f"{role} {step.verb}")
+        for role, own in zip(point.roles, point.chosen, strict=True)
+        for step in own.steps
+    ]
+    if point.generation is not None:
+        own = point.chosen[point.roles.index(point.generation.role)]
+        cached = point.generation.cache_bytes
+        peaks.append((idle - own.idle_bytes + own.generating_bytes + cached, f"{point.generation.role} generate"))
+    peak_bytes, during = max(peaks)
+    layouts = {role: own.layout for role, own in zip(point.roles, point.chosen, strict=True)}
+    roles = tuple(sorted(point.roles, key=order.index))
+    return PlannedPool(roles, point.devices, {role: layouts[role] for role in roles}, peak_bytes, during)
+
+
+def _calls(point: Point, place: int) -> list[Call]:
+    calls = []
+    for role, own in zip(point.roles, point.chosen, strict=True):
+        calls += [Call(step.stage, place, role, step.verb, step.cost) for step in own.steps]
+    generation = point.generation
+    if generation is None:
+        return calls
+    before = [call for call in calls if call.stage == "generate"]
+    after = [call for call in calls if call.stage != "generate"]
+    if generation.move is not None:
+        before.append(Call("generate", place, generation.role, "move", generation.move))
+    how = generation.how
+    rounds = f"{how.waves} wave{'s' if how.waves > 1 else ''} of {how.at_once}"
+    note = f"{rounds} responses on each of {how.replicas} replicas"
+    return [*before, Call("generate", place, generation.role, "generate", generation.cost, note), *after]
