@@ -11,6 +11,7 @@ from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ROLLOUT, Config, Pretrained, Sampling
 from jaxrlhf.controller.evaluation import evaluate
 from jaxrlhf.controller.log import to_samples
+from jaxrlhf.controller.placement import placed_for_evaluation
 from jaxrlhf.controller.run import CHECKPOINTS, MODEL, load_data, workdir_of
 from jaxrlhf.controller.step import Metrics
 from jaxrlhf.data import decoder, load_tokenizer
@@ -67,6 +68,8 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     model = Pretrained(str(place / MODEL if from_run else policy))
     config = replace(config, model=model, cold_start=None)
     tokenizer = load_tokenizer(tokenizer_path(config))
+    if config.placement == "auto":
+        config = placed_for_evaluation(config, place)
     held_out = load_data(config, tokenizer).held_out
     if not held_out:
         raise ValueError("the configuration's data has no evaluation split; name one in its data settings")

@@ -16,6 +16,7 @@ from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ROLLOUT, SFT, Checkpointing, Config, Evaluation, to_json
 from jaxrlhf.controller.log import StageLog
 from jaxrlhf.controller.loop import Loop, OnStep, stop_on_sigterm
+from jaxrlhf.controller.placement import Placed, place
 from jaxrlhf.controller.settings import settings_rows
 from jaxrlhf.data import Loaded, Loader, decoder, load_problems, load_tokenizer
 from jaxrlhf.hosts import HostDied, HostHung, HostNotStarted
@@ -83,10 +84,11 @@ def run(
     for stage in _stages(config):
         _loader(stage, data)  # refuses too few problems now, and not after the cold start
     workdir = workdir_of(config)
-    display = Display()
+    placed = place(config, workdir, vocabulary=len(tokenizer)) if config.placement == "auto" else None
+    display, launched = Display(), config if placed is None else placed.config
     if not dry_run:
         workdir.mkdir(parents=True, exist_ok=True)
-    shared = Shared(config, config, model, tokenizer, data, workdir, display, on_step, loggers)
+    shared = Shared(config, launched, model, tokenizer, data, workdir, display, on_step, loggers, placed)
     try:
         return RunResult(workdir, finished=_with_restarts(shared, dry_run=dry_run))
     finally:
@@ -112,6 +114,7 @@ class Shared:
     Attributes:
       run_config: The configuration as it was given.
       config: Of the stage.
+      placed: By the search, if that places the roles.
     """
 
     run_config: Config
@@ -123,6 +126,7 @@ class Shared:
     display: Display
     on_step: OnStep | None
     loggers: Sequence[Logger]
+    placed: Placed | None = None
     pools: Pools | None = None
     interrupted: threading.Event = field(default_factory=threading.Event)
 
@@ -175,9 +179,11 @@ def _check_workdir(workdir: Path, config: Config) -> None:
 
 
 def _describe(shared: Shared) -> None:
-    """Write what the run is: its configuration, and its model but for the weights."""
+    """Write what the run is: its configuration, its placement, and its model but for the weights."""
     config = shared.config
     (shared.workdir / "config.json").write_text(json.dumps(to_json(shared.run_config), indent=2) + "\n")
+    if shared.placed is not None:
+        shared.placed.write(shared.workdir)
     source = getattr(config.model, "path", None)
     save_description(shared.model, shared.workdir / MODEL, tokenizer=shared.tokenizer, source=source)
 

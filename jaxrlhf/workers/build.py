@@ -248,11 +248,15 @@ class Builder:
         return self.model if own is None else model_config(own, self.tokenizer)
 
     def training(self, role: str) -> Training:
-        """How a role is laid out and fed; the reference as the actor, but for its layout."""
+        """How a role is laid out and fed; the reference as the actor, but for its layout.
+
+        It has no token budget of its own, so it gets a row on each of its devices where the actor's holds fewer.
+        """
         if role != "reference":
             return self.config.algorithm.training(self.config)[role]
-        actor = self.config.actor
-        return replace(actor, layout=self.config.reference_layout or actor.layout)
+        actor, layout = self.config.actor, self.config.reference_layout or self.config.actor.layout
+        shards = len(self.pool.devices) // (layout.stage * layout.tensor)
+        return replace(actor, layout=layout, tokens_per_microbatch=max(actor.tokens_per_microbatch, self.width * shards))
 
     def _shared(self, role: str) -> dict[str, Any]:
         parts = [part for part in ("parameters", "optimizer") if offloaded(self.config.offload, role, part)]

@@ -1,0 +1,81 @@
+"""`python -m jaxrlhf.plan --config NAME --hardware a100x16x8`: the best placement, predicted before anything runs.
+
+It prints the best plans, where the seconds of the best one go, why the next one lost, and the
+settings to paste. It needs no accelerator: without `--hardware` it plans for the devices that
+are here. Pools that the configuration gives are costed as they are, layouts that it gives are
+kept; `--afresh` searches all of it.
+"""
+
+import json
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+
+from jaxrlhf.config import CommandLine, Config, run_command
+
+
+def main() -> None:
+    """The command."""
+    command = CommandLine(prog="python -m jaxrlhf.plan", description="Find the best placement of a run on devices.")
+    command.add_argument("--hardware", help="such as h100, a100x16x8, v5p-128, or a file that jaxrlhf.calibrate wrote")
+    command.add_argument("--plans", type=int, default=5, metavar="N", help="how many to show, one of each placement")
+    command.add_argument(
+        "--prompt-tokens", type=float, metavar="N", help="the mean that is expected; the most if unset"
+    )
+    command.add_argument("--response-tokens", type=float, metavar="N", help="the mean that is expected, likewise")
+    command.add_argument("--picture", metavar="FILE", help="where the timeline goes; default: plan_NAME.png")
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else, draw if asked to")
+    command.add_argument("--afresh", action="store_true", help="search pools, layouts and offload that are given too")
+    config, flags = command.parse_config()
+    if flags.plans < 1:
+        raise ValueError(f"--plans must be 1 or more, got {flags.plans}")
+    _plan(config, flags)
+
+
+def _plan(config: Config, flags: Namespace) -> None:
+    from jaxrlhf import planning
+    from jaxrlhf.parallel.mapping import search
+    from jaxrlhf.tracking import default_console
+
+    config = planning.freed(config) if flags.afresh else config
+    hardware = planning.hardware_of(config, flags.hardware)
+    lengths = planning.Lengths(flags.prompt_tokens, flags.response_tokens)
+    question = planning.question_of(config, hardware, lengths=lengths)
+    found = search(question.problem, keep=max(2, flags.plans))  # two, to say why the second lost
+    best = found.plans[0]
+    picture = flags.picture or (None if flags.json else f"plan_{config.name}.png")
+    if picture is not None:
+        planning.save_timeline(best, Path(picture), title=planning.timeline_title(config, hardware))
+    code = planning.snippet(config, best)
+    if flags.json:
+        rows = {
+            "config": config.name,
+            "hardware": asdict(hardware),
+            "workload": asdict(question.problem.workload),
+            "plans": [planning.plan_to_json(plan) for plan in found.plans[: flags.plans]],
+            "search": {name: getattr(found, name) for name in ("placements", "allocations", "simulated", "seconds")},
+            "settings": code,
+            "notes": question.notes,
+        }
+        print(json.dumps(rows, indent=2))
+        return
+    console = default_console()
+    console.print(planning.report(found, hardware, question.notes, shown=flags.plans))
+    console.print(f"timeline of the best plan: {picture}", markup=False, highlight=False)
+    advice = _advice(code)
+    console.print(f"\n{advice}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _advice(code: str) -> str:
+    """How to run the plan."""
+    if not code:
+        return "the configuration runs the best plan as it is"
+    return (
+        "to run it, paste into the configuration file:\n\n"
+        f"from jaxrlhf.config import Layout, Pool, override\n\n{code}\n\n"
+        "or set placement='auto', and every start of the run plans for the devices it finds"
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

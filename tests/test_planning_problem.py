@@ -1,0 +1,305 @@
+"""What a configuration asks the search: every role does there what the step functions call."""
+
+import ast
+import importlib
+import inspect
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import pytest
+from made_plans import a_config, machines
+from tiny_runs import write_policy
+
+from jaxrlhf.config import (
+    GRPO,
+    PPO,
+    SFT,
+    Algorithm,
+    ArithmeticReward,
+    ColdStart,
+    Gsm8k,
+    Layout,
+    ModelReward,
+    Pool,
+    Pretrained,
+    RayCluster,
+    Rewards,
+    Rollout,
+    Training,
+)
+from jaxrlhf.parallel.workload import Software, Workload
+from jaxrlhf.planning import Lengths, hardware_of, problem_of, question_of
+from jaxrlhf.planning.problem import SCORED_TOKENS
+from jaxrlhf.workers.score_model import ScoreModel
+
+FUNCTIONS = Rewards((ArithmeticReward(),))
+
+
+def roles(config, **arguments):
+    return {role.name: role for role in problem_of(config, machines(), vocabulary=100, **arguments).roles}
+
+
+def verbs_called(algorithm: type[Algorithm]) -> Counter:
+    """How often the step function of an algorithm calls each verb of each role, read from its source."""
+    module, name = algorithm.dataflow.split(":")
+    source = inspect.getsource(getattr(importlib.import_module(module), name))
+    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    found = Counter()
+    for call in calls:
+        owner = getattr(call, "value", None)
+        if isinstance(owner, ast.Attribute) and getattr(owner.value, "id", None) == "roles":
+            found[owner.attr, call.attr.partition("_")[0]] += 1
+    return found
+
+
+# Roles.
+
+
+@pytest.mark.parametrize("algorithm", [PPO(), GRPO(), SFT()], ids=lambda algorithm: type(algorithm).__name__)
+def test_a_role_does_what_the_step_function_calls(algorithm):
+    called = verbs_called(type(algorithm))
+    planned = roles(a_config(algorithm=algorithm, data=Gsm8k()))
+    assert called["actor", "update"] == 1, "the source is read as it is written"
+    for name, role in planned.items():
+        if name == "reward" and isinstance(algorithm, SFT):
+            assert role.passes == 0  # evaluations alone call it
+            continue
+        assert role.passes == called[name, "compute"]
+        assert role.trained == (called[name, "update"] > 0)
+        assert role.generates == (called[name, "generate"] > 0)
+    assert {name for name, _ in called} - {"reward"} == planned.keys() - {"reward"}
+
+
+def test_the_roles_of_ppo():
+    config = a_config(actor=Training(tokens_per_microbatch=4096, remat=False))
+    actor, critic, reference, reward = roles(config).values()
+    assert (actor.name, critic.name, reference.name, reward.name) == ("actor", "critic", "reference", "reward")
+    assert [role.head for role in (actor, critic, reference, reward)] == ["lm", "value", "lm", "score"]
+    assert [role.tokens_per_microbatch for role in (actor, critic, reference)] == [4096, 8192, 4096]
+    assert [role.remat for role in (actor, critic, reference)] == [False, True, False]
+    assert [role.within_machine for role in (actor, critic, reference, reward)] == [False, False, False, True]
+    assert actor.model == critic.model == reference.model
+    assert (reward.model.num_layers, reward.model.hidden_size) == (24, 896)  # Qwen2.5-0.5B's config.json
+
+
+def test_reward_models_are_batched_as_their_worker_does():
+    default = inspect.signature(ScoreModel).parameters["tokens_per_batch"].default
+    assert roles(a_config())["reward"].tokens_per_microbatch == default == SCORED_TOKENS
+
+
+def test_a_critic_may_have_a_model_of_its_own():
+    config = a_config(algorithm=PPO(responses_per_update=32, critic_model=Pretrained("Qwen/Qwen2.5-7B")))
+    found = roles(config)
+    assert found["critic"].model.hidden_size == 3584
+    assert found["actor"].model.hidden_size == found["reference"].model.hidden_size == 128
+
+
+def test_reward_models_share_a_pool_and_functions_are_no_role():
+    judges = (ArithmeticReward(), ModelReward("Qwen/Qwen2.5-0.5B"), ModelReward("Qwen/Qwen3-0.6B"))
+    problem = problem_of(a_config(rewards=Rewards(judges)), machines(), vocabulary=100)
+    assert [role.name for role in problem.roles][3:] == ["reward_1", "reward_2"]
+    assert [role.model.num_layers for role in problem.roles[3:]] == [24, 28]
+    assert problem.together == (("reward_1", "reward_2"),)
+    assert problem.offloads[-1] == ("actor", "critic", "reference", "reward_1", "reward_2")
+    assert [*roles(a_config(rewards=FUNCTIONS))] == ["actor", "critic", "reference"]
+    assert problem_of(a_config(), machines(), vocabulary=100).together == ()
+
+
+@dataclass(frozen=True)
+class Debate(PPO):
+    """An algorithm that this package does not know: a second trained role, and a second frozen one."""
+
+    roles: ClassVar[tuple[str, ...]] = ("actor", "opponent", "audience", "reward")
+    opponent: Training = field(default_factory=lambda: Training(tokens_per_microbatch=2048))
+    opponent_model: Pretrained = field(default_factory=lambda: Pretrained("Qwen/Qwen3-4B"))
+
+    def training(self, config):
+        return {"actor": config.actor, "opponent": self.opponent}
+
+
+@dataclass(frozen=True)
+class Preferences(SFT):
+    """One that updates on given answers, beside a frozen role."""
+
+    roles: ClassVar[tuple[str, ...]] = ("actor", "reference")
+
+
+def test_roles_of_algorithms_to_come():
+    found = roles(a_config(algorithm=Debate(responses_per_update=32), rewards=FUNCTIONS))
+    opponent, audience = found["opponent"], found["audience"]
+    assert (opponent.head, opponent.trained, opponent.passes, opponent.tokens_per_microbatch) == (
+        "value",
+        True,
+        1,
+        2048,
+    )
+    assert opponent.model.hidden_size == 2560
+    assert (audience.head, audience.trained, audience.passes, audience.generates) == ("lm", False, 1, False)
+    found = roles(a_config(algorithm=Preferences(), rewards=FUNCTIONS))
+    assert (found["actor"].generates, found["actor"].passes, found["reference"].passes) == (False, 0, 1)
+
+
+# Models.
+
+
+def test_a_vocabulary_from_scratch_is_rounded_to_64():
+    assert roles(a_config(), lengths=None)["actor"].model.vocab_size == 128  # of 100 tokens
+    own = problem_of(a_config(), machines()).roles[0].model.vocab_size
+    from jaxrlhf.data import embedded_tokenizer
+
+    assert own - 64 < len(embedded_tokenizer()) <= own
+    assert own % 64 == 0
+
+
+def test_a_local_checkpoint_has_the_shape_of_its_config(tmp_path):
+    model = write_policy(tmp_path / "model")
+    actor = problem_of(a_config(model=Pretrained(str(model))), machines()).roles[0]
+    assert actor.model.num_layers == 2
+    # A model from scratch over the tokenizer of a checkpoint, whose own vocabulary is rounded the same way.
+    scratch = problem_of(a_config(tokenizer=str(model)), machines()).roles[0]
+    assert scratch.model.vocab_size == actor.model.vocab_size
+
+
+# Workload and software.
+
+
+def test_the_workload_of_a_step():
+    problem = problem_of(a_config(), machines(), vocabulary=100)
+    # 32 prompts x 4 responses in updates of 32, twice over; 100 + 300 tokens at most.
+    assert problem.workload == Workload(32, 128, 100.0, 300.0, 400, updates=8, epochs=2)
+    means = problem_of(a_config(), machines(), lengths=Lengths(50, 120.5), vocabulary=100).workload
+    assert means == replace(problem.workload, prompt_tokens=50.0, response_tokens=120.5)
+    slots = a_config(rollout=Rollout(prompts_per_step=32, slots=16))
+    assert problem_of(slots, machines(), vocabulary=100).workload.slots == 16
+
+
+def test_supervised_training_has_one_update_of_its_examples():
+    config = a_config(algorithm=SFT(examples_per_update=48))
+    assert problem_of(config, machines(), vocabulary=100).workload == Workload(48, 48, 100.0, 300.0, 400)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ((101, None), "a mean of 101 prompt_tokens is above rollout.max_prompt_tokens=100; lower it"),
+        ((None, 301), "a mean of 301 response_tokens is above rollout.max_response_tokens=300"),
+        ((0, None), "the mean prompt_tokens must be above 0, got 0"),
+        ((None, -2), "the mean response_tokens must be above 0, got -2"),
+    ],
+)
+def test_means_that_cannot_be_are_refused(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        problem_of(a_config(), machines(), lengths=Lengths(*lengths), vocabulary=100)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shared", "compute_bytes"),
+    [("auto", False, 2), ("auto", True, 4), ("float32", False, 4), ("bfloat16", True, 2)],
+)
+def test_masters_are_float32_and_activations_what_the_configuration_says(dtype, shared, compute_bytes):
+    problem = problem_of(a_config(compute_dtype=dtype), machines(shared_compute=shared), vocabulary=100)
+    expected = Software(weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, compute_bytes=compute_bytes)
+    assert problem.software == expected
+
+
+# What is given.
+
+
+def test_nothing_given_is_all_searched():
+    problem = problem_of(a_config(), machines(), vocabulary=100)
+    assert problem.offloads == (
+        (),
+        ("actor.optimizer", "critic.optimizer"),
+        ("actor", "critic", "reference", "reward"),
+    )
+    assert (problem.layouts, problem.pools, problem.rollout_apart) == (None, None, False)
+
+
+def test_layouts_and_offload_that_are_given_are_kept():
+    actor, judge = Layout(tensor=2, generation_tensor=2), ModelReward("Qwen/Qwen2.5-0.5B", layout=Layout(fsdp=2))
+    given = {"actor": Training(layout=actor), "rewards": Rewards((judge,)), "offload": ("reward", "actor.optimizer")}
+    problem = problem_of(a_config(**given), machines(), vocabulary=100)
+    # A reference without a layout of its own has the actor's, which generates nothing.
+    kept = {"actor": (actor,), "reference": (Layout(tensor=2),), "reward": (Layout(fsdp=2),)}
+    assert problem.layouts == kept
+    assert problem.offloads == (("reward", "actor.optimizer"),)
+    problem = problem_of(a_config(**given, reference_layout=Layout()), machines(), vocabulary=100)
+    assert problem.layouts == kept | {"reference": (Layout(),)}
+
+
+def test_pools_that_are_given_are_costed_as_they_are():
+    judges = Rewards((ModelReward("Qwen/Qwen2.5-0.5B"), ModelReward("Qwen/Qwen3-0.6B")))
+    pools = (Pool("a", 4, ("actor", "reference")), Pool("b", 2, ("critic",)), Pool("c", 1, ("rollout",)))
+    problem = problem_of(a_config(pools=pools, rewards=judges), machines(), vocabulary=100)
+    policy = ("actor", "reference", "reward_0", "reward_1")  # rewards that are not placed are on the first pool
+    assert problem.pools == ((policy, 4), (("critic",), 2), (("rollout",), 1))
+    assert problem.offloads == ((),)
+    assert problem.layouts == dict.fromkeys(("actor", "critic", "reference", "reward_0", "reward_1"), (Layout(),))
+    apart = (Pool("a", 4, ("actor", "reference", "critic")), Pool("b", 2, ("reward",)))
+    assert problem_of(a_config(pools=apart, rewards=judges), machines(), vocabulary=100).pools == (
+        (("actor", "reference", "critic"), 4),
+        (("reward_0", "reward_1"), 2),
+    )
+    assert problem_of(a_config(pools=apart, rewards=FUNCTIONS), machines(), vocabulary=100).pools == (
+        (("actor", "reference", "critic"), 4),
+    )
+
+
+# Notes.
+
+
+def test_the_notes_say_what_is_an_estimate():
+    cold = ColdStart(steps=1)
+    question = question_of(a_config(cold_start=cold, rewards=FUNCTIONS), machines(source="a datasheet"), vocabulary=100)
+    notes = "\n".join(question.notes)
+    for words in (
+        "a datasheet",
+        "100 tokens of prompt and 300 tokens of response",
+        "rewards are functions",
+        "cold start",
+    ):
+        assert words in notes
+    known = question_of(a_config(), machines(), lengths=Lengths(10, 20), vocabulary=100)
+    notes = "\n".join(known.notes)
+    assert "the shape of Qwen/Qwen2.5-0.5B is from built-in table" in notes
+    for words in ("as long as they may be", "rewards are functions", "cold start"):
+        assert words not in notes
+
+
+# Hardware.
+
+
+def test_the_configuration_takes_as_many_devices_as_it_says():
+    assert hardware_of(a_config(), "a100x2x8").devices == 16
+    assert hardware_of(a_config(devices=8), "a100x2x8").machines == 1
+    part = hardware_of(a_config(devices=4), "a100x2x8")
+    assert (part.machines, part.devices_per_machine) == (1, 4)
+    with pytest.raises(ValueError, match="devices=32 were asked for, and 2 machines of 8 x a100 have 16"):
+        hardware_of(a_config(devices=32), "a100x2x8")
+    with pytest.raises(ValueError, match="devices=12 is no whole number of machines of 8"):
+        hardware_of(a_config(devices=12), "a100x2x8")
+
+
+def test_devices_that_are_here_are_recognised(monkeypatch):
+    here = hardware_of(a_config())
+    assert (here.name, here.machines, here.devices_per_machine, here.shared_compute) == ("cpu", 1, 8, True)
+    two = hardware_of(a_config(devices=2))  # has all of the processor that eight devices share
+    assert two.devices == 2
+    assert two.matmul_flops_per_s * 2 == pytest.approx(here.matmul_flops_per_s * 8)
+    named = hardware_of(a_config(placement="auto", hardware="h100", devices=4))
+    assert (named.name, named.devices) == ("h100", 4)
+    with pytest.raises(ValueError, match="devices=9 were asked for and JAX sees 8 cpu devices"):
+        hardware_of(a_config(devices=9))
+    with pytest.raises(ValueError, match="hardware='v4' has machines of 4 devices, and this process uses 8"):
+        hardware_of(a_config(placement="auto", hardware="v4"))
+    monkeypatch.setattr("jaxrlhf.planning.local.recognise", lambda kind, platform: None)
+    with pytest.raises(ValueError, match=r"'cpu', no figures are known; .*jaxrlhf.calibrate"):
+        hardware_of(a_config())
+
+
+def test_a_cluster_has_to_be_described():
+    with pytest.raises(ValueError, match="no device of a cluster is seen, so placement='auto' has to know"):
+        hardware_of(a_config(placement="auto", cluster=RayCluster()))
+    config = a_config(placement="auto", cluster=RayCluster(), hardware="a100x16x8", devices=32)
+    assert hardware_of(config).machines == 4
