@@ -60,8 +60,10 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
     shards = _shards(layout)
     length = workload.prompt_tokens + workload.response_tokens
     rows = math.ceil(responses / shards)
-    budget = length if role.tokens_per_microbatch is None else role.tokens_per_microbatch / shards
-    rows_at_once = min(rows, max(1, int(budget // length)))
+    rows_at_once = role.rows_per_microbatch
+    if role.tokens_per_microbatch is not None:
+        rows_at_once = max(1, int(role.tokens_per_microbatch / shards // length))
+    rows_at_once = min(rows, rows_at_once)
     microbatches = math.ceil(rows / rows_at_once)
     if layout.stage == 1:
         return Batch(microbatches, rows * length / microbatches, 1)

@@ -44,7 +44,8 @@ class Role:
       generates: It samples the responses.
       passes: Forward passes over all responses while they are prepared.
       trained: It is updated, and so has gradients and an optimizer.
-      tokens_per_microbatch: Over all its devices; None has every device take one sequence at a time.
+      tokens_per_microbatch: Over all its devices; None goes by `rows_per_microbatch`.
+      rows_per_microbatch: Sequences that one data-parallel replica takes at a time.
       remat: Layers are recomputed in the backward pass.
       within_machine: Stages and tensor shards of one copy may not cross machines.
     """
@@ -56,6 +57,7 @@ class Role:
     passes: int = 1
     trained: bool = False
     tokens_per_microbatch: int | None = None
+    rows_per_microbatch: int = 1
     remat: bool = True
     within_machine: bool = False
 
