@@ -1,0 +1,93 @@
+"""`python -m jaxrlhf.calibrate`: measure the devices of this machine, for `python -m jaxrlhf.plan`.
+
+The same command serves CPU, GPU and TPU. `JAX_NUM_CPU_DEVICES=8` makes a processor into eight
+devices. With `--multihost` it is started once on every host, and measures the network too.
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxrlhf.config import CommandLine, run_command
+
+if TYPE_CHECKING:
+    import jax
+
+MOST_SECONDS = 600
+
+
+def main() -> None:
+    """The command."""
+    command = CommandLine(prog="python -m jaxrlhf.calibrate", description="Measure the devices that JAX sees.")
+    command.add_argument("--out", default="hardware.json", metavar="FILE", help="to write; default: %(default)s")
+    command.add_argument("--devices", type=int, metavar="N", help="how many to use; default: all")
+    command.add_argument(
+        "--seconds",
+        type=float,
+        default=4.0,
+        metavar="S",
+        help="about how long each of the figures is measured, compiling not included; default: %(default)s",
+    )
+    command.add_argument("--multihost", action="store_true", help="join the hosts on each of which this was started")
+    flags = command.parse_args()
+    _check(flags)
+
+    import jax
+
+    if flags.multihost:
+        jax.distributed.initialize()
+    devices = jax.devices()
+    if (flags.devices or 0) > len(devices):
+        raise ValueError(
+            f"--devices {flags.devices} was asked for and JAX sees {len(devices)} {devices[0].platform} devices; "
+            f"give fewer, or on CPU start with JAX_NUM_CPU_DEVICES={flags.devices}"
+        )
+    _measure(devices[: flags.devices], flags)
+
+
+def _check(flags: Namespace) -> None:
+    out = Path(flags.out)
+    if out.suffix != ".json" or out.is_dir():
+        raise ValueError(f"--out must be a file whose name ends in .json, got {flags.out!r}")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {flags.out!r}: there is no folder {str(out.parent)!r}; make it, or write elsewhere")
+    if not 0 < flags.seconds <= MOST_SECONDS:
+        raise ValueError(f"--seconds must be above 0 and at most {MOST_SECONDS}, got {flags.seconds}")
+    if flags.devices is not None and flags.devices < 1:
+        raise ValueError(f"--devices must be 1 or more, got {flags.devices}")
+    if flags.devices is not None and flags.multihost:
+        raise ValueError("--devices and --multihost were both given; several hosts use all of their devices")
+
+
+def _measure(devices: Sequence["jax.Device"], flags: Namespace) -> None:
+    import jax
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from jaxrlhf.parallel import save_hardware
+    from jaxrlhf.planning.calibrate import FIGURES, calibrate, datasheet
+    from jaxrlhf.planning.measured_table import measured_rows
+    from jaxrlhf.tracking import default_console, settings_table
+    from jaxrlhf.tracking.console import is_live
+
+    console = default_console()
+    columns = (TextColumn("{task.description:<15}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not is_live(console)) as bars:
+        bar = bars.add_task("", total=len(FIGURES))
+        measured = calibrate(
+            devices,
+            seconds_per_figure=flags.seconds,
+            progress=lambda figure, done, total: bars.update(bar, description=figure, completed=done, total=total),
+        )
+    if jax.process_index() > 0:
+        return  # every process has measured; the first one tells
+    save_hardware(measured, flags.out)
+    console.print(f"{measured.source}\n", markup=False, highlight=False, soft_wrap=True)
+    console.print(settings_table(measured_rows(measured, datasheet(devices))))
+    console.print(f"\nwrote {flags.out}; plan with it:", highlight=False, soft_wrap=True)
+    use = f"  python -m jaxrlhf.plan --config NAME --hardware {flags.out}"
+    console.print(use, markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    run_command(main)
