@@ -25,6 +25,7 @@ ROOM = 8  # arrays take this part of a device's memory at most
 
 MATMUL_WIDTHS = tuple(256 << step for step in range(7))
 ARRAY_BYTES = tuple(2**20 << 2 * step for step in range(8))
+HOST_BYTES = ARRAY_BYTES[:6]  # for each device; the host has to hold them all
 
 
 class Timed(NamedTuple):
@@ -144,7 +145,7 @@ def host_bytes_per_s(devices: Sequence[jax.Device], *, memory_bytes: float, seco
 
         return there_and_back
 
-    climb(fitting(ARRAY_BYTES, float, memory_bytes), build, work=float, seconds=seconds)
+    climb(fitting(HOST_BYTES, float, memory_bytes), build, work=float, seconds=seconds)
     return statistics.median(rates[1:])
 
 
