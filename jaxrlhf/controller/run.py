@@ -223,6 +223,7 @@ def _cold_start(config: Config) -> Config:
         cold_start=None,
         pools=(),  # the run's pools are launched already, and have roles that this stage does not call
         offload=(),
+        reference_layout=None,
         evaluation=Evaluation(every_steps=0, problems=1),
         checkpoint=Checkpointing(every_steps=0, keep_last=1, keep_best=0),
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxrlhf.config import ROLLOUT, Config, Layout, Pool, Training, override
 from jaxrlhf.parallel.plan import Call, Cost, Plan, PlannedPool
-from jaxrlhf.planning.problem import generates, judges_of, placed_roles
+from jaxrlhf.planning.problem import generates, judges_of, placed_roles, written_pools
 
 
 def planned_config(config: Config, plan: Plan) -> Config:
@@ -38,7 +38,7 @@ def planned_settings(config: Config, plan: Plan) -> dict[str, Any]:
         "placement": "given",
         "hardware": None,
         "devices": None,
-        "pools": tuple(_pool(pool, judges, alone=len(plan.pools) == 1) for pool in plan.pools),
+        "pools": _pools(config, plan, judges),
     }
     for role, training in config.algorithm.training(config).items():
         name = role if role == "actor" else f"algorithm.{role}"
@@ -94,7 +94,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         ]
         calls = [Call(**{**call, "cost": Cost(**call["cost"])}) for call in data["calls"]]
         return Plan(tuple(pools), tuple(data["offload"]), tuple(calls), dict(data["stage_seconds"]), data["slots"])
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"this is no plan: {reason}; plan anew") from error
 
@@ -102,6 +102,14 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
 def pool_name(roles: tuple[str, ...]) -> str:
     """Such as `actor-reference`."""
     return "-".join(roles)
+
+
+def _pools(config: Config, plan: Plan, judges: Mapping[str, int]) -> tuple[Pool, ...]:
+    """The plan's pools; those of the configuration, with their names and order, if they are the same."""
+    planned = {(frozenset(pool.roles), pool.devices) for pool in plan.pools}
+    if {(frozenset(roles), devices) for roles, devices in written_pools(config) or ()} == planned:
+        return config.pools
+    return tuple(_pool(pool, judges, alone=len(plan.pools) == 1) for pool in plan.pools)
 
 
 def _pool(pool: PlannedPool, judges: Mapping[str, int], *, alone: bool) -> Pool:

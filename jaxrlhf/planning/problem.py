@@ -68,7 +68,7 @@ def question_of(
         offloads=(_by_role(config),) if config.offload or config.pools else offloads_of(roles),
         together=(judges,) if len(judges) > 1 else (),
         layouts=layouts or None,
-        pools=_written_pools(config),
+        pools=written_pools(config),
     )
     return Question(problem, (*shapes.notes, *_notes(config, hardware, lengths)))
 
@@ -189,7 +189,7 @@ def written_layouts(config: Config) -> dict[str, Layout]:
     return chosen | ({"reference": config.reference_layout} if config.reference_layout else {})
 
 
-def _written_pools(config: Config) -> tuple[tuple[tuple[str, ...], int], ...] | None:
+def written_pools(config: Config) -> tuple[tuple[tuple[str, ...], int], ...] | None:
     """The roles and devices of each pool that a configuration gives, with models alone; None if it gives none."""
     if not config.pools:
         return None
@@ -249,7 +249,7 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
         means = " and ".join(f"{getattr(config.rollout, f'max_{name}_tokens')} tokens of {name}" for name in unknown)
         flags = " and ".join(f"--{name}-tokens" for name in unknown)
         notes.append(
-            f"all {what} are taken to be as long as they may be, {means}; {flags} of the plan command give means"
+            f"all {what} are taken to be as long as they may be, {means}; the plan command takes means by {flags}"
         )
     if generates(config) and not config.rewards.by_model:
         notes.append("rewards are functions: their seconds on the hosts are not counted")

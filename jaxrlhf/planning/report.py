@@ -41,8 +41,9 @@ def plans_table(plans: Sequence[Plan], hardware: Hardware) -> Table:
     """One line for each plan, and one below it for each further pool."""
     title = f"{hardware.devices} devices: {machines(hardware)}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for heading in ("", "placement", "layouts p-t-d"):
+    for heading in ("", "placement"):
         table.add_column(heading)
+    table.add_column("p-t-d x fsdp", no_wrap=True)
     for heading in ("p_g-t_g", *STAGES, "step s", "peak GiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("bottleneck")
@@ -128,8 +129,8 @@ def placement_text(pools: Sequence[PlannedPool]) -> str:
 
 
 def layout_text(layout: Layout) -> str:
-    """`p-t-d`, and how many devices share one copy of the weights where they are split over the data."""
-    return f"{layout.stage}-{layout.tensor}-{layout.data}" + (f" x fsdp {layout.fsdp}" if layout.fsdp > 1 else "")
+    """`p-t-d`, and over how many devices more the weights are split, which share the data like d."""
+    return f"{layout.stage}-{layout.tensor}-{layout.data}" + (f" x{layout.fsdp}" if layout.fsdp > 1 else "")
 
 
 def machines(hardware: Hardware) -> str:

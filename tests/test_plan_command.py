@@ -1,0 +1,153 @@
+"""`jaxrlhf.plan`: every shipped configuration is planned offline, and what it prints can be pasted."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from jaxrlhf.config import Layout, Pool, load, override, shipped
+from jaxrlhf.parallel.mapping import search
+from jaxrlhf.parallel.plan import Infeasible
+from jaxrlhf.planning import hardware_of, plan_from_json, planned_config, question_of
+
+MACHINES = {"a100x2x8": 16, "h100": 8, "v5p-16": 8, "cpu": 8}
+
+
+def plan(monkeypatch, *arguments: object) -> None:
+    """Run the command in this process."""
+    monkeypatch.setattr(sys, "argv", ["plan", *map(str, arguments)])
+    runpy.run_module("jaxrlhf.plan", run_name="__main__")
+
+
+def refusal(monkeypatch, capsys, *arguments: object) -> str:
+    """The one line with which the command ends."""
+    with pytest.raises(SystemExit) as end:
+        plan(monkeypatch, *arguments)
+    shown = capsys.readouterr()
+    assert (end.value.code, shown.out, shown.err.count("\n")) == (2, "", 1)
+    return shown.err
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+@pytest.mark.parametrize("hardware", MACHINES)
+def test_every_shipped_configuration_is_planned(name, hardware):
+    config = load(name)
+    machines = hardware_of(config, hardware)
+    assert machines.devices == MACHINES[hardware]
+    if hardware == "cpu" and name.endswith("_gsm8k"):
+        # 0.5 billion weights of 16 bytes to train, and 16 GB for all devices together.
+        with pytest.raises(Infeasible, match=r"actor does not fit 8 x cpu: .* more than the 1.7 GiB a plan may fill"):
+            search(question_of(config, machines).problem)
+        return
+    best, *others = search(question_of(config, machines).problem).plans
+    assert all(best.seconds <= other.seconds for other in others)
+    planned = planned_config(config, best)
+    assert 1 <= sum(pool.devices for pool in planned.pools) <= MACHINES[hardware]
+    assert all(0 < pool.peak_bytes < machines.memory_bytes for pool in best.pools)
+    for pool, given in zip(best.pools, planned.pools, strict=True):
+        for role, layout in pool.layouts.items():
+            assert layout.data * layout.fsdp * layout.stage * layout.tensor == given.devices, role
+
+
+def test_it_prints_plans_and_what_to_paste(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    plan(monkeypatch, "--config", "ppo_gsm8k", "--hardware", "a100x2x8", "--response-tokens", 200)
+    shown = capsys.readouterr().out
+    assert "16 devices: 2 machines of 8 x a100" in shown
+    assert "512 tokens of prompt; the plan command" in " ".join(shown.split())
+    assert "timeline of the best plan: plan_ppo_gsm8k.png" in shown
+    assert (tmp_path / "plan_ppo_gsm8k.png").read_bytes()[:4] == b"\x89PNG"
+    assert "or set placement='auto'" in shown
+
+    pasted = shown[shown.index("from jaxrlhf.config") : shown.index("or set placement='auto'")]
+    names = {"config": load("ppo_gsm8k")}
+    exec(pasted, names)
+    plan(monkeypatch, "--config", "ppo_gsm8k", "--hardware", "a100x2x8", "--response-tokens", 200, "--json")
+    printed = json.loads(capsys.readouterr().out)
+    assert names["config"] == planned_config(load("ppo_gsm8k"), plan_from_json(printed["plans"][0]))
+    assert names["config"].pools != ()
+
+
+def test_json_is_all_that_is_printed_and_touches_neither_device_nor_folder(tmp_path):
+    words = "-m jaxrlhf.plan --config grpo_gsm8k --hardware h100 --json --plans 1"
+    command = [sys.executable, *words.split()]
+    # JAX fails on a platform that does not exist as soon as it looks for a device.
+    environment = {**os.environ, "JAX_PLATFORMS": "nowhere", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = json.loads(done.stdout)
+    assert printed["hardware"]["name"] == "h100"
+    assert printed["workload"]["response_tokens"] == load("grpo_gsm8k").rollout.max_response_tokens
+    assert len(printed["plans"]) == 1
+    assert printed["search"]["placements"] == 2  # actor and reference, together or apart
+    assert printed["plans"][0]["seconds"] == pytest.approx(sum(printed["plans"][0]["stage_seconds"].values()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_on_the_command_line_count(tmp_path, monkeypatch, capsys):
+    picture = tmp_path / "here.png"
+    arguments = ("--config", "grpo_gsm8k", "--hardware", "h100x4", "--devices", 8, "--json", "--picture", picture)
+    plan(monkeypatch, *arguments, "--model.path", "Qwen/Qwen2.5-7B-Instruct")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["hardware"]["machines"] == 1
+    assert any("Qwen/Qwen2.5-7B-Instruct" in note for note in printed["notes"])
+    assert picture.is_file()
+
+
+CONFIGURATION = """
+from dataclasses import replace
+from jaxrlhf.config import Layout, Pool, Training, load
+
+def get_config():
+    pools = (Pool("policy", 4, ("actor", "reference")), Pool("value", 2, ("critic",)))
+    return replace(load("ppo_gsm8k"), pools=pools, actor=Training(layout=Layout(tensor=2)))
+"""
+
+
+def test_pools_that_are_given_are_costed_as_they_are_unless_afresh(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(CONFIGURATION)
+    plan(monkeypatch, "--config", "mine", "--hardware", "h100", "--json")
+    printed = json.loads(capsys.readouterr().out)
+    [only] = printed["plans"]
+    assert [(pool["roles"], pool["devices"]) for pool in only["pools"]] == [
+        (["actor", "reference"], 4),
+        (["critic"], 2),
+    ]
+    assert only["pools"][0]["layouts"]["actor"]["tensor"] == 2
+    assert printed["settings"] == ""
+    plan(monkeypatch, "--config", "mine", "--hardware", "h100", "--json", "--afresh")
+    afresh = json.loads(capsys.readouterr().out)
+    assert afresh["search"]["placements"] == 5  # of three roles
+    assert afresh["plans"][0]["seconds"] < only["seconds"]
+    names = {"config": load("mine"), "override": override, "Pool": Pool, "Layout": Layout}
+    exec(afresh["settings"], names)
+    assert names["config"] == planned_config(load("mine"), plan_from_json(afresh["plans"][0]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--hardware", "a1000"), "unknown hardware 'a1000'; known are a100"),
+        (("--hardware", "nowhere.json"), "no hardware file 'nowhere.json'; `python -m jaxrlhf.calibrate` writes one"),
+        (("--hardware", "h100", "--plans", "0"), "--plans must be 1 or more, got 0"),
+        (("--hardware", "h100", "--prompt-tokens", "9999"), "a mean of 9999.0 prompt_tokens is above"),
+        (("--hardware", "h100", "--devices", "64"), "devices=64 were asked for, and 1 machines of 8 x h100 have 8"),
+        (("--hardware", "h100", "--model.path", "Qwen/Qwen2.5-0.6B"), "Qwen/Qwen2.5-0.5B"),
+        (("--hardware", "h100", "--model.path", "meta-llama/Llama-3.1-405B"), "actor does not fit 8 x h100"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert message in refusal(monkeypatch, capsys, "--config", "ppo_gsm8k", *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_devices_of_no_known_kind_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("jaxrlhf.planning.local.recognise", lambda kind, platform: None)
+    message = refusal(monkeypatch, capsys, "--config", "ppo_gsm8k")
+    assert "no figures are known" in message
+    assert "jaxrlhf.calibrate" in message
