@@ -175,11 +175,11 @@ def test_the_report_says_what_and_why():
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "8 devices: 2 machines of 4 x made"
     # Of the split plan, the longest stages are of the first pool twice and of the second once: 10 + 3 + 8 s.
-    assert "1 actor+reference 4 | actor 1-2-2 1-1 10.0 3.00 8.00 21.0 3.0 compute; actor generate" in lines
+    assert "1 actor + reference 4 | actor 1-2-2 1-1 10.0 3.00 8.00 21.0 3.0 compute; actor generate" in lines
     assert "reference 1-1-1 x4" in lines
-    assert "critic+reward 2 critic 1-1-2 0.5" in lines
-    assert "waits in host memory: actor.optimizer, reward" in lines
-    assert "2 actor+critic+reference+reward 8 1-1-8 1-1 6.00 4.50 15.5 26.0 4.0 compute; actor update" in lines
+    assert "critic + reward 2 critic 1-1-2 0.5" in lines
+    assert "plan 1: what is not in use waits in host memory, of actor.optimizer, reward" in lines
+    assert "2 actor + critic + reference + reward 8 1-1-8 1-1 6.00 4.50 15.5 26.0 4.0 compute; actor update" in lines
     assert "generate actor switch 4 1.00 1.00" in lines
     assert "critic+reward waits 2 10.0" in lines
     assert "actor+reference waits 4 2.00" in lines  # 8 s of the critic's update less its own 6
@@ -199,6 +199,13 @@ def test_why_the_second_lost():
     )
     assert why_it_lost(split(), split()) == (
         "actor+reference 4 | critic+reward 2 is as fast, as far as such a prediction can tell."
+    )
+
+
+def test_of_many_calls_the_longest_are_named():
+    slow = replace(together(), stage_seconds={"generate": 6.0, "prepare": 10.5, "update": 8.0})
+    assert "prepare takes 7.50 s more: actor infer + critic infer + reference infer + 1 more on 8 devices" in (
+        why_it_lost(slow, split())
     )
 
 

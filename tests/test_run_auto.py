@@ -5,16 +5,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 from placed_runs import assert_same_numbers, placed
-from tiny_runs import get_config, records
+from tiny_runs import get_config, records, training
 
 from jaxrlhf.config import Config, Layout, Pretrained, RayCluster
 from jaxrlhf.controller.placement import place, placed_for_evaluation
 from jaxrlhf.controller.policy import evaluate_policy, export_policy
 from jaxrlhf.controller.run import run
-from jaxrlhf.parallel import Hardware, save_hardware
+from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.parallel import Hardware, ResourcePool, save_hardware
 from jaxrlhf.planning import planned_config, read_plan
+from jaxrlhf.workers.build import Builder, Stage
 
 TOKENS = 500
 
@@ -109,6 +112,20 @@ def test_a_cold_start_goes_before_a_run_whose_reference_has_a_layout(capsys):
     config = replace(get_config(), reference_layout=Layout(), workdir="nowhere")
     assert not run(config, dry_run=True).finished
     assert "cold start" in capsys.readouterr().out
+
+
+def test_a_reference_split_further_than_the_actor_has_a_row_on_each_device():
+    # Rows of 64 + 16 tokens: two fit the actor's budget, and the reference has eight data-parallel devices.
+    actor = replace(training(tensor=4), tokens_per_microbatch=160)
+    config = replace(get_config(), actor=actor, reference_layout=Layout(), devices=8)
+    pool = ResourcePool("all", tuple(jax.devices()))
+    builder = Builder(config, embedded_tokenizer(), pool, ("reference",), rank=(0, 1), progress=lambda *_: None)
+    assert builder.training("reference").tokens_per_microbatch == 8 * 80
+    workers = builder.workers(Stage(config, ("reference",), total_updates=1), ("reference",))
+    assert workers["reference"].place is not None
+    alike = replace(config, actor=replace(actor, tokens_per_microbatch=1024))
+    builder = Builder(alike, embedded_tokenizer(), pool, ("reference",), rank=(0, 1), progress=lambda *_: None)
+    assert builder.training("reference").tokens_per_microbatch == 1024
 
 
 # A plan that is there already.

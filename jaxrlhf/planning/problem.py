@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxrlhf.architecture import ModelConfig
-from jaxrlhf.config import Config, FromScratch, Layout, Model, ModelReward, Training
+from jaxrlhf.config import Config, FromScratch, Layout, Model, ModelReward, Pretrained, Training
 from jaxrlhf.data import load_tokenizer
 from jaxrlhf.models import from_scratch, tokenizer_path
 from jaxrlhf.parallel.hardware import Hardware
@@ -217,22 +217,22 @@ class _Shapes:
 
     def __init__(self, config: Config, vocabulary: int | None) -> None:
         self._config, self._vocabulary = config, vocabulary
-        self._known: dict[Model | str, ModelConfig] = {}
+        self._known: dict[FromScratch | str, ModelConfig] = {}
         self.notes: list[str] = []
 
     def __call__(self, model: Model | str) -> ModelConfig:
-        if model not in self._known:
-            self._known[model] = self._look_up(model)
-        return self._known[model]
+        origin = model.path if isinstance(model, Pretrained) else model
+        if origin not in self._known:
+            self._known[origin] = self._look_up(origin)
+        return self._known[origin]
 
-    def _look_up(self, model: Model | str) -> ModelConfig:
+    def _look_up(self, model: FromScratch | str) -> ModelConfig:
         if isinstance(model, FromScratch):
             if self._vocabulary is None:
                 self._vocabulary = len(load_tokenizer(tokenizer_path(self._config)))
             return from_scratch(model, tokens=self._vocabulary)
-        path = model if isinstance(model, str) else model.path
-        shape, source = shape_of(path)
-        self.notes.append(f"the shape of {path} is from {source}")
+        shape, source = shape_of(model)
+        self.notes.append(f"the shape of {model} is from {source}")
         return shape
 
 

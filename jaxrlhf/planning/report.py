@@ -23,12 +23,21 @@ PARTS: Mapping[str, str] = {
 """The parts of a cost, in words."""
 
 _GIB = 2**30
+_NAMED = 3
+"""Calls of a series."""
 
 
 def report(search: Search, hardware: Hardware, notes: Sequence[str], *, shown: int = 5) -> RenderableType:
     """All of it, best plan first."""
     best, *others = search.plans
-    rows: list[RenderableType] = [plans_table(search.plans[:shown], hardware), Text(), calls_table(best), Text()]
+    plans = search.plans[:shown]
+    waits = [
+        Text(f"plan {rank}: what is not in use waits in host memory, of {', '.join(plan.offload)}")
+        for rank, plan in enumerate(plans, start=1)
+        if plan.offload
+    ]
+    waits += [Text()] * bool(waits)
+    rows: list[RenderableType] = [plans_table(plans, hardware), *waits, calls_table(best), Text()]
     rows += [Text(f"{call.role} {call.verb}: {call.note}") for call in best.calls if call.note]
     rows += [Text(), Text(why_it_lost(others[0], best)), Text()] if others else [Text()]
     idle = hardware.devices - sum(pool.devices for pool in best.pools)
@@ -52,7 +61,7 @@ def plans_table(plans: Sequence[Plan], hardware: Hardware) -> Table:
             first, last = index == 0, index + 1 == len(plan.pools)
             seconds = [seconds_text(plan.stage_seconds.get(stage, 0.0)) if first else "" for stage in STAGES]
             total, limit = (seconds_text(plan.seconds), bottleneck(plan)) if first else ("", "")
-            where = f"{'+'.join(pool.roles)} {pool.devices}{'' if last else ' |'}"
+            where = f"{' + '.join(pool.roles)} {pool.devices}{'' if last else ' |'}"  # may be broken at the blanks
             peak = f"{pool.peak_bytes / _GIB:.1f}"
             cells = [
                 str(rank) if first else "",
@@ -63,8 +72,6 @@ def plans_table(plans: Sequence[Plan], hardware: Hardware) -> Table:
                 total,
             ]
             table.add_row(*map(Text, [*cells, peak, limit]), end_section=last)
-        if plan.offload:
-            table.add_row("", Text(f"waits in host memory: {', '.join(plan.offload)}", style="dim"))
         table.add_row()
     return table
 
@@ -177,7 +184,9 @@ def _spent(calls: Sequence[Call], part: str) -> float:
 
 def _series(plan: Plan, calls: Sequence[Call]) -> str:
     """Such as `actor update + reference update on 8 devices in 2.10 s`."""
-    names = " + ".join(dict.fromkeys(f"{call.role} {call.verb}" for call in calls)) or "nothing"
+    longest = sorted(calls, key=lambda call: -call.cost.seconds)[:_NAMED]
+    names = " + ".join(f"{call.role} {call.verb}" for call in calls if call in longest) or "nothing"
+    names += f" + {len(calls) - _NAMED} more" if len(calls) > _NAMED else ""
     sizes = dict.fromkeys(str(plan.pools[call.pool].devices) for call in calls)
     where = f" on {' and '.join(sizes)} device{'s' * (list(sizes) != ['1'])}" if sizes else ""
     return f"{names}{where} in {seconds_text(sum(call.cost.seconds for call in calls))} s"
