@@ -13,7 +13,8 @@ from jaxtyping import install_import_hook
 
 # Every annotated call in these rooms is checked while tests run. `batch` is left out: JAX
 # rebuilds pytrees with arbitrary leaves.
-_CHECKED = ["algos", "data", "parallel", "models", "rewards", "engine"]
+_ARRAYS = ["blocks", "hybrid", "islands", "mesh", "offload", "overlap", "pool", "relayout", "rules", "transfer", "wire"]
+_CHECKED = ["algos", "data", *(f"parallel.{module}" for module in _ARRAYS), "models", "rewards", "engine"]
 install_import_hook([f"jaxrlhf.{room}" for room in _CHECKED], "beartype.beartype")
 
 import jax  # noqa: E402 - after its environment is set and the hook is in place

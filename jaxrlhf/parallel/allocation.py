@@ -83,7 +83,7 @@ class _Bound:
             return
         later = range(place + 1, len(self._pools))
         reserved = sum(self._fewest[other] for other in later)
-        branches = []
+        branches: list[tuple[float, int, Point, Seconds]] = []
         for point in self._pools[place]:
             if point.devices > left - reserved:
                 break

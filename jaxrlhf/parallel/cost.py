@@ -174,20 +174,19 @@ class Decoding:
     replicas: int
 
 
-def decoding(
-    model: ModelConfig, layout: Layout, devices: int, room_bytes: float, workload: Workload, software: Software
-) -> Decoding | None:
-    """How many responses are decoded together in `room_bytes` of each device; None if not one fits."""
+def decoding(layout: Layout, devices: int, fit: int, workload: Workload) -> Decoding:
+    """How the responses of a step are spread over replicas and rounds.
+
+    Args:
+      fit: Responses of the longest length that the cache of one replica has room for.
+    """
     replicas = devices // (layout.generation_stage * layout.generation_tensor)
     each = math.ceil(workload.responses / replicas)
+    at_once = min(each, fit)
     if workload.slots is not None:
-        each = min(each, math.ceil(workload.slots / replicas))
-    per_token = cache_bytes_per_token(model, layout, itemsize=software.compute_bytes)
-    at_once = min(each, int(room_bytes // (per_token * workload.longest_tokens)))
-    if at_once < 1:
-        return None
-    waves = math.ceil(workload.responses / replicas / at_once)
-    return Decoding(waves, math.ceil(workload.responses / replicas / waves), replicas)
+        at_once = min(at_once, math.ceil(workload.slots / replicas))
+    waves = math.ceil(each / at_once)
+    return Decoding(waves, math.ceil(each / waves), replicas)
 
 
 def generation_cost(

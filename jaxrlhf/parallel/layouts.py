@@ -15,13 +15,14 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def pool_sizes(hardware: Hardware) -> list[int]:
+def pool_sizes(hardware: Hardware, *, whole_machines: bool = False) -> list[int]:
     """Devices that a pool may have: an even share of a machine, or whole machines.
 
     Pools take devices in order, largest first, so none straddles machines that it does not fill.
     """
     machine = hardware.devices_per_machine
-    return divisors(machine)[:-1] + [machine * count for count in range(1, hardware.machines + 1)]
+    shares = [] if whole_machines else divisors(machine)[:-1]
+    return shares + [machine * count for count in range(1, hardware.machines + 1)]
 
 
 def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool) -> Iterator[Layout]:
@@ -35,11 +36,12 @@ def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool
             continue
         for stage in divisors(model.num_layers):
             copy = tensor * stage
-            if devices % copy or model.vocab_size % copy or (role.within_machine and copy > machine):
+            if devices % copy or model.vocab_size % copy:
                 continue
             left = devices // copy
             for shards in divisors(left) if fsdp else [1]:
-                if model.hidden_size % shards == 0:
+                inside = copy * shards <= machine or not role.within_machine
+                if inside and model.hidden_size % shards == 0:
                     yield Layout(data=left // shards, fsdp=shards, stage=stage, tensor=tensor)
 
 
@@ -51,6 +53,16 @@ def generation_layouts(role: Role, devices: int, hardware: Hardware) -> Iterator
             fits = replica <= hardware.devices_per_machine and devices % replica == 0
             if fits and role.model.vocab_size % replica == 0:
                 yield stage, tensor
+
+
+def switches(layout: Layout, stage: int, tensor: int, hardware: Hardware) -> bool:
+    """Whether a training layout can become replicas of `stage x tensor` devices, each within one machine.
+
+    The replicas that share a training copy lie interleaved in it, so its split dimensions have
+    to lie in one machine where the replica splits them too.
+    """
+    machine = hardware.devices_per_machine
+    return (stage == 1 or layout.stage * layout.tensor <= machine) and (tensor == 1 or layout.tensor <= machine)
 
 
 def _tensors(role: Role, hardware: Hardware) -> list[int]:

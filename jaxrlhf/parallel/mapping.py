@@ -16,6 +16,7 @@ from jaxrlhf.parallel.allocation import allocate
 from jaxrlhf.parallel.plan import Infeasible, Problem, Search
 from jaxrlhf.parallel.pool_options import Point, PoolOptions
 from jaxrlhf.parallel.shortage import shortage
+from jaxrlhf.parallel.simulate import Simulator
 from jaxrlhf.parallel.timeline import plan_of
 
 Placement = tuple[tuple[str, ...], ...]
@@ -32,7 +33,8 @@ def search(problem: Problem, *, keep: int = 5) -> Search:
     start = time.perf_counter()
     _check(problem)
     found: list[tuple[float, tuple[str, ...], list[Point]]] = []
-    options = {offload: PoolOptions(problem, offload) for offload in problem.offloads}
+    simulator = Simulator(problem)
+    options = {offload: PoolOptions(simulator, problem, offload) for offload in problem.offloads}
     tried = allocations = 0
     for placement in placements(problem):
         tried += 1

@@ -120,6 +120,7 @@ class Problem:
       fsdp: Also consider splitting weights over data-parallel devices.
       layouts: Alternatives for roles whose layout is given; those of others are searched. Without
         `data` a layout takes the devices that are left.
+      whole_machines: Pools may not share a machine.
       pools: The only placement to look at, roles and devices of each pool; None looks at all.
     """
 
@@ -132,6 +133,7 @@ class Problem:
     rollout_apart: bool = False
     fsdp: bool = True
     layouts: Mapping[str, tuple[Layout, ...]] | None = None
+    whole_machines: bool = False
     pools: tuple[tuple[tuple[str, ...], int], ...] | None = None
 
 

@@ -2,15 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+
+import numpy as np
 
 from jaxrlhf.config import ROLLOUT, Layout
-from jaxrlhf.parallel.cost import Decoding, generation_cost, move_cost
-from jaxrlhf.parallel.cost import decoding as fit_decoding
-from jaxrlhf.parallel.layouts import generation_layouts, pool_sizes, training_layouts
+from jaxrlhf.parallel.cost import Decoding, decoding, generation_cost, move_cost
+from jaxrlhf.parallel.layouts import generation_layouts, pool_sizes, switches, training_layouts
 from jaxrlhf.parallel.memory import cache_bytes_per_token
+from jaxrlhf.parallel.pareto import undominated
 from jaxrlhf.parallel.plan import Cost, Problem
-from jaxrlhf.parallel.simulate import Simulated, pool_hardware, simulate, simulate_rollout
+from jaxrlhf.parallel.simulate import Simulated, Simulator
 from jaxrlhf.parallel.workload import Role
 
 
@@ -21,6 +22,7 @@ class Generation:
     Attributes:
       cache_bytes: Of the responses that one device decodes together.
       move: Of the weights from the actor's pool; None where they are there.
+      seconds: Of generation and move.
     """
 
     role: str
@@ -28,6 +30,7 @@ class Generation:
     cache_bytes: float
     cost: Cost
     move: Cost | None
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +50,34 @@ class Point:
     generation: Generation | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Partial:
-    """Layouts for some roles of a pool."""
+@dataclass(frozen=True)
+class _Choices:
+    """Layouts for some roles of a pool, K ways.
 
-    prepare_s: float
-    update_s: float
-    idle_bytes: float
-    excess_bytes: float
-    chosen: tuple[Simulated, ...]
+    Attributes:
+      value_K4: Seconds of prepare and update, bytes held idle, and most bytes that a call needs beyond that.
+      index_KR: Into the options of each role.
+    """
 
-    @property
-    def key(self) -> tuple[float, ...]:
-        """What another one has to be no worse in to replace this one."""
-        return self.prepare_s, self.update_s, self.idle_bytes, self.excess_bytes
+    value_K4: np.ndarray
+    index_KR: np.ndarray
+
+    def joined(self, options: Sequence[Simulated]) -> "_Choices":
+        """With one more role."""
+        own_M4 = np.array([(*own.seconds[1:], own.idle_bytes, own.excess_bytes) for own in options]).reshape(-1, 4)
+        ways, more = len(self.value_K4), len(own_M4)
+        old_J4, new_J4 = np.repeat(self.value_K4, more, axis=0), np.tile(own_M4, (ways, 1))
+        value_J4 = old_J4 + new_J4
+        value_J4[:, 3] = np.maximum(old_J4[:, 3], new_J4[:, 3])
+        chosen_J1 = np.tile(np.arange(more), ways)[:, None]
+        return _Choices(value_J4, np.hstack([np.repeat(self.index_KR, more, axis=0), chosen_J1]))
+
+    def kept(self, rows: np.ndarray) -> "_Choices":
+        """Some of the ways."""
+        return _Choices(self.value_K4[rows], self.index_KR[rows])
+
+
+_NOTHING = _Choices(np.zeros((1, 4)), np.zeros((1, 0), np.int64))
 
 
 class PoolOptions:
@@ -70,39 +87,39 @@ class PoolOptions:
       simulated: Layouts of a role that were simulated.
     """
 
-    def __init__(self, problem: Problem, offload: tuple[str, ...]) -> None:
-        self._problem, self._offload = problem, offload
+    def __init__(self, simulator: Simulator, problem: Problem, offload: tuple[str, ...]) -> None:
+        self._simulator, self._problem, self._offload = simulator, problem, offload
         self._roles = {role.name: role for role in problem.roles}
         self._generator = next((role for role in problem.roles if role.generates), None)
         self._usable_bytes = problem.hardware.memory_bytes * problem.hardware.usable_memory
         self._role_options: dict[tuple[str, int, bool], list[Simulated]] = {}
-        self._partials: dict[tuple[tuple[str, ...], int], list[_Partial]] = {}
+        self._choices: dict[tuple[tuple[str, ...], int], _Choices] = {}
         self._all_points: dict[tuple[str, ...], list[Point]] = {}
-        self._generations: dict[tuple[int, Layout, Decoding], Cost] = {}
+        self._generations: dict[tuple[str, int, int, int, int], Generation] = {}
         self.simulated = 0
 
     def all_points(self, roles: tuple[str, ...]) -> list[Point]:
         """Points of a pool on every size, without those that another one beats with no more devices."""
         if roles not in self._all_points:
-            kept: list[Point] = []
-            for devices in pool_sizes(self._problem.hardware):
-                for point in self.points(roles, devices):
-                    if not any(_no_worse(other.seconds, point.seconds) for other in kept):
-                        kept.append(point)
-            self._all_points[roles] = kept
+            sizes = pool_sizes(self._problem.hardware, whole_machines=self._problem.whole_machines)
+            points = [point for devices in sizes for point in self.points(roles, devices)]
+            values = np.array([(point.devices, *point.seconds) for point in points]).reshape(-1, 4)
+            self._all_points[roles] = [points[index] for index in undominated(values)]
         return self._all_points[roles]
 
     def points(self, roles: tuple[str, ...], devices: int) -> list[Point]:
         """Points of a pool on one number of devices; none of them beats another in every stage."""
-        generator = self._generator
-        if generator is None or not self._generates(roles):
-            return _undominated(
-                Point(roles, devices, (0.0, part.prepare_s, part.update_s), part.chosen, None)
-                for part in self._partial(roles, devices)
-            )
-        name = ROLLOUT if generator.name not in roles else generator.name
-        others = tuple(role for role in roles if role not in (generator.name, ROLLOUT))
-        return _undominated(self._generating(name, others, devices))
+        if self._generator is not None and self._generates(roles):
+            name = self._generator.name if self._generator.name in roles else ROLLOUT
+            others = tuple(role for role in roles if role not in (self._generator.name, ROLLOUT))
+            return self._generating(name, others, devices)
+        ways = self._ways(roles, devices)
+        found = []
+        for index in undominated(ways.value_K4[:, :2]):
+            prepare_s, update_s = map(float, ways.value_K4[index, :2])
+            chosen = self._chosen(roles, devices, ways.index_KR[index])
+            found.append(Point(roles, devices, (0.0, prepare_s, update_s), chosen, None))
+        return found
 
     def _generates(self, roles: Sequence[str]) -> bool:
         """Whether a pool generates: the rollout's where that is apart or may be, else the actor's."""
@@ -111,70 +128,81 @@ class PoolOptions:
         assert self._generator is not None
         return (ROLLOUT if apart else self._generator.name) in roles
 
-    def _generating(self, name: str, others: tuple[str, ...], devices: int) -> Iterator[Point]:
-        """Every choice for the role that generates with every choice for the others."""
-        problem, generator = self._problem, self._generator
-        assert generator is not None
-        move = None
-        hardware = pool_hardware(problem.hardware, devices)
-        for own in self._options(name, devices, generates=True):
-            for part in self._partial(others, devices):
-                idle = part.idle_bytes + own.idle_bytes
-                if idle + max(part.excess_bytes, own.excess_bytes) > self._usable_bytes:
-                    continue
-                room = self._usable_bytes - part.idle_bytes - own.generating_bytes
-                how = fit_decoding(generator.model, own.layout, devices, room, problem.workload, problem.software)
-                if how is None:
-                    continue
-                cost = self._generation_cost(devices, own.layout, how)
-                if name == ROLLOUT:
-                    source = problem.hardware.devices - devices
-                    if source < 1:
-                        continue
-                    move = move_cost(generator.model, source, own.layout, devices, problem.software, hardware)
-                generate_s = own.stage_s("generate") + cost.seconds + (move.seconds if move else 0.0)
-                seconds = (
-                    generate_s,
-                    own.stage_s("prepare") + part.prepare_s,
-                    own.stage_s("update") + part.update_s,
-                )
-                per_token = cache_bytes_per_token(generator.model, own.layout, itemsize=problem.software.compute_bytes)
-                cached = how.at_once * problem.workload.longest_tokens * per_token
-                generation = Generation(name, how, cached, cost, move)
-                yield Point((name, *others), devices, seconds, (own, *part.chosen), generation)
+    def _generating(self, name: str, others: tuple[str, ...], devices: int) -> list[Point]:
+        """Every choice for the role that generates with every choice for the others, M x K ways."""
+        options, ways = self._options(name, devices, generates=True), self._ways(others, devices)
+        if not options or not len(ways.value_K4):
+            return []
+        prepare_K, update_K, idle_K, excess_K = ways.value_K4.T
+        own_M7 = np.array([self._numbers(own) for own in options])
+        generate_M, prepare_M, update_M, idle_M, excess_M, generating_M, response_M = own_M7.T
+        held_MK = idle_M[:, None] + idle_K + np.maximum(excess_M[:, None], excess_K)
+        fit_MK = (self._usable_bytes - idle_K - generating_M[:, None]) // response_M[:, None]
+        own_J, way_J = np.nonzero((held_MK <= self._usable_bytes) & (fit_MK >= 1))
+        if not len(own_J):
+            return []
+        responses = self._problem.workload.responses
+        stage_M = np.array([own.layout.generation_stage for own in options])
+        tensor_M = np.array([own.layout.generation_tensor for own in options])
+        most_M = -(-responses * stage_M * tensor_M // devices)
+        fit_J = np.minimum(fit_MK[own_J, way_J], most_M[own_J]).astype(np.int64)
+        key_J = (stage_M[own_J] * (devices + 1) + tensor_M[own_J]) * (responses + 1) + fit_J
+        _, first, inverse_J = np.unique(key_J, return_index=True, return_inverse=True)
+        generations = [self._generation(name, options[own_J[j]].layout, int(fit_J[j]), devices) for j in first]
+        generate_J = generate_M[own_J] + np.array([generation.seconds for generation in generations])[inverse_J]
+        prepare_J, update_J = prepare_M[own_J] + prepare_K[way_J], update_M[own_J] + update_K[way_J]
+        seconds_J3 = np.stack([generate_J, prepare_J, update_J], axis=1)
+        found = []
+        for index in undominated(seconds_J3):
+            generate_s, prepare_s, update_s = map(float, seconds_J3[index])
+            chosen = (options[own_J[index]], *self._chosen(others, devices, ways.index_KR[way_J[index]]))
+            generation = generations[inverse_J[index]]
+            found.append(Point((name, *others), devices, (generate_s, prepare_s, update_s), chosen, generation))
+        return found
 
-    def _generation_cost(self, devices: int, layout: Layout, how: Decoding) -> Cost:
-        replica = Layout(generation_stage=layout.generation_stage, generation_tensor=layout.generation_tensor)
-        key = (devices, replica, how)
+    def _numbers(self, own: Simulated) -> tuple[float, ...]:
+        """Of a role that generates; last what one response of the longest length takes of its cache."""
+        assert self._generator is not None
+        work, software = self._problem.workload, self._problem.software
+        token = cache_bytes_per_token(self._generator.model, own.layout, itemsize=software.compute_bytes)
+        return (*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes, token * work.longest_tokens)
+
+    def _generation(self, name: str, layout: Layout, fit: int, devices: int) -> Generation:
+        """How a layout generates with room for `fit` responses in a replica's cache."""
+        key = (name, devices, layout.generation_stage, layout.generation_tensor, fit)
         if key not in self._generations:
-            assert self._generator is not None
-            problem, hardware = self._problem, pool_hardware(self._problem.hardware, devices)
-            self._generations[key] = generation_cost(
-                self._generator.model, layout, how, problem.workload, problem.software, hardware
-            )
+            problem, generator = self._problem, self._generator
+            assert generator is not None
+            work, software = problem.workload, problem.software
+            hardware = self._simulator.hardware(devices)
+            how = decoding(layout, devices, fit, work)
+            cost = generation_cost(generator.model, layout, how, work, software, hardware)
+            move = None
+            if name == ROLLOUT:
+                source = max(1, problem.hardware.devices - devices)
+                move = move_cost(generator.model, source, layout, devices, software, hardware)
+            token = cache_bytes_per_token(generator.model, layout, itemsize=software.compute_bytes)
+            cached = how.at_once * work.longest_tokens * token
+            seconds = cost.seconds + (move.seconds if move else 0.0)
+            self._generations[key] = Generation(name, how, cached, cost, move, seconds)
         return self._generations[key]
 
-    def _partial(self, roles: tuple[str, ...], devices: int) -> list[_Partial]:
-        """Layouts for roles that do not generate here, one role added after another."""
+    def _ways(self, roles: tuple[str, ...], devices: int) -> _Choices:
+        """Layouts for roles that do not generate here, added one by one; none is beaten in every respect."""
         if not roles:
-            return [_Partial(0.0, 0.0, 0.0, 0.0, ())]
+            return _NOTHING
         key = (roles, devices)
-        if key not in self._partials:
-            *before, last = roles
-            merged = [
-                _Partial(
-                    part.prepare_s + own.stage_s("prepare"),
-                    part.update_s + own.stage_s("update"),
-                    part.idle_bytes + own.idle_bytes,
-                    max(part.excess_bytes, own.excess_bytes),
-                    (*part.chosen, own),
-                )
-                for part in self._partial(tuple(before), devices)
-                for own in self._options(last, devices, generates=False)
-            ]
-            fitting = [part for part in merged if part.idle_bytes + part.excess_bytes <= self._usable_bytes]
-            self._partials[key] = undominated(fitting, [part.key for part in fitting])
-        return self._partials[key]
+        if key not in self._choices:
+            options = self._options(roles[-1], devices, generates=False)
+            merged = self._ways(roles[:-1], devices).joined(options)
+            fitting = merged.kept(merged.value_K4[:, 2:].sum(axis=1) <= self._usable_bytes)
+            self._choices[key] = fitting.kept(undominated(fitting.value_K4))
+        return self._choices[key]
+
+    def _chosen(self, roles: tuple[str, ...], devices: int, index_R: np.ndarray) -> tuple[Simulated, ...]:
+        return tuple(
+            self._options(role, devices, generates=False)[index] for role, index in zip(roles, index_R, strict=True)
+        )
 
     def _options(self, name: str, devices: int, *, generates: bool) -> list[Simulated]:
         """All layouts of one role that fit by themselves and that no other one beats."""
@@ -184,20 +212,23 @@ class PoolOptions:
         return self._role_options[key]
 
     def _simulate(self, name: str, devices: int, *, generates: bool) -> list[Simulated]:
-        problem, offload = self._problem, self._offload
         role = self._roles.get(name) or self._generator
         assert role is not None
         found: dict[tuple[int, int], list[Simulated]] = {}
         for layout in self._layouts(role, name, devices, generates=generates):
             self.simulated += 1
             if name == ROLLOUT:
-                option = simulate_rollout(problem, role, layout)
+                option = self._simulator.rollout(role, layout)
             else:
-                option = simulate(problem, role, layout, devices, offload, generates=generates)
+                option = self._simulator.role(role, layout, devices, self._offload, generates=generates)
             if option.idle_bytes + option.excess_bytes <= self._usable_bytes:
                 found.setdefault((layout.generation_stage, layout.generation_tensor), []).append(option)
         # Layouts are compared only with those that generate alike: what generation takes depends on other roles.
-        return [option for group in found.values() for option in undominated(group, [_key(own) for own in group])]
+        kept = []
+        for group in found.values():
+            value_K6 = [(*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes) for own in group]
+            kept += [group[index] for index in undominated(np.array(value_K6))]
+        return kept
 
     def _layouts(self, role: Role, name: str, devices: int, *, generates: bool) -> Iterator[Layout]:
         problem = self._problem
@@ -212,7 +243,8 @@ class PoolOptions:
             trained = training_layouts(role, devices, problem.hardware, fsdp=problem.fsdp)
         for layout in trained:
             for stage, tensor in replicas:
-                yield Layout(layout.data, layout.fsdp, layout.stage, layout.tensor, stage, tensor)
+                if switches(layout, stage, tensor, problem.hardware):
+                    yield Layout(layout.data, layout.fsdp, layout.stage, layout.tensor, stage, tensor)
 
 
 def _filled(layouts: Iterable[Layout], devices: int, *, rollout: bool) -> Iterator[Layout]:
@@ -224,30 +256,3 @@ def _filled(layouts: Iterable[Layout], devices: int, *, rollout: bool) -> Iterat
         if fills and devices % generation == 0:
             sizes = (layout.fsdp, layout.stage, layout.tensor)
             yield Layout(devices // copy or 1, *sizes, layout.generation_stage, layout.generation_tensor)
-
-
-def _key(own: Simulated) -> tuple[float, ...]:
-    seconds = (own.stage_s("generate"), own.stage_s("prepare"), own.stage_s("update"))
-    return (*seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes)
-
-
-_Item = TypeVar("_Item")
-
-
-def undominated(items: Sequence[_Item], keys: Sequence[tuple[float, ...]]) -> list[_Item]:
-    """The items whose keys no other's is at most in every place; of equal ones the first."""
-    order = sorted(range(len(items)), key=lambda index: keys[index])
-    kept: list[int] = []
-    for index in order:
-        if not any(_no_worse(keys[other], keys[index]) for other in kept):
-            kept.append(index)
-    return [items[index] for index in kept]
-
-
-def _undominated(points: Iterable[Point]) -> list[Point]:
-    found = list(points)
-    return undominated(found, [point.seconds for point in found])
-
-
-def _no_worse(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return all(a <= b for a, b in zip(one, other, strict=True))

@@ -7,7 +7,7 @@ from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.layouts import generation_layouts, training_layouts
 from jaxrlhf.parallel.memory import cache_bytes_per_token
 from jaxrlhf.parallel.plan import Problem
-from jaxrlhf.parallel.simulate import Simulated, simulate
+from jaxrlhf.parallel.simulate import Simulated, Simulator
 from jaxrlhf.parallel.workload import Role
 
 _MOST_MACHINES = 4096
@@ -67,12 +67,13 @@ def _help(problem: Problem, *, offload: bool) -> str:
 def _least(problem: Problem, role: Role, hardware: Hardware, offload: Sequence[str]) -> tuple[float, str] | None:
     """The fewest bytes of each device that the role needs on all devices, and in which call; None without a layout."""
     here = replace(problem, hardware=hardware)
+    simulator = Simulator(here)
     best: tuple[float, str] | None = None
     for layout in training_layouts(role, hardware.devices, hardware, fsdp=problem.fsdp):
         replicas = list(generation_layouts(role, hardware.devices, hardware)) if role.generates else [(1, 1)]
         for stage, tensor in replicas:
             whole = replace(layout, generation_stage=stage, generation_tensor=tensor)
-            own = simulate(here, role, whole, hardware.devices, offload, generates=role.generates)
+            own = simulator.role(role, whole, hardware.devices, offload, generates=role.generates)
             need = _need(here, role, own)
             best = need if best is None else min(best, need)
     return best

@@ -1,15 +1,12 @@
 """One role with one layout on one pool: its calls in a step, and the bytes it holds in each of them."""
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxrlhf.config import Layout, offloaded
 from jaxrlhf.parallel.cost import (
-    Decoding,
     batch_of,
-    decoding,
     forward_cost,
-    generation_cost,
     offload_cost,
     switch_cost,
     update_cost,
@@ -22,7 +19,7 @@ from jaxrlhf.parallel.memory import (
     weights_held,
 )
 from jaxrlhf.parallel.plan import Cost, Problem, Verb
-from jaxrlhf.parallel.workload import Role, Stage
+from jaxrlhf.parallel.workload import STAGES, Role, Stage
 
 
 @dataclass(frozen=True)
@@ -35,31 +32,33 @@ class Step:
     held_bytes: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Simulated:
     """A role on its pool.
 
     Attributes:
       steps: All calls but generation itself, which depends on the room that other roles leave.
+      seconds: Of `steps` in each stage: generate, prepare, update.
       idle_bytes: Held on a device while none of the role's calls runs.
+      excess_bytes: Most that a call needs beyond what is held idle.
       generating_bytes: Held while it generates, cache not included.
-      stage_s: Seconds of `steps` by stage.
     """
 
     layout: Layout
     steps: tuple[Step, ...]
+    seconds: tuple[float, float, float]
     idle_bytes: float
-    generating_bytes: float = 0.0
+    excess_bytes: float
+    generating_bytes: float
 
-    def stage_s(self, stage: Stage) -> float:
-        """Seconds of the calls in one stage."""
-        return sum(step.cost.seconds for step in self.steps if step.stage == stage)
 
-    @property
-    def excess_bytes(self) -> float:
-        """Most that a call needs beyond what is held idle."""
-        held = [step.held_bytes for step in self.steps] + [self.generating_bytes]
-        return max(held) - self.idle_bytes
+def _simulated(layout: Layout, steps: Sequence[Step], idle_bytes: float, generating_bytes: float) -> Simulated:
+    generate_s, prepare_s, update_s = (
+        sum(step.cost.seconds for step in steps if step.stage == stage) for stage in STAGES
+    )
+    most = max([generating_bytes, *(step.held_bytes for step in steps)])
+    seconds = (generate_s, prepare_s, update_s)
+    return Simulated(layout, tuple(steps), seconds, idle_bytes, most - idle_bytes, generating_bytes)
 
 
 def pool_hardware(hardware: Hardware, devices: int) -> Hardware:
@@ -76,63 +75,90 @@ def pool_hardware(hardware: Hardware, devices: int) -> Hardware:
     )
 
 
-def simulate(
-    problem: Problem, role: Role, layout: Layout, devices: int, offload: Collection[str], *, generates: bool
-) -> Simulated:
-    """The calls of a role that trains or scores.
+class Simulator:
+    """Simulates roles of one problem; what a role computes is costed once for each training layout.
 
-    Args:
-      devices: Of its pool.
-      offload: As in `Config.offload`.
-      generates: The role also generates on this pool.
+    Attributes:
+      hardware: As one pool of a given size sees it.
     """
-    work, software = problem.workload, problem.software
-    hardware = pool_hardware(problem.hardware, devices)
-    held = weights_held(role.model, role.head, layout)
-    parameters = held * (software.weight_bytes if role.trained else software.compute_bytes)
-    optimizer = held * software.optimizer_bytes if role.trained else 0.0
-    waits = [offloaded(offload, role.name, part) for part in ("parameters", "optimizer")]
-    idle_parameters, idle_optimizer = parameters * (not waits[0]), optimizer * (not waits[1])
-    brought, brought_all = parameters * waits[0], parameters * waits[0] + optimizer * waits[1]
 
-    steps: list[Step] = []
-    generating = 0.0
-    if generates:
-        copy = weights_generating(role.model, layout) * software.compute_bytes
-        kept = 0.0 if software.trains_in_compute_dtype else idle_parameters
-        generating = kept + copy + idle_optimizer
-        during = copy + idle_optimizer + (0.0 if software.trains_in_compute_dtype else parameters)
-        cost = switch_cost(role.model, layout, software, hardware)
-        if cost.seconds:
-            steps.append(Step("generate", "switch", cost, during))
-        steps += _moved("generate", brought, hardware, during)
-    if role.passes:
-        working = _inference_bytes(problem, role, layout) + parameters + idle_optimizer
-        cost = forward_cost(role, layout, work, software, hardware)
-        steps += [Step("prepare", "infer", cost, working)] * role.passes
-        steps += _moved("prepare", brought * role.passes, hardware, working)
-    if role.trained:
-        working = parameters + optimizer + held * software.gradient_bytes + _update_bytes(problem, role, layout)
-        steps.append(Step("update", "update", update_cost(role, layout, work, software, hardware), working))
-        steps += _moved("update", brought_all, hardware, working)
-    return Simulated(layout, tuple(steps), idle_parameters + idle_optimizer, generating)
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._hardware: dict[int, Hardware] = {}
+        self._computed: dict[tuple[str, int, int, int, int], _Computed] = {}
+
+    def hardware(self, devices: int) -> Hardware:
+        """As a pool of that many devices sees it."""
+        if devices not in self._hardware:
+            self._hardware[devices] = pool_hardware(self._problem.hardware, devices)
+        return self._hardware[devices]
+
+    def role(self, role: Role, layout: Layout, devices: int, offload: Sequence[str], *, generates: bool) -> Simulated:
+        """The calls of a role that trains or scores.
+
+        Args:
+          devices: Of its pool, which the layout fills.
+          offload: As in `Config.offload`.
+          generates: The role also generates on this pool.
+        """
+        software, hardware = self._problem.software, self.hardware(devices)
+        held = weights_held(role.model, role.head, layout)
+        parameters = held * (software.weight_bytes if role.trained else software.compute_bytes)
+        optimizer = held * software.optimizer_bytes if role.trained else 0.0
+        waits = [offloaded(offload, role.name, part) for part in ("parameters", "optimizer")]
+        idle_parameters, idle_optimizer = parameters * (not waits[0]), optimizer * (not waits[1])
+        brought, brought_all = parameters * waits[0], parameters * waits[0] + optimizer * waits[1]
+
+        steps: list[Step] = []
+        generating = 0.0
+        if generates:
+            copy = weights_generating(role.model, layout) * software.compute_bytes
+            kept = 0.0 if software.trains_in_compute_dtype else idle_parameters
+            generating = kept + copy + idle_optimizer
+            during = copy + idle_optimizer + (0.0 if software.trains_in_compute_dtype else parameters)
+            switch = switch_cost(role.model, layout, software, hardware)
+            if switch.seconds:
+                steps.append(Step("generate", "switch", switch, during))
+            steps += _moved("generate", brought, hardware, during)
+        computed = self._compute(role, layout, hardware)
+        if computed.forward is not None:
+            working = computed.forward_bytes + parameters + idle_optimizer
+            steps += [Step("prepare", "infer", computed.forward, working)] * role.passes
+            steps += _moved("prepare", brought * role.passes, hardware, working)
+        if computed.update is not None:
+            working = computed.update_bytes + parameters + optimizer + held * software.gradient_bytes
+            steps.append(Step("update", "update", computed.update, working))
+            steps += _moved("update", brought_all, hardware, working)
+        return _simulated(layout, steps, idle_parameters + idle_optimizer, generating)
+
+    def rollout(self, role: Role, layout: Layout) -> Simulated:
+        """A pool that generates with weights sent by the actor; they stay there."""
+        held = weights_generating(role.model, layout) * self._problem.software.compute_bytes
+        return _simulated(layout, (), held, held)
+
+    def _compute(self, role: Role, layout: Layout, hardware: Hardware) -> "_Computed":
+        assert layout.data is not None
+        key = (role.name, layout.data, layout.fsdp, layout.stage, layout.tensor)
+        if key not in self._computed:
+            problem = self._problem
+            arguments = (role, layout, problem.workload, problem.software, hardware)
+            self._computed[key] = _Computed(
+                forward_cost(*arguments) if role.passes else None,
+                _inference_bytes(problem, role, layout) if role.passes else 0.0,
+                update_cost(*arguments) if role.trained else None,
+                _update_bytes(problem, role, layout) if role.trained else 0.0,
+            )
+        return self._computed[key]
 
 
-def simulate_rollout(problem: Problem, role: Role, layout: Layout) -> Simulated:
-    """A pool that generates with weights sent by the actor; they stay there."""
-    held = weights_generating(role.model, layout) * problem.software.compute_bytes
-    return Simulated(layout, (), held, held)
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What a role computes in one layout, and what that keeps on a device beside weights and gradients."""
 
-
-def generated(
-    problem: Problem, role: Role, layout: Layout, devices: int, room_bytes: float
-) -> tuple[Decoding, Cost] | None:
-    """Generation with `room_bytes` left for the cache on each device; None if not one response fits."""
-    how = decoding(role.model, layout, devices, room_bytes, problem.workload, problem.software)
-    if how is None:
-        return None
-    hardware = pool_hardware(problem.hardware, devices)
-    return how, generation_cost(role.model, layout, how, problem.workload, problem.software, hardware)
+    forward: Cost | None
+    forward_bytes: float
+    update: Cost | None
+    update_bytes: float
 
 
 def _moved(stage: Stage, num_bytes: float, hardware: Hardware, held_bytes: float) -> list[Step]:

@@ -52,5 +52,5 @@ def _calls(point: Point, place: int) -> list[Call]:
         before.append(Call("generate", place, generation.role, "move", generation.move))
     how = generation.how
     rounds = f"{how.waves} wave{'s' if how.waves > 1 else ''} of {how.at_once}"
-    note = f"{rounds} responses on each of {how.replicas} replicas"
+    note = f"{rounds} responses" + (f" on each of {how.replicas} replicas" if how.replicas > 1 else "")
     return [*before, Call("generate", place, generation.role, "generate", generation.cost, note), *after]
