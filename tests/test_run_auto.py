@@ -96,7 +96,7 @@ def test_a_cluster_is_planned_in_whole_hosts(tmp_path, monkeypatch):
     assert all(pool.devices % 8 == 0 for pool in configs[0].pools)
     with pytest.raises(ValueError, match="no device of a cluster is seen"):
         run(auto(tmp_path, cluster=cluster))
-    with pytest.raises(ValueError, match="no plan has pools of whole hosts of 64 devices"):
+    with pytest.raises(ValueError, match="hold no pool of whole hosts of 64 devices"):
         run(auto(tmp_path, cluster=RayCluster(devices_per_host=64), hardware="a100x2"))
 
 

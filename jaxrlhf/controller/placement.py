@@ -1,6 +1,6 @@
 """What `placement='auto'` comes to at start-up: the plan of the run, or a new one for the devices that are there."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrlhf.config import Config
@@ -9,7 +9,6 @@ from jaxrlhf.parallel.mapping import search
 from jaxrlhf.parallel.plan import Plan
 from jaxrlhf.planning import (
     PLAN,
-    Question,
     hardware_of,
     placed_roles,
     planned_config,
@@ -23,8 +22,6 @@ from jaxrlhf.planning import (
 from jaxrlhf.tracking import default_console
 
 _SHOWN = 3
-_ALL_PLACEMENTS = 1_000
-"""More than six roles have."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,9 @@ def place(config: Config, workdir: Path, *, vocabulary: int) -> Placed:
     if saved is not None:
         return Placed(planned_config(config, saved), saved, hardware, title, found=False)
     question = question_of(config, hardware, vocabulary=vocabulary)
-    plan = _searched(config, question)
+    searched = search(question.problem, keep=_SHOWN)
+    default_console().print(report(searched, hardware, question.notes, shown=_SHOWN))
+    plan = searched.plans[0]
     return Placed(planned_config(config, plan), plan, hardware, title, found=True)
 
 
@@ -88,25 +87,6 @@ def saved_plan(config: Config, workdir: Path, hardware: Hardware) -> Plan | None
         return None
     _say(f"placement: the plan of {workdir / PLAN} is used again")
     return saved.plan
-
-
-def _searched(config: Config, question: Question) -> Plan:
-    """The best plan that can be launched; the search is printed.
-
-    Raises:
-      ValueError: Every plan has a pool that is no whole number of the cluster's hosts.
-    """
-    host = 1 if config.cluster is None else config.cluster.devices_per_host
-    found = search(question.problem, keep=_SHOWN if host == 1 else _ALL_PLACEMENTS)
-    whole = [plan for plan in found.plans if all(pool.devices % host == 0 for pool in plan.pools)]
-    hardware = question.problem.hardware
-    if not whole:
-        raise ValueError(
-            f"on {hardware.devices} x {hardware.name} no plan has pools of whole hosts of {host} devices; "
-            f"lower cluster.devices_per_host, or name hardware with more machines"
-        )
-    default_console().print(report(replace(found, plans=tuple(whole)), hardware, question.notes, shown=_SHOWN))
-    return whole[0]
 
 
 def _say(text: str) -> None:

@@ -15,14 +15,14 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def pool_sizes(hardware: Hardware, *, whole_machines: bool = False) -> list[int]:
-    """Devices that a pool may have: an even share of a machine, or whole machines.
+def pool_sizes(hardware: Hardware, *, devices_per_host: int = 1) -> list[int]:
+    """Devices that a pool may have: an even share of a machine, or whole machines; in any case whole hosts.
 
     Pools take devices in order, largest first, so none straddles machines that it does not fill.
     """
     machine = hardware.devices_per_machine
-    shares = [] if whole_machines else divisors(machine)[:-1]
-    return shares + [machine * count for count in range(1, hardware.machines + 1)]
+    sizes = divisors(machine)[:-1] + [machine * count for count in range(1, hardware.machines + 1)]
+    return [size for size in sizes if size % devices_per_host == 0]
 
 
 def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool) -> Iterator[Layout]:
@@ -45,24 +45,32 @@ def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool
                     yield Layout(data=left // shards, fsdp=shards, stage=stage, tensor=tensor)
 
 
-def generation_layouts(role: Role, devices: int, hardware: Hardware) -> Iterator[tuple[int, int]]:
-    """Stages and tensor shards of a generation replica, which lies in one machine."""
+def generation_layouts(
+    role: Role, devices: int, hardware: Hardware, *, within: int | None = None
+) -> Iterator[tuple[int, int]]:
+    """Stages and tensor shards of a generation replica.
+
+    Args:
+      within: Devices that one process drives, which a replica is part of; None is a machine's.
+    """
     for tensor in _tensors(role, hardware):
         for stage in divisors(role.model.num_layers):
             replica = tensor * stage
-            fits = replica <= hardware.devices_per_machine and devices % replica == 0
+            fits = (within or hardware.devices_per_machine) % replica == 0 and devices % replica == 0
             if fits and role.model.vocab_size % replica == 0:
                 yield stage, tensor
 
 
-def switches(layout: Layout, stage: int, tensor: int, hardware: Hardware) -> bool:
-    """Whether a training layout can become replicas of `stage x tensor` devices, each within one machine.
+def switches(layout: Layout, stage: int, tensor: int, *, within: int) -> bool:
+    """Whether a training layout can become replicas of `stage x tensor` devices, each within one process.
 
     The replicas that share a training copy lie interleaved in it, so its split dimensions have
-    to lie in one machine where the replica splits them too.
+    to lie in one process where the replica splits them too.
+
+    Args:
+      within: Devices of a process.
     """
-    machine = hardware.devices_per_machine
-    return (stage == 1 or layout.stage * layout.tensor <= machine) and (tensor == 1 or layout.tensor <= machine)
+    return (stage == 1 or layout.stage * layout.tensor <= within) and (tensor == 1 or layout.tensor <= within)
 
 
 def _tensors(role: Role, hardware: Hardware) -> list[int]:

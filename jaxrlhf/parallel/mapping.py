@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxrlhf.config import ROLLOUT
 from jaxrlhf.parallel.allocation import allocate
+from jaxrlhf.parallel.layouts import pool_sizes
 from jaxrlhf.parallel.plan import Infeasible, Problem, Search
 from jaxrlhf.parallel.pool_options import Point, PoolOptions
 from jaxrlhf.parallel.shortage import shortage
@@ -97,6 +98,12 @@ def _check(problem: Problem) -> None:
     unknown = {name for group in problem.together for name in group} - set(names)
     if unknown:
         raise ValueError(f"together names {sorted(unknown)}, and the roles are {names}")
+    hardware, host = problem.hardware, problem.devices_per_host or 1
+    if not pool_sizes(hardware, devices_per_host=host):
+        raise ValueError(
+            f"{hardware.devices} x {hardware.name} in machines of {hardware.devices_per_machine} hold no pool of whole "
+            f"hosts of {host} devices; use smaller hosts, or name hardware with more machines"
+        )
     if problem.pools is None:
         return
     placed = [role for roles, _ in problem.pools for role in roles if role != ROLLOUT]

@@ -120,7 +120,8 @@ class Problem:
       fsdp: Also consider splitting weights over data-parallel devices.
       layouts: Alternatives for roles whose layout is given; those of others are searched. Without
         `data` a layout takes the devices that are left.
-      whole_machines: Pools may not share a machine.
+      devices_per_host: Of a process where there are several. A pool has whole ones, and each
+        generation replica lies within one; None lets pools share a machine.
       pools: The only placement to look at, roles and devices of each pool; None looks at all.
     """
 
@@ -133,7 +134,7 @@ class Problem:
     rollout_apart: bool = False
     fsdp: bool = True
     layouts: Mapping[str, tuple[Layout, ...]] | None = None
-    whole_machines: bool = False
+    devices_per_host: int | None = None
     pools: tuple[tuple[tuple[str, ...], int], ...] | None = None
 
 

@@ -101,7 +101,7 @@ class PoolOptions:
     def all_points(self, roles: tuple[str, ...]) -> list[Point]:
         """Points of a pool on every size, without those that another one beats with no more devices."""
         if roles not in self._all_points:
-            sizes = pool_sizes(self._problem.hardware, whole_machines=self._problem.whole_machines)
+            sizes = pool_sizes(self._problem.hardware, devices_per_host=self._problem.devices_per_host or 1)
             points = [point for devices in sizes for point in self.points(roles, devices)]
             values = np.array([(point.devices, *point.seconds) for point in points]).reshape(-1, 4)
             self._all_points[roles] = [points[index] for index in undominated(values)]
@@ -236,14 +236,15 @@ class PoolOptions:
         if given is not None:
             yield from _filled(given, devices, rollout=name == ROLLOUT)
             return
-        replicas = list(generation_layouts(role, devices, problem.hardware)) if generates else [(1, 1)]
+        within = problem.devices_per_host or problem.hardware.devices_per_machine
+        replicas = list(generation_layouts(role, devices, problem.hardware, within=within)) if generates else [(1, 1)]
         if name == ROLLOUT:
             trained: Iterable[Layout] = [Layout(data=1)]
         else:
             trained = training_layouts(role, devices, problem.hardware, fsdp=problem.fsdp)
         for layout in trained:
             for stage, tensor in replicas:
-                if switches(layout, stage, tensor, problem.hardware):
+                if switches(layout, stage, tensor, within=within):
                     yield Layout(layout.data, layout.fsdp, layout.stage, layout.tensor, stage, tensor)
 
 

@@ -70,7 +70,9 @@ def _least(problem: Problem, role: Role, hardware: Hardware, offload: Sequence[s
     simulator = Simulator(here)
     best: tuple[float, str] | None = None
     for layout in training_layouts(role, hardware.devices, hardware, fsdp=problem.fsdp):
-        replicas = list(generation_layouts(role, hardware.devices, hardware)) if role.generates else [(1, 1)]
+        within, replicas = problem.devices_per_host, [(1, 1)]
+        if role.generates:
+            replicas = list(generation_layouts(role, hardware.devices, hardware, within=within))
         for stage, tensor in replicas:
             whole = replace(layout, generation_stage=stage, generation_tensor=tensor)
             own = simulator.role(role, whole, hardware.devices, offload, generates=role.generates)

@@ -69,6 +69,7 @@ def question_of(
         together=(judges,) if len(judges) > 1 else (),
         layouts=layouts or None,
         pools=written_pools(config),
+        devices_per_host=None if config.cluster is None else config.cluster.devices_per_host,
     )
     return Question(problem, (*shapes.notes, *_notes(config, hardware, lengths)))
 

@@ -256,7 +256,9 @@ class Builder:
             return self.config.algorithm.training(self.config)[role]
         actor, layout = self.config.actor, self.config.reference_layout or self.config.actor.layout
         shards = len(self.pool.devices) // (layout.stage * layout.tensor)
-        return replace(actor, layout=layout, tokens_per_microbatch=max(actor.tokens_per_microbatch, self.width * shards))
+        return replace(
+            actor, layout=layout, tokens_per_microbatch=max(actor.tokens_per_microbatch, self.width * shards)
+        )
 
     def _shared(self, role: str) -> dict[str, Any]:
         parts = [part for part in ("parameters", "optimizer") if offloaded(self.config.offload, role, part)]
