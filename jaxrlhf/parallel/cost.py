@@ -60,17 +60,20 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
     shards = _shards(layout)
     length = workload.prompt_tokens + workload.response_tokens
     rows = math.ceil(responses / shards)
-    rows_at_once = role.rows_per_microbatch
-    if role.tokens_per_microbatch is not None:
-        rows_at_once = max(1, int(role.tokens_per_microbatch / shards // length))
-    rows_at_once = min(rows, rows_at_once)
-    microbatches = math.ceil(rows / rows_at_once)
+    if role.tokens_per_microbatch is None:
+        rows_at_once = min(rows, role.rows_per_microbatch)
+        microbatches = math.ceil(rows / rows_at_once)
+        tokens = rows * length / microbatches
+    else:
+        tokens = max(length, role.tokens_per_microbatch / shards)
+        rows_at_once = int(tokens // length)
+        microbatches = math.ceil(rows / rows_at_once)
     if layout.stage == 1:
-        return Batch(microbatches, rows * length / microbatches, 1)
+        return Batch(microbatches, tokens, 1)
     if software.pipeline_parts_per_stage is None:
-        return Batch(1, rows * length, microbatches)
+        return Batch(1, tokens * microbatches, microbatches)
     parts = max(1, min(rows_at_once, software.pipeline_parts_per_stage * layout.stage))
-    return Batch(microbatches, rows * length / microbatches, parts)
+    return Batch(microbatches, tokens, parts)
 
 
 def forward_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:

@@ -44,7 +44,8 @@ class Role:
       generates: It samples the responses.
       passes: Forward passes over all responses while they are prepared.
       trained: It is updated, and so has gradients and an optimizer.
-      tokens_per_microbatch: Over all its devices; None goes by `rows_per_microbatch`.
+      tokens_per_microbatch: Over all its devices. Programs have this size and compute it, padding
+        included. None goes by `rows_per_microbatch`, without padding.
       rows_per_microbatch: Sequences that one data-parallel replica takes at a time.
       remat: Layers are recomputed in the backward pass.
       within_machine: Stages and tensor shards of one copy may not cross machines.

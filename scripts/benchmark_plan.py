@@ -1,0 +1,257 @@
+"""Measures steps of a small model in several layouts and placements beside what the cost model predicts.
+
+    python scripts/benchmark_plan.py [--hardware FILE] [--json docs/predictions.json] [--picture docs/predictions.png]
+
+Calibrates the local devices (eight CPU devices unless JAX_NUM_CPU_DEVICES says otherwise), or
+reads what `python -m jaxrlhf.calibrate` wrote; then runs PPO for a few steps in each layout, every
+run in a process of its own. Reports seconds of each stage, predicted and measured, and Spearman's
+rank correlation of the steps. Nothing else should run meanwhile.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ["NPROC"] = os.environ.get("NPROC", "32")  # before JAX starts
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from jaxrlhf.config import (
+    PPO,
+    Arithmetic,
+    Checkpointing,
+    Config,
+    Evaluation,
+    FormatReward,
+    FromScratch,
+    KLInReward,
+    Layout,
+    Pool,
+    Rewards,
+    Rollout,
+    Training,
+)
+from jaxrlhf.controller.run import load_data
+from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.parallel import Hardware, hardware
+from jaxrlhf.parallel.mapping import search
+from jaxrlhf.planning import Lengths, problem_of
+
+ROOT = Path(__file__).parents[1]
+STAGES = ("generate", "prepare", "update")
+STEPS = 3
+"""The first one is not counted."""
+
+LAYOUTS = {
+    "data 8": Layout(),
+    "fsdp 8": Layout(fsdp=8),
+    "fsdp 2 x tensor 4, generation 1": Layout(fsdp=2, tensor=4),
+    "data 4 x tensor 2, generation 1": Layout(tensor=2),
+    "data 2 x tensor 4, generation 2": Layout(tensor=4, generation_tensor=2),
+    "tensor 8, generation 8": Layout(tensor=8, generation_tensor=8),
+    "data 4 x stage 2, generation 1": Layout(stage=2),
+    "stage 4 x tensor 2, generation 1": Layout(stage=4, tensor=2),
+}
+POOLS = {
+    "actor, reference 4 | critic 4": (Pool("policy", 4, ("actor", "reference")), Pool("value", 4, ("critic",))),
+    "actor 4 | critic 2 | reference 2": (
+        Pool("policy", 4, ("actor",)),
+        Pool("value", 2, ("critic",)),
+        Pool("frozen", 2, ("reference",)),
+    ),
+}
+
+
+def configuration(name: str, *, workdir: str = "unused") -> Config:
+    """PPO on a model of 5 M weights, in one of the layouts or placements."""
+    layout = LAYOUTS.get(name, Layout())
+    trains = replace(layout, generation_stage=1, generation_tensor=1)
+    budget = {"tokens_per_microbatch": 8192, "remat": False}
+    return Config(
+        name="prediction",
+        model=FromScratch(hidden_size=256, intermediate_size=1024, num_layers=4, num_heads=8, num_kv_heads=8),
+        data=Arithmetic(),
+        rewards=Rewards(parts=(FormatReward(),)),
+        algorithm=PPO(responses_per_update=64, kl=KLInReward(), critic=Training(layout=trains, **budget)),
+        actor=Training(layout=layout, **budget),
+        reference_layout=trains,
+        rollout=Rollout(prompts_per_step=32, responses_per_prompt=4, max_prompt_tokens=64, max_response_tokens=64),
+        steps=STEPS,
+        pools=POOLS.get(name, ()),
+        evaluation=Evaluation(every_steps=0, problems=8),
+        checkpoint=Checkpointing(every_steps=0, keep_last=1, keep_best=0),
+        workdir=workdir,
+        compute_dtype="float32",
+    )
+
+
+def measure(name: str, workdir: str) -> None:
+    """Run one configuration; called in a process of its own."""
+    import jaxrlhf
+
+    jaxrlhf.run(configuration(name, workdir=workdir))
+
+
+def measured(name: str, workdir: Path) -> dict[str, float]:
+    """Median seconds of each stage after the first step and the mean response, from what a run left behind."""
+    command = [sys.executable, __file__, "--measure", name, str(workdir)]
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"{name} failed:\n{process.stderr[-3000:]}")
+    steps = stages_of(workdir / "timeline.json")[1:]
+    metrics = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()][1:]
+    response_tokens = median(step["response/length_mean"] for step in metrics)
+    return {stage: median(step[stage] for step in steps) for stage in STAGES} | {"response_tokens": response_tokens}
+
+
+def stages_of(trace: Path) -> list[dict[str, float]]:
+    """Seconds of each stage of each step: from the start of its first call to the end of its last."""
+    text = trace.read_text().rstrip().rstrip(",")
+    events = [event for event in json.loads(text + "]") if event["ph"] == "X"]
+    kinds = {"generate_sequences": "generate", "compute_reward": "reward"}
+    events.sort(key=lambda event: event["ts"])
+    steps: list[dict[str, list[float]]] = []
+    for event in events:
+        verb = event["name"]
+        stage = kinds.get(verb) or ("prepare" if verb.startswith("compute") else "update" if "update" in verb else None)
+        if stage == "generate":
+            steps.append({})
+        if stage in STAGES and steps:
+            start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+            seen = steps[-1].setdefault(stage, [start, end])
+            seen[1] = max(seen[1], end)
+    return [{stage: end - start for stage, (start, end) in step.items()} for step in steps if len(step) == len(STAGES)]
+
+
+def predicted(name: str, lengths: Lengths, machine: Hardware) -> dict[str, float]:
+    """Seconds of each stage."""
+    problem = problem_of(configuration(name), machine, lengths=lengths)
+    problem = replace(problem, pools=problem.pools or ((tuple(role.name for role in problem.roles), machine.devices),))
+    layouts = {role: (layout,) for role, layout in written(name).items()}
+    plan = search(replace(problem, layouts=layouts)).plans[0]
+    return {stage: plan.stage_seconds[stage] for stage in STAGES}
+
+
+def written(name: str) -> dict[str, Layout]:
+    """The layout of each role."""
+    config = configuration(name)
+    assert isinstance(config.algorithm, PPO) and config.reference_layout is not None
+    return {
+        "actor": config.actor.layout,
+        "critic": config.algorithm.critic.layout,
+        "reference": config.reference_layout,
+    }
+
+
+def rank_correlation(one: list[float], other: list[float]) -> float:
+    """Spearman's, of numbers without ties."""
+    first, second = (np.argsort(np.argsort(values)).astype(float) for values in (one, other))
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def machine_of(file: str | None) -> Hardware:
+    """The calibrated hardware."""
+    if file is None:
+        file = str(Path(tempfile.mkdtemp()) / "hardware.json")
+        subprocess.run([sys.executable, "-m", "jaxrlhf.calibrate", "--out", file], check=True)
+    return hardware(file)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hardware", help="what `python -m jaxrlhf.calibrate` wrote; None calibrates now")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--only", nargs="*", help="names of layouts")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.measure:
+        measure(*flags.measure)
+        return
+    machine = machine_of(flags.hardware)
+    problems = load_data(configuration("data 8"), embedded_tokenizer()).train.problems
+    prompt_tokens = float(np.mean([len(problem.prompt_tokens) for problem in problems]))
+    names = flags.only or [*LAYOUTS, *POOLS]
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for index, name in enumerate(track(names, "running", console=Console(stderr=True))):
+            found = measured(name, Path(folder) / str(index))
+            lengths = Lengths(prompt_tokens, found.pop("response_tokens"))
+            rows[name] = {"measured_s": found, "predicted_s": predicted(name, lengths, machine)}
+    result = summary(rows)
+    print_table(rows, result)
+    if flags.json:
+        processor = platform.processor() or platform.machine()
+        about = {"machine": f"{os.cpu_count()} x {processor}", "hardware": asdict(machine)}
+        versions = {"python": platform.python_version(), "jax": version("jax"), "commit": commit()}
+        flags.json.write_text(json.dumps({"about": about | versions, **result, "runs": rows}, indent=2) + "\n")
+    if flags.picture:
+        draw(rows, result, flags.picture)
+
+
+def summary(rows: dict[str, Any]) -> dict[str, float]:
+    """How well predictions order the runs, and the worst ratios of single stages."""
+    totals = {kind: [sum(row[kind].values()) for row in rows.values()] for kind in ("measured_s", "predicted_s")}
+    ratios = [row["predicted_s"][stage] / row["measured_s"][stage] for row in rows.values() for stage in STAGES]
+    return {
+        "rank_correlation": rank_correlation(totals["measured_s"], totals["predicted_s"]),
+        "least_ratio": min(ratios),
+        "largest_ratio": max(ratios),
+        "stages_within_2x": sum(0.5 <= ratio <= 2 for ratio in ratios) / len(ratios),
+    }
+
+
+def print_table(rows: dict[str, Any], result: dict[str, float]) -> None:
+    table = Table("run", *STAGES, "step", title="seconds measured / predicted")
+    for name, row in rows.items():
+        pairs = [(row["measured_s"][stage], row["predicted_s"][stage]) for stage in STAGES]
+        pairs.append((sum(one for one, _ in pairs), sum(other for _, other in pairs)))
+        table.add_row(name, *(f"{one:.2f} / {other:.2f}  {other / one:.2f}x" for one, other in pairs))
+    console = Console()
+    console.print(table)
+    console.print(result)
+
+
+def draw(rows: dict[str, Any], result: dict[str, float], path: Path) -> None:
+    """Predicted over measured seconds of a step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 5.5), layout="constrained")
+    for name, row in rows.items():
+        x, y = sum(row["measured_s"].values()), sum(row["predicted_s"].values())
+        axes.scatter(x, y, s=50)
+        axes.annotate(name, (x, y), xytext=(6, -3), textcoords="offset points", fontsize=8)
+    ends = np.array([min(axes.get_xlim()[0], axes.get_ylim()[0]), max(axes.get_xlim()[1], axes.get_ylim()[1])])
+    axes.plot(ends, ends, color="grey", linewidth=1)
+    axes.fill_between(ends, ends / 2, ends * 2, color="grey", alpha=0.12, label="within 2x")
+    axes.set(xlabel="measured seconds of a step", ylabel="predicted seconds of a step", xlim=ends, ylim=ends)
+    axes.set_title(f"rank correlation {result['rank_correlation']:.2f}")
+    axes.legend(loc="upper left")
+    figure.savefig(path, dpi=150)
+
+
+def commit() -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Searches placements for the test bed of the HybridFlow paper, beside what the paper found.
+
+    python scripts/reproduce_hybridflow.py [--write]
+
+16 machines of 8 A100-80GB; Llama of 7, 13, 34 and 70 B weights; 1024 prompts of 1024 tokens
+with responses of 1024 tokens, eight updates a step (arXiv:2409.19256, section 8.1). Weights are
+bfloat16, gradients and Adam float32, pipelines 1F1B as in Megatron-LM, with four sequences to a
+microbatch. The hardware is the built-in `a100`. Nothing is fitted to the paper's results.
+`--write` renews docs/hybridflow.json and the tables in docs/planning.md.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import track
+
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.config import Layout
+from jaxrlhf.parallel import hardware
+from jaxrlhf.parallel.cost import switch_cost
+from jaxrlhf.parallel.mapping import search
+from jaxrlhf.parallel.plan import Infeasible, Plan, Problem
+from jaxrlhf.parallel.workload import Role, Software, Workload
+from jaxrlhf.planning.shapes import SHAPES
+
+DOCS = Path(__file__).parents[1] / "docs"
+MODELS: dict[str, ModelConfig] = {
+    "7B": SHAPES["meta-llama/Llama-2-7b-hf"],
+    "13B": SHAPES["meta-llama/Llama-2-13b-hf"],
+    # The paper's 34 B Llama: CodeLlama's shape. Its 16 odd rows of vocabulary would forbid to split it.
+    "34B": replace(SHAPES["codellama/CodeLlama-34b-hf"], vocab_size=32_000),
+    "70B": SHAPES["meta-llama/Llama-2-70b-hf"],
+}
+MEGATRON = Software(
+    weight_bytes=2,
+    gradient_bytes=4,
+    optimizer_bytes=12,  # float32 weights and two moments
+    compute_bytes=2,
+    reduces_every_microbatch=False,
+    pipeline_parts_per_stage=None,
+    scatters_between_stages=True,
+    head_on_last_stage=True,
+    skips_masked=True,
+)
+STEP = Workload(prompts=1024, responses=1024, prompt_tokens=1024, response_tokens=1024, longest_tokens=2048, updates=8)
+SEQUENCES_PER_MICROBATCH = 4
+ROLES = ("actor", "critic", "reference", "reward")
+
+COLOCATE, SPLIT, STANDALONE = "colocate", "split", "standalone"
+CRITIC_APART = "critic apart"
+PLACEMENTS: dict[str, frozenset[frozenset[str]]] = {
+    COLOCATE: frozenset({frozenset(ROLES)}),
+    SPLIT: frozenset({frozenset({"actor", "reference"}), frozenset({"critic", "reward"})}),
+    STANDALONE: frozenset(frozenset({role}) for role in ROLES),
+    CRITIC_APART: frozenset({frozenset({"actor", "reference", "reward"}), frozenset({"critic"})}),
+}
+FOUND_BY_PAPER: dict[tuple[str, str], dict[int, str]] = {
+    ("7B", "7B"): {16: COLOCATE, 32: COLOCATE, 64: COLOCATE},
+    ("13B", "13B"): {16: COLOCATE, 32: COLOCATE, 64: COLOCATE, 96: SPLIT, 128: STANDALONE},
+    ("34B", "34B"): {32: COLOCATE, 64: COLOCATE, 96: SPLIT, 128: SPLIT},
+    ("70B", "70B"): {64: COLOCATE},
+    ("13B", "70B"): {32: COLOCATE, 64: COLOCATE, 96: SPLIT, 128: CRITIC_APART},
+}
+"""By actor and critic, and devices. The reference is as large as the actor, the reward model as the critic."""
+
+TRANSITIONS: dict[str, Layout] = {
+    "7B": Layout(data=2, tensor=8, generation_tensor=2),
+    "13B": Layout(data=2, tensor=8, generation_tensor=4),
+    "34B": Layout(data=2, stage=4, tensor=8, generation_tensor=8),
+    "70B": Layout(data=2, stage=8, tensor=8, generation_tensor=8),
+}
+TRANSITION_70B_S = 78.2 * (1 - 0.891) / 0.891
+"""The paper says that 89.1 %, 78.2 s, are saved at 70 B."""
+
+
+def ppo(actor: str, critic: str) -> tuple[Role, ...]:
+    """The four models; log-probabilities of the responses come from generation."""
+    rows = SEQUENCES_PER_MICROBATCH
+    return (
+        Role("actor", MODELS[actor], "lm", generates=True, passes=0, trained=True, rows_per_microbatch=rows),
+        Role("critic", MODELS[critic], "value", trained=True, rows_per_microbatch=rows),
+        Role("reference", MODELS[actor], "lm", rows_per_microbatch=rows),
+        Role("reward", MODELS[critic], "score", rows_per_microbatch=rows),
+    )
+
+
+def problem(actor: str, critic: str, devices: int, **settings: Any) -> Problem:
+    """On whole machines of eight; anything may wait in host memory."""
+    offloads = ((), ("actor.optimizer", "critic.optimizer"), ROLES)
+    machines = hardware(f"a100x{devices // 8}x8")
+    return Problem(ppo(actor, critic), STEP, MEGATRON, machines, **{"offloads": offloads, "fsdp": False} | settings)
+
+
+def placement_of(plan: Plan) -> str:
+    """The paper's name of a placement, or its pools."""
+    pools = frozenset(frozenset(pool.roles) for pool in plan.pools)
+    named = next((name for name, roles in PLACEMENTS.items() if roles == pools), None)
+    return named or " | ".join("+".join(pool.roles) for pool in plan.pools)
+
+
+def compare(actor: str, critic: str, devices: int) -> dict[str, Any] | None:
+    """Seconds of a step of each placement that the paper compares, and of the best of all; None if nothing fits."""
+    try:
+        plans = search(problem(actor, critic, devices), keep=15).plans
+    except Infeasible:
+        return None
+    names = [COLOCATE, SPLIT, STANDALONE] + [CRITIC_APART] * (actor != critic)
+    seconds = {placement_of(plan): plan.seconds for plan in reversed(plans)}
+    return {
+        "actor": actor,
+        "critic": critic,
+        "devices": devices,
+        "seconds": {name: seconds[name] for name in names if name in seconds},
+        "best_of_all": placement_of(plans[0]),
+        "best_s": plans[0].seconds,
+        "pools": {"+".join(pool.roles): pool.devices for pool in plans[0].pools},
+    }
+
+
+def placements() -> list[dict[str, Any]]:
+    """Every case that the paper speaks of."""
+    cases = [(*models, devices) for models, found in FOUND_BY_PAPER.items() for devices in found]
+    rows = []
+    for actor, critic, devices in track(cases, "searching", console=Console(stderr=True)):
+        row = compare(actor, critic, devices)
+        assert row is not None, f"{actor} with {critic} fits {devices} devices in the paper"
+        paper = FOUND_BY_PAPER[actor, critic][devices]
+        found = min(row["seconds"], key=row["seconds"].get)
+        rows.append(row | {"paper": paper, "found": found, "margin": margin(row["seconds"], paper)})
+    return rows
+
+
+def margin(seconds: Mapping[str, float], paper: str) -> float | None:
+    """How much longer the best of the others takes than the paper's placement; below 0 it takes less.
+
+    None if no other one fits.
+    """
+    others = [value for name, value in seconds.items() if name != paper]
+    return min(others) / seconds[paper] - 1 if others else None
+
+
+def generation_splits() -> list[dict[str, Any]]:
+    """Seconds of generation and of the switch before it on 16 devices trained 1-8-2, by generation tensor size."""
+    rows = []
+    for size, paper in (("7B", 2), ("13B", 4)):
+        seconds = {}
+        for tensor in (1, 2, 4, 8):
+            trained = {role: (Layout(tensor=8),) for role in ROLES}
+            layouts = trained | {"actor": (Layout(tensor=8, generation_tensor=tensor),)}
+            given = {"layouts": layouts, "pools": ((ROLES, 16),), "offloads": ((),)}
+            try:
+                seconds[tensor] = search(problem(size, size, 16, **given)).plans[0].stage_seconds["generate"]
+            except Infeasible:
+                continue
+        found = min(seconds, key=lambda tensor: seconds[tensor])
+        rows.append({"model": size, "paper": paper, "found": found, "seconds": seconds})
+    return rows
+
+
+def transitions() -> list[dict[str, Any]]:
+    """Seconds from training to generation in the paper's layouts on 16 machines."""
+    machines = hardware("a100x16x8")
+    rows = []
+    for size, layout in TRANSITIONS.items():
+        seconds = switch_cost(MODELS[size], layout, MEGATRON, machines).seconds
+        rows.append({"model": size, "predicted_s": seconds, "paper_s": TRANSITION_70B_S if size == "70B" else None})
+    return rows
+
+
+def tables(result: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
+    """The three tables in Markdown."""
+    lines = ["| actor, critic | GPUs | paper | found | margin of the paper's | best of all placements |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for row in result["placements"]:
+        models = row["actor"] if row["actor"] == row["critic"] else f"{row['actor']}, {row['critic']}"
+        found = f"**{row['found']}**" if row["found"] != row["paper"] else row["found"]
+        share = "no other fits" if row["margin"] is None else f"{row['margin']:+.1%}"
+        pools = ", ".join(f"{roles} {devices}" for roles, devices in row["pools"].items())
+        lines.append(
+            f"| {models} | {row['devices']} | {row['paper']} | {found} | {share} | {pools}: {row['best_s']:.0f} s |"
+        )
+    found = {"placements": "\n".join(lines)}
+    lines = ["| model | paper | found | 1 | 2 | 4 | 8 |", "|---|---|---|---|---|---|---|"]
+    for row in result["generation"]:
+        cells = [
+            f"{row['seconds'][tensor]:.1f} s" if tensor in row["seconds"] else "too large" for tensor in (1, 2, 4, 8)
+        ]
+        lines.append(f"| {row['model']} | {row['paper']} | {row['found']} | {' | '.join(cells)} |")
+    found["generation"] = "\n".join(lines)
+    lines = ["| model | paper | predicted |", "|---|---|---|"]
+    for row in result["transitions"]:
+        paper = "in a figure only" if row["paper_s"] is None else f"{row['paper_s']:.1f} s"
+        lines.append(f"| {row['model']} | {paper} | {row['predicted_s']:.2f} s |")
+    found["transitions"] = "\n".join(lines)
+    return found
+
+
+def written(page: str, parts: Mapping[str, str]) -> str:
+    """The page with each part between its marks renewed."""
+    for name, text in parts.items():
+        start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, _, rest = page.partition(start)
+        _, _, after = rest.partition(end)
+        page = f"{before}{start}\n{text}\n{end}{after}"
+    return page
+
+
+def reproduce() -> dict[str, list[dict[str, Any]]]:
+    """All of it."""
+    return {"placements": placements(), "generation": generation_splits(), "transitions": transitions()}
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="renew the files in docs/")
+    flags = parser.parse_args()
+    result = reproduce()
+    found = tables(result)
+    Console().print(Markdown("\n\n".join(found.values())))
+    if flags.write:
+        (DOCS / "hybridflow.json").write_text(json.dumps(result, indent=2) + "\n")
+        page = DOCS / "planning.md"
+        page.write_text(written(page.read_text(), found))
+
+
+if __name__ == "__main__":
+    main()
