@@ -1,0 +1,300 @@
+"""Devices for pools against every distribution there is, and placements that arithmetic by hand predicts."""
+
+import itertools
+import math
+import random
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from made_plans import machines
+
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.config import ROLLOUT, Layout
+from jaxrlhf.parallel import Hardware
+from jaxrlhf.parallel.allocation import allocate, step_seconds
+from jaxrlhf.parallel.mapping import placements, search
+from jaxrlhf.parallel.pareto import undominated
+from jaxrlhf.parallel.plan import Infeasible, Plan, Problem
+from jaxrlhf.parallel.pool_options import Point
+from jaxrlhf.parallel.workload import Role, Software, Workload
+
+# Attention 4 * (4 + 8) + 16 = 64, MLP 96, norms 8: 168 in each of 2 layers; embedding and head 32 each, last norm 4.
+TINY = ModelConfig("llama", 8, 4, 8, 2, 2, 2, 2)
+TINY_WEIGHTS = 404
+# Attention 4e6, MLP 9e6, norms 2e3 in each of 10 layers; embedding and head 1e6 each, last norm 1e3.
+SMALL = ModelConfig("llama", 1000, 1000, 3000, 10, 10, 10, 100)
+SMALL_WEIGHTS = 132_021_000
+WORK = Workload(prompts=4, responses=4, prompt_tokens=4.0, response_tokens=4.0, longest_tokens=10, updates=2)
+ACTOR = Role("actor", TINY, "lm", generates=True, passes=0, trained=True)
+REFERENCE = Role("reference", TINY, "lm")
+
+
+def hardware_of(count: int, machine: int, **changes) -> Hardware:
+    """Memory is full when it is full, nothing has a delay, and links cost nothing."""
+    free = dict.fromkeys(("link_latency_s", "network_latency_s", "layer_overhead_s", "dispatch_overhead_s"), 0.0)
+    free |= {"link_bytes_per_s": 1e30, "network_bytes_per_s": 1e30, "usable_memory": 1.0, "memory_bytes": 1e15}
+    return machines(machines=count, devices_per_machine=machine, **{**free, **changes})
+
+
+def a_problem(roles: tuple[Role, ...], hardware: Hardware, work: Workload = WORK, **changes) -> Problem:
+    return Problem(roles, work, Software(), hardware, **changes)
+
+
+def pools_of(plan: Plan) -> list[tuple[tuple[str, ...], int]]:
+    return [(pool.roles, pool.devices) for pool in plan.pools]
+
+
+# Set partitions.
+
+
+@pytest.mark.parametrize(("count", "bell"), [(1, 1), (2, 2), (3, 5), (4, 15), (5, 52), (6, 203)])
+def test_there_are_as_many_placements_as_set_partitions(count, bell):
+    roles = tuple(replace(REFERENCE, name=f"role_{n}") for n in range(count))
+    problem = a_problem(roles, hardware_of(1, 2))
+    found = {frozenset(map(frozenset, pools)) for pools in placements(problem)}
+    assert len(list(placements(problem))) == len(found) == search(problem, keep=1).placements == bell
+    assert all(sorted(itertools.chain(*pools)) == [role.name for role in roles] for pools in found)
+    if count < 3:
+        return
+    tied = list(placements(replace(problem, together=(("role_0", "role_2"),))))
+    assert len(tied) == {3: 2, 4: 5, 5: 15, 6: 52}[count]  # those of one role fewer
+    assert all(any({"role_0", "role_2"} <= set(pool) for pool in pools) for pools in tied)
+
+
+def test_a_rollout_apart_is_placed_as_one_more_role():
+    problem = a_problem((ACTOR, REFERENCE), hardware_of(1, 4), rollout_apart=True)
+    assert search(problem, keep=1).placements == 5
+    assert {name for pools in placements(problem) for pool in pools for name in pool} == {
+        *("actor", "reference"),
+        ROLLOUT,
+    }
+    assert list(placements(replace(problem, pools=((("reference", "actor"), 2),)))) == [(("reference", "actor"),)]
+
+
+def test_groups_that_overlap_are_one():
+    roles = tuple(replace(REFERENCE, name=name) for name in "abcd")
+    tied = placements(a_problem(roles, hardware_of(1, 4), together=(("a", "b"), ("b", "c"))))
+    assert {frozenset(map(frozenset, pools)) for pools in tied} == {
+        frozenset({frozenset("abcd")}),
+        frozenset({frozenset("abc"), frozenset("d")}),
+    }
+
+
+# Allocation.
+
+
+def a_pool(draw: random.Random, name: str, most: int, ties: bool) -> list[Point]:
+    def seconds() -> float:
+        return float(draw.randint(0, 4)) if ties else draw.random()
+
+    count = draw.randint(1, 6)
+    return [Point((name,), draw.randint(1, most), (seconds(), seconds(), seconds()), (), None) for _ in range(count)]
+
+
+def seconds_of(points, shared: bool) -> float:
+    stages = [[point.seconds[stage] for point in points] for stage in range(3)]
+    return sum(sum(stage) if shared else max(stage) for stage in stages)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_allocation_is_the_cheapest_of_all(shared, ties):
+    outcomes = []
+    for seed in range(300):
+        draw = random.Random(seed)
+        devices = draw.choice([2, 4, 8])
+        hardware = machines(machines=1, devices_per_machine=devices, shared_compute=shared)
+        pools = [a_pool(draw, str(place), devices, ties) for place in range(draw.randint(1, 4))]
+        every = [
+            seconds_of(choice, shared)
+            for choice in itertools.product(*pools)
+            if sum(point.devices for point in choice) <= devices
+        ]
+        least = min(every, default=math.inf)
+        within = draw.choice([math.inf, least * 1.5, least * 0.9, least * 1.0001, least * 0.9999])
+        within = least if ties and draw.random() < 0.2 else within
+        found, _ = allocate(pools, hardware, within=within)
+        outcomes.append(found is None)
+        if not least < within:
+            assert found is None
+            continue
+        assert found is not None
+        assert found.seconds == pytest.approx(least, rel=1e-12)
+        assert found.seconds == pytest.approx(seconds_of(found.points, shared), rel=1e-12)
+        assert sum(point.devices for point in found.points) <= devices
+        assert [point.roles for point in found.points] == [(str(place),) for place in range(len(pools))]
+        assert all(point in pool for point, pool in zip(found.points, pools, strict=True))
+    assert 50 < sum(outcomes) < 250
+
+
+def test_pools_without_room_have_no_allocation():
+    hardware = machines(machines=1, devices_per_machine=4)
+    one = [Point(("a",), 3, (1.0, 1.0, 1.0), (), None)]
+    assert allocate([one, []], hardware, within=math.inf) == (None, 0)
+    assert allocate([one, one], hardware, within=math.inf)[0] is None
+    found, _ = allocate([one], hardware, within=math.inf)
+    assert found is not None
+    assert allocate([one], hardware, within=found.seconds)[0] is None  # no better than what is known
+
+
+def test_stages_wait_for_the_slowest_pool():
+    pools = [(1.0, 5.0, 2.0), (4.0, 1.0, 3.0)]
+    assert step_seconds(pools, shared=False) == 4 + 5 + 3
+    assert step_seconds(pools, shared=True) == 16
+
+
+@pytest.mark.parametrize("columns", [1, 2, 4])
+def test_rows_are_left_out_only_where_another_is_no_worse_in_any_column(columns):
+    draw = np.random.default_rng(columns)
+    for _ in range(100):
+        rows = draw.integers(0, 4, (draw.integers(0, 12), columns)).astype(float)
+        kept = [
+            one
+            for one, row in enumerate(rows)
+            if not any((o <= row).all() and ((o < row).any() or other < one) for other, o in enumerate(rows))
+        ]
+        assert undominated(rows).tolist() == kept
+
+
+# Bytes by hand.
+
+
+def test_the_peak_of_a_pool_counts_what_every_role_holds():
+    layouts = {"actor": (Layout(tensor=2),), "reference": (Layout(tensor=2),)}
+    problem = a_problem((ACTOR, REFERENCE), hardware_of(1, 2), layouts=layouts)
+    plans = {pools: plan for plan in search(problem).plans for pools in [tuple(pools_of(plan))]}
+    (pool,) = plans[((("actor", "reference"), 2),)].pools
+    held = TINY_WEIGHTS // 2
+    # 8 tokens, in float16: residual streams into 2 layers, and of one layer 16 whole, 16 of heads, 32 of the MLP and
+    # 40 scores and weights split in 2; logits and their gradient in float32, split in 2.
+    activations = 8 * (2 * 4 + 16 + (16 + 32 + 40) // 2) * 2 + 2 * 8 * 8 * 4 // 2
+    assert pool.peak_during == "actor update"
+    assert pool.peak_bytes == held * (4 + 4 + 8) + activations + held * 2
+    # 4 responses of 10 tokens in 2 replicas of the whole policy, each 2 layers' 2 keys and values of 2 heads.
+    many = replace(problem, workload=replace(WORK, responses=40, updates=20))
+    (pool,) = next(plan for plan in search(many).plans if len(plan.pools) == 1).pools
+    assert pool.peak_during == "actor generate"
+    cache = 20 * 10 * (2 * 2 * 2 * 2 * 2)
+    assert pool.peak_bytes == held * (4 + 8) + TINY_WEIGHTS * 2 + cache + held * 2
+
+
+@pytest.mark.parametrize(("rows", "waves", "at_once"), [(8.5, 1, 8), (7.5, 2, 4), (2.5, 4, 2), (1.0, 8, 1)])
+def test_a_cache_that_does_not_fit_takes_waves(rows, waves, at_once):
+    generator = replace(ACTOR, trained=False)
+    row = 10 * (2 * 2 * 2 * 2 * 2)
+    memory = TINY_WEIGHTS * (2 + 2) + rows * row  # frozen, and the copy that generates
+    work = replace(WORK, responses=8)
+    problem = a_problem((generator,), hardware_of(1, 1, memory_bytes=memory), work)
+    (plan,) = search(problem).plans
+    (call,) = [call for call in plan.calls if call.verb == "generate"]
+    assert call.note == f"{waves} wave{'s' * (waves > 1)} of {at_once} responses"
+    assert plan.slots == at_once
+    assert plan.pools[0].peak_bytes == TINY_WEIGHTS * (2 + 2) + at_once * row <= memory
+    with pytest.raises(Infeasible, match="actor generate alone needs"):
+        search(replace(problem, hardware=hardware_of(1, 1, memory_bytes=TINY_WEIGHTS * (2 + 2) + 0.99 * row)))
+
+
+LONG = Workload(prompts=8, responses=8, prompt_tokens=50.0, response_tokens=50.0, longest_tokens=100)
+LEARNER = Role("actor", SMALL, "lm", passes=0, trained=True)
+# 100 tokens in float16: inputs of 10 layers; of one 4000 + 4000 of heads + 12000 of the MLP + 2000 scores and weights.
+LEARNER_BYTES = SMALL_WEIGHTS * (4 + 4 + 8) + 100 * (10 * 1000 + 22_000) * 2 + 2 * 100 * 1000 * 4
+
+
+def gib(number: float) -> str:
+    return f"{number / 2**30:.1f} GiB"
+
+
+def test_a_model_that_is_too_large_is_named_with_its_bytes_and_what_would_do():
+    small = hardware_of(1, 1, memory_bytes=1e9, usable_memory=0.9, network_bytes_per_s=1.0)
+    problem = a_problem((LEARNER, replace(REFERENCE, model=TINY)), small, LONG)
+    # On 4 devices: a quarter of the weights, two whole layers and the embedding, and the same activations.
+    activations = LEARNER_BYTES - SMALL_WEIGHTS * 16
+    assert SMALL_WEIGHTS * 16 / 2 > 0.9e9 > SMALL_WEIGHTS * 16 / 4 + (2 * 13e6 + 1e6) * 2 + activations
+    needs = (
+        f"actor does not fit 1 x made: in the best layout, all else offloaded, actor update needs {gib(LEARNER_BYTES)} "
+        f"on each device, {gib(LEARNER_BYTES - 0.9e9)} more than the {gib(0.9e9)} a plan may fill; 4 machines of 1 "
+        f"would do"
+    )
+    with pytest.raises(Infeasible, match=re.escape(needs)):
+        search(problem)
+    with pytest.raises(Infeasible, match="actor does not fit 2 x made"):
+        search(replace(problem, hardware=replace(small, machines=2)))
+    assert search(replace(problem, hardware=replace(small, machines=4))).plans
+
+
+def test_two_roles_that_fit_only_apart_are_told_to_offload():
+    reference = replace(REFERENCE, model=SMALL)
+    memory = LEARNER_BYTES + SMALL_WEIGHTS  # half of the frozen weights
+    problem = a_problem((LEARNER, reference), hardware_of(1, 1, memory_bytes=memory), LONG)
+    with pytest.raises(Infeasible) as refusal:
+        search(problem)
+    message = str(refusal.value)
+    assert message.startswith("each role fits 1 x made by itself")
+    assert f"actor update alone needs {gib(LEARNER_BYTES)} of {gib(memory)}" in message
+    assert "offload=('actor', 'reference') would free most" in message
+    assert search(replace(problem, offloads=(("actor", "reference"),))).plans
+    two = replace(problem, hardware=hardware_of(1, 2, memory_bytes=memory))
+    assert [(("actor",), 1), (("reference",), 1)] in [pools_of(plan) for plan in search(two).plans]
+
+
+def test_what_waits_in_host_memory_waits_only_where_it_has_to():
+    reference = replace(REFERENCE, model=SMALL, passes=2)
+    tight = hardware_of(1, 1, memory_bytes=LEARNER_BYTES + SMALL_WEIGHTS)
+    problem = a_problem((LEARNER, reference), tight, LONG, offloads=((), ("reference",), ("actor", "reference")))
+    (plan,) = search(problem).plans
+    assert plan.offload == ("reference",)
+    ((call, host_s),) = [(call, call.cost.host_s) for call in plan.calls if call.verb == "offload"]
+    assert (call.stage, call.role) == ("prepare", "reference")
+    assert host_s == pytest.approx(2 * (2 * SMALL_WEIGHTS * 2) / 1e9)  # in and out, for both passes
+    (ample,) = search(replace(problem, hardware=hardware_of(1, 1))).plans
+    assert ample.offload == ()
+    assert plan.seconds - ample.seconds == pytest.approx(host_s)
+
+
+# Placements by hand.
+
+
+def test_where_scaling_is_free_all_share_all_devices():
+    model = replace(TINY, vocab_size=16, num_heads=4, num_kv_heads=4)
+    critic, reward = Role("critic", model, "value", trained=True), Role("reward", model, "score")
+    roles = (replace(ACTOR, model=model), critic, replace(REFERENCE, model=model), reward)
+    found = search(a_problem(roles, hardware_of(1, 4), replace(WORK, responses=8)), keep=15)
+    assert pools_of(found.plans[0]) == [(("actor", "critic", "reference", "reward"), 4)]
+    assert found.plans[0].seconds < found.plans[1].seconds * 0.999
+
+
+def test_where_the_network_is_slow_models_keep_to_their_machines():
+    large, small = LEARNER, Role("critic", replace(SMALL, num_layers=8), "value", passes=0, trained=True)
+    fast = a_problem((large, small), hardware_of(2, 2), LONG)
+    assert pools_of(search(fast).plans[0]) == [(("actor", "critic"), 4)]
+    slow = replace(fast, hardware=hardware_of(2, 2, network_bytes_per_s=1e-3))
+    assert sorted(pools_of(search(slow).plans[0])) == [(("actor",), 2), (("critic",), 2)]
+
+
+def test_a_critic_larger_than_the_actor_has_more_devices_where_they_are_apart():
+    small = replace(LEARNER, model=replace(SMALL, num_layers=2))
+    critic = Role("critic", SMALL, "value", passes=0, trained=True)
+    found = search(a_problem((small, critic), hardware_of(1, 4), LONG))
+    apart = next(plan for plan in found.plans if len(plan.pools) == 2)
+    assert {pool.roles: pool.devices for pool in apart.pools} == {("critic",): 2, ("actor",): 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"roles": (ACTOR, ACTOR)}, "need names that differ"),
+        ({"roles": (replace(ACTOR, name=ROLLOUT),)}, "none may be 'rollout'"),
+        ({"roles": (REFERENCE,), "rollout_apart": True}, "one role generates for a rollout, here none does"),
+        ({"roles": (ACTOR, replace(ACTOR, name="other"))}, r"one role generates .* \['actor', 'other'\]"),
+        ({"together": (("actor", "critic"),)}, r"together names \['critic'\]"),
+        ({"pools": ((("actor",), 2),)}, "each has to be placed once"),
+        ({"pools": ((("actor", "reference"), 2), (("reference",), 1))}, "each has to be placed once"),
+        ({"pools": ((("actor",), 3), (("reference",), 2))}, "pools take 5 devices, and there are 4"),
+        ({"devices_per_host": 8}, "hold no pool of whole hosts of 8 devices"),
+    ],
+)
+def test_problems_that_contradict_themselves_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        search(replace(a_problem((ACTOR, REFERENCE), hardware_of(1, 4)), **change))

@@ -1,0 +1,238 @@
+"""Layouts that the search considers, against every split there is and against the meshes that would run them."""
+
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+from made_plans import machines
+
+from jaxrlhf.architecture import Experts, ModelConfig
+from jaxrlhf.config import Layout
+from jaxrlhf.models.parameters import param_dims, param_shapes
+from jaxrlhf.parallel import AXES, GENERATE, TRAIN, check_divisible, factored_mesh, generation_mesh
+from jaxrlhf.parallel.layouts import divisors, generation_layouts, pool_sizes, switches, training_layouts
+from jaxrlhf.parallel.workload import Role
+
+MODELS = {
+    "even": ModelConfig("qwen2", 32, 16, 64, 4, 8, 8, 2),
+    "few key-value heads": ModelConfig("qwen2", 32, 16, 64, 4, 8, 2, 2, qkv_bias=True),
+    "odd layers": ModelConfig("llama", 48, 16, 64, 3, 4, 4, 2),
+    "odd vocabulary": ModelConfig("llama", 33, 16, 64, 4, 4, 4, 2, tie_embeddings=True),
+    "vocabulary of 4": ModelConfig("llama", 4, 16, 64, 8, 4, 4, 2),
+    "odd width": ModelConfig("qwen3", 32, 6, 64, 2, 4, 4, 2, qk_norm=True),
+    "inner width of 6": ModelConfig("qwen2", 32, 16, 6, 2, 4, 4, 2),
+    "one of each": ModelConfig("qwen2", 7, 5, 3, 1, 1, 1, 2),
+}
+QWEN_7B = ModelConfig("qwen2", 152_064, 3584, 18_944, 28, 28, 4, 128)
+LLAMA_70B = ModelConfig("llama", 128_256, 8192, 28_672, 80, 64, 8, 128)
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+
+
+def actor(model: ModelConfig, **changes) -> Role:
+    return Role("actor", model, "lm", generates=True, trained=True, **changes)
+
+
+def trained(model: ModelConfig, devices: int, hardware, *, fsdp=True, **changes) -> list[Layout]:
+    return list(training_layouts(actor(model, **changes), devices, hardware, fsdp=fsdp))
+
+
+def sizes(layout: Layout) -> tuple[int | None, int, int, int]:
+    return layout.data, layout.fsdp, layout.stage, layout.tensor
+
+
+def factorisations(devices: int) -> list[tuple[int, int, int, int]]:
+    """All data, fsdp, stage and tensor sizes that multiply to the number of devices."""
+    numbers = [n for n in range(1, devices + 1) if devices % n == 0]
+    return [four for four in itertools.product(numbers, repeat=4) if math.prod(four) == devices]
+
+
+def refused(check, *arguments, **named) -> bool:
+    try:
+        check(*arguments, **named)
+    except ValueError:
+        return True
+    return False
+
+
+def replicas(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> np.ndarray:
+    """Numbers of the devices that differ only along some axes, one row for each group of them."""
+    number_of = {device: number for number, device in enumerate(jax.devices())}
+    numbers = np.vectorize(number_of.__getitem__)(mesh.devices)
+    within = [AXES.index(axis) for axis in axes]
+    others = [place for place in range(len(AXES)) if place not in within]
+    return numbers.transpose(others + within).reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
+
+
+def in_one(numbers: np.ndarray, machine: int) -> bool:
+    """Whether no row has devices of two machines."""
+    return bool((numbers // machine == numbers[:, :1] // machine).all())
+
+
+# Training.
+
+
+@every_model
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_on_one_machine_the_layouts_are_those_that_the_mesh_and_the_rules_accept(model, devices):
+    dims, shapes = param_dims(model, "lm"), param_shapes(model, "lm")
+    accepted = set()
+    for data, fsdp, stage, tensor in factorisations(devices):
+        mesh = factored_mesh(Layout(data, fsdp, stage, tensor), jax.devices()[:devices])
+        if not refused(check_divisible, mesh, dims, shapes, TRAIN, role="actor"):
+            accepted.add((data, fsdp, stage, tensor))
+    found = [sizes(layout) for layout in trained(model, devices, machines(machines=1, devices_per_machine=8))]
+    assert len(set(found)) == len(found)
+    assert set(found) == accepted
+
+
+@pytest.mark.parametrize("model", [*MODELS.values(), QWEN_7B, LLAMA_70B])
+@pytest.mark.parametrize("machine", [1, 4, 6, 8])
+def test_the_layouts_are_all_that_fill_the_devices_and_divide_every_dimension(model, machine):
+    count = 3 if machine == 8 else 4
+    for fsdp, within_machine, fast in itertools.product([True, False], repeat=3):
+        hardware = machines(machines=count, devices_per_machine=machine, network_bytes_per_s=1e9 if fast else 1e8)
+        for devices in {machine, machine * count}:
+            found = trained(model, devices, hardware, fsdp=fsdp, within_machine=within_machine)
+            expected = set()
+            for data, shards, stage, tensor in factorisations(devices):
+                divides = (
+                    *(model.num_heads % tensor, model.num_kv_heads % tensor, model.intermediate_size % tensor),
+                    *(model.num_layers % stage, model.vocab_size % (stage * tensor), model.hidden_size % shards),
+                )
+                inside = machine % tensor == 0
+                over_machines = fast and not within_machine and tensor % machine == 0 and tensor <= max(16, machine)
+                apart = within_machine and stage * tensor * shards > machine
+                if not any(divides) and (inside or over_machines) and not apart and (fsdp or shards == 1):
+                    expected.add((data, shards, stage, tensor))
+            assert {sizes(layout) for layout in found} == expected
+            assert len(found) == len(expected)
+            assert {(layout.generation_stage, layout.generation_tensor) for layout in found} == {(1, 1)}
+
+
+def test_layouts_of_a_model_counted_by_hand():
+    # 4 key-value heads and 28 layers on 8 devices: copies of 1, 2, 4 by tensor times 1, 2, 4 by stage, at most 8,
+    # of 7 and 14 stages none; what is left is 8, 4, 4, 2, 2, 2, 1, 1 devices and splits in 4, 3, 3, 2, 2, 2, 1, 1 ways.
+    machine = machines(machines=1, devices_per_machine=8)
+    assert len(trained(QWEN_7B, 8, machine)) == 4 + 3 + 3 + 2 + 2 + 2 + 1 + 1
+    assert len(trained(QWEN_7B, 8, machine, fsdp=False)) == 8
+    # Heads split 8 ways, the tensor group of a machine is not wider.
+    wide = trained(LLAMA_70B, 64, machines(machines=8, devices_per_machine=8, network_bytes_per_s=1.0))
+    assert max(layout.tensor for layout in wide) == 8
+    assert {layout.stage for layout in wide} == {1, 2, 4, 8, 16}
+
+
+def test_experts_are_split_by_their_own_width():
+    model = ModelConfig("qwen3", 32, 16, 64, 2, 8, 8, 2, experts=Experts(4, 2, intermediate_size=6))
+    assert {layout.tensor for layout in trained(model, 8, machines(machines=1, devices_per_machine=8))} == {1, 2}
+
+
+def test_a_role_within_a_machine_has_copies_that_lie_in_one():
+    hardware = machines(machines=4, devices_per_machine=2)
+    model = MODELS["even"]
+    free = trained(model, 8, hardware)
+    bound = trained(model, 8, hardware, within_machine=True)
+    copies = ("fsdp", "stage", "micro_stage", "tensor", "micro_tensor")
+    assert all(in_one(replicas(factored_mesh(layout, jax.devices()), copies), 2) for layout in bound)
+    assert {sizes(layout) for layout in bound} < {sizes(layout) for layout in free}
+    assert {sizes(layout) for layout in bound} == {(8, 1, 1, 1), (4, 2, 1, 1), (4, 1, 2, 1), (4, 1, 1, 2)}
+
+
+# Generation.
+
+
+@every_model
+def test_replicas_on_one_machine_are_those_that_the_mesh_and_the_rules_accept(model):
+    dims, shapes = param_dims(model, "lm"), param_shapes(model, "lm")
+    accepted = set()
+    for stage, tensor in itertools.product([1, 2, 4, 8], repeat=2):
+        layout = Layout(generation_stage=stage, generation_tensor=tensor)
+        if refused(generation_mesh, layout, jax.devices()):
+            continue
+        mesh = generation_mesh(layout, jax.devices())
+        if not refused(check_divisible, mesh, dims, shapes, GENERATE, role="actor"):
+            accepted.add((stage, tensor))
+    found = list(generation_layouts(actor(model), 8, machines(machines=1, devices_per_machine=8)))
+    assert len(set(found)) == len(found)
+    assert set(found) == accepted
+
+
+@every_model
+@pytest.mark.parametrize("machine", [1, 2, 4, 8])
+def test_every_layout_of_the_search_runs_and_generates_within_machines(model, machine):
+    hardware = machines(machines=8 // machine, devices_per_machine=machine, network_bytes_per_s=2e9)
+    dims, shapes = param_dims(model, "lm"), param_shapes(model, "lm")
+    taken = 0
+    for layout in trained(model, 8, hardware):
+        for stage, tensor in generation_layouts(actor(model), 8, hardware):
+            whole = Layout(*sizes(layout), stage, tensor)
+            check_divisible(factored_mesh(whole, jax.devices()), dims, shapes, TRAIN, role="actor")
+            mesh = generation_mesh(whole, jax.devices())
+            check_divisible(mesh, dims, shapes, GENERATE, role="actor")
+            inside = in_one(replicas(mesh, ("stage", "tensor")), machine)
+            allowed = switches(layout, stage, tensor, within=machine)
+            taken += allowed
+            assert inside or not allowed
+            if whole.refines:
+                assert inside == allowed
+    assert taken >= len(trained(model, 8, hardware))  # each at least with whole copies of the policy
+
+
+def test_a_training_copy_over_machines_does_not_become_replicas_that_it_would_tear():
+    # Tensor shards 0 to 7 over machines of 4: replicas of 2 shards are devices 0 and 4, 1 and 5, and so on.
+    assert not switches(Layout(1, 1, 1, 8), 1, 2, within=4)
+    assert switches(Layout(1, 1, 1, 8), 1, 1, within=4)
+    assert switches(Layout(1, 1, 1, 8), 1, 2, within=8)
+    # Of 2 stages of 4 shards, 2 shards of a stage lie in a machine, and 2 stages do not.
+    assert switches(Layout(1, 1, 2, 4), 1, 2, within=4)
+    assert not switches(Layout(1, 1, 2, 4), 2, 1, within=4)
+
+
+def test_replicas_lie_within_processes():
+    model, hardware = MODELS["even"], machines(machines=2, devices_per_machine=8)
+    replicas_of = {within: set(generation_layouts(actor(model), 16, hardware, within=within)) for within in (1, 2, 8)}
+    assert replicas_of[1] == {(1, 1)}
+    assert replicas_of[2] == {(1, 1), (1, 2), (2, 1)}
+    assert replicas_of[8] == {(s, t) for s in (1, 2, 4) for t in (1, 2, 4, 8) if s * t <= 8}
+    assert replicas_of[8] == set(generation_layouts(actor(model), 16, hardware))
+
+
+def test_replicas_divide_a_machine_so_that_none_straddles_two():
+    # 3 stages would divide 12 devices and fit a machine of 4, and devices 3, 4 and 5 are on two machines.
+    hardware = machines(machines=3, devices_per_machine=4)
+    assert set(generation_layouts(actor(MODELS["odd layers"]), 12, hardware)) == {(1, 1), (1, 2), (1, 4)}
+
+
+# Pools.
+
+
+def test_pools_have_an_even_share_of_a_machine_or_whole_ones():
+    two = machines(machines=2, devices_per_machine=8)
+    assert pool_sizes(two) == [1, 2, 4, 8, 16]
+    assert pool_sizes(machines(machines=3, devices_per_machine=4)) == [1, 2, 4, 8, 12]
+    assert pool_sizes(machines(machines=4, devices_per_machine=1)) == [1, 2, 3, 4]
+    assert pool_sizes(two, devices_per_host=4) == [4, 8, 16]
+    assert pool_sizes(two, devices_per_host=8) == [8, 16]
+    assert pool_sizes(two, devices_per_host=16) == [16]
+    assert pool_sizes(two, devices_per_host=32) == []
+
+
+@pytest.mark.parametrize(("count", "machine"), [(1, 8), (2, 4), (3, 4), (4, 2)])
+def test_pools_taken_in_order_do_not_straddle_machines(count, machine):
+    allowed = pool_sizes(machines(machines=count, devices_per_machine=machine))
+    looked = 0
+    for pools in range(1, 6):
+        for chosen in itertools.combinations_with_replacement(sorted(allowed, reverse=True), pools):
+            starts = list(itertools.accumulate(chosen, initial=0))
+            if starts[-1] > count * machine:
+                continue
+            looked += 1
+            for start, devices in zip(starts, chosen, strict=False):
+                last = start + devices - 1
+                assert start // machine == last // machine or start % machine == devices % machine == 0
+    assert looked > 10
+
+
+def test_divisors():
+    assert [divisors(n) for n in (1, 7, 12)] == [[1], [1, 7], [1, 2, 3, 4, 6, 12]]
