@@ -1,0 +1,121 @@
+"""Seconds of collectives, against rings walked device by device."""
+
+from dataclasses import replace
+
+import pytest
+from unit_machines import FREE, UNIT
+
+from jaxrlhf.parallel.collectives import (
+    Group,
+    all_gather_s,
+    all_reduce_s,
+    bytes_per_s,
+    crosses_machines,
+    latency_s,
+    send_s,
+)
+from jaxrlhf.parallel.hardware import Hardware
+
+CLUSTER = replace(
+    UNIT, machines=2, devices_per_machine=8, link_bytes_per_s=100.0, network_bytes_per_s=4.0,
+    link_latency_s=1.0, network_latency_s=3.0,
+)  # fmt: skip
+
+
+def groups_of(group: Group, devices: int) -> list[list[int]]:
+    """Every group, as the devices of it."""
+    found = []
+    for block in range(0, devices, group.size * group.stride):
+        for first in range(group.stride):
+            found.append([block + first + member * group.stride for member in range(group.size)])
+    return found
+
+
+def walked(group: Group, hardware: Hardware) -> tuple[bool, float]:
+    """Whether any ring leaves a machine, and what a machine's connection then leaves for each that does."""
+    machine = hardware.devices_per_machine
+    leaving = dict.fromkeys(range(hardware.machines), 0)
+    for ring in groups_of(group, hardware.machines * machine):
+        for one, after in zip(ring, ring[1:] + ring[:1], strict=True):
+            leaving[one // machine] += one // machine != after // machine
+    busiest = max(leaving.values())
+    if not busiest:
+        return False, hardware.link_bytes_per_s
+    return True, min(hardware.link_bytes_per_s, hardware.network_bytes_per_s * machine / busiest)
+
+
+@pytest.mark.parametrize(("machines", "machine"), [(1, 8), (2, 8), (4, 4), (8, 1), (2, 16)])
+def test_groups_are_where_walking_their_rings_says(machines: int, machine: int) -> None:
+    hardware = replace(CLUSTER, machines=machines, devices_per_machine=machine)
+    powers = [2**n for n in range(6) if 2**n <= machines * machine]
+    seen = set()
+    for group in [Group(size, stride) for size in powers for stride in powers if size * stride <= machines * machine]:
+        crosses, rate = walked(group, hardware)
+        assert crosses_machines(group, hardware) == crosses, group
+        assert bytes_per_s(group, hardware) == rate, group
+        assert latency_s(group, hardware) == (3.0 if crosses else 1.0), group
+        seen.add(crosses)
+    assert seen == ({False, True} if machines > 1 else {False})
+
+
+def test_eight_groups_share_the_connection_of_a_machine_and_one_has_it_all() -> None:
+    assert bytes_per_s(Group(2, 8), CLUSTER) == 4.0
+    assert bytes_per_s(Group(4, 4), CLUSTER) == 8.0
+    assert bytes_per_s(Group(16, 1), CLUSTER) == 32.0
+    assert bytes_per_s(Group(8, 1), CLUSTER) == 100.0
+    assert bytes_per_s(Group(16, 1), replace(CLUSTER, link_bytes_per_s=20.0)) == 20.0
+
+
+def test_efficiency_scales_links_and_network_alike() -> None:
+    half = replace(CLUSTER, link_efficiency=0.5)
+    assert (bytes_per_s(Group(8, 1), half), bytes_per_s(Group(2, 8), half)) == (50.0, 2.0)
+    assert bytes_per_s(Group(16, 1), replace(half, link_bytes_per_s=20.0)) == 10.0
+
+
+def ring(shards: list[float], *, latency: float, rate: float) -> float:
+    """In each step all devices pass on what they received last, and the largest piece takes longest."""
+    held, seconds = list(shards), 0.0
+    for _ in shards[1:]:
+        seconds += latency + max(held) / rate
+        held = held[-1:] + held[:-1]
+    return seconds
+
+
+@pytest.mark.parametrize("latency", [0.0, 0.25])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_an_all_gather_passes_every_shard_around_a_ring(size: int, latency: float) -> None:
+    hardware = replace(UNIT, link_bytes_per_s=10.0, link_latency_s=latency)
+    expected = ring([240 / size] * size, latency=latency, rate=10.0)
+    assert all_gather_s(240, Group(size, 1), hardware) == pytest.approx(expected)
+    assert all_reduce_s(240, Group(size, 1), hardware) == pytest.approx(2 * expected)
+
+
+def test_the_textbook_numbers_of_four_devices() -> None:
+    hardware = replace(UNIT, link_bytes_per_s=10.0, link_latency_s=0.5)
+    assert all_gather_s(400, Group(4, 1), hardware) == 3 * 0.5 + 30
+    assert all_reduce_s(400, Group(4, 1), hardware) == 2 * (3 * 0.5 + 30)
+    assert all_gather_s(400, Group(4, 4), CLUSTER) == 3 * 3.0 + 300 / 8
+
+
+@pytest.mark.parametrize("stride", [1, 8, 512])
+def test_a_group_of_one_costs_nothing(stride: int) -> None:
+    slow = replace(CLUSTER, link_bytes_per_s=1e-9, network_bytes_per_s=1e-9)
+    assert all_gather_s(1e9, Group(1, stride), slow) == 0.0
+    assert all_reduce_s(1e9, Group(1, stride), slow) == 0.0
+    assert not crosses_machines(Group(1, stride), slow)
+
+
+def test_a_send_takes_one_step_over_the_link_or_a_share_of_the_network() -> None:
+    assert send_s(400, 1, CLUSTER) == 1.0 + 400 / 100
+    assert send_s(400, 4, CLUSTER) == 1.0 + 400 / 100
+    assert send_s(400, 8, CLUSTER) == 3.0 + 400 / 4
+
+
+def test_a_network_as_fast_as_the_links_makes_one_fabric() -> None:
+    fabric = replace(CLUSTER, network_bytes_per_s=100.0, network_latency_s=1.0)
+    for group in (Group(16, 1), Group(2, 8), Group(4, 4)):
+        assert all_reduce_s(800, group, fabric) == all_reduce_s(
+            800, group, replace(fabric, machines=1, devices_per_machine=16)
+        )
+    free = replace(CLUSTER, link_bytes_per_s=FREE, network_bytes_per_s=FREE)
+    assert all_gather_s(800, Group(16, 1), free) == pytest.approx(15 * 3.0)

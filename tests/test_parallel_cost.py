@@ -1,0 +1,363 @@
+"""Seconds of training and scoring, against counts of matrix products, ring steps and bytes by hand."""
+
+import dataclasses
+import random
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from unit_machines import (
+    DENSE,
+    FREE,
+    GROUPED,
+    HALVES,
+    ROUTED,
+    STEPS,
+    TOKENS,
+    UNIT,
+    WORK,
+    naive_layer_flops,
+    parts,
+    trained,
+    weights_of,
+)
+
+from jaxrlhf import models
+from jaxrlhf.architecture import Experts, ModelConfig
+from jaxrlhf.config import Layout
+from jaxrlhf.parallel.cost import decoding, forward_cost, generation_cost, head_flops, layer_flops, update_cost
+from jaxrlhf.parallel.workload import Role, Software
+
+CLUSTER = replace(UNIT, machines=2, devices_per_machine=8)
+LM_HEAD = 2 * TOKENS * 32 * 64
+ONE_PIPELINE = replace(HALVES, pipeline_parts_per_stage=None)
+ONE_WITH_HEAD = replace(ONE_PIPELINE, head_on_last_stage=True)
+SPLITS = [
+    Layout(16), Layout(1, 16), Layout(4, 4), Layout(4, 1, 4), Layout(8, 1, 1, 2), Layout(2, 2, 2, 2), Layout(1, 2, 4, 2)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [DENSE, GROUPED, ROUTED], ids=["dense", "grouped", "experts"])
+def test_a_layer_is_the_sum_of_its_matrix_products(model: ModelConfig) -> None:
+    for tokens, context in [(1, 1), (7, 100), (1024, 16)]:
+        assert layer_flops(model, tokens=tokens, context=context) == naive_layer_flops(
+            model, tokens=tokens, context=context
+        )
+
+
+def test_heads_read_the_vocabulary_or_one_number() -> None:
+    assert head_flops(DENSE, "lm", tokens=5) == 2 * 5 * 32 * 64
+    assert head_flops(replace(DENSE, tie_embeddings=True), "lm", tokens=5) == 2 * 5 * 32 * 64
+    assert head_flops(DENSE, "value", tokens=5) == 2 * 5 * 32
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_the_forward_pass_multiplies_as_often_as_xla_says(kv_heads: int) -> None:
+    # One layer: XLA counts the body of a loop once.
+    config = ModelConfig("qwen2", 512, 256, 768, 1, 8, kv_heads, 32, qkv_bias=True)
+    rows, width = 4, 128
+    ints = jax.ShapeDtypeStruct((rows, width), jnp.int32)
+
+    def forward(params, token, position, segment):
+        return models.logits(params, config, models.hidden_states(params, config, token, position, segment))
+
+    compiled = jax.jit(forward).lower(models.param_shapes(config, "lm"), ints, ints, ints).compile()
+    counted = compiled.cost_analysis()["flops"]
+    tokens = rows * width
+    predicted = layer_flops(config, tokens=tokens, context=width) + head_flops(config, "lm", tokens=tokens)
+    assert predicted == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize("layout", SPLITS)
+@pytest.mark.parametrize("remat", [False, True])
+def test_an_update_is_six_operations_a_weight_and_token_however_it_is_split(layout: Layout, remat: bool) -> None:
+    layers = 4 * naive_layer_flops(GROUPED, tokens=TOKENS, context=16)
+    scores = 4 * TOKENS * 4 * 4 * 8 * 16
+    weights = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
+    assert layers == 2 * weights * TOKENS + scores
+    expected = (8 if remat else 6) * weights * TOKENS + (4 if remat else 3) * scores + 3 * LM_HEAD
+    for software in (Software(), ONE_WITH_HEAD):
+        cost = update_cost(trained(GROUPED, remat=remat), layout, WORK, software, UNIT)
+        assert cost.compute_s == pytest.approx(expected / 16)
+        assert cost.host_s == cost.overhead_s == 0
+
+
+@pytest.mark.parametrize("layout", SPLITS)
+def test_scoring_is_one_forward_pass_of_all_responses(layout: Layout) -> None:
+    cost = forward_cost(trained(GROUPED), layout, WORK, HALVES, UNIT)
+    expected = 4 * naive_layer_flops(GROUPED, tokens=TOKENS, context=16) + LM_HEAD
+    assert cost.compute_s == pytest.approx(expected / 16)
+    assert cost.memory_s == cost.host_s == cost.overhead_s == 0
+
+
+def test_scores_behind_the_mask_are_half_of_them() -> None:
+    whole, skipped = (
+        forward_cost(trained(DENSE), Layout(1), WORK, replace(HALVES, skips_masked=skips), UNIT).compute_s
+        for skips in (False, True)
+    )
+    assert whole - skipped == 4 * TOKENS * 4 * 4 * 8 * 16 / 2
+
+
+def test_rate_and_efficiency_divide_the_products() -> None:
+    slow = forward_cost(trained(DENSE), Layout(1), WORK, HALVES, UNIT).compute_s
+    fast = replace(UNIT, matmul_flops_per_s=100.0, matmul_efficiency=0.25)
+    assert forward_cost(trained(DENSE), Layout(1), WORK, HALVES, fast).compute_s == pytest.approx(slow / 25)
+
+
+@pytest.mark.parametrize(("every", "sums"), [(True, 4), (False, 1)])
+def test_gradients_are_summed_over_replicas_in_a_microbatch_or_an_update(every: bool, sums: int) -> None:
+    # 16 rows of a replica, 4 at a time; an all-reduce moves twice 3/4 of two bytes for each weight.
+    software = replace(HALVES, reduces_every_microbatch=every)
+    cost = update_cost(trained(DENSE), Layout(4), WORK, software, UNIT)
+    assert cost.collective_s == pytest.approx(sums * 2 * 3 / 4 * weights_of(DENSE) * 2)
+    assert cost.idle_s == 0
+    wide = update_cost(trained(DENSE), Layout(4), WORK, replace(software, gradient_bytes=4), UNIT)
+    assert wide.collective_s == pytest.approx(2 * cost.collective_s)
+
+
+def test_sharded_weights_move_three_times_where_replicas_move_twice() -> None:
+    """ZeRO (arXiv:1910.02054), section 7: 3 psi for stage 3 and 2 psi for plain data parallelism."""
+    role = trained(DENSE, rows_per_microbatch=64)
+    psi = weights_of(DENSE) * 2 * 7 / 8
+    assert update_cost(role, Layout(8), WORK, HALVES, UNIT).collective_s == pytest.approx(2 * psi)
+    assert update_cost(role, Layout(1, 8), WORK, HALVES, UNIT).collective_s == pytest.approx(3 * psi)
+    assert forward_cost(role, Layout(1, 8), WORK, HALVES, UNIT).collective_s == pytest.approx(psi)
+    assert forward_cost(role, Layout(8), WORK, HALVES, UNIT).collective_s == 0
+
+
+def test_weights_are_gathered_and_gradients_scattered_in_each_microbatch() -> None:
+    # 8 rows of a shard, 2 at a time: in each of 4 microbatches two gathers and one scatter, of 7 steps each.
+    cost = update_cost(trained(DENSE, rows_per_microbatch=2), Layout(1, 8), WORK, HALVES, STEPS)
+    assert cost.collective_s == pytest.approx(4 * 3 * 7)
+    # Gradients in four bytes: two gathers of two bytes and one scatter of four.
+    wide = update_cost(trained(DENSE, rows_per_microbatch=64), Layout(1, 8), WORK, Software(gradient_bytes=4), UNIT)
+    assert wide.collective_s == pytest.approx(weights_of(DENSE) * 7 / 8 * (2 + 2 + 4))
+
+
+def test_replicas_of_sharded_weights_sum_only_their_shard() -> None:
+    role = trained(DENSE, rows_per_microbatch=64)
+    cost = update_cost(role, Layout(2, 4), WORK, HALVES, UNIT)
+    sharded = 3 * weights_of(DENSE) * 2 * 3 / 4
+    assert cost.collective_s == pytest.approx(sharded + 2 * 1 / 2 * weights_of(DENSE) / 4 * 2)
+
+
+@pytest.mark.parametrize(("remat", "reduces"), [(False, 4), (True, 6)])
+def test_tensor_shards_reduce_twice_a_layer_in_each_pass(remat: bool, reduces: int) -> None:
+    """Megatron-LM (arXiv:1909.08053), section 3: two all-reduces forward and two backward in each layer."""
+    role = trained(DENSE, remat=remat)
+    # 64 rows, 4 at a time; an all-reduce of 4 takes twice 3 steps.
+    assert update_cost(role, Layout(1, 1, 1, 4), WORK, HALVES, STEPS).collective_s == pytest.approx(
+        16 * 4 * reduces * 6
+    )
+    moved = 4 * reduces * 2 * 3 / 4 * TOKENS * 32 * 2
+    assert update_cost(role, Layout(1, 1, 1, 4), WORK, HALVES, UNIT).collective_s == pytest.approx(moved)
+    assert forward_cost(role, Layout(1, 1, 1, 4), WORK, HALVES, UNIT).collective_s == pytest.approx(
+        4 * 2 * 2 * 3 / 4 * TOKENS * 32 * 2
+    )
+
+
+def scheduled(stages: int, count: int) -> int:
+    """Time units until every microbatch went through all stages and back, one unit on each in each direction."""
+    done = [0] * count
+    for stage in [*range(stages), *range(stages, 0, -1)]:
+        free = max(done) if stage == stages else 0
+        for microbatch in range(count):
+            done[microbatch] = free = max(free, done[microbatch]) + 1
+    return max(done)
+
+
+@pytest.mark.parametrize(("stage", "rows", "software", "count"), [
+    (2, 4, ONE_PIPELINE, 16), (4, 4, ONE_PIPELINE, 16), (4, 16, ONE_PIPELINE, 4),
+    (2, 64, HALVES, 8), (4, 64, HALVES, 16), (4, 8, HALVES, 8), (2, 64, replace(HALVES, pipeline_parts_per_stage=1), 2),
+])  # fmt: skip
+def test_stages_idle_while_the_pipeline_fills_and_drains(stage: int, rows: int, software: Software, count: int) -> None:
+    """Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1: (p - 1) / m of the time at work."""
+    role = trained(DENSE, rows_per_microbatch=rows, head="value")
+    for cost in (
+        update_cost(role, Layout(1, 1, stage), WORK, software, UNIT),
+        forward_cost(role, Layout(1, 1, stage), WORK, software, UNIT),
+    ):
+        assert cost.idle_s / cost.compute_s == pytest.approx((stage - 1) / count, rel=0.01)
+    assert (scheduled(stage, count) - 2 * count) / (2 * count) == (stage - 1) / count
+
+
+def test_other_stages_wait_while_the_last_one_reads_the_vocabulary() -> None:
+    config = replace(DENSE, vocab_size=4096)
+    role = trained(config, rows_per_microbatch=1)
+    cost = update_cost(role, Layout(1, 1, 2, 2), WORK, ONE_WITH_HEAD, UNIT)
+    layers = 3 * 4 * naive_layer_flops(config, tokens=TOKENS, context=16)
+    head = 3 * 2 * TOKENS * 32 * 4096
+    # 64 microbatches: filling and draining is 1/64.
+    assert cost.compute_s + cost.idle_s == pytest.approx((layers / 2 + head) / 2, rel=1 / 60)
+    shared = update_cost(role, Layout(1, 1, 2, 2), WORK, ONE_PIPELINE, UNIT)
+    assert shared.compute_s + shared.idle_s == pytest.approx((layers + head) / 4, rel=1 / 60)
+
+
+def test_a_head_on_all_stages_is_given_what_the_last_one_returns() -> None:
+    role = trained(DENSE, rows_per_microbatch=64)
+    last, every = (
+        update_cost(role, Layout(1, 1, 4), WORK, replace(HALVES, head_on_last_stage=on_last), UNIT).collective_s
+        for on_last in (True, False)
+    )
+    assert every - last == pytest.approx(2 * 2 * 3 / 4 * TOKENS * 32 * 2)
+
+
+def test_stages_send_the_residual_stream_or_their_part_of_it() -> None:
+    role = trained(DENSE, rows_per_microbatch=64)
+    software = replace(HALVES, head_on_last_stage=True)
+    # 16 parts through 4 stages: 19 ticks forward and 19 backward.
+    sent = 2 * 19 * TOKENS / 16 * 32 * 2
+    assert update_cost(role, Layout(1, 1, 4), WORK, software, UNIT).collective_s == pytest.approx(sent)
+    whole, part = (
+        update_cost(role, Layout(1, 1, 4, 2), WORK, replace(software, scatters_between_stages=scatters), UNIT)
+        for scatters in (False, True)
+    )
+    assert whole.collective_s - part.collective_s == pytest.approx(sent / 2)
+    assert forward_cost(role, Layout(1, 1, 4), WORK, software, UNIT).collective_s == pytest.approx(sent / 2)
+
+
+@pytest.mark.parametrize("layout", SPLITS)
+def test_the_optimizer_reads_gradients_and_reads_and_writes_the_rest(layout: Layout) -> None:
+    software = Software(weight_bytes=4, gradient_bytes=2, optimizer_bytes=8)
+    held = weights_of(DENSE) / (layout.fsdp * layout.stage * layout.tensor)
+    cost = update_cost(trained(DENSE), layout, WORK, software, UNIT)
+    assert cost.memory_s == pytest.approx(held * (2 + 2 * 4 + 2 * 8))
+    quarter = replace(UNIT, memory_bytes_per_s=0.5, memory_efficiency=0.5)
+    assert update_cost(trained(DENSE), layout, WORK, software, quarter).memory_s == pytest.approx(4 * cost.memory_s)
+
+
+def test_updates_repeat_the_optimizer_and_epochs_the_rest() -> None:
+    role = trained(DENSE)
+    one = update_cost(role, Layout(2, 2), WORK, HALVES, UNIT)
+    four = update_cost(role, Layout(2, 2), replace(WORK, updates=4), HALVES, UNIT)
+    assert (four.compute_s, four.memory_s) == pytest.approx((one.compute_s, 4 * one.memory_s))
+    again = update_cost(role, Layout(2, 2), replace(WORK, epochs=3), HALVES, UNIT)
+    assert (again.compute_s, again.memory_s) == pytest.approx((3 * one.compute_s, one.memory_s))
+    assert forward_cost(role, Layout(2), replace(WORK, epochs=3, updates=4), HALVES, UNIT) == forward_cost(
+        role, Layout(2), WORK, HALVES, UNIT
+    )
+
+
+def test_a_batch_that_does_not_divide_costs_as_its_largest_share() -> None:
+    role = trained(DENSE)
+    for cost_of in (update_cost, forward_cost):
+        uneven, even, less = (
+            cost_of(role, Layout(4, 4), replace(WORK, responses=responses), HALVES, UNIT).compute_s
+            for responses in (65, 80, 64)
+        )
+        assert uneven == even == pytest.approx(less * 5 / 4)
+
+
+def test_programs_and_layers_are_started_as_often_as_they_run() -> None:
+    starts = replace(UNIT, dispatch_overhead_s=1.0)
+    launches = replace(UNIT, layer_overhead_s=1.0)
+    # 64 rows, 4 at a time.
+    assert update_cost(trained(DENSE), Layout(1), WORK, HALVES, starts).overhead_s == 16 + 1
+    assert forward_cost(trained(DENSE), Layout(1), WORK, HALVES, starts).overhead_s == 16
+    assert forward_cost(trained(DENSE), Layout(1), WORK, HALVES, launches).overhead_s == 16 * 4
+    # A budget of 128 tokens over 2 shards is 4 rows of 16 on each.
+    by_tokens = trained(DENSE, tokens_per_microbatch=128)
+    assert forward_cost(by_tokens, Layout(1, 2), WORK, HALVES, starts).overhead_s == 32 / 4
+    assert forward_cost(by_tokens, Layout(2, 1), WORK, HALVES, starts).overhead_s == 32 / 4
+    assert forward_cost(by_tokens, Layout(16, 4), WORK, HALVES, starts).overhead_s == 1
+
+
+def test_experts_cost_what_a_token_meets_and_hold_all() -> None:
+    experts = Experts(8, 2, 48)
+    active, every = (replace(DENSE, experts=replace(experts, per_token=count)) for count in (2, 8))
+    dense = replace(DENSE, intermediate_size=8 * 48)
+    few, all_of_them, one = (
+        update_cost(trained(model), Layout(1), WORK, HALVES, UNIT) for model in (active, every, dense)
+    )
+    router = 3 * 2 * TOKENS * 4 * 32 * 8
+    assert all_of_them.compute_s - router == pytest.approx(one.compute_s)
+    assert one.compute_s - few.compute_s + router == pytest.approx(3 * 2 * TOKENS * 4 * 3 * 32 * 48 * 6)
+    assert few.memory_s == all_of_them.memory_s > one.memory_s
+
+
+@pytest.mark.parametrize(("layout", "moved"), [
+    # Of two copies of eight devices each device shares its machine's connection with seven others.
+    (Layout(2, 1, 1, 8), 2 * 1 / 2 / 8), (Layout(1, 2, 1, 8), 3 * 1 / 2 / 8), (Layout(2, 8), 2 * 1 / 2 / 8),
+    # Of four copies of four, which lie two in each machine, with three others.
+    (Layout(4, 1, 1, 4), 2 * 3 / 4 / 4 / 2), (Layout(1, 4, 1, 4), 3 * 3 / 4 / 4 / 2),
+    # One ring over all sixteen has the connection of all eight.
+    (Layout(16), 2 * 15 / 16 / 8), (Layout(1, 16), 3 * 15 / 16 / 8),
+])  # fmt: skip
+def test_copies_on_two_machines_meet_over_the_network(layout: Layout, moved: float) -> None:
+    """What stays inside a machine is free here; `moved` counts whole models, of two bytes a weight."""
+    hardware = replace(CLUSTER, link_bytes_per_s=FREE)
+    cost = update_cost(trained(DENSE, rows_per_microbatch=64), layout, WORK, HALVES, hardware)
+    assert cost.collective_s == pytest.approx(moved * weights_of(DENSE) * 2)
+
+
+def test_stages_on_two_machines_meet_over_the_network() -> None:
+    hardware = replace(CLUSTER, link_bytes_per_s=FREE)
+    role = trained(replace(DENSE, num_heads=8, num_kv_heads=8), rows_per_microbatch=64)
+    # 8 parts through 2 stages: 9 ticks there and 9 back; then an all-reduce over 2 of what the last stage returns.
+    sent = 2 * 9 * TOKENS / 8 * 32 * 2
+    for on_last, moved in [(True, sent), (False, sent + 2 * 2 * 1 / 2 * TOKENS * 32 * 2)]:
+        software = replace(HALVES, head_on_last_stage=on_last)
+        assert update_cost(role, Layout(1, 1, 2, 8), WORK, software, hardware).collective_s == pytest.approx(moved)
+
+
+RATES = ("matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s")
+
+
+def drawn(rng: random.Random):
+    """A model, a layout that fills sixteen devices, and everything else at random."""
+    sizes = dict.fromkeys(("data", "fsdp", "stage", "tensor"), 1)
+    for _ in range(4):
+        sizes[rng.choice(list(sizes))] *= 2
+    generation = {"generation_stage": rng.choice([1, 2]), "generation_tensor": rng.choice([1, 2, 4, 8])}
+    model = rng.choice([DENSE, GROUPED, ROUTED])
+    role = trained(model, remat=rng.random() < 0.5, rows_per_microbatch=rng.choice([1, 3, 64]))
+    software = Software(
+        reduces_every_microbatch=rng.random() < 0.5,
+        pipeline_parts_per_stage=rng.choice([None, 4]),
+        scatters_between_stages=rng.random() < 0.5,
+        head_on_last_stage=rng.random() < 0.5,
+        skips_masked=rng.random() < 0.5,
+    )
+    hardware = replace(CLUSTER, **{name: 10 ** rng.uniform(-3, 3) for name in RATES}, layer_overhead_s=1.0)
+    return role, Layout(**sizes, **generation), software, hardware
+
+
+def everything(role: Role, layout: Layout, software: Software, hardware) -> list:
+    how = decoding(layout, 16, 5, WORK)
+    return [
+        update_cost(role, layout, WORK, software, hardware),
+        forward_cost(role, layout, WORK, software, hardware),
+        generation_cost(role.model, layout, how, WORK, software, hardware),
+    ]
+
+
+def test_faster_machines_are_never_slower_and_no_part_is_negative() -> None:
+    rng = random.Random(0)
+    gained = dict.fromkeys(RATES, 0)
+    for _ in range(300):
+        role, layout, software, hardware = drawn(rng)
+        costs = everything(role, layout, software, hardware)
+        assert all(0 <= part < FREE for cost in costs for part in parts(cost))
+        for name in RATES:
+            faster = replace(hardware, **{name: getattr(hardware, name) * rng.uniform(1, 10)})
+            for slow, fast in zip(costs, everything(role, layout, software, faster), strict=True):
+                assert fast.seconds <= slow.seconds * (1 + 1e-12), (name, layout, software)
+                gained[name] += fast.seconds < slow.seconds
+    assert min(gained.values()) > 50
+
+
+def test_experts_that_are_not_met_never_cost_more_than_a_dense_model_of_all() -> None:
+    rng = random.Random(1)
+    for _ in range(100):
+        role, layout, software, hardware = drawn(rng)
+        sparse = replace(GROUPED, experts=Experts(8, rng.choice([1, 2, 4]), 16))
+        dense = replace(GROUPED, experts=Experts(8, 8, 16))
+        pairs = (everything(dataclasses.replace(role, model=model), layout, software, hardware)
+                 for model in (sparse, dense))  # fmt: skip
+        for few, every in zip(*pairs, strict=True):
+            assert few.seconds <= every.seconds * (1 + 1e-12)
+        assert (
+            forward_cost(replace(role, model=sparse), layout, WORK, software, hardware).compute_s
+            < forward_cost(replace(role, model=dense), layout, WORK, software, hardware).compute_s
+        )

@@ -1,0 +1,85 @@
+"""Machines whose rates are 1 and which lose nothing, so that seconds are counts, and small models with naive counts."""
+
+import dataclasses
+import math
+
+import jax
+
+from jaxrlhf import models
+from jaxrlhf.architecture import Experts, ModelConfig
+from jaxrlhf.parallel.hardware import Hardware
+from jaxrlhf.parallel.plan import Cost
+from jaxrlhf.parallel.workload import Role, Software, Workload
+
+FREE = 1e30
+"""A rate so high that what it divides costs nothing."""
+
+UNIT = Hardware(
+    name="unit",
+    machines=1,
+    devices_per_machine=1024,
+    memory_bytes=1.0,
+    matmul_flops_per_s=1.0,
+    memory_bytes_per_s=1.0,
+    link_bytes_per_s=1.0,
+    network_bytes_per_s=1.0,
+    host_bytes_per_s=1.0,
+    link_latency_s=0.0,
+    network_latency_s=0.0,
+    layer_overhead_s=0.0,
+    dispatch_overhead_s=0.0,
+    matmul_efficiency=1.0,
+    memory_efficiency=1.0,
+    link_efficiency=1.0,
+    usable_memory=1.0,
+)
+STEPS = dataclasses.replace(UNIT, link_bytes_per_s=FREE, link_latency_s=1.0)
+"""Seconds of collectives are the steps of their rings."""
+
+DENSE = ModelConfig("llama", 64, 32, 48, 4, 4, 4, 8)
+GROUPED = ModelConfig("llama", 64, 32, 48, 4, 4, 2, 8)
+ROUTED = ModelConfig("llama", 64, 32, 48, 4, 4, 2, 8, experts=Experts(8, 2, 16, 24))
+ALL_SPLIT = ModelConfig("llama", 64, 32, 64, 8, 8, 8, 8)
+"""Every dimension splits eight ways."""
+
+WORK = Workload(prompts=8, responses=64, prompt_tokens=10, response_tokens=6, longest_tokens=30)
+TOKENS = 64 * 16
+HALVES = Software(weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, compute_bytes=2)
+"""All but the moments in two bytes."""
+
+
+def trained(model: ModelConfig, **changes) -> Role:
+    """An actor that recomputes nothing and takes 4 rows at a time."""
+    settings = {"head": "lm", "trained": True, "rows_per_microbatch": 4, "remat": False}
+    return Role("actor", model, **{**settings, **changes})
+
+
+def naive_layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
+    """The sum over every matrix product of a decoder layer, two operations for each multiplication."""
+    width, heads, kv_heads = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    products = [(width, heads), (width, kv_heads), (width, kv_heads), (heads, width)]
+    products += [(model.head_dim, context), (context, model.head_dim)] * model.num_heads
+    if model.experts is None:
+        products += [(width, model.intermediate_size)] * 2 + [(model.intermediate_size, width)]
+    else:
+        products.append((width, model.experts.count))
+        for inner in [model.experts.intermediate_size] * model.experts.per_token + [
+            model.experts.shared_intermediate_size
+        ]:
+            products += [(width, inner), (width, inner), (inner, width)]
+    return sum(2 * tokens * before * after for before, after in products)
+
+
+def count_weights(tree) -> int:
+    """Numbers in a tree of shapes."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def weights_of(model: ModelConfig, head: str = "lm") -> int:
+    """What the model really has."""
+    return count_weights(models.param_shapes(model, head))
+
+
+def parts(cost: Cost) -> list[float]:
+    """Its seconds, one by one."""
+    return [getattr(cost, field.name) for field in dataclasses.fields(cost)]
