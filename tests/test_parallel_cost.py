@@ -263,6 +263,20 @@ def test_programs_and_layers_are_started_as_often_as_they_run() -> None:
     assert forward_cost(by_tokens, Layout(16, 4), WORK, HALVES, starts).overhead_s == 1
 
 
+def test_a_budget_of_tokens_is_computed_whether_it_is_filled_or_not() -> None:
+    token = forward_cost(trained(DENSE), Layout(1), WORK, HALVES, UNIT).compute_s / TOKENS
+    # 64 tokens of each of 2 shards are 4 rows of 16. 30 responses are 15 rows, in 4 microbatches.
+    for responses, tokens in [(32, 4 * 64), (30, 4 * 64), (34, 5 * 64), (2, 64)]:
+        work = replace(WORK, responses=responses)
+        cost = forward_cost(trained(DENSE, tokens_per_microbatch=128), Layout(2), work, HALVES, UNIT)
+        assert cost.compute_s == pytest.approx(tokens * token)
+    # 70 tokens hold 4 rows and 6 tokens of padding; less than one row is one row.
+    for budget, tokens in [(140, 4 * 70), (8, 16 * 16)]:
+        work = replace(WORK, responses=32)
+        cost = forward_cost(trained(DENSE, tokens_per_microbatch=budget), Layout(2), work, HALVES, UNIT)
+        assert cost.compute_s == pytest.approx(tokens * token)
+
+
 def test_experts_cost_what_a_token_meets_and_hold_all() -> None:
     experts = Experts(8, 2, 48)
     active, every = (replace(DENSE, experts=replace(experts, per_token=count)) for count in (2, 8))
