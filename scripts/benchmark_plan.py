@@ -48,10 +48,10 @@ from jaxrlhf.controller.run import load_data
 from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.parallel import Hardware, hardware
 from jaxrlhf.parallel.mapping import search
+from jaxrlhf.parallel.workload import STAGES
 from jaxrlhf.planning import Lengths, problem_of
 
 ROOT = Path(__file__).parents[1]
-STAGES = ("generate", "prepare", "update")
 STEPS = 3
 """The first one is not counted."""
 
@@ -79,16 +79,19 @@ def configuration(name: str, *, workdir: str = "unused") -> Config:
     """PPO on a model of 5 M weights, in one of the layouts or placements."""
     layout = LAYOUTS.get(name, Layout())
     trains = replace(layout, generation_stage=1, generation_tensor=1)
-    budget = {"tokens_per_microbatch": 8192, "remat": False}
     return Config(
         name="prediction",
         model=FromScratch(hidden_size=256, intermediate_size=1024, num_layers=4, num_heads=8, num_kv_heads=8),
         data=Arithmetic(),
         rewards=Rewards(parts=(FormatReward(),)),
-        algorithm=PPO(responses_per_update=64, kl=KLInReward(), critic=Training(layout=trains, **budget)),
-        actor=Training(layout=layout, **budget),
+        algorithm=PPO(
+            responses_per_update=32,
+            kl=KLInReward(),
+            critic=Training(layout=trains, tokens_per_microbatch=4096, remat=False),
+        ),
+        actor=Training(layout=layout, tokens_per_microbatch=4096, remat=False),
         reference_layout=trains,
-        rollout=Rollout(prompts_per_step=32, responses_per_prompt=4, max_prompt_tokens=64, max_response_tokens=64),
+        rollout=Rollout(prompts_per_step=16, responses_per_prompt=4, max_prompt_tokens=64, max_response_tokens=64),
         steps=STEPS,
         pools=POOLS.get(name, ()),
         evaluation=Evaluation(every_steps=0, problems=8),
