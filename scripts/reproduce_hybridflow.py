@@ -47,6 +47,7 @@ MEGATRON = Software(
     pipeline_parts_per_stage=None,
     scatters_between_stages=True,
     head_on_last_stage=True,
+    recomputes_logits=False,
     skips_masked=True,
 )
 STEP = Workload(prompts=1024, responses=1024, prompt_tokens=1024, response_tokens=1024, longest_tokens=2048, updates=8)

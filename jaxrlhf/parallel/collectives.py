@@ -28,8 +28,8 @@ class Group:
 
 
 def crosses_machines(group: Group, hardware: Hardware) -> bool:
-    """Whether a group spans more than one machine."""
-    return group.size > 1 and (group.size - 1) * group.stride + 1 > hardware.devices_per_machine
+    """Whether any of the groups, which lie one after another, spans more than one machine."""
+    return group.size > 1 and hardware.devices_per_machine % (group.size * group.stride) != 0
 
 
 def bytes_per_s(group: Group, hardware: Hardware) -> float:
@@ -65,8 +65,8 @@ def all_reduce_s(num_bytes: float, group: Group, hardware: Hardware) -> float:
     return 2 * all_gather_s(num_bytes, group, hardware)
 
 
-def send_s(num_bytes: float, stride: int, hardware: Hardware) -> float:
-    """Every device sends `num_bytes` to the device `stride` further on."""
-    pair = Group(2, stride)
-    # Of the devices of a machine, only the last `stride` send to another one.
-    return latency_s(pair, hardware) + num_bytes / bytes_per_s(pair, hardware)
+def send_s(num_bytes: float, group: Group, hardware: Hardware) -> float:
+    """Every member sends `num_bytes` to the next one of its group; the slowest pair decides."""
+    if group.size == 1:
+        return 0.0
+    return latency_s(group, hardware) + num_bytes / bytes_per_s(group, hardware)

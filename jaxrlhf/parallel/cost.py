@@ -122,26 +122,25 @@ def _pass(
     model, stages, tensor = role.model, layout.stage, layout.tensor
     length = workload.prompt_tokens + workload.response_tokens
     context = length / 2 if software.skips_masked else length
-    # Forward passes' worth of the layers' products, and of the head's, which is not recomputed.
+    # In forward passes' worth of products.
     layer_passes = 1 if not backward else 3 + role.remat
-    head_passes = 3 if backward else 1
+    head_passes = 1 if not backward else 3 + software.recomputes_logits
     layers = layer_passes * model.num_layers * layer_flops(model, tokens=batch.tokens, context=context)
     head = head_passes * head_flops(model, role.head, tokens=batch.tokens)
     flops_per_s = hardware.matmul_flops_per_s * hardware.matmul_efficiency
-    compute = (layers + head) / (stages * tensor) / flops_per_s
+    layers_s, head_s = (flops / (stages * tensor) / flops_per_s for flops in (layers, head))
 
-    rate = Group(tensor, 1)
     part_tokens = batch.tokens / batch.parts
     part_bytes = part_tokens * model.hidden_size * software.compute_bytes
     # Two all-reduces a layer, after attention and after the MLP, in each pass over it.
     passes = 1 if not backward else 2 + role.remat
     reduces = 2 * passes * model.num_layers / stages * batch.parts
-    tensor_s = reduces * all_reduce_s(part_bytes, rate, hardware)
+    tensor_s = reduces * all_reduce_s(part_bytes, Group(tensor, 1), hardware)
 
     # At each of parts + stages - 1 ticks every stage works on a part, or idles.
     ticks = batch.parts + stages - 1
     sent = part_bytes / tensor if software.scatters_between_stages else part_bytes
-    stage_s = (1 + backward) * ticks * send_s(sent, tensor, hardware) if stages > 1 else 0.0
+    stage_s = (1 + backward) * ticks * send_s(sent, Group(stages, tensor), hardware)
     if not software.head_on_last_stage:
         # The head is split over stages too, so each of them has to be given what the last one returns.
         whole_bytes = batch.tokens * model.hidden_size * software.compute_bytes
@@ -149,17 +148,19 @@ def _pass(
 
     fsdp = Group(layout.fsdp, stages * tensor)
     held = model.num_parameters(role.head) / (stages * tensor)
-    gathers = (1 + backward) * (ticks if stages > 1 else 1)
-    shard_s = gathers * all_gather_s(held * software.compute_bytes, fsdp, hardware)
-    shard_s += backward * all_gather_s(held * software.gradient_bytes, fsdp, hardware)
+    gathered = ticks if stages > 1 else 1  # as many times, and gradients are scattered as often
+    shard_s = (1 + backward) * gathered * all_gather_s(held * software.compute_bytes, fsdp, hardware)
+    shard_s += backward * gathered * all_gather_s(held * software.gradient_bytes, fsdp, hardware)
 
     runs = (1 if not backward else 3 + role.remat) * model.num_layers / stages * batch.parts
     overhead = runs * hardware.layer_overhead_s + hardware.dispatch_overhead_s
-    busy = compute + tensor_s + runs * hardware.layer_overhead_s
+    busy = layers_s + tensor_s + runs * hardware.layer_overhead_s
     idle = busy * (stages - 1) / batch.parts  # Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1
     if software.head_on_last_stage:
-        idle += head / tensor / flops_per_s * (1 - 1 / stages)  # the others wait for the last stage
-    return Cost(compute_s=compute, collective_s=tensor_s + stage_s + shard_s, idle_s=idle, overhead_s=overhead)
+        idle += head_s * (stages - 1)  # the others wait for the last stage at every part
+    return Cost(
+        compute_s=layers_s + head_s, collective_s=tensor_s + stage_s + shard_s, idle_s=idle, overhead_s=overhead
+    )
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def _decode_step(
 
     sent = how.at_once * model.hidden_size * software.compute_bytes
     collective = 2 * model.num_layers * all_reduce_s(sent, Group(tensor, 1), hardware)
-    collective += (stages - 1) * (send_s(sent, tensor, hardware) if stages > 1 else 0.0)
+    collective += (stages - 1) * send_s(sent, Group(stages, tensor), hardware)
     busy_share = 1 / stages
     return Cost(
         compute_s=compute * busy_share,
@@ -267,39 +268,38 @@ def switch_bytes(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
 
         M (1 / (p_g t_g) - 1 / (p t fsdp))
 
-    Where training does not refine generation nothing is taken to be there already.
+    Where training splits weights and does not refine generation, nothing is taken to be there.
 
     Source: HybridFlow, table 2; (t p - t_g p_g) / (t_g p_g t p) without fsdp.
     """
-    wanted = weights_generating(model, layout)
-    there = weights_held(model, "lm", layout) if layout.refines else 0.0
-    return max(0.0, wanted - there) * itemsize
+    wanted, held = weights_generating(model, layout), weights_held(model, "lm", layout)
+    whole = layout.fsdp * layout.stage * layout.tensor == 1
+    return max(0.0, wanted - (held if layout.refines or whole else 0.0)) * itemsize
 
 
 def switch_cost(model: ModelConfig, layout: Layout, software: Software, hardware: Hardware) -> Cost:
     """From the training to the generation layout; the way back is a slice of what is there.
 
-    Weights come from the devices whose shards make up one generation shard, and in one
-    all-gather for each of them over the slowest connection between any two.
+    Weights come from the devices whose shards make up a generation shard. Of the gathers that
+    takes, the one among the devices farthest apart is the slowest and is taken for all.
     """
     received = switch_bytes(model, layout, itemsize=software.compute_bytes)
     if received == 0:
         return Cost()
-    generation = layout.generation_stage * layout.generation_tensor
-    size = max(2, layout.fsdp * layout.stage * layout.tensor // generation)
-    stride = _switch_stride(layout)
-    group = Group(size, stride)
-    seconds = received / bytes_per_s(group, hardware) + (size - 1) * latency_s(group, hardware)
+    group = _gathering(layout)
+    seconds = received / bytes_per_s(group, hardware) + (group.size - 1) * latency_s(group, hardware)
     return Cost(collective_s=seconds, overhead_s=hardware.dispatch_overhead_s)
 
 
-def _switch_stride(layout: Layout) -> int:
-    """Between the devices that the slowest part of a switch joins."""
+def _gathering(layout: Layout) -> Group:
+    """The devices farthest apart that one shard of generation is gathered from."""
     if layout.fsdp > 1:
-        return layout.stage * layout.tensor
-    if layout.stage > layout.generation_stage:
-        return layout.tensor
-    return 1
+        return Group(layout.fsdp, layout.stage * layout.tensor)
+    if not layout.refines:
+        return Group(layout.stage * layout.tensor, 1)
+    if layout.micro_stage > 1:
+        return Group(layout.micro_stage, layout.tensor)
+    return Group(layout.micro_tensor, 1)
 
 
 def move_cost(

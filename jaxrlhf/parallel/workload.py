@@ -79,6 +79,7 @@ class Software:
       scatters_between_stages: Each tensor shard sends its part of the residual stream to the next
         stage, and not all of it.
       head_on_last_stage: The last stage computes the logits, and not all stages together.
+      recomputes_logits: Chunks of logits are computed once more in the backward pass.
       skips_masked: Attention does not compute scores that the causal mask hides, nor keeps them.
     """
 
@@ -90,6 +91,7 @@ class Software:
     pipeline_parts_per_stage: int | None = 4
     scatters_between_stages: bool = False
     head_on_last_stage: bool = False
+    recomputes_logits: bool = True
     skips_masked: bool = False
 
     @property
