@@ -1,0 +1,115 @@
+"""Measures how long the search for a placement takes, in CPU seconds of one core.
+
+    python scripts/benchmark_search.py [--write]
+
+Problems have every choice open: any number of devices for a pool, fsdp, three ways to offload.
+`--write` renews docs/search.json and the table in docs/planning.md.
+"""
+
+import argparse
+import json
+import platform
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from reproduce_hybridflow import DOCS, MODELS, STEP, written
+from rich.console import Console
+from rich.markdown import Markdown
+
+from jaxrlhf.parallel import hardware
+from jaxrlhf.parallel.mapping import search
+from jaxrlhf.parallel.plan import Problem
+from jaxrlhf.parallel.workload import Role, Software
+
+CASES = {  # roles: model and head; devices: limit in seconds
+    "PPO": ((("actor", "7B"), ("critic", "13B"), ("reference", "7B"), ("reward", "13B")), {128: 2.0, 1024: 20.0}),
+    "Safe-RLHF": (
+        (
+            ("actor", "7B"),
+            ("critic", "7B"),
+            ("cost_critic", "13B"),
+            ("reference", "7B"),
+            ("reward", "13B"),
+            ("cost", "7B"),
+        ),
+        {128: 60.0},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One search.
+
+    Attributes:
+      cpu_s: The least of three runs.
+      limit_s: What it should take at most.
+    """
+
+    algorithm: str
+    models: int
+    devices: int
+    placements: int
+    allocations: int
+    layouts: int
+    cpu_s: float
+    limit_s: float
+
+
+def problem(roles: tuple[tuple[str, str], ...], devices: int) -> Problem:
+    """Models of several sizes on machines of eight A100."""
+    found = []
+    for name, size in roles:
+        trained = name in ("actor", "critic", "cost_critic")
+        head = "lm" if name in ("actor", "reference") else "value" if trained else "score"
+        found.append(Role(name, MODELS[size], head, generates=name == "actor", trained=trained))  # type: ignore[arg-type]
+    optimizers = tuple(f"{role.name}.optimizer" for role in found if role.trained)
+    offloads = ((), optimizers, tuple(role.name for role in found))
+    return Problem(tuple(found), STEP, Software(), hardware(f"a100x{devices // 8}x8"), offloads=offloads)
+
+
+def measure(algorithm: str, devices: int) -> Measured:
+    """The fastest of three searches."""
+    roles, limits = CASES[algorithm]
+    seconds = []
+    for _ in range(3):
+        start = time.process_time()
+        found = search(problem(roles, devices))
+        seconds.append(time.process_time() - start)
+    counts = (found.placements, found.allocations, found.simulated)
+    return Measured(algorithm, len(roles), devices, *counts, min(seconds), limits[devices])
+
+
+def table(rows: list[Measured]) -> str:
+    """In Markdown."""
+    lines = ["| models | devices | placements | allocations | layouts | seconds |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        name = f"{row.models} ({row.algorithm})"
+        lines.append(
+            f"| {name} | {row.devices} | {row.placements} | {row.allocations} | {row.layouts} | {row.cpu_s:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="renew the files in docs/")
+    flags = parser.parse_args()
+    rows = [measure(algorithm, devices) for algorithm, (_, limits) in CASES.items() for devices in limits]
+    Console().print(Markdown(table(rows)))
+    slow = [row for row in rows if row.cpu_s > row.limit_s]
+    if flags.write:
+        versions = {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine()}
+        text = json.dumps({"about": versions, "searches": [asdict(row) for row in rows]}, indent=2)
+        (Path(DOCS) / "search.json").write_text(text + "\n")
+        page = DOCS / "planning.md"
+        page.write_text(written(page.read_text(), {"search": table(rows)}))
+    if slow:
+        raise SystemExit(f"slower than their limits: {slow}")
+
+
+if __name__ == "__main__":
+    main()
