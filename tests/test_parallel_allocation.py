@@ -196,6 +196,37 @@ def test_a_cache_that_does_not_fit_takes_waves(rows, waves, at_once):
         search(replace(problem, hardware=hardware_of(1, 1, memory_bytes=TINY_WEIGHTS * (2 + 2) + 0.99 * row)))
 
 
+def test_a_layout_that_is_slower_wins_where_it_leaves_room_for_the_cache():
+    generator, software = replace(ACTOR, trained=False), Software(skips_masked=True)
+    row = 40 * (2 * 2 * 2 * 2 * 2)
+    # Beside a whole frozen reference one row of the cache fits, beside half of it two.
+    memory = TINY_WEIGHTS * (2 + 2) + TINY_WEIGHTS + 2 * row + 10
+    layouts = {"actor": (Layout(),), "reference": (Layout(), Layout(fsdp=2))}
+    work, pools = replace(WORK, longest_tokens=40), ((("actor", "reference"), 2),)
+    found = {}
+    for name, rate in (("fast", 1e30), ("slow", 1e-3)):
+        hardware = hardware_of(1, 2, memory_bytes=memory, link_bytes_per_s=rate, layer_overhead_s=1.0)
+        problem = Problem((generator, REFERENCE), work, software, hardware, layouts=layouts, pools=pools)
+        (plan,) = search(problem).plans
+        notes = [call.note for call in plan.calls if call.verb == "generate"]
+        found[name] = plan.pools[0].layouts["reference"].fsdp, *notes
+    assert found == {
+        "fast": (2, "1 wave of 2 responses on each of 2 replicas"),
+        "slow": (1, "2 waves of 1 responses on each of 2 replicas"),
+    }
+
+
+def test_more_devices_take_fewer_waves_of_the_same_size():
+    row = 10 * (2 * 2 * 2 * 2 * 2)
+    hardware = hardware_of(1, 4, memory_bytes=TINY_WEIGHTS * (2 + 2) + 2.5 * row)
+    work, layouts = replace(WORK, responses=16), {"actor": (Layout(),)}
+    problem = a_problem((replace(ACTOR, trained=False),), hardware, work, layouts=layouts)
+    for devices, note in ((1, "8 waves of 2 responses"), (4, "2 waves of 2 responses on each of 4 replicas")):
+        (plan,) = search(replace(problem, hardware=replace(hardware, devices_per_machine=devices))).plans
+        assert plan.pools[0].devices == devices
+        assert [call.note for call in plan.calls if call.verb == "generate"] == [note]
+
+
 LONG = Workload(prompts=8, responses=8, prompt_tokens=50.0, response_tokens=50.0, longest_tokens=100)
 LEARNER = Role("actor", SMALL, "lm", passes=0, trained=True)
 # 100 tokens in float16: inputs of 10 layers; of one 4000 + 4000 of heads + 12000 of the MLP + 2000 scores and weights.

@@ -43,11 +43,8 @@ class Exhaustive:
         """Seconds of the cheapest step of every placement that fits."""
         found = {}
         for placement in self.placements():
-            seconds = [
-                self.cheapest(pools, offload)
-                for pools in self.allocations(placement)
-                for offload in self.problem.offloads
-            ]
+            ways = itertools.product(self.allocations(placement), self.problem.offloads)
+            seconds = list(itertools.starmap(self.cheapest, ways))
             if min(seconds, default=math.inf) < math.inf:
                 found[placement] = min(seconds)
         return found
@@ -121,13 +118,9 @@ class Exhaustive:
         given = (self.problem.layouts or {}).get(role.name)
         within = self.problem.devices_per_host or self.hardware.devices_per_machine
         if given is not None:
-            copies = [(own, own.fsdp * own.stage * own.tensor) for own in given]
-            wholes = [
-                replace(own, data=devices // copy)
-                for own, copy in copies
-                if devices % copy == 0 and own.data in (None, devices // copy)
-                if devices % (own.generation_stage * own.generation_tensor) == 0
-            ]
+            # Those of this file have whole copies of weights, but for fsdp.
+            pairs = [(own, devices // own.fsdp) for own in given if devices % own.fsdp == 0]
+            wholes = [replace(own, data=data) for own, data in pairs if own.data in (None, data)]
         else:
             replicas = [(1, 1)]
             if generates:
@@ -169,6 +162,8 @@ class Exhaustive:
 
 
 # Problems.
+
+LEAN = Software(weight_bytes=2, pipeline_parts_per_stage=None, head_on_last_stage=True, skips_masked=True)
 
 
 def a_model(draw: random.Random, *, scale: int = 1) -> ModelConfig:
@@ -217,7 +212,6 @@ def machines_of(draw: random.Random, shape: tuple[int, int], roles: tuple[Role, 
 
 
 def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | None = None) -> Problem:
-    """Made from the seed alone."""
     draw = random.Random(seed)
     dataflow = dataflow or draw.choice(["grpo", "remax", "ppo", "ppo", "large critic", "judges"])
     shape = shape or draw.choice([(1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (1, 8), (2, 1)])
@@ -227,10 +221,14 @@ def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | N
     longest = draw.choice([10, 14])
     slots = draw.choice([None, None, 3])
     work = Workload(4, draw.choice([8, 12]), 4.0, draw.choice([3.5, 6.0]), longest, draw.choice([1, 2]), slots=slots)
-    software = Software() if draw.random() < 0.7 else Software(2, 4, 8, 2, False, None, True, True, True)
+    software = Software() if draw.random() < 0.5 else LEAN
     offloads = draw.choice([((),), ((), (f"{trained[0]}.optimizer",)), ((), tuple(frozen), (*trained, *frozen))])
     problem = Problem(roles, work, software, machines_of(draw, shape, roles), offloads, fsdp=draw.random() < 0.5)
     generates = any(role.generates for role in roles)
+    if generates and software.skips_masked:  # the cache of a few responses is all that there is room for
+        token = cache_bytes_per_token(roles[0].model, Layout(), itemsize=2)
+        longest = 10 + int(problem.hardware.memory_bytes * draw.uniform(0.02, 0.3) / token)
+        problem = replace(problem, workload=replace(work, longest_tokens=longest))
     count, machine = shape
     change = draw.choice(["nothing", "nothing", "rollout", "rollout", "together", "layouts", "pools", "hosts"])
     if change == "rollout" and generates and len(roles) < 5:
@@ -269,7 +267,7 @@ def placement_of(plan: Plan, problem: Problem) -> Placement:
 
 
 DATAFLOWS = ["sft", "grpo", "ppo", "safe", "large critic", "judges"]
-CASES = [(seed,) for seed in range(90)]
+CASES = [(seed,) for seed in range(110)]
 CASES += [(1000 + 10 * place + n, name, (1, 4)) for place, name in enumerate(DATAFLOWS) for n in range(4)]
 
 
@@ -302,7 +300,7 @@ def test_the_problems_differ_in_what_wins():
     idle = [sum(pool.devices for pool in plan.pools) < problem.hardware.devices for problem, plan in best]
     assert min(idle.count(False), idle.count(True)) >= 5
     for change in ("rollout_apart", "together", "layouts", "pools", "devices_per_host"):
-        assert sum(bool(getattr(problem, change)) for problem, _ in best) >= 3, change
+        assert sum(bool(getattr(problem, change)) for problem, _ in best) >= 2, change
     assert sum(problem.hardware.shared_compute for problem, _ in best) >= 3
 
 
@@ -312,7 +310,9 @@ def test_the_best_of_placements_differ_in_their_layouts():
     for size in ("data", "fsdp", "stage", "tensor", "generation_stage", "generation_tensor"):
         assert sum(getattr(layout, size) > 1 for layout in layouts) >= 10, size
     assert sum(not layout.refines for layout in layouts) >= 5
-    assert sum("waves" in call.note for plan in plans for call in plan.calls) >= 20
+    waves = [problem.workload.slots for problem, found in feasible() if "waves" in str(found.plans[0].calls)]
+    assert waves.count(None) >= 5, "for want of memory"
+    assert waves.count(3) >= 5, "because fewer slots were asked for"
     assert sum(call.verb == "switch" for plan in plans for call in plan.calls) >= 20
     assert sum(call.verb == "move" for plan in plans for call in plan.calls) >= 20
     assert sum(call.verb == "offload" for plan in plans for call in plan.calls) >= 20
@@ -330,10 +330,9 @@ def test_every_plan_is_what_its_calls_and_pools_say():
             assert devices == sorted(devices, reverse=True)
             assert list(plan.stage_seconds) == list(STAGES)
             for stage, seconds in plan.stage_seconds.items():
-                of_pools = [
-                    sum(call.cost.seconds for call in plan.calls if (call.stage, call.pool) == (stage, pool))
-                    for pool in range(len(plan.pools))
-                ]
+                of_pools = [0.0] * len(plan.pools)
+                for call in plan.calls:
+                    of_pools[call.pool] += call.cost.seconds if call.stage == stage else 0.0
                 assert seconds == pytest.approx(combined(of_pools), rel=1e-9)
             assert plan.seconds == sum(plan.stage_seconds.values())
             order = [STAGES.index(call.stage) for call in plan.calls]
