@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from unit_machines import (
     ALL_SPLIT,
@@ -241,6 +242,14 @@ def test_the_hybrid_engine_moves_what_is_predicted(layout: Layout) -> None:
     assert (predicted == 0) == (layout in (Layout(8), Layout(1, 1, 2, 4, 2, 4)))
 
 
+@pytest.mark.parametrize("generation", [(1, 1), (1, 2), (2, 1), (2, 2), (1, 8), (8, 1)])
+def test_whole_weights_on_each_device_switch_for_nothing_to_any_split(generation: tuple[int, int]) -> None:
+    layout = Layout(8, 1, 1, 1, *generation)
+    assert switch_bytes(ALL_SPLIT, layout, itemsize=2) == 0
+    assert switch_cost(ALL_SPLIT, layout, HALVES, A100S) == Cost()
+    assert really_moved(layout) == 0
+
+
 @pytest.mark.parametrize("layout", [Layout(1, 4, 1, 2, 1, 4), Layout(1, 1, 1, 8, 2, 2), Layout(4, 1, 1, 2, 1, 8)])
 def test_where_training_does_not_refine_a_switch_moves_no_more_than_a_generation_shard(layout: Layout) -> None:
     predicted = switch_bytes(ALL_SPLIT, layout, itemsize=2)
@@ -275,6 +284,47 @@ def test_a_switch_inside_a_machine_takes_its_links() -> None:
     cost = switch_cost(model, Layout(2, 1, 1, 8, 1, 2), HALVES, A100S)
     assert cost.collective_s == pytest.approx((1 / 2 - 1 / 8) * 6.738e9 * 2 / (0.8 * 300e9), rel=1e-3)
     assert switch_cost(model, Layout(2, 1, 1, 8, 1, 8), HALVES, A100S) == Cost()
+
+
+ONE_MACHINE = replace(UNIT, devices_per_machine=8, network_bytes_per_s=1e-9, network_latency_s=1e9)
+
+
+@pytest.mark.parametrize(("layout", "missing"), [
+    (Layout(1, 2, 1, 4, 1, 2), 1 / 2 - 1 / 8), (Layout(1, 2, 1, 4, 1, 1), 1 - 1 / 8),
+    (Layout(1, 1, 4, 2, 1, 1), 1 - 1 / 8), (Layout(1, 8), 1 - 1 / 8), (Layout(2, 1, 2, 2, 1, 1), 1 - 1 / 4),
+    # Where training does not refine generation, nothing is taken to be there.
+    (Layout(1, 1, 8, 1, 1, 2), 1 / 2), (Layout(2, 1, 1, 4, 2, 2), 1 / 4), (Layout(4, 1, 1, 2, 1, 8), 1 / 8),
+    (Layout(1, 4, 1, 2, 1, 8), 1 / 8),
+])  # fmt: skip
+def test_a_switch_inside_one_machine_never_takes_the_network(layout: Layout, missing: float) -> None:
+    assert switch_cost(ALL_SPLIT, layout, HALVES, ONE_MACHINE).seconds == pytest.approx(missing * M)
+    assert switch_cost(ALL_SPLIT, layout, HALVES, replace(ONE_MACHINE, machines=2)).seconds < M
+
+
+def sources(layout: Layout, device: int) -> set[int]:
+    """Devices of the same copy whose shards are parts of the shard that this one generates with."""
+    place = np.arange(16).reshape(layout.data, layout.fsdp, layout.stage, layout.tensor)
+    data, _, stage, tensor = (int(at[0]) for at in np.nonzero(place == device))
+    stages, tensors = layout.stage // layout.generation_stage, layout.tensor // layout.generation_tensor
+    first_stage, first_tensor = stage // stages * stages, tensor // tensors * tensors
+    near = place[data, :, first_stage : first_stage + stages, first_tensor : first_tensor + tensors]
+    return set(near.reshape(-1).tolist())
+
+
+def test_a_switch_takes_the_network_where_parts_of_a_shard_lie_in_two_machines() -> None:
+    hardware = replace(UNIT, machines=2, devices_per_machine=8, link_bytes_per_s=FREE)
+    powers, seen = (1, 2, 4, 8, 16), []
+    for data, fsdp, stage, tensor in itertools.product(powers, repeat=4):
+        if data * fsdp * stage * tensor != 16:
+            continue
+        for pg, tg in itertools.product(powers, repeat=2):
+            layout = Layout(data, fsdp, stage, tensor, pg, tg)
+            if stage % pg or tensor % tg:
+                continue
+            far = any(len({near // 8 for near in sources(layout, device)}) > 1 for device in range(16))
+            assert (switch_cost(ALL_SPLIT, layout, HALVES, hardware).seconds > 1) == far, layout
+            seen.append(far)
+    assert 20 < sum(seen) < len(seen) - 20
 
 
 def test_weights_for_another_pool_leave_all_senders_and_arrive_at_every_replica() -> None:

@@ -1,0 +1,166 @@
+"""Seconds of pipelines, against schedules played part by part and sends counted by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from unit_machines import DENSE, FREE, HALVES, STEPS, TOKENS, UNIT, WORK, naive_layer_flops, trained, weights_of
+
+from jaxrlhf.config import Layout
+from jaxrlhf.parallel.cost import forward_cost, update_cost
+from jaxrlhf.parallel.workload import Software
+
+CLUSTER = replace(UNIT, machines=2, devices_per_machine=8, link_bytes_per_s=FREE)
+"""What stays inside a machine is free."""
+PRODUCTS = replace(UNIT, link_bytes_per_s=FREE)
+ONE_PIPELINE = replace(HALVES, pipeline_parts_per_stage=None)
+ON_LAST = replace(HALVES, head_on_last_stage=True)
+LAYERS = 4 * naive_layer_flops(DENSE, tokens=TOKENS, context=16)
+LM_HEAD = 2 * TOKENS * 32 * 64
+WIDE = replace(DENSE, num_heads=8, num_kv_heads=8)
+
+
+def scheduled(forward: Sequence[float], backward: Sequence[float], count: int) -> float:
+    """Seconds until all parts went through all stages, and then back through them.
+
+    Args:
+      forward: Of one part on each stage.
+      backward: As well, in the stages' order; empty where nothing goes back.
+    """
+    done = [0.0] * count
+    for turn, seconds in enumerate([*forward, *reversed(backward)]):
+        free = max(done) if turn == len(forward) else 0.0
+        for part in range(count):
+            done[part] = free = max(free, done[part]) + seconds
+    return max(done)
+
+
+PIPELINES = [
+    (2, 4, ONE_PIPELINE, 16), (4, 4, ONE_PIPELINE, 16), (4, 16, ONE_PIPELINE, 4), (4, 64, ONE_PIPELINE, 1),
+    (2, 64, HALVES, 8), (4, 64, HALVES, 16), (2, 64, replace(HALVES, pipeline_parts_per_stage=1), 2),
+]  # fmt: skip
+"""Stages, rows of a microbatch, software, and parts that go through in one go."""
+
+
+@pytest.mark.parametrize(("stage", "rows", "software", "count"), PIPELINES)
+@pytest.mark.parametrize("on_last", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_stages_take_as_long_as_a_schedule_played_part_by_part(
+    stage: int, rows: int, software: Software, count: int, on_last: bool, recomputes: bool
+) -> None:
+    software = replace(software, head_on_last_stage=on_last, recomputes_logits=recomputes)
+    role = trained(DENSE, rows_per_microbatch=rows)
+    layer = LAYERS / stage / count
+    # The head on the last stage, or after the pipeline and before the way back on all of them.
+    head = [0.0] * (stage - 1) + [LM_HEAD / count if on_last else 0.0]
+    apart = 0.0 if on_last else LM_HEAD / stage
+    forward = [layer + more for more in head]
+    backward = [2 * layer + (2 + recomputes) * more for more in head]
+    cost = forward_cost(role, Layout(1, 1, stage), WORK, software, PRODUCTS)
+    assert cost.compute_s + cost.idle_s == pytest.approx(scheduled(forward, [], count) + apart)
+    cost = update_cost(role, Layout(1, 1, stage), WORK, software, PRODUCTS)
+    assert cost.compute_s == pytest.approx((3 * LAYERS + (3 + recomputes) * LM_HEAD) / stage)
+    expected = scheduled(forward, backward, count) + (3 + recomputes) * apart
+    assert cost.compute_s + cost.idle_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("stage", "rows", "software", "count"), PIPELINES)
+def test_stages_idle_while_the_pipeline_fills_and_drains(stage: int, rows: int, software: Software, count: int) -> None:
+    """Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1: (p - 1) / m of the time at work."""
+    role = trained(DENSE, rows_per_microbatch=rows)
+    idle = (stage - 1) / count * LAYERS / stage
+    assert update_cost(role, Layout(1, 1, stage), WORK, software, UNIT).idle_s == pytest.approx(3 * idle)
+    assert forward_cost(role, Layout(1, 1, stage), WORK, software, UNIT).idle_s == pytest.approx(idle)
+
+
+def test_microbatches_one_after_another_fill_the_pipeline_each() -> None:
+    # 8 rows at a time are 8 parts through 4 stages, and not 16.
+    role = trained(DENSE, rows_per_microbatch=8)
+    assert forward_cost(role, Layout(1, 1, 4), WORK, HALVES, UNIT).idle_s == pytest.approx(3 / 8 * LAYERS / 4)
+
+
+def test_a_head_that_all_stages_share_is_no_part_of_the_pipeline() -> None:
+    small, large = (trained(replace(DENSE, vocab_size=size), rows_per_microbatch=64) for size in (64, 1_000_000))
+    for cost_of, heads in [(update_cost, 4), (forward_cost, 1)]:
+        few, many = (cost_of(role, Layout(1, 1, 4), WORK, HALVES, UNIT) for role in (small, large))
+        assert few.idle_s == many.idle_s > 0
+        assert many.compute_s - few.compute_s == pytest.approx(heads * 2 * TOKENS * 32 * (1_000_000 - 64) / 4)
+
+
+def test_other_stages_wait_while_the_last_one_reads_the_vocabulary() -> None:
+    role = trained(replace(DENSE, vocab_size=4096), rows_per_microbatch=1)
+    head = 4 * 2 * TOKENS * 32 * 4096
+    on_last, shared = (
+        update_cost(role, Layout(1, 1, 2, 2), WORK, replace(ONE_PIPELINE, head_on_last_stage=last), PRODUCTS)
+        for last in (True, False)
+    )
+    # 64 microbatches: filling and draining is 1/64 of the layers.
+    layers = 3 * LAYERS / 4 * (1 + 1 / 64)
+    assert on_last.compute_s + on_last.idle_s == pytest.approx(layers + head / 2)
+    assert shared.compute_s + shared.idle_s == pytest.approx(layers + head / 4)
+
+
+def test_stages_idle_through_the_starts_and_reductions_of_others_layers() -> None:
+    # 16 parts through 4 stages of one layer: each stage runs 16 of them, and idles through 3.
+    role = trained(DENSE, rows_per_microbatch=64)
+    launches = replace(PRODUCTS, matmul_flops_per_s=FREE, layer_overhead_s=1.0)
+    assert forward_cost(role, Layout(1, 1, 4), WORK, HALVES, launches).idle_s == pytest.approx(3)
+    # Two all-reduces of 2 steps each.
+    steps = replace(STEPS, matmul_flops_per_s=FREE)
+    assert forward_cost(role, Layout(1, 1, 4, 2), WORK, HALVES, steps).idle_s == pytest.approx(3 * 2 * 2)
+
+
+def test_a_head_on_all_stages_is_given_what_the_last_one_returns() -> None:
+    role = trained(DENSE, rows_per_microbatch=64)
+    last, every = (
+        update_cost(role, Layout(1, 1, 4), WORK, software, UNIT).collective_s for software in (ON_LAST, HALVES)
+    )
+    assert every - last == pytest.approx(2 * 2 * 3 / 4 * TOKENS * 32 * 2)
+
+
+def test_stages_send_the_residual_stream_or_their_part_of_it() -> None:
+    role = trained(DENSE, rows_per_microbatch=64)
+    # 16 parts through 4 stages: 19 ticks forward and 19 backward.
+    sent = 2 * 19 * TOKENS / 16 * 32 * 2
+    assert update_cost(role, Layout(1, 1, 4), WORK, ON_LAST, UNIT).collective_s == pytest.approx(sent)
+    whole, part = (
+        update_cost(role, Layout(1, 1, 4, 2), WORK, replace(ON_LAST, scatters_between_stages=scatters), UNIT)
+        for scatters in (False, True)
+    )
+    assert whole.collective_s - part.collective_s == pytest.approx(sent / 2)
+    assert forward_cost(role, Layout(1, 1, 4), WORK, ON_LAST, UNIT).collective_s == pytest.approx(sent / 2)
+
+
+def test_sharded_weights_come_and_gradients_go_at_every_tick() -> None:
+    # 32 rows of a shard are 16 parts through 4 stages: 19 ticks. Two gathers and one scatter, and two sends.
+    role = trained(DENSE, rows_per_microbatch=64)
+    layout = Layout(1, 2, 4)
+    assert update_cost(role, layout, WORK, ON_LAST, STEPS).collective_s == pytest.approx(19 * (3 + 2))
+    assert forward_cost(role, layout, WORK, ON_LAST, STEPS).collective_s == pytest.approx(19 * (1 + 1))
+    sent = 2 * 19 * TOKENS / 2 / 16 * 32 * 2
+    shard = weights_of(DENSE) / 4 / 2
+    for gradient, moved in [(2, 2 + 2 + 2), (4, 2 + 2 + 4)]:
+        cost = update_cost(role, layout, WORK, replace(ON_LAST, gradient_bytes=gradient), UNIT)
+        assert cost.collective_s == pytest.approx(19 * shard * moved + sent)
+
+
+@pytest.mark.parametrize(("layout", "parts", "ticks", "senders"), [
+    (Layout(1, 1, 2, 8), 8, 9, 8), (Layout(1, 1, 4, 4), 16, 19, 4),
+])  # fmt: skip
+def test_stages_on_two_machines_meet_over_the_network(layout: Layout, parts: int, ticks: int, senders: int) -> None:
+    role = trained(WIDE, rows_per_microbatch=64)
+    # A machine's connection of 8 is shared by those that send to the other one: there, and back.
+    sent = 2 * ticks * TOKENS / parts * 32 * 2 * senders / 8
+    assert update_cost(role, layout, WORK, ON_LAST, CLUSTER).collective_s == pytest.approx(sent)
+    # What the last stage returns is reduced over all of them.
+    share = (layout.stage - 1) / layout.stage
+    returned = 2 * 2 * share * TOKENS * 32 * 2 * senders / 8
+    assert update_cost(role, layout, WORK, HALVES, CLUSTER).collective_s == pytest.approx(sent + returned)
+    steps = replace(CLUSTER, network_bytes_per_s=FREE, network_latency_s=1.0)
+    assert update_cost(role, layout, WORK, ON_LAST, steps).collective_s == pytest.approx(2 * ticks)
+
+
+def test_a_pipeline_inside_a_machine_sends_nothing_over_the_network() -> None:
+    role = trained(WIDE, rows_per_microbatch=64)
+    for layout in (Layout(1, 1, 4, 2), Layout(1, 1, 2, 4), Layout(1, 1, 4, 1), Layout(1, 2, 2, 2)):
+        assert update_cost(role, layout, WORK, HALVES, CLUSTER).collective_s == pytest.approx(0, abs=1e-9)
