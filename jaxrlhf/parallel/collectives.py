@@ -29,7 +29,8 @@ class Group:
 
 def crosses_machines(group: Group, hardware: Hardware) -> bool:
     """Whether any of the groups, which lie one after another, spans more than one machine."""
-    return group.size > 1 and hardware.devices_per_machine % (group.size * group.stride) != 0
+    several = group.size > 1 and hardware.machines > 1
+    return several and hardware.devices_per_machine % (group.size * group.stride) != 0
 
 
 def bytes_per_s(group: Group, hardware: Hardware) -> float:

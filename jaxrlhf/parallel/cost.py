@@ -124,7 +124,7 @@ def _pass(
     context = length / 2 if software.skips_masked else length
     # In forward passes' worth of products.
     layer_passes = 1 if not backward else 3 + role.remat
-    head_passes = 1 if not backward else 3 + software.recomputes_logits
+    head_passes = 1 if not backward else 3 + (software.recomputes_logits and role.head == "lm")
     layers = layer_passes * model.num_layers * layer_flops(model, tokens=batch.tokens, context=context)
     head = head_passes * head_flops(model, role.head, tokens=batch.tokens)
     flops_per_s = hardware.matmul_flops_per_s * hardware.matmul_efficiency
@@ -198,14 +198,14 @@ def generation_cost(
 ) -> Cost:
     """All responses of a step: prompts run once, then one token of every response at a time.
 
-    A step of decoding reads the weights once and the cache of every response, and multiplies;
-    its linear part takes the longer of reading and multiplying. Stages work one after another.
+    Each step of decoding reads the weights, and for every response that goes on its cache; the
+    linear part takes the longer of reading and multiplying. A wave takes as many steps as the
+    mean response has tokens, the last one as many as the longest. Stages work one after another.
 
     Source: Pope et al. 2022 (arXiv:2211.05102), sections 2 and 3.
     """
     prefill = _prefill(model, layout, how, workload, software, hardware)
-    steps = (how.waves - 1) * workload.response_tokens + (workload.longest_tokens - workload.prompt_tokens)
-    return _add(prefill, _times(_decode_step(model, layout, how, workload, software, hardware), steps))
+    return _add(prefill, _decode(model, layout, how, workload, software, hardware))
 
 
 def _prefill(
@@ -224,35 +224,49 @@ def _prefill(
     return Cost(compute / stages, 0.0, collective, compute * (stages - 1) / stages, 0.0, overhead)
 
 
-def _decode_step(
+def _decode(
     model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
 ) -> Cost:
-    """One token of the responses that are decoded together."""
+    """All tokens of all responses. More room for the cache never makes it longer."""
     stages, tensor = layout.generation_stage, layout.generation_tensor
     flops_per_s = hardware.matmul_flops_per_s * hardware.matmul_efficiency
     read_per_s = hardware.memory_bytes_per_s * hardware.memory_efficiency
+    tokens = math.ceil(workload.responses / how.replicas) * workload.response_tokens
+    full_steps = how.waves * workload.response_tokens
+    last_steps = workload.longest_tokens - workload.prompt_tokens - workload.response_tokens
+    steps = full_steps + last_steps
+
     routed = None if model.experts is None else model.experts.per_token
-    met = model.attention_parameters + model.mlp_parameters(experts=routed)
-    read = model.attention_parameters + model.mlp_parameters(experts=experts_read(model, how.at_once))
+    met = model.num_layers * (model.attention_parameters + model.mlp_parameters(experts=routed))
     head = model.head_parameters("lm")
-    compute = 2 * how.at_once * (model.num_layers * met + head) / tensor / flops_per_s
-    weights = (model.num_layers * read + head) * software.compute_bytes / tensor / read_per_s
+    compute = 2 * tokens * (met + head) / tensor / flops_per_s
+    read = full_steps * _weights_read(model, how.at_once) + last_steps * _weights_read(model, 1)
+    weights = read * software.compute_bytes / tensor / read_per_s
 
-    context = workload.prompt_tokens + (workload.longest_tokens - workload.prompt_tokens) / 2
+    context = workload.prompt_tokens + workload.response_tokens / 2
     per_token = cache_bytes_per_token(model, layout, itemsize=software.compute_bytes) * stages
-    cache = how.at_once * context * per_token / read_per_s
+    cache = tokens * context * per_token / read_per_s
 
-    sent = how.at_once * model.hidden_size * software.compute_bytes
-    collective = 2 * model.num_layers * all_reduce_s(sent, Group(tensor, 1), hardware)
-    collective += (stages - 1) * send_s(sent, Group(stages, tensor), hardware)
-    busy_share = 1 / stages
+    # Two all-reduces a layer in each step, which together send what all tokens need.
+    group, sent = Group(tensor, 1), tokens * model.hidden_size * software.compute_bytes
+    waiting = all_reduce_s(0.0, group, hardware)
+    collective = 2 * model.num_layers * (all_reduce_s(sent, group, hardware) + (steps - 1) * waiting)
+    pipeline = Group(stages, tensor)
+    waiting = send_s(0.0, pipeline, hardware)
+    collective += (stages - 1) * (send_s(sent, pipeline, hardware) + (steps - 1) * waiting)
     return Cost(
-        compute_s=compute * busy_share,
-        memory_s=(max(0.0, weights - compute) + cache) * busy_share,
+        compute_s=compute / stages,
+        memory_s=(max(0.0, weights - compute) + cache) / stages,
         collective_s=collective,
-        idle_s=(max(compute, weights) + cache) * (1 - busy_share),
-        overhead_s=model.num_layers * hardware.layer_overhead_s,
+        idle_s=(max(compute, weights) + cache) * (1 - 1 / stages),
+        overhead_s=steps * model.num_layers * hardware.layer_overhead_s,
     )
+
+
+def _weights_read(model: ModelConfig, tokens: int) -> float:
+    """Weights that one step of decoding reads for that many responses."""
+    layer = model.attention_parameters + model.mlp_parameters(experts=experts_read(model, tokens))
+    return model.num_layers * layer + model.head_parameters("lm")
 
 
 def experts_read(model: ModelConfig, tokens: int) -> float | None:

@@ -1,13 +1,49 @@
 """The layouts that a model can have on a number of devices."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxrlhf.config import Layout
 from jaxrlhf.parallel.hardware import Hardware
+from jaxrlhf.parallel.plan import Problem
 from jaxrlhf.parallel.workload import Role
 
 _WIDEST_TENSOR = 16
 """More devices than this compute too little each between two all-reduces, however fast the links."""
+
+
+def role_layouts(
+    problem: Problem, role: Role, devices: int, *, trains: bool = True, generates: bool = False
+) -> Iterator[Layout]:
+    """The layouts of a role on a pool: those that the problem gives and that fill it, or all.
+
+    Args:
+      trains: Or scores; a pool that only generates has no training layout.
+      generates: On this pool.
+    """
+    given = (problem.layouts or {}).get(role.name)
+    if given is not None:
+        yield from _filled(given, devices, trains=trains, generates=generates)
+        return
+    within = problem.devices_per_host or problem.hardware.devices_per_machine
+    replicas = list(generation_layouts(role, devices, problem.hardware, within=within)) if generates else [(1, 1)]
+    trained: Iterable[Layout] = [Layout(data=1)]
+    if trains:
+        trained = training_layouts(role, devices, problem.hardware, fsdp=problem.fsdp)
+    for layout in trained:
+        for stage, tensor in replicas:
+            if switches(layout, stage, tensor, within=within):
+                yield Layout(layout.data, layout.fsdp, layout.stage, layout.tensor, stage, tensor)
+
+
+def _filled(layouts: Iterable[Layout], devices: int, *, trains: bool, generates: bool) -> Iterator[Layout]:
+    """The given layouts that fill `devices` devices."""
+    for layout in layouts:
+        generation = layout.generation_stage * layout.generation_tensor
+        copy = layout.fsdp * layout.stage * layout.tensor
+        fills = not trains or (devices % copy == 0 and layout.data in (None, devices // copy))
+        if fills and (not generates or devices % generation == 0):
+            sizes = (layout.fsdp, layout.stage, layout.tensor)
+            yield Layout(devices // copy or 1, *sizes, layout.generation_stage, layout.generation_tensor)
 
 
 def divisors(number: int) -> list[int]:
@@ -16,12 +52,15 @@ def divisors(number: int) -> list[int]:
 
 
 def pool_sizes(hardware: Hardware, *, devices_per_host: int = 1) -> list[int]:
-    """Devices that a pool may have: an even share of a machine, or whole machines; in any case whole hosts.
+    """Devices that a pool may have: whole machines, or a machine cut up evenly, and again; always whole hosts.
 
-    Pools take devices in order, largest first, so none straddles machines that it does not fill.
+    Each size divides the next one up to a machine. Pools take devices in order, largest first,
+    so none straddles machines that it does not fill.
     """
     machine = hardware.devices_per_machine
-    sizes = divisors(machine)[:-1] + [machine * count for count in range(1, hardware.machines + 1)]
+    sizes = [machine * count for count in range(1, hardware.machines + 1)]
+    while sizes[0] > 1:
+        sizes.insert(0, sizes[0] // divisors(sizes[0])[1])
     return [size for size in sizes if size % devices_per_host == 0]
 
 
@@ -40,7 +79,7 @@ def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool
                 continue
             left = devices // copy
             for shards in divisors(left) if fsdp else [1]:
-                inside = copy * shards <= machine or not role.within_machine
+                inside = machine % (copy * shards) == 0 or not role.within_machine
                 if inside and model.hidden_size % shards == 0:
                     yield Layout(data=left // shards, fsdp=shards, stage=stage, tensor=tensor)
 
@@ -64,12 +103,14 @@ def generation_layouts(
 def switches(layout: Layout, stage: int, tensor: int, *, within: int) -> bool:
     """Whether a training layout can become replicas of `stage x tensor` devices, each within one process.
 
-    The replicas that share a training copy lie interleaved in it, so its split dimensions have
-    to lie in one process where the replica splits them too.
+    Where training refines generation, the replicas that share a training copy lie interleaved in
+    it, so its split dimensions have to lie in one process where the replica splits them too.
 
     Args:
       within: Devices of a process.
     """
+    if layout.stage % stage or layout.tensor % tensor:
+        return within % (stage * tensor) == 0
     return (stage == 1 or layout.stage * layout.tensor <= within) and (tensor == 1 or layout.tensor <= within)
 
 

@@ -29,10 +29,10 @@ def search(problem: Problem, *, keep: int = 5) -> Search:
 
     Raises:
       Infeasible: Nothing fits; the message says which role lacks how many bytes, and what would help.
-      ValueError: Roles, groups or pools of the problem that contradict each other.
+      ValueError: Parts of the problem that contradict each other.
     """
     start = time.perf_counter()
-    _check(problem)
+    _check(problem, keep=keep)
     found: list[tuple[float, tuple[str, ...], list[Point]]] = []
     simulator = Simulator(problem)
     options = {offload: PoolOptions(simulator, problem, offload) for offload in problem.offloads}
@@ -88,27 +88,46 @@ def _points(options: PoolOptions, problem: Problem, roles: tuple[str, ...], plac
     return options.all_points(roles)
 
 
-def _check(problem: Problem) -> None:
+def _check(problem: Problem, *, keep: int) -> None:
     names = [role.name for role in problem.roles]
+    if keep < 1:
+        raise ValueError(f"keep={keep} plans are none; ask for 1 or more")
     if len(set(names)) != len(names) or ROLLOUT in names:
         raise ValueError(f"roles {names} need names that differ, and none may be {ROLLOUT!r}")
     generating = [role.name for role in problem.roles if role.generates]
-    if len(generating) > 1 or (problem.rollout_apart and not generating):
+    apart = problem.rollout_apart or any(ROLLOUT in roles for roles, _ in problem.pools or ())
+    if len(generating) > 1 or (apart and not generating):
         raise ValueError(f"one role generates for a rollout, here {generating or 'none does'}")
-    unknown = {name for group in problem.together for name in group} - set(names)
-    if unknown:
-        raise ValueError(f"together names {sorted(unknown)}, and the roles are {names}")
+    named = {name for group in problem.together for name in group} | set(problem.layouts or {})
+    if named - set(names):
+        raise ValueError(f"together and layouts name {sorted(named - set(names))}, and the roles are {names}")
     hardware, host = problem.hardware, problem.devices_per_host or 1
     if not pool_sizes(hardware, devices_per_host=host):
         raise ValueError(
             f"{hardware.devices} x {hardware.name} in machines of {hardware.devices_per_machine} hold no pool of whole "
             f"hosts of {host} devices; use smaller hosts, or name hardware with more machines"
         )
-    if problem.pools is None:
-        return
-    placed = [role for roles, _ in problem.pools for role in roles if role != ROLLOUT]
-    if sorted(placed) != sorted(names):
-        raise ValueError(f"pools place {placed}, and the roles are {names}; each has to be placed once")
-    sizes = [devices for _, devices in problem.pools]
-    if sum(sizes) > problem.hardware.devices:
-        raise ValueError(f"pools take {sum(sizes)} devices, and there are {problem.hardware.devices}")
+    if problem.pools is not None:
+        _check_pools(problem.pools, names, generating, problem)
+
+
+def _check_pools(
+    pools: Sequence[tuple[tuple[str, ...], int]], names: Sequence[str], generating: Sequence[str], problem: Problem
+) -> None:
+    placed = [role for roles, _ in pools for role in roles]
+    if sorted(set(placed) - {ROLLOUT}) != sorted(names) or len(set(placed)) != len(placed):
+        raise ValueError(f"pools place {placed}, and the roles are {list(names)}; each has to be placed once")
+    sizes = [devices for _, devices in pools]
+    if min(sizes) < 1 or sum(sizes) > problem.hardware.devices:
+        raise ValueError(
+            f"pools take {sizes} devices; each needs 1 or more, and there are {problem.hardware.devices} in all"
+        )
+    if any(devices % (problem.devices_per_host or 1) for devices in sizes):
+        raise ValueError(
+            f"pools take {sizes} devices, and hosts have {problem.devices_per_host}; pools have whole ones"
+        )
+    if any({ROLLOUT, *generating} <= set(roles) for roles, _ in pools):
+        raise ValueError(f"a pool places {generating[0]} and {ROLLOUT}; drop {ROLLOUT}, or place it on another pool")
+    for group in problem.together:
+        if not any(set(group) <= set(roles) for roles, _ in pools):
+            raise ValueError(f"{' and '.join(group)} have to share a pool, and pools place them apart")

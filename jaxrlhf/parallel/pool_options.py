@@ -1,18 +1,17 @@
 """What one pool may cost: all layouts of its roles on a number of devices, less those that cannot win."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.parallel.cost import Decoding, decoding, generation_cost, move_cost
-from jaxrlhf.parallel.layouts import generation_layouts, pool_sizes, switches, training_layouts
+from jaxrlhf.parallel.layouts import pool_sizes, role_layouts
 from jaxrlhf.parallel.memory import cache_bytes_per_token
 from jaxrlhf.parallel.pareto import undominated
 from jaxrlhf.parallel.plan import Cost, Problem
 from jaxrlhf.parallel.simulate import Simulated, Simulator
-from jaxrlhf.parallel.workload import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +179,7 @@ class PoolOptions:
             move = None
             if name == ROLLOUT:
                 source = max(1, problem.hardware.devices - devices)
-                move = move_cost(generator.model, source, layout, devices, software, hardware)
+                move = move_cost(generator.model, source, layout, devices, software, problem.hardware)
             token = cache_bytes_per_token(generator.model, layout, itemsize=software.compute_bytes)
             cached = how.at_once * work.longest_tokens * token
             seconds = cost.seconds + (move.seconds if move else 0.0)
@@ -215,7 +214,7 @@ class PoolOptions:
         role = self._roles.get(name) or self._generator
         assert role is not None
         found: dict[tuple[int, int], list[Simulated]] = {}
-        for layout in self._layouts(role, name, devices, generates=generates):
+        for layout in role_layouts(self._problem, role, devices, trains=name != ROLLOUT, generates=generates):
             self.simulated += 1
             if name == ROLLOUT:
                 option = self._simulator.rollout(role, layout)
@@ -229,31 +228,3 @@ class PoolOptions:
             value_K6 = [(*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes) for own in group]
             kept += [group[index] for index in undominated(np.array(value_K6))]
         return kept
-
-    def _layouts(self, role: Role, name: str, devices: int, *, generates: bool) -> Iterator[Layout]:
-        problem = self._problem
-        given = (problem.layouts or {}).get(role.name)
-        if given is not None:
-            yield from _filled(given, devices, rollout=name == ROLLOUT)
-            return
-        within = problem.devices_per_host or problem.hardware.devices_per_machine
-        replicas = list(generation_layouts(role, devices, problem.hardware, within=within)) if generates else [(1, 1)]
-        if name == ROLLOUT:
-            trained: Iterable[Layout] = [Layout(data=1)]
-        else:
-            trained = training_layouts(role, devices, problem.hardware, fsdp=problem.fsdp)
-        for layout in trained:
-            for stage, tensor in replicas:
-                if switches(layout, stage, tensor, within=within):
-                    yield Layout(layout.data, layout.fsdp, layout.stage, layout.tensor, stage, tensor)
-
-
-def _filled(layouts: Iterable[Layout], devices: int, *, rollout: bool) -> Iterator[Layout]:
-    """The given layouts that fill `devices` devices."""
-    for layout in layouts:
-        generation = layout.generation_stage * layout.generation_tensor
-        copy = layout.fsdp * layout.stage * layout.tensor
-        fills = rollout or (devices % copy == 0 and layout.data in (None, devices // copy))
-        if fills and devices % generation == 0:
-            sizes = (layout.fsdp, layout.stage, layout.tensor)
-            yield Layout(devices // copy or 1, *sizes, layout.generation_stage, layout.generation_tensor)

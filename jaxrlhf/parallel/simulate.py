@@ -62,12 +62,15 @@ def _simulated(layout: Layout, steps: Sequence[Step], idle_bytes: float, generat
 
 
 def pool_hardware(hardware: Hardware, devices: int) -> Hardware:
-    """The hardware as one pool of it sees it: made-up devices have the share of those that idle."""
-    if not hardware.shared_compute or devices == hardware.devices:
-        return hardware
-    share = hardware.devices / devices
+    """The hardware as one pool of it sees it.
+
+    A pool within a machine has no network. Made-up devices have the share of those that idle.
+    """
+    machines = 1 if devices <= hardware.devices_per_machine else hardware.machines
+    share = hardware.devices / devices if hardware.shared_compute else 1.0
     return replace(
         hardware,
+        machines=machines,
         matmul_flops_per_s=hardware.matmul_flops_per_s * share,
         memory_bytes_per_s=hardware.memory_bytes_per_s * share,
         link_bytes_per_s=hardware.link_bytes_per_s * share,

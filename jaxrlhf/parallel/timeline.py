@@ -29,6 +29,7 @@ def _pool(point: Point, order: list[str]) -> PlannedPool:
         for role, own in zip(point.roles, point.chosen, strict=True)
         for step in own.steps
     ]
+    peaks.append((idle, "no call"))
     if point.generation is not None:
         own = point.chosen[point.roles.index(point.generation.role)]
         cached = point.generation.cache_bytes
