@@ -58,12 +58,12 @@ STEPS = 3
 LAYOUTS = {
     "data 8": Layout(),
     "fsdp 8": Layout(fsdp=8),
-    "fsdp 2 x tensor 4, generation 1": Layout(fsdp=2, tensor=4),
-    "data 4 x tensor 2, generation 1": Layout(tensor=2),
-    "data 2 x tensor 4, generation 2": Layout(tensor=4, generation_tensor=2),
+    "fsdp 8, generation 8": Layout(fsdp=8, generation_tensor=8),
+    "data 4 x tensor 2": Layout(tensor=2),
+    "data 2 x tensor 4, generation 4": Layout(tensor=4, generation_tensor=4),
     "tensor 8, generation 8": Layout(tensor=8, generation_tensor=8),
-    "data 4 x stage 2, generation 1": Layout(stage=2),
-    "stage 4 x tensor 2, generation 1": Layout(stage=4, tensor=2),
+    "data 4 x stage 2": Layout(stage=2),
+    "stage 4 x tensor 2": Layout(stage=4, tensor=2),
 }
 POOLS = {
     "actor, reference 4 | critic 4": (Pool("policy", 4, ("actor", "reference")), Pool("value", 4, ("critic",))),
@@ -76,12 +76,12 @@ POOLS = {
 
 
 def configuration(name: str, *, workdir: str = "unused") -> Config:
-    """PPO on a model of 5 M weights, in one of the layouts or placements."""
+    """PPO on a model of 9 M weights, in one of the layouts or placements."""
     layout = LAYOUTS.get(name, Layout())
     trains = replace(layout, generation_stage=1, generation_tensor=1)
     return Config(
         name="prediction",
-        model=FromScratch(hidden_size=256, intermediate_size=1024, num_layers=4, num_heads=8, num_kv_heads=8),
+        model=FromScratch(384, 1536, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=48),
         data=Arithmetic(),
         rewards=Rewards(parts=(FormatReward(),)),
         algorithm=PPO(
@@ -91,7 +91,7 @@ def configuration(name: str, *, workdir: str = "unused") -> Config:
         ),
         actor=Training(layout=layout, tokens_per_microbatch=4096, remat=False),
         reference_layout=trains,
-        rollout=Rollout(prompts_per_step=16, responses_per_prompt=4, max_prompt_tokens=64, max_response_tokens=64),
+        rollout=Rollout(prompts_per_step=8, responses_per_prompt=4, max_prompt_tokens=64, max_response_tokens=64),
         steps=STEPS,
         pools=POOLS.get(name, ()),
         evaluation=Evaluation(every_steps=0, problems=8),
