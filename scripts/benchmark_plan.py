@@ -56,15 +56,17 @@ STEPS = 3
 """The first one is not counted."""
 
 LAYOUTS = {
+    "one device": Layout(),
     "data 8": Layout(),
-    "fsdp 8": Layout(fsdp=8),
     "fsdp 8, generation 8": Layout(fsdp=8, generation_tensor=8),
-    "data 4 x tensor 2": Layout(tensor=2),
     "data 2 x tensor 4, generation 4": Layout(tensor=4, generation_tensor=4),
     "tensor 8, generation 8": Layout(tensor=8, generation_tensor=8),
     "data 4 x stage 2": Layout(stage=2),
     "stage 4 x tensor 2": Layout(stage=4, tensor=2),
+    "stage 4 x tensor 2, generation 4 x 2": Layout(stage=4, tensor=2, generation_stage=4, generation_tensor=2),
 }
+"""Of the actor; critic and reference train or score in the same one."""
+
 POOLS = {
     "actor, reference 4 | critic 4": (Pool("policy", 4, ("actor", "reference")), Pool("value", 4, ("critic",))),
     "actor 4 | critic 2 | reference 2": (
@@ -85,15 +87,16 @@ def configuration(name: str, *, workdir: str = "unused") -> Config:
         data=Arithmetic(),
         rewards=Rewards(parts=(FormatReward(),)),
         algorithm=PPO(
-            responses_per_update=32,
+            responses_per_update=16,
             kl=KLInReward(),
-            critic=Training(layout=trains, tokens_per_microbatch=4096, remat=False),
+            critic=Training(layout=trains, tokens_per_microbatch=2048, remat=False),
         ),
-        actor=Training(layout=layout, tokens_per_microbatch=4096, remat=False),
+        actor=Training(layout=layout, tokens_per_microbatch=2048, remat=False),
         reference_layout=trains,
-        rollout=Rollout(prompts_per_step=8, responses_per_prompt=4, max_prompt_tokens=64, max_response_tokens=64),
+        rollout=Rollout(prompts_per_step=4, responses_per_prompt=4, max_prompt_tokens=64, max_response_tokens=64),
         steps=STEPS,
         pools=POOLS.get(name, ()),
+        devices=1 if name == "one device" else None,
         evaluation=Evaluation(every_steps=0, problems=8),
         checkpoint=Checkpointing(every_steps=0, keep_last=1, keep_best=0),
         workdir=workdir,
@@ -141,8 +144,11 @@ def stages_of(trace: Path) -> list[dict[str, float]]:
 
 def predicted(name: str, lengths: Lengths, machine: Hardware) -> dict[str, float]:
     """Seconds of each stage."""
-    problem = problem_of(configuration(name), machine, lengths=lengths)
-    problem = replace(problem, pools=problem.pools or ((tuple(role.name for role in problem.roles), machine.devices),))
+    config = configuration(name)
+    problem = problem_of(config, machine, lengths=lengths)
+    if problem.pools is None:
+        together = tuple(role.name for role in problem.roles)
+        problem = replace(problem, pools=((together, config.devices or machine.devices),))
     layouts = {role: (layout,) for role, layout in written(name).items()}
     plan = search(replace(problem, layouts=layouts)).plans[0]
     return {stage: plan.stage_seconds[stage] for stage in STAGES}
