@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import jax
@@ -43,7 +44,7 @@ from jaxrlhf.parallel.workload import Workload
 
 READS = replace(UNIT, matmul_flops_per_s=FREE, link_bytes_per_s=FREE)
 """Generation takes what it takes to read."""
-NEW_TOKENS = 20  # the longest, 30, less the prompt of 10
+NEW_TOKENS = 20  # the longest, 30, less the prompt of 10; the mean response has 6
 ALONE = Layout(1)
 ONE = Decoding(1, 1, 1)
 
@@ -61,19 +62,22 @@ def generated(
     work: Workload = WORK,
     hardware: Hardware = READS,
 ) -> Cost:
+    """Of as many responses as fill all waves."""
+    work = replace(work, responses=how.waves * how.at_once * how.replicas)
     return generation_cost(model, layout, how, work, HALVES, hardware)
 
 
-def cache_reads(model: ModelConfig, at_once: int) -> float:
+def cache_reads(model: ModelConfig, responses: int, *, prompt: int = 10, tokens: int = 6) -> float:
     """Bytes of keys and values, token by token; half of the token that is just computed."""
-    lengths = [10 + new + 0.5 for new in range(NEW_TOKENS)]
-    return sum(at_once * length * model.num_layers * 2 * model.num_kv_heads * model.head_dim * 2 for length in lengths)
+    lengths = [prompt + new + 0.5 for new in range(tokens)]
+    return responses * sum(lengths) * model.num_layers * 2 * model.num_kv_heads * model.head_dim * 2
 
 
 @pytest.mark.parametrize("model", [DENSE, GROUPED], ids=["dense", "grouped"])
 @pytest.mark.parametrize("at_once", [1, 2, 64])
 def test_a_token_reads_all_weights_once_and_the_cache_of_every_response(model: ModelConfig, at_once: int) -> None:
     cost = generated(how=Decoding(1, at_once, 1), model=model)
+    # Responses are 6 tokens long on average; until the longest ends, weights are read for it alone.
     assert cost.memory_s == pytest.approx(NEW_TOKENS * read_weights(model) * 2 + cache_reads(model, at_once))
     slow = replace(READS, memory_bytes_per_s=0.5, memory_efficiency=0.25)
     assert generated(how=Decoding(1, at_once, 1), model=model, hardware=slow).memory_s == pytest.approx(
@@ -81,14 +85,19 @@ def test_a_token_reads_all_weights_once_and_the_cache_of_every_response(model: M
     )
 
 
-def test_many_responses_are_bound_by_products() -> None:
-    # At 2 bytes and 2 operations for each weight, products take longer than reading from a batch of 100 on.
+@pytest.mark.parametrize(("waves", "at_once", "by_products"), [
+    (1, 1, False), (1, 333, False), (1, 334, True), (1, 1000, True), (2, 216, False), (2, 217, True),
+])  # fmt: skip
+def test_many_responses_are_bound_by_products(waves: int, at_once: int, by_products: bool) -> None:
     hardware = replace(READS, matmul_flops_per_s=200.0, matmul_efficiency=0.5)
-    weights = NEW_TOKENS * read_weights(DENSE) * 2
-    for at_once, expected in [(1, weights), (50, weights), (100, weights), (200, 2 * weights), (1000, 10 * weights)]:
-        cost = generated(how=Decoding(1, at_once, 1), work=replace(WORK, prompts=0), hardware=hardware)
-        assert cost.seconds - cache_reads(DENSE, at_once) == pytest.approx(expected)
-        assert cost.compute_s == pytest.approx(weights * at_once / 100)
+    cost = generated(how=Decoding(waves, at_once, 1), work=replace(WORK, prompts=0), hardware=hardware)
+    # Each of 20 or 26 steps reads 2 bytes of a weight, one a second; each of 6 tokens of a response is 2 operations.
+    reading = {1: 20, 2: 26}[waves] * read_weights(DENSE) * 2
+    multiplying = waves * at_once * 6 * read_weights(DENSE) * 2 / 100
+    linear = multiplying if by_products else reading
+    assert linear == max(reading, multiplying)
+    assert cost.seconds - cache_reads(DENSE, waves * at_once) == pytest.approx(linear)
+    assert cost.compute_s == pytest.approx(multiplying)
 
 
 def test_the_cache_costs_by_responses_and_by_context() -> None:
@@ -96,9 +105,18 @@ def test_the_cache_costs_by_responses_and_by_context() -> None:
     assert four - two == pytest.approx(2 * (two - one)) == pytest.approx(cache_reads(DENSE, 2))
     far = replace(WORK, prompt_tokens=1010.0, longest_tokens=1030)
     per_token = 4 * 2 * 4 * 8 * 2
-    assert generated(work=far).memory_s - one == pytest.approx(NEW_TOKENS * 1000 * per_token)
+    assert generated(work=far).memory_s - one == pytest.approx(6 * 1000 * per_token)
     half = generated(model=GROUPED, work=far).memory_s - generated(model=GROUPED).memory_s
-    assert half == pytest.approx(NEW_TOKENS * 1000 * per_token / 2)
+    assert half == pytest.approx(6 * 1000 * per_token / 2)
+
+
+def test_the_cache_is_read_as_often_in_waves_as_all_at_once() -> None:
+    together, waves = (generated(how=Decoding(waves, 24 // waves, 1)) for waves in (1, 3))
+    assert waves.memory_s - together.memory_s == pytest.approx(2 * 6 * read_weights(DENSE) * 2)
+    # Of 50 responses, a replica of 4 has 13.
+    work = replace(WORK, responses=50)
+    cost = generation_cost(DENSE, Layout(4), Decoding(1, 13, 4), work, HALVES, READS)
+    assert cost.memory_s == pytest.approx(NEW_TOKENS * read_weights(DENSE) * 2 + cache_reads(DENSE, 13))
 
 
 @pytest.mark.parametrize(("devices", "layout", "fit", "slots", "expected"), [
@@ -124,11 +142,31 @@ def test_responses_take_as_many_waves_as_the_room_asks_for(
 
 def test_a_wave_reads_all_weights_again_and_the_last_one_waits_for_the_longest() -> None:
     # Waves of 6 tokens on average, and one of 20.
-    step = generated(how=Decoding(1, 8, 1)).memory_s / 20
-    for waves in (2, 4, 8):
-        assert generated(how=Decoding(waves, 8, 1)).memory_s == pytest.approx(step * (20 + 6 * (waves - 1)))
+    for waves in (1, 2, 4, 8):
+        reads = (20 + 6 * (waves - 1)) * read_weights(DENSE) * 2
+        assert generated(how=Decoding(waves, 8, 1)).memory_s == pytest.approx(reads + cache_reads(DENSE, 8 * waves))
     even = replace(WORK, response_tokens=20.0)
-    assert generated(how=Decoding(2, 8, 1), work=even).memory_s == pytest.approx(2 * 20 * step)
+    reads = 2 * 20 * read_weights(DENSE) * 2
+    assert generated(how=Decoding(2, 8, 1), work=even).memory_s == pytest.approx(
+        reads + cache_reads(DENSE, 16, tokens=20)
+    )
+
+
+def test_room_for_more_responses_never_takes_longer() -> None:
+    rng, gained = random.Random(0), 0
+    for _ in range(300):
+        layout = Layout(generation_stage=rng.choice([1, 2]), generation_tensor=rng.choice([1, 2, 4]))
+        response = rng.choice([0.5, 3.5, 20.0])
+        sizes = rng.choice([1, 4]), rng.randint(1, 40), rng.uniform(1, 20), response, 20 + rng.choice([20, 30, 90])
+        work = Workload(*sizes, slots=rng.choice([None, None, 3, 9]))
+        rates = {name: 10 ** rng.uniform(-1, 3) for name in ("matmul_flops_per_s", "memory_bytes_per_s")}
+        delays = {name: 10 ** rng.uniform(0, 5) for name in ("link_latency_s", "layer_overhead_s")}
+        hardware, model = replace(UNIT, **rates, **delays), rng.choice([DENSE, GROUPED])
+        ways = [decoding(layout, 8, fit, work) for fit in range(1, work.responses + 1)]
+        seconds = [generation_cost(model, layout, how, work, HALVES, hardware).seconds for how in ways]
+        assert all(more <= less * (1 + 1e-12) for less, more in itertools.pairwise(seconds)), (layout, work)
+        gained += seconds[-1] < seconds[0] * 0.99
+    assert gained > 100
 
 
 def test_each_prompt_is_run_once_whatever_the_responses_and_waves() -> None:
@@ -152,11 +190,15 @@ def test_tensor_shards_split_the_weights_and_the_cache_up_to_its_heads() -> None
     for tensor, heads in [(1, 1), (2, 2), (4, 2)]:
         cost = generated(Layout(1, 1, 1, 4, 1, tensor), how, model=GROUPED)
         assert cost.memory_s == pytest.approx(weights / tensor + cache / heads)
-    # Two all-reduces a layer, for the prompts and then for every token, of twice 3 steps.
+    # Two all-reduces a layer, for the prompts and then for every step, of twice 3 steps.
     steps = generated(Layout(1, 1, 1, 4, 1, 4), how, hardware=STEPS).collective_s
     assert steps == pytest.approx((1 + NEW_TOKENS) * 2 * 4 * 6)
     moved = generated(Layout(1, 1, 1, 4, 1, 4), how, hardware=UNIT).collective_s
-    assert moved == pytest.approx((8 * 10 + 8 * NEW_TOKENS) * 2 * 4 * 2 * 3 / 4 * 32 * 2)
+    assert moved == pytest.approx((8 * 10 + 8 * 6) * 2 * 4 * 2 * 3 / 4 * 32 * 2)
+    # In each of two waves as many bytes again, and 6 steps more.
+    both = replace(UNIT, link_latency_s=1000.0)
+    two = generated(Layout(1, 1, 1, 4, 1, 4), Decoding(2, 8, 1), model=GROUPED, hardware=both).collective_s
+    assert two == pytest.approx(2 * 4 * ((1 + 26) * 6 * 1000 + (80 + 96) * 2 * 3 / 4 * 32 * 2))
 
 
 @pytest.mark.parametrize("hardware", [READS, replace(UNIT, link_bytes_per_s=FREE)], ids=["reading", "both"])
@@ -172,6 +214,8 @@ def test_stages_of_generation_save_no_time(hardware: Hardware) -> None:
     # One token goes over three boundaries.
     steps = generated(Layout(1, 1, 4, 1, 4, 1), how, hardware=STEPS).collective_s
     assert steps == pytest.approx(3 * NEW_TOKENS)
+    sent = generated(Layout(1, 1, 4, 1, 4, 1), how, hardware=UNIT).collective_s
+    assert sent == pytest.approx(3 * 8 * 6 * 32 * 2)
 
 
 def test_every_token_starts_every_layer() -> None:
@@ -192,10 +236,11 @@ def test_experts_are_read_if_any_token_draws_them(count: int, per_token: int, to
 
 def test_few_responses_read_few_experts() -> None:
     fixed = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 32 * 8 + 3 * 32 * 24) + 32 * 64
-    for at_once, experts in [(1, 2), (2, 3.5), (10_000, 8)]:
-        cost = generated(how=Decoding(1, at_once, 1), model=ROUTED)
-        read = NEW_TOKENS * 2 * (fixed + 4 * experts * 3 * 32 * 16)
-        assert cost.memory_s - cache_reads(ROUTED, at_once) == pytest.approx(read)
+    for waves, at_once, experts in [(1, 1, 2), (1, 2, 3.5), (3, 2, 3.5), (1, 10_000, 8)]:
+        cost = generated(how=Decoding(waves, at_once, 1), model=ROUTED)
+        # In the 14 steps in which only the longest response goes on, the 2 of one.
+        read = 2 * ((waves * 6 + 14) * fixed + (waves * 6 * experts + 14 * 2) * 4 * 3 * 32 * 16)
+        assert cost.memory_s - cache_reads(ROUTED, waves * at_once) == pytest.approx(read)
 
 
 M = weights_of(ALL_SPLIT) * 2
