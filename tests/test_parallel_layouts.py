@@ -1,5 +1,6 @@
 """Layouts that the search considers, against every split there is and against the meshes that would run them."""
 
+import dataclasses
 import itertools
 import math
 
@@ -12,8 +13,16 @@ from jaxrlhf.architecture import Experts, ModelConfig
 from jaxrlhf.config import Layout
 from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.parallel import AXES, GENERATE, TRAIN, check_divisible, factored_mesh, generation_mesh
-from jaxrlhf.parallel.layouts import divisors, generation_layouts, pool_sizes, switches, training_layouts
-from jaxrlhf.parallel.workload import Role
+from jaxrlhf.parallel.layouts import (
+    divisors,
+    generation_layouts,
+    pool_sizes,
+    role_layouts,
+    switches,
+    training_layouts,
+)
+from jaxrlhf.parallel.plan import Problem
+from jaxrlhf.parallel.workload import Role, Software, Workload
 
 MODELS = {
     "even": ModelConfig("qwen2", 32, 16, 64, 4, 8, 8, 2),
@@ -103,7 +112,7 @@ def test_the_layouts_are_all_that_fill_the_devices_and_divide_every_dimension(mo
                 )
                 inside = machine % tensor == 0
                 over_machines = fast and not within_machine and tensor % machine == 0 and tensor <= max(16, machine)
-                apart = within_machine and stage * tensor * shards > machine
+                apart = within_machine and machine % (stage * tensor * shards) != 0
                 if not any(divides) and (inside or over_machines) and not apart and (fsdp or shards == 1):
                     expected.add((data, shards, stage, tensor))
             assert {sizes(layout) for layout in found} == expected
@@ -137,6 +146,17 @@ def test_a_role_within_a_machine_has_copies_that_lie_in_one():
     assert all(in_one(replicas(factored_mesh(layout, jax.devices()), copies), 2) for layout in bound)
     assert {sizes(layout) for layout in bound} < {sizes(layout) for layout in free}
     assert {sizes(layout) for layout in bound} == {(8, 1, 1, 1), (4, 2, 1, 1), (4, 1, 2, 1), (4, 1, 1, 2)}
+
+
+def test_copies_within_a_machine_divide_it_so_that_none_straddles_two():
+    # On machines of 3 a copy of 2 is small enough, and devices 2 and 3 are on two machines.
+    hardware = machines(machines=2, devices_per_machine=3)
+    bound = trained(MODELS["odd layers"], 6, hardware, within_machine=True)
+    assert {sizes(layout) for layout in bound} == {(6, 1, 1, 1), (2, 1, 3, 1)}
+    copies = ("fsdp", "stage", "micro_stage", "tensor", "micro_tensor")
+    of_six = jax.devices()[:6]
+    assert all(in_one(replicas(factored_mesh(layout, of_six), copies), 3) for layout in bound)
+    assert not in_one(replicas(factored_mesh(Layout(3, 2), of_six), copies), 3)
 
 
 # Generation.
@@ -173,9 +193,7 @@ def test_every_layout_of_the_search_runs_and_generates_within_machines(model, ma
             inside = in_one(replicas(mesh, ("stage", "tensor")), machine)
             allowed = switches(layout, stage, tensor, within=machine)
             taken += allowed
-            assert inside or not allowed
-            if whole.refines:
-                assert inside == allowed
+            assert inside == allowed
     assert taken >= len(trained(model, 8, hardware))  # each at least with whole copies of the policy
 
 
@@ -187,6 +205,17 @@ def test_a_training_copy_over_machines_does_not_become_replicas_that_it_would_te
     # Of 2 stages of 4 shards, 2 shards of a stage lie in a machine, and 2 stages do not.
     assert switches(Layout(1, 1, 2, 4), 1, 2, within=4)
     assert not switches(Layout(1, 1, 2, 4), 2, 1, within=4)
+
+
+def test_a_layout_that_does_not_refine_becomes_replicas_that_follow_one_another():
+    # Whatever the training copy spans; 0 and 1, 2 and 3, and so on are replicas of 2.
+    for layout in (Layout(8, 1, 1, 1), Layout(1, 1, 8, 1), Layout(1, 8)):
+        assert switches(layout, 1, 2, within=4)
+        assert switches(layout, 1, 4, within=4)
+        assert not switches(layout, 1, 8, within=4)
+        assert not switches(layout, 1, 2, within=3)
+    assert switches(Layout(1, 1, 1, 8), 2, 2, within=4)
+    assert not switches(Layout(1, 1, 1, 8), 2, 3, within=4)
 
 
 def test_replicas_lie_within_processes():
@@ -204,6 +233,64 @@ def test_replicas_divide_a_machine_so_that_none_straddles_two():
     assert set(generation_layouts(actor(MODELS["odd layers"]), 12, hardware)) == {(1, 1), (1, 2), (1, 4)}
 
 
+# Roles.
+
+
+def a_problem(role: Role, hardware, **changes) -> Problem:
+    work = Workload(prompts=1, responses=1, prompt_tokens=1.0, response_tokens=1.0, longest_tokens=2)
+    return Problem((role,), work, Software(), hardware, **changes)
+
+
+def test_layouts_that_are_given_are_those_that_fill_the_pool():
+    role, one = actor(MODELS["even"]), machines(machines=1, devices_per_machine=8)
+    given = (Layout(), Layout(data=4), Layout(data=2, tensor=4), Layout(fsdp=3), Layout(fsdp=16), Layout(stage=4))
+    on = {n: list(role_layouts(a_problem(role, one, layouts={"actor": given}), role, n)) for n in (1, 4, 6, 8)}
+    assert on == {
+        1: [Layout(1)],
+        4: [Layout(4), Layout(4), Layout(1, 1, 4)],
+        6: [Layout(6), Layout(2, 3)],
+        8: [Layout(8), Layout(2, 1, 1, 4), Layout(2, 1, 4)],
+    }
+    # A role of another name keeps all that the search has.
+    other = dataclasses.replace(role, name="reference")
+    whole = list(role_layouts(a_problem(other, one, layouts={"actor": given}), other, 8))
+    assert whole == trained(MODELS["even"], 8, one)
+    assert list(role_layouts(a_problem(other, one, fsdp=False), other, 8)) == trained(
+        MODELS["even"], 8, one, fsdp=False
+    )
+
+
+def test_the_sizes_of_generation_count_where_a_role_generates():
+    role, one = actor(MODELS["even"]), machines(machines=1, devices_per_machine=8)
+    given = (Layout(tensor=2, generation_tensor=2), Layout(fsdp=2, generation_stage=8), Layout(data=3, fsdp=8))
+    problem = a_problem(role, one, layouts={"actor": given})
+    first, second = Layout(2, 1, 1, 2, 1, 2), Layout(2, 2, 1, 1, 8, 1)
+    assert list(role_layouts(problem, role, 4, generates=True)) == [first]
+    # A rollout is apart: replicas of 8 do not divide this pool, and they need not.
+    assert list(role_layouts(problem, role, 4)) == [first, second]
+    # On the rollout's own pool it is all the same how training splits weights.
+    apart = role_layouts(problem, role, 4, trains=False, generates=True)
+    assert [(own.generation_stage, own.generation_tensor) for own in apart] == [(1, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("host", [None, 2])
+def test_a_role_that_generates_has_every_pair_of_layouts_that_switches(host):
+    role, hardware = actor(MODELS["even"]), machines(machines=2, devices_per_machine=4, network_bytes_per_s=2e9)
+    problem, within = a_problem(role, hardware, devices_per_host=host), host or 4
+    pairs = {
+        (*sizes(layout), stage, tensor)
+        for layout in trained(MODELS["even"], 8, hardware)
+        for stage, tensor in itertools.product([1, 2, 4, 8], repeat=2)
+        if stage * tensor <= within and stage <= 4 and switches(layout, stage, tensor, within=within)
+    }
+    found = list(role_layouts(problem, role, 8, generates=True))
+    assert len(found) == len(pairs)
+    assert {(*sizes(own), own.generation_stage, own.generation_tensor) for own in found} == pairs
+    rollout = list(role_layouts(problem, role, 8, trains=False, generates=True))
+    assert {(own.generation_stage, own.generation_tensor) for own in rollout} == {pair[4:] for pair in pairs}
+    assert len(rollout) == len({pair[4:] for pair in pairs})
+
+
 # Pools.
 
 
@@ -218,7 +305,17 @@ def test_pools_have_an_even_share_of_a_machine_or_whole_ones():
     assert pool_sizes(two, devices_per_host=32) == []
 
 
-@pytest.mark.parametrize(("count", "machine"), [(1, 8), (2, 4), (3, 4), (4, 2)])
+def test_a_machine_is_cut_by_its_smallest_prime_again_and_again():
+    assert pool_sizes(machines(machines=1, devices_per_machine=6)) == [1, 3, 6]
+    assert pool_sizes(machines(machines=2, devices_per_machine=6)) == [1, 3, 6, 12]
+    assert pool_sizes(machines(machines=1, devices_per_machine=12)) == [1, 3, 6, 12]
+    assert pool_sizes(machines(machines=1, devices_per_machine=15)) == [1, 5, 15]
+    assert pool_sizes(machines(machines=2, devices_per_machine=7)) == [1, 7, 14]
+    assert pool_sizes(machines(machines=2, devices_per_machine=6), devices_per_host=2) == [6, 12]
+    assert pool_sizes(machines(machines=2, devices_per_machine=6), devices_per_host=3) == [3, 6, 12]
+
+
+@pytest.mark.parametrize(("count", "machine"), [(1, 8), (2, 4), (3, 4), (4, 2), (2, 6), (2, 12), (1, 15)])
 def test_pools_taken_in_order_do_not_straddle_machines(count, machine):
     allowed = pool_sizes(machines(machines=count, devices_per_machine=machine))
     looked = 0
