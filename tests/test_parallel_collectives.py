@@ -17,6 +17,7 @@ from jaxrlhf.parallel.collectives import (
     send_s,
 )
 from jaxrlhf.parallel.hardware import Hardware
+from jaxrlhf.parallel.simulate import pool_hardware
 
 CLUSTER = replace(
     UNIT, machines=2, devices_per_machine=8, link_bytes_per_s=100.0, network_bytes_per_s=4.0,
@@ -114,6 +115,32 @@ def test_the_textbook_numbers_of_four_devices() -> None:
     assert all_gather_s(400, Group(4, 1), hardware) == 3 * 0.5 + 30
     assert all_reduce_s(400, Group(4, 1), hardware) == 2 * (3 * 0.5 + 30)
     assert all_gather_s(400, Group(4, 4), CLUSTER) == 3 * 3.0 + 300 / 8
+
+
+def test_one_machine_has_no_network() -> None:
+    alone = replace(CLUSTER, machines=1, network_bytes_per_s=1e-9, network_latency_s=1e9)
+    # Groups of 3, 5 and 6 do not divide its 8 devices, and some of them are not whole.
+    for group in (Group(3, 1), Group(5, 1), Group(6, 1), Group(2, 3), Group(3, 2), Group(8, 1), Group(2, 4)):
+        assert not crosses_machines(group, alone)
+        assert (latency_s(group, alone), bytes_per_s(group, alone)) == (1.0, 100.0)
+        steps = group.size - 1
+        assert all_gather_s(600, group, alone) == pytest.approx(steps + 600 * steps / group.size / 100)
+        assert send_s(600, group, alone) == 1.0 + 6.0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_pool_within_a_machine_is_one_machine(shared: bool) -> None:
+    hardware = replace(CLUSTER, shared_compute=shared)
+    seen = {devices: pool_hardware(hardware, devices) for devices in (1, 3, 4, 8, 16)}
+    assert {devices: pool.machines for devices, pool in seen.items()} == {1: 1, 3: 1, 4: 1, 8: 1, 16: 2}
+    assert not crosses_machines(Group(3, 1), seen[3])
+    assert crosses_machines(Group(2, 8), seen[16])
+    # Made-up devices have the share of those that idle.
+    for devices, pool in seen.items():
+        share = 16 / devices if shared else 1
+        assert (pool.link_bytes_per_s, pool.network_bytes_per_s) == (100 * share, 4 * share)
+        assert (pool.matmul_flops_per_s, pool.memory_bytes_per_s) == (share, share)
+        assert (pool.host_bytes_per_s, pool.link_latency_s) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("stride", [1, 8, 512])

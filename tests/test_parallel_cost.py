@@ -114,6 +114,18 @@ def test_chunks_of_logits_are_computed_as_often_as_xla_says(chunk_tokens: int | 
     assert (update_s - layers) / TOKENS * at_once == pytest.approx(counted, rel=0.02)
 
 
+@pytest.mark.parametrize("head", ["value", "score"])
+@pytest.mark.parametrize("software", [HALVES, ONE_WITH_HEAD], ids=["all stages", "last stage"])
+def test_a_head_of_one_number_has_no_logits_to_compute_again(head, software: Software) -> None:
+    again, kept = (
+        update_cost(trained(DENSE, head=head), Layout(4), WORK, replace(software, recomputes_logits=twice), UNIT)
+        for twice in (True, False)
+    )
+    assert again == kept
+    layers = 3 * 4 * naive_layer_flops(DENSE, tokens=TOKENS, context=16)
+    assert kept.compute_s == pytest.approx((layers + 3 * 2 * TOKENS * 32) / 4)
+
+
 def test_scoring_computes_logits_once_whatever_training_does() -> None:
     once, again = (
         forward_cost(trained(DENSE), Layout(4), WORK, replace(HALVES, recomputes_logits=twice), UNIT)

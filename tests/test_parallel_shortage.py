@@ -1,0 +1,173 @@
+"""What a search says when nothing fits, against bytes counted by hand."""
+
+from dataclasses import replace
+
+import pytest
+from made_plans import machines
+
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.config import Layout
+from jaxrlhf.parallel import Hardware
+from jaxrlhf.parallel.mapping import search
+from jaxrlhf.parallel.plan import Infeasible, Problem
+from jaxrlhf.parallel.workload import Role, Software, Workload
+
+# Attention 4e6, MLP 9e6, norms 2e3 in each of 10 layers; embedding and head 1e6 each, last norm 1e3.
+SMALL = ModelConfig("llama", 1000, 1000, 3000, 10, 10, 10, 100)
+WEIGHTS = 132_021_000
+TINY = ModelConfig("llama", 8, 4, 8, 2, 2, 2, 2)
+TINY_WEIGHTS = 404
+WORK = Workload(prompts=8, responses=8, prompt_tokens=50.0, response_tokens=50.0, longest_tokens=100)
+LEARNER = Role("actor", SMALL, "lm", passes=0, trained=True)
+REFERENCE = Role("reference", TINY, "lm")
+# 100 tokens in float16: inputs of 10 layers; of one 4000 + 4000 of heads + 12000 of the MLP + 2000 scores and weights.
+# Their logits and the gradient of these are in float32.
+ACTIVATIONS = 100 * (10 * 1000 + 22_000) * 2 + 2 * 100 * 1000 * 4
+LEARNER_BYTES = WEIGHTS * (4 + 4 + 8) + ACTIVATIONS
+GATHERED = (2 * 13_000_000 + 1_000_000) * 2  # two layers and the embedding
+LAST = "fewer tokens_per_microbatch, shorter sequences, more devices or devices with more memory would help"
+
+
+def hardware_of(count: int, machine: int, memory_bytes: float) -> Hardware:
+    """Of slow networks, over which no layer is split."""
+    return machines(machines=count, devices_per_machine=machine, memory_bytes=memory_bytes, usable_memory=0.9,
+                    network_bytes_per_s=1.0)  # fmt: skip
+
+
+def a_problem(roles: tuple[Role, ...], hardware: Hardware, work: Workload = WORK, **changes) -> Problem:
+    return Problem(roles, work, Software(), hardware, **changes)
+
+
+def refusal(problem: Problem) -> str:
+    with pytest.raises(Infeasible) as found:
+        search(problem)
+    return str(found.value)
+
+
+def gib(number: float) -> str:
+    return f"{number / 1024**3:.3g} GiB"
+
+
+def too_large(devices: int, call: str, needs: float, usable: float) -> str:
+    role = call.split()[0]
+    return (
+        f"{role} does not fit {devices} x made: in the best layout, with everything in host memory that is not in use, "
+        f"{call} needs {gib(needs)} on each device, {gib(needs - usable)} more than the {gib(usable)} that a plan may "
+        f"fill; "
+    )
+
+
+def test_a_model_that_is_too_large_is_named_with_its_bytes_and_what_would_do():
+    small = hardware_of(1, 1, 1e9)
+    problem = a_problem((LEARNER, REFERENCE), small)
+    # On 4 devices: a quarter of the weights, two whole layers and the embedding, and the same activations.
+    assert WEIGHTS * 16 / 2 > 0.9e9 > WEIGHTS * 16 / 4 + GATHERED + ACTIVATIONS
+    message = refusal(problem)
+    advice = "4 machines of 1 would do; offload=('actor', 'reference') would free most; "
+    assert message == too_large(1, "actor update", LEARNER_BYTES, 0.9e9) + advice + LAST
+    assert (gib(LEARNER_BYTES), gib(0.9e9)) == ("1.97 GiB", "0.838 GiB")
+    assert refusal(replace(problem, hardware=hardware_of(2, 1, 1e9))).startswith("actor does not fit 2 x made")
+    assert search(replace(problem, hardware=hardware_of(4, 1, 1e9))).plans
+
+
+def test_machines_that_would_do_are_counted_in_doublings_of_those_there_are():
+    problem = a_problem((LEARNER,), hardware_of(5, 1, 4e8))
+    assert WEIGHTS * 16 / 5 > 0.9 * 4e8 > WEIGHTS * 16 / 10 + GATHERED + ACTIVATIONS
+    message = refusal(problem)
+    assert message.startswith("actor does not fit 5 x made")
+    assert "; 10 machines of 1 would do; " in message
+    assert search(replace(problem, hardware=hardware_of(10, 1, 4e8))).plans
+    # On 4, and so on two of two, a quarter is too much.
+    assert "; 4 machines of 2 would do; " in refusal(replace(problem, hardware=hardware_of(2, 2, 4e8)))
+
+
+def test_where_nothing_splits_the_weights_no_number_of_machines_helps():
+    # One layer of one head: 4e6 + 9e6 + 2e3, embedding and head 2e6, last norm 1e3.
+    whole = replace(SMALL, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1000)
+    problem = a_problem((replace(LEARNER, model=whole),), hardware_of(1, 1, 1e8), fsdp=False)
+    # The residual stream into the layer; of it 4000 + 4000 of heads + 12000 of the MLP, and 2 * 100 of one head.
+    needs = 15_003_000 * 16 + 100 * (1000 + 20_200) * 2 + 2 * 100 * 1000 * 4
+    advice = (
+        "no number of machines helps; offload=('actor',) would free most; fsdp layouts would split weights further; "
+    )
+    assert refusal(problem) == too_large(1, "actor update", needs, 0.9e8) + advice + LAST
+
+
+def test_a_response_that_is_too_long_for_the_cache_is_told():
+    generator = Role("actor", TINY, "lm", generates=True, passes=0)
+    work = replace(WORK, longest_tokens=10**8)
+    problem = a_problem((generator,), hardware_of(1, 1, 3e9), work, offloads=((), ("actor",)))
+    # Keys and values of 2 layers and 2 heads of 2 numbers, beside a copy of the weights, all in two bytes.
+    needs = TINY_WEIGHTS * 2 + 10**8 * (2 * 2 * 2 * 2 * 2)
+    assert refusal(problem) == too_large(1, "actor generate", needs, 2.7e9) + "no number of machines helps; " + LAST
+    # Two shards of the cache fit into a machine of two.
+    assert search(replace(problem, hardware=hardware_of(1, 2, 3e9))).plans
+
+
+def test_pools_that_are_given_are_those_that_are_too_small():
+    layouts, pools = {"actor": (Layout(fsdp=2),)}, ((("actor",), 2), (("reference",), 2))
+    hardware = hardware_of(1, 8, 1e9)
+    problem = a_problem(
+        (LEARNER, REFERENCE), hardware, layouts=layouts, pools=pools, offloads=(("actor", "reference"),)
+    )
+    # Half of the weights, gathered layers, and a row of 100 tokens on each device. Devices outside the pool do not
+    # help, and machines to come neither.
+    needs = WEIGHTS * 16 / 2 + GATHERED + ACTIVATIONS
+    assert refusal(problem) == too_large(2, "actor update", needs, 0.9e9) + LAST
+    wide = replace(problem, layouts=None, pools=((("actor",), 4), (("reference",), 2)))
+    assert search(wide).plans
+
+
+def test_layouts_that_fill_no_pool_are_named():
+    everything = (Layout(data=3), Layout(fsdp=8, generation_tensor=2))
+    problem = a_problem(
+        (replace(LEARNER, model=TINY), REFERENCE), hardware_of(1, 4, 1e9), layouts={"reference": everything}
+    )
+    assert refusal(problem) == (
+        "the layout that is given for reference does not fill 4 x made: data=3 x fsdp=1 x stage=1 x tensor=1, "
+        "generation 1 x 1 or data=rest x fsdp=8 x stage=1 x tensor=1, generation 1 x 2; change it, or leave it to the "
+        "search"
+    )
+    # Of four devices the pool has three.
+    pools = ((("actor",), 1), (("reference",), 3))
+    given = replace(problem, layouts={"reference": (Layout(fsdp=2),)}, pools=pools)
+    assert refusal(given).startswith(
+        "the layout that is given for reference does not fill 3 x made: data=rest x fsdp=2 "
+    )
+    assert search(replace(given, pools=((("actor",), 1), (("reference",), 2)))).plans
+    # Replicas of three devices are none of four.
+    generator = Role("actor", TINY, "lm", generates=True)
+    problem = a_problem((generator,), hardware_of(1, 4, 1e9), layouts={"actor": (Layout(generation_tensor=3),)})
+    assert "for actor does not fill 4 x made: data=rest x fsdp=1 x stage=1 x tensor=1, generation 1 x 3;" in refusal(
+        problem
+    )
+
+
+def test_two_roles_that_fit_only_apart_are_told_to_offload():
+    reference = replace(REFERENCE, model=SMALL)
+    usable = LEARNER_BYTES + WEIGHTS  # half of the frozen weights
+    problem = a_problem((LEARNER, reference), hardware_of(1, 1, usable / 0.9))
+    assert refusal(problem) == (
+        "each role fits 1 x made by itself with everything in host memory that is not in use, and no placement fits "
+        f"them all: actor update needs {gib(LEARNER_BYTES)} of the {gib(usable)} of a device that a plan may fill, and "
+        "the others that share its devices need more than is left; offload=('actor', 'reference') would free most; "
+        + LAST
+    )
+    assert search(replace(problem, offloads=(("actor", "reference"),))).plans
+    two = search(replace(problem, hardware=hardware_of(1, 2, usable / 0.9)))
+    pools = [[(pool.roles, pool.devices) for pool in plan.pools] for plan in two.plans]
+    assert [(("actor",), 1), (("reference",), 1)] in pools
+
+
+@pytest.mark.parametrize(("change", "advice", "dropped"), [
+    ({}, "offload=('actor',) would free most; ", "fsdp"),
+    ({"offloads": ((), ("actor",))}, "no number of machines helps; " + LAST, "offload="),
+    ({"offloads": (("actor",),), "fsdp": False}, "helps; fsdp layouts would split weights further; " + LAST, "remat"),
+    ({"roles": (replace(LEARNER, remat=False),)}, "would free most; remat=True would keep fewer activations; ", "fsdp"),
+])  # fmt: skip
+def test_only_what_is_not_done_yet_is_advised(change, advice, dropped):
+    work = replace(WORK, prompt_tokens=10.0**6, longest_tokens=10**7)
+    problem = replace(a_problem((LEARNER,), hardware_of(1, 1, 1e9), work), **change)
+    message = refusal(problem)
+    assert advice in message
+    assert dropped not in message
