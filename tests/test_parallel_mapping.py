@@ -26,7 +26,7 @@ def placement_of(plan: Plan, problem: Problem) -> Placement:
 
 
 DATAFLOWS = ["sft", "grpo", "ppo", "safe", "large critic", "judges"]
-CASES = [(seed,) for seed in range(110)]
+CASES = [(seed,) for seed in range(95)]
 CASES += [(1000 + 10 * place + n, name, (1, 4)) for place, name in enumerate(DATAFLOWS) for n in range(4)]
 
 
@@ -190,7 +190,7 @@ def test_slots_are_the_responses_that_are_decoded_at_once():
 
 
 def test_the_search_is_deterministic_and_keeps_the_cheapest():
-    for problem, found in feasible()[::4]:
+    for problem, found in feasible()[::6]:
         again = search(problem, keep=ALL)
         assert replace(again, seconds=0.0) == replace(found, seconds=0.0)
         few = search(problem, keep=2)
