@@ -6,7 +6,7 @@ import pytest
 from made_plans import machines
 
 from jaxrlhf.architecture import ModelConfig
-from jaxrlhf.config import Layout
+from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.parallel import Hardware
 from jaxrlhf.parallel.mapping import search
 from jaxrlhf.parallel.plan import Infeasible, Problem
@@ -77,6 +77,10 @@ def test_machines_that_would_do_are_counted_in_doublings_of_those_there_are():
     assert message.startswith("actor does not fit 5 x made")
     assert "; 10 machines of 1 would do; " in message
     assert search(replace(problem, hardware=hardware_of(10, 1, 4e8))).plans
+    # Of one machine 2, 4 and 8 are doublings, and 5, which would do, is none.
+    larger = WEIGHTS * 16 / 5 + GATHERED + ACTIVATIONS
+    assert larger < WEIGHTS * 16 / 4
+    assert "; 8 machines of 1 would do; " in refusal(replace(problem, hardware=hardware_of(1, 1, larger * 1.01 / 0.9)))
     # On 4, and so on two of two, a quarter is too much.
     assert "; 4 machines of 2 would do; " in refusal(replace(problem, hardware=hardware_of(2, 2, 4e8)))
 
@@ -116,6 +120,18 @@ def test_pools_that_are_given_are_those_that_are_too_small():
     assert refusal(problem) == too_large(2, "actor update", needs, 0.9e9) + LAST
     wide = replace(problem, layouts=None, pools=((("actor",), 4), (("reference",), 2)))
     assert search(wide).plans
+
+
+def test_an_actor_whose_rollout_is_apart_lacks_what_its_update_lacks():
+    given = {
+        "layouts": {"actor": (Layout(fsdp=2, generation_tensor=4),)},
+        "pools": ((("actor", "reference"), 2), ((ROLLOUT,), 4)),
+    }
+    roles = (replace(LEARNER, generates=True), REFERENCE)
+    problem = a_problem(roles, hardware_of(1, 8, 1e9), offloads=(("actor", "reference"),), **given)
+    needs = WEIGHTS * 16 / 2 + GATHERED + ACTIVATIONS
+    assert refusal(problem) == too_large(2, "actor update", needs, 0.9e9) + LAST
+    assert search(replace(problem, hardware=hardware_of(1, 8, needs * 1.01 / 0.9))).plans
 
 
 def test_layouts_that_fill_no_pool_are_named():
