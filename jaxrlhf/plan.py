@@ -11,7 +11,9 @@ from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxrlhf.config import CommandLine, Config, run_command
+from jaxrlhf.config import CommandLine, Config, on_cluster, run_command
+
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def main() -> None:
@@ -26,10 +28,18 @@ def main() -> None:
     command.add_argument("--picture", metavar="FILE", help="where the timeline goes; default: plan_NAME.png")
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else, draw if asked to")
     command.add_argument("--afresh", action="store_true", help="search pools, layouts and offload that are given too")
-    config, flags = command.parse_config()
+    command.add_argument("--cluster", choices=["ray"], help="plan for hosts joined by Ray, as the train command has it")
+    config, flags = command.parse_config(prepare=on_cluster)
     if flags.plans < 1:
         raise ValueError(f"--plans must be 1 or more, got {flags.plans}")
+    if flags.picture is not None:
+        _check_picture(Path(flags.picture))
     _plan(config, flags)
+
+
+def _check_picture(path: Path) -> None:
+    if path.suffix not in _PICTURES or not path.parent.is_dir():
+        raise ValueError(f"--picture {path} must end with one of {', '.join(_PICTURES)}, in a folder that exists")
 
 
 def _plan(config: Config, flags: Namespace) -> None:

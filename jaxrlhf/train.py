@@ -6,10 +6,8 @@ by Ray. Any setting can be changed on the command line by its dotted name; see `
 
 import os
 import sys
-from argparse import Namespace
-from dataclasses import replace
 
-from jaxrlhf.config import CommandLine, Config, RayCluster, run_command
+from jaxrlhf.config import CommandLine, on_cluster, run_command
 
 
 def main() -> None:
@@ -22,7 +20,7 @@ def main() -> None:
         help="run on hosts joined by Ray, started on this machine or found at --cluster.address; "
         "--devices and --cluster.devices-per-host say how many hosts",
     )
-    config, flags = command.parse_config(prepare=_on_cluster)
+    config, flags = command.parse_config(prepare=on_cluster)
 
     from jaxrlhf.controller.run import run
     from jaxrlhf.hosts import HostFailure
@@ -36,10 +34,6 @@ def main() -> None:
         sys.exit(1)
     if not flags.dry_run and not result.finished:
         print(f"stopped after saving; the same command goes on from {result.workdir}")
-
-
-def _on_cluster(config: Config, flags: Namespace) -> Config:
-    return replace(config, cluster=config.cluster or RayCluster()) if flags.cluster == "ray" else config
 
 
 if __name__ == "__main__":

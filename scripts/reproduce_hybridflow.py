@@ -47,6 +47,9 @@ MEGATRON = Software(
     pipeline_parts_per_stage=None,
     scatters_between_stages=True,
     head_on_last_stage=True,
+    adds_gradients=False,
+    cache_copies=1.0,
+    decode_tokens_per_dispatch=None,
     recomputes_logits=False,
     skips_masked=True,
 )
@@ -92,7 +95,8 @@ def test_bed(devices: int) -> Hardware:
     """
     machines = hardware(f"a100x{devices // 8}x8")
     received = switch_bytes(MODELS["70B"], TRANSITIONS["70B"], itemsize=2)
-    return replace(machines, network_bytes_per_s=received / TRANSITION_70B_S / machines.link_efficiency)
+    network = received / TRANSITION_70B_S / machines.link_efficiency
+    return replace(machines, network_bytes_per_s=network, usable_memory=0.9)  # not JAX's share
 
 
 def ppo(actor: str, critic: str) -> tuple[Role, ...]:

@@ -21,7 +21,7 @@ from jaxrlhf.config.algorithms import (
     ValueLoss,
 )
 from jaxrlhf.config.cluster import RayCluster
-from jaxrlhf.config.command_line import CommandLine, from_cli, run_command
+from jaxrlhf.config.command_line import CommandLine, from_cli, on_cluster, run_command
 from jaxrlhf.config.load import load, shipped
 from jaxrlhf.config.override import override
 from jaxrlhf.config.placement import ROLLOUT, Pool, offloaded
@@ -89,6 +89,7 @@ __all__ = [
     "from_cli",
     "load",
     "offloaded",
+    "on_cluster",
     "override",
     "run_command",
     "shipped",

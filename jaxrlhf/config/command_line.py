@@ -8,9 +8,11 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from jaxrlhf.config.annotations import alternatives, spell
+from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.load import load, shipped
 from jaxrlhf.config.override import find, override, setting_names
 from jaxrlhf.config.run import Config
@@ -26,6 +28,11 @@ _MARK = "jaxrlhf_refusal"
 def from_cli(argv: Sequence[str] | None = None) -> Config:
     """The configuration of `--config NAME --setting value ...`; None reads `sys.argv`."""
     return CommandLine().parse_config(argv)[0]
+
+
+def on_cluster(config: Config, flags: Namespace) -> Config:
+    """What `--cluster ray` makes of a configuration: hosts joined by Ray, as described there or by default."""
+    return replace(config, cluster=config.cluster or RayCluster()) if flags.cluster == "ray" else config
 
 
 def run_command(main: Callable[[], None]) -> None:

@@ -61,7 +61,7 @@ class _Bound:
     """
 
     def __init__(self, pools: list[Sequence[Point]], hardware: Hardware) -> None:
-        self._shared = hardware.shared_compute
+        self._shared = hardware.takes_turns
         self._devices = hardware.devices
         self._pools = [sorted(pool, key=lambda point: point.devices) for pool in pools]
         self._fewest = [pool[0].devices for pool in self._pools]

@@ -40,6 +40,10 @@ def head_flops(model: ModelConfig, head: Head, *, tokens: float) -> float:
     return 2 * tokens * model.head_parameters(head)
 
 
+SMALLEST_ROW = 256
+"""Tokens of a packed row at least, where the budget allows: narrower ones would leave much padding."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """What one data-parallel replica computes in one go: microbatches, and a pipeline's parts of them.
@@ -48,32 +52,37 @@ class Batch:
       microbatches: Programs that run one after another.
       tokens: Of one microbatch.
       parts: That a microbatch is cut into for the pipeline.
+      row_tokens: Of the rows that attention runs over.
     """
 
     microbatches: int
     tokens: float
     parts: int
+    row_tokens: float
 
 
 def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, software: Software) -> Batch:
     """How the responses of one update or pass are cut up; shards that get one fewer wait for the others."""
     shards = _shards(layout)
     length = workload.prompt_tokens + workload.response_tokens
-    rows = math.ceil(responses / shards)
+    sequences = math.ceil(responses / shards)
     if role.tokens_per_microbatch is None:
-        rows_at_once = min(rows, role.rows_per_microbatch)
-        microbatches = math.ceil(rows / rows_at_once)
-        tokens = rows * length / microbatches
+        row_tokens, rows = length, min(sequences, role.rows_per_microbatch)
+        microbatches = math.ceil(sequences / rows)
+        tokens = sequences * length / microbatches
     else:
-        tokens = max(length, role.tokens_per_microbatch / shards)
-        rows_at_once = int(tokens // length)
-        microbatches = math.ceil(rows / rows_at_once)
+        budget = role.tokens_per_microbatch // shards
+        row_tokens = max(workload.longest_tokens, min(SMALLEST_ROW, budget))
+        rows = max(1, budget // row_tokens)
+        rows = rows // layout.stage * layout.stage if rows > layout.stage else rows
+        microbatches = math.ceil(math.ceil(sequences / (row_tokens // length)) / rows)
+        tokens = rows * row_tokens
     if layout.stage == 1:
-        return Batch(microbatches, tokens, 1)
+        return Batch(microbatches, tokens, 1, row_tokens)
     if software.pipeline_parts_per_stage is None:
-        return Batch(1, tokens * microbatches, microbatches)
-    parts = max(1, min(rows_at_once, software.pipeline_parts_per_stage * layout.stage))
-    return Batch(microbatches, tokens, parts)
+        return Batch(1, tokens * microbatches, microbatches, row_tokens)
+    parts = max(1, min(rows, software.pipeline_parts_per_stage * layout.stage))
+    return Batch(microbatches, tokens, parts, row_tokens)
 
 
 def forward_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
@@ -82,7 +91,7 @@ def forward_cost(role: Role, layout: Layout, workload: Workload, software: Softw
     Source: HybridFlow, appendix C: bound by products.
     """
     batch = batch_of(role, layout, workload.responses, workload, software)
-    return _times(_pass(role, layout, batch, workload, software, hardware, backward=False), batch.microbatches)
+    return _times(_pass(role, layout, batch, software, hardware, backward=False), batch.microbatches)
 
 
 def update_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
@@ -96,13 +105,15 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     """
     responses = workload.responses * workload.epochs / workload.updates
     batch = batch_of(role, layout, responses, workload, software)
-    passes = _times(_pass(role, layout, batch, workload, software, hardware, backward=True), batch.microbatches)
+    passes = _times(_pass(role, layout, batch, software, hardware, backward=True), batch.microbatches)
     held = weights_held(role.model, role.head, layout)
     sums = batch.microbatches if software.reduces_every_microbatch else 1
     data = Group(_data(layout), layout.fsdp * layout.stage * layout.tensor)
     reduced = sums * all_reduce_s(held * software.gradient_bytes, data, hardware)
     # The optimizer reads the gradient, and reads and writes weights and moments.
     touched = held * (software.gradient_bytes + 2 * software.weight_bytes + 2 * software.optimizer_bytes)
+    # Adding a microbatch's gradient reads two and writes one.
+    touched += batch.microbatches * held * 3 * software.gradient_bytes * software.adds_gradients
     optimizer = touched / (hardware.memory_bytes_per_s * hardware.memory_efficiency)
     step = _add(passes, Cost(memory_s=optimizer, collective_s=reduced, overhead_s=hardware.dispatch_overhead_s))
     return _times(step, workload.updates)
@@ -112,7 +123,6 @@ def _pass(
     role: Role,
     layout: Layout,
     batch: Batch,
-    workload: Workload,
     software: Software,
     hardware: Hardware,
     *,
@@ -120,8 +130,7 @@ def _pass(
 ) -> Cost:
     """One microbatch, forward or forward and backward."""
     model, stages, tensor = role.model, layout.stage, layout.tensor
-    length = workload.prompt_tokens + workload.response_tokens
-    context = length / 2 if software.skips_masked else length
+    context = batch.row_tokens / 2 if software.skips_masked else batch.row_tokens
     # In forward passes' worth of products.
     layer_passes = 1 if not backward else 3 + role.remat
     head_passes = 1 if not backward else 3 + (software.recomputes_logits and role.head == "lm")
@@ -231,7 +240,8 @@ def _decode(
     stages, tensor = layout.generation_stage, layout.generation_tensor
     flops_per_s = hardware.matmul_flops_per_s * hardware.matmul_efficiency
     read_per_s = hardware.memory_bytes_per_s * hardware.memory_efficiency
-    tokens = math.ceil(workload.responses / how.replicas) * workload.response_tokens
+    each = math.ceil(workload.responses / how.replicas)
+    tokens = each * workload.response_tokens
     full_steps = how.waves * workload.response_tokens
     last_steps = workload.longest_tokens - workload.prompt_tokens - workload.response_tokens
     steps = full_steps + last_steps
@@ -240,10 +250,12 @@ def _decode(
     met = model.num_layers * (model.attention_parameters + model.mlp_parameters(experts=routed))
     head = model.head_parameters("lm")
     compute = 2 * tokens * (met + head) / tensor / flops_per_s
-    read = full_steps * _weights_read(model, how.at_once) + last_steps * _weights_read(model, 1)
+    read = full_steps * _weights_read(model, each / how.waves) + last_steps * _weights_read(model, 1)
     weights = read * software.compute_bytes / tensor / read_per_s
 
     context = workload.prompt_tokens + workload.response_tokens / 2
+    if software.decode_tokens_per_dispatch is not None:
+        context = _bucket_read(workload)
     per_token = cache_bytes_per_token(model, layout, itemsize=software.compute_bytes) * stages
     cache = tokens * context * per_token / read_per_s
 
@@ -259,17 +271,35 @@ def _decode(
         memory_s=(max(0.0, weights - compute) + cache) / stages,
         collective_s=collective,
         idle_s=(max(compute, weights) + cache) * (1 - 1 / stages),
-        overhead_s=steps * model.num_layers * hardware.layer_overhead_s,
+        overhead_s=steps * (model.num_layers * hardware.layer_overhead_s + _dispatch_s(software, hardware)),
     )
 
 
-def _weights_read(model: ModelConfig, tokens: int) -> float:
+def _dispatch_s(software: Software, hardware: Hardware) -> float:
+    """Of starting programs, for each step of decoding."""
+    return hardware.dispatch_overhead_s / (software.decode_tokens_per_dispatch or math.inf)
+
+
+def _bucket_read(workload: Workload) -> float:
+    """Positions that a token reads on average: programs read the longest length, its half, its quarter and so on.
+
+    The step at position s runs on the smallest of them that holds s.
+    """
+    start, end = workload.prompt_tokens, workload.prompt_tokens + workload.response_tokens
+    read, bucket = 0.0, float(workload.longest_tokens)
+    while bucket > start:
+        read += bucket * max(0.0, min(end, bucket) - max(start, bucket / 2))
+        bucket /= 2
+    return read / workload.response_tokens
+
+
+def _weights_read(model: ModelConfig, tokens: float) -> float:
     """Weights that one step of decoding reads for that many responses."""
     layer = model.attention_parameters + model.mlp_parameters(experts=experts_read(model, tokens))
     return model.num_layers * layer + model.head_parameters("lm")
 
 
-def experts_read(model: ModelConfig, tokens: int) -> float | None:
+def experts_read(model: ModelConfig, tokens: float) -> float | None:
     """Experts that at least one of `tokens` tokens goes through, if each draws its experts evenly; None if dense."""
     if model.experts is None:
         return None

@@ -35,6 +35,7 @@ def _nvidia(
     host_bytes_per_s: float = 50e9,
     source: str,
 ) -> Hardware:
+    # Of a GPU's memory JAX takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
     # A collective of few bytes takes NCCL tens of microseconds in all; a program that XLA
     # compiled launches some ten kernels a layer, of a few microseconds each.
     return Hardware(
@@ -51,6 +52,7 @@ def _nvidia(
         network_latency_s=25e-6,
         layer_overhead_s=30e-6,
         dispatch_overhead_s=0.5e-3,
+        usable_memory=0.7,
         source=f"{source}; {_ROUGH}",
     )
 
@@ -63,6 +65,7 @@ def _tpu(
     matmul_flops_per_s: float,
     memory_bytes_per_s: float,
     link_bytes_per_s: float,
+    torus_axes: int,
     host_bytes_per_s: float,
     source: str,
 ) -> Hardware:
@@ -82,6 +85,7 @@ def _tpu(
         network_latency_s=2e-6,
         layer_overhead_s=5e-6,
         dispatch_overhead_s=0.5e-3,
+        link_efficiency=0.8 / torus_axes,  # a ring lies along one of them
         source=f"{source}; {_ICI}; {_ROUGH}",
     )
 
@@ -131,6 +135,7 @@ _KINDS = (
         matmul_flops_per_s=275e12,
         memory_bytes_per_s=1.2e12,
         link_bytes_per_s=300e9,
+        torus_axes=3,
         host_bytes_per_s=15e9,
         source=f"{_CLOUD}, TPU v4, 4 chips a host; 6 ICI links of 50 GB/s each way: TPU v4 paper (arXiv:2304.01433); "
         f"host link: about 15 GB/s a chip ({_BOOK})",
@@ -142,6 +147,7 @@ _KINDS = (
         matmul_flops_per_s=197e12,
         memory_bytes_per_s=819e9,
         link_bytes_per_s=200e9,
+        torus_axes=2,
         host_bytes_per_s=15e9,
         source=f"{_CLOUD}, TPU v5e (ICI 400 GB/s both ways), 8 chips in the largest virtual machine and 4 in those of "
         f"slices over 8; host link: about 15 GB/s a chip ({_BOOK})",
@@ -153,6 +159,7 @@ _KINDS = (
         matmul_flops_per_s=459e12,
         memory_bytes_per_s=2.765e12,
         link_bytes_per_s=600e9,
+        torus_axes=3,
         host_bytes_per_s=15e9,
         source=f"{_CLOUD}, TPU v5p (ICI 1200 GB/s both ways), 4 chips a host; "
         f"host link: about 15 GB/s a chip ({_BOOK})",
@@ -164,6 +171,7 @@ _KINDS = (
         matmul_flops_per_s=918e12,
         memory_bytes_per_s=1.638e12,
         link_bytes_per_s=400e9,
+        torus_axes=2,
         host_bytes_per_s=32e9,
         source=f"{_CLOUD}, TPU v6e (ICI 800 GB/s both ways), 8 chips in the largest virtual machine and 4 in those of "
         f"slices over 8; host link: 32 GB/s a chip ({_BOOK})",
@@ -175,6 +183,7 @@ _KINDS = (
         matmul_flops_per_s=2307e12 / 2,
         memory_bytes_per_s=7.38e12 / 2,
         link_bytes_per_s=600e9 / 2,
+        torus_axes=3,
         host_bytes_per_s=16e9,
         source=f"{_CLOUD}, TPU7x (Ironwood), 4 chips a host (ICI 1200 GB/s both ways); JAX sees a chip as two devices, "
         "and each is given half of the chip, although the two are closer to each other; "

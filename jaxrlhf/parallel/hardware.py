@@ -82,6 +82,11 @@ class Hardware:
             require(type(value) is int, f"Hardware.{name} must be a whole number, got {value!r}")
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether all pools share one processor, so that none gains by running beside another."""
+        return self.shared_compute and self.machines == 1
+
+    @property
     def devices(self) -> int:
         """In all machines."""
         return self.machines * self.devices_per_machine

@@ -52,12 +52,15 @@ def divisors(number: int) -> list[int]:
 
 
 def pool_sizes(hardware: Hardware, *, devices_per_host: int = 1) -> list[int]:
-    """Devices that a pool may have: whole machines, or a machine cut up evenly, and again; always whole hosts.
+    """Devices that a pool may have, always whole hosts: any number on one machine.
 
-    Each size divides the next one up to a machine. Pools take devices in order, largest first,
-    so none straddles machines that it does not fill.
+    On several, whole machines, or a machine cut up evenly, and again: each size divides the next
+    one up to a machine. Pools take devices in order, largest first, so none straddles machines
+    that it does not fill.
     """
     machine = hardware.devices_per_machine
+    if hardware.machines == 1:
+        return list(range(devices_per_host, machine + 1, devices_per_host))
     sizes = [machine * count for count in range(1, hardware.machines + 1)]
     while sizes[0] > 1:
         sizes.insert(0, sizes[0] // divisors(sizes[0])[1])

@@ -1,9 +1,10 @@
 """The search for a placement: which roles share devices, how many, and in which layouts.
 
-Every set partition of the roles is a placement; each of its sets is a pool, which may have
-every number of devices that it fits into; on each number every layout of every role is
-simulated. Roles of a pool run one after another, pools side by side, the stages of a step in
-order. The answer is exact for these costs: what is left out is never better than what is kept.
+Every set partition of the roles is a placement; each of its sets is a pool, which may have any
+number of devices on one machine, and whole machines or even parts of one on several; on each
+number every layout of every role is simulated. Roles of a pool run one after another, pools
+side by side, the stages of a step in order. The answer is exact for these costs: what is left
+out is never better than what is kept.
 
 Source: HybridFlow (arXiv:2409.19256), algorithms 1 and 2 and d_cost.
 """
@@ -19,6 +20,9 @@ from jaxrlhf.parallel.pool_options import Point, PoolOptions
 from jaxrlhf.parallel.shortage import shortage
 from jaxrlhf.parallel.simulate import Simulator
 from jaxrlhf.parallel.timeline import plan_of
+
+_MOST_DEVICES = 4096
+"""That takes minutes."""
 
 Placement = tuple[tuple[str, ...], ...]
 """The roles of each pool."""
@@ -52,9 +56,9 @@ def search(problem: Problem, *, keep: int = 5) -> Search:
             found = sorted([*found, best], key=lambda entry: entry[0])[:keep]
     if not found:
         raise Infeasible(shortage(problem))
-    plans = tuple(plan_of(problem, points, offload) for _, offload, points in found)
+    plans = sorted((plan_of(problem, points, offload) for _, offload, points in found), key=lambda plan: plan.seconds)
     simulated = sum(pools.simulated for pools in options.values())
-    return Search(plans, tried, allocations, simulated, time.perf_counter() - start)
+    return Search(tuple(plans), tried, allocations, simulated, time.perf_counter() - start)
 
 
 def placements(problem: Problem) -> Iterator[Placement]:
@@ -102,6 +106,8 @@ def _check(problem: Problem, *, keep: int) -> None:
     if named - set(names):
         raise ValueError(f"together and layouts name {sorted(named - set(names))}, and the roles are {names}")
     hardware, host = problem.hardware, problem.devices_per_host or 1
+    if hardware.devices > _MOST_DEVICES:
+        raise ValueError(f"{hardware.devices} devices were asked for; the search goes up to {_MOST_DEVICES}")
     if not pool_sizes(hardware, devices_per_host=host):
         raise ValueError(
             f"{hardware.devices} x {hardware.name} in machines of {hardware.devices_per_machine} hold no pool of whole "

@@ -19,13 +19,15 @@ def activation_bytes(model: ModelConfig, *, tokens: int, row_tokens: int, itemsi
       row_tokens: S, positions that a token may attend to.
       itemsize: Bytes of an activation.
     """
-    layer = layer_activations(model, row_tokens=row_tokens)
-    kept = model.num_layers * model.hidden_size + layer if remat else model.num_layers * layer
-    return tokens * kept * itemsize
+    layer = layer_activation_bytes(model, row_tokens=row_tokens, itemsize=itemsize)
+    whole = model.num_layers * model.hidden_size * itemsize + layer
+    return tokens * (whole if remat else model.num_layers * layer)
 
 
-def layer_activations(model: ModelConfig, *, row_tokens: int, tensor: int = 1) -> int:
-    """Numbers that one layer keeps of one token for its backward pass, about.
+def layer_activation_bytes(
+    model: ModelConfig, *, row_tokens: int, itemsize: int, tensor: int = 1, trains: bool = True
+) -> int:
+    """Bytes that one layer keeps of one token for its backward pass, about, or has at most in a forward pass.
 
     Args:
       row_tokens: S, positions that a token may attend to; 0 where attention keeps no scores.
@@ -35,7 +37,9 @@ def layer_activations(model: ModelConfig, *, row_tokens: int, tensor: int = 1) -
     inner = model.intermediate_size
     if model.experts is not None:
         inner = model.experts.per_token * model.experts.intermediate_size + model.experts.shared_intermediate_size
-    return 4 * model.hidden_size + (heads + 4 * inner + 2 * model.num_heads * row_tokens) // tensor
+    # Softmax is float32 whatever the activations are; backward, scores and weights come with their gradients.
+    scores = model.num_heads * row_tokens * (itemsize + 4) * (1 + trains)
+    return 4 * model.hidden_size * itemsize + ((heads + 4 * inner) * itemsize + scores) // tensor
 
 
 def logit_bytes(model: ModelConfig, *, tokens: int) -> int:
@@ -69,17 +73,17 @@ def training_activation_bytes(
       row_tokens: S, positions that a token may attend to; 0 where attention keeps no scores.
     """
     layers = model.num_layers / layout.stage
-    layer = layer_activations(model, row_tokens=row_tokens, tensor=layout.tensor)
-    kept = layers * model.hidden_size + layer if remat else layers * layer
-    return tokens * kept * itemsize + _logits(model, head, layout, tokens=tokens)
+    layer = layer_activation_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
+    kept = layers * model.hidden_size * itemsize + layer if remat else layers * layer
+    return tokens * kept + _logits(model, head, layout, tokens=tokens)
 
 
 def inference_activation_bytes(
     model: ModelConfig, head: Head, layout: Layout, *, tokens: float, row_tokens: int, itemsize: int
 ) -> float:
     """Activations and logits of one device in a forward pass: one layer's at a time."""
-    layer = layer_activations(model, row_tokens=row_tokens, tensor=layout.tensor)
-    return tokens * layer * itemsize + _logits(model, head, layout, tokens=tokens)
+    layer = layer_activation_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor, trains=False)
+    return tokens * layer + _logits(model, head, layout, tokens=tokens)
 
 
 def _logits(model: ModelConfig, head: Head, layout: Layout, *, tokens: float) -> float:

@@ -164,7 +164,8 @@ class PoolOptions:
         assert self._generator is not None
         work, software = self._problem.workload, self._problem.software
         token = cache_bytes_per_token(self._generator.model, own.layout, itemsize=software.compute_bytes)
-        return (*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes, token * work.longest_tokens)
+        response_bytes = token * work.longest_tokens * software.cache_copies
+        return (*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes, response_bytes)
 
     def _generation(self, name: str, layout: Layout, fit: int, devices: int) -> Generation:
         """How a layout generates with room for `fit` responses in a replica's cache."""
@@ -178,13 +179,20 @@ class PoolOptions:
             cost = generation_cost(generator.model, layout, how, work, software, hardware)
             move = None
             if name == ROLLOUT:
-                source = max(1, problem.hardware.devices - devices)
+                source = self._senders(devices)
                 move = move_cost(generator.model, source, layout, devices, software, problem.hardware)
             token = cache_bytes_per_token(generator.model, layout, itemsize=software.compute_bytes)
-            cached = how.at_once * work.longest_tokens * token
+            cached = how.at_once * work.longest_tokens * token * software.cache_copies
             seconds = cost.seconds + (move.seconds if move else 0.0)
             self._generations[key] = Generation(name, how, cached, cost, move, seconds)
         return self._generations[key]
+
+    def _senders(self, devices: int) -> int:
+        """Devices that send weights to a pool; all others where the sending pool is not known yet."""
+        assert self._generator is not None
+        pools = self._problem.pools or ()
+        given = [size for roles, size in pools if self._generator.name in roles]
+        return given[0] if given else max(1, self._problem.hardware.devices - devices)
 
     def _ways(self, roles: tuple[str, ...], devices: int) -> _Choices:
         """Layouts for roles that do not generate here, added one by one; none is beaten in every respect."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxrlhf.config import ROLLOUT, Layout
-from jaxrlhf.parallel.layouts import role_layouts
+from jaxrlhf.parallel.layouts import pool_sizes, role_layouts
 from jaxrlhf.parallel.memory import cache_bytes_per_token
 from jaxrlhf.parallel.plan import Problem
 from jaxrlhf.parallel.simulate import Simulated, Simulator
@@ -24,40 +24,38 @@ class _Need(NamedTuple):
 def shortage(problem: Problem) -> str:
     """Sentences on what does not fit: a role by itself with everything else in host memory, or all of them together."""
     usable = problem.hardware.memory_bytes * problem.hardware.usable_memory
-    everything = tuple(role.name for role in problem.roles)
-    alone = {role: _least(problem, role, everything) for role in problem.roles}
-    for role, need in alone.items():
-        if need is None:
-            return _no_layout(problem, role)
-    worst, need = max(((role, need) for role, need in alone.items() if need is not None), key=lambda pair: pair[1])
-    if need.num_bytes > usable:
-        return _too_large(problem, worst, need, usable)
-    kept = {role: _least(problem, role, problem.offloads[-1]) for role in problem.roles}
-    worst, need = max(((role, need) for role, need in kept.items() if need is not None), key=lambda pair: pair[1])
+    everything, allowed = tuple(role.name for role in problem.roles), problem.offloads[-1]
+    names = [*everything, *([ROLLOUT] if _apart(problem) else [])]
+    for offload in (everything, allowed):
+        needs: list[tuple[_Need, str]] = []
+        for name in names:
+            least = _least(problem, name, offload)
+            if least is None:
+                return _no_layout(problem, name)
+            needs.append((least, name))
+        need, name = max(needs)
+        if need.num_bytes > usable:
+            return _too_large(problem, name, need, usable, offload)
     return (
-        f"each role fits {_pool(problem, worst)} by itself with everything in host memory that is not in use, and no "
-        f"placement fits them all: {worst.name} {need.verb} needs {_gib(need.num_bytes)} of the {_gib(usable)} of a "
-        f"device that a plan may fill, and the others that share its devices need more than is left; "
-        f"{_advice(problem)}"
+        f"each role fits {_pool(problem, name)} by itself with offload={allowed}, and no placement fits them all: "
+        f"{name} {need.verb} needs {_gib(need.num_bytes)} of the {_gib(usable)} of a device that a plan may fill, and "
+        f"the others that share its devices need more than is left; {_advice(problem)}"
     )
 
 
-def _no_layout(problem: Problem, role: Role) -> str:
-    given = (problem.layouts or {}).get(role.name)
-    if given is None:
-        return f"{role.name} has no layout on {_pool(problem, role)}; change the number of devices"
+def _no_layout(problem: Problem, name: str) -> str:
+    given = (problem.layouts or {})[_role(problem, name).name]
     return (
-        f"the layout that is given for {role.name} does not fill {_pool(problem, role)}: "
+        f"the layout that is given for {name} does not fill {_pool(problem, name)}: "
         f"{' or '.join(_text(layout) for layout in given)}; change it, or leave it to the search"
     )
 
 
-def _too_large(problem: Problem, role: Role, need: _Need, usable: float) -> str:
+def _too_large(problem: Problem, name: str, need: _Need, usable: float, offload: tuple[str, ...]) -> str:
     return (
-        f"{role.name} does not fit {_pool(problem, role)}: in the best layout, with everything in host memory that is "
-        f"not in use, {role.name} {need.verb} needs {_gib(need.num_bytes)} on each device, "
-        f"{_gib(need.num_bytes - usable)} more than the {_gib(usable)} that a plan may fill; "
-        f"{_more_machines(problem, role, usable)}{_advice(problem)}"
+        f"{name} does not fit {_pool(problem, name)}: in the best layout, with offload={offload}, {name} "
+        f"{need.verb} needs {_gib(need.num_bytes)} on each device, {_gib(need.num_bytes - usable)} more than the "
+        f"{_gib(usable)} that a plan may fill; {_more_machines(problem, name, usable, offload)}{_advice(problem)}"
     )
 
 
@@ -70,35 +68,37 @@ def _advice(problem: Problem) -> str:
         advice.append("fsdp layouts would split weights further")
     if any(role.trained and not role.remat for role in problem.roles):
         advice.append("remat=True would keep fewer activations")
-    advice.append("fewer tokens_per_microbatch, shorter sequences, more devices or devices with more memory would help")
+    advice.append("fewer tokens_per_microbatch, shorter sequences or devices with more memory would help")
     return "; ".join(advice)
 
 
-def _least(problem: Problem, role: Role, offload: Sequence[str]) -> _Need | None:
-    """The need of a role on its pool, or on all devices; None without a layout."""
-    devices = _devices(problem, role)
-    if devices < 1:
-        return None
+def _least(problem: Problem, name: str, offload: Sequence[str]) -> _Need | None:
+    """The need of a role on the pool that suits it best; None without a layout."""
+    role, apart = _role(problem, name), _apart(problem)
     simulator = Simulator(problem)
-    apart = any(ROLLOUT in roles for roles, _ in problem.pools or ())
-    generates = role.generates and not apart
-    found = [
-        _need(problem, role, simulator.role(role, layout, devices, offload, generates=generates), generates=generates)
-        for layout in role_layouts(problem, role, devices, generates=generates)
-    ]
-    return min(found, default=None)
+    needs = []
+    for devices in _sizes(problem, name):
+        generates = name == ROLLOUT or (role.generates and not apart)
+        for layout in role_layouts(problem, role, devices, trains=name != ROLLOUT, generates=generates):
+            if name == ROLLOUT:
+                own = simulator.rollout(role, layout)
+            else:
+                own = simulator.role(role, layout, devices, offload, generates=generates)
+            needs.append(_need(problem, role, own, generates=generates))
+    return min(needs, default=None)
 
 
 def _need(problem: Problem, role: Role, own: Simulated, *, generates: bool) -> _Need:
     """In the call that needs most; a generating role has one response in its cache."""
     calls = [_Need(step.held_bytes, step.verb) for step in own.steps] + [_Need(own.idle_bytes, "idle")]
     if generates:
+        copies = problem.software.cache_copies
         one = cache_bytes_per_token(role.model, own.layout, itemsize=problem.software.compute_bytes)
-        calls.append(_Need(own.generating_bytes + one * problem.workload.longest_tokens, "generate"))
+        calls.append(_Need(own.generating_bytes + one * problem.workload.longest_tokens * copies, "generate"))
     return max(calls)
 
 
-def _more_machines(problem: Problem, role: Role, usable: float) -> str:
+def _more_machines(problem: Problem, name: str, usable: float, offload: Sequence[str]) -> str:
     """On how many times as many machines the role fits by itself; nothing where pools are given."""
     if problem.pools is not None:
         return ""
@@ -106,21 +106,32 @@ def _more_machines(problem: Problem, role: Role, usable: float) -> str:
     while times <= _MOST_TIMES:
         machines = problem.hardware.machines * times
         larger = replace(problem, hardware=replace(problem.hardware, machines=machines))
-        need = _least(larger, role, tuple(role.name for role in problem.roles))
+        need = _least(larger, name, offload)
         if need is not None and need.num_bytes <= usable:
             return f"{machines} machines of {problem.hardware.devices_per_machine} would do; "
         times *= 2
     return "no number of machines helps; "
 
 
-def _devices(problem: Problem, role: Role) -> int:
-    """Of the role's pool, or all."""
-    pools = problem.pools or ()
-    return next((devices for roles, devices in pools if role.name in roles), problem.hardware.devices)
+def _role(problem: Problem, name: str) -> Role:
+    """The role of that name; a rollout has the generating role's model."""
+    return next(role for role in problem.roles if role.name == name or (name == ROLLOUT and role.generates))
 
 
-def _pool(problem: Problem, role: Role) -> str:
-    return f"{_devices(problem, role)} x {problem.hardware.name}"
+def _apart(problem: Problem) -> bool:
+    """Whether generation has a pool of its own."""
+    return any(ROLLOUT in roles for roles, _ in problem.pools or ())
+
+
+def _sizes(problem: Problem, name: str) -> list[int]:
+    """Devices that the role's pool may have."""
+    if problem.pools is None:
+        return pool_sizes(problem.hardware, devices_per_host=problem.devices_per_host or 1)
+    return [devices for roles, devices in problem.pools if name in roles]
+
+
+def _pool(problem: Problem, name: str) -> str:
+    return f"{_sizes(problem, name)[-1]} x {problem.hardware.name}"
 
 
 def _text(layout: Layout) -> str:
@@ -130,4 +141,5 @@ def _text(layout: Layout) -> str:
 
 
 def _gib(number: float) -> str:
-    return f"{number / 2**30:.3g} GiB"
+    gib = number / 2**30
+    return f"{gib:,.0f} GiB" if gib >= 100 else f"{gib:.3g} GiB"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from jaxrlhf.config import Layout, offloaded
 from jaxrlhf.parallel.cost import (
+    Batch,
     batch_of,
     forward_cost,
     offload_cost,
@@ -67,7 +68,7 @@ def pool_hardware(hardware: Hardware, devices: int) -> Hardware:
     A pool within a machine has no network. Made-up devices have the share of those that idle.
     """
     machines = 1 if devices <= hardware.devices_per_machine else hardware.machines
-    share = hardware.devices / devices if hardware.shared_compute else 1.0
+    share = max(1.0, hardware.devices_per_machine / devices) if hardware.shared_compute else 1.0
     return replace(
         hardware,
         machines=machines,
@@ -129,7 +130,8 @@ class Simulator:
             steps += [Step("prepare", "infer", computed.forward, working)] * role.passes
             steps += _moved("prepare", brought * role.passes, hardware, working)
         if computed.update is not None:
-            working = computed.update_bytes + parameters + optimizer + held * software.gradient_bytes
+            gradients = held * software.gradient_bytes * (1 + software.adds_gradients)
+            working = computed.update_bytes + parameters + optimizer + gradients
             steps.append(Step("update", "update", computed.update, working))
             steps += _moved("update", brought_all, hardware, working)
         return _simulated(layout, steps, idle_parameters + idle_optimizer, generating)
@@ -168,8 +170,9 @@ def _moved(stage: Stage, num_bytes: float, hardware: Hardware, held_bytes: float
     return [Step(stage, "offload", offload_cost(num_bytes, hardware), held_bytes)] if num_bytes else []
 
 
-def _row_tokens(problem: Problem) -> int:
-    return 0 if problem.software.skips_masked else problem.workload.longest_tokens
+def _row_tokens(problem: Problem, batch: Batch) -> int:
+    """Of which scores are kept."""
+    return 0 if problem.software.skips_masked else int(batch.row_tokens)
 
 
 def _inference_bytes(problem: Problem, role: Role, layout: Layout) -> float:
@@ -179,7 +182,7 @@ def _inference_bytes(problem: Problem, role: Role, layout: Layout) -> float:
         role.head,
         layout,
         tokens=batch.tokens / batch.parts,
-        row_tokens=_row_tokens(problem),
+        row_tokens=_row_tokens(problem, batch),
         itemsize=problem.software.compute_bytes,
     ) + _gathered_bytes(problem, role, layout)
 
@@ -194,7 +197,7 @@ def _update_bytes(problem: Problem, role: Role, layout: Layout) -> float:
         role.head,
         layout,
         tokens=batch.tokens / batch.parts * parts,
-        row_tokens=_row_tokens(problem),
+        row_tokens=_row_tokens(problem, batch),
         itemsize=software.compute_bytes,
         remat=role.remat,
     ) + _gathered_bytes(problem, role, layout)

@@ -16,7 +16,7 @@ def plan_of(problem: Problem, points: Sequence[Point], offload: tuple[str, ...])
     calls = [call for place, point in enumerate(ordered) for call in _calls(point, place)]
     calls.sort(key=lambda call: STAGES.index(call.stage))
     by_stage = list(zip(*(point.seconds for point in ordered), strict=True))
-    combined = [sum(stage) if problem.hardware.shared_compute else max(stage) for stage in by_stage]
+    combined = [sum(stage) if problem.hardware.takes_turns else max(stage) for stage in by_stage]
     generation = next((point.generation for point in points if point.generation), None)
     slots = generation.how.at_once * generation.how.replicas if generation else None
     return Plan(pools, offload, tuple(calls), dict(zip(STAGES, combined, strict=True)), slots)

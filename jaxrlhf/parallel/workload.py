@@ -44,8 +44,9 @@ class Role:
       generates: It samples the responses.
       passes: Forward passes over all responses while they are prepared.
       trained: It is updated, and so has gradients and an optimizer.
-      tokens_per_microbatch: Over all its devices. Programs have this size and compute it, padding
-        included. None goes by `rows_per_microbatch`, without padding.
+      tokens_per_microbatch: Over all its devices: rows of the longest length or more, into which
+        sequences are packed. Programs have that size whether it is filled or not. None goes by
+        `rows_per_microbatch`, without rows and padding.
       rows_per_microbatch: Sequences that one data-parallel replica takes at a time.
       remat: Layers are recomputed in the backward pass.
       within_machine: Stages and tensor shards of one copy may not cross machines.
@@ -79,6 +80,9 @@ class Software:
       scatters_between_stages: Each tensor shard sends its part of the residual stream to the next
         stage, and not all of it.
       head_on_last_stage: The last stage computes the logits, and not all stages together.
+      adds_gradients: Each microbatch's gradient is whole before it is added to the others'.
+      cache_copies: Of the cache, how many exist at most while tokens are decoded.
+      decode_tokens_per_dispatch: Tokens that one program decodes; None has no program start count.
       recomputes_logits: Chunks of logits are computed once more in the backward pass.
       skips_masked: Attention does not compute scores that the causal mask hides, nor keeps them.
     """
@@ -91,6 +95,9 @@ class Software:
     pipeline_parts_per_stage: int | None = 4
     scatters_between_stages: bool = False
     head_on_last_stage: bool = False
+    adds_gradients: bool = True
+    cache_copies: float = 1.5
+    decode_tokens_per_dispatch: int | None = 16
     recomputes_logits: bool = True
     skips_masked: bool = False
 

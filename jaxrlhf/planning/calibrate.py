@@ -97,7 +97,8 @@ def calibrate(devices: Sequence[jax.Device], *, seconds_per_figure: float, progr
         matmul_efficiency=matmul_share,
         memory_efficiency=memory_share,
         link_efficiency=1.0,  # the rate is what collectives reached
-        shared_compute=own[0].platform == "cpu" and per_machine > 1,
+        usable_memory=0.95,  # of what the allocator has
+        shared_compute=own[0].platform == "cpu",
         source=f"measured on {kind} x {len(devices)}, jax {jax.__version__}, {today}{link.note}{network.note}",
     )
 

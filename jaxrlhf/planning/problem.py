@@ -1,5 +1,6 @@
 """From a configuration to what the search has to place: roles, workload and software."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -26,8 +27,8 @@ class Lengths:
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "response_tokens"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"the mean {name} must be above 0, got {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"the mean {name} must be above 0 and finite, got {value}")
 
 
 @dataclass(frozen=True)
