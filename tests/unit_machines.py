@@ -44,8 +44,16 @@ ALL_SPLIT = ModelConfig("llama", 64, 32, 64, 8, 8, 8, 8)
 
 WORK = Workload(prompts=8, responses=64, prompt_tokens=10, response_tokens=6, longest_tokens=30)
 TOKENS = 64 * 16
-HALVES = Software(weight_bytes=2, gradient_bytes=2, optimizer_bytes=4, compute_bytes=2)
-"""All but the moments in two bytes."""
+HALVES = Software(
+    weight_bytes=2,
+    gradient_bytes=2,
+    optimizer_bytes=4,
+    compute_bytes=2,
+    adds_gradients=False,
+    cache_copies=1.0,
+    decode_tokens_per_dispatch=None,
+)
+"""All but the moments in two bytes; each gradient is whole at once, and decoding is one dispatch with one cache."""
 
 
 def trained(model: ModelConfig, **changes) -> Role:

@@ -91,7 +91,7 @@ def forward_cost(role: Role, layout: Layout, workload: Workload, software: Softw
     Source: HybridFlow, appendix C: bound by products.
     """
     batch = batch_of(role, layout, workload.responses, workload, software)
-    return _times(_pass(role, layout, batch, software, hardware, backward=False), batch.microbatches)
+    return _pass(role, layout, batch, software, hardware, backward=False) * batch.microbatches
 
 
 def update_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
@@ -105,7 +105,7 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     """
     responses = workload.responses * workload.epochs / workload.updates
     batch = batch_of(role, layout, responses, workload, software)
-    passes = _times(_pass(role, layout, batch, software, hardware, backward=True), batch.microbatches)
+    passes = _pass(role, layout, batch, software, hardware, backward=True) * batch.microbatches
     held = weights_held(role.model, role.head, layout)
     sums = batch.microbatches if software.reduces_every_microbatch else 1
     data = Group(_data(layout), layout.fsdp * layout.stage * layout.tensor)
@@ -115,8 +115,8 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     # Adding a microbatch's gradient reads two and writes one.
     touched += batch.microbatches * held * 3 * software.gradient_bytes * software.adds_gradients
     optimizer = touched / (hardware.memory_bytes_per_s * hardware.memory_efficiency)
-    step = _add(passes, Cost(memory_s=optimizer, collective_s=reduced, overhead_s=hardware.dispatch_overhead_s))
-    return _times(step, workload.updates)
+    step = Cost(memory_s=optimizer, collective_s=reduced, overhead_s=hardware.dispatch_overhead_s)
+    return (passes + step) * workload.updates
 
 
 def _pass(
@@ -214,7 +214,7 @@ def generation_cost(
     Source: Pope et al. 2022 (arXiv:2211.05102), sections 2 and 3.
     """
     prefill = _prefill(model, layout, how, workload, software, hardware)
-    return _add(prefill, _decode(model, layout, how, workload, software, hardware))
+    return prefill + _decode(model, layout, how, workload, software, hardware)
 
 
 def _prefill(
@@ -379,25 +379,3 @@ def _data(layout: Layout) -> int:
 def _shards(layout: Layout) -> int:
     """Ways the rows of a batch are split."""
     return _data(layout) * layout.fsdp
-
-
-def _times(cost: Cost, count: float) -> Cost:
-    return Cost(
-        cost.compute_s * count,
-        cost.memory_s * count,
-        cost.collective_s * count,
-        cost.idle_s * count,
-        cost.host_s * count,
-        cost.overhead_s * count,
-    )
-
-
-def _add(one: Cost, other: Cost) -> Cost:
-    return Cost(
-        one.compute_s + other.compute_s,
-        one.memory_s + other.memory_s,
-        one.collective_s + other.collective_s,
-        one.idle_s + other.idle_s,
-        one.host_s + other.host_s,
-        one.overhead_s + other.overhead_s,
-    )

@@ -1,7 +1,7 @@
 """What the search answers: where every model lives, how it is laid out, and why."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from jaxrlhf.config import Layout
@@ -30,6 +30,14 @@ class Cost:
     idle_s: float = 0.0
     host_s: float = 0.0
     overhead_s: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        """One after the other."""
+        return Cost(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, count: float) -> "Cost":
+        """So many times."""
+        return Cost(*(seconds * count for seconds in astuple(self)))
 
     @property
     def seconds(self) -> float:
