@@ -135,9 +135,9 @@ def test_a_pool_within_a_machine_is_one_machine(shared: bool) -> None:
     assert {devices: pool.machines for devices, pool in seen.items()} == {1: 1, 3: 1, 4: 1, 8: 1, 16: 2}
     assert not crosses_machines(Group(3, 1), seen[3])
     assert crosses_machines(Group(2, 8), seen[16])
-    # Made-up devices have the share of those that idle.
+    # Made-up devices have the share of those of their machine that idle; other machines' do not help.
     for devices, pool in seen.items():
-        share = 16 / devices if shared else 1
+        share = {1: 8, 3: 8 / 3, 4: 2, 8: 1, 16: 1}[devices] if shared else 1
         assert (pool.link_bytes_per_s, pool.network_bytes_per_s) == (100 * share, 4 * share)
         assert (pool.matmul_flops_per_s, pool.memory_bytes_per_s) == (share, share)
         assert (pool.host_bytes_per_s, pool.link_latency_s) == (1.0, 1.0)

@@ -210,7 +210,7 @@ def test_tensor_shards_reduce_twice_a_layer_in_each_pass(remat: bool, reduces: i
 
 @pytest.mark.parametrize("layout", SPLITS)
 def test_the_optimizer_reads_gradients_and_reads_and_writes_the_rest(layout: Layout) -> None:
-    software = Software(weight_bytes=4, gradient_bytes=2, optimizer_bytes=8)
+    software = Software(weight_bytes=4, gradient_bytes=2, optimizer_bytes=8, adds_gradients=False)
     held = weights_of(DENSE) / (layout.fsdp * layout.stage * layout.tensor)
     cost = update_cost(trained(DENSE), layout, WORK, software, UNIT)
     assert cost.memory_s == pytest.approx(held * (2 + 2 * 4 + 2 * 8))
@@ -247,7 +247,7 @@ def test_programs_and_layers_are_started_as_often_as_they_run() -> None:
     assert update_cost(trained(DENSE), Layout(1), WORK, HALVES, starts).overhead_s == 16 + 1
     assert forward_cost(trained(DENSE), Layout(1), WORK, HALVES, starts).overhead_s == 16
     assert forward_cost(trained(DENSE), Layout(1), WORK, HALVES, launches).overhead_s == 16 * 4
-    # A budget of 128 tokens over 2 shards is 4 rows of 16 on each.
+    # A budget of 128 tokens over 2 shards is a row of 64 on each, into which 4 responses fit.
     by_tokens = trained(DENSE, tokens_per_microbatch=128)
     assert forward_cost(by_tokens, Layout(1, 2), WORK, HALVES, starts).overhead_s == 32 / 4
     assert forward_cost(by_tokens, Layout(2, 1), WORK, HALVES, starts).overhead_s == 32 / 4
@@ -255,17 +255,16 @@ def test_programs_and_layers_are_started_as_often_as_they_run() -> None:
 
 
 def test_a_budget_of_tokens_is_computed_whether_it_is_filled_or_not() -> None:
-    token = forward_cost(trained(DENSE), Layout(1), WORK, HALVES, UNIT).compute_s / TOKENS
-    # 64 tokens of each of 2 shards are 4 rows of 16. 30 responses are 15 rows, in 4 microbatches.
-    for responses, tokens in [(32, 4 * 64), (30, 4 * 64), (34, 5 * 64), (2, 64)]:
+    # 64 tokens of each of 2 shards are a row of 4 responses of 16. 30 responses are 15 of a shard, in 4 microbatches.
+    cases = [(128, 32, 4, 64), (128, 30, 4, 64), (128, 34, 5, 64), (128, 2, 1, 64)]
+    # A row of 70 holds 4 of them and 6 tokens of padding. A row has the longest length, 30, whatever the budget: one.
+    cases += [(140, 32, 4, 70), (8, 32, 16, 30)]
+    for budget, responses, rows, row in cases:
         work = replace(WORK, responses=responses)
-        cost = forward_cost(trained(DENSE, tokens_per_microbatch=128), Layout(2), work, HALVES, UNIT)
-        assert cost.compute_s == pytest.approx(tokens * token)
-    # 70 tokens hold 4 rows and 6 tokens of padding; less than one row is one row.
-    for budget, tokens in [(140, 4 * 70), (8, 16 * 16)]:
-        work = replace(WORK, responses=32)
         cost = forward_cost(trained(DENSE, tokens_per_microbatch=budget), Layout(2), work, HALVES, UNIT)
-        assert cost.compute_s == pytest.approx(tokens * token)
+        # All tokens of a row are compared with all of them.
+        layers = 4 * naive_layer_flops(DENSE, tokens=rows * row, context=row)
+        assert cost.compute_s == pytest.approx(layers + 2 * rows * row * 32 * 64)
 
 
 def test_experts_cost_what_a_token_meets_and_hold_all() -> None:
@@ -313,6 +312,8 @@ def drawn(rng: random.Random):
         scatters_between_stages=rng.random() < 0.5,
         head_on_last_stage=rng.random() < 0.5,
         recomputes_logits=rng.random() < 0.5,
+        adds_gradients=rng.random() < 0.5,
+        decode_tokens_per_dispatch=rng.choice([None, 1, 16]),
         skips_masked=rng.random() < 0.5,
     )
     hardware = replace(CLUSTER, **{name: 10 ** rng.uniform(-3, 3) for name in RATES}, layer_overhead_s=1.0)

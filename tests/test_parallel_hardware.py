@@ -65,6 +65,27 @@ def test_a_slice_is_as_fast_between_hosts_as_inside_one(name):
     assert (kind.network_bytes_per_s, kind.network_latency_s) == (kind.link_bytes_per_s, kind.link_latency_s)
 
 
+@pytest.mark.parametrize(("name", "links"), [("v4", 6), ("v5e", 4), ("v5p", 6), ("v6e", 4), ("v7", 6)])
+def test_a_ring_of_a_slice_lies_along_one_axis_of_its_torus(name, links):
+    # A chip has two links on each axis, and the datasheet's rate is that of all of them.
+    _, _, _, links_gb_per_s, devices = DATASHEETS[name]
+    ring = KNOWN_HARDWARE[name].link_bytes_per_s * KNOWN_HARDWARE[name].link_efficiency * devices
+    assert ring == pytest.approx(0.8 * 2 * (links_gb_per_s / 2 * 1e9 / links))
+
+
+def test_of_a_gpu_jax_takes_three_quarters_of_the_memory():
+    for name, kind in KNOWN_HARDWARE.items():
+        if name in ("a100", "h100", "h200", "b200"):
+            assert 0.6 < kind.usable_memory < 0.75, name
+        else:
+            assert kind.usable_memory == 0.9, name
+
+
+def test_pools_of_one_processor_take_turns():
+    for spec, turns in [("cpu", True), ("cpux1x2", True), ("cpux2", False), ("a100", False), ("a100x2", False)]:
+        assert hardware(spec).takes_turns == turns, spec
+
+
 @pytest.mark.parametrize(
     ("spec", "name", "machines", "devices"),
     [

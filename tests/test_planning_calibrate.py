@@ -188,6 +188,7 @@ def test_cpu_devices_are_measured(tmp_path) -> None:
     assert (measured.machines, measured.devices_per_machine, measured.shared_compute) == (1, 8, True)
     assert measured.network_bytes_per_s == measured.link_bytes_per_s
     assert measured.name == "cpu-measured"
+    assert measured.usable_memory == 0.95
     assert re.match(r"measured on cpu x 8, jax \d.*, \d{4}-\d\d-\d\d; one machine: network", measured.source)
     assert told[0][1:] == (0, 8) and told[-1][1:] == (8, 8)
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
@@ -196,12 +197,14 @@ def test_cpu_devices_are_measured(tmp_path) -> None:
 # From figures to hardware, with the devices made up.
 
 
-def made_up(count: int, *, processes: int = 1, device_kind: str = "NVIDIA H200") -> list[SimpleNamespace]:
+def made_up(
+    count: int, *, processes: int = 1, device_kind: str = "NVIDIA H200", platform: str = "gpu"
+) -> list[SimpleNamespace]:
     return [
         SimpleNamespace(
             id=index,
             device_kind=device_kind,
-            platform="gpu",
+            platform=platform,
             process_index=index * processes // count,
             memory_stats=lambda: {"bytes_limit": 100 * 10**9},
         )
@@ -249,6 +252,7 @@ def test_shares_and_links_follow_from_the_figures() -> None:
     assert (found.link_latency_s, found.link_bytes_per_s) == pytest.approx((5e-6, 300e9))
     assert (found.network_latency_s, found.network_bytes_per_s) == pytest.approx((20e-6, 20e9))
     assert found.link_efficiency == 1
+    assert found.usable_memory == 0.95
     assert "taken" not in found.source and "NVIDIA H200 x 8" in found.source
 
 
@@ -267,6 +271,13 @@ def test_an_unknown_device_alone_is_given_a_link_as_fast_as_its_memory() -> None
     assert found.name == "some-card-3-measured"
     assert (found.link_bytes_per_s, found.link_latency_s) == (4e12, 1e-4)
     assert "one device: link taken to be as fast as its memory" in found.source
+
+
+@pytest.mark.usefixtures("figures")
+def test_devices_on_a_processor_share_it_however_many_there_are() -> None:
+    for count, processes in [(1, 1), (8, 1), (2, 2)]:
+        assert quietly(made_up(count, processes=processes, device_kind="cpu", platform="cpu")).shared_compute
+        assert not quietly(made_up(count, processes=processes)).shared_compute
 
 
 def test_what_cannot_be_described_is_refused() -> None:

@@ -53,7 +53,7 @@ HALVES = Software(
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
 )
-"""All but the moments in two bytes; each gradient is whole at once, and decoding is one dispatch with one cache."""
+"""All but the moments in two bytes; gradients add up in place, and decoding starts nothing and copies no cache."""
 
 
 def trained(model: ModelConfig, **changes) -> Role:

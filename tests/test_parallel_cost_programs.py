@@ -1,0 +1,125 @@
+"""Seconds of what programs do beside the model's products: rows that are not full, buckets, and gradients added up."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from unit_machines import DENSE, FREE, GROUPED, HALVES, UNIT, trained, weights_of
+
+from jaxrlhf.config import Layout, Training
+from jaxrlhf.engine.engine import SHORTEST_CAPACITY
+from jaxrlhf.engine.lengths import halving_buckets
+from jaxrlhf.parallel.cost import Batch, Decoding, batch_of, generation_cost, update_cost
+from jaxrlhf.parallel.workload import Workload
+from jaxrlhf.workers.model import microbatch_shape
+from jaxrlhf.workers.packing import Packing
+
+READS = replace(UNIT, matmul_flops_per_s=FREE, link_bytes_per_s=FREE)
+"""Generation takes what it takes to read."""
+
+
+def batched(budget: int, layout: Layout, width: int, length: int, responses: int) -> Batch:
+    """What is predicted of responses that are all of one length."""
+    work = Workload(responses, responses, length / 2, length / 2, width)
+    return batch_of(trained(DENSE, tokens_per_microbatch=budget), layout, responses, work, HALVES)
+
+
+@pytest.mark.parametrize(
+    ("budget", "layout", "width", "expected"),
+    [(16_384, Layout(12), 1024, 88_064), (16_384, Layout(8), 1536, 196_608), (16_384, Layout(4), 1024, 262_144)],
+)
+def test_a_device_computes_whole_rows_of_the_longest_length(
+    budget: int, layout: Layout, width: int, expected: int
+) -> None:
+    # Of twelve shards each has 1365 tokens: one row, for 86 of 1024 sequences. Of eight, one of 1536 for each of 128.
+    batch = batched(budget, layout, width, width, 1024)
+    assert batch.microbatches * batch.tokens == expected
+
+
+@pytest.mark.parametrize("responses", [1, 7, 64, 300])
+@pytest.mark.parametrize("layout", [Layout(1), Layout(8), Layout(3, 4), Layout(1, 2, 2), Layout(2, 1, 4, 2)])
+def test_microbatches_are_those_that_the_workers_make(layout: Layout, responses: int) -> None:
+    sizes = {axis: getattr(layout, axis) for axis in ("data", "fsdp", "stage", "tensor")}
+    mesh, shards = AbstractMesh(tuple(sizes.values()), tuple(sizes)), layout.data * layout.fsdp
+    seen = set()
+    for budget in (2048, 8192, 16_384, 50_000):
+        for width in (48, 160, 256, 700, 1024, 1536):
+            if budget // shards < width:
+                continue
+            training = Training(layout=layout, tokens_per_microbatch=budget)
+            row_tokens, rows = microbatch_shape(training, mesh, width=width, role="actor")
+            for length in {width, width // 2, width // 3 + 1, 24}:
+                packed = Packing(np.full(responses, length), width=width, rows=rows, row_tokens=row_tokens)
+                batch = batched(budget, layout, width, length, responses)
+                found = batch.microbatches, batch.tokens, batch.row_tokens
+                assert found == (packed.microbatches, rows // shards * row_tokens, row_tokens), (budget, width, length)
+                seen.add((batch.microbatches > 1, rows > shards, row_tokens > width))
+    assert len(seen) > 2
+
+
+def test_each_microbatch_reads_two_gradients_and_writes_their_sum() -> None:
+    role = trained(DENSE)  # 64 rows, 4 at a time
+    work = Workload(8, 64, 10, 6, 30)
+    for layout, microbatches in [(Layout(1), 16), (Layout(4), 4), (Layout(1, 4), 4), (Layout(1, 1, 2, 2), 16)]:
+        held = weights_of(DENSE) / (layout.fsdp * layout.stage * layout.tensor)
+        for gradient_bytes in (2, 4):
+            software = replace(HALVES, gradient_bytes=gradient_bytes)
+            apart, in_place = (
+                update_cost(role, layout, work, replace(software, adds_gradients=adds), UNIT) for adds in (True, False)
+            )
+            added = microbatches * 3 * gradient_bytes * held
+            assert apart.memory_s - in_place.memory_s == pytest.approx(added)
+            assert replace(apart, memory_s=0.0) == replace(in_place, memory_s=0.0)
+    # As often in every update, and for every epoch.
+    adds, twice = replace(HALVES, adds_gradients=True), replace(work, updates=2, epochs=3)
+    more = [update_cost(role, Layout(1), twice, software, UNIT).memory_s for software in (adds, HALVES)]
+    assert more[0] - more[1] == pytest.approx(3 * 16 * 3 * 2 * weights_of(DENSE))
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 20])
+def test_a_program_starts_once_for_the_tokens_that_it_decodes(tokens: int) -> None:
+    starts, work = replace(READS, dispatch_overhead_s=1.0), Workload(8, 64, 10, 6, 30)
+    software = replace(HALVES, decode_tokens_per_dispatch=tokens)
+    for waves, steps in [(1, 20), (2, 26)]:
+        how = Decoding(waves, 64 // waves, 1)
+        counted, free = (
+            generation_cost(DENSE, Layout(1), how, work, each, starts).overhead_s for each in (software, HALVES)
+        )
+        assert (counted, free) == (pytest.approx(steps / tokens), 0)
+
+
+@pytest.mark.parametrize(("longest", "prompt", "response"), [
+    (1024, 128, 896), (1024, 200, 100), (1024, 256, 256), (1024, 600, 424), (1024, 100, 20), (1024, 500, 30),
+    (2048, 128, 1920), (4096, 1000, 700), (256, 128, 1), (256, 127, 129), (128, 64, 64),
+])  # fmt: skip
+@pytest.mark.parametrize("responses", [1, 8])
+def test_a_token_reads_the_bucket_that_holds_it(longest: int, prompt: int, response: int, responses: int) -> None:
+    work = Workload(1, responses, prompt, response, longest)
+    software, how = replace(HALVES, decode_tokens_per_dispatch=10**9), Decoding(1, responses, 1)
+    buckets = halving_buckets(longest, shortest=SHORTEST_CAPACITY)
+    read = written = 0
+    for position in range(prompt, prompt + response):
+        read += next(bucket for bucket in buckets if bucket > position)
+        written += position + 0.5
+    per_token = responses * 4 * 2 * 2 * 8 * 2
+    in_buckets, exact = (
+        generation_cost(GROUPED, Layout(1), how, work, each, READS).memory_s for each in (software, HALVES)
+    )
+    assert in_buckets - exact == pytest.approx((read - written) * per_token)
+    assert in_buckets > exact
+
+
+def test_buckets_that_do_not_halve_evenly_are_about_those_of_the_engine() -> None:
+    for longest in (999, 1100, 3001):
+        buckets = halving_buckets(longest, shortest=SHORTEST_CAPACITY)
+        positions = range(150, 900)
+        read = math.fsum(next(bucket for bucket in buckets if bucket > position) for position in positions)
+        work, software = Workload(1, 1, 150, 750, longest), replace(HALVES, decode_tokens_per_dispatch=16)
+        in_buckets, exact = (
+            generation_cost(GROUPED, Layout(1), Decoding(1, 1, 1), work, each, READS).memory_s
+            for each in (software, HALVES)
+        )
+        extra = (in_buckets - exact) / (4 * 2 * 2 * 8 * 2)
+        assert extra + 750 * (150 + 375) == pytest.approx(read, rel=0.01)
