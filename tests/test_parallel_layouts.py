@@ -294,7 +294,17 @@ def test_a_role_that_generates_has_every_pair_of_layouts_that_switches(host):
 # Pools.
 
 
-def test_pools_have_an_even_share_of_a_machine_or_whole_ones():
+def test_a_pool_of_one_machine_has_any_number_of_its_devices():
+    for devices in (1, 2, 6, 7, 8, 15):
+        assert pool_sizes(machines(machines=1, devices_per_machine=devices)) == list(range(1, devices + 1))
+    six = machines(machines=1, devices_per_machine=6)
+    assert pool_sizes(six, devices_per_host=2) == [2, 4, 6]
+    assert pool_sizes(six, devices_per_host=3) == [3, 6]
+    assert pool_sizes(six, devices_per_host=4) == [4]
+    assert pool_sizes(six, devices_per_host=8) == []
+
+
+def test_pools_of_several_machines_have_an_even_share_of_one_or_whole_ones():
     two = machines(machines=2, devices_per_machine=8)
     assert pool_sizes(two) == [1, 2, 4, 8, 16]
     assert pool_sizes(machines(machines=3, devices_per_machine=4)) == [1, 2, 4, 8, 12]
@@ -306,10 +316,9 @@ def test_pools_have_an_even_share_of_a_machine_or_whole_ones():
 
 
 def test_a_machine_is_cut_by_its_smallest_prime_again_and_again():
-    assert pool_sizes(machines(machines=1, devices_per_machine=6)) == [1, 3, 6]
     assert pool_sizes(machines(machines=2, devices_per_machine=6)) == [1, 3, 6, 12]
-    assert pool_sizes(machines(machines=1, devices_per_machine=12)) == [1, 3, 6, 12]
-    assert pool_sizes(machines(machines=1, devices_per_machine=15)) == [1, 5, 15]
+    assert pool_sizes(machines(machines=2, devices_per_machine=12)) == [1, 3, 6, 12, 24]
+    assert pool_sizes(machines(machines=2, devices_per_machine=15)) == [1, 5, 15, 30]
     assert pool_sizes(machines(machines=2, devices_per_machine=7)) == [1, 7, 14]
     assert pool_sizes(machines(machines=2, devices_per_machine=6), devices_per_host=2) == [6, 12]
     assert pool_sizes(machines(machines=2, devices_per_machine=6), devices_per_host=3) == [3, 6, 12]
