@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 
@@ -67,14 +68,15 @@ class Exhaustive:
         machine, host = self.hardware.devices_per_machine, self.problem.devices_per_host or 1
         sizes = [machine * count for count in range(1, self.hardware.machines + 1)]
         parts = {2: [1], 3: [1], 4: [1, 2], 6: [1, 3], 8: [1, 2, 4]}  # of a machine: halves first, then thirds
-        sizes += parts.get(machine, [])
+        sizes += parts.get(machine, []) if self.hardware.machines > 1 else range(1, machine)
         for devices in itertools.product([n for n in sizes if n % host == 0], repeat=len(placement)):
             if sum(devices) <= self.hardware.devices:
                 yield tuple(zip(sorted(placement, key=sorted), devices, strict=True))
 
     def cheapest(self, pools: tuple[tuple[frozenset[str], int], ...], offload: tuple[str, ...]) -> float:
         """The least sum over stages of the most (or, on one processor, the sum) over pools."""
-        joined = np.add if self.hardware.shared_compute else np.maximum
+        one_processor = self.hardware.shared_compute and self.hardware.machines == 1
+        joined = np.add if one_processor else np.maximum
         step = np.zeros((1, 3))
         for roles, devices in pools:
             step = joined(step[:, None], self.ways(roles, devices, offload)[None]).reshape(-1, 3)
@@ -144,7 +146,7 @@ class Exhaustive:
         """Seconds with what the room leaves for the cache; infinite if that is less than one response."""
         work, software, model = self.problem.workload, self.problem.software, self.generator.model
         row = work.longest_tokens * cache_bytes_per_token(model, own.layout, itemsize=software.compute_bytes)
-        fit = math.floor((room - own.generating_bytes) / row)
+        fit = math.floor((room - own.generating_bytes) / (row * software.cache_copies))
         if fit < 1:
             return math.inf
         sizes = own.layout.generation_stage, own.layout.generation_tensor
@@ -159,19 +161,25 @@ class Exhaustive:
             seen = replace(seen, machines=1)
         if seen.shared_compute:
             rates = ("matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s")
-            share = self.hardware.devices / devices
+            share = max(1, self.hardware.devices_per_machine / devices)  # of the processor of a machine
             seen = replace(seen, **{name: getattr(seen, name) * share for name in rates})
         how = decoding(layout, devices, fit, work)
         seconds = generation_cost(model, layout, how, work, software, seen).seconds
         if moved:
             source = max(1, self.hardware.devices - devices)
+            for roles, senders in self.problem.pools or ():
+                source = senders if self.generator.name in roles else source
             seconds += move_cost(model, source, layout, devices, software, self.hardware).seconds
         return seconds
 
 
 # Problems.
 
-LEAN = Software(weight_bytes=2, pipeline_parts_per_stage=None, head_on_last_stage=True, skips_masked=True)
+PLAIN = Software(adds_gradients=False, cache_copies=1.0, decode_tokens_per_dispatch=None)
+"""Nothing exists twice, and programs start for free."""
+LEAN = replace(PLAIN, weight_bytes=2, pipeline_parts_per_stage=None, head_on_last_stage=True, skips_masked=True)
+REAL = Software(cache_copies=1.5, decode_tokens_per_dispatch=2)
+"""As the engine has it, for responses of a few tokens."""
 
 
 def a_model(draw: random.Random, *, scale: int = 1) -> ModelConfig:
@@ -185,7 +193,7 @@ def roles_of(dataflow: str, draw: random.Random) -> tuple[Role, ...]:
     policy, judge = a_model(draw, scale=draw.choice([1, 2, 4])), a_model(draw, scale=draw.choice([1, 2, 4]))
     large = a_model(draw, scale=6)
     cut = {"remat": draw.random() < 0.5, "rows_per_microbatch": draw.choice([1, 2, 8])}
-    cut["tokens_per_microbatch"] = draw.choice([None, 40, 200])
+    cut["tokens_per_microbatch"] = draw.choice([None, 16, 40])
     actor = Role("actor", policy, "lm", generates=True, trained=True, passes=draw.choice([0, 1, 2]), **cut)
     critic = Role("critic", large if dataflow == "large critic" else policy, "value", trained=True, **cut)
     reference = Role("reference", policy, "lm", **cut)
@@ -212,7 +220,7 @@ def machines_of(draw: random.Random, shape: tuple[int, int], roles: tuple[Role, 
     link = about(1e4, 1e8)
     slow = draw.random() < 0.25
     return Hardware(
-        *("made", *shape, about(0.8, 10) * state / (math.prod(shape) if draw.random() < 0.5 else 1) + 1500),
+        *("made", *shape, about(0.8, 10) * state / (math.prod(shape) if draw.random() < 0.5 else 1) + about(1e3, 1e4)),
         *(about(1e6, 1e8), about(1e5, 1e8), link, link * draw.choice([0.003, 0.1, 1.0]), about(1e4, 1e7)),
         *(about(1e-6, 1e-3), about(1e-6, 1e-2), about(1e-6, 1e-3), about(1e-3, 1) if slow else about(1e-6, 1e-2)),
         shared_compute=draw.random() < 0.15,
@@ -229,7 +237,7 @@ def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | N
     longest = draw.choice([10, 14])
     slots = draw.choice([None, None, 3])
     work = Workload(4, draw.choice([8, 12]), 4.0, draw.choice([3.5, 6.0]), longest, draw.choice([1, 2]), slots=slots)
-    software = Software() if draw.random() < 0.5 else LEAN
+    software = draw.choice([PLAIN, REAL, LEAN, replace(LEAN, adds_gradients=True, cache_copies=2.5)])
     offloads = draw.choice([((),), ((), (f"{trained[0]}.optimizer",)), ((), tuple(frozen), (*trained, *frozen))])
     problem = Problem(roles, work, software, machines_of(draw, shape, roles), offloads, fsdp=draw.random() < 0.5)
     generates = any(role.generates for role in roles)
@@ -257,10 +265,12 @@ def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | N
 def solve(problem: Problem) -> tuple[Problem, dict[Placement, float], Search | None]:
     """A problem, what looking at everything finds, and the search's answer; None if nothing fits."""
     expected = Exhaustive(problem).best()
-    try:
-        return problem, expected, search(problem, keep=ALL)
-    except Infeasible:
-        return problem, expected, None
+    # What a refusal says takes longer than all the search, and is tested by itself.
+    with mock.patch("jaxrlhf.parallel.mapping.shortage", return_value="nothing fits"):
+        try:
+            return problem, expected, search(problem, keep=ALL)
+        except Infeasible:
+            return problem, expected, None
 
 
 @functools.cache

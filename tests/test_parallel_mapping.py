@@ -35,7 +35,7 @@ def finds_the_cheapest(problem: Problem, expected: dict[Placement, float], found
         assert expected == {}
         return
     seconds = [plan.seconds for plan in found.plans]
-    assert all(sooner <= later * (1 + 1e-12) for sooner, later in itertools.pairwise(seconds))
+    assert seconds == sorted(seconds)
     by_placement = {placement_of(plan, problem): plan.seconds for plan in found.plans}
     assert len(by_placement) == len(seconds)
     assert by_placement == pytest.approx(expected, rel=1e-9)
@@ -71,15 +71,17 @@ def test_layouts_that_are_given_hold_for_a_rollout_apart():
     assert min(apart - others, others) >= 10
 
 
-@pytest.mark.parametrize("shape", [(1, 6), (2, 6)])
-def test_machines_of_six_are_halved_and_then_cut_in_three(shape):
+@pytest.mark.parametrize(
+    ("shape", "some", "allowed"), [((1, 6), {2, 4, 6}, {1, 2, 3, 4, 5, 6}), ((2, 6), {3, 6}, {1, 3, 6, 12})]
+)
+def test_one_machine_of_six_is_cut_anywhere_and_two_are_halved_and_then_cut_in_three(shape, some, allowed):
     sizes = set()
     for seed in range(12):
         problem = replace(a_problem(seed, "grpo", shape), rollout_apart=False, pools=None)
         problem, expected, found = solve(problem)
         finds_the_cheapest(problem, expected, found)
         sizes |= {pool.devices for plan in (found.plans if found else ()) for pool in plan.pools}
-    assert {3, 6} <= sizes <= {1, 3, 6, 12}
+    assert some <= sizes <= allowed
 
 
 def feasible() -> list[tuple[Problem, Search]]:
@@ -119,7 +121,8 @@ def test_the_best_of_placements_differ_in_their_layouts():
 def test_every_plan_is_what_its_calls_and_pools_say():
     for problem, found in feasible():
         usable = problem.hardware.memory_bytes * problem.hardware.usable_memory
-        combined = sum if problem.hardware.shared_compute else max
+        one_processor = problem.hardware.shared_compute and problem.hardware.machines == 1
+        combined = sum if one_processor else max
         for plan in found.plans:
             placed = [role for pool in plan.pools for role in pool.roles if role != ROLLOUT]
             assert sorted(placed) == sorted(role.name for role in problem.roles)
@@ -163,7 +166,7 @@ def peak_of(plan: Plan, number: int, problem: Problem) -> float:
         own, layout = alone[generating], pool.layouts[generating]
         responses = plan.slots / (pool.devices // (layout.generation_stage * layout.generation_tensor))
         token = cache_bytes_per_token(roles["actor"].model, layout, itemsize=problem.software.compute_bytes)
-        cache = responses * problem.workload.longest_tokens * token
+        cache = responses * problem.workload.longest_tokens * token * problem.software.cache_copies
         peaks.append(idle - own.idle_bytes + own.generating_bytes + cache)
     return max(peaks)
 
