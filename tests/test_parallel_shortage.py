@@ -1,5 +1,6 @@
 """What a search says when nothing fits, against bytes counted by hand."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,14 +19,15 @@ WEIGHTS = 132_021_000
 TINY = ModelConfig("llama", 8, 4, 8, 2, 2, 2, 2)
 TINY_WEIGHTS = 404
 WORK = Workload(prompts=8, responses=8, prompt_tokens=50.0, response_tokens=50.0, longest_tokens=100)
+PLAIN = Software(adds_gradients=False, cache_copies=1.0, decode_tokens_per_dispatch=None)
 LEARNER = Role("actor", SMALL, "lm", passes=0, trained=True)
 REFERENCE = Role("reference", TINY, "lm")
-# 100 tokens in float16: inputs of 10 layers; of one 4000 + 4000 of heads + 12000 of the MLP + 2000 scores and weights.
-# Their logits and the gradient of these are in float32.
-ACTIVATIONS = 100 * (10 * 1000 + 22_000) * 2 + 2 * 100 * 1000 * 4
+# 100 tokens in float16: inputs of 10 layers; of one 4000 + 4000 of heads + 12000 of the MLP; 1000 scores in float32,
+# as many weights in float16 and the gradients of both. Logits and their gradient are in float32.
+ACTIVATIONS = 100 * ((10 * 1000 + 20_000) * 2 + 1000 * 12) + 2 * 100 * 1000 * 4
 LEARNER_BYTES = WEIGHTS * (4 + 4 + 8) + ACTIVATIONS
 GATHERED = (2 * 13_000_000 + 1_000_000) * 2  # two layers and the embedding
-LAST = "fewer tokens_per_microbatch, shorter sequences, more devices or devices with more memory would help"
+LAST = "fewer tokens_per_microbatch, shorter sequences or devices with more memory would help"
 
 
 def hardware_of(count: int, machine: int, memory_bytes: float) -> Hardware:
@@ -35,7 +37,7 @@ def hardware_of(count: int, machine: int, memory_bytes: float) -> Hardware:
 
 
 def a_problem(roles: tuple[Role, ...], hardware: Hardware, work: Workload = WORK, **changes) -> Problem:
-    return Problem(roles, work, Software(), hardware, **changes)
+    return Problem(roles, work, PLAIN, hardware, **changes)
 
 
 def refusal(problem: Problem) -> str:
@@ -48,12 +50,11 @@ def gib(number: float) -> str:
     return f"{number / 1024**3:.3g} GiB"
 
 
-def too_large(devices: int, call: str, needs: float, usable: float) -> str:
+def too_large(devices: int, call: str, needs: float, usable: float, offload=("actor", "reference")) -> str:
     role = call.split()[0]
     return (
-        f"{role} does not fit {devices} x made: in the best layout, with everything in host memory that is not in use, "
-        f"{call} needs {gib(needs)} on each device, {gib(needs - usable)} more than the {gib(usable)} that a plan may "
-        f"fill; "
+        f"{role} does not fit {devices} x made: in the best layout, with offload={offload}, {call} "
+        f"needs {gib(needs)} on each device, {gib(needs - usable)} more than the {gib(usable)} that a plan may fill; "
     )
 
 
@@ -89,12 +90,12 @@ def test_where_nothing_splits_the_weights_no_number_of_machines_helps():
     # One layer of one head: 4e6 + 9e6 + 2e3, embedding and head 2e6, last norm 1e3.
     whole = replace(SMALL, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1000)
     problem = a_problem((replace(LEARNER, model=whole),), hardware_of(1, 1, 1e8), fsdp=False)
-    # The residual stream into the layer; of it 4000 + 4000 of heads + 12000 of the MLP, and 2 * 100 of one head.
-    needs = 15_003_000 * 16 + 100 * (1000 + 20_200) * 2 + 2 * 100 * 1000 * 4
+    # The residual stream into the layer; of it 4000 + 4000 of heads + 12000 of the MLP, and 100 scores of one head.
+    needs = 15_003_000 * 16 + 100 * ((1000 + 20_000) * 2 + 100 * 12) + 2 * 100 * 1000 * 4
     advice = (
         "no number of machines helps; offload=('actor',) would free most; fsdp layouts would split weights further; "
     )
-    assert refusal(problem) == too_large(1, "actor update", needs, 0.9e8) + advice + LAST
+    assert refusal(problem) == too_large(1, "actor update", needs, 0.9e8, ("actor",)) + advice + LAST
 
 
 def test_a_response_that_is_too_long_for_the_cache_is_told():
@@ -103,9 +104,42 @@ def test_a_response_that_is_too_long_for_the_cache_is_told():
     problem = a_problem((generator,), hardware_of(1, 1, 3e9), work, offloads=((), ("actor",)))
     # Keys and values of 2 layers and 2 heads of 2 numbers, beside a copy of the weights, all in two bytes.
     needs = TINY_WEIGHTS * 2 + 10**8 * (2 * 2 * 2 * 2 * 2)
-    assert refusal(problem) == too_large(1, "actor generate", needs, 2.7e9) + "no number of machines helps; " + LAST
+    told = too_large(1, "actor generate", needs, 2.7e9, ("actor",))
+    assert refusal(problem) == told + "no number of machines helps; " + LAST
     # Two shards of the cache fit into a machine of two.
     assert search(replace(problem, hardware=hardware_of(1, 2, 3e9))).plans
+    # Half as long, and half of the cache exists once more while it is written.
+    half = replace(problem, workload=replace(work, longest_tokens=10**8 // 2))
+    assert search(half).plans
+    copied = replace(half, software=replace(PLAIN, cache_copies=2.0))
+    assert refusal(copied) == told + "no number of machines helps; " + LAST
+
+
+def test_a_rollout_on_a_pool_that_is_too_small_is_named():
+    # A response of 20000 tokens: keys and values of 10 layers and 1000 numbers in two bytes, beside the weights.
+    work, needs = replace(WORK, longest_tokens=20_000), WEIGHTS * 2 + 20_000 * (2 * 10 * 1000 * 2)
+    pools = ((("actor", "reference"), 4), ((ROLLOUT,), 1))
+    problem = a_problem((replace(LEARNER, generates=True), REFERENCE), hardware_of(1, 8, 1e9), work, pools=pools)
+    problem = replace(problem, offloads=(("actor", "reference"),))
+    assert WEIGHTS * 16 / 4 + GATHERED + ACTIVATIONS < 0.9e9 < needs
+    assert refusal(problem) == too_large(1, "rollout generate", needs, 0.9e9) + LAST
+    assert search(replace(problem, pools=((("actor", "reference"), 4), ((ROLLOUT,), 2)))).plans
+
+
+def test_a_pool_of_fewer_machines_counts_where_it_suits_a_role_better():
+    # Three devices have a copy each, two have half of one.
+    halves = (Layout(), Layout(fsdp=2))
+    needs = WEIGHTS * 16 / 2 + GATHERED + ACTIVATIONS
+    fits = a_problem((LEARNER,), hardware_of(3, 1, needs * 1.01 / 0.9), layouts={"actor": halves})
+    assert [pool.devices for pool in search(fits).plans[0].pools] == [2]
+    tight = replace(fits, hardware=hardware_of(3, 1, needs * 0.99 / 0.9))
+    assert refusal(tight).startswith(too_large(3, "actor update", needs, needs * 0.99, ("actor",)))
+    critic = replace(LEARNER, name="critic")
+    two = replace(fits, roles=(LEARNER, critic), layouts={"actor": halves, "critic": halves})
+    assert refusal(two).startswith(
+        "each role fits 3 x made by itself with offload=(), and no placement fits them all: critic update needs "
+        f"{gib(needs)} of the {gib(needs * 1.01)} "
+    )
 
 
 def test_pools_that_are_given_are_those_that_are_too_small():
@@ -135,12 +169,12 @@ def test_an_actor_whose_rollout_is_apart_lacks_what_its_update_lacks():
 
 
 def test_layouts_that_fill_no_pool_are_named():
-    everything = (Layout(data=3), Layout(fsdp=8, generation_tensor=2))
+    everything = (Layout(data=5), Layout(fsdp=8, generation_tensor=2))
     problem = a_problem(
         (replace(LEARNER, model=TINY), REFERENCE), hardware_of(1, 4, 1e9), layouts={"reference": everything}
     )
     assert refusal(problem) == (
-        "the layout that is given for reference does not fill 4 x made: data=3 x fsdp=1 x stage=1 x tensor=1, "
+        "the layout that is given for reference does not fill 4 x made: data=5 x fsdp=1 x stage=1 x tensor=1, "
         "generation 1 x 1 or data=rest x fsdp=8 x stage=1 x tensor=1, generation 1 x 2; change it, or leave it to the "
         "search"
     )
@@ -151,10 +185,10 @@ def test_layouts_that_fill_no_pool_are_named():
         "the layout that is given for reference does not fill 3 x made: data=rest x fsdp=2 "
     )
     assert search(replace(given, pools=((("actor",), 1), (("reference",), 2)))).plans
-    # Replicas of three devices are none of four.
+    # Replicas of five devices are none of four.
     generator = Role("actor", TINY, "lm", generates=True)
-    problem = a_problem((generator,), hardware_of(1, 4, 1e9), layouts={"actor": (Layout(generation_tensor=3),)})
-    assert "for actor does not fill 4 x made: data=rest x fsdp=1 x stage=1 x tensor=1, generation 1 x 3;" in refusal(
+    problem = a_problem((generator,), hardware_of(1, 4, 1e9), layouts={"actor": (Layout(generation_tensor=5),)})
+    assert "for actor does not fill 4 x made: data=rest x fsdp=1 x stage=1 x tensor=1, generation 1 x 5;" in refusal(
         problem
     )
 
@@ -164,8 +198,8 @@ def test_two_roles_that_fit_only_apart_are_told_to_offload():
     usable = LEARNER_BYTES + WEIGHTS  # half of the frozen weights
     problem = a_problem((LEARNER, reference), hardware_of(1, 1, usable / 0.9))
     assert refusal(problem) == (
-        "each role fits 1 x made by itself with everything in host memory that is not in use, and no placement fits "
-        f"them all: actor update needs {gib(LEARNER_BYTES)} of the {gib(usable)} of a device that a plan may fill, and "
+        "each role fits 1 x made by itself with offload=(), and no placement fits them all: "
+        f"actor update needs {gib(LEARNER_BYTES)} of the {gib(usable)} of a device that a plan may fill, and "
         "the others that share its devices need more than is left; offload=('actor', 'reference') would free most; "
         + LAST
     )
@@ -177,7 +211,7 @@ def test_two_roles_that_fit_only_apart_are_told_to_offload():
 
 @pytest.mark.parametrize(("change", "advice", "dropped"), [
     ({}, "offload=('actor',) would free most; ", "fsdp"),
-    ({"offloads": ((), ("actor",))}, "no number of machines helps; " + LAST, "offload="),
+    ({"offloads": ((), ("actor",))}, "no number of machines helps; " + LAST, "free most"),
     ({"offloads": (("actor",),), "fsdp": False}, "helps; fsdp layouts would split weights further; " + LAST, "remat"),
     ({"roles": (replace(LEARNER, remat=False),)}, "would free most; remat=True would keep fewer activations; ", "fsdp"),
 ])  # fmt: skip
@@ -187,3 +221,4 @@ def test_only_what_is_not_done_yet_is_advised(change, advice, dropped):
     message = refusal(problem)
     assert advice in message
     assert dropped not in message
+    assert re.search(r"needs [\d,]*\d{3},\d{3} GiB on each device", message)

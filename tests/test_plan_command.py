@@ -135,6 +135,12 @@ def test_pools_that_are_given_are_costed_as_they_are_unless_afresh(tmp_path, mon
         (("--hardware", "nowhere.json"), "no hardware file 'nowhere.json'; `python -m jaxrlhf.calibrate` writes one"),
         (("--hardware", "h100", "--plans", "0"), "--plans must be 1 or more, got 0"),
         (("--hardware", "h100", "--prompt-tokens", "9999"), "a mean of 9999.0 prompt_tokens is above"),
+        (("--hardware", "h100", "--prompt-tokens", "inf"), "mean prompt_tokens must be above 0 and finite, got inf"),
+        (
+            ("--hardware", "h100", "--response-tokens", "nan"),
+            "mean response_tokens must be above 0 and finite, got nan",
+        ),
+        (("--hardware", "h100x513x8"), "4104 devices were asked for; the search goes up to 4096"),
         (("--hardware", "h100", "--devices", "64"), "devices=64 were asked for, and 1 machines of 8 x h100 have 8"),
         (("--hardware", "h100", "--model.path", "Qwen/Qwen2.5-0.6B"), "Qwen/Qwen2.5-0.5B"),
         (("--hardware", "h100", "--model.path", "meta-llama/Llama-3.1-405B"), "actor does not fit 8 x h100"),
@@ -144,6 +150,35 @@ def test_what_cannot_be_planned_is_refused_in_one_line(arguments, message, tmp_p
     monkeypatch.chdir(tmp_path)
     assert message in refusal(monkeypatch, capsys, "--config", "ppo_gsm8k", *arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("picture", ["plan.jpg", "plan", "nowhere/plan.png"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_search(picture, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("jaxrlhf.parallel.mapping.search", None)  # calling it would be a TypeError
+    message = refusal(monkeypatch, capsys, "--config", "ppo_gsm8k", "--hardware", "h100", "--picture", picture)
+    assert f"--picture {picture} must end with one of .png, .svg, .pdf, in a folder that exists" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("picture", "start"), [("plan.svg", b"<?xml"), ("plan.pdf", b"%PDF")])
+def test_a_picture_has_the_format_of_its_name(picture, start, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    plan(monkeypatch, "--config", "grpo_gsm8k", "--hardware", "h100", "--picture", picture, "--json")
+    assert json.loads(capsys.readouterr().out)["plans"]
+    assert (tmp_path / picture).read_bytes().startswith(start)
+
+
+def test_replicas_lie_within_the_hosts_of_a_cluster(monkeypatch, capsys):
+    model = ("--model.path", "Qwen/Qwen2.5-7B-Instruct")
+    replicas = {}
+    for name, cluster in {"hosts of one device": ("--cluster", "ray"), "one process": ()}.items():
+        plan(monkeypatch, "--config", "grpo_gsm8k", "--hardware", "a100x2x8", "--json", *model, *cluster)
+        plans = json.loads(capsys.readouterr().out)["plans"]
+        layouts = [pool["layouts"]["actor"] for found in plans for pool in found["pools"] if "actor" in pool["roles"]]
+        replicas[name] = {layout["generation_stage"] * layout["generation_tensor"] for layout in layouts}
+    assert replicas["hosts of one device"] == {1}
+    assert max(replicas["one process"]) > 1
 
 
 def test_devices_of_no_known_kind_are_refused(monkeypatch, capsys):
