@@ -5,7 +5,6 @@ import math
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from made_plans import machines
 
@@ -14,7 +13,6 @@ from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.parallel import Hardware
 from jaxrlhf.parallel.allocation import allocate, step_seconds
 from jaxrlhf.parallel.mapping import placements, search
-from jaxrlhf.parallel.pareto import undominated
 from jaxrlhf.parallel.plan import Infeasible, Plan, Problem
 from jaxrlhf.parallel.pool_options import Point
 from jaxrlhf.parallel.workload import Role, Software, Workload
@@ -144,19 +142,6 @@ def test_stages_wait_for_the_slowest_pool():
     pools = [(1.0, 5.0, 2.0), (4.0, 1.0, 3.0)]
     assert step_seconds(pools, shared=False) == 4 + 5 + 3
     assert step_seconds(pools, shared=True) == 16
-
-
-@pytest.mark.parametrize("columns", [1, 2, 4])
-def test_rows_are_left_out_only_where_another_is_no_worse_in_any_column(columns):
-    draw = np.random.default_rng(columns)
-    for _ in range(100):
-        rows = draw.integers(0, 4, (draw.integers(0, 12), columns)).astype(float)
-        kept = [
-            one
-            for one, row in enumerate(rows)
-            if not any((o <= row).all() and ((o < row).any() or other < one) for other, o in enumerate(rows))
-        ]
-        assert undominated(rows).tolist() == kept
 
 
 # Bytes by hand.
