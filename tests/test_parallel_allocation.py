@@ -275,6 +275,9 @@ def test_weights_move_to_a_rollout_over_what_lies_between_the_pools(shape, share
         ((call, seconds),) = [(call, call.cost.collective_s) for call in plan.calls if call.verb == "move"]
         assert (call.stage, call.role, call.pool) == ("generate", ROLLOUT, 1)
         assert seconds == pytest.approx(received / rate)
+    (plan,) = search(replace(problem, pools=((pools[0][0], 1), pools[1]), layouts={"actor": (Layout(),)})).plans
+    (seconds,) = [call.cost.collective_s for call in plan.calls if call.verb == "move"]
+    assert seconds == pytest.approx(2 * TINY_WEIGHTS * 2 / rate)  # one sends to two, and the fourth device idles
 
 
 def test_an_actor_that_does_not_generate_keeps_a_layout_of_replicas_larger_than_its_pool():
