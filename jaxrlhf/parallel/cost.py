@@ -44,6 +44,10 @@ SMALLEST_ROW = 256
 """Tokens of a packed row at least, where the budget allows: narrower ones would leave much padding."""
 
 
+SMALLEST_BUCKET = 128
+"""Positions that a step of decoding reads at least, as `engine` has it."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """What one data-parallel replica computes in one go: microbatches, and a pipeline's parts of them.
@@ -283,13 +287,14 @@ def _dispatch_s(software: Software, hardware: Hardware) -> float:
 def _bucket_read(workload: Workload) -> float:
     """Positions that a token reads on average: programs read the longest length, its half, its quarter and so on.
 
-    The step at position s runs on the smallest of them that holds s.
+    The step at position s runs on the smallest of them that holds s; none is below SMALLEST_BUCKET.
     """
     start, end = workload.prompt_tokens, workload.prompt_tokens + workload.response_tokens
     read, bucket = 0.0, float(workload.longest_tokens)
     while bucket > start:
-        read += bucket * max(0.0, min(end, bucket) - max(start, bucket / 2))
-        bucket /= 2
+        half = bucket / 2 if bucket / 2 >= SMALLEST_BUCKET else 0.0
+        read += bucket * max(0.0, min(end, bucket) - max(start, half))
+        bucket = half
     return read / workload.response_tokens
 
 

@@ -168,7 +168,10 @@ def software_of(config: Config, hardware: Hardware) -> Software:
     dtype = config.compute_dtype
     if dtype == "auto":
         dtype = "float32" if hardware.shared_compute else "bfloat16"
-    return Software(compute_bytes=4 if dtype == "float32" else 2)
+    return Software(
+        compute_bytes=4 if dtype == "float32" else 2,
+        decode_tokens_per_dispatch=config.rollout.decode_tokens_per_dispatch,
+    )
 
 
 def offloads_of(roles: tuple[Role, ...]) -> tuple[tuple[str, ...], ...]:
