@@ -92,7 +92,7 @@ def test_a_program_starts_once_for_the_tokens_that_it_decodes(tokens: int) -> No
 
 @pytest.mark.parametrize(("longest", "prompt", "response"), [
     (1024, 128, 896), (1024, 200, 100), (1024, 256, 256), (1024, 600, 424), (1024, 100, 20), (1024, 500, 30),
-    (2048, 128, 1920), (4096, 1000, 700), (256, 128, 1), (256, 127, 129), (128, 64, 64),
+    (2048, 128, 1920), (4096, 1000, 700), (256, 128, 1), (256, 127, 129), (128, 64, 64), (128, 10, 118),
 ])  # fmt: skip
 @pytest.mark.parametrize("responses", [1, 8])
 def test_a_token_reads_the_bucket_that_holds_it(longest: int, prompt: int, response: int, responses: int) -> None:
