@@ -1,11 +1,12 @@
 """Measures steps of a small model in several layouts and placements beside what the cost model predicts.
 
-    python scripts/benchmark_plan.py [--hardware FILE] [--json docs/predictions.json] [--picture docs/predictions.png]
+    python scripts/benchmark_plan.py [--hardware FILE] [--write]
 
 Calibrates the local devices (eight CPU devices unless JAX_NUM_CPU_DEVICES says otherwise), or
 reads what `python -m jaxrlhf.calibrate` wrote; then runs PPO for a few steps in each layout, every
 run in a process of its own. Reports seconds of each stage, predicted and measured, and Spearman's
-rank correlation of the steps. Nothing else should run meanwhile.
+rank correlation of the steps. Nothing else should run meanwhile. `--write` renews
+docs/predictions.json, docs/predictions.png and the table in docs/planning.md.
 """
 
 import argparse
@@ -25,6 +26,7 @@ os.environ["NPROC"] = os.environ.get("NPROC", "32")  # before JAX starts
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 import numpy as np
+from reproduce_hybridflow import DOCS, written
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -183,8 +185,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hardware", help="what `python -m jaxrlhf.calibrate` wrote; None calibrates now")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--write", action="store_true", help="renew the files in docs/")
     parser.add_argument("--only", nargs="*", help="names of layouts")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     flags = parser.parse_args()
@@ -203,13 +204,16 @@ def main() -> None:
             rows[name] = {"measured_s": found, "predicted_s": predicted(name, lengths, machine)}
     result = summary(rows)
     print_table(rows, result)
-    if flags.json:
+    if flags.write:
         processor = platform.processor() or platform.machine()
         about = {"machine": f"{os.cpu_count()} x {processor}", "hardware": asdict(machine)}
         versions = {"python": platform.python_version(), "jax": version("jax"), "commit": commit()}
-        flags.json.write_text(json.dumps({"about": about | versions, **result, "runs": rows}, indent=2) + "\n")
-    if flags.picture:
-        draw(rows, result, flags.picture)
+        (DOCS / "predictions.json").write_text(
+            json.dumps({"about": about | versions, **result, "runs": rows}, indent=2) + "\n"
+        )
+        draw(rows, result, DOCS / "predictions.png")
+        page = DOCS / "planning.md"
+        page.write_text(written(page.read_text(), {"predictions": in_markdown(rows, result)}))
 
 
 def summary(rows: dict[str, Any]) -> dict[str, float]:
@@ -233,6 +237,19 @@ def print_table(rows: dict[str, Any], result: dict[str, float]) -> None:
     console = Console()
     console.print(table)
     console.print(result)
+
+
+def in_markdown(rows: dict[str, Any], result: dict[str, float]) -> str:
+    """The table of the page: seconds predicted / measured."""
+    lines = [f"| run | {' | '.join(STAGES)} | step | ratio |", "|---|---|---|---|---|---|"]
+    for name, row in rows.items():
+        pairs = [(row["predicted_s"][stage], row["measured_s"][stage]) for stage in STAGES]
+        pairs.append((sum(one for one, _ in pairs), sum(other for _, other in pairs)))
+        ratio = pairs[-1][0] / pairs[-1][1]
+        lines.append(f"| {name} | {' | '.join(f'{one:.2f} / {other:.2f}' for one, other in pairs)} | {ratio:.2f} |")
+    lines += ["", f"Seconds predicted / measured. Rank correlation of the steps: {result['rank_correlation']:.2f}. "]
+    lines[-1] += f"Ratios of single stages: {result['least_ratio']:.2f} to {result['largest_ratio']:.2f}."
+    return "\n".join(lines)
 
 
 def draw(rows: dict[str, Any], result: dict[str, float], path: Path) -> None:

@@ -1,6 +1,7 @@
 """The layouts that a model can have on a number of devices."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from jaxrlhf.config import Layout
 from jaxrlhf.parallel.hardware import Hardware
@@ -24,11 +25,14 @@ def role_layouts(
     if given is not None:
         yield from _filled(given, devices, trains=trains, generates=generates)
         return
-    within = problem.devices_per_host or problem.hardware.devices_per_machine
-    replicas = list(generation_layouts(role, devices, problem.hardware, within=within)) if generates else [(1, 1)]
+    hardware = problem.hardware
+    if hardware.machines == 1:  # nothing straddles machines, so a pool of any size is one of its own
+        hardware = replace(hardware, devices_per_machine=devices)
+    within = problem.devices_per_host or hardware.devices_per_machine
+    replicas = list(generation_layouts(role, devices, hardware, within=within)) if generates else [(1, 1)]
     trained: Iterable[Layout] = [Layout(data=1)]
     if trains:
-        trained = training_layouts(role, devices, problem.hardware, fsdp=problem.fsdp)
+        trained = training_layouts(role, devices, hardware, fsdp=problem.fsdp)
     for layout in trained:
         for stage, tensor in replicas:
             if switches(layout, stage, tensor, within=within):

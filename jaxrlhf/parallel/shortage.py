@@ -1,6 +1,6 @@
 """Why nothing fits: which role lacks how many bytes, and what would help."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -72,12 +72,12 @@ def _advice(problem: Problem) -> str:
     return "; ".join(advice)
 
 
-def _least(problem: Problem, name: str, offload: Sequence[str]) -> _Need | None:
-    """The need of a role on the pool that suits it best; None without a layout."""
+def _least(problem: Problem, name: str, offload: Sequence[str], sizes: Iterable[int] | None = None) -> _Need | None:
+    """The need of a role on the pool that suits it best, of all or of some sizes; None without a layout."""
     role, apart = _role(problem, name), _apart(problem)
     simulator = Simulator(problem)
     needs = []
-    for devices in _sizes(problem, name):
+    for devices in _sizes(problem, name) if sizes is None else sizes:
         generates = name == ROLLOUT or (role.generates and not apart)
         for layout in role_layouts(problem, role, devices, trains=name != ROLLOUT, generates=generates):
             if name == ROLLOUT:
@@ -106,7 +106,8 @@ def _more_machines(problem: Problem, name: str, usable: float, offload: Sequence
     while times <= _MOST_TIMES:
         machines = problem.hardware.machines * times
         larger = replace(problem, hardware=replace(problem.hardware, machines=machines))
-        need = _least(larger, name, offload)
+        whole = {devices * times for devices in _sizes(problem, name)} & set(_sizes(larger, name))
+        need = _least(larger, name, offload, sizes=sorted(whole))
         if need is not None and need.num_bytes <= usable:
             return f"{machines} machines of {problem.hardware.devices_per_machine} would do; "
         times *= 2
