@@ -151,12 +151,12 @@ def predicted(name: str, lengths: Lengths, machine: Hardware) -> dict[str, float
     if problem.pools is None:
         together = tuple(role.name for role in problem.roles)
         problem = replace(problem, pools=((together, config.devices or machine.devices),))
-    layouts = {role: (layout,) for role, layout in written(name).items()}
+    layouts = {role: (layout,) for role, layout in layouts_of(name).items()}
     plan = search(replace(problem, layouts=layouts)).plans[0]
     return {stage: plan.stage_seconds[stage] for stage in STAGES}
 
 
-def written(name: str) -> dict[str, Layout]:
+def layouts_of(name: str) -> dict[str, Layout]:
     """The layout of each role."""
     config = configuration(name)
     assert isinstance(config.algorithm, PPO) and config.reference_layout is not None

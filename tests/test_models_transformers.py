@@ -116,13 +116,17 @@ def test_export_of_an_import_is_the_same_checkpoint(pair, tmp_path):
         assert json.loads((source / file).read_text()) == json.loads((tmp_path / "out" / file).read_text())
 
 
-def test_export_without_the_source_gives_the_same_logits(pair, tmp_path):
+def test_export_without_the_source_is_the_same_model(pair, tmp_path):
     theirs, config, params, _ = pair
     models.save_params(params, config, tmp_path)
     assert models.read_config(tmp_path) == config
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    before, after = theirs.state_dict(), again.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    # Equal weights: what is left is the order of torch's sums, which depends on threads and alignment.
     token_RW = tokens((2, 40))
-    np.testing.assert_allclose(their_logits(again, token_RW), their_logits(theirs, token_RW), atol=1e-6)
+    np.testing.assert_allclose(their_logits(again, token_RW), their_logits(theirs, token_RW), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama3"])
