@@ -246,7 +246,8 @@ def in_markdown(rows: dict[str, Any], result: dict[str, float]) -> str:
         pairs = [(row["predicted_s"][stage], row["measured_s"][stage]) for stage in STAGES]
         pairs.append((sum(one for one, _ in pairs), sum(other for _, other in pairs)))
         ratio = pairs[-1][0] / pairs[-1][1]
-        lines.append(f"| {name} | {' | '.join(f'{one:.2f} / {other:.2f}' for one, other in pairs)} | {ratio:.2f} |")
+        label = name.replace("|", "\\|")
+        lines.append(f"| {label} | {' | '.join(f'{one:.2f} / {other:.2f}' for one, other in pairs)} | {ratio:.2f} |")
     lines += ["", f"Seconds predicted / measured. Rank correlation of the steps: {result['rank_correlation']:.2f}. "]
     lines[-1] += f"Ratios of single stages: {result['least_ratio']:.2f} to {result['largest_ratio']:.2f}."
     return "\n".join(lines)
