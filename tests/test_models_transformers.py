@@ -124,9 +124,10 @@ def test_export_without_the_source_is_the_same_model(pair, tmp_path):
     before, after = theirs.state_dict(), again.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    # Equal weights: what is left is the order of torch's sums, which depends on threads and alignment.
+    # The same tensors: where a file maps them in memory changes the order of torch's sums.
+    again.load_state_dict(before, assign=True)
     token_RW = tokens((2, 40))
-    np.testing.assert_allclose(their_logits(again, token_RW), their_logits(theirs, token_RW), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(their_logits(again, token_RW), their_logits(theirs, token_RW), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama3"])
