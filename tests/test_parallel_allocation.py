@@ -11,7 +11,7 @@ from made_plans import machines
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.parallel import Hardware
-from jaxrlhf.parallel.allocation import allocate, step_seconds
+from jaxrlhf.parallel.allocation import allocate, stage_seconds
 from jaxrlhf.parallel.mapping import placements, search
 from jaxrlhf.parallel.plan import Infeasible, Plan, Problem
 from jaxrlhf.parallel.pool_options import Point
@@ -140,8 +140,8 @@ def test_pools_without_room_have_no_allocation():
 
 def test_stages_wait_for_the_slowest_pool():
     pools = [(1.0, 5.0, 2.0), (4.0, 1.0, 3.0)]
-    assert step_seconds(pools, shared=False) == 4 + 5 + 3
-    assert step_seconds(pools, shared=True) == 16
+    assert stage_seconds(pools, shared=False) == [4, 5, 3]
+    assert sum(stage_seconds(pools, shared=True)) == 16
 
 
 # Bytes by hand.

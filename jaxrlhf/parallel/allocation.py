@@ -22,12 +22,12 @@ class Allocation:
     points: list[Point]
 
 
-def step_seconds(pools: Sequence[Seconds], *, shared: bool) -> float:
-    """Seconds of a step: in each stage pools run side by side, or in turns where they share one processor.
+def stage_seconds(pools: Sequence[Seconds], *, shared: bool) -> list[float]:
+    """Of each stage: pools run side by side, or in turns where they share one processor.
 
     Source: HybridFlow (arXiv:2409.19256), d_cost of algorithm 1.
     """
-    return sum(sum(stage) if shared else max(stage) for stage in zip(*pools, strict=True))
+    return [sum(stage) if shared else max(stage) for stage in zip(*pools, strict=True)]
 
 
 def allocate(points: Sequence[Sequence[Point]], hardware: Hardware, *, within: float) -> tuple[Allocation | None, int]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from jaxrlhf.config import ROLLOUT
+from jaxrlhf.parallel.allocation import stage_seconds
 from jaxrlhf.parallel.plan import Call, Plan, PlannedPool, Problem
 from jaxrlhf.parallel.pool_options import Point
 from jaxrlhf.parallel.workload import STAGES
@@ -15,8 +16,7 @@ def plan_of(problem: Problem, points: Sequence[Point], offload: tuple[str, ...])
     pools = tuple(_pool(point, order) for point in ordered)
     calls = [call for place, point in enumerate(ordered) for call in _calls(point, place)]
     calls.sort(key=lambda call: STAGES.index(call.stage))
-    by_stage = list(zip(*(point.seconds for point in ordered), strict=True))
-    combined = [sum(stage) if problem.hardware.takes_turns else max(stage) for stage in by_stage]
+    combined = stage_seconds([point.seconds for point in ordered], shared=problem.hardware.takes_turns)
     generation = next((point.generation for point in points if point.generation), None)
     slots = generation.how.at_once * generation.how.replicas if generation else None
     return Plan(pools, offload, tuple(calls), dict(zip(STAGES, combined, strict=True)), slots)
