@@ -159,7 +159,7 @@ def test_what_was_taken_or_replaced_is_freed_at_the_source(source: Remote) -> No
 
     rounds(4, taken=True)  # the server's staging buffers fill up
     assert rounds(6, taken=True) < 64 * MIB
-    assert 48 * MIB < rounds(1, taken=False) < 96 * MIB
+    assert rounds(1, taken=False) > 48 * MIB  # what nobody takes stays: the resident size shows it
     assert rounds(5, taken=False) < 64 * MIB  # each takes the place of the one before
 
 
