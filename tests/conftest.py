@@ -8,6 +8,7 @@ os.environ["NPROC"] = "32"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing of one test reaches another, or the user's own cache
 
 from jaxtyping import install_import_hook
 

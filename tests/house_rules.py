@@ -10,6 +10,7 @@ FLOORS = {
     "config": 0,
     "architecture": 0,
     "batch": 0,
+    "compilation_cache": 0,
     "environment": 0,
     "algos": 1,
     "data": 1,

@@ -71,6 +71,7 @@ def compiled_once(directory: Path) -> Iterator[None]:
     from jax.experimental.compilation_cache import compilation_cache
 
     settings = {
+        "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(directory),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": 0,

@@ -1,5 +1,6 @@
 """The table of derived settings that a run prints before it starts."""
 
+from jaxrlhf import compilation_cache
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Config, PolicyGradient
 from jaxrlhf.data import Loaded
@@ -15,6 +16,7 @@ def settings_rows(config: Config, model: ModelConfig, pools: Pools, train: Loade
     return [
         ("run", "algorithm", type(config.algorithm).__name__, f"{config.steps} steps"),
         ("run", "model", _count(model.num_parameters()), f"{model.family}, {model.num_layers} layers"),
+        compilation_cache.settings_row(),
         _split_row("training", train, len(train.problems)),
         _split_row("held out", evaluation, config.evaluation.problems),
         *_step_rows(config),

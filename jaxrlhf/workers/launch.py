@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 from transformers import PreTrainedTokenizerBase
 
+from jaxrlhf import compilation_cache
 from jaxrlhf.config import Config, Pool
 from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.workers.host import Host
@@ -28,6 +29,7 @@ def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Prog
       ValueError: Settings that do not fit the devices or each other.
       HostFailure: A host of the cluster did not start.
     """
+    compilation_cache.turn_on()
     if config.cluster is not None:
         from jaxrlhf.workers.ray_backend import launch_on_ray
 

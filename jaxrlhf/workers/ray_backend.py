@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from jaxrlhf import compilation_cache
 from jaxrlhf.config import Config, Pool, RayCluster
 from jaxrlhf.data import load_tokenizer
 from jaxrlhf.hosts import Connection, HostProcesses, Stored, connect, disconnect
@@ -112,6 +113,7 @@ def make_host(rank: int, hosts: int, *, config: Config, pool: Pool, output: Path
     """The host object of one process; runs there, after it has joined the others."""
     import ray
 
+    compilation_cache.turn_on()
     own = None if output is None else output.with_name(f"{pool.name}-{rank}-{output.name}")
     return Host(
         config,

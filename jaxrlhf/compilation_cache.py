@@ -1,0 +1,86 @@
+"""Compiled programs are kept on disk, and the next run loads them instead of compiling."""
+
+import os
+from pathlib import Path
+
+import jax
+
+MOST_BYTES = 2 * 2**30
+"""Of the folder that is ours, when a run starts."""
+
+_SUFFIX = "-cache"  # of JAX's files
+
+
+def turn_on() -> None:
+    """Let JAX keep every program that it compiles; safe to call again.
+
+    JAX's own settings come first: JAX_ENABLE_COMPILATION_CACHE=false keeps nothing, and a folder given as
+    JAX_COMPILATION_CACHE_DIR is taken, and never pruned. Ours is `jaxrlhf/xla` under XDG_CACHE_HOME or `~/.cache`.
+
+    In a world of several processes JAX lets only the first one write. On GPU and TPU the others load what that one
+    wrote, so their machines have to share the folder. On CPU each process has keys of its own, and only the first
+    one's programs are found again.
+    """
+    if not jax.config.jax_enable_compilation_cache:
+        return
+    if jax.config.jax_compilation_cache_dir is None and _writable(folder := _own_folder()):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        # JAX's own bound makes it look at every file of the folder whenever it writes one: 0.15 s at 5000 files.
+        prune(folder, most_bytes=MOST_BYTES)
+    if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:  # JAX's default; most of ours take less
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def prune(folder: Path, *, most_bytes: int) -> None:
+    """Remove the programs that were not used for longest until the others fit, and what a crash left empty.
+
+    How long ago a program was read is known to a day on most file systems, and on some only when it was written.
+    """
+    used = sorted(((_used_s(stat), stat.st_size, path) for path, stat in _programs(folder)), reverse=True)
+    total_bytes = 0
+    for _, size_bytes, path in used:
+        total_bytes += size_bytes
+        if size_bytes == 0 or total_bytes > most_bytes:
+            path.unlink(missing_ok=True)  # another run may prune too
+
+
+def settings_row() -> tuple[str, str, str, str]:
+    """How many programs are kept, and where, for the table of settings."""
+    where = jax.config.jax_compilation_cache_dir
+    if not jax.config.jax_enable_compilation_cache:
+        value, note = "not kept", "JAX_ENABLE_COMPILATION_CACHE is off"
+    elif where is None:
+        value, note = "not kept", f"{_own_folder()} cannot be written; give JAX_COMPILATION_CACHE_DIR"
+    elif "://" in where:
+        value, note = "kept", where
+    else:
+        sizes = [stat.st_size for _, stat in _programs(Path(where))]
+        value, note = f"{len(sizes)} kept", f"{sum(sizes) / 2**20:.1f} MiB in {where}"
+        if not sizes:
+            value, note = "none yet", f"this run compiles and keeps them in {where}"
+    return ("run", "compiled programs", value, note)
+
+
+def _own_folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache, "jaxrlhf", "xla").absolute()
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files can be made there; it need not exist yet."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return os.access(there, os.W_OK | os.X_OK)
+
+
+def _programs(folder: Path) -> list[tuple[Path, os.stat_result]]:
+    found = []
+    for path in folder.glob(f"*{_SUFFIX}"):
+        try:
+            found.append((path, path.stat()))
+        except FileNotFoundError:  # another run has just pruned it
+            continue
+    return found
+
+
+def _used_s(stat: os.stat_result) -> float:
+    return max(stat.st_atime, stat.st_mtime)
