@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -21,13 +22,13 @@ def turn_on() -> None:
     wrote, so their machines have to share the folder. On CPU each process has keys of its own, and only the first
     one's programs are found again.
     """
-    if not jax.config.jax_enable_compilation_cache:
+    if not _setting("jax_enable_compilation_cache"):
         return
-    if jax.config.jax_compilation_cache_dir is None and _writable(folder := _own_folder()):
+    if _setting("jax_compilation_cache_dir") is None and _writable(folder := _own_folder()):
         jax.config.update("jax_compilation_cache_dir", str(folder))
         # JAX's own bound makes it look at every file of the folder whenever it writes one: 0.15 s at 5000 files.
         prune(folder, most_bytes=MOST_BYTES)
-    if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:  # JAX's default; most of ours take less
+    if _setting("jax_persistent_cache_min_compile_time_secs") == 1.0:  # JAX's default; most of ours take less
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
@@ -46,8 +47,8 @@ def prune(folder: Path, *, most_bytes: int) -> None:
 
 def settings_row() -> tuple[str, str, str, str]:
     """How many programs are kept, and where, for the table of settings."""
-    where = jax.config.jax_compilation_cache_dir
-    if not jax.config.jax_enable_compilation_cache:
+    where = _setting("jax_compilation_cache_dir")
+    if not _setting("jax_enable_compilation_cache"):
         value, note = "not kept", "JAX_ENABLE_COMPILATION_CACHE is off"
     elif where is None:
         value, note = "not kept", f"{_own_folder()} cannot be written; give JAX_COMPILATION_CACHE_DIR"
@@ -59,6 +60,10 @@ def settings_row() -> tuple[str, str, str, str]:
         if not sizes:
             value, note = "none yet", f"this run compiles and keeps them in {where}"
     return ("run", "compiled programs", value, note)
+
+
+def _setting(name: str) -> Any:
+    return getattr(jax.config, name)  # its attributes have no types
 
 
 def _own_folder() -> Path:
