@@ -1,6 +1,8 @@
 """Weighted sums of rewards, and which rows have no score."""
 
 import logging
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -15,6 +17,12 @@ import time
 
 def length(prompt, response, answer, record):
     return len(response)
+
+
+def noted(prompt, response, answer, record):
+    with open(record["note"], "a") as file:
+        file.write(f"{response}\\n")
+    return len(response) + 10 * len(answer)
 
 
 def moody(prompt, response, answer, record):
@@ -88,6 +96,82 @@ def test_a_missing_reference_answer_is_unscorable():
     with Scorer(config.Rewards()) as scorer:
         scores = score(scorer, ["#### 7"], answer=None)
     assert not scores.scorable_B.any() and scorer.counts == {"exception": 1}
+
+
+@pytest.fixture
+def noting(functions, tmp_path):
+    """A scorer whose function notes what it is called on; the record that tells it where; and what it noted."""
+    note = tmp_path / "note"
+    with Scorer(config.Rewards(parts=(config.FunctionReward(f"{functions}:noted"),))) as scorer:
+        yield scorer, {"note": str(note)}, lambda: sorted(note.read_text().split()) if note.exists() else []
+
+
+def until(reached) -> None:
+    end = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_what_was_begun_is_not_asked_for_again(noting):
+    scorer, record, noted = noting
+    scorer.open_batch()
+    for response in ("a", "bb", "a", "elsewhere"):
+        scorer.begin("p", lambda response=response: response, "7", record)
+    until(lambda: noted() == ["a", "a", "bb", "elsewhere"])
+    responses = ["ccc", "a", "a", "bb", "a"]
+    scores = scorer.score(["p"] * 5, responses, ["7"] * 5, [record] * 5)
+    np.testing.assert_array_equal(scores.score_B, np.float32([13, 11, 11, 12, 11]))
+    assert noted() == ["a", "a", "a", "bb", "ccc", "elsewhere"]
+    assert scorer.ahead == (3, 5)
+    scorer.score(["p"], ["bb"], ["7"], [record])
+    assert noted().count("bb") == 2 and scorer.ahead == (0, 1)
+
+
+def test_a_response_is_known_again_only_with_all_that_a_function_sees(noting):
+    scorer, record, noted = noting
+    scorer.begin("p", lambda: "a", "7", record)
+    until(lambda: noted() == ["a"])
+    records = [record, record, {**record, "more": 1}]
+    scores = scorer.score(["p", "q", "p"], ["a"] * 3, ["77", "7", "7"], records)
+    np.testing.assert_array_equal(scores.score_B, np.float32([21, 11, 11]))
+    assert scorer.ahead == (0, 3) and noted() == ["a"] * 4
+
+
+def test_batches_that_nobody_asks_for_are_dropped(noting):
+    scorer, record, noted = noting
+    for batch in range(1, 6):
+        scorer.open_batch()
+        scorer.begin("p", lambda batch=batch: "x" * batch, "7", record)
+        until(lambda batch=batch: len(noted()) == batch)
+    assert scorer.score(["p"] * 5, ["x" * n for n in range(1, 6)], ["7"] * 5, [record] * 5).scorable_B.all()
+    assert scorer.ahead == (4, 5) and noted() == ["x", "x", "xx", "xxx", "xxxx", "xxxxx"]
+
+
+def test_failures_of_what_was_begun_are_those_of_its_row(functions):
+    parts = (config.FunctionReward(f"{functions}:moody"),)
+    with Scorer(config.Rewards(parts=parts, timeout_s=0.5)) as scorer:
+        for response in ("nan", "raise", "fine", "hang"):
+            scorer.begin("p", lambda response=response: response, "7", {})
+        scores = score(scorer, ["fine", "hang", "raise", "nan"])
+    np.testing.assert_array_equal(scores.scorable_B, [True, False, False, False])
+    found = [(failure.index, failure.cause) for failure in scorer.failures]
+    assert found == [(1, "timeout"), (2, "exception"), (3, "not-finite")]
+
+
+def test_a_text_is_made_on_another_thread_and_one_that_cannot_be_made_is_left_to_the_call(noting):
+    scorer, record, noted = noting
+    threads = []
+
+    def broken():
+        threads.append(threading.get_ident())
+        raise OSError("no text")
+
+    scorer.begin("p", broken, "7", record)
+    scorer.begin("p", lambda: "a", "7", record)
+    until(lambda: noted() == ["a"])
+    assert scorer.score(["p"], ["a"], ["7"], [record]).score_B == 11
+    assert scorer.ahead == (1, 1) and threads != [threading.get_ident()]
 
 
 def test_models_score_through_the_same_door():

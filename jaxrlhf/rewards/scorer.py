@@ -3,8 +3,9 @@
 import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from jaxtyping import Float
 from jaxrlhf import config
 from jaxrlhf.batch import Scores
 from jaxrlhf.rewards.formats import check_pattern
-from jaxrlhf.rewards.pool import Pool
+from jaxrlhf.rewards.pool import Begun, Packed, Pool, pack
 from jaxrlhf.rewards.protocol import Example, Failure, Function
 
 ScoreTexts = Callable[[list[tuple[str, str, bool]]], Float[np.ndarray, "B"]]
 """Scores (prompt, response, finished) triples."""
+
+BATCHES_AHEAD = 4
+"""Batches whose begun responses are kept for `score`; those of older ones are dropped."""
 
 PROGRESS_EVERY_S = 0.1
 _SCORE_METRICS = ("mean", "std")
@@ -30,6 +34,9 @@ logger = logging.getLogger(__name__)
 class Scorer:
     """Scores texts with the parts of a configuration; functions run in a pool of processes.
 
+    A response may be begun as soon as it is there; `score` then takes what the functions say of it
+    instead of asking again. It is known again by all that a function sees of it.
+
     Args:
       rewards: The parts and their weights. A part of weight 0 is computed and reported only.
       models: What scores texts for each `ModelReward`, by its path.
@@ -39,6 +46,7 @@ class Scorer:
       names: The parts' names in logs and in `Scores.parts`, in the order of the configuration.
       failures: Each failure of the latest call.
       counts: The latest call's failures by cause.
+      ahead: Function calls of the latest call that were under way or done before it, and all of them.
 
     Raises:
       ValueError: If a function cannot be loaded, a pattern is no regular expression, or a model is missing.
@@ -54,6 +62,7 @@ class Scorer:
         self.names = _names(rewards.parts)
         self.failures: list[Failure] = []
         self.counts: dict[str, int] = {}
+        self.ahead = (0, 0)
         self._weights = [part.weight for part in rewards.parts]
         self._models: dict[str, ScoreTexts] = {}
         functions = []
@@ -66,9 +75,13 @@ class Scorer:
         self._pool = (
             Pool(functions, workers=rewards.workers, timeout_s=rewards.timeout_s, output=output) if functions else None
         )
+        # Only this thread touches what is begun, so that whoever begins a response does not wait.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="begin rewards")
+        self._batches: deque[dict[Packed, list[Begun]]] = deque([defaultdict(list)])
 
     def close(self) -> None:
         """End the pool's processes."""
+        self._thread.shutdown(cancel_futures=True)
         if self._pool:
             self._pool.close()
 
@@ -77,6 +90,20 @@ class Scorer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def open_batch(self) -> None:
+        """Responses begun from here on are of another batch."""
+        if self._pool:
+            self._thread.submit(self._open, self._pool)
+
+    def begin(self, prompt: str, response: Callable[[], str], answer: str | None, record: Mapping[str, Any]) -> None:
+        """Have the functions score a response of the open batch; returns at once.
+
+        Args:
+          response: Gives the text; called on a thread of the scorer.
+        """
+        if self._pool:
+            self._thread.submit(self._begin, self._pool, prompt, response, answer, record)
 
     def score(
         self,
@@ -118,6 +145,37 @@ class Scorer:
         self._report(len(prompts))
         return _combine(parts, self._weights)
 
+    def _open(self, pool: Pool) -> None:
+        self._batches.append(defaultdict(list))
+        while len(self._batches) > BATCHES_AHEAD:
+            pool.drop(begun for several in self._batches.popleft().values() for begun in several)
+
+    def _begin(
+        self, pool: Pool, prompt: str, response: Callable[[], str], answer: str | None, record: Mapping[str, Any]
+    ) -> None:
+        # What is raised here is not lost: then `score` is the first to do the same.
+        packed = pack(Example(prompt, response(), answer, dict(record)))
+        begun = pool.begin([packed])
+        self._batches[-1][packed] += begun
+
+    def _take(self, pool: Pool, examples: list[Example]) -> list[Begun]:
+        """The calls for each example: those that were begun, or new ones."""
+        packed = [pack(example) for example in examples]
+        found = [self._find(one) for one in packed]
+        under_way = sum(call.started for begun in found if begun for call in begun)
+        self.ahead = under_way, len(examples) * len(self._functions)
+        new = iter(pool.begin(one for one, begun in zip(packed, found, strict=True) if begun is None))
+        return [begun or next(new) for begun in found]
+
+    def _find(self, packed: Packed) -> Begun | None:
+        for batch in self._batches:
+            if packed in batch:
+                begun = batch[packed].pop(0)
+                if not batch[packed]:
+                    del batch[packed]
+                return begun
+        return None
+
     def _run_functions(
         self,
         pool: Pool,
@@ -127,7 +185,8 @@ class Scorer:
     ) -> None:
         total = len(examples) * len(self._functions)
         shown_at = time.monotonic()
-        for done, outcome in enumerate(pool.run(examples), start=1):
+        begun = self._thread.submit(self._take, pool, examples).result()
+        for done, outcome in enumerate(pool.finish(begun), start=1):
             if outcome.failure is None:
                 parts[self._functions[outcome.function]][outcome.index] = outcome.value
             else:

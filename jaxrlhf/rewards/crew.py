@@ -1,0 +1,344 @@
+"""The processes behind a pool of reward functions, and the thread that feeds and watches them.
+
+Calls travel in chunks, since most functions take less time than a message; when a process
+dies, the call that it was at is the one to blame and the rest of its chunk goes back to the
+queue.
+"""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from socket import socketpair
+
+from jaxrlhf.rewards.protocol import Cause, Function
+from jaxrlhf.rewards.worker import SLACK_S, Answer, Message, Ready, Refused, Split
+
+GROUP_SIZE = 64  # examples in one batched call, and async calls in flight, per process
+CHUNK_SIZE = 64  # groups in one message
+START_LIMIT_S = 120.0  # for importing the functions' modules
+START_ATTEMPTS = 3
+GRACE_S = 1.0  # after the limit; a process normally ends itself at the limit
+STDERR = 2
+
+
+@dataclass(eq=False)
+class Call:
+    """One function on one example.
+
+    Attributes:
+      function: Number of the function.
+      pickled: The example.
+      answer: Set when the function has returned or failed.
+      started: It was given to a process.
+      alone: It is not to be grouped with others, because a group that it was in failed.
+      dropped: Nobody wants the answer any more.
+    """
+
+    function: int
+    pickled: bytes
+    answer: Future[Answer] = field(default_factory=Future)
+    started: bool = False
+    alone: bool = False
+    dropped: bool = False
+
+
+@dataclass
+class _Group:
+    """What a function takes at once, by number within the chunk; shrinks as examples are answered."""
+
+    function: int
+    calls: dict[int, Call]
+
+
+@dataclass
+class _Worker:
+    """A process and what it was given and has not answered; it is at the first of its groups."""
+
+    process: subprocess.Popen
+    connection: Connection
+    ready: bool = False
+    groups: deque[_Group] = field(default_factory=deque)
+    progress_at: float = field(default_factory=time.monotonic)
+
+    def idle_s(self) -> float:
+        return time.monotonic() - self.progress_at
+
+    def calls(self) -> Iterator[Call]:
+        for group in self.groups:
+            yield from group.calls.values()
+
+    def end(self, *, patience_s: float) -> str:
+        """Reap the process, by force if it outlives `patience_s`, and what it left behind; says how it ended."""
+        self.connection.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience_s)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        status = self.process.wait()
+        return (
+            f"ended by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"exited with status {status}"
+        )
+
+
+class Crew:
+    """Answers calls, in no certain order, until `end`. All but `submit`, `drop` and `end` runs on its own thread.
+
+    Args:
+      functions: Loaded in every process when it starts.
+      workers: Number of processes.
+      timeout_s: Wall-clock limit of one call.
+      output: File that receives what the functions print; None is the standard error stream.
+
+    Raises:
+      ValueError: If a function cannot be loaded; the line says which and why.
+      RuntimeError: If processes keep dying while they start.
+    """
+
+    def __init__(self, functions: Sequence[Function], *, workers: int, timeout_s: float, output: Path | None) -> None:
+        self._functions = tuple(functions)
+        self._timeout_s = timeout_s
+        self._output = output
+        self._failed_starts = 0
+        self._takes_groups: tuple[bool, ...] = ()
+        self._queues: list[deque[Call]] = [deque() for _ in functions]
+        self._alone: deque[Call] = deque()
+        self.workers: list[_Worker] = []
+        self._owner = os.getpid()
+        self._lock = threading.Lock()  # guards the next two, which other threads touch
+        self._arrived: list[Call] = []
+        self._over: BaseException | None = None
+        self._dropping = False
+        self._bell, self._ring = socketpair()  # what is sent into one end wakes the thread at the other
+        self._ring.setblocking(False)
+        self._thread = threading.Thread(target=self._work, name="rewards", daemon=True)
+        try:
+            self.workers.extend(self._start() for _ in range(workers))
+            while not all(worker.ready for worker in self.workers):
+                self._collect()
+        except BaseException:
+            self._end_workers()
+            raise
+        self._thread.start()
+
+    def submit(self, calls: Iterable[Call]) -> None:
+        """Queue calls and return at once.
+
+        Raises:
+          RuntimeError: If the crew has ended, or its processes keep dying while they start.
+        """
+        with self._lock:
+            if self._over is not None:
+                raise self._closed()
+            self._arrived.extend(calls)
+        self._wake()
+
+    def drop(self, calls: Iterable[Call]) -> None:
+        """Forget calls: those that wait are not made, and a process with nothing else to do is replaced."""
+        unanswered = [call for call in calls if not call.answer.done()]
+        if unanswered:
+            for call in unanswered:
+                call.dropped = True
+            self._dropping = True
+            self._wake()
+
+    def end(self) -> None:
+        """End the processes; calls that are not answered fail."""
+        if os.getpid() != self._owner:  # a fork of the process that started them
+            return
+        with self._lock:
+            self._over = self._over or RuntimeError("this reward pool is closed")
+        self._wake()
+        if threading.current_thread() is not self._thread:  # else the garbage is collected here, and it ends by itself
+            self._thread.join()
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # it rings already, or the thread is gone
+            self._ring.send(b"\0")
+
+    def _work(self) -> None:
+        try:
+            while self._over is None:
+                self._take_arrived()
+                if self._dropping:
+                    self._forget_dropped()
+                self._feed()
+                self._collect()
+        except BaseException as error:  # whoever waits for an answer gets it
+            with self._lock:
+                self._over = error
+        finally:
+            self._take_arrived()
+            waiting = [call for queue in (self._alone, *self._queues) for call in queue]
+            for call in [*waiting, *(call for worker in self.workers for call in worker.calls())]:
+                call.answer.set_exception(self._closed())
+            self._end_workers()
+
+    def _closed(self) -> RuntimeError:
+        error = RuntimeError(f"reward functions cannot be called: {self._over}")
+        error.__cause__ = self._over
+        return error
+
+    def _take_arrived(self) -> None:
+        with self._lock:
+            arrived, self._arrived = self._arrived, []
+        for call in arrived:
+            self._queues[call.function].append(call)
+
+    def _forget_dropped(self) -> None:
+        self._dropping = False
+        for queue in (self._alone, *self._queues):
+            wanted = [call for call in queue if not call.dropped]
+            queue.clear()
+            queue.extend(wanted)
+        for worker in list(self.workers):
+            if worker.groups and all(call.dropped for call in worker.calls()):
+                self._replace(worker, patience_s=0.0)
+
+    def _feed(self) -> None:
+        """Give every idle process a chunk."""
+        idle = [worker for worker in self.workers if worker.ready and not worker.groups]
+        for position, worker in enumerate(idle):
+            groups = self._next_chunk(idle=len(idle) - position)
+            if not groups:
+                return
+            calls = [call for group in groups for call in group.calls.values()]
+            message = [(g.function, [(number, call.pickled) for number, call in g.calls.items()]) for g in groups]
+            try:
+                worker.connection.send(message)
+            except OSError:  # it died while it was idle
+                self._requeue(calls)
+                self._replace(worker, patience_s=GRACE_S)
+                continue
+            for call in calls:
+                call.started = True
+            worker.groups.extend(groups)
+            worker.progress_at = time.monotonic()
+
+    def _next_chunk(self, *, idle: int) -> list[_Group]:
+        """Groups for one of `idle` processes.
+
+        Idle processes share what waits for a function that takes groups; chunks of single calls get
+        smaller towards the end so that all processes finish together.
+        """
+        queue = next((queue for queue in (self._alone, *self._queues) if queue), None)
+        if queue is None:
+            return []
+        function = queue[0].function
+        if queue is not self._alone and self._takes_groups[function]:
+            count = min(GROUP_SIZE, math.ceil(len(queue) / idle))
+            return [_Group(function, {number: queue.popleft() for number in range(count)})]
+        count = min(CHUNK_SIZE, math.ceil(len(queue) / (2 * len(self.workers))))
+        calls = [queue.popleft() for _ in range(count)]
+        return [_Group(call.function, {number: call}) for number, call in enumerate(calls)]
+
+    def _collect(self) -> None:
+        """Wait for the next messages, deaths, overdue calls or a ring, and deal with them."""
+        pending = [worker for worker in self.workers if worker.groups or not worker.ready]
+        patience_s = max(0.0, min(self._limit_s(worker) - worker.idle_s() for worker in pending)) if pending else None
+        readable = wait([self._bell, *(worker.connection for worker in pending)], timeout=patience_s)
+        if self._bell in readable:
+            self._bell.recv(4096)
+        for worker in pending:
+            if worker.connection in readable:
+                self._receive(worker)
+            elif worker.idle_s() > self._limit_s(worker):
+                self._bury(worker, patience_s=0.0)
+
+    def _limit_s(self, worker: _Worker) -> float:
+        return self._timeout_s + SLACK_S + GRACE_S if worker.ready else START_LIMIT_S
+
+    def _receive(self, worker: _Worker) -> None:
+        try:
+            message: Message = worker.connection.recv()
+        except Exception:  # closed, or a function wrote into the pipe: either way nothing more can be understood
+            self._bury(worker, patience_s=GRACE_S)
+            return
+        worker.progress_at = time.monotonic()
+        match message:
+            case Ready(groups):
+                worker.ready, self._takes_groups, self._failed_starts = True, groups, 0
+            case Refused(reason):
+                raise ValueError(reason)
+            case Split():
+                self._retry_singly(worker.groups.popleft())
+            case Answer(number):
+                group = worker.groups[0]
+                group.calls.pop(number).answer.set_result(message)
+                if not group.calls:
+                    worker.groups.popleft()
+
+    def _bury(self, worker: _Worker, *, patience_s: float) -> None:
+        """Replace a process that died or hangs; blame the example it was at and requeue the others."""
+        # The clock here starts when the answer before arrived, a little after the call began.
+        late = worker.idle_s() >= 0.9 * self._timeout_s
+        groups = worker.groups
+        ended = self._replace(worker, patience_s=patience_s)
+        if not worker.ready:
+            self._failed_starts += 1
+            if self._failed_starts >= START_ATTEMPTS:
+                names = ", ".join(function.reference for function in self._functions)
+                raise RuntimeError(f"reward processes do not survive loading {names}: the last one {ended}")
+            return
+        blamed = groups.popleft()
+        self._requeue(call for group in groups for call in group.calls.values())
+        if len(blamed.calls) > 1:
+            self._retry_singly(blamed)
+            return
+        cause: Cause = "timeout" if late else "crash"
+        lost = f"no result within {self._timeout_s:g} s; its process was ended" if late else f"its process {ended}"
+        for number, call in blamed.calls.items():
+            call.answer.set_result(Answer(number, None, cause, lost))
+
+    def _retry_singly(self, group: _Group) -> None:
+        for call in group.calls.values():
+            call.alone = True
+        self._requeue(group.calls.values())
+
+    def _requeue(self, calls: Iterable[Call]) -> None:
+        for call in reversed(list(calls)):
+            (self._alone if call.alone else self._queues[call.function]).appendleft(call)
+
+    def _replace(self, worker: _Worker, *, patience_s: float) -> str:
+        ended = worker.end(patience_s=patience_s)
+        self.workers[self.workers.index(worker)] = self._start()
+        return ended
+
+    def _start(self) -> _Worker:
+        """A new process: a plain interpreter, not a fork or a copy of `__main__`, both of which would carry JAX."""
+        ours, theirs = Pipe()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from jaxrlhf.rewards.worker import main; main({theirs.fileno()}, {os.getpid()})"
+        )
+        with theirs, open(self._output, "ab") if self._output else nullcontext(STDERR) as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-c", code],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # a function that uses JAX must not take the accelerator
+                start_new_session=True,  # signals to the run's group pass it by; it can be killed with its children
+            )
+        ours.send((self._functions, self._timeout_s))
+        return _Worker(process, ours)
+
+    def _end_workers(self) -> None:
+        for worker in self.workers:
+            worker.connection.close()
+        for worker in self.workers:
+            worker.end(patience_s=0.0 if worker.groups else GRACE_S)
+        self.workers.clear()
+        self._bell.close()
+        self._ring.close()
