@@ -29,7 +29,7 @@ from jaxrlhf.engine.layout import Layout, same_layout
 from jaxrlhf.engine.lengths import busy_buckets, fit, halving_buckets, length_buckets
 from jaxrlhf.engine.sampling import settings_of
 from jaxrlhf.engine.scheduler import Completion, Placement, Request, Scheduler
-from jaxrlhf.models import pipeline_over
+from jaxrlhf.models import XLA, Attention, pipeline_over
 
 PREFILL_TOKENS = 2048
 """Tokens that one prefill aims at, padding included."""
@@ -77,11 +77,13 @@ class Engine:
       slot_axes: Mesh axes that split the slots.
       kv_head_axis: Mesh axis that splits the key-value heads of the cache.
       stage_axis: Mesh axis that divides the layers, of the weights and of the cache.
+      attention: Kernels for this mesh.
 
     Attributes:
       slots: After rounding.
       prefill_prompts: Rows of a prefill, and of an insertion.
       prefilled_prompts: Prompts that `prefill` ran so far.
+      attention: As given.
 
     Raises:
       ValueError: Sizes that do not fit the model or the mesh.
@@ -101,6 +103,7 @@ class Engine:
         slot_axes: tuple[str, ...] = (),
         kv_head_axis: str | None = None,
         stage_axis: str | None = None,
+        attention: Attention = XLA,
     ) -> None:
         capacity = max_prompt_tokens + max_response_tokens
         check_sizes(
@@ -127,10 +130,11 @@ class Engine:
             tokens_per_dispatch=decode_tokens_per_dispatch,
             dtype=dtype,
             pipeline=pipeline_over(mesh, (stage_axis,), row_axes=slot_axes) if stage_axis else None,
+            attention=attention,
         )
         self._prompt_buckets = length_buckets(max_prompt_tokens)
         self._capacities = halving_buckets(capacity, shortest=SHORTEST_CAPACITY)
-        self._mesh = mesh
+        self._mesh, self.attention = mesh, attention
         self._layout = Layout(mesh, slot_axes, kv_head_axis, self._shape.pipeline)
         self._programs: dict[tuple[str, int], jax.stages.Compiled] = {}
         self._weights: tuple[Params, int] | None = None

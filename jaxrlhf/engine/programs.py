@@ -30,6 +30,7 @@ class Shape:
       tokens_per_dispatch: Most tokens that a slot draws in one `decode`.
       dtype: Of activations and of the cache.
       pipeline: How layers are divided over stages; None where they are not.
+      attention: Kernels for the engine's mesh.
     """
 
     config: ModelConfig
@@ -40,6 +41,7 @@ class Shape:
     tokens_per_dispatch: int
     dtype: Any
     pipeline: models.Pipeline | None = None
+    attention: models.Attention = models.XLA
 
 
 class Prompts(NamedTuple):
@@ -128,7 +130,13 @@ def empty_slots(*, shape: Shape) -> Slots:
 def prefill(params: Params, token_PS: Int[Array, "P S"], length_P: Int[Array, "P"], *, shape: Shape) -> Prompts:
     """Run prompts once; their responses, however many, start from the result."""
     hidden_PD, prefix = models.prefill(
-        params, shape.config, token_PS, length_P, dtype=shape.dtype, pipeline=shape.pipeline
+        params,
+        shape.config,
+        token_PS,
+        length_P,
+        dtype=shape.dtype,
+        attention=shape.attention,
+        pipeline=shape.pipeline,
     )
     return Prompts(hidden_PD, prefix, length_P)
 
@@ -205,6 +213,7 @@ def _step(layers: list[Params], params: Params, slots: Slots, *, shape: Shape) -
         slots.cached_B,
         slots.cache,
         dtype=shape.dtype,
+        attention=shape.attention,
         pipeline=shape.pipeline,
     )
     token_B, logp_B = _draw(models.logits(params, shape.config, hidden_BD), slots.drawn_B, slots, shape=shape)

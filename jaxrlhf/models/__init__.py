@@ -1,21 +1,26 @@
 """One decoder for every supported family: its parameters, its forward passes, its heads, its checkpoints."""
 
+from jaxrlhf.models.attention import XLA, Attention
 from jaxrlhf.models.cache import LayerCache, Prefix, empty_cache, insert_prefix
 from jaxrlhf.models.decoder import decode, hidden_states, prefill, unstack_layers
 from jaxrlhf.models.heads import TokenOutput, logits, score, token_logp, values
 from jaxrlhf.models.hf_config import read_config, resolve, scratch_config
 from jaxrlhf.models.hf_load import load_params
 from jaxrlhf.models.hf_save import save_params
+from jaxrlhf.models.kernel_choice import choose_attention
 from jaxrlhf.models.origin import from_scratch, model_config, tokenizer_path
 from jaxrlhf.models.parameters import Param, declare, init_params, param_dims, param_shapes
 from jaxrlhf.models.pipeline import Pipeline, pipeline_over
 
 __all__ = [
+    "XLA",
+    "Attention",
     "LayerCache",
     "Param",
     "Pipeline",
     "Prefix",
     "TokenOutput",
+    "choose_attention",
     "declare",
     "decode",
     "empty_cache",

@@ -1,22 +1,56 @@
 """Attention of packed rows to themselves, and of one new token to its cache.
 
-`attend` is the interface behind which kernels live; every kernel computes the same function.
+`attend` and `attend_cache` are the interface behind which kernels live; every kernel computes
+the same function. `kernel_choice` finds the best ones that a backend computes right.
 """
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 
-Kernel = Literal["xla", "cudnn"]
+RowsKernel = Literal["xla", "cudnn", "splash"]
+DecodeKernel = Literal["xla", "pallas"]
 
-# A faster kernel takes a backend's place here once it has been shown to compute the same
-# numbers there, gradients included.
-_BEST: dict[str, Kernel] = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
+
+@dataclass(frozen=True)
+class Attention:
+    """Which kernels compute attention, and what splits their arrays over devices.
+
+    The compiler splits `xla` by itself. It would gather the arrays of any other kernel, so that one
+    runs on each device of `mesh` with the rows and the heads that are there.
+
+    Attributes:
+      rows: Of `attend`.
+      decode: Of `attend_cache`.
+      mesh: Auto axes; None is one device.
+      row_axes: Mesh axes that split rows (or slots), evenly.
+      head_axes: Mesh axes that split query heads and key-value heads, evenly.
+    """
+
+    rows: RowsKernel = "xla"
+    decode: DecodeKernel = "xla"
+    mesh: Mesh | None = None
+    row_axes: tuple[str, ...] = ()
+    head_axes: tuple[str, ...] = ()
+
+    def on_devices(self, kernel: Callable[..., Array], in_specs: Any, out_specs: Any) -> Callable[..., Array]:
+        """`kernel` run by every device on its own part of the arrays."""
+        if self.mesh is None:
+            return kernel
+        # Kernels do not say over which axes their results vary, which the check would want to know.
+        return jax.shard_map(kernel, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+XLA = Attention()
+"""What every backend can compute."""
 
 
 def attend(
@@ -25,23 +59,20 @@ def attend(
     value_RWKH: Float[Array, "R W K H"],
     segment_RW: Int[Array, "R W"],
     *,
-    kernel: Kernel | None = None,
+    attention: Attention = XLA,
 ) -> Float[Array, "R W N H"]:
     """Causal attention inside each segment of a row; softmax in float32.
 
         out_t = sum_s softmax_s(q_t . k_s / sqrt(H)) v_s    over s <= t with segment_s = segment_t
 
     Padding is segment 0 and sees only padding, so no row of the softmax is empty.
-
-    Args:
-      kernel: None picks the best one known for the default backend. `cudnn` needs a GPU and
-        half precision.
     """
-    kernel = kernel or _BEST.get(jax.default_backend(), "xla")
-    mask_R1WW = (segment_RW[:, :, None] == segment_RW[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
-        query_RWNH, key_RWKH, value_RWKH, mask=mask_R1WW, is_causal=True, implementation=kernel
-    )
+    kernel = ROWS[attention.rows]
+    if attention.rows != "xla":
+        row = PartitionSpec(attention.row_axes)
+        head = PartitionSpec(attention.row_axes, None, attention.head_axes)
+        kernel = attention.on_devices(kernel, (head, head, head, row), head)
+    return kernel(query_RWNH, key_RWKH, value_RWKH, segment_RW)
 
 
 def attend_cache(
@@ -49,12 +80,36 @@ def attend_cache(
     key_BKHS: Float[Array, "B K H S"],
     value_BKSH: Float[Array, "B K S H"],
     position_B: Int[Array, "B"],
+    *,
+    attention: Attention = XLA,
 ) -> Float[Array, "B N H"]:
     """One query per slot over its cache entries at index <= position; softmax in float32.
 
     Keys lie with positions last and values with head width last, so both products stream
     through contiguous memory (on CPU several times faster than positions first).
     """
+    kernel = DECODE[attention.decode]
+    if attention.decode != "xla":
+        slot = PartitionSpec(attention.row_axes)
+        head = PartitionSpec(attention.row_axes, attention.head_axes)
+        kernel = attention.on_devices(kernel, (head, head, head, slot), head)
+    return kernel(query_BNH, key_BKHS, value_BKSH, position_B)
+
+
+def widen(arrays: tuple[Array, ...], *, multiple: int) -> tuple[Array, ...]:
+    """`[R, W, ...]` arrays padded to a multiple of positions, which causal attention before them does not see."""
+    more = -arrays[0].shape[1] % multiple
+    return tuple(jnp.pad(array, [(0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)]) for array in arrays)
+
+
+def _rows_xla(query_RWNH: Array, key_RWKH: Array, value_RWKH: Array, segment_RW: Array) -> Array:
+    mask_R1WW = (segment_RW[:, :, None] == segment_RW[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        query_RWNH, key_RWKH, value_RWKH, mask=mask_R1WW, is_causal=True, implementation="xla"
+    )
+
+
+def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B: Array) -> Array:
     slots, kv_heads, head_dim, capacity = key_BKHS.shape
     query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
     logit_BKGS = jnp.einsum("BKGH,BKHS->BKGS", query_BKGH, key_BKHS, preferred_element_type=jnp.float32)
@@ -62,3 +117,28 @@ def attend_cache(
     logit_BKGS = jnp.where(seen_BS[:, None, None, :], logit_BKGS / math.sqrt(head_dim), -jnp.inf)
     weight_BKGS = jax.nn.softmax(logit_BKGS, axis=-1).astype(value_BKSH.dtype)
     return jnp.einsum("BKGS,BKSH->BKGH", weight_BKGS, value_BKSH).reshape(query_BNH.shape)
+
+
+# Imported where they are called: a JAX that has no such kernel still has the others.
+
+
+def _rows_cudnn(*arrays: Array) -> Array:
+    from jaxrlhf.models.kernels_gpu import cudnn_rows
+
+    return cudnn_rows(*arrays)
+
+
+def _rows_splash(*arrays: Array) -> Array:
+    from jaxrlhf.models.kernels_tpu import splash_rows
+
+    return splash_rows(*arrays)
+
+
+def _decode_pallas(*arrays: Array) -> Array:
+    from jaxrlhf.models.kernels_gpu import pallas_decode
+
+    return pallas_decode(*arrays)
+
+
+ROWS: dict[str, Callable[..., Array]] = {"xla": _rows_xla, "cudnn": _rows_cudnn, "splash": _rows_splash}
+DECODE: dict[str, Callable[..., Array]] = {"xla": _decode_xla, "pallas": _decode_pallas}

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
-from jaxrlhf.models.attention import attend, attend_cache
+from jaxrlhf.models.attention import XLA, Attention, attend, attend_cache
 from jaxrlhf.models.cache import Cache, LayerCache, Prefix
 from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
 from jaxrlhf.models.rope import Rotation, rotate, rotation
@@ -30,6 +30,7 @@ def hidden_states(
     *,
     remat: bool = False,
     dtype: Any = jnp.float32,
+    attention: Attention = XLA,
     row_sharding: jax.sharding.Sharding | None = None,
     pipeline: Pipeline | None = None,
 ) -> Float[Array, "R W D"]:
@@ -40,6 +41,7 @@ def hidden_states(
       segment_RW: Which sequence of the row a token belongs to; 0 is padding.
       remat: Keep only each layer's input for the backward pass and recompute the rest.
       dtype: Of activations and of the result.
+      attention: From `choose_attention`, for the mesh that the rows are on.
       row_sharding: How rows are split over devices, for parameters that are split over the same
         axes. Without it the compiler may gather the rows and split the width instead of
         gathering each layer's weights.
@@ -54,7 +56,7 @@ def hidden_states(
         turn, segment_RW = rows
 
         def step(hidden_RWD, layer):
-            hidden_RWD, _, _ = _rows(layer, config, hidden_RWD, turn, segment_RW)
+            hidden_RWD, _, _ = _rows(layer, config, hidden_RWD, turn, segment_RW, attention)
             return hidden_RWD, None
 
         # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
@@ -72,6 +74,7 @@ def prefill(
     length_P: Int[Array, "P"],
     *,
     dtype: Any = jnp.float32,
+    attention: Attention = XLA,
     pipeline: Pipeline | None = None,
 ) -> tuple[Float[Array, "P D"], Prefix]:
     """Run left-aligned prompts once; returns what predicts their next token, and their keys and values.
@@ -92,7 +95,7 @@ def prefill(
         turn, segment_PS = rows
 
         def step(hidden_PSD, layer):
-            hidden_PSD, key_PSKH, value_PSKH = _rows(layer, config, hidden_PSD, turn, segment_PS)
+            hidden_PSD, key_PSKH, value_PSKH = _rows(layer, config, hidden_PSD, turn, segment_PS, attention)
             return hidden_PSD, Prefix(key_PSKH, value_PSKH)
 
         return jax.lax.scan(step, hidden_PSD, layers)
@@ -113,6 +116,7 @@ def decode(
     cache: Cache,
     *,
     dtype: Any = jnp.float32,
+    attention: Attention = XLA,
     pipeline: Pipeline | None = None,
 ) -> tuple[Float[Array, "B D"], Cache]:
     """One token for every slot: write its keys and values at its position, attend up to it.
@@ -135,7 +139,7 @@ def decode(
         entry_B = position_B if own is True else jnp.where(own, position_B, cache[0].capacity)
         written = []
         for layer, stored in zip(layers, cache, strict=True):
-            hidden_B1D, stored = _slots(layer, config, hidden_B1D, turn, position_B, entry_B, stored)
+            hidden_B1D, stored = _slots(layer, config, hidden_B1D, turn, position_B, entry_B, stored, attention)
             written.append(stored)
         return hidden_B1D, written
 
@@ -175,10 +179,12 @@ def _embed(params: Params, token_RW: Int[Array, "R W"], dtype: Any) -> Float[Arr
     return params["embed"][token_RW].astype(dtype)
 
 
-def _rows(layer: Params, config: ModelConfig, hidden_RWD: Array, turn: Rotation, segment_RW: Array):
+def _rows(
+    layer: Params, config: ModelConfig, hidden_RWD: Array, turn: Rotation, segment_RW: Array, attention: Attention
+):
     """One layer over packed rows; also returns its keys and values, `[R, W, K, H]`."""
     query_RWNH, key_RWKH, value_RWKH = _heads(layer, config, hidden_RWD, turn)
-    mixed_RWNH = attend(query_RWNH, key_RWKH, value_RWKH, segment_RW)
+    mixed_RWNH = attend(query_RWNH, key_RWKH, value_RWKH, segment_RW, attention=attention)
     return _finish(layer, config, hidden_RWD, mixed_RWNH), key_RWKH, value_RWKH
 
 
@@ -190,11 +196,12 @@ def _slots(
     position_B: Array,
     entry_B: Array,
     stored: LayerCache,
+    attention: Attention,
 ):
     """One layer over one token per slot, whose keys and values become the cache's entry `entry`."""
     query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, hidden_B1D, turn)
     stored = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B)
-    mixed_BNH = attend_cache(query_B1NH[:, 0], stored.key_BKHS, stored.value_BKSH, position_B)
+    mixed_BNH = attend_cache(query_B1NH[:, 0], stored.key_BKHS, stored.value_BKSH, position_B, attention=attention)
     return _finish(layer, config, hidden_B1D, mixed_BNH[:, None]), stored
 
 

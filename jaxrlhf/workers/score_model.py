@@ -1,7 +1,7 @@
 """A reward model: the score head of a sequence-classification checkpoint, read off texts."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.data import load_tokenizer
-from jaxrlhf.models import hidden_states, load_params, pipeline_over, read_config, resolve, score
-from jaxrlhf.parallel import BATCH_AXES, STAGE_AXES, to_device, to_host
+from jaxrlhf.models import choose_attention, hidden_states, load_params, pipeline_over, read_config, resolve, score
+from jaxrlhf.parallel import BATCH_AXES, STAGE_AXES, TENSOR_AXES, to_device, to_host
 from jaxrlhf.workers.model import layout_of
 
 _SMALLEST_WIDTH = 64
@@ -29,6 +29,7 @@ class ScoreModel:
       mesh: A factored mesh; parameters are laid out as for training, rows are split over the batch axes.
       dtype: Of parameters and activations; the head computes in float32.
       offload: Parameters wait in host memory between calls.
+      attention: As `Config.attention`.
       tokens_per_batch: Most tokens (padding included) of one forward pass, unless one row per device is more.
 
     Raises:
@@ -36,7 +37,14 @@ class ScoreModel:
     """
 
     def __init__(
-        self, path: str, *, mesh: Mesh, dtype: jnp.dtype, offload: bool = False, tokens_per_batch: int = 16_384
+        self,
+        path: str,
+        *,
+        mesh: Mesh,
+        dtype: jnp.dtype,
+        offload: bool = False,
+        attention: Literal["auto", "xla"] = "auto",
+        tokens_per_batch: int = 16_384,
     ) -> None:
         self._config = read_config(path)
         self._tokenizer = load_tokenizer(str(resolve(path)))
@@ -50,6 +58,15 @@ class ScoreModel:
         self._rows_multiple = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         self._row_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self._pipeline = pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=("fsdp",))
+        self._attention = choose_attention(
+            self._config,
+            dtype,
+            mesh,
+            row_axes=BATCH_AXES,
+            head_axes=TENSOR_AXES,
+            stage_axes=STAGE_AXES,
+            wanted=attention,
+        )
         self._forward = jax.jit(self._scores)
 
     def score(self, texts: Sequence[tuple[str, str, bool]]) -> np.ndarray:
@@ -97,6 +114,13 @@ class ScoreModel:
         position_RW = jnp.broadcast_to(jnp.arange(width), (rows, width))
         segment_RW = (position_RW < length_R[:, None]).astype(jnp.int32)
         hidden_RWD = hidden_states(
-            params, self._config, token_RW, position_RW, segment_RW, dtype=self._dtype, pipeline=self._pipeline
+            params,
+            self._config,
+            token_RW,
+            position_RW,
+            segment_RW,
+            dtype=self._dtype,
+            attention=self._attention,
+            pipeline=self._pipeline,
         )
         return score(params, hidden_RWD, jnp.arange(rows), jnp.maximum(length_R - 1, 0))

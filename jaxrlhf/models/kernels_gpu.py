@@ -1,0 +1,126 @@
+"""Attention kernels of GPUs, in the signatures of `attend` and `attend_cache`.
+
+Each computes on the arrays of one device. `kernel_choice` decides whether it is used.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Float, Int
+
+from jaxrlhf.batch import Array
+from jaxrlhf.models.attention import widen
+
+_BLOCK, _PART = 64, 512
+"""Cache positions of a tile, and of one program of the decode kernel."""
+
+_SMALLEST_DOT = 16
+"""Rows that the tensor cores multiply at least."""
+
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+"""Not minus infinity: the difference of two of them is not a number."""
+
+
+def cudnn_rows(
+    query_RWNH: Float[Array, "R W N H"],
+    key_RWKH: Float[Array, "R W K H"],
+    value_RWKH: Float[Array, "R W K H"],
+    segment_RW: Int[Array, "R W"],
+) -> Float[Array, "R W N H"]:
+    """cuDNN's flash attention; half precision only.
+
+    JAX offers cuDNN's packed layout under no public name, so segments are a mask: `[R, W, W]` numbers
+    that all heads share, and as many again in the backward pass. Scores of heads are never stored.
+    """
+    width = query_RWNH.shape[1]
+    query, key, value, segment = widen((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=2)
+    mask_R1WW = (segment[:, :, None] == segment[:, None, :])[:, None]
+    out = jax.nn.dot_product_attention(query, key, value, mask=mask_R1WW, is_causal=True, implementation="cudnn")
+    return out[:, :width]
+
+
+def pallas_decode(
+    query_BNH: Float[Array, "B N H"],
+    key_BKHS: Float[Array, "B K H S"],
+    value_BKSH: Float[Array, "B K S H"],
+    position_B: Int[Array, "B"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B N H"]:
+    """Flash decoding on GPU: reads of each slot's cache what is filled, in the order in which it lies.
+
+    The cache is split along its positions; parts are joined by their largest score and their sum:
+
+        out = sum_p e^(m_p - m) o_p / sum_p e^(m_p - m) l_p
+
+    The kernel that JAX ships wants keys with head width last, a copy of them at every token.
+
+    Source: Dao et al. 2023, Flash-Decoding for long-context inference.
+    """
+    slots, kv_heads, head_dim, capacity = key_BKHS.shape
+    query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
+    group = query_BKGH.shape[2]
+    tile = max(_SMALLEST_DOT, pl.next_power_of_2(group))
+    parts = pl.cdiv(capacity, _PART)
+
+    whole = (slots, kv_heads, parts, group)
+    of_heads = pl.BlockSpec((None, None, None, tile), lambda b, k, p: (b, k, p, 0))
+    out_BKPGH, sum_BKPG, most_BKPG = pl.pallas_call(
+        partial(_decode_part, group=group, tile=tile, scale=1 / math.sqrt(head_dim)),
+        grid=(slots, kv_heads, parts),
+        in_specs=[
+            pl.BlockSpec((None,), lambda b, k, p: (b,)),
+            pl.BlockSpec((None, None, tile, head_dim), lambda b, k, p: (b, k, 0, 0)),
+            pl.BlockSpec((None, None, head_dim, _PART), lambda b, k, p: (b, k, 0, p)),
+            pl.BlockSpec((None, None, _PART, head_dim), lambda b, k, p: (b, k, p, 0)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, tile, head_dim), lambda b, k, p: (b, k, p, 0, 0)),
+            *[of_heads] * 2,
+        ],
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*whole, head_dim), whole, whole)],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="decode_attention",
+    )(jnp.minimum(position_B, capacity - 1), query_BKGH, key_BKHS, value_BKSH)
+    share_BKPG = jnp.exp(most_BKPG - most_BKPG.max(axis=2, keepdims=True))
+    total_BKG1 = (share_BKPG * sum_BKPG).sum(axis=2)[..., None]
+    out_BKGH = (share_BKPG[..., None] * out_BKPGH).sum(axis=2) / total_BKG1
+    return out_BKGH.astype(query_BNH.dtype).reshape(query_BNH.shape)
+
+
+def _decode_part(position_ref, query_ref, key_ref, value_ref, out_ref, sum_ref, most_ref, *, group, tile, scale):
+    """Softmax over one part of one slot's cache, for the queries of one key-value head.
+
+    Writes the weighted values, the sum of the weights (0 in a part that is not filled) and the largest score.
+    """
+    precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else None
+    own_G1 = (jnp.arange(tile) < group)[:, None]
+    query_GH = triton.load(query_ref, mask=own_G1, other=0.0)
+    filled = position_ref[...] + 1 - pl.program_id(2) * _PART
+
+    def body(index, carry):
+        out_GH, sum_G, most_G = carry
+        window = pl.ds(index * _BLOCK, _BLOCK)
+        seen_S = index * _BLOCK + jnp.arange(_BLOCK) < filled
+        key_HS = triton.load(key_ref.at[:, window], mask=seen_S[None, :], other=0.0)
+        value_SH = triton.load(value_ref.at[window, :], mask=seen_S[:, None], other=0.0)
+        score_GS = scale * triton.dot(query_GH, key_HS, precision=precision)
+        score_GS = jnp.where(seen_S[None, :], score_GS, _LOWEST)
+        next_G = jnp.maximum(most_G, score_GS.max(axis=1))
+        kept_G, weight_GS = jnp.exp(most_G - next_G), jnp.exp(score_GS - next_G[:, None])
+        new_GH = triton.dot(weight_GS.astype(value_SH.dtype), value_SH, precision=precision)
+        return kept_G[:, None] * out_GH + new_GH, kept_G * sum_G + weight_GS.sum(axis=1), next_G
+
+    zero_G = jnp.zeros(tile, jnp.float32)
+    start = jnp.zeros((tile, query_GH.shape[1]), jnp.float32), zero_G, zero_G + _LOWEST
+    blocks = pl.cdiv(jnp.clip(filled, 0, _PART), _BLOCK)
+    out_GH, sum_G, most_G = lax.fori_loop(0, blocks, body, start)
+    triton.store(out_ref, out_GH, mask=own_G1)
+    triton.store(sum_ref, sum_G, mask=own_G1[:, 0])
+    triton.store(most_ref, most_G, mask=own_G1[:, 0])

@@ -1,0 +1,159 @@
+"""Attention kernels against a naive reference, alone and on a mesh; those of accelerators are interpreted."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxrlhf.models.attention import DECODE, ROWS, Attention, attend, attend_cache
+from jaxrlhf.models.kernels_gpu import pallas_decode
+from jaxrlhf.models.kernels_tpu import splash_rows
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Kernels of accelerators run on the CPU."""
+    monkeypatch.setitem(ROWS, "splash", partial(splash_rows, interpret=True))
+    monkeypatch.setitem(DECODE, "pallas", partial(pallas_decode, interpret=True))
+
+
+def softmax(score):
+    weight = np.exp(score - score.max())
+    return weight / weight.sum()
+
+
+def naive_rows(query, key, value, segment, weight):
+    """The output, and the gradients of its product with `weight`: token by token, in float64."""
+    rows, width, heads, head_dim = query.shape
+    group = heads // key.shape[2]
+    out = np.zeros_like(query)
+    grads = [np.zeros_like(array) for array in (query, key, value)]
+    for r, t, n in np.ndindex(rows, width, heads):
+        k = n // group
+        seen = [s for s in range(t + 1) if segment[r, s] == segment[r, t]]
+        chance = softmax(key[r, seen, k] @ query[r, t, n] / np.sqrt(head_dim))
+        out[r, t, n] = chance @ value[r, seen, k]
+        pull = value[r, seen, k] @ weight[r, t, n]
+        score = chance * (pull - chance @ pull) / np.sqrt(head_dim)
+        grads[0][r, t, n] += score @ key[r, seen, k]
+        grads[1][r, seen, k] += score[:, None] * query[r, t, n]
+        grads[2][r, seen, k] += chance[:, None] * weight[r, t, n]
+    return out, *grads
+
+
+def naive_cache(query, key, value, position):
+    slots, heads, head_dim = query.shape
+    group = heads // key.shape[1]
+    out = np.zeros_like(query)
+    for b, n in np.ndindex(slots, heads):
+        k, filled = n // group, position[b] + 1
+        out[b, n] = softmax(query[b, n] @ key[b, k, :, :filled] / np.sqrt(head_dim)) @ value[b, k][:filled]
+    return out
+
+
+def drawn(*shapes):
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
+def close(ours, theirs, tolerance=1e-5):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
+
+
+def run_rows(attention, query, key, value, segment, weight):
+    out, pull = jax.vjp(lambda *arrays: attend(*arrays, segment, attention=attention), query, key, value)
+    return out, *pull(weight)
+
+
+# Segments that end inside a tile, at its edge and one token long; padding at the end, and none.
+SEGMENTS = {
+    150: [[1] * 50 + [2] + [3] * 77 + [4] * 12 + [0] * 10, [5] * 150],
+    18: [[1] * 7 + [2] * 11, [1] * 3 + [0] * 15],
+}
+
+
+@pytest.mark.parametrize("kernel", ["xla", "splash"])
+@pytest.mark.parametrize(("width", "heads", "kv_heads"), [(150, 4, 2), (18, 3, 1)])
+def test_packed_rows_and_their_gradients_are_those_of_the_naive_reference(kernel, width, heads, kv_heads):
+    shapes = [(2, width, count, 16) for count in (heads, kv_heads, kv_heads, heads)]
+    query, key, value, weight = drawn(*shapes)
+    segment = np.array(SEGMENTS[width], np.int32)
+    arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
+    run = jax.jit(partial(run_rows, Attention(rows=kernel)))
+    ours = run(*arrays, segment, np.asarray(weight, np.float32))
+    for got, true in zip(ours, naive_rows(query, key, value, segment, weight), strict=True):
+        close(got, true)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "pallas"])
+@pytest.mark.parametrize(("heads", "kv_heads", "capacity"), [(4, 2, 40), (7, 1, 700), (20, 1, 65)])
+def test_a_token_attends_to_what_is_filled_of_its_cache(kernel, heads, kv_heads, capacity):
+    shapes = [(5, heads, 16), (5, kv_heads, 16, capacity), (5, kv_heads, capacity, 16)]
+    query, key, value = drawn(*shapes)
+    # One entry, a tile, a tile and one more, all of it; and a slot that is done and has run past it.
+    position = np.array([0, 15, min(64, capacity - 2), capacity - 1, capacity + 9], np.int32)
+    arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
+    ours = jax.jit(partial(attend_cache, attention=Attention(decode=kernel)))(*arrays, position)
+    close(ours, naive_cache(query, key, value, position))
+
+
+def test_the_decode_kernel_reads_nothing_past_what_is_filled():
+    query, key, value = (np.asarray(array, np.float32) for array in drawn((2, 4, 16), (2, 2, 16, 600), (2, 2, 600, 16)))
+    position = np.array([9, 511], np.int32)
+    run = jax.jit(partial(attend_cache, attention=Attention(decode="pallas")))
+    clean = run(query, key, value, position)
+    for slot, last in enumerate(position):
+        key[slot, :, :, last + 1 :] = value[slot, :, last + 1 :] = np.nan
+    np.testing.assert_array_equal(run(query, key, value, position), clean)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_splash_attention_is_accepted_by_the_compiler_for_tpu(head_dim):
+    def loss(query, key, value):
+        return splash_rows(query, key, value, jnp.ones((2, 200), jnp.int32)).astype(jnp.float32).sum()
+
+    arrays = [jax.ShapeDtypeStruct((2, 200, count, head_dim), jnp.bfloat16) for count in (14, 2, 2)]
+    lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*arrays).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") >= 3  # forward, gradient of queries, of keys and values
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="needs to know the GPU, and warns")
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (128, "float32")])
+def test_the_decode_kernel_is_accepted_by_the_compiler_for_gpu(head_dim, dtype):
+    shapes = [(4, 14, head_dim), (4, 2, head_dim, 700), (4, 2, 700, head_dim)]
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    program = jax.jit(pallas_decode).trace(*arrays, jax.ShapeDtypeStruct((4,), jnp.int32))
+    assert "xla.gpu.triton" in program.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def on_mesh(spec_of):
+    """Two replicas, two ways to split heads, and an axis that splits nothing."""
+    mesh = Mesh(
+        np.array(jax.devices()[:4]).reshape(2, 1, 2), ("data", "idle", "tensor"), axis_types=(AxisType.Auto,) * 3
+    )
+    attention = Attention(rows="splash", decode="pallas", mesh=mesh, row_axes=("data",), head_axes=("tensor",))
+    return attention, [NamedSharding(mesh, PartitionSpec(*spec)) for spec in spec_of]
+
+
+def test_rows_and_heads_stay_where_they_are_on_a_mesh():
+    head, row = ("data", None, "tensor"), ("data",)
+    attention, layout = on_mesh([head, head, head, row, head])
+    query, key, value, weight = (np.asarray(x, np.float32) for x in drawn(*[(4, 20, n, 8) for n in (4, 2, 2, 4)]))
+    arrays = query, key, value, np.ones((4, 20), np.int32), weight
+    program = jax.jit(partial(run_rows, attention), in_shardings=layout).lower(*arrays).compile()
+    for ours, theirs in zip(program(*jax.device_put(arrays, tuple(layout))), naive_rows(*arrays), strict=True):
+        close(ours, theirs)
+    assert not any(word in program.as_text() for word in ("all-gather", "all-to-all", "collective-permute"))
+
+
+def test_slots_and_heads_stay_where_they_are_on_a_mesh():
+    head, slot = ("data", "tensor"), ("data",)
+    attention, layout = on_mesh([head, head, head, slot])
+    query, key, value = (np.asarray(x, np.float32) for x in drawn((4, 4, 8), (4, 2, 8, 30), (4, 2, 30, 8)))
+    arrays = query, key, value, np.array([0, 3, 17, 29], np.int32)
+    program = jax.jit(partial(attend_cache, attention=attention), in_shardings=layout).lower(*arrays).compile()
+    close(program(*jax.device_put(arrays, tuple(layout))), naive_cache(*arrays))
+    assert "all-" not in program.as_text() and "collective" not in program.as_text()

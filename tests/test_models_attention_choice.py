@@ -1,0 +1,152 @@
+"""The choice of attention kernels: what computes the same is used, what does not is replaced loudly."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from jaxrlhf import models
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.engine import programs
+from jaxrlhf.models import kernel_choice
+from jaxrlhf.models.attention import DECODE, ROWS, Attention
+from jaxrlhf.models.kernels_gpu import pallas_decode
+from jaxrlhf.models.kernels_tpu import splash_rows
+
+CONFIG = ModelConfig(
+    family="qwen2",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+)
+xla_rows, xla_decode = ROWS["xla"], DECODE["xla"]
+
+
+@pytest.fixture(autouse=True)
+def untried(monkeypatch):
+    """A process that has tried nothing, whose CPU has kernels of its own: those of `xla` under other names."""
+    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("splash", "pallas"))
+    monkeypatch.setitem(ROWS, "splash", xla_rows)
+    monkeypatch.setitem(DECODE, "pallas", xla_decode)
+    kernel_choice._usable.cache_clear()
+    yield
+    kernel_choice._usable.cache_clear()
+
+
+def choose(config=CONFIG, dtype=jnp.float32, shape=(1, 1, 1), decodes=True, **settings):
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    mesh = Mesh(devices, ("data", "stage", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    axes = {"row_axes": ("data",), "head_axes": ("tensor",), "stage_axes": ("stage",)}
+    chosen = models.choose_attention(config, dtype, mesh, **axes, decodes=decodes, **settings)
+    assert chosen == Attention() or (chosen.mesh, chosen.row_axes, chosen.head_axes) == (mesh, ("data",), ("tensor",))
+    return chosen.rows, chosen.decode
+
+
+def raises(*arrays):
+    raise NotImplementedError("no such instruction\non this chip")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_that_compute_the_same_are_used(dtype):
+    assert choose(dtype=dtype) == ("splash", "pallas")
+
+
+def test_the_kernels_of_accelerators_pass(monkeypatch):
+    monkeypatch.setitem(ROWS, "splash", partial(splash_rows, interpret=True))
+    monkeypatch.setitem(DECODE, "pallas", partial(pallas_decode, interpret=True))
+    assert choose(dtype="bfloat16") == ("splash", "pallas")
+
+
+def test_a_kernel_is_tried_once_for_the_heads_of_a_device(monkeypatch):
+    seen = []
+
+    def counted(query, *rest):
+        seen.append(query.shape[2])
+        return xla_rows(query, *rest)
+
+    monkeypatch.setitem(ROWS, "splash", counted)
+    for _ in range(2):
+        choose(shape=(2, 1, 1), decodes=False)
+        choose(shape=(1, 1, 2), decodes=False)
+    assert seen == [4, 2]
+
+
+def test_other_backends_and_those_who_ask_for_xla_get_it_untried(monkeypatch):
+    monkeypatch.setitem(ROWS, "splash", raises)
+    assert choose(wanted="xla") == ("xla", "xla")
+    monkeypatch.delitem(kernel_choice.BEST, "cpu")
+    assert choose() == ("xla", "xla")
+
+
+BROKEN_ROWS = {
+    "NotImplementedError: no such instruction$": raises,
+    "its output is off by": lambda query, key, value, segment: xla_rows(query, key, value, jnp.ones_like(segment)),
+    "its gradient of queries is off by": lambda query, *rest: xla_rows(jax.lax.stop_gradient(query), *rest),
+    "its gradient of keys is off by": lambda query, key, *rest: xla_rows(query, jax.lax.stop_gradient(key), *rest),
+    "its output is off by nan": lambda *arrays: xla_rows(*arrays) * jnp.nan,
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN_ROWS)
+def test_a_broken_kernel_of_rows_is_replaced_loudly_and_once(reason, monkeypatch):
+    monkeypatch.setitem(ROWS, "splash", BROKEN_ROWS[reason])
+    message = rf"attention kernel 'splash' \(rows\) is not used on cpu for heads 4 x 2 x 16 in bfloat16, .*{reason}"
+    with pytest.warns(RuntimeWarning, match=message):
+        assert choose(dtype="bfloat16", decodes=False) == ("xla", "xla")
+    assert choose(dtype="bfloat16", decodes=False) == ("xla", "xla")  # a second warning would be an error
+
+
+BROKEN_DECODE = {
+    "NotImplementedError": raises,
+    "its output is off by": lambda query, key, value, position: xla_decode(query, key, value, position - 1),
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN_DECODE)
+def test_a_broken_decode_kernel_is_replaced_loudly(reason, monkeypatch):
+    monkeypatch.setitem(DECODE, "pallas", BROKEN_DECODE[reason])
+    with pytest.warns(RuntimeWarning, match=rf"attention kernel 'pallas' \(decode\) is not used .*{reason}"):
+        assert choose() == ("splash", "xla")
+
+
+def test_cudnn_is_refused_where_there_is_none(monkeypatch):
+    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("cudnn", "xla"))
+    with pytest.warns(RuntimeWarning, match="'cudnn'"):
+        assert choose(dtype="bfloat16") == ("xla", "xla")
+
+
+def test_stages_keep_the_kernel_that_the_compiler_splits():
+    with pytest.warns(RuntimeWarning, match="inside pipeline stages") as caught:
+        assert choose(shape=(1, 2, 1)) == ("xla", "xla")
+    assert len(caught) == 2
+
+
+@pytest.mark.parametrize(("program", "kernel"), [("packed", "splash"), ("prefill", "splash"), ("decode", "pallas")])
+def test_programs_compute_with_the_kernels_they_are_given(program, kernel, monkeypatch):
+    for table, name in ((ROWS, "splash"), (DECODE, "pallas")):
+        monkeypatch.setitem(table, name, raises)
+    sizes = {"slots": 2, "capacity": 32, "max_response_tokens": 8, "stop_tokens": (), "tokens_per_dispatch": 2}
+
+    def trace(attention):
+        shape = programs.Shape(config=CONFIG, **sizes, dtype=jnp.float32, attention=attention)
+        rows, length = jnp.ones((2, 16), jnp.int32), jnp.ones(2, jnp.int32)
+        if program == "packed":
+            run = partial(models.hidden_states, config=CONFIG, attention=attention)
+            run = partial(run, token_RW=rows, position_RW=rows, segment_RW=rows)
+        elif program == "prefill":
+            run = partial(programs.prefill, token_PS=rows, length_P=length, shape=shape)
+        else:
+            run = partial(programs.decode, slots=programs.empty_slots(shape=shape), shape=shape, capacity=32)
+        jax.eval_shape(run, models.param_shapes(CONFIG, "lm"))
+
+    others = {"splash": Attention(decode="pallas"), "pallas": Attention(rows="splash")}
+    trace(others[kernel])
+    with pytest.raises(NotImplementedError, match="no such instruction"):
+        trace(Attention(rows="splash", decode="pallas"))
