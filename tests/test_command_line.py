@@ -55,6 +55,7 @@ def python(*arguments: str, cwd: Path = ROOT.parent, **environment: str) -> subp
         ("--rewards.parts.0.method flexible", {"rewards.parts.0.method": "flexible"}),
         ("--rollout.sampling.stop-tokens a b", {"rollout.sampling.stop_tokens": ("a", "b")}),
         ("--rollout.sampling.stop-tokens", {"rollout.sampling.stop_tokens": ()}),
+        ("--profile-steps 3 5", {"profile_steps": (3, 5)}),
         ("--data.instruction=--x=1", {"data.instruction": "--x=1"}),
     ],
 )

@@ -16,17 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax._src import xla_bridge
 from jaxrlhf import compilation_cache
+from jaxrlhf.tracking import CompileCounter
 
 compilation_cache.turn_on()
 compilation_cache.turn_on()  # a second run of the same process
 touched = bool(xla_bridge._backends)
 row = compilation_cache.settings_row()
-events = []
+events, counter = [], CompileCounter()
 jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))
 for function in (jnp.sin, jnp.sum, lambda x: x @ x.T):
     jax.jit(function)(jnp.ones((8, 8))).block_until_ready()
 counts = {name: events.count(name) for name in ("compile_requests_use_cache", "cache_hits", "cache_misses")}
-print(json.dumps({"row": row, "touched": touched, **counts}))
+print(json.dumps({"row": row, "touched": touched, "counter": (counter.count, counter.loaded), **counts}))
 """
 
 
@@ -49,6 +50,7 @@ def test_the_second_process_compiles_nothing(tmp_path):
     assert programs >= 4  # the three functions, and their argument
     assert (first["cache_hits"], first["cache_misses"]) == (0, programs)
     assert (second["cache_hits"], second["cache_misses"]) == (programs, 0)
+    assert (first["counter"], second["counter"]) == ([programs, 0], [programs, programs])
     folder = tmp_path / "jaxrlhf" / "xla"
     assert first["row"][2:] == ["none yet", f"this run compiles and keeps them in {folder}"]
     size = sum(path.stat().st_size for path in folder.iterdir())

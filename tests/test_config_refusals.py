@@ -163,6 +163,10 @@ def test_setting_refuses(build, message):
             "algorithm.critic_warmup_steps=10 leaves no step of steps=10 to train the policy",
         ),
         (
+            {"profile_steps": (10, 11, 0)},
+            "profile_steps names [11, 0], and the run has steps 1 to 10; name some of those",
+        ),
+        (
             {"algorithm": SFT(), "cold_start": ColdStart(steps=3)},
             "cold_start before algorithm SFT is the same training twice",
         ),

@@ -1,5 +1,8 @@
 """What a run writes down, and what becomes of it when a reward function misbehaves."""
 
+import contextlib
+import gzip
+import io
 import json
 import logging
 import math
@@ -56,6 +59,8 @@ EVERY_STEP = {
     "throughput/generated_tokens_per_s",
     "throughput/trained_tokens_per_s",
     "compile/count",
+    "compile/loaded",
+    "compile/seconds",
     "memory/peak_bytes",
 }
 
@@ -85,7 +90,9 @@ def run(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("metrics")
     (workdir / "reward.py").write_text(REWARD)
     rewards = Rewards(parts=(FunctionReward(f"{workdir}/reward.py:unreliable"),), timeout_s=0.5)
-    config = replace(get_config(), steps=STEPS, rewards=rewards, cold_start=None, workdir=str(workdir))
+    config = replace(
+        get_config(), steps=STEPS, rewards=rewards, cold_start=None, workdir=str(workdir), profile_steps=(2,)
+    )
     seen, warnings, prepared = [], [], []
     listener = logging.Handler()
     listener.emit = lambda record: warnings.append(record.getMessage())
@@ -93,14 +100,16 @@ def run(tmp_path_factory):
         original = ppo.prepare
         patch.setattr(ppo, "prepare", lambda *args: prepared.append((args, original(*args))) or prepared[-1][1])
         patch.setattr(logging.getLogger("jaxrlhf"), "handlers", [listener])
-        own = OwnLogger()
-        result = jaxrlhf.run(config, on_step=lambda number, metrics: seen.append((number, metrics)), loggers=[own])
+        own, printed = OwnLogger(), io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            result = jaxrlhf.run(config, on_step=lambda number, metrics: seen.append((number, metrics)), loggers=[own])
     samples = defaultdict(list)
     for sample in records(workdir / "samples.jsonl"):
         samples[sample["step"]].append(sample)
     return SimpleNamespace(
         config=config,
         result=result,
+        printed=printed.getvalue(),
         workdir=workdir,
         metrics=records(workdir / "metrics.jsonl"),
         samples=samples,
@@ -193,8 +202,36 @@ def test_files(run):
     assert list((run.workdir / "tensorboard").glob("events*"))
     trace = json.loads((run.workdir / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     assert sum(event["name"] == "update_critic" for event in trace) == STEPS
+    assert sum(event["name"] == "generate_sequences" for event in trace) == STEPS + 3  # the last evaluation too
     answers = records(run.workdir / "evaluation.jsonl")
     assert [answer["step"] for answer in answers] == [0] * 16 + [2] * 16 + [4] * 16
+
+
+def test_the_traced_step_has_its_calls_and_device_work_by_name(run):
+    [written] = (run.workdir / "profile").rglob("*.trace.json.gz")
+    assert written.is_relative_to(run.workdir / "profile" / "step_2")
+    assert list(written.parent.glob("*.xplane.pb"))
+    names = [event.get("name") for event in json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]]
+    for call in ("actor.generate_sequences", "reward.compute_reward", "critic.update_critic", "actor.update_actor"):
+        assert names.count(call) == 1, call
+    assert any(name and name.startswith("dot") for name in names)  # a program's operation
+
+
+def test_the_time_of_the_run_is_printed_and_drawn(run):
+    lines = [line.split() for line in run.printed.splitlines()]
+    [update] = [line for line in lines if "actor.update_actor" in line]
+    assert update[1:3] == [str(STEPS), f"{sum(record['time/update_s'] for record in run.metrics) - critic_s(run):.2f}"]
+    [step] = [line for line in lines if line[:2] == ["step", "all"]]
+    assert step[2:6] == [str(STEPS), f"{sum(record['time/step_s'] for record in run.metrics):.2f}", "s", "100.0%"]
+    last = run.metrics[-1]
+    programs = f"{last['compile/count']:.0f} programs in {last['compile/seconds']:.1f} s, 0 of them loaded"
+    assert programs in run.printed
+    assert (run.workdir / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def critic_s(run) -> float:
+    trace = json.loads((run.workdir / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    return sum(event["dur"] / 1e6 for event in trace if event["name"] == "update_critic")
 
 
 # A reward function that hangs, one that raises, one that returns NaN.

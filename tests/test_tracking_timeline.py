@@ -18,9 +18,12 @@ def test_calls_lie_on_the_line_of_their_role(tmp_path):
     file = TimelineFile(tmp_path / "timeline.json")
     now = time.perf_counter()
     file.append(
-        [Call("actor", "generate_sequences", now - 2, now - 1.5), Call("reward", "compute_reward", now - 1, now)]
+        [
+            Call("actor", "generate_sequences", now - 2, now - 1.5, "a"),
+            Call("reward", "compute_reward", now - 1, now, "b"),
+        ]
     )
-    file.append([Call("actor", "update_actor", now, now + 0.25)])
+    file.append([Call("actor", "update_actor", now, now + 0.25, "a")])
     file.close()
     written = events(tmp_path / "timeline.json")
     names = {event["tid"]: event["args"]["name"] for event in written if event["ph"] == "M"}
@@ -36,11 +39,11 @@ def test_calls_lie_on_the_line_of_their_role(tmp_path):
 def test_a_resumed_trace_goes_on_after_a_torn_event(tmp_path):
     path = tmp_path / "timeline.json"
     first = TimelineFile(path)
-    first.append([Call("actor", "a", 0, 1)])
+    first.append([Call("actor", "a", 0, 1, "all")])
     first.close()
     path.write_bytes(path.read_bytes() + b'{"ph": "X", "na')
     second = TimelineFile(path, resumed=True)
-    second.append([Call("actor", "b", 2, 3)])
+    second.append([Call("actor", "b", 2, 3, "all")])
     second.close()
     assert [event["name"] for event in events(path) if event["ph"] == "X"] == ["a", "b"]
     TimelineFile(path).close()

@@ -86,6 +86,8 @@ class Config:
       offload: What waits in host memory while it is not in use: `role`, `role.parameters` or `role.optimizer`.
       workdir: Where checkpoints, metrics and samples go; None is `runs/<name>`.
       resume: Go on from the newest checkpoint in `workdir` if there is one.
+      profile_steps: Steps of the main stage in which every process traces its devices, into `profile/step_N` of
+        `workdir`.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Config:
     seed: int = 0
     workdir: str | None = None
     resume: bool = True
+    profile_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self, "Config")
@@ -130,6 +133,7 @@ class Config:
         self._check_records()
         self._check_weights()
         self._check_best()
+        self._check_profile()
         self.algorithm.check(self)
 
     def _check_placement(self) -> None:
@@ -226,3 +230,7 @@ class Config:
             f"checkpoint.every_steps={saved} is no multiple of evaluation.every_steps={evaluated}, so checkpoints "
             "would have no accuracy to rank by; make it one, or set checkpoint.keep_best=0",
         )
+
+    def _check_profile(self) -> None:
+        wrong = [number for number in self.profile_steps if not 1 <= number <= self.steps]
+        require(not wrong, f"profile_steps names {wrong}, and the run has steps 1 to {self.steps}; name some of those")

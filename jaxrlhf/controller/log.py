@@ -1,5 +1,6 @@
-"""Everything a run writes down and shows: metrics, samples, the curve."""
+"""Everything a run writes down and shows: metrics, samples, the curve, where the time went."""
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ from jaxrlhf.tracking import (
     RunConsole,
     Sample,
     SampleFile,
+    StepCalls,
     TensorBoard,
     TimelineFile,
     read_samples,
     save_learning_curve,
+    save_step_picture,
     show_samples,
+    time_spent,
+    time_table,
+    typical,
 )
 
 METRICS = "metrics.jsonl"
@@ -27,6 +33,8 @@ SAMPLES = "samples.jsonl"
 EVALUATION = "evaluation.jsonl"
 CURVE = "curve.png"
 TIMELINE = "timeline.json"
+TIMELINE_PICTURE = "timeline.png"
+PROFILE = "profile"
 
 
 class StageLog:
@@ -54,9 +62,14 @@ class StageLog:
         self._samples = SampleFile(directory / SAMPLES, resumed_step=resumed)
         self._evaluation = SampleFile(directory / EVALUATION, resumed_step=resumed)
         self._timeline = TimelineFile(directory / TIMELINE, resumed=resumed is not None)
+        self._start_s = time.perf_counter()
+        self._steps: list[StepCalls] = []
+        self._outside: list[Call] = []
+        self._compiled: dict[str, float] = {}
 
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
+        self._compiled = {name: value for name, value in metrics.items() if name.startswith("compile/")}
         self._metrics.log(number, metrics)
         for logger in self._loggers:
             logger.log(number, metrics)
@@ -70,17 +83,46 @@ class StageLog:
         self._evaluation.append(samples)
 
     def calls(self, calls: Sequence[Call]) -> None:
-        """Keep what ran when."""
+        """Keep what ran when, outside of steps."""
         self._timeline.append(calls)
+        self._outside += calls
+
+    def step_calls(self, step: StepCalls) -> None:
+        """Keep what ran when in a step."""
+        self._timeline.append(step.calls)
+        self._steps.append(step)
+
+    def profile_folder(self, number: int) -> Path:
+        """Where the traces of a step go."""
+        return self._directory / PROFILE / f"step_{number}"
 
     def finish(self, *, title: str, show: int) -> None:
-        """Draw the curve and print some of the last answers."""
+        """Draw the curve, print some of the last answers, and show where the time went."""
         curve = save_learning_curve(self._directory / METRICS, self._directory / CURVE, title=title)
         answered = self._directory / EVALUATION
         last = answered if answered.stat().st_size else self._directory / SAMPLES
         if last.stat().st_size:
             show_samples(read_samples(last, n=show))
         self.console.print(f"learning curve: {curve}")
+        if self._steps:
+            self._show_time(title)
+
+    def _show_time(self, title: str) -> None:
+        """The table of the seconds, and the picture of a typical step."""
+        lines = time_spent(self._steps, self._outside, start_s=self._start_s, end_s=time.perf_counter())
+        compiled = (
+            "XLA so far: {compile/count:.0f} programs in {compile/seconds:.1f} s, "
+            "{compile/loaded:.0f} of them loaded from the compilation cache"
+        )
+        steady = "the only step" if len(self._steps) == 1 else "the first step, which compiles, is not in the median"
+        caption = f"{compiled.format_map(self._compiled)}\n{steady}"
+        self.console.print(time_table(lines, title=f"{title}: where the time went", caption=caption))
+        step = typical(self._steps)
+        picture = save_step_picture(step, self._directory / TIMELINE_PICTURE, title=title)
+        everything = self._directory / TIMELINE
+        self.console.print(
+            f"timeline of step {step.number}: {picture}; of all: {everything} (opens in ui.perfetto.dev)"
+        )
 
     def close(self) -> None:
         self._metrics.close()

@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from jaxrlhf.batch import Problem
@@ -15,6 +15,7 @@ from jaxrlhf.controller.evaluation import evaluate
 from jaxrlhf.controller.log import StageLog, to_samples
 from jaxrlhf.controller.step import Metrics, StepInput, StepResult
 from jaxrlhf.data import Loader
+from jaxrlhf.tracking import Call, StepCalls
 from jaxrlhf.workers import Roles, response_texts
 
 _PHASE = {
@@ -78,6 +79,7 @@ class Loop:
                 if stop and number < self.config.steps:
                     self.checkpoints.wait()
                     return False
+            log.calls(self.roles.timeline.take())
             log.finish(title=self.config.name, show=5)
             self.checkpoints.wait()
             return True
@@ -94,14 +96,19 @@ class Loop:
     def _step(self, number: int, state: dict[str, float], log: StageLog) -> tuple[dict[str, float], Metrics]:
         """One step of the algorithm, with evaluation and logging around it."""
         before = self._evaluate(0, log) if number == 1 else {}
-        evaluating = self._take_times(log)  # what evaluation took is not the step's, but for weights that it had sent
+        calls = self.roles.timeline.take()
+        log.calls(calls)
+        evaluating = self._times(calls)  # what evaluation took is not the step's, but for weights that it had sent
         sent = {name: value for name, value in evaluating.items() if name.startswith("transfer/")}
         problems = self.loader.next()
-        start = time.perf_counter()
-        result = resolve_dataflow(self.config.algorithm)(
-            self.roles, StepInput(self.config, problems, number - 1, state)
-        )
-        metrics = {**result.metrics, **sent, **self._timing(time.perf_counter() - start, result, log)}
+        with self._profiled(number, log):
+            start = time.perf_counter()
+            result = resolve_dataflow(self.config.algorithm)(
+                self.roles, StepInput(self.config, problems, number - 1, state)
+            )
+            step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
+        log.step_calls(step)
+        metrics = {**result.metrics, **sent, **self._timing(step, result)}
         if result.rollout is not None and result.scores is not None:
             responses = response_texts(result.rollout, self.decode)
             samples = to_samples(number, problems, responses, result.rollout, result.scores, logp_BT=result.logp_BT)
@@ -115,6 +122,11 @@ class Loop:
             self.on_step(number, metrics)
         return result.state, metrics
 
+    def _profiled(self, number: int, log: StageLog) -> AbstractContextManager[None]:
+        """Traces what devices do in the block, if the configuration asks for that of this step."""
+        wanted = number in self.config.profile_steps
+        return self.roles.profiled(log.profile_folder(number)) if wanted else nullcontext()
+
     def _evaluate(self, number: int, log: StageLog) -> Metrics:
         if not self.held_out:
             return {}
@@ -125,11 +137,9 @@ class Loop:
         log.evaluation(to_samples(number, self.held_out, responses, rollout, scores))
         return {**metrics, "time/eval_s": seconds}
 
-    def _take_times(self, log: StageLog) -> Metrics:
-        """Seconds and peak device bytes by phase since the last call, and what else the hosts measured."""
+    def _times(self, calls: Sequence[Call]) -> Metrics:
+        """Seconds of calls by phase; peak device bytes, and what else the hosts measured, since the last time."""
         times = dict.fromkeys([f"time/{phase}_s" for phase in _PHASE.values()], 0.0)
-        calls = self.roles.timeline.take()
-        log.calls(calls)
         for call in calls:
             times[f"time/{_PHASE[call.verb]}_s"] += call.end_s - call.start_s
         measured, peaks = self.roles.take_metrics()
@@ -142,13 +152,13 @@ class Loop:
             memory[name] = max(float(count), memory.get(name, 0.0))
         return {**times, **measured, **memory}
 
-    def _timing(self, step_s: float, result: StepResult, log: StageLog) -> Metrics:
-        times = self._take_times(log)
+    def _timing(self, step: StepCalls, result: StepResult) -> Metrics:
+        times = self._times(step.calls)
         # The policy's tokens: a critic beside it makes the update slower, not the throughput higher.
         rates = {"throughput/trained_tokens_per_s": result.metrics.get("actor/tokens", 0.0) / times["time/update_s"]}
         if result.rollout is not None:
             rates["throughput/generated_tokens_per_s"] = result.metrics["tokens/generated"] / times["time/generate_s"]
-        return {"time/step_s": step_s, **times, **rates}
+        return {"time/step_s": step.seconds, **times, **rates}
 
     def _save(self, number: int, state: dict[str, float], metrics: Metrics) -> None:
         host = {"step": number, "state": state, "loader": self.loader.state(), "counters": self.roles.counters()}

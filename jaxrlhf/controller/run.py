@@ -221,6 +221,7 @@ def _cold_start(config: Config) -> Config:
         steps=cold.steps,
         actor=replace(config.actor, optimizer=cold.optimizer),
         cold_start=None,
+        profile_steps=(),
         pools=(),  # the run's pools are launched already, and have roles that this stage does not call
         offload=(),
         reference_layout=None,

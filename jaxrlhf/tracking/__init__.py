@@ -6,10 +6,13 @@ from jaxrlhf.tracking.metrics import JsonLines, Logger, MetricsWriter, TensorBoa
 from jaxrlhf.tracking.plots import save_learning_curve
 from jaxrlhf.tracking.records import read_records
 from jaxrlhf.tracking.samples import Sample, SampleFile, read_samples, show_samples
-from jaxrlhf.tracking.timeline import Call, TimelineFile
+from jaxrlhf.tracking.step_picture import save_step_picture
+from jaxrlhf.tracking.time_spent import time_spent, time_table, typical
+from jaxrlhf.tracking.timeline import ON_HOST, Call, StepCalls, TimelineFile
 from jaxrlhf.tracking.timing import CompileCounter, peak_memory_bytes
 
 __all__ = [
+    "ON_HOST",
     "Call",
     "CompileCounter",
     "DevicePeak",
@@ -19,6 +22,7 @@ __all__ = [
     "RunConsole",
     "Sample",
     "SampleFile",
+    "StepCalls",
     "TensorBoard",
     "TimelineFile",
     "bytes_in_use",
@@ -27,6 +31,10 @@ __all__ = [
     "read_records",
     "read_samples",
     "save_learning_curve",
+    "save_step_picture",
     "settings_table",
     "show_samples",
+    "time_spent",
+    "time_table",
+    "typical",
 ]

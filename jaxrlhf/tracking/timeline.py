@@ -6,14 +6,34 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+ON_HOST = "(host)"
+
 
 class Call(NamedTuple):
-    """One call of a role's verb, as it ran; times are `time.perf_counter` seconds."""
+    """One call of a role's verb, as it ran; times are `time.perf_counter` seconds.
+
+    Attributes:
+      lane: The pool on whose devices it ran, one call after another; `ON_HOST` for calls that use none.
+    """
 
     role: str
     verb: str
     start_s: float
     end_s: float
+    lane: str
+
+
+class StepCalls(NamedTuple):
+    """A step and the calls that ran in it, in order of their end."""
+
+    number: int
+    start_s: float
+    end_s: float
+    calls: tuple[Call, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
 
 
 class TimelineFile:

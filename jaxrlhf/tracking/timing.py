@@ -5,6 +5,7 @@ import sys
 import jax
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+LOAD_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 class CompileCounter:
@@ -12,13 +13,18 @@ class CompileCounter:
 
     Attributes:
       count: Programs compiled or loaded.
+      loaded: Those of them that were loaded.
       seconds: Time that took.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.loaded = 0
         self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
+        jax.monitoring.register_event_listener(self._listen_loads)
+
+    def _listen_loads(self, event: str, **_: str | int) -> None:
+        self.loaded += event == LOAD_EVENT
 
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILE_EVENT:
@@ -28,6 +34,7 @@ class CompileCounter:
     def close(self) -> None:
         """Stop counting."""
         jax.monitoring.unregister_event_duration_listener(self._listen)
+        jax.monitoring.unregister_event_listener(self._listen_loads)
 
     def __enter__(self) -> "CompileCounter":
         return self

@@ -80,7 +80,7 @@ class Lane:
 
     def __init__(self, name: str, timeline: Timeline) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._timeline = timeline
+        self._name, self._timeline = name, timeline
 
     def submit(self, role: str, verb: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
         pending = Pending()
@@ -109,7 +109,7 @@ class Lane:
             error.add_note(f"raised in {role}.{verb}")
             raise
         finally:
-            self._timeline.add(Call(role, verb, start, time.perf_counter()))
+            self._timeline.add(Call(role, verb, start, time.perf_counter(), self._name))
 
     def close(self) -> None:
         """Wait for the running call; those after it are cancelled."""

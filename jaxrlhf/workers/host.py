@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.checkpoint import Item
@@ -97,17 +98,34 @@ class Host:
         args = tuple(_load(arg) for arg in args)
         named = {name: _load(value) for name, value in kwargs.items()}
         args = method.protocol.distribute(args, worker.place)
-        if role == "reward" and not self.builder.config.rewards.by_model:  # it uses no device
-            return method(*args, **named)
-        with DevicePeak(self.pool.devices) as peak:
-            result = method(*args, **named)
+        with jax.profiler.TraceAnnotation(f"{role}.{verb}"):
+            if role == "reward" and not self.builder.config.rewards.by_model:  # it uses no device
+                return method(*args, **named)
+            with DevicePeak(self.pool.devices) as peak:
+                result = method(*args, **named)
         self._peaks[verb] = max(self._peaks.get(verb, 0), peak.bytes)
         return result
+
+    def start_trace(self, folder: Path) -> None:
+        """Trace what this process and its devices do, into a folder of its own where there are several processes."""
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # every Python call would make the host's part many times as long
+        own = folder / str(jax.process_index()) if jax.process_count() > 1 else folder
+        jax.profiler.start_trace(own, profiler_options=options)
+
+    def stop_trace(self) -> None:
+        """Write the trace."""
+        jax.profiler.stop_trace()
 
     def take_metrics(self) -> tuple[Metrics, dict[str, int]]:
         """What the workers measured since the last call, and the peak device bytes of each verb."""
         peaks, self._peaks = self._peaks, {}
-        metrics = {"compile/count": float(self._compiled.count), "memory/peak_bytes": float(peak_memory_bytes())}
+        metrics = {
+            "compile/count": float(self._compiled.count),
+            "compile/loaded": float(self._compiled.loaded),
+            "compile/seconds": self._compiled.seconds,
+            "memory/peak_bytes": float(peak_memory_bytes()),
+        }
         for worker in self._workers.values():
             metrics |= worker.take_metrics() if hasattr(worker, "take_metrics") else {}
         return metrics, peaks

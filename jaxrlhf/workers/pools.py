@@ -5,14 +5,15 @@ processes are in `ray_backend`. Everything above works with either.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import ROLLOUT
+from jaxrlhf.tracking import ON_HOST
 from jaxrlhf.workers.build import Stage
 from jaxrlhf.workers.group import ActorApart, Group, Lane, Timeline
 from jaxrlhf.workers.host import Built, Host
@@ -108,11 +109,11 @@ class Roles:
 
     def __init__(self, pools: Sequence[Ranks], stage: Stage) -> None:
         self.timeline = Timeline()
-        self._pools = pools
+        self._pools, self._on_hosts = pools, stage.config.cluster is not None
         self._lanes: list[Lane] = []
         by_model = stage.config.rewards.by_model
         for ranks in pools:
-            lane, beside = Lane(ranks.name, self.timeline), Lane("reward", self.timeline)
+            lane, beside = Lane(ranks.name, self.timeline), Lane(ON_HOST, self.timeline)
             self._lanes += [lane, beside]
             for role in ranks.built[0].places:
                 # Functions score beside the models' work; a reward model computes on the pool's devices, in turn.
@@ -142,6 +143,27 @@ class Roles:
             metrics |= {name: max(value, metrics.get(name, value)) for name, value in measured.items()}
             peaks |= {verb: max(count, peaks.get(verb, 0)) for verb, count in bytes_by_verb.items()}
         return metrics, peaks
+
+    @contextmanager
+    def profiled(self, folder: Path) -> Iterator[None]:
+        """Within the block every process traces what it and its devices do.
+
+        Args:
+          folder: Takes the traces; of hosts, in folders named after their pools and on their machines.
+        """
+        traced = [(self._pools[0], folder)]  # pools of this process share its trace
+        if self._on_hosts:
+            traced = [(ranks, folder.absolute() / ranks.name) for ranks in self._pools]
+        for ranks, own in traced:
+            ranks.on_all("start_trace", own)
+        try:
+            yield
+        except BaseException:
+            if not self._on_hosts:  # hosts end with the run, and this process goes on
+                self._pools[0].on_all("stop_trace")
+            raise
+        for ranks, _ in traced:
+            ranks.on_all("stop_trace")
 
     def close(self) -> None:
         """Wait for running calls and let the threads end."""
