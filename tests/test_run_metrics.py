@@ -50,6 +50,7 @@ EVERY_STEP = {
     "sampler/logp_gap_mean",
     "sampler/logp_gap_max",
     "reward/unscorable",
+    "reward/overlapped_fraction",
     "time/step_s",
     "time/generate_s",
     "time/reward_s",

@@ -101,4 +101,4 @@ def test_only_a_response_that_was_cut_off_is_not_finished():
     with Scorer(rewards, models={"judge": judge}) as scorer:
         role = Reward(scorer, Place.alone(0, 1), lambda tokens: str(tokens), lambda *_: None)
         role.compute_reward(problems, to_rollout(problems, completions, width=4))
-    assert seen == [("p0", "[5, 0]", True), ("p1", "[5, 1]", False)]
+    assert seen == [("p0", "(5, 0)", True), ("p1", "(5, 1)", False)]

@@ -68,7 +68,7 @@ def records(path: Path) -> list[dict]:
 
 def numbers(path: Path) -> list[dict]:
     """A metrics file without what the clock, the machine and the placement decide."""
-    machine = ("time/", "throughput/", "memory/", "compile/", "relayout/", "transfer/", "offload/")
+    machine = ("time/", "throughput/", "memory/", "compile/", "relayout/", "transfer/", "offload/", "reward/overlapped")
     return [{name: value for name, value in record.items() if not name.startswith(machine)} for record in records(path)]
 
 

@@ -37,7 +37,7 @@ from jaxrlhf.parallel import (
     shardings,
 )
 from jaxrlhf.rewards.scorer import Scorer
-from jaxrlhf.workers.generation import Generator, Sampler
+from jaxrlhf.workers.generation import Ends, Generator, Sampler
 from jaxrlhf.workers.model import Progress, layout_of
 from jaxrlhf.workers.protocol import Place
 from jaxrlhf.workers.roles import Actor, Critic, Reference, Reward
@@ -116,6 +116,7 @@ class Builder:
       progress: Told how far generation and rewards are.
       reward_output: File that takes what reward functions print; None is the standard error stream.
       address: Under which other hosts reach this one.
+      ends: Shared by the builders of this process.
     """
 
     def __init__(
@@ -129,9 +130,10 @@ class Builder:
         progress: Progress,
         reward_output: Path | None = None,
         address: str = "127.0.0.1",
+        ends: Ends | None = None,
     ) -> None:
         self.config, self.tokenizer, self.pool, self._progress = config, tokenizer, pool, progress
-        self.rank = rank
+        self.rank, self._ends = rank, ends or Ends()
         carrier = "direct" if config.cluster is None else config.cluster.weights
         self._exchange, self._reward_output = Exchange(address, carrier=carrier), reward_output
         self.model = model_config(config.model, tokenizer)
@@ -179,7 +181,7 @@ class Builder:
             kv_head_axis="tensor",
             stage_axis="stage",
         )
-        return Sampler(engine, mesh, island, self.width, self._progress)
+        return Sampler(engine, mesh, island, self.width, self._progress, self._ends)
 
     def scorer(self) -> Scorer:
         """Of this process alone, made once: reward models are on its own devices."""
@@ -206,7 +208,8 @@ class Builder:
             layout = self.generation_layout(self.sampler.mesh)
             workers[ROLLOUT] = Generator(self.sampler, layout, self.generation_shapes(), self._exchange)
         if "reward" in roles:
-            workers["reward"] = Reward(self.scorer(), Place.alone(*self.rank), decoder(self.tokenizer), self._progress)
+            reward = Reward(self.scorer(), Place.alone(*self.rank), decoder(self.tokenizer), self._progress)
+            workers["reward"], self._ends.listen = reward, reward.listen
         if not {"actor", "critic", "reference"} & set(roles):
             return workers
         start = self._policy(stage, roles)

@@ -1,6 +1,6 @@
 """Generating responses: on the actor's own devices, or on a pool apart with copies of its weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,20 @@ from jaxrlhf.parallel import Exchange, Offer, Splits, hand_over, splits_of
 from jaxrlhf.workers.model import Metrics, Progress
 from jaxrlhf.workers.protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, Place, verb
 
+Listener = Callable[[Problem, Completion], None]
+"""Told of a response as it ends, with the problem that it answers."""
+
+
+@dataclass
+class Ends:
+    """Where a process's reward worker hears of the responses that any pool in this process generates.
+
+    Attributes:
+      listen: Called as a rollout begins; what it returns is told of each response. None while nobody wants to hear.
+    """
+
+    listen: Callable[[], Listener] | None = None
+
 
 @dataclass(frozen=True)
 class Sampler:
@@ -25,6 +39,7 @@ class Sampler:
       mesh: The whole generation mesh.
       island: The part of it that this process drives; its replicas need no other process.
       width: T, columns of a rollout's arrays.
+      ends: Told of each response as it ends, while others are still generated.
     """
 
     engine: Engine
@@ -32,6 +47,7 @@ class Sampler:
     island: Mesh
     width: int
     progress: Progress
+    ends: Ends
 
     def load(self, weights: Any, version: int) -> None:
         """Set the engine's weights, given in the generation layout over the whole mesh."""
@@ -54,11 +70,22 @@ class Sampler:
             for index, problem in enumerate(problems)
             for copy in range(responses_per_prompt)
         ]
-        completions = self.engine.generate(
-            requests, sampling, seed=seed, progress=lambda done, total: self.progress("generate", done, total)
-        )
         prompts = [problem for problem in problems for _ in range(responses_per_prompt)]
+        completions = self.engine.generate(
+            requests,
+            sampling,
+            seed=seed,
+            progress=lambda done, total: self.progress("generate", done, total),
+            on_completion=self._told(requests, prompts),
+        )
         return to_rollout(prompts, completions, width=self.width)
+
+    def _told(self, requests: Sequence[Request], problems: Sequence[Problem]) -> Callable[[Completion], None] | None:
+        if self.ends.listen is None:
+            return None
+        tell = self.ends.listen()
+        asked = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
+        return lambda completion: tell(asked[completion.request_id], completion)
 
 
 class Generator:

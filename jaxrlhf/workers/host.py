@@ -18,6 +18,7 @@ from jaxrlhf.config import Config
 from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.tracking import CompileCounter, DevicePeak, peak_memory_bytes
 from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.generation import Ends
 from jaxrlhf.workers.group import Remote
 from jaxrlhf.workers.model import Metrics, Progress
 from jaxrlhf.workers.protocol import Place
@@ -44,6 +45,7 @@ class Host:
       roles: Placed on the pool in any stage of the run.
       rank: Of this process in the pool, and the number of them.
       progress: Told how far long calls are.
+      ends: Shared by the hosts of this process.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Host:
         progress: Progress,
         reward_output: Path | None = None,
         address: str = "127.0.0.1",
+        ends: Ends | None = None,
     ) -> None:
         self.pool, self.progress, self._roles = pool, progress, roles
         self.builder = Builder(
@@ -68,6 +71,7 @@ class Host:
             progress=progress,
             reward_output=reward_output,
             address=address,
+            ends=ends,
         )
         self._workers: dict[str, Any] = {}
         self._items: dict[str, Item] = {}

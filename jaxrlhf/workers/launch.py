@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf import compilation_cache
 from jaxrlhf.config import Config, Pool
 from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.workers.generation import Ends
 from jaxrlhf.workers.host import Host
 from jaxrlhf.workers.model import Progress
 from jaxrlhf.workers.pools import LocalRanks, Pools, Ranks
@@ -41,6 +42,7 @@ def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Prog
         )
     output = None if workdir is None else workdir / REWARD_OUTPUT
     ranks: list[Ranks] = []
+    ends = Ends()
     try:
         for pool, devices in split_devices(config, jax.devices()):
             host = Host(
@@ -50,6 +52,7 @@ def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Prog
                 pool.roles,
                 progress=progress,
                 reward_output=output,
+                ends=ends,
             )
             ranks.append(LocalRanks(pool.name, pool.roles, host))
     except BaseException:

@@ -5,6 +5,7 @@ Source: HybridFlow (arXiv:2409.19256), Table 4 of the appendix (model classes an
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,10 +14,11 @@ import numpy as np
 from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Scores
 from jaxrlhf.config import ROLLOUT, Sampling
+from jaxrlhf.engine import Completion
 from jaxrlhf.models.heads import token_logp, values
 from jaxrlhf.parallel import Exchange, HybridEngine, Offer, Splits, Switch, SwitchError, to_device, to_host
 from jaxrlhf.rewards.scorer import Scorer
-from jaxrlhf.workers.generation import Generator, Sampler
+from jaxrlhf.workers.generation import Generator, Listener, Sampler
 from jaxrlhf.workers.model import Metrics, ModelWorker, Progress
 from jaxrlhf.workers.packing import Rows
 from jaxrlhf.workers.protocol import DP_PROTO, ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, Place, verb
@@ -200,6 +202,9 @@ class Reference(ModelWorker):
 class Reward:
     """Scores responses, by functions in a worker pool and by models.
 
+    Functions may begin as soon as a response ends, while others are still generated; models score
+    all responses together when they are asked to.
+
     Args:
       place: Among the processes that score, each by itself.
       decode: Token ids to text, without special tokens.
@@ -209,15 +214,31 @@ class Reward:
         self, scorer: Scorer, place: Place, decode: Callable[[Sequence[int]], str], progress: Progress
     ) -> None:
         self.place = place
-        self._scorer, self._decode, self._progress = scorer, decode, progress
+        self._scorer, self._progress = scorer, progress
+        self._text = cache(decode)  # of this rollout: once as a response ends, for good as it is scored
+        self._ahead = np.zeros(2)
+
+    def listen(self) -> Listener:
+        """What is to be told of each response of a rollout that begins now."""
+        self._text.cache_clear()
+        self._scorer.open_batch()
+        return self._begin
+
+    def _begin(self, problem: Problem, completion: Completion) -> None:
+        self._scorer.begin(problem.prompt, partial(self._text, completion.tokens), problem.answer, problem.record)
+
+    def take_metrics(self) -> Metrics:
+        """How much of the functions' work did not wait for `compute_reward`, since the last call."""
+        (under_way, calls), self._ahead = self._ahead, np.zeros(2)
+        return {"reward/overlapped_fraction": float(under_way / calls)} if calls else {}
 
     @verb(DP_PROTO)
     def compute_reward(self, problems: Sequence[Problem], rollout: Rollout) -> Scores:
         """The score of every response."""
-        responses = response_texts(rollout, self._decode)
+        responses = response_texts(rollout, self._text)
         copies = len(responses) // len(problems)
         rows = [problem for problem in problems for _ in range(copies)]
-        return self._scorer.score(
+        scores = self._scorer.score(
             [row.prompt for row in rows],
             responses,
             [row.answer for row in rows],
@@ -225,12 +246,14 @@ class Reward:
             finished=(~np.asarray(rollout.truncated_B)).tolist(),
             progress=lambda done, total: self._progress("reward", done, total),
         )
+        self._ahead += self._scorer.ahead
+        return scores
 
 
 def response_texts(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> list[str]:
     """The responses as text."""
     tokens, mask = rollout.sequences.token_BT, rollout.sequences.mask_BT
-    return [decode([int(t) for t in row[chosen]]) for row, chosen in zip(tokens, mask, strict=True)]
+    return [decode(tuple(row[chosen].tolist())) for row, chosen in zip(tokens, mask, strict=True)]
 
 
 WORKERS: dict[str, type] = {
