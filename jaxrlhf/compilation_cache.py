@@ -18,9 +18,9 @@ def turn_on() -> None:
     JAX's own settings come first: JAX_ENABLE_COMPILATION_CACHE=false keeps nothing, and a folder given as
     JAX_COMPILATION_CACHE_DIR is taken, and never pruned. Ours is `jaxrlhf/xla` under XDG_CACHE_HOME or `~/.cache`.
 
-    In a world of several processes JAX lets only the first one write. On GPU and TPU the others load what that one
-    wrote, so their machines have to share the folder. On CPU each process has keys of its own, and only the first
-    one's programs are found again.
+    In a world of several processes JAX lets only the first one write. On GPU and TPU a program's key is meant to be the
+    same in all, so that they load what the first one wrote if their machines share the folder. On CPU the key depends
+    on the process (JAX 0.10.2), and the others compile in every run.
     """
     if not _setting("jax_enable_compilation_cache"):
         return
