@@ -7,14 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
+from tiny_runs import get_config
 
 from jaxrlhf import models
 from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.engine import programs
 from jaxrlhf.models import kernel_choice
 from jaxrlhf.models.attention import DECODE, ROWS, Attention
 from jaxrlhf.models.kernels_gpu import pallas_decode
 from jaxrlhf.models.kernels_tpu import splash_rows
+from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.workers.build import Builder
+from jaxrlhf.workers.settings import pool_rows
 
 CONFIG = ModelConfig(
     family="qwen2",
@@ -126,6 +131,28 @@ def test_stages_keep_the_kernel_that_the_compiler_splits():
     with pytest.warns(RuntimeWarning, match="inside pipeline stages") as caught:
         assert choose(shape=(1, 2, 1)) == ("xla", "xla")
     assert len(caught) == 2
+
+
+def table():
+    """Name to value and what it follows from, of each section of a pool with an actor."""
+    pool = ResourcePool("all", tuple(jax.devices()[:1]))
+    builder = Builder(get_config(), embedded_tokenizer(), pool, ("actor",), rank=(0, 1), progress=lambda *_: None)
+    return {(section, name): rest for section, name, *rest in pool_rows(builder, ("actor",))}
+
+
+def test_a_run_tries_kernels_when_its_workers_are_built_and_its_table_names_them(monkeypatch):
+    why = "attention='auto' on cpu"
+    fast = table()
+    assert fast["actor", "attention"] == ["rows=splash", why]
+    assert fast["generation", "attention"] == ["rows=splash, decode=pallas", why]
+    kernel_choice._usable.cache_clear()
+    monkeypatch.setitem(ROWS, "splash", raises)
+    with pytest.warns(RuntimeWarning, match="'splash'"):
+        slow = table()
+    assert slow["actor", "attention"] == ["rows=xla", why]
+    assert slow["generation", "attention"] == ["rows=xla, decode=pallas", why]
+    (less, unit), (more, same) = (rows["actor", "activations"][0].split() for rows in (fast, slow))
+    assert unit == same and float(less) < float(more)  # scores are not kept
 
 
 @pytest.mark.parametrize(("program", "kernel"), [("packed", "splash"), ("prefill", "splash"), ("decode", "pallas")])

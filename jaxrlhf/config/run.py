@@ -76,6 +76,7 @@ class Config:
       tokenizer: Hugging Face tokenizer directory or hub id; None is the model's own.
       compute_dtype: Of activations and of the generation copy; `auto` is bfloat16 on GPU and
         TPU and float32 on CPU. Master weights are always float32.
+      attention: `auto` takes the fastest kernels of the backend, each once it has computed what `xla` computes.
       devices: How many devices to use, in one pool that all roles share; None is all.
       pools: Which roles live on which devices; empty is one pool.
       placement: `auto` searches pools, layouts and offload at start-up, for the devices that are there; `given` takes
@@ -104,6 +105,7 @@ class Config:
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     tokenizer: str | None = None
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attention: Literal["auto", "xla"] = "auto"
     devices: int | None = None
     pools: tuple[Pool, ...] = ()
     placement: Literal["given", "auto"] = "given"

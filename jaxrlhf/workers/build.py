@@ -18,13 +18,18 @@ from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import PPO, ROLLOUT, Config, FromScratch, Model, ModelReward, Pretrained, Training, offloaded
 from jaxrlhf.data import decoder
 from jaxrlhf.engine import Engine
+from jaxrlhf.models.attention import Attention
 from jaxrlhf.models.hf_config import read_config, read_stop_tokens
 from jaxrlhf.models.hf_load import load_params
+from jaxrlhf.models.kernel_choice import choose_attention
 from jaxrlhf.models.origin import model_config
 from jaxrlhf.models.parameters import init_params, param_dims, param_shapes
 from jaxrlhf.parallel import (
+    BATCH_AXES,
     GENERATE,
     SLOT_AXES,
+    STAGE_AXES,
+    TENSOR_AXES,
     Exchange,
     HybridEngine,
     ResourcePool,
@@ -180,6 +185,16 @@ class Builder:
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
             stage_axis="stage",
+            attention=choose_attention(
+                self.model,
+                self.dtype,
+                island,
+                row_axes=SLOT_AXES,
+                head_axes=("tensor",),
+                stage_axes=("stage",),
+                decodes=True,
+                wanted=config.attention,
+            ),
         )
         return Sampler(engine, mesh, island, self.width, self._progress, self._ends)
 
@@ -193,10 +208,11 @@ class Builder:
             from jaxrlhf.workers.score_model import ScoreModel
 
             devices = [device for device in self.pool.devices if device.process_index == jax.process_index()]
-            offload = offloaded(self.config.offload, "reward", "parameters")
+            offload, attention = offloaded(self.config.offload, "reward", "parameters"), self.config.attention
             for part in parts:
                 mesh = factored_mesh(part.layout, devices, role="reward")
-                models[part.path] = ScoreModel(part.path, mesh=mesh, dtype=self.dtype, offload=offload).score
+                model = ScoreModel(part.path, mesh=mesh, dtype=self.dtype, offload=offload, attention=attention)
+                models[part.path] = model.score
         self._scorer = Scorer(self.config.rewards, models=models, output=self._reward_output)
         return self._scorer
 
@@ -245,6 +261,18 @@ class Builder:
         """The training mesh of a role on this pool."""
         return factored_mesh(self.training(role).layout, self.pool.devices, role=role)
 
+    def attention(self, role: str) -> Attention:
+        """The kernels of a role in its training layout."""
+        return choose_attention(
+            self.model_of(role),
+            self.dtype,
+            self.mesh(role),
+            row_axes=BATCH_AXES,
+            head_axes=TENSOR_AXES,
+            stage_axes=STAGE_AXES,
+            wanted=self.config.attention,
+        )
+
     def model_of(self, role: str) -> ModelConfig:
         """The shape of a role's decoder."""
         own = getattr(self.config.algorithm, "critic_model", None) if role == "critic" else None
@@ -265,7 +293,13 @@ class Builder:
 
     def _shared(self, role: str) -> dict[str, Any]:
         parts = [part for part in ("parameters", "optimizer") if offloaded(self.config.offload, role, part)]
-        return {"width": self.width, "dtype": self.dtype, "progress": self._progress, "offload": parts}
+        return {
+            "width": self.width,
+            "dtype": self.dtype,
+            "attention": self.attention(role),
+            "progress": self._progress,
+            "offload": parts,
+        }
 
     def _actor(self, start: Params, stage: Stage) -> Actor:
         return Actor(

@@ -18,6 +18,7 @@ from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Array, Params, Sequences
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Training
+from jaxrlhf.models.attention import Attention
 from jaxrlhf.models.decoder import hidden_states
 from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.models.pipeline import pipeline_over
@@ -54,6 +55,7 @@ class ModelWorker(ABC):
       training: Of the role; a frozen role is given its actor's.
       width: T, columns of the `[B, T]` arrays it is given.
       dtype: Of activations.
+      attention: Kernels for `mesh`.
       progress: Told how many microbatches and minibatches were started.
       offload: Of `parameters` and `optimizer`, what waits in host memory while it is not in use.
 
@@ -72,6 +74,7 @@ class ModelWorker(ABC):
         *,
         width: int,
         dtype: jnp.dtype,
+        attention: Attention,
         progress: Progress,
         offload: Collection[str] = (),
     ) -> None:
@@ -82,7 +85,7 @@ class ModelWorker(ABC):
         self._offload, self._users = frozenset(offload), Counter[str]()
         self._moves: list[Moved] = []
         self._pipeline = pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=("fsdp",))
-        self.dtype = dtype
+        self.dtype, self._attention = dtype, attention
         self._progress = progress
         self._width = width
         self._remat = training.remat
@@ -104,6 +107,7 @@ class ModelWorker(ABC):
             rows.segment_RW,
             remat=self._remat,
             dtype=self.dtype,
+            attention=self._attention,
             row_sharding=self._batch_sharding,
             pipeline=self._pipeline,
         )

@@ -79,10 +79,11 @@ def _trained_rows(role: str, builder: Builder) -> list[Row]:
     row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.width, role=role)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     per_device = microbatch_rows * row_tokens // shards
+    kernel = builder.attention(role).rows
     activations = activation_bytes(
         model,
         tokens=per_device,
-        row_tokens=row_tokens,
+        row_tokens=row_tokens if kernel == "xla" else 0,  # the others keep no scores
         itemsize=builder.dtype.itemsize,
         remat=training.remat,
     )
@@ -91,6 +92,7 @@ def _trained_rows(role: str, builder: Builder) -> list[Row]:
     return [
         (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x stage x tensor"),
         (role, "microbatch", f"{microbatch_rows} x {row_tokens} tokens", f"{per_device} tokens per device"),
+        (role, "attention", f"rows={kernel}", _kernels_from(builder)),
         (role, "train state", _bytes(4 * weights), state),
         (role, "activations", _bytes(activations + logits), "per device while updating, about, logits included"),
     ]
@@ -124,13 +126,19 @@ def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list
     split = f"stage {layout.generation_stage} x tensor {layout.generation_tensor}"
     replicas = mesh.size // (layout.generation_stage * layout.generation_tensor)
     here = replicas * sampler.island.size // mesh.size
+    attention = f"rows={engine.attention.rows}, decode={engine.attention.decode}"
     where = "weights are sent by the actor" if apart else "on the actor's devices"
     return [
         ("generation", "layout", f"{replicas} replicas x {split}", where),
         ("generation", "slots", f"{engine.slots * replicas // here}", f"{engine.slots // here} per replica"),
+        ("generation", "attention", attention, _kernels_from(builder)),
         ("generation", "weights", _bytes(weights), "per device while generating"),
         ("generation", "cache", _bytes(cache), "per device at capacity, freed after generation"),
     ]
+
+
+def _kernels_from(builder: Builder) -> str:
+    return f"attention={builder.config.attention!r} on {builder.pool.devices[0].platform}"
 
 
 def _layout(layout: Layout, data: int) -> str:
