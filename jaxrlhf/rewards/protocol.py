@@ -4,7 +4,8 @@ A reward function reads texts and returns a number:
 
     def score(prompt: str, response: str, answer: str | None, record: Mapping) -> float | None
 
-Marked with `@batched` it takes four lists and returns a list of numbers. Either kind may be
+Marked with `@batched` it takes four lists and returns a list of numbers; the lists hold whatever
+responses have ended by then, so no number may depend on the other responses. Either kind may be
 `async def`; many examples of an async function are then in flight at once. Functions run in
 worker processes, several at a time, and may be called again for an example whose
 batch failed.
