@@ -140,8 +140,10 @@ class Crew:
         with self._lock:
             if self._over is not None:
                 raise self._closed()
+            others_arrived = bool(self._arrived)
             self._arrived.extend(calls)
-        self._wake()
+        if not others_arrived:  # else the thread is awake, or will be
+            self._wake()
 
     def drop(self, calls: Iterable[Call]) -> None:
         """Forget calls: those that wait are not made, and a process with nothing else to do is replaced."""
@@ -169,9 +171,9 @@ class Crew:
     def _work(self) -> None:
         try:
             while self._over is None:
-                self._take_arrived()
                 if self._dropping:
                     self._forget_dropped()
+                self._take_arrived()
                 self._feed()
                 self._collect()
         except BaseException as error:  # whoever waits for an answer gets it
@@ -196,7 +198,8 @@ class Crew:
             self._queues[call.function].append(call)
 
     def _forget_dropped(self) -> None:
-        self._dropping = False
+        self._dropping = False  # first, since more may be dropped meanwhile
+        self._take_arrived()
         for queue in (self._alone, *self._queues):
             wanted = [call for call in queue if not call.dropped]
             queue.clear()
