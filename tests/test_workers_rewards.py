@@ -127,6 +127,7 @@ def test_scores_are_those_of_a_rollout_that_nobody_heard(setting):
     setting.ends.listen = setting.reward.listen
     heard = setting.reward.compute_reward(problems(), setting.generate(problems()))
     assert alone.score_B.tolist() == heard.score_B.tolist() == expected()
+    assert setting.reward._text.cache_info().currsize == 0  # heard or not, texts do not pile up
     assert len(setting.noted()) == 12
     assert setting.reward.take_metrics().keys() == {"reward/overlapped_fraction"}
     assert setting.reward.take_metrics() == {}

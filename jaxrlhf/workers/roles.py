@@ -215,7 +215,7 @@ class Reward:
     ) -> None:
         self.place = place
         self._scorer, self._progress = scorer, progress
-        self._text = cache(decode)  # of this rollout: once as a response ends, for good as it is scored
+        self._text = cache(decode)  # a response is made text once; emptied when all are scored, or others begin
         self._ahead = np.zeros(2)
 
     def listen(self) -> Listener:
@@ -246,6 +246,7 @@ class Reward:
             finished=(~np.asarray(rollout.truncated_B)).tolist(),
             progress=lambda done, total: self._progress("reward", done, total),
         )
+        self._text.cache_clear()
         self._ahead += self._scorer.ahead
         return scores
 
