@@ -26,6 +26,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("NPROC", "32")  # before JAX starts
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -226,8 +229,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parser.add_argument("--repeats", type=int, default=5, help="switches that are timed")
     flags = parser.parse_args()
-    if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        jax.config.update("jax_num_cpu_devices", 8)
     devices = jax.devices()
     devices = devices[: 1 << (len(devices).bit_length() - 1)]
     if len(devices) < 2:

@@ -105,19 +105,33 @@ def plain_logp(params, hidden_RWD, token_RW, temperature):
     return jnp.pad(logp_RW, ((0, 0), (1, 0))), jnp.pad(entropy_RW, ((0, 0), (1, 0)))
 
 
+@pytest.mark.parametrize("wanted_share", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("chunk_tokens", [1, 20, 10_000])
-def test_chunks_do_not_change_logp_entropy_or_gradients(params, rows, chunk_tokens):
+def test_chunks_and_what_they_leave_out_do_not_change_logp_entropy_or_gradients(
+    params, rows, chunk_tokens, wanted_share
+):
     hidden_RWD, token_RW = hidden(params, rows), jnp.asarray(rows[0])
     weight_RW = jax.random.normal(jax.random.key(2), (2, ROWS, WIDTH))
+    wanted_RW = jax.random.uniform(jax.random.key(3), (ROWS, WIDTH)) < wanted_share
 
     def total(read, head, hidden_RWD, temperature):
-        logp_RW, entropy_RW = read({"head": head}, hidden_RWD, token_RW, temperature)
+        outputs = read({"head": head}, hidden_RWD, token_RW, temperature)
+        logp_RW, entropy_RW = (jnp.where(wanted_RW.at[:, 0].set(False), output, 0.0) for output in outputs)
         return (weight_RW[0] * logp_RW + weight_RW[1] * entropy_RW).sum(), (logp_RW, entropy_RW)
 
     def chunked(params, hidden_RWD, token_RW, temperature):
-        return models.token_logp(
-            params, CONFIG, hidden_RWD, token_RW, temperature=temperature, chunk_tokens=chunk_tokens
+        outputs = models.token_logp(
+            params,
+            CONFIG,
+            hidden_RWD,
+            token_RW,
+            wanted_RW,
+            temperature=temperature,
+            entropy=True,
+            chunk_tokens=chunk_tokens,
         )
+        assert outputs.entropy is not None
+        return outputs
 
     def both(read):
         return jax.jit(jax.grad(functools.partial(total, read), argnums=(0, 1, 2), has_aux=True))(
@@ -195,7 +209,7 @@ def test_prompts_longer_than_the_cache_are_refused():
 def test_half_precision_keeps_norms_and_logits_wide(params, rows):
     hidden_RWD = hidden(params, rows, dtype=jnp.bfloat16)
     assert hidden_RWD.dtype == jnp.bfloat16
-    output = models.token_logp(params, CONFIG, hidden_RWD, jnp.asarray(rows[0]))
+    output = models.token_logp(params, CONFIG, hidden_RWD, jnp.asarray(rows[0]), entropy=True)
     assert output.logp.dtype == jnp.float32
     wide = models.token_logp(params, CONFIG, hidden(params, rows), jnp.asarray(rows[0]))
     np.testing.assert_allclose(output.logp, wide.logp, atol=0.1)
@@ -218,7 +232,7 @@ def test_eight_devices_say_what_one_says(params, rows):
 
     def loss(params, rows, remat, row_sharding):
         hidden_RWD = models.hidden_states(params, CONFIG, *rows, remat=remat, row_sharding=row_sharding)
-        output = models.token_logp(params, CONFIG, hidden_RWD, rows[0], temperature=0.9, chunk_tokens=16)
+        output = models.token_logp(params, CONFIG, hidden_RWD, rows[0], temperature=0.9, entropy=True, chunk_tokens=16)
         return (output.logp + 0.1 * output.entropy).sum(), output
 
     program = jax.jit(jax.grad(loss, has_aux=True), static_argnums=(2, 3))

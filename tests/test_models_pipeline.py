@@ -64,7 +64,7 @@ def loss(params, rows, *, remat=True, row_sharding=None, pipeline=None, dtype=jn
     hidden_RWD = models.hidden_states(
         params, CONFIG, *rows, remat=remat, row_sharding=row_sharding, pipeline=pipeline, dtype=dtype
     )
-    output = models.token_logp(params, CONFIG, hidden_RWD, rows[0], temperature=0.9)
+    output = models.token_logp(params, CONFIG, hidden_RWD, rows[0], temperature=0.9, entropy=True)
     logp_RW = jnp.where(rows[2] > 0, output.logp, 0.0)
     return (logp_RW * jnp.sin(jnp.arange(logp_RW.size)).reshape(logp_RW.shape)).sum(), logp_RW
 

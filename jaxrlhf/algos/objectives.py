@@ -12,6 +12,7 @@ formula sees them: selecting only the result would leave 0 * inf in the gradient
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from jax import lax
 from jaxtyping import Bool, Float
 
 from jaxrlhf.algos.kl import kl_estimate
@@ -22,10 +23,10 @@ from jaxrlhf.config import KLInLoss, PolicyGradient, ValueLoss
 
 
 class TokenOutput(NamedTuple):
-    """What a language model says of each token: its log-probability, and the entropy it was drawn with."""
+    """What a language model says of each token: its log-probability, and the entropy it was drawn with if asked."""
 
     logp: Float[Array, "R W"]
-    entropy: Float[Array, "R W"]
+    entropy: Float[Array, "R W"] | None = None
 
 
 class Objective(NamedTuple):
@@ -55,7 +56,8 @@ def policy_objective(
       output: Of the current policy, temperature applied.
       mask: Trained tokens.
       weight: Aggregation weights, importance correction folded in.
-      fields: `advantage` and `old_logp`; `ref_logp` and `kl_weight` if `settings.kl` is in the
+      fields: `advantage`; `old_logp`, or `sampler_logp` where the current policy is the old one,
+        which is then only compared with it; `ref_logp` and `kl_weight` if `settings.kl` is in the
         loss; `entropy_weight` if `settings.policy.entropy_coefficient` is not 0. The coefficients
         are in those weights.
       settings: Clip ranges and the KL estimator.
@@ -72,9 +74,10 @@ def policy_objective(
     _require(fields, "entropy_weight", policy.entropy_coefficient != 0, "entropy_coefficient is not 0")
 
     weight, logp = selected(weight, mask), selected(output.logp, mask)
+    itself = "sampler_logp" in fields
     terms = clipped_policy_loss(
         logp,
-        _field(fields, "old_logp", mask),
+        lax.stop_gradient(logp) if itself else _field(fields, "old_logp", mask),
         _field(fields, "advantage", mask),
         clip_low=policy.clip_low,
         clip_high=policy.clip_high,
@@ -87,12 +90,17 @@ def policy_objective(
         "policy/kl_old": -terms.log_ratio,
         "policy/ratio_mean": selected(terms.ratio, mask),
     }
+    if itself:
+        metrics["sampler/logp_gap_mean"] = abs(logp - _field(fields, "sampler_logp", mask))
     if in_loss is not None:
         kl = kl_estimate(logp, _field(fields, "ref_logp", mask), estimator=in_loss.estimator)
         loss += _field(fields, "kl_weight", mask) * kl
         metrics["kl/ref_loss"] = kl
     if "entropy_weight" in fields:
-        loss -= _field(fields, "entropy_weight", mask) * selected(output.entropy, mask)
+        assert output.entropy is not None, "the bonus needs an entropy"
+        entropy = selected(output.entropy, mask)
+        loss -= _field(fields, "entropy_weight", mask) * entropy
+        metrics["policy/entropy_exact"] = entropy
     return Objective(loss, metrics)
 
 

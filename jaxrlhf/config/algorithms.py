@@ -163,6 +163,10 @@ class PolicyGradient(Algorithm):
     Attributes:
       responses_per_update: Responses in one optimizer update (the minibatch); divides a step's.
       epochs_per_step: Passes over a step's responses.
+      old_logp: Log-probabilities of the policy that generated. `trainer` computes them before the update. `sampler`
+        takes those that came with the samples, which are the same but for rounding: it saves that pass, and needs a
+        step of one update, whose policy is the old one. `auto` does so where nothing but metrics would read them: one
+        update a step, no KL in the reward, no correction.
     """
 
     responses_per_update: int = 64
@@ -170,6 +174,7 @@ class PolicyGradient(Algorithm):
     policy: PolicyLoss = field(default_factory=PolicyLoss)
     kl: KLInReward | KLInLoss | None = None
     correction: TruncatedImportance | None = None
+    old_logp: Literal["auto", "trainer", "sampler"] = "auto"
 
     def __post_init__(self) -> None:
         positive(self, "responses_per_update", "epochs_per_step")
@@ -184,6 +189,13 @@ class PolicyGradient(Algorithm):
     def updates_per_step(self, config: Config) -> int:
         return self.epochs_per_step * config.rollout.responses_per_step // self.responses_per_update
 
+    def trusts_sampler(self, config: Config) -> bool:
+        """Whether the sampler's log-probabilities serve as the old ones."""
+        if self.old_logp == "auto":
+            unread = self.correction is None and not isinstance(self.kl, KLInReward)
+            return unread and self.updates_per_step(config) == 1
+        return self.old_logp == "sampler"
+
     def check(self, config: Config) -> None:
         total = config.rollout.responses_per_step
         divisors = [n for n in range(1, total + 1) if total % n == 0]
@@ -193,6 +205,12 @@ class PolicyGradient(Algorithm):
             f"algorithm.responses_per_update={self.responses_per_update} does not divide the {total} responses of a "
             f"step ({config.rollout.prompts_per_step} prompts x {config.rollout.responses_per_prompt}); "
             f"nearest that do: {sorted(nearest)}",
+        )
+        updates = self.updates_per_step(config)
+        require(
+            self.old_logp != "sampler" or (updates == 1 and self.correction is None),
+            f"algorithm.old_logp='sampler' needs one update a step and no correction, and there are {updates} "
+            f"and correction={self.correction}; choose 'auto', or raise responses_per_update to {total}",
         )
         sampling, whole = config.rollout.sampling, Sampling()
         narrowed = [name for name in _NARROWING if getattr(sampling, name) != getattr(whole, name)]

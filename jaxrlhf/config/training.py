@@ -120,6 +120,7 @@ class Sampling:
       min_tokens: Stop tokens are not drawn before this many tokens.
       greedy: Take the likeliest token, whatever temperature, top_p and top_k say; `min_tokens` still applies.
       stop_tokens: Texts of single tokens that end a response beside the tokenizer's EOS.
+      ignore_eos: No token ends a response, so that each runs to its limit: to measure speed.
     """
 
     temperature: float = 1.0
@@ -128,6 +129,7 @@ class Sampling:
     min_tokens: int = 0
     greedy: bool = False
     stop_tokens: tuple[str, ...] = ()
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         require(
@@ -137,6 +139,10 @@ class Sampling:
         require(0 < self.top_p <= 1, f"Sampling.top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"Sampling.top_k must be 0 (off) or more, got {self.top_k}")
         not_negative(self, "min_tokens")
+        require(
+            not (self.ignore_eos and self.stop_tokens),
+            f"Sampling.ignore_eos lets no token end a response, and stop_tokens={self.stop_tokens} would; give one",
+        )
 
 
 @dataclass(frozen=True)

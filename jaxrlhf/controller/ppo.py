@@ -5,7 +5,7 @@ Source: Schulman et al. 2017 (arXiv:1707.06347); as a dataflow, HybridFlow (arXi
 
 from concurrent.futures import Future
 
-from jaxrlhf.algos import TokenOutput, gae, kl_estimate, policy_objective, token_rewards, value_objective, whiten
+from jaxrlhf.algos import gae, kl_estimate, policy_objective, token_rewards, value_objective, whiten
 from jaxrlhf.batch import Array, Rollout, Scores
 from jaxrlhf.config import PPO, KLInReward
 from jaxrlhf.controller import step as shared
@@ -21,20 +21,20 @@ def step(roles: Roles, work: StepInput) -> StepResult:
         work.problems, sampling.sampling, responses_per_prompt=sampling.responses_per_prompt, seed=work.seed
     )
     scores = roles.reward.compute_reward(work.problems, rollout)
-    old = roles.actor.compute_log_prob(rollout)
+    old_logp = shared.old_log_prob(roles, work, rollout)
     ref_logp = roles.reference.compute_ref_log_prob(rollout)
     value = roles.critic.compute_values(rollout)
-    prepared = shared.call(prepare, work, rollout, scores, old, ref_logp, value)
+    prepared = shared.call(prepare, work, rollout, scores, old_logp, ref_logp, value)
     critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=settings.value)
     actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # while the critic warms up, the policy rests
     if work.index >= settings.critic_warmup_steps:
         actor = roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=settings)
     metrics = shared.merged(prepared.metrics, critic, actor)
-    return StepResult(metrics, prepared.state, rollout.result(), scores.result(), old.result().logp)
+    return StepResult(metrics, prepared.state, rollout.result(), scores.result(), shared.value_of(old_logp))
 
 
 def prepare(
-    work: StepInput, rollout: Rollout, scores: Scores, old: TokenOutput, ref_logp_BT: Array, value_BT: Array
+    work: StepInput, rollout: Rollout, scores: Scores, old_logp_BT: Array | None, ref_logp_BT: Array, value_BT: Array
 ) -> Prepared:
     """Rewards per token, advantages and returns, cut into minibatches."""
     settings = work.config.algorithm
@@ -43,18 +43,19 @@ def prepare(
     mask_BT, kl = sequences.mask_BT, settings.kl
     kl_BT, coefficient = None, 0.0
     if isinstance(kl, KLInReward):
-        kl_BT = kl_estimate(old.logp, ref_logp_BT, estimator=kl.estimator)
+        logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
+        kl_BT = kl_estimate(logp_BT, ref_logp_BT, estimator=kl.estimator)
         coefficient = work.state["kl_coefficient"]
     reward_BT = token_rewards(scores.score_B, kl_BT, mask_BT, kl_coefficient=coefficient)
     targets = gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=settings.lam)
-    metrics = shared.rollout_metrics(rollout, scores, old, ref_logp_BT)
+    metrics = shared.rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)
     metrics |= {"kl/coefficient": work.state["kl_coefficient"]}
     policy = shared.policy_minibatches(
         work,
         sequences,
         rollout,
         advantage_BT=whiten(targets.advantage_BT, mask_BT),
-        old=old,
+        old_logp_BT=old_logp_BT,
         ref_logp_BT=ref_logp_BT,
     )
     value = shared.minibatches(

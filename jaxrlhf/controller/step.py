@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.algos import (
-    TokenOutput,
     adaptive_kl_coefficient,
     kl_estimate,
     masked_mean,
@@ -18,6 +17,7 @@ from jaxrlhf.algos import (
 )
 from jaxrlhf.batch import Array, Experience, Problem, Rollout, Scores, Sequences
 from jaxrlhf.config import Aggregation, Config, KLInLoss, PolicyGradient
+from jaxrlhf.workers import Roles
 
 Metrics = dict[str, float]
 State = dict[str, float]
@@ -137,20 +137,22 @@ def policy_minibatches(
     rollout: Rollout,
     *,
     advantage_BT: Array,
-    old: TokenOutput,
+    old_logp_BT: Array | None,
     ref_logp_BT: Array,
 ) -> list[Experience]:
     """The actor's minibatches: what the clipped objective reads, KL and correction folded into weights."""
     settings = step.config.algorithm
     assert isinstance(settings, PolicyGradient)
-    fields = {"advantage": advantage_BT, "old_logp": old.logp}
+    fields = {"advantage": advantage_BT}
+    fields |= {"sampler_logp": rollout.sampler_logp_BT} if old_logp_BT is None else {"old_logp": old_logp_BT}
     in_loss = isinstance(settings.kl, KLInLoss)
     if in_loss:
         fields["ref_logp"] = ref_logp_BT
     importance_BT = None
     if settings.correction is not None:
+        assert old_logp_BT is not None, "a correction needs the trainer's log-probabilities"
         importance_BT = truncated_importance(
-            old.logp, rollout.sampler_logp_BT, sequences.mask_BT, cap=settings.correction.cap
+            old_logp_BT, rollout.sampler_logp_BT, sequences.mask_BT, cap=settings.correction.cap
         )
     return minibatches(
         step,
@@ -184,13 +186,25 @@ def scored(sequences: Sequences, scores: Scores) -> Sequences:
     return Sequences(sequences.token_BT, sequences.length_B, mask_BT, sequences.prompt_id_B)
 
 
-def rollout_metrics(rollout: Rollout, scores: Scores, old: TokenOutput, ref_logp_BT: Array) -> Metrics:
-    """What one looks at first when a run goes wrong."""
+def old_log_prob(roles: Roles, step: StepInput, rollout: Any) -> Any:
+    """The actor's log-probabilities of a rollout; None where the sampler's serve."""
+    settings = step.config.algorithm
+    assert isinstance(settings, PolicyGradient)
+    return None if settings.trusts_sampler(step.config) else roles.actor.compute_log_prob(rollout)
+
+
+def rollout_metrics(rollout: Rollout, scores: Scores, old_logp_BT: Array | None, ref_logp_BT: Array) -> Metrics:
+    """What one looks at first when a run goes wrong.
+
+    Args:
+      old_logp_BT: The trainer's; with None nothing is said of how far the sampler is from it.
+    """
+    logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
     mask_BT = np.asarray(rollout.sequences.mask_BT)
     length_B = mask_BT.sum(axis=1)
     score_B = np.asarray(scores.score_B)[scores.scorable_B]
-    k1_BT = np.where(mask_BT, kl_estimate(old.logp, ref_logp_BT, estimator="k1"), 0.0)
-    gap = sampler_gap(old.logp, rollout.sampler_logp_BT, mask_BT)
+    k1_BT = np.where(mask_BT, kl_estimate(logp_BT, ref_logp_BT, estimator="k1"), 0.0)
+    gaps = {} if old_logp_BT is None else _gaps(old_logp_BT, rollout)
     return {
         "score/mean": float(score_B.mean()) if len(score_B) else float("nan"),
         "score/std": float(score_B.std()) if len(score_B) else float("nan"),
@@ -199,10 +213,17 @@ def rollout_metrics(rollout: Rollout, scores: Scores, old: TokenOutput, ref_logp
         "response/length_mean": float(length_B.mean()),
         "response/length_max": float(length_B.max()),
         "response/truncated_fraction": float(np.mean(rollout.truncated_B)),
-        "kl/ref": float(masked_mean(kl_estimate(old.logp, ref_logp_BT, estimator="k3"), mask_BT)),
+        "kl/ref": float(masked_mean(kl_estimate(logp_BT, ref_logp_BT, estimator="k3"), mask_BT)),
         "kl/ref_sequence_mean": float(np.mean(k1_BT.sum(axis=1) / np.maximum(length_B, 1))),
-        "policy/entropy": float(masked_mean(old.entropy, mask_BT)),
+        "policy/entropy": float(masked_mean(-np.asarray(logp_BT), mask_BT)),
         "tokens/generated": float(mask_BT.sum()),
+        **gaps,
+    }
+
+
+def _gaps(logp_BT: Array, rollout: Rollout) -> Metrics:
+    gap = sampler_gap(logp_BT, rollout.sampler_logp_BT, np.asarray(rollout.sequences.mask_BT))
+    return {
         "sampler/logp_gap_mean": float(gap.mean),
         "sampler/logp_gap_max": float(gap.max),
         "sampler/probability_error": float(gap.probability_error),
@@ -218,4 +239,9 @@ def _finite_parts(scores: Scores) -> dict[str, np.ndarray]:
 
 def call(function: Any, *args: Any) -> Any:
     """Run array maths of the controller on the results of futures."""
-    return function(*(arg.result() if isinstance(arg, Future) else arg for arg in args))
+    return function(*map(value_of, args))
+
+
+def value_of(value: Any) -> Any:
+    """A future's result; anything else as it is."""
+    return value.result() if isinstance(value, Future) else value

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
+from jaxrlhf.models.blockwise import attend_blocks
 
 RowsKernel = Literal["xla", "cudnn", "splash"]
 DecodeKernel = Literal["xla", "pallas"]
@@ -102,13 +103,6 @@ def widen(arrays: tuple[Array, ...], *, multiple: int) -> tuple[Array, ...]:
     return tuple(jnp.pad(array, [(0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)]) for array in arrays)
 
 
-def _rows_xla(query_RWNH: Array, key_RWKH: Array, value_RWKH: Array, segment_RW: Array) -> Array:
-    mask_R1WW = (segment_RW[:, :, None] == segment_RW[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
-        query_RWNH, key_RWKH, value_RWKH, mask=mask_R1WW, is_causal=True, implementation="xla"
-    )
-
-
 def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B: Array) -> Array:
     slots, kv_heads, head_dim, capacity = key_BKHS.shape
     query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
@@ -140,5 +134,5 @@ def _decode_pallas(*arrays: Array) -> Array:
     return pallas_decode(*arrays)
 
 
-ROWS: dict[str, Callable[..., Array]] = {"xla": _rows_xla, "cudnn": _rows_cudnn, "splash": _rows_splash}
+ROWS: dict[str, Callable[..., Array]] = {"xla": attend_blocks, "cudnn": _rows_cudnn, "splash": _rows_splash}
 DECODE: dict[str, Callable[..., Array]] = {"xla": _decode_xla, "pallas": _decode_pallas}

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
+from jaxrlhf.models import linear
 from jaxrlhf.models.attention import XLA, Attention, attend, attend_cache
 from jaxrlhf.models.cache import Cache, LayerCache, Prefix
 from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
@@ -212,7 +213,7 @@ def _heads(layer: Params, config: ModelConfig, hidden_RWD: Array, turn: Rotation
     normed_RWD = norm(hidden_RWD, layer["attention_norm"])
 
     def project(name: str) -> Array:
-        head_RWNH = jnp.einsum("RWD,DNH->RWNH", normed_RWD, attention[name].astype(normed_RWD.dtype))
+        head_RWNH = linear.project(normed_RWD, attention[name])
         if config.qkv_bias:
             head_RWNH += attention[f"{name}_bias"].astype(normed_RWD.dtype)[None, None]
         return head_RWNH
@@ -226,10 +227,9 @@ def _heads(layer: Params, config: ModelConfig, hidden_RWD: Array, turn: Rotation
 
 def _finish(layer: Params, config: ModelConfig, hidden_RWD: Array, mixed_RWNH: Array) -> Array:
     """Output projection and gated MLP, each added to the residual stream."""
-    dtype = hidden_RWD.dtype
-    hidden_RWD += jnp.einsum("RWNH,NHD->RWD", mixed_RWNH, layer["attention"]["output"].astype(dtype))
+    hidden_RWD += linear.project(mixed_RWNH, layer["attention"]["output"], dims=2)
     mlp = layer["mlp"]
     normed_RWD = rms_norm(hidden_RWD, layer["mlp_norm"], eps=config.rms_norm_eps)
-    gate_RWF = jax.nn.silu(jnp.einsum("RWD,DF->RWF", normed_RWD, mlp["gate"].astype(dtype)))
-    up_RWF = jnp.einsum("RWD,DF->RWF", normed_RWD, mlp["up"].astype(dtype))
-    return hidden_RWD + jnp.einsum("RWF,FD->RWD", gate_RWF * up_RWF, mlp["down"].astype(dtype))
+    gate_RWF = jax.nn.silu(linear.project(normed_RWD, mlp["gate"]))
+    up_RWF = linear.project(normed_RWD, mlp["up"])
+    return hidden_RWD + linear.project(gate_RWF * up_RWF, mlp["down"])

@@ -1,12 +1,20 @@
 """What is read off the residual stream: logits, token log-probabilities, values, scores."""
 
+from functools import partial
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Float32, Int
+from jax import lax
+from jaxtyping import Bool, Float, Float32, Int
 
 from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
+from jaxrlhf.models.linear import transposed_product
+
+CHUNK_TOKENS = 512
+"""Tokens of one device whose logits exist at a time: enough for a fast product, and no more."""
 
 
 def logits(params: Params, config: ModelConfig, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
@@ -20,46 +28,142 @@ def token_logp(
     config: ModelConfig,
     hidden_RWD: Float[Array, "R W D"],
     token_RW: Int[Array, "R W"],
+    wanted_RW: Bool[Array, "R W"] | None = None,
     *,
     temperature: float | Float[Array, ""] = 1.0,
-    chunk_tokens: int = 1024,
+    entropy: bool = False,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> TokenOutput:
-    """log softmax(logits / temperature) of each token, and the entropy of that distribution.
+    """log softmax(logits / temperature) of each wanted token, and the entropy of that distribution.
 
         logp[r, t] = log_softmax(logits(hidden[r, t-1]) / temperature)[token[r, t]]
 
-    Column 0 is 0. The first token of a later segment in a row is read off the segment before
-    it and means nothing; it is no more trained than column 0 is.
+    What is not wanted is 0, and so is column 0: nothing comes before it. The first token of a
+    later segment in a row is read off the segment before it and means nothing; it is no more
+    trained than column 0 is.
 
-    Logits exist for about `chunk_tokens` tokens at a time, forward and backward. Rows are
-    never split between chunks of the loop, so rows sharded over devices stay where they are.
+    Logits exist for about `chunk_tokens` tokens at a time; the backward pass computes them again.
+    The tokens that are read come first in their row, and chunks with none of them are left out.
+    Rows are never split between chunks, so rows sharded over devices stay where they are.
+
+    Args:
+      wanted_RW: None is all.
+      entropy: Without it the result has none.
+      chunk_tokens: Over all devices.
     """
     rows, width = token_RW.shape
+    if wanted_RW is None:
+        wanted_RW = jnp.ones((rows, width), bool)
+    wanted_RW = jnp.pad(wanted_RW[:, 1:], ((0, 0), (0, 1)))
     chunk = min(width, max(1, chunk_tokens // rows))
-    chunks = -(-width // chunk)
-    fill = chunks * chunk - width
-    target_RW = jnp.pad(token_RW[:, 1:], ((0, 0), (0, 1 + fill)))
-    hidden_RWD = jnp.pad(hidden_RWD, ((0, 0), (0, fill), (0, 0)))
-    by_chunk = (
-        jnp.moveaxis(hidden_RWD.reshape(rows, chunks, chunk, -1), 1, 0),
-        jnp.moveaxis(target_RW.reshape(rows, chunks, chunk), 1, 0),
-    )
+    more = -width % chunk
+    order_RM = jnp.pad(jnp.argsort(~wanted_RW, axis=1, stable=True), ((0, 0), (0, more)))
+    place_RW = jnp.argsort(order_RM[:, :width], axis=1)
+    target_RM = jnp.take_along_axis(jnp.pad(token_RW[:, 1:], ((0, 0), (0, 1))), order_RM, axis=1)
+    table_VD = params["embed" if config.tie_embeddings else "head"].astype(hidden_RWD.dtype)
+    plan = _Plan(order_RM, place_RW, target_RM, -(-wanted_RW.sum(axis=1).max() // chunk))
+    scale = 1.0 / jnp.asarray(temperature, jnp.float32)
+    outputs = _read(hidden_RWD, table_VD, scale, plan, chunk, entropy)
 
-    @jax.checkpoint
-    def read(part):
-        return _logp_and_entropy(logits(params, config, part[0]) / temperature, part[1])
+    def back(output_RM: Array) -> Array:
+        return _shift(jnp.where(wanted_RW, jnp.take_along_axis(output_RM, place_RW, axis=1), 0.0))
 
-    outputs = jax.lax.map(read, by_chunk)
-    return TokenOutput(*(_shift(jnp.moveaxis(each, 0, 1).reshape(rows, -1)[:, :width]) for each in outputs))
+    return TokenOutput(*map(back, outputs))
 
 
-def _logp_and_entropy(logit_RWV: Array, target_RW: Array) -> tuple[Array, Array]:
-    normalizer_RW = jax.nn.logsumexp(logit_RWV, axis=-1)
-    # A masked sum, not a gather: it stays local where the vocabulary is sharded.
-    chosen_RWV = jnp.arange(logit_RWV.shape[-1])[None, None, :] == target_RW[:, :, None]
-    target_logit_RW = jnp.sum(jnp.where(chosen_RWV, logit_RWV, 0.0), axis=-1)
-    probability_RWV = jnp.exp(logit_RWV - normalizer_RW[:, :, None])
-    return target_logit_RW - normalizer_RW, normalizer_RW - jnp.sum(probability_RWV * logit_RWV, axis=-1)
+class _Plan(NamedTuple):
+    """Which hidden states are read, and in what order; `M` is the width, rounded up to whole chunks.
+
+    Attributes:
+      order_RM: Index in the row that is read in this place.
+      place_RW: The inverse.
+      target_RM: The token that is predicted.
+      chunks: That hold anything wanted.
+    """
+
+    order_RM: Array
+    place_RW: Array
+    target_RM: Array
+    chunks: Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _read(hidden_RWD: Array, table_VD: Array, scale: Array, plan: _Plan, chunk: int, entropy: bool) -> list[Array]:
+    """Log-probabilities, and entropies if asked for, in the plan's order."""
+    return _read_forward(hidden_RWD, table_VD, scale, plan, chunk, entropy)[0]
+
+
+def _read_forward(
+    hidden_RWD: Array, table_VD: Array, scale: Array, plan: _Plan, chunk: int, entropy: bool
+) -> tuple[list[Array], Any]:
+    hidden_RMD = jnp.take_along_axis(hidden_RWD, plan.order_RM[:, :, None], axis=1)
+    zeros_RM = jnp.zeros(plan.order_RM.shape, jnp.float32)
+
+    def body(index: Array, outputs: list[Array]) -> list[Array]:
+        logit_RCV = _chunk_logits(_part(hidden_RMD, index, chunk), table_VD, scale)
+        normalizer_RC = jax.nn.logsumexp(logit_RCV, axis=-1)
+        # A masked sum, not a gather: it stays local where the vocabulary is sharded.
+        chosen_RC = jnp.sum(jnp.where(_chosen(logit_RCV, _part(plan.target_RM, index, chunk)), logit_RCV, 0.0), axis=-1)
+        read = [normalizer_RC, chosen_RC - normalizer_RC]
+        if entropy:
+            probability_RCV = jnp.exp(logit_RCV - normalizer_RC[:, :, None])
+            read.append(normalizer_RC - jnp.sum(probability_RCV * logit_RCV, axis=-1))
+        return [_put(output, part, index, chunk) for output, part in zip(outputs, read, strict=True)]
+
+    normalizer_RM, *outputs = lax.fori_loop(0, plan.chunks, body, [zeros_RM] * (3 if entropy else 2))
+    return outputs, (hidden_RWD, table_VD, scale, plan, normalizer_RM, outputs)
+
+
+def _read_backward(chunk: int, entropy: bool, saved: Any, changes: list[Array]) -> tuple[Array, Array, Array, None]:
+    """With p the probabilities: d logp = onehot - p, and d entropy = -p (logp + entropy)."""
+    hidden_RWD, table_VD, scale, plan, normalizer_RM, outputs = saved
+    hidden_RMD = jnp.take_along_axis(hidden_RWD, plan.order_RM[:, :, None], axis=1)
+
+    def body(index: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        change_RMD, change_DV, change_scale = sums
+
+        def part(array_RM: Array) -> Array:
+            return _part(array_RM, index, chunk)[:, :, None]
+
+        hidden_RCD = _part(hidden_RMD, index, chunk)
+        logit_RCV = _chunk_logits(hidden_RCD, table_VD, scale)
+        logp_RCV = logit_RCV - part(normalizer_RM)
+        slope_RC1 = part(changes[0])
+        toward_RCV = jnp.where(_chosen(logit_RCV, _part(plan.target_RM, index, chunk)), slope_RC1, 0.0)
+        if entropy:
+            slope_RC1 = slope_RC1 + part(changes[1]) * (logp_RCV + part(outputs[1]))
+        change_RCV = toward_RCV - jnp.exp(logp_RCV) * slope_RC1
+        change_scale += jnp.sum(change_RCV * logit_RCV) / scale
+        change_TV = (change_RCV * scale).astype(table_VD.dtype).reshape(-1, table_VD.shape[0])
+        change_RCD = jnp.matmul(change_TV, table_VD).reshape(hidden_RCD.shape)
+        change_DV += transposed_product(hidden_RCD.reshape(change_TV.shape[0], -1), change_TV, jnp.float32)
+        return _put(change_RMD, change_RCD, index, chunk), change_DV, change_scale
+
+    start = jnp.zeros_like(hidden_RMD), jnp.zeros(table_VD.shape[::-1], jnp.float32), jnp.zeros((), jnp.float32)
+    change_RMD, change_DV, change_scale = lax.fori_loop(0, plan.chunks, body, start)
+    change_RWD = jnp.take_along_axis(change_RMD, plan.place_RW[:, :, None], axis=1)
+    return change_RWD, change_DV.T.astype(table_VD.dtype), change_scale, None
+
+
+_read.defvjp(_read_forward, _read_backward)
+
+
+def _chunk_logits(hidden_RCD: Array, table_VD: Array, scale: Array) -> Float32[Array, "R C V"]:
+    hidden_TD = hidden_RCD.reshape(-1, hidden_RCD.shape[-1])
+    logit_TV = jnp.matmul(hidden_TD, table_VD.T, preferred_element_type=jnp.float32)
+    return logit_TV.reshape(*hidden_RCD.shape[:-1], -1) * scale
+
+
+def _chosen(logit_RCV: Array, target_RC: Array) -> Bool[Array, "R C V"]:
+    return jnp.arange(logit_RCV.shape[-1])[None, None, :] == target_RC[:, :, None]
+
+
+def _part(array_RM: Array, index: Array, chunk: int) -> Array:
+    return lax.dynamic_slice_in_dim(array_RM, index * chunk, chunk, axis=1)
+
+
+def _put(array_RM: Array, part_RC: Array, index: Array, chunk: int) -> Array:
+    return lax.dynamic_update_slice_in_dim(array_RM, part_RC, index * chunk, axis=1)
 
 
 def values(params: Params, hidden_RWD: Float[Array, "R W D"]) -> Float32[Array, "R W"]:

@@ -22,6 +22,7 @@ from jaxrlhf.parallel.pool import ResourcePool
 from jaxrlhf.parallel.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shard_bytes, shardings
 from jaxrlhf.parallel.transfer import Delivery, Exchange, Offer, Splits, splits_of
 from jaxrlhf.parallel.wire import TransferError
+from jaxrlhf.parallel.workload import packed_row_tokens
 
 __all__ = [
     "AXES",
@@ -59,6 +60,7 @@ __all__ = [
     "logit_bytes",
     "mesh_of",
     "missing_bytes",
+    "packed_row_tokens",
     "recognise",
     "refines",
     "replica_mesh",

@@ -17,7 +17,7 @@ from jaxrlhf.parallel.collectives import Group, all_gather_s, all_reduce_s, byte
 from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.memory import cache_bytes_per_token, weights_generating, weights_held
 from jaxrlhf.parallel.plan import Cost
-from jaxrlhf.parallel.workload import Role, Software, Workload
+from jaxrlhf.parallel.workload import Role, Software, Workload, packed_row_tokens
 
 
 def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
@@ -38,10 +38,6 @@ def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
 def head_flops(model: ModelConfig, head: Head, *, tokens: float) -> float:
     """Of the head's forward pass."""
     return 2 * tokens * model.head_parameters(head)
-
-
-SMALLEST_ROW = 256
-"""Tokens of a packed row at least, where the budget allows: narrower ones would leave much padding."""
 
 
 SMALLEST_BUCKET = 128
@@ -76,7 +72,7 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
         tokens = sequences * length / microbatches
     else:
         budget = role.tokens_per_microbatch // shards
-        row_tokens = max(workload.longest_tokens, min(SMALLEST_ROW, budget))
+        row_tokens = packed_row_tokens(workload.longest_tokens, budget=budget)
         rows = max(1, budget // row_tokens)
         rows = rows // layout.stage * layout.stage if rows > layout.stage else rows
         microbatches = math.ceil(math.ceil(sequences / (row_tokens // length)) / rows)

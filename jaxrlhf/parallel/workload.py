@@ -105,3 +105,16 @@ class Software:
     def trains_in_compute_dtype(self) -> bool:
         """Whether generation can take the trained weights as they are, so that no second copy exists."""
         return self.weight_bytes == self.compute_bytes
+
+
+SMALLEST_ROW = 192
+"""Tokens of a packed row at least, where the budget allows: narrower ones would leave much padding."""
+
+
+def packed_row_tokens(longest: int, *, budget: int) -> int:
+    """Tokens of a packed row: a multiple of the longest sequence, so that rows of sequences as long as can be are full.
+
+    Args:
+      budget: Tokens of a microbatch on one data-parallel device.
+    """
+    return longest * max(1, min(-(-SMALLEST_ROW // longest), budget // longest))

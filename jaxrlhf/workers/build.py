@@ -79,6 +79,8 @@ def stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int
     Raises:
       ValueError: A configured text is not one token.
     """
+    if config.rollout.sampling.ignore_eos:
+        return ()
     stops = [tokenizer.eos_token_id]
     if isinstance(config.model, Pretrained):
         stops += read_stop_tokens(config.model.path)

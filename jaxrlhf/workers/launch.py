@@ -1,5 +1,6 @@
 """From a configuration to launched pools."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +73,17 @@ def placed(config: Config, *, devices: int) -> list[Pool]:
     return [first, *rest]
 
 
+def _check_threads(devices: Sequence[jax.Device]) -> None:
+    """Raise `ValueError` if the collectives of CPU devices could wait for each other for ever."""
+    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    if len(devices) > 1 and devices[0].platform == "cpu" and threads < 2 * len(devices):
+        raise ValueError(
+            f"{len(devices)} CPU devices are to work together and XLA has {threads} threads, in which their collectives "
+            f"can wait for each other for ever; set JAX_NUM_CPU_DEVICES={len(devices)} in the environment instead of in "
+            f"the program, or NPROC=32, before Python starts"
+        )
+
+
 def split_devices(config: Config, devices: Sequence[jax.Device]) -> list[tuple[Pool, Sequence[jax.Device]]]:
     """Each pool with its devices, taken in order.
 
@@ -86,6 +98,7 @@ def split_devices(config: Config, devices: Sequence[jax.Device]) -> list[tuple[P
             f"{asked} were asked for and JAX sees {len(devices)} {devices[0].platform} devices; "
             f"lower them, or on CPU start with JAX_NUM_CPU_DEVICES={wanted}"
         )
+    _check_threads(devices[:wanted])
     found, start = [], 0
     for pool in pools:
         found.append((pool, devices[start : start + pool.devices]))

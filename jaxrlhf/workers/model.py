@@ -28,6 +28,7 @@ from jaxrlhf.parallel import (
     TRAIN,
     Moved,
     check_divisible,
+    packed_row_tokens,
     shardings,
     to_device,
     to_host,
@@ -38,9 +39,6 @@ from jaxrlhf.workers.protocol import Place
 Metrics = dict[str, float]
 Progress = Callable[[str, int, int], None]
 """`(phase, done, total)`, called from the thread that does the work."""
-
-_SMALLEST_ROW = 256
-"""Rows narrower than this would leave much padding when sequences are short."""
 
 
 class ModelWorker(ABC):
@@ -91,12 +89,13 @@ class ModelWorker(ABC):
         self._remat = training.remat
         self._row_tokens, self._rows = microbatch_shape(training, mesh, width=width, role=role)
         self._batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        self.row_shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         self._forward = jax.jit(self._output, out_shardings=self._batch_sharding)
         self._send_away("parameters")
 
     @abstractmethod
-    def _output(self, params: Params, rows: Rows, temperature: Array) -> Any:
-        """What the head says of every token of packed rows."""
+    def _output(self, params: Params, rows: Rows, temperature: Array, *, entropy: bool = False) -> Any:
+        """What the head says of the chosen tokens of packed rows, with the entropy of their distributions if asked."""
 
     def _hidden(self, params: Params, rows: Rows) -> Array:
         return hidden_states(
@@ -230,7 +229,7 @@ def microbatch_shape(training: Training, mesh: Mesh, *, width: int, role: str) -
       ValueError: The budget does not hold one row for each shard of the batch.
     """
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    row_tokens = max(width, min(_SMALLEST_ROW, training.tokens_per_microbatch // shards))
+    row_tokens = packed_row_tokens(width, budget=training.tokens_per_microbatch // shards)
     rows = training.tokens_per_microbatch // row_tokens // shards
     stages = training.layout.stage
     rows = (rows // stages * stages if rows > stages else rows) * shards  # whole rounds keep a pipeline busy

@@ -21,11 +21,13 @@ class Rows:
       token_RW: int32 ids.
       position_RW: int32 index of the token in its own sequence.
       segment_RW: int32, 0 is padding, sequences count from 1 in each row.
+      mask_RW: bool, tokens that something is to be said of; those that the policy chose.
     """
 
     token_RW: Array
     position_RW: Array
     segment_RW: Array
+    mask_RW: Array
 
 
 def first_fit_decreasing(length_B: np.ndarray, *, row_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -104,6 +106,5 @@ class Packing:
         position_BT, segment_BT = np.zeros(self._shape, np.int32), np.zeros(self._shape, np.int32)
         position_BT[self._source] = position
         segment_BT[self._source] = self._segment_B[sequence]
-        packed = [self.pack(array) for array in (sequences.token_BT, position_BT, segment_BT)]
-        for token_RW, position_RW, segment_RW in zip(*packed, strict=True):
-            yield Rows(token_RW, position_RW, segment_RW)
+        arrays = (sequences.token_BT, position_BT, segment_BT, sequences.mask_BT)
+        yield from (Rows(*parts) for parts in zip(*map(self.pack, arrays), strict=True))

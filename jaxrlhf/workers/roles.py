@@ -15,7 +15,7 @@ from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Scores
 from jaxrlhf.config import ROLLOUT, Sampling
 from jaxrlhf.engine import Completion
-from jaxrlhf.models.heads import token_logp, values
+from jaxrlhf.models.heads import CHUNK_TOKENS, token_logp, values
 from jaxrlhf.parallel import Exchange, HybridEngine, Offer, Splits, Switch, SwitchError, to_device, to_host
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.generation import Generator, Listener, Sampler
@@ -25,10 +25,19 @@ from jaxrlhf.workers.protocol import DP_PROTO, ONE_TO_ALL, THREE_D_ALL_MICRO_DP,
 from jaxrlhf.workers.trained import Objective, TrainedWorker
 
 
-def _policy_output(worker: ModelWorker, params: Params, rows: Rows, temperature: Array) -> TokenOutput:
-    hidden_RWD = worker._hidden(params, rows)
-    logp, entropy = token_logp(params, worker.config, hidden_RWD, rows.token_RW, temperature=temperature)
-    return TokenOutput(logp, entropy)
+def _policy_output(
+    worker: ModelWorker, params: Params, rows: Rows, temperature: Array, *, entropy: bool = False
+) -> TokenOutput:
+    return token_logp(
+        params,
+        worker.config,
+        worker._hidden(params, rows),
+        rows.token_RW,
+        rows.mask_RW,
+        temperature=temperature,
+        entropy=entropy,
+        chunk_tokens=CHUNK_TOKENS * worker.row_shards,
+    )
 
 
 class Actor(TrainedWorker):
@@ -71,8 +80,8 @@ class Actor(TrainedWorker):
             "relayout/received_bytes": float(max((switch.bytes_per_device for switch in switches), default=0)),
         }
 
-    def _output(self, params: Params, rows: Rows, temperature: Array) -> TokenOutput:
-        return _policy_output(self, params, rows, temperature)
+    def _output(self, params: Params, rows: Rows, temperature: Array, *, entropy: bool = False) -> TokenOutput:
+        return _policy_output(self, params, rows, temperature, entropy=entropy)
 
     @contextmanager
     def _generating(self) -> Iterator[Sampler]:
@@ -140,14 +149,14 @@ class Actor(TrainedWorker):
             return self.version, self._exchange.offer(self.params, wanted[0], keep=keep)
 
     @verb(THREE_D_PROTO)
-    def compute_log_prob(self, rollout: Rollout) -> TokenOutput:
-        """log pi and entropy of every token under the current policy, at the rollout's temperature."""
+    def compute_log_prob(self, rollout: Rollout) -> Array:
+        """log pi of every chosen token under the current policy, at the rollout's temperature."""
         if stale := set(np.unique(rollout.version_B).tolist()) - {self.version}:
             raise RuntimeError(
                 f"the policy is version {self.version} and the rollout holds responses of {sorted(stale)}; "
                 f"old log-probabilities have to be taken before the update"
             )
-        return self._forward_all(rollout.sequences, temperature=self._temperature)
+        return self._forward_all(rollout.sequences, temperature=self._temperature).logp
 
     @verb(THREE_D_PROTO)
     def update_actor(
@@ -169,7 +178,8 @@ class Actor(TrainedWorker):
 class Critic(TrainedWorker):
     """Estimates the value of every prefix."""
 
-    def _output(self, params: Params, rows: Rows, temperature: Array) -> Array:
+    def _output(self, params: Params, rows: Rows, temperature: Array, *, entropy: bool = False) -> Array:
+        assert not entropy, "values have no distribution"
         return values(params, self._hidden(params, rows))
 
     @verb(THREE_D_PROTO)
@@ -190,12 +200,12 @@ class Reference(ModelWorker):
         super().__init__(*args, **kwargs)
         self._temperature = temperature
 
-    def _output(self, params: Params, rows: Rows, temperature: Array) -> TokenOutput:
-        return _policy_output(self, params, rows, temperature)
+    def _output(self, params: Params, rows: Rows, temperature: Array, *, entropy: bool = False) -> TokenOutput:
+        return _policy_output(self, params, rows, temperature, entropy=entropy)
 
     @verb(THREE_D_PROTO)
     def compute_ref_log_prob(self, rollout: Rollout) -> Array:
-        """log pi_ref of every token, at the rollout's temperature."""
+        """log pi_ref of every chosen token, at the rollout's temperature."""
         return self._forward_all(rollout.sequences, temperature=self._temperature).logp
 
 

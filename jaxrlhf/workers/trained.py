@@ -99,10 +99,11 @@ class TrainedWorker(ModelWorker):
         if key not in self._accumulate:
 
             def add(params: Params, gradient: Params, rows: Rows, experience: Any, temperature: Array) -> Any:
-                mask, weight, fields = experience
+                weight, fields = experience
+                mask = rows.mask_RW
 
                 def loss(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
-                    output = self._output(params, rows, temperature)
+                    output = self._output(params, rows, temperature, entropy="entropy_weight" in fields)
                     token_loss, metrics = objective(output, mask, weight, fields, settings)
                     sums = {name: jnp.where(mask, value, 0.0).sum() for name, value in metrics.items()}
                     return token_loss.sum(), {**sums, "tokens": mask.sum(dtype=jnp.float32)}
@@ -118,8 +119,7 @@ class TrainedWorker(ModelWorker):
     ) -> tuple[Params, list[dict[str, jax.Array]]]:
         """Gradient of `sum(weight * token_loss)` over all microbatches, and their metric sums."""
         packing = self._pack(experience.sequences)
-        arrays = (experience.sequences.mask_BT, experience.weight_BT, experience.fields)
-        packed = jax.tree.map(packing.pack, arrays)
+        packed = jax.tree.map(packing.pack, (experience.weight_BT, experience.fields))
         program = self._accumulator(objective, settings)
         gradient, sums = self._zeros(self.params), []
         for index, rows in enumerate(packing.rows(experience.sequences)):

@@ -1,0 +1,65 @@
+"""Attention of packed rows in plain XLA, a block of queries at a time.
+
+A block reads the keys up to its own end, so half of the products of a causal row are never
+computed, and no array is as long as a row in both directions.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.batch import Array
+
+_SHORTEST_BLOCK = 64
+_MOST_BLOCKS = 8
+"""More would save less than a further eighth, and every block is compiled by itself."""
+_RECOMPUTED_WIDTH = 1024
+"""From this width on the backward pass computes a block's softmax again instead of keeping it."""
+
+
+def attend_blocks(query_RWNH: Array, key_RWKH: Array, value_RWKH: Array, segment_RW: Array) -> Array:
+    """As `attention.attend`."""
+    rows, width, heads, head_dim = query_RWNH.shape
+    kv_heads = key_RWKH.shape[2]
+    query_RWNH = query_RWNH / math.sqrt(head_dim)
+    query_RKGWH = jnp.transpose(query_RWNH.reshape(rows, width, kv_heads, -1, head_dim), (0, 2, 3, 1, 4))
+    # Both products then stream through contiguous memory.
+    key_RKHW, value_RKWH = jnp.transpose(key_RWKH, (0, 2, 3, 1)), jnp.transpose(value_RWKH, (0, 2, 1, 3))
+    mixed = []
+    for start, end in _blocks(width):
+        block = partial(_block, start=start)
+        if width >= _RECOMPUTED_WIDTH:
+            block = jax.checkpoint(block)
+        mixed.append(
+            block(query_RKGWH[:, :, :, start:end], key_RKHW[..., :end], value_RKWH[:, :, :end], segment_RW[:, :end])
+        )
+    mixed_RWKGH = jnp.transpose(jnp.concatenate(mixed, axis=3), (0, 3, 1, 2, 4))
+    return mixed_RWKGH.reshape(rows, width, heads, head_dim)
+
+
+def _blocks(width: int) -> list[tuple[int, int]]:
+    """First query of each block and the one after its last."""
+    size = -(-width // min(_MOST_BLOCKS, -(-width // _SHORTEST_BLOCK)))
+    return [(start, min(start + size, width)) for start in range(0, width, size)]
+
+
+def _block(query_RKGQH: Array, key_RKHS: Array, value_RKSH: Array, segment_RS: Array, *, start: int) -> Array:
+    """Queries from `start` on over the keys up to their end; softmax in float32."""
+    rows, kv_heads, groups, queries, head_dim = query_RKGQH.shape
+    keys = key_RKHS.shape[-1]
+    query_RKMH = query_RKGQH.reshape(rows, kv_heads, groups * queries, head_dim)
+    logit_RKMS = jnp.einsum("RKMH,RKHS->RKMS", query_RKMH, key_RKHS, preferred_element_type=jnp.float32)
+    seen_RQS = segment_RS[:, start:, None] == segment_RS[:, None, :]
+    seen_RQS &= (jnp.arange(start, keys)[:, None] >= jnp.arange(keys)[None, :])[None]
+    logit_RKGQS = logit_RKMS.reshape(rows, kv_heads, groups, queries, keys)
+    logit_RKGQS = jnp.where(seen_RQS[:, None, None], logit_RKGQS, -jnp.inf)
+    # Every query sees itself, so the peak is finite.
+    peak_RKGQ1 = jax.lax.stop_gradient(logit_RKGQS.max(axis=-1, keepdims=True))
+    weight_RKGQS = jnp.exp(logit_RKGQS - peak_RKGQ1)
+    total_RKGQ1 = weight_RKGQS.sum(axis=-1, keepdims=True)
+    weight_RKMS = weight_RKGQS.astype(value_RKSH.dtype).reshape(rows, kv_heads, groups * queries, keys)
+    mixed_RKMH = jnp.einsum("RKMS,RKSH->RKMH", weight_RKMS, value_RKSH, preferred_element_type=jnp.float32)
+    mixed_RKGQH = mixed_RKMH.reshape(rows, kv_heads, groups, queries, head_dim) / total_RKGQ1
+    return mixed_RKGQH.astype(value_RKSH.dtype)

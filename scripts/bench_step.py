@@ -1,0 +1,151 @@
+"""Measures whole steps of a workload: generation, rewards, reference, update. Prints one JSON line.
+
+    python scripts/bench_step.py --workload fixed [--steps 5] [--prompts 16] [--new-tokens 256]
+
+The workloads are those of `bench_workload.py`. The run is a real one: its loop, files and metrics
+are those of `python -m jaxrlhf.train`; only the data set is a list of random prompts.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import bench_workload as bench
+
+from jaxrlhf.batch import Problem
+from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.config import (
+    GRPO,
+    PPO,
+    ROLLOUT,
+    Checkpointing,
+    Config,
+    Evaluation,
+    FunctionReward,
+    KLInLoss,
+    KLInReward,
+    Optimizer,
+    Pretrained,
+    PromptFile,
+    Rewards,
+    Rollout,
+    Sampling,
+    Training,
+)
+from jaxrlhf.controller.log import StageLog
+from jaxrlhf.controller.loop import Loop
+from jaxrlhf.data import Loader, decoder
+from jaxrlhf.workers import Stage, launch
+
+
+def config_of(workload: bench.Workload, model: Path, *, steps: int, tokens_per_microbatch: int, remat: bool) -> Config:
+    """The workload as a configuration of one update a step."""
+    training = Training(
+        optimizer=Optimizer(learning_rate=1e-6, weight_decay=0.0),
+        tokens_per_microbatch=tokens_per_microbatch,
+        remat=remat,
+    )
+    one_update: dict[str, Any] = {"responses_per_update": workload.sequences}
+    algorithm = (
+        GRPO(kl=KLInLoss(coefficient=0.04), **one_update)
+        if workload.algorithm == "grpo"
+        else PPO(kl=KLInReward(coefficient=0.04), critic=training, **one_update)
+    )
+    return Config(
+        name="bench",
+        algorithm=algorithm,
+        steps=steps,
+        model=Pretrained(str(model)),
+        data=PromptFile(train="random prompts", answer_key=None),
+        rewards=Rewards(parts=(FunctionReward(f"{Path(bench.__file__)}:even_share"),)),
+        rollout=Rollout(
+            prompts_per_step=workload.prompts,
+            responses_per_prompt=workload.responses,
+            max_prompt_tokens=workload.prompt_tokens,
+            max_response_tokens=workload.new_tokens,
+            sampling=Sampling(ignore_eos=not bench.PRESETS[workload.preset].ends),
+        ),
+        actor=training,
+        evaluation=Evaluation(every_steps=0),
+        checkpoint=Checkpointing(every_steps=0, keep_best=0),
+    )
+
+
+def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str, Any]:
+    """Run the steps; returns medians over all but the first two, and what the first took."""
+    tokenizer = bench.tokenizer(bench.PRESETS[workload.preset], outside=False)
+    tokens = bench.prompts(workload, count=workload.prompts * config.steps)
+    problems = [Problem(index, " ".join(f"t{token}" for token in row), row) for index, row in enumerate(tokens)]
+    records: list[dict[str, float]] = []
+    ends: list[float] = []
+
+    def on_step(_: int, metrics: dict[str, float]) -> None:
+        ends.append(time.perf_counter())
+        records.append(metrics)
+
+    with closing(launch(config, tokenizer, progress=lambda *_: None, workdir=workdir)) as pools:
+        stage = Stage(config, (*config.algorithm.roles, ROLLOUT, "reward"), config.steps)
+        with closing(pools.roles(stage)) as roles, closing(Checkpoints(workdir / "checkpoints", keep_last=1)) as saved:
+            loop = Loop(
+                config=config,
+                roles=roles,
+                loader=Loader(problems, per_step=workload.prompts, seed=0),
+                held_out=[],
+                checkpoints=saved,
+                log=lambda done: StageLog(workdir, steps=config.steps, first_step=done),
+                decode=decoder(tokenizer),
+                prompt_lengths=[len(row) for row in tokens],
+                on_step=on_step,
+            )
+            start = time.perf_counter()
+            loop.run()
+    warm = records[2:]
+
+    def middle(name: str) -> float:
+        return round(median(record[name] for record in warm), 4)
+
+    generated = median(record["tokens/generated"] for record in warm)
+    generate_s = middle("time/generate_s")
+    return {
+        "step_s": middle("time/step_s"),
+        "generate_s": generate_s,
+        "prepare_s": middle("time/prepare_s"),
+        "update_s": middle("time/update_s"),
+        "reward_s": middle("time/reward_s"),
+        "generated_tokens": generated,
+        "generated_tokens_per_s": round(generated / generate_s, 1),
+        "first_step_s": round(ends[0] - start, 2),
+        "steps": [round(record["time/step_s"], 3) for record in records],
+    }
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", choices=bench.WORKLOADS, default="fixed")
+    for name, what in (("prompts", "of a step"), ("responses", "to a prompt"), ("new-tokens", "of a response")):
+        parser.add_argument(f"--{name}", type=int, help=f"{what}; the workload's if not given")
+    parser.add_argument("--steps", type=int, default=6, help="the first two are not counted")
+    parser.add_argument("--tokens-per-microbatch", type=int, default=2048)
+    parser.add_argument("--remat", action="store_true", help="recompute activations in the backward pass")
+    parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
+    flags = parser.parse_args()
+    sizes = {name: getattr(flags, name) for name in ("prompts", "responses", "new_tokens")}
+    workload = replace(bench.WORKLOADS[flags.workload], **{name: size for name, size in sizes.items() if size})
+    model = bench.checkpoint(workload.preset, flags.models)
+    config = config_of(
+        workload, model, steps=flags.steps, tokens_per_microbatch=flags.tokens_per_microbatch, remat=flags.remat
+    )
+    with tempfile.TemporaryDirectory() as workdir, bench.Memory() as memory:
+        figures = measure(workload, config, Path(workdir))
+    print(json.dumps({"bench": "step", "workload": flags.workload, **figures, "peak_rss_mb": round(memory.peak_mb)}))
+
+
+if __name__ == "__main__":
+    main()

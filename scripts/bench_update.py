@@ -1,0 +1,115 @@
+"""Measures training passes on packed sequences: one update of the actor, one forward pass. Prints one JSON line.
+
+    python scripts/bench_update.py --preset small --sequences 64 --tokens 192 [--trained 128]
+
+`model_flops_per_s` counts what the mathematics needs for the tokens that exist: products with weights (three times the
+forward pass's for an update), causal attention, and the head where a token is trained; nothing that is computed twice.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import bench_workload as bench
+import jax
+import numpy as np
+from bench_step import config_of
+
+from jaxrlhf.algos import policy_objective
+from jaxrlhf.batch import Experience, Rollout, Sequences
+from jaxrlhf.config import Config
+from jaxrlhf.workers import Stage, launch
+
+
+def sequences_of(count: int, length: int, trained: int, vocab: int) -> Sequences:
+    """Random tokens of which the last are trained."""
+    draw = np.random.default_rng(0)
+    mask_BT = np.broadcast_to(np.arange(length) >= length - trained, (count, length))
+    token_BT = draw.integers(2, vocab, (count, length), dtype=np.int32)
+    return Sequences(token_BT, np.full(count, length, np.int32), mask_BT, np.arange(count) // 8)
+
+
+def seconds(call: Any, repeats: int) -> float:
+    """Median of the calls after the first, which compiles."""
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def measure(workload: bench.Workload, config: Config, *, repeats: int) -> dict[str, Any]:
+    """Seconds of an update and of a forward pass over the workload's sequences."""
+    preset = bench.PRESETS[workload.preset]
+    length = workload.prompt_tokens + workload.new_tokens
+    sequences = sequences_of(workload.sequences, length, workload.new_tokens, preset.vocab)
+    shape, draw = sequences.token_BT.shape, np.random.default_rng(1)
+    fields = {name: draw.normal(-9, 0.1, shape).astype(np.float32) for name in ("old_logp", "ref_logp")}
+    fields |= {"advantage": draw.normal(size=shape).astype(np.float32), "kl_weight": np.full(shape, 1e-5, np.float32)}
+    weight_BT = np.where(sequences.mask_BT, 1 / sequences.mask_BT.sum(), 0).astype(np.float32)
+    experience = [Experience(sequences, weight_BT, fields)]
+    pools = launch(config, bench.tokenizer(preset, outside=False), progress=lambda *_: None, workdir=None)
+    roles = pools.roles(Stage(config, ("actor",), 100))
+    rollout = Rollout(sequences, np.zeros(shape, np.float32), np.zeros(shape[0], bool), np.zeros(shape[0], np.int32))
+
+    def update() -> None:
+        settings = config.algorithm
+        roles.actor.update_actor(experience, objective=policy_objective, settings=settings).result()
+
+    def forward() -> None:
+        roles.actor.compute_log_prob(rollout).result()
+
+    forward_s = seconds(forward, repeats)
+    update_s = seconds(update, repeats)
+    roles.close()
+    pools.close()
+    flops = bench.forward_flops(preset, workload.sequences, length, workload.new_tokens)
+    return {
+        "tokens": workload.sequences * length,
+        "update_s": round(update_s, 4),
+        "update_flops_per_s": round(3 * flops / update_s),
+        "forward_s": round(forward_s, 4),
+        "forward_flops_per_s": round(flops / forward_s),
+        "tokens_per_s": round(workload.sequences * length / update_s, 1),
+    }
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", choices=bench.PRESETS, default="small")
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=192, help="of a sequence")
+    parser.add_argument("--trained", type=int, default=128, help="of them, at the end")
+    parser.add_argument("--tokens-per-microbatch", type=int, default=1024)
+    parser.add_argument("--remat", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
+    flags = parser.parse_args()
+    workload = bench.Workload(flags.preset, flags.sequences // 2, 2, flags.tokens - flags.trained, flags.trained)
+    model = bench.checkpoint(flags.preset, flags.models)
+    config = config_of(workload, model, steps=1, tokens_per_microbatch=flags.tokens_per_microbatch, remat=flags.remat)
+    with bench.Memory() as memory:
+        figures = measure(workload, config, repeats=flags.repeats)
+    device = jax.devices()[0].device_kind
+    print(
+        json.dumps(
+            {
+                "bench": "update",
+                **vars(flags),
+                "models": str(flags.models),
+                **figures,
+                "peak_rss_mb": round(memory.peak_mb),
+                "device": device,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The environment that JAX starts in."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from jaxrlhf import environment
+from jaxrlhf.workers.launch import _check_threads
+
+
+def threads_with(**variables: str) -> str:
+    clean = {name: value for name, value in os.environ.items() if name not in ("NPROC", "JAX_NUM_CPU_DEVICES")}
+    script = "import os, jaxrlhf; print(os.environ.get('NPROC'))"
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=clean | variables, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "variables, threads",
+    [
+        ({}, "None"),
+        ({"JAX_NUM_CPU_DEVICES": "1"}, "None"),
+        ({"JAX_NUM_CPU_DEVICES": "8"}, "32"),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, "32"),
+        ({"JAX_NUM_CPU_DEVICES": "8", "NPROC": "64"}, "64"),
+    ],
+)
+def test_only_several_cpu_devices_get_more_threads_than_cores(variables, threads):
+    assert threads_with(**variables) == threads
+
+
+def test_the_flag_is_found_among_others(monkeypatch):
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=x --xla_force_host_platform_device_count=4 --other=9")
+    assert environment.cpu_devices() == 4
+
+
+def test_too_few_threads_for_the_devices_are_refused_before_anything_hangs(monkeypatch):
+    devices = [SimpleNamespace(platform="cpu")] * 8
+    monkeypatch.setenv("NPROC", "2")
+    with pytest.raises(ValueError, match="JAX_NUM_CPU_DEVICES=8"):
+        _check_threads(devices)
+    monkeypatch.setenv("NPROC", "32")
+    _check_threads(devices)

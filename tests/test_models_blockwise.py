@@ -1,0 +1,70 @@
+"""Attention in blocks against a loop over queries."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf.models import blockwise
+
+
+def by_query(query_RWNH, key_RWKH, value_RWKH, segment_RW):
+    """Every query by itself, in float64."""
+    rows, width, heads, head_dim = query_RWNH.shape
+    group = heads // key_RWKH.shape[2]
+    out = np.zeros(query_RWNH.shape)
+    for row, at, head in np.ndindex(rows, width, heads):
+        seen = [s for s in range(at + 1) if segment_RW[row, s] == segment_RW[row, at]]
+        logit = key_RWKH[row, seen, head // group] @ query_RWNH[row, at, head] / np.sqrt(head_dim)
+        weight = np.exp(logit - logit.max())
+        out[row, at, head] = weight @ value_RWKH[row, seen, head // group] / weight.sum()
+    return out
+
+
+def random_rows(width):
+    draw = np.random.default_rng(width)
+    query, key, value = (draw.normal(size=(2, width, heads, 4)) for heads in (4, 2, 2))
+    segment = np.sort(draw.integers(1, 4, size=(2, width)), axis=1)
+    segment[1, -width // 3 :] = 0  # padding
+    return query, key, value, segment
+
+
+@pytest.mark.parametrize("width", [5, 64, 65, 150])
+def test_blocks_compute_what_single_queries_do(width):
+    rows = random_rows(width)
+    blocks = blockwise.attend_blocks(*(jnp.asarray(array, jnp.float32) for array in rows[:3]), jnp.asarray(rows[3]))
+    np.testing.assert_allclose(blocks, by_query(*rows), rtol=1e-5, atol=1e-5)
+
+
+def test_recomputing_a_block_does_not_change_the_gradient(monkeypatch):
+    query, key, value, segment = (jnp.asarray(array) for array in random_rows(150))
+
+    def gradient():
+        def total(arrays):
+            return jnp.sum(blockwise.attend_blocks(*arrays, segment) ** 3)
+
+        return jax.grad(total)([array.astype(jnp.float32) for array in (query, key, value)])
+
+    kept = gradient()
+    monkeypatch.setattr(blockwise, "_RECOMPUTED_WIDTH", 100)
+    for one, other in zip(gradient(), kept, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 100, 513, 4096, 5000])
+def test_blocks_cover_a_row_once_and_are_few(width):
+    blocks = blockwise._blocks(width)
+    assert [position for start, end in blocks for position in range(start, end)] == list(range(width))
+    assert len(blocks) <= 8
+
+
+def test_no_array_is_as_long_as_a_row_in_both_directions():
+    width = 1024
+    shape = jax.ShapeDtypeStruct((1, width, 2, 8), jnp.float32)
+    segment = jax.ShapeDtypeStruct((1, width), jnp.int32)
+
+    def loss(query, key, value, segment):
+        return blockwise.attend_blocks(query, key, value, segment).sum()
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape, segment).compile()
+    assert f",{width // 8}," in program.as_text() and f"{width},{width}]" not in program.as_text()
