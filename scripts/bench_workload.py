@@ -5,13 +5,14 @@ Word `t<i>` is token i. In the preset `tail` the end of a response has probabili
 weights themselves; in the others responses run to their limit.
 """
 
+import argparse
 import json
 import os
 import random
 import resource
 import subprocess
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,26 @@ WORKLOADS = {
     "ppo": Workload(prompts=64, responses=1, algorithm="ppo"),
     "big": Workload("qwen0p4b", 2, 4, 64, 64),
 }
+
+
+def add_flags(parser: argparse.ArgumentParser, *, workload: str = "fixed") -> None:
+    """Flags that choose a workload, change its sizes, and say where checkpoints are."""
+    parser.add_argument("--workload", choices=WORKLOADS, default=workload)
+    parser.add_argument("--preset", choices=PRESETS, help="of the model; the workload's if not given")
+    for name, what in (
+        ("prompts", "of a step"),
+        ("responses", "to a prompt"),
+        ("prompt-tokens", "of a prompt"),
+        ("new-tokens", "of a response"),
+    ):
+        parser.add_argument(f"--{name}", type=int, help=f"{what}; the workload's if not given")
+    parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
+
+
+def workload_of(flags: argparse.Namespace) -> Workload:
+    """The workload that flags choose."""
+    sizes = {name: getattr(flags, name) for name in ("preset", "prompts", "responses", "prompt_tokens", "new_tokens")}
+    return replace(WORKLOADS[flags.workload], **{name: size for name, size in sizes.items() if size is not None})
 
 
 def prompts(workload: Workload, *, count: int, seed: int = 0) -> list[tuple[int, ...]]:
@@ -207,9 +228,8 @@ def tokenizer(preset: Preset, *, outside: bool) -> Any:
     model = models.WordLevel({**words, "<eos>": end, "<pad>": pad}, unk_token="t2")
     fast = Tokenizer(model)
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=fast, eos_token="<eos>", pad_token="<pad>", padding_side="left", unk_token="t2"
-    )
+    # A special token is cut out of words too, so the unknown one (t2, of t27) must not be declared here.
+    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>", pad_token="<pad>", padding_side="left")
 
 
 class Memory:

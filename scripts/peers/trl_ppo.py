@@ -1,0 +1,131 @@
+"""Steps of TRL's PPOTrainer on a workload, on CPU: policy, value model, reference. Prints one JSON line.
+
+    python trl_ppo.py --workload ppo --models DIR      # in an environment with trl 1.12.0, the last that has it
+
+It has no groups, so each sequence is a prompt of its own. Old log-probabilities are those of generation.
+"""
+
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+import phases
+from phases import PREPARE, UPDATE, bench
+
+FLAGS = phases.parse(__doc__, workload="ppo")
+
+import torch  # noqa: E402  (after its environment is set)
+import transformers  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer  # noqa: E402
+
+WORKLOAD = bench.workload_of(FLAGS)
+CLOCK = phases.Phases(warmup=FLAGS.warmup, counted=FLAGS.steps)
+
+
+class Finished(Exception):
+    """All steps ran; the trainer has no other way out of its loop."""
+
+
+class Steps(transformers.TrainerCallback):
+    """Tells the clock where steps begin and end."""
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        CLOCK.begin()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        CLOCK.end_step()
+        if CLOCK.finished:
+            raise Finished
+
+
+class EvenShare(torch.nn.Module):
+    """The reward in the form that the trainer wants: a backbone whose hidden states a head scores."""
+
+    base_model_prefix = "backbone"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+
+    def backbone(self, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        """Share of even ids among the response's, up to each position."""
+        even = (input_ids % 2 == 0).float()
+        even[:, : WORKLOAD.prompt_tokens] = 0
+        position = torch.arange(1, input_ids.shape[1] + 1) - WORKLOAD.prompt_tokens
+        return SimpleNamespace(hidden_states=[(even.cumsum(1) / position.clamp(min=1))[..., None]])
+
+    def score(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def settings(folder: str) -> PPOConfig:
+    """One update a step."""
+    if WORKLOAD.responses != 1 or WORKLOAD.sequences % FLAGS.micro:
+        raise ValueError(f"needs one response to a prompt, and prompts that --micro {FLAGS.micro} divides: {WORKLOAD}")
+    return PPOConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=FLAGS.micro,
+        gradient_accumulation_steps=WORKLOAD.prompts // FLAGS.micro,
+        gradient_checkpointing=False,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        local_rollout_forward_batch_size=WORKLOAD.prompts,
+        total_episodes=WORKLOAD.prompts * CLOCK.total,
+        response_length=WORKLOAD.new_tokens,
+        stop_token_id=None,
+        temperature=1.0,
+        kl_coef=phases.BETA,
+        gamma=1.0,
+        lam=0.95,
+        learning_rate=phases.LEARNING_RATE,
+        lr_scheduler_type="constant",
+        num_sample_generations=0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+
+
+def train(folder: str) -> None:
+    """Run the steps with every phase clocked."""
+    transformers.logging.set_verbosity_error()
+    place, tokenizer = bench.checkpoint(WORKLOAD.preset, FLAGS.models), phases.tokenizer_of(WORKLOAD)
+    causal, scoring = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
+    reward, reference = EvenShare(), causal.from_pretrained(place, dtype=torch.float32)
+    prompts = tokenizer(phases.texts_of(WORKLOAD, steps=CLOCK.total))["input_ids"]
+    trainer = PPOTrainer(
+        args=settings(folder),
+        processing_class=tokenizer,
+        model=causal.from_pretrained(place, dtype=torch.float32),
+        ref_model=reference,
+        reward_model=reward,
+        value_model=scoring.from_pretrained(place, num_labels=1, dtype=torch.float32),
+        train_dataset=Dataset.from_dict({"input_ids": prompts}),
+        callbacks=[Steps()],
+    )
+    scored = trainer.ref_model
+
+    def generated(result: Any) -> None:
+        rows, length = result[0].shape
+        CLOCK.generated(WORKLOAD, [length - WORKLOAD.prompt_tokens] * rows)
+
+    CLOCK.watch(ppo_trainer, "batch_generation", "generate", after=generated)
+    CLOCK.watch(ppo_trainer, "forward", lambda model, *_: PREPARE if model is scored else UPDATE)
+    CLOCK.watch(ppo_trainer, "get_reward", lambda model, *_: None if model is reward else PREPARE)
+    CLOCK.watch(trainer.accelerator, "backward", UPDATE)
+    CLOCK.watch(trainer.optimizer, "step", UPDATE)
+    try:
+        trainer.train()
+    except Finished:
+        return
+    raise RuntimeError(f"the trainer stopped after {len(CLOCK.steps)} of {CLOCK.total} steps")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as output, bench.Memory() as memory:
+        train(output)
+    CLOCK.report("trl_ppo", FLAGS.workload, memory, ("trl", "torch", "transformers"))

@@ -1,0 +1,119 @@
+"""What both of Tunix's learners share here: the models on one device, the cluster, clocks on its phases."""
+
+from typing import Any
+
+import phases
+from phases import PREPARE, UPDATE, bench
+
+FLAGS = phases.parse("Steps of a Tunix learner on a workload.", workload="fixed")
+
+import jax  # noqa: E402  (after its environment is set)
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from absl import logging  # noqa: E402
+from flax import nnx  # noqa: E402
+from tunix.models.qwen2 import model as qwen2  # noqa: E402
+from tunix.models.qwen2 import params as qwen2_params  # noqa: E402
+from tunix.rl.rl_cluster import ClusterConfig, RLTrainingConfig, Role  # noqa: E402
+from tunix.rl.rollout.base_rollout import RolloutConfig  # noqa: E402
+
+logging.set_verbosity(logging.ERROR)
+WORKLOAD = bench.workload_of(FLAGS)
+CLOCK = phases.Phases(warmup=FLAGS.warmup, counted=FLAGS.steps)
+MESH = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+PACKAGES = ("google-tunix", "jax", "flax", "optax", "transformers")
+
+
+def load() -> qwen2.Qwen2:
+    """The workload's weights, without rematerialisation."""
+    preset = bench.PRESETS[WORKLOAD.preset]
+    shape = qwen2.ModelConfig(
+        num_layers=preset.layers,
+        vocab_size=preset.vocab,
+        embed_dim=preset.hidden,
+        hidden_dim=preset.inner,
+        num_heads=preset.heads,
+        head_dim=preset.hidden // preset.heads,
+        num_kv_heads=preset.kv_heads,
+        rope_theta=1_000_000,
+        norm_eps=1e-6,
+        use_tied_embedding=preset.tied,
+        remat_config=qwen2.RematConfig.NONE,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+    )
+    place = bench.checkpoint(WORKLOAD.preset, FLAGS.models)
+    return qwen2_params.create_model_from_safe_tensors(str(place), shape, MESH, dtype=jnp.float32)
+
+
+def cluster_config(*, micro_prompts: int, critic: bool) -> ClusterConfig:
+    """All roles on one device, one update a step; Tunix counts prompts where others count sequences."""
+
+    def optimizer() -> optax.GradientTransformation:
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(phases.LEARNING_RATE, weight_decay=0.0))
+
+    preset = bench.PRESETS[WORKLOAD.preset]
+    end = bench.END if preset.ends else preset.vocab
+    roles = [Role.ACTOR, Role.REFERENCE, Role.ROLLOUT, *([Role.CRITIC] if critic else [])]
+    return ClusterConfig(
+        role_to_mesh=dict.fromkeys(roles, MESH),
+        rollout_engine="vanilla",
+        offload_to_cpu=False,
+        training_config=RLTrainingConfig(
+            actor_optimizer=optimizer(),
+            critic_optimizer=optimizer() if critic else None,
+            eval_every_n_steps=10**9,
+            max_steps=10**9,
+            mini_batch_size=WORKLOAD.prompts,
+            train_micro_batch_size=micro_prompts,
+            rollout_micro_batch_size=WORKLOAD.prompts,
+            compute_logps_micro_batch_size=micro_prompts,
+        ),
+        rollout_config=RolloutConfig(
+            max_tokens_to_generate=WORKLOAD.new_tokens,
+            max_prompt_length=WORKLOAD.prompt_tokens,
+            kv_cache_size=WORKLOAD.prompt_tokens + WORKLOAD.new_tokens,  # as small as it can be
+            temperature=1.0,
+            top_p=1.0,
+            top_k=None,
+            eos_tokens=[end],
+        ),
+    )
+
+
+def reward(prompts: Any, completions: list[str], **_: Any) -> list[float]:
+    """Of each response."""
+    return [phases.reward_of(text) for text in completions]
+
+
+def train(learner: Any) -> None:
+    """Run the steps with every phase clocked up to the moment that its arrays are there."""
+    cluster = learner.rl_cluster
+
+    def generated(result: Any) -> None:
+        CLOCK.generated(WORKLOAD, [len(tokens) for tokens in result.tokens])
+
+    def trained(trainer: str) -> Any:
+        return lambda _: jax.block_until_ready(nnx.state(getattr(cluster, trainer).model))
+
+    CLOCK.watch(cluster.rollout, "generate", "generate", after=generated)
+    CLOCK.watch(cluster, "get_ref_per_token_logps", PREPARE, after=jax.block_until_ready)
+    CLOCK.watch(cluster, "get_old_per_token_logps", PREPARE, after=jax.block_until_ready)
+    CLOCK.watch(cluster, "update_actor", UPDATE, after=trained("actor_trainer"))
+    if hasattr(cluster, "_critic_trainer"):
+        CLOCK.watch(cluster, "get_values", PREPARE, after=jax.block_until_ready)
+        CLOCK.watch(cluster, "update_critic", UPDATE, after=trained("critic_trainer"))
+    run = learner._run_global_step
+
+    def run_and_end(*args: Any, **named: Any) -> None:
+        if not CLOCK.steps:
+            CLOCK.begin()
+        run(*args, **named)
+        CLOCK.end_step()
+
+    learner._run_global_step = run_and_end
+    texts = np.array(phases.texts_of(WORKLOAD, steps=CLOCK.total))
+    learner.train({"prompts": batch} for batch in texts.reshape(CLOCK.total, WORKLOAD.prompts))
+    if not CLOCK.finished:
+        raise RuntimeError(f"the learner stopped after {len(CLOCK.steps)} of {CLOCK.total} steps")
