@@ -139,7 +139,8 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as workdir, bench.Memory() as memory:
         figures = measure(workload, config, Path(workdir))
-    print(json.dumps({"bench": "step", "workload": flags.workload, **figures, "peak_rss_mb": round(memory.peak_mb)}))
+    figures |= {"peak_rss_mb": round(memory.peak_mb), "versions": bench.versions("jax", "jaxlib", "numpy")}
+    print(json.dumps({"bench": "step", "workload": flags.workload, **figures}))
 
 
 if __name__ == "__main__":

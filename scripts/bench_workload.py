@@ -8,11 +8,13 @@ weights themselves; in the others responses run to their limit.
 import argparse
 import json
 import os
+import platform
 import random
 import resource
 import subprocess
 import threading
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,11 @@ def _resident_mb(process: int) -> float:
         return 0.0
     # What it shares with others is counted in parts, so that a forked child is not its parent twice.
     return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of Python and of packages."""
+    return {"python": platform.python_version()} | {package: version(package) for package in packages}
 
 
 def commit() -> str:

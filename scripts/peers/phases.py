@@ -7,12 +7,10 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -159,6 +157,6 @@ class Phases:
             "first_step_s": round(self.steps[0]["step"], 2),
             "steps": [round(step["step"], 3) for step in self.steps],
             "peak_rss_mb": round(memory.peak_mb),
-            "versions": {"python": platform.python_version()} | {package: version(package) for package in packages},
+            "versions": bench.versions(*packages),
         }
         print(json.dumps(figures), flush=True)
