@@ -1,0 +1,148 @@
+"""The benchmarks measure one model on one workload, and keep what was measured before."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import bench_peers
+import bench_workload as bench
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peers_report
+import pytest
+import torch
+import transformers
+
+from jaxrlhf import models
+
+TAIL = bench.Preset(64, 2, 4, 2, 128, 512, ends=True)
+
+
+def log_probabilities(place, token_RW):
+    """Ours, from the checkpoint."""
+    config = models.read_config(place)
+    params = models.load_params(place, config, "lm")
+    position_RW = np.broadcast_to(np.arange(token_RW.shape[1], dtype=np.int32), token_RW.shape)
+    hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, np.ones(token_RW.shape, np.int32))
+    return np.asarray(jax.nn.log_softmax(jnp.asarray(models.logits(params, config, hidden_RWD)), axis=-1))
+
+
+def tokens(shape, vocab):
+    return np.random.default_rng(0).integers(2, vocab, shape, dtype=np.int32)
+
+
+@pytest.mark.parametrize("preset", [bench.PRESETS["tiny"], TAIL, bench.Preset(64, 2, 4, 2, 128, 512, tied=True)])
+def test_a_checkpoint_is_the_same_model_in_transformers(preset, tmp_path, monkeypatch):
+    monkeypatch.setitem(bench.PRESETS, "made", preset)
+    place = bench.checkpoint("made", tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    token_RW = tokens((2, 24), preset.vocab)
+    with torch.no_grad():
+        logits_RWV = theirs(torch.tensor(token_RW, dtype=torch.long)).logits
+    expected = torch.log_softmax(logits_RWV, dim=-1).numpy()
+    np.testing.assert_allclose(log_probabilities(place, token_RW), expected, atol=1e-5)
+    assert theirs.generation_config.eos_token_id is None, "nothing but the tokenizer may say what ends a response"
+
+
+def test_a_tail_response_ends_with_the_same_probability_at_every_step(tmp_path, monkeypatch):
+    monkeypatch.setitem(bench.PRESETS, "made", TAIL)
+    token_RW = tokens((8, 64), TAIL.vocab)
+    end_RW = np.exp(log_probabilities(bench.checkpoint("made", tmp_path), token_RW)[..., bench.END])
+    assert end_RW.mean() == pytest.approx(1 / 64, rel=0.1)
+    by_position = end_RW.reshape(8, 8, 8).mean(axis=(0, 2))
+    np.testing.assert_allclose(by_position, by_position.mean(), rtol=0.15)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_words_and_tokens_are_one_to_one(outside):
+    tokenizer = bench.tokenizer(bench.PRESETS["tiny"], outside=outside)
+    ids = [2, 5, 17, 20, 211, 511]
+    assert tokenizer.encode(" ".join(f"t{each}" for each in ids)) == ids
+    assert tokenizer.decode(ids, skip_special_tokens=True).split() == [f"t{each}" for each in ids]
+
+
+def test_forced_ends_lie_past_the_vocabulary():
+    preset = bench.PRESETS["tiny"]
+    assert bench.tokenizer(preset, outside=True).eos_token_id >= preset.vocab
+    assert bench.tokenizer(preset, outside=False).eos_token_id == bench.END
+
+
+def test_the_reward_is_the_share_of_even_tokens():
+    assert bench.even_share("t3", "t2 t4 t7 t9", None, None) == 0.5
+    assert bench.even_share("t3", "", None, None) == 0.0
+
+
+def test_the_workloads_need_nothing_heavy():
+    """Peers import them in environments that have neither JAX nor us."""
+    code = "import sys, bench_workload as b; b.prompts(b.WORKLOADS['longtail'], count=3); print(*sys.modules)"
+    scripts = Path(bench.__file__).parent
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=scripts, check=True, capture_output=True, text=True
+    ).stdout
+    roots = {name.partition(".")[0] for name in loaded.split()}
+    assert roots & {"jax", "jaxrlhf", "numpy", "transformers", "tokenizers", "torch", "safetensors"} == set()
+
+
+def record(step_s, **more):
+    figures = dict.fromkeys(bench_peers.FIGURES, 1.0)
+    return {"date": "2026-01-01 10:00", "commit": "abc", **figures, "step_s": step_s, **more}
+
+
+def test_measuring_one_workload_again_keeps_the_others():
+    runs = {
+        "fixed": {"jaxrlhf": [record(9.0)], "trl": [record(8.0)]},
+        "ppo": {"jaxrlhf": [record(7.0)], "tunix": [record(6.0)]},
+    }
+    runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(1.0), first=True)
+    runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(3.0), first=False)
+    runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(2.5), first=False)
+    written = bench_peers.document(runs)
+    assert [each["step_s"] for each in written["runs"]["fixed"]["jaxrlhf"]] == [1.0, 3.0, 2.5]
+    assert written["fixed"]["jaxrlhf"]["step_s"] == 2.5
+    assert written["fixed"]["trl"]["step_s"] == 8.0
+    assert (written["ppo"]["jaxrlhf"]["step_s"], written["ppo"]["tunix"]["step_s"]) == (7.0, 6.0)
+
+
+def test_a_failed_run_is_in_no_median():
+    failed = {"date": "2026-01-01 11:00", "commit": "abc", "failed": "not done after 600 s"}
+    assert bench_peers.summary([record(2.0), failed, record(4.0)])["step_s"] == 3.0
+    assert bench_peers.summary([failed]) == {"failed": "not done after 600 s"}
+
+
+def test_a_run_says_why_it_failed(monkeypatch):
+    monkeypatch.setattr(bench_peers, "wait_for_quiet", lambda: 0.0)
+    good = [sys.executable, "-c", "print('noise'); print('{\"step_s\": 2}')"]
+    assert bench_peers.run(good, limit_s=10, settings={})["step_s"] == 2
+    bad = bench_peers.run([sys.executable, "-c", "raise SystemExit('no memory')"], limit_s=10, settings={})
+    assert bad["failed"] == "exit status 1: no memory"
+    slow = bench_peers.run([sys.executable, "-c", "import time; time.sleep(9)"], limit_s=0.2, settings={})
+    assert slow["failed"] == "not done after 0 s"
+
+
+def test_ratios_are_to_the_better_peer(tmp_path):
+    runs = {
+        "fixed": {
+            "jaxrlhf": [record(4.0, generated_tokens_per_s=50.0, first_step_s=26.0)],
+            "trl": [record(8.0, generated_tokens_per_s=20.0)],
+            "tunix": [record(16.0, generated_tokens_per_s=10.0)],
+        },
+        "big": {"jaxrlhf": [record(4.0)], "trl": [record(2.0)], "tunix": [{**record(0), "failed": "killed"}]},
+    }
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    bench_peers.write(docs / "peers.json", bench_peers.document(runs))
+    (docs / "benchmarks.md").write_text("Before <!-- targets --><!-- end of targets --> after\n")
+    (tmp_path / "README.md").write_text("Kept.\n<!-- speed -->old<!-- end of speed -->\nKept too.\n")
+    peers_report.renew(docs)
+    page, readme = (docs / "benchmarks.md").read_text(), (tmp_path / "README.md").read_text()
+    assert page.startswith("Before ") and " after\n" in page
+    rows = [line for line in page.splitlines() if "step s" in line or "tokens/s" in line]
+    assert any("| 4 | 8 (TRL) | 0.50 | at most 0.55 | reached |" in row for row in rows)
+    assert any("| 50 | 20 (TRL) | 2.50 | at least 2.5 | reached |" in row for row in rows)
+    assert any("| 4 | 2 (TRL) | 2.00 | at most 1 | missed |" in row for row in rows)
+    assert "| 26 | | | at most 25 s | missed |" in page
+    assert "| 4 | 8 | 16 | 0.50 |" in readme and "old" not in readme and readme.endswith("Kept too.\n")
+    assert (docs / "peers.png").stat().st_size > 1000
+    assert json.loads((docs / "peers.json").read_text())["commit"] == "abc"
