@@ -1,5 +1,6 @@
 """Generation with layers and cache divided over stages: the same tokens, a part of the memory."""
 
+import math
 import re
 
 import jax
@@ -44,15 +45,15 @@ def requests():
     return [Request(3 * group + i, prompt, group) for group, prompt in enumerate(prompts) for i in range(3)]
 
 
-def engine_on(mesh, params, stage_axis="stage", model=MODEL):
+def engine_on(mesh, params, stage_axis="stage", model=MODEL, slots=6, stop_tokens=(3,)):
     engine = Engine(
         model,
         mesh,
-        slots=6,
+        slots=slots,
         max_prompt_tokens=12,
         max_response_tokens=8,
-        stop_tokens=(3,),
-        decode_tokens_per_dispatch=4,
+        stop_tokens=stop_tokens,
+        decode_tokens_per_dispatch=4 if slots == 6 else 1,
         dtype=jnp.float32,
         slot_axes=SLOT_AXES,
         kv_head_axis="tensor",
@@ -117,6 +118,28 @@ def running(params, requests):
     return engine, prefilled
 
 
+@pytest.mark.parametrize("sizes", [{"data": 2, "stage": 2, "tensor": 2}, {"data": 4}], ids=str)
+def test_replicas_leave_idle_slots_together(params, sizes, monkeypatch):
+    monkeypatch.setattr("jaxrlhf.engine.engine.FEWEST_SLOTS", 2)
+    slots = 32
+    many = [Request(index, tuple(range(1, 2 + index % 5)), index) for index in range(slots)]
+    one, several = (
+        engine_on(
+            mesh_of(shape, jax.devices()[: math.prod(shape.values())]),
+            params,
+            slots=slots,
+            stop_tokens=(3, 5, 7, 9, 11),
+        )
+        for shape in ({"data": 1}, sizes)
+    )
+    for seed in range(3):  # so that replicas empty in different order
+        expected = one.generate(many, SAMPLING, seed=seed)
+        for left, right in zip(several.generate(many, SAMPLING, seed=seed), expected, strict=True):
+            assert left.tokens == right.tokens
+            np.testing.assert_allclose(left.logps, right.logps, atol=1e-5)
+    assert len({sizes[1] for sizes in several._compiled._programs if sizes[0] == "decode"}) > 1
+
+
 def held_bytes(tree):
     """Most bytes that one device holds."""
     totals = {}
@@ -129,7 +152,7 @@ def held_bytes(tree):
 def test_a_stage_holds_its_own_layers_of_the_cache(running):
     engine, prefilled = running
     floats_per_token = 2 * MODEL.num_layers // 4 * MODEL.num_kv_heads * MODEL.head_dim
-    assert held_bytes(engine._slots.cache) == 4 * floats_per_token * (12 + 8) * 6 // 2
+    assert held_bytes(engine._cache.layers) == 4 * floats_per_token * (12 + 8) * 6 // 2
     assert held_bytes(prefilled.prompts.prefix) == 4 * floats_per_token * 12 * engine.prefill_prompts
     assert held_bytes(engine._weights[0]["layers"]) * 4 == sum(
         leaf.nbytes for leaf in jax.tree.leaves(engine._weights[0]["layers"])
@@ -139,7 +162,8 @@ def test_a_stage_holds_its_own_layers_of_the_cache(running):
 def test_weights_and_cache_stay_on_their_stage(running):
     """While decoding, one hidden state per slot is all that stages send to each other before the head."""
     engine, _ = running
-    (text,) = [program.as_text() for (name, _), program in engine._programs.items() if name == "decode"]
+    (program,) = engine._compiled.named("decode")
+    text = program.as_text()
     kinds = "all-gather|all-reduce|collective-permute|reduce-scatter|all-to-all"
     results = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
     assert {kind for _, kind in results} <= {"all-gather", "all-reduce", "collective-permute"}

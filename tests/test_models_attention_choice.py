@@ -159,7 +159,7 @@ def test_a_run_tries_kernels_when_its_workers_are_built_and_its_table_names_them
 def test_programs_compute_with_the_kernels_they_are_given(program, kernel, monkeypatch):
     for table, name in ((ROWS, "splash"), (DECODE, "pallas")):
         monkeypatch.setitem(table, name, raises)
-    sizes = {"slots": 2, "capacity": 32, "max_response_tokens": 8, "stop_tokens": (), "tokens_per_dispatch": 2}
+    sizes = {"replicas": 1, "max_response_tokens": 8, "stop_tokens": (), "tokens_per_dispatch": 2}
 
     def trace(attention):
         shape = programs.Shape(config=CONFIG, **sizes, dtype=jnp.float32, attention=attention)
@@ -170,7 +170,8 @@ def test_programs_compute_with_the_kernels_they_are_given(program, kernel, monke
         elif program == "prefill":
             run = partial(programs.prefill, token_PS=rows, length_P=length, shape=shape)
         else:
-            run = partial(programs.decode, slots=programs.empty_slots(shape=shape), shape=shape, capacity=32)
+            cache = programs.empty_cache(slots=2, capacity=32, shape=shape)
+            run = partial(programs.decode, cache=cache, slots=programs.empty_slots(slots=2, shape=shape), shape=shape)
         jax.eval_shape(run, models.param_shapes(CONFIG, "lm"))
 
     others = {"splash": Attention(decode="pallas"), "pallas": Attention(rows="splash")}

@@ -1,6 +1,6 @@
 """Generation: continuous batching over slots, in the shape of JetStream's engine."""
 
-from jaxrlhf.engine.engine import Drawn, Engine, Prefilled
-from jaxrlhf.engine.scheduler import Completion, Placement, Request
+from jaxrlhf.engine.engine import Engine, Prefilled
+from jaxrlhf.engine.scheduler import Completion, Drawn, Placement, Request
 
 __all__ = ["Completion", "Drawn", "Engine", "Placement", "Prefilled", "Request"]

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,17 +25,21 @@ from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.checks import check_keys, check_prompt, check_sizes, check_split
+from jaxrlhf.engine.compiled import Compiled
 from jaxrlhf.engine.layout import Layout, same_layout
 from jaxrlhf.engine.lengths import busy_buckets, fit, halving_buckets, length_buckets
 from jaxrlhf.engine.sampling import settings_of
-from jaxrlhf.engine.scheduler import Completion, Placement, Request, Scheduler
+from jaxrlhf.engine.scheduler import Completion, Drawn, Placement, Request, Scheduler
+from jaxrlhf.engine.slot_cache import SlotCache
 from jaxrlhf.models import XLA, Attention, pipeline_over
 
 PREFILL_TOKENS = 2048
 """Tokens that one prefill aims at, padding included."""
 
-SHORTEST_CAPACITY = 128
-"""Decoding over less of the cache than this saves less than another program costs."""
+FEWEST_SLOTS = 8
+"""A token takes hardly less time in fewer slots of one replica."""
+
+MOST_SLOT_COUNTS = 4  # each compiles programs of its own
 
 
 @dataclass(frozen=True)
@@ -50,19 +54,6 @@ class Prefilled:
     prompts: programs.Prompts
     lengths: tuple[int, ...]
     version: int
-
-
-class Drawn(NamedTuple):
-    """What one slot drew since it was last read.
-
-    Attributes:
-      active: Whether its response goes on; if not, the slot is free.
-    """
-
-    slot: int
-    tokens: list[int]
-    logps: list[float]
-    active: bool
 
 
 class Engine:
@@ -80,7 +71,7 @@ class Engine:
       attention: Kernels for this mesh.
 
     Attributes:
-      slots: After rounding.
+      slots: After rounding. Where no request waits for a slot any more, decoding goes on with those in use.
       prefill_prompts: Rows of a prefill, and of an insertion.
       prefilled_prompts: Prompts that `prefill` ran so far.
       attention: As given.
@@ -123,8 +114,7 @@ class Engine:
         self.prefilled_prompts = 0
         self._shape = programs.Shape(
             config=config,
-            slots=self.slots,
-            capacity=capacity,
+            replicas=replicas,
             max_response_tokens=max_response_tokens,
             stop_tokens=tuple(stop_tokens),
             tokens_per_dispatch=decode_tokens_per_dispatch,
@@ -133,10 +123,11 @@ class Engine:
             attention=attention,
         )
         self._prompt_buckets = length_buckets(max_prompt_tokens)
-        self._capacities = halving_buckets(capacity, shortest=SHORTEST_CAPACITY)
+        self._slot_counts = halving_buckets(self.slots // replicas, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
         self._mesh, self.attention = mesh, attention
         self._layout = Layout(mesh, slot_axes, kv_head_axis, self._shape.pipeline)
-        self._programs: dict[tuple[str, int], jax.stages.Compiled] = {}
+        self._compiled = Compiled(self._shape, self._layout.whole)
+        self._cache = SlotCache(self._compiled, self._layout, longest=capacity)
         self._weights: tuple[Params, int] | None = None
         self._signature: Any = None
         self.free()
@@ -144,12 +135,15 @@ class Engine:
     @property
     def compilations(self) -> int:
         """Programs compiled so far."""
-        return len(self._programs)
+        return len(self._compiled)
 
     @property
     def most_compilations(self) -> int:
         """Bound on `compilations`, whatever is generated."""
-        return 1 + 2 * len(self._prompt_buckets) + len(self._capacities)
+        prompts, capacities, counts = map(len, (self._prompt_buckets, self._cache.capacities, self._slot_counts))
+        growing, shrinking = capacities * (capacities - 1) // 2 * counts, counts * (counts - 1) // 2
+        states = 1 + 2 * prompts + shrinking
+        return states + capacities * (1 + prompts + counts + shrinking) + growing
 
     @property
     def active(self) -> int:
@@ -189,8 +183,11 @@ class Engine:
 
     def free(self) -> None:
         """Drop the cache, and with it whatever is being generated."""
+        self._cache.free()
         self._slots: programs.Slots | None = None
         self._cache_version: int | None = None
+        # What the host knows of every row of the device's arrays, and which slot it is.
+        self._slot_B = np.arange(self.slots)
         self._active_B = np.zeros(self.slots, bool)
         self._fresh_B = np.zeros(self.slots, bool)
         self._cached_B = np.zeros(self.slots, np.int64)
@@ -200,9 +197,14 @@ class Engine:
         self._prompt_buckets = busy_buckets(self._prompt_buckets, prompt_lengths, together=self.prefill_prompts)
         shortest = {fit(length, self._prompt_buckets): length for length in sorted(prompt_lengths, reverse=True)}
         for length in shortest.values():
-            self.insert(self.prefill([(0,) * length]), [Placement(0, 0, 0)], knobs.Sampling(), seed=0)
-            for capacity in self._capacities[self._capacities.index(self._capacity_for(length)) :]:
-                self._decode(capacity)
+            prefilled = self.prefill([(0,) * length])
+            for capacity in self._cache.capacities:
+                if capacity < length:
+                    continue
+                self._cache.hold(capacity, slots=self.slots)
+                self.insert(prefilled, [Placement(0, 0, 0)], knobs.Sampling(), seed=0)
+                self.decode()
+                self._active_B[:] = False
             self.free()
 
     def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
@@ -223,7 +225,7 @@ class Engine:
             length_P[row] = len(prompt)
         rows = jax.device_put((token_PS, length_P), self._layout.rows)
         self.prefilled_prompts += len(prompts)
-        result = self._run("prefill", width, programs.prefill, (params, *rows), out=self._layout.prompts)
+        result = self._compiled.run(("prefill", width), programs.prefill, params, *rows, out=self._layout.prompts)
         return Prefilled(result, tuple(map(len, prompts)), version)
 
     def insert(
@@ -238,6 +240,7 @@ class Engine:
         assert prefilled.version == version, (
             f"prompts prefilled by version {prefilled.version} cannot be continued by version {version}"
         )
+        assert len(self._slot_B) == self.slots, "slots that are no longer computed cannot take a response"
         most = self.prefill_prompts
         assert len(placements) <= most, f"an insertion takes {most} placements, got {len(placements)}"
         row_I = np.zeros(most, np.int32)
@@ -251,12 +254,17 @@ class Engine:
         insertion = programs.Insertion(
             row_I, slot_I, np.full(most, seed, np.uint32), request_I, settings_of(sampling, slots=most)
         )
+        width = prefilled.prompts.prefix.key_LPSKH.shape[2]
+        self._make_room(at_least=width)
         if self._slots is None:
-            self._slots = self._run("empty", 0, programs.empty_slots, (), out=self._layout.slots)
+            empty = partial(programs.empty_slots, slots=self.slots)
+            self._slots = self._compiled.run(("empty slots",), empty, out=self._layout.slots)
             self._cache_version = version
         arguments = (params, self._slots, prefilled.prompts, insertion)
-        width = prefilled.prompts.prefix.key_LPSKH.shape[2]
-        self._slots = self._run("insert", width, programs.insert, arguments, out=self._layout.slots, donate=1)
+        self._slots = self._compiled.run(
+            ("insert", width), programs.insert, *arguments, out=self._layout.slots, donate=1
+        )
+        self._cache.place(prefilled.prompts, row_I, slot_I)
 
     def decode(self) -> list[Drawn]:
         """Draw up to `decode_tokens_per_dispatch` tokens in every active slot, and read them.
@@ -267,24 +275,20 @@ class Engine:
         Raises:
           FloatingPointError: The policy's logits are not finite.
         """
-        return self._decode(self._capacity_for(int(self._cached_B[self._active_B | self._fresh_B].max(initial=0))))
-
-    def _capacity_for(self, cached: int) -> int:
-        return fit(min(cached + self._shape.tokens_per_dispatch, self._shape.capacity), self._capacities)
-
-    def _decode(self, capacity: int) -> list[Drawn]:
         params, version = self._loaded()
         assert self._slots is not None, "nothing was inserted"
         assert self._cache_version == version, (
             f"the cache of version {self._cache_version} cannot be continued by version {version}"
         )
-        self._slots, window = self._run(
-            "decode",
-            capacity,
-            partial(programs.decode, capacity=capacity),
-            (params, self._slots),
-            out=(self._layout.slots, self._layout.whole),
-            donate=1,
+        self._make_room()
+        self._cache.layers, self._slots, window = self._compiled.run(
+            ("decode", len(self._slot_B), self._cache.capacity),
+            programs.decode,
+            params,
+            self._cache.layers,
+            self._slots,
+            out=(self._layout.cache, self._layout.slots, self._layout.whole),
+            donate=(1, 2),
         )
         token_WB, logp_WB, active_B = jax.device_get(window)
         if not np.isfinite(logp_WB).all():
@@ -296,14 +300,34 @@ class Engine:
         count_B = (token_WB[1:] != programs.NO_TOKEN).sum(axis=0)
         tokens, logps = token_WB.T.tolist(), logp_WB.T.tolist()
         drawn = []
-        for slot in np.flatnonzero(self._active_B | self._fresh_B).tolist():
+        for row in np.flatnonzero(self._active_B | self._fresh_B).tolist():
             # Row 0 was drawn at the insertion, or was read with the window before.
-            span = slice(0 if self._fresh_B[slot] else 1, 1 + int(count_B[slot]))
-            drawn.append(Drawn(slot, tokens[slot][span], logps[slot][span], bool(active_B[slot])))
+            span = slice(0 if self._fresh_B[row] else 1, 1 + int(count_B[row]))
+            drawn.append(Drawn(int(self._slot_B[row]), tokens[row][span], logps[row][span], bool(active_B[row])))
         self._cached_B += count_B
         self._active_B = np.array(active_B)
         self._fresh_B[:] = False
         return drawn
+
+    def _make_room(self, *, at_least: int = 0) -> None:
+        """Have a cache that holds what the next dispatch may write, and that many tokens."""
+        longest = int(self._cached_B[self._active_B | self._fresh_B].max(initial=0))
+        self._cache.hold(max(at_least, longest + self._shape.tokens_per_dispatch), slots=len(self._slot_B))
+
+    def _leave_idle_slots(self) -> None:
+        """Go on with as few slots as hold those in use; no response can be inserted afterwards."""
+        replicas = self._shape.replicas
+        busy_GB = (self._active_B | self._fresh_B).reshape(replicas, -1)
+        count = fit(int(busy_GB.sum(axis=1).max()), self._slot_counts)
+        if not busy_GB.any() or count >= busy_GB.shape[1]:
+            return
+        row_GB = np.argsort(~busy_GB, axis=1, kind="stable")[:, :count].astype(np.int32)
+        self._cache.keep(row_GB, slots=len(self._slot_B))
+        sizes = ("keep", len(self._slot_B), row_GB.size)
+        self._slots = self._compiled.run(sizes, programs.keep_rows, self._slots, row_GB, out=self._layout.slots)
+        kept = (row_GB + np.arange(replicas)[:, None] * busy_GB.shape[1]).reshape(-1)
+        for name in ("_slot_B", "_active_B", "_fresh_B", "_cached_B"):
+            setattr(self, name, getattr(self, name)[kept])
 
     def generate(
         self,
@@ -352,21 +376,13 @@ class Engine:
                         completions[completion.request_id] = completion
                         if on_completion is not None:
                             on_completion(completion)
+                if not scheduler.waiting:
+                    self._leave_idle_slots()
                 if progress is not None:
                     progress(len(completions), len(requests))
         finally:
             self.free()
         return [completions[request.request_id] for request in requests]
-
-    def _run(self, name: str, length: int, program: Callable, arguments: tuple, *, out: Any, donate: Any = ()) -> Any:
-        """Call a program compiled for this length; compile it the first time."""
-        if (name, length) not in self._programs:
-            layout = jax.tree.map(lambda leaf: getattr(leaf, "sharding", self._layout.whole), arguments)
-            jitted = jax.jit(
-                partial(program, shape=self._shape), in_shardings=layout, out_shardings=out, donate_argnums=donate
-            )
-            self._programs[name, length] = jitted.lower(*arguments).compile()
-        return self._programs[name, length](*arguments)
 
     def _loaded(self) -> tuple[Params, int]:
         """The weights and their version."""

@@ -29,7 +29,7 @@ class Layout:
         self.rows = sharding(slot_axes)
         self.prompts = programs.Prompts(self.whole, sharding(stages or None, None, None, kv_head_axis), self.whole)
         self.slots = programs.Slots(*[sharding(slot_axes)] * len(programs.Slots._fields))
-        self.slots = self.slots._replace(cache=sharding((*stages, *slot_axes), kv_head_axis))
+        self.cache = sharding((*stages, *slot_axes), kv_head_axis)
 
 
 def same_layout(old: list, new: list) -> bool:

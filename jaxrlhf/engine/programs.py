@@ -1,7 +1,9 @@
 """What runs on the devices: prefill, insert and decode as pure functions of their state.
 
 `Engine` compiles them. Every slot is computed at every step; a slot that is not active draws
-nothing and keeps its state.
+nothing and keeps its state. How many slots there are, and how many tokens their cache holds, is
+what the arrays say; what changes either works on one layer of the cache at a time, so that
+little exists twice.
 """
 
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ class Shape:
     """What a program is compiled for, beside the lengths that vary between programs.
 
     Attributes:
-      capacity: Tokens that a slot's cache holds.
+      replicas: Parts that the slots are split into.
       tokens_per_dispatch: Most tokens that a slot draws in one `decode`.
       dtype: Of activations and of the cache.
       pipeline: How layers are divided over stages; None where they are not.
@@ -34,8 +36,7 @@ class Shape:
     """
 
     config: ModelConfig
-    slots: int
-    capacity: int
+    replicas: int
     max_response_tokens: int
     stop_tokens: tuple[int, ...]
     tokens_per_dispatch: int
@@ -66,10 +67,9 @@ class Insertion(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The state of B slots.
+    """The state of B slots, but for the cache, which holds the tokens before the newest.
 
     Attributes:
-      cache: Keys and values of the tokens before the newest.
       token_B: The newest token, which is not in the cache yet.
       logp_B: Its log-probability.
       cached_B: Tokens in the cache, so the newest token's position.
@@ -78,7 +78,6 @@ class Slots(NamedTuple):
       seed_B, request_B, settings: What the draws depend on.
     """
 
-    cache: Cache
     token_B: Array
     logp_B: Array
     cached_B: Array
@@ -102,14 +101,14 @@ class Window(NamedTuple):
     active_B: Array
 
 
-def empty_slots(*, shape: Shape) -> Slots:
+def empty_cache(*, slots: int, capacity: int, shape: Shape) -> Cache:
+    """A cache that nothing was written to."""
+    return models.empty_cache(shape.config, slots=slots, capacity=capacity, dtype=shape.dtype, pipeline=shape.pipeline)
+
+
+def empty_slots(*, slots: int, shape: Shape) -> Slots:
     """Slots none of which is active."""
-    slots = shape.slots
-    cache = models.empty_cache(
-        shape.config, slots=slots, capacity=shape.capacity, dtype=shape.dtype, pipeline=shape.pipeline
-    )
     return Slots(
-        cache=cache,
         token_B=jnp.zeros(slots, jnp.int32),
         logp_B=jnp.zeros(slots, jnp.float32),
         cached_B=jnp.zeros(slots, jnp.int32),
@@ -142,7 +141,7 @@ def prefill(params: Params, token_PS: Int[Array, "P S"], length_P: Int[Array, "P
 
 
 def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion, *, shape: Shape) -> Slots:
-    """Start responses: copy each prompt's cache into its slot and draw the first token."""
+    """Start responses: draw their first tokens. `place` copies each prompt's cache into its slot."""
     row_I, slot_I = insertion.row_I, insertion.slot_I
     logits_IV = models.logits(params, shape.config, prompts.hidden_PD)[row_I]
     drawn_I = jnp.zeros_like(row_I)
@@ -153,7 +152,6 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
         return stored_B.at[slot_I].set(new_I, mode="drop")
 
     return Slots(
-        cache=models.insert_prefix(slots.cache, prompts.prefix, row_I, slot_I, pipeline=shape.pipeline),
         token_B=put(slots.token_B, token_I),
         logp_B=put(slots.logp_B, logp_I),
         cached_B=put(slots.cached_B, prompts.length_P[row_I]),
@@ -165,45 +163,85 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
     )
 
 
-def decode(params: Params, slots: Slots, *, shape: Shape, capacity: int) -> tuple[Slots, Window]:
+def place(
+    stored: models.LayerCache, prefix: models.Prefix, layer: Array, row_I: Array, slot_I: Array, *, shape: Shape
+) -> models.LayerCache:
+    """Copy a layer (with stages: of every stage) of prompt `row_I[i]` into slot `slot_I[i]`, for each i."""
+
+    def of_layer(leaf_LPSKH: Array) -> Array:
+        stages = 1 if shape.pipeline is None else shape.pipeline.stages
+        by_stage = leaf_LPSKH.reshape(stages, -1, *leaf_LPSKH.shape[1:])
+        return lax.dynamic_index_in_dim(by_stage, layer, axis=1, keepdims=False)
+
+    prefix = models.Prefix(*map(of_layer, prefix))
+    return models.insert_prefix([stored], prefix, row_I, slot_I, pipeline=shape.pipeline)[0]
+
+
+def resize(stored: models.LayerCache, row_GB: Array | None, *, capacity: int, shape: Shape) -> models.LayerCache:
+    """A layer of the cache with another capacity, and of some of its slots only.
+
+    Args:
+      row_GB: Slots to keep of each replica, counted from its first; None keeps all.
+    """
+    key_BKHS, value_BKSH = stored
+    if row_GB is not None:
+        stages = 1 if shape.pipeline is None else shape.pipeline.stages
+        row_GB = jnp.tile(row_GB, (stages, 1))
+        key_BKHS, value_BKSH = take_rows(key_BKHS, row_GB), take_rows(value_BKSH, row_GB)
+    more = capacity - stored.capacity
+    if more > 0:
+        key_BKHS = jnp.pad(key_BKHS, ((0, 0), (0, 0), (0, 0), (0, more)))
+        value_BKSH = jnp.pad(value_BKSH, ((0, 0), (0, 0), (0, more), (0, 0)))
+    return models.LayerCache(key_BKHS[..., :capacity], value_BKSH[:, :, :capacity])
+
+
+def keep_rows(slots: Slots, row_GB: Array, *, shape: Shape) -> Slots:
+    """The state of some slots only."""
+    return jax.tree.map(lambda leaf: take_rows(leaf, row_GB), slots)
+
+
+def take_rows(leaf: jax.Array, row_GB: Array) -> jax.Array:
+    """Rows of each of G equal parts, which may lie on different devices."""
+    parts = leaf.reshape(len(row_GB), -1, *leaf.shape[1:])
+    return jax.vmap(lambda part, row_B: part[row_B])(parts, row_GB).reshape(-1, *leaf.shape[1:])
+
+
+def decode(params: Params, cache: Cache, slots: Slots, *, shape: Shape) -> tuple[Cache, Slots, Window]:
     """Draw up to `tokens_per_dispatch` tokens in every active slot; stops early when none is left.
 
     Args:
+      cache: Donate it. Active slots must not outgrow it.
       slots: Donate it.
-      capacity: Cache positions to work on; active slots must not outgrow them. Fewer than the
-        cache has cost a copy of that part and save reading the rest at every token.
     """
-    width = shape.tokens_per_dispatch
+    width, count = shape.tokens_per_dispatch, len(slots.token_B)
     # Slices of stacked weights inside the loop would be copied at every token.
     layers = models.unstack_layers(params, shape.config, pipeline=shape.pipeline)
-    whole = slots.cache
-    slots = slots._replace(cache=_shorten(whole, capacity))
     window = Window(
-        jnp.full((width + 1, shape.slots), NO_TOKEN, jnp.int32).at[0].set(slots.token_B),
-        jnp.zeros((width + 1, shape.slots), jnp.float32).at[0].set(slots.logp_B),
+        jnp.full((width + 1, count), NO_TOKEN, jnp.int32).at[0].set(slots.token_B),
+        jnp.zeros((width + 1, count), jnp.float32).at[0].set(slots.logp_B),
         slots.active_B,
     )
 
     def more(carry):
-        count, _, window = carry
+        count, _, _, window = carry
         return (count < width) & window.active_B.any()
 
     def step(carry):
-        count, slots, window = carry
+        count, cache, slots, window = carry
         drawing_B = slots.active_B
-        slots = _step(layers, params, slots, shape=shape)
+        cache, slots = _step(layers, params, cache, slots, shape=shape)
         window = Window(
             window.token_WB.at[count + 1].set(jnp.where(drawing_B, slots.token_B, NO_TOKEN)),
             window.logp_WB.at[count + 1].set(jnp.where(drawing_B, slots.logp_B, 0.0)),
             slots.active_B,
         )
-        return count + 1, slots, window
+        return count + 1, cache, slots, window
 
-    _, slots, window = lax.while_loop(more, step, (jnp.int32(0), slots, window))
-    return slots._replace(cache=_restore(whole, slots.cache)), window
+    _, cache, slots, window = lax.while_loop(more, step, (jnp.int32(0), cache, slots, window))
+    return cache, slots, window
 
 
-def _step(layers: list[Params], params: Params, slots: Slots, *, shape: Shape) -> Slots:
+def _step(layers: list[Params], params: Params, cache: Cache, slots: Slots, *, shape: Shape) -> tuple[Cache, Slots]:
     """One token in every active slot."""
     hidden_BD, cache = models.decode(
         layers,
@@ -211,7 +249,7 @@ def _step(layers: list[Params], params: Params, slots: Slots, *, shape: Shape) -
         shape.config,
         slots.token_B,
         slots.cached_B,
-        slots.cache,
+        cache,
         dtype=shape.dtype,
         attention=shape.attention,
         pipeline=shape.pipeline,
@@ -219,10 +257,9 @@ def _step(layers: list[Params], params: Params, slots: Slots, *, shape: Shape) -
     token_B, logp_B = _draw(models.logits(params, shape.config, hidden_BD), slots.drawn_B, slots, shape=shape)
     active_B = slots.active_B
     drawn_B = slots.drawn_B + active_B
-    return slots._replace(
-        # The cache of a slot that is not active takes a token that nobody reads: the next
-        # insertion overwrites it or the mask of later positions hides it.
-        cache=cache,
+    # The cache of a slot that is not active took a token that nobody reads: the next insertion
+    # overwrites it or the mask of later positions hides it.
+    return cache, slots._replace(
         token_B=jnp.where(active_B, token_B, slots.token_B),
         logp_B=jnp.where(active_B, logp_B, slots.logp_B),
         cached_B=slots.cached_B + active_B,
@@ -240,21 +277,3 @@ def _ended(token_B: Int[Array, "B"], drawn_B: Int[Array, "B"], *, shape: Shape) 
     """Whether a response ends with this token, its `drawn`-th."""
     stop_1N = jnp.array(shape.stop_tokens, jnp.int32)[None, :]
     return (token_B[:, None] == stop_1N).any(axis=-1) | (drawn_B >= shape.max_response_tokens)
-
-
-def _shorten(cache: Cache, capacity: int) -> Cache:
-    """The first `capacity` positions."""
-    return [models.LayerCache(key[..., :capacity], value[..., :capacity, :]) for key, value in cache]
-
-
-def _restore(whole: Cache, part: Cache) -> Cache:
-    """`whole` with its first positions replaced."""
-    if whole[0].key_BKHS.shape == part[0].key_BKHS.shape:
-        return part
-    capacity = part[0].key_BKHS.shape[-1]
-    return [
-        models.LayerCache(
-            old.key_BKHS.at[..., :capacity].set(new.key_BKHS), old.value_BKSH.at[..., :capacity, :].set(new.value_BKSH)
-        )
-        for old, new in zip(whole, part, strict=True)
-    ]

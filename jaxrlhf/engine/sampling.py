@@ -93,29 +93,33 @@ def sample(
       position_B: Tokens of the response that were drawn before this one.
       stop_tokens: Ids that `min_tokens` holds back.
     """
-    batch, vocab = logits_BV.shape
-    scaled_BV = logits_BV.astype(jnp.float32) / settings.temperature_B[:, None]
+    scaled_BV = logits_BV.astype(jnp.float32) * (1.0 / settings.temperature_B)[:, None]
     peak_B1 = scaled_BV.max(axis=-1, keepdims=True)
     weight_BV = jnp.exp(scaled_BV - peak_B1)
     normaliser_B = peak_B1[:, 0] + jnp.log(weight_BV.sum(axis=-1))
 
     early_B = position_B < settings.min_tokens_B
     restricted_B = early_B | settings.greedy_B | (settings.top_k_B > 0) | (settings.top_p_B < 1)
-    drawn_BV = lax.cond(
-        restricted_B.any(),
-        lambda: _restricted_weights(scaled_BV, early_B, settings, stop_tokens=stop_tokens),
-        lambda: weight_BV,
-    )
     # At 0 the inversion takes the first of the tokens left to a greedy slot.
     uniform_B2 = jnp.where(settings.greedy_B[:, None], 0.0, uniform_B2)
+    # Whole branches, because an array that a branch returns is copied.
+    token_B = lax.cond(
+        restricted_B.any(),
+        lambda: _draw(_restricted_weights(scaled_BV, early_B, settings, stop_tokens=stop_tokens), uniform_B2),
+        lambda: _draw(weight_BV, uniform_B2),
+    )
+    chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
+    return Sampled(token_B, chosen_B - normaliser_B)
 
+
+def _draw(drawn_BV: Float[Array, "B V"], uniform_B2: Float[Array, "B 2"]) -> Int[Array, "B"]:
+    """A token of each slot, by unnormalised probabilities."""
+    batch, vocab = drawn_BV.shape
     width = _chunk_width(vocab)
     drawn_BCW = drawn_BV.reshape(batch, vocab // width, width)
     chunk_B = _invert(drawn_BCW.sum(axis=-1), uniform_B2[:, 0])
     drawn_BW = jnp.take_along_axis(drawn_BCW, chunk_B[:, None, None], axis=1)[:, 0]
-    token_B = chunk_B * width + _invert(drawn_BW, uniform_B2[:, 1])
-    chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
-    return Sampled(token_B, chosen_B - normaliser_B)
+    return chunk_B * width + _invert(drawn_BW, uniform_B2[:, 1])
 
 
 def _restricted_weights(

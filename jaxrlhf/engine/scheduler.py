@@ -55,6 +55,19 @@ class Placement(NamedTuple):
     request_id: int
 
 
+class Drawn(NamedTuple):
+    """What one slot drew since it was last read.
+
+    Attributes:
+      active: Whether its response goes on; if not, the slot is free.
+    """
+
+    slot: int
+    tokens: list[int]
+    logps: list[float]
+    active: bool
+
+
 @dataclass
 class _Slot:
     request: Request | None = None
@@ -99,6 +112,11 @@ class Scheduler:
     def refill_due(self) -> bool:
         """Enough slots are free to be worth a prefill: an eighth of all, or one for each request left."""
         return 0 < min(self._unplaced, max(1, len(self._slots) // 8)) <= len(self._free)
+
+    @property
+    def waiting(self) -> bool:
+        """A request has no slot yet."""
+        return self._unplaced > 0
 
     @property
     def placeable(self) -> bool:

@@ -30,10 +30,9 @@ def attend_blocks(query_RWNH: Array, key_RWKH: Array, value_RWKH: Array, segment
     mixed = []
     for start, end in _blocks(width):
         block = partial(_block, start=start)
-        if width >= _RECOMPUTED_WIDTH:
-            block = jax.checkpoint(block)
+        compute = jax.checkpoint(block) if width >= _RECOMPUTED_WIDTH else block
         mixed.append(
-            block(query_RKGWH[:, :, :, start:end], key_RKHW[..., :end], value_RKWH[:, :, :end], segment_RW[:, :end])
+            compute(query_RKGWH[:, :, :, start:end], key_RKHW[..., :end], value_RKWH[:, :, :end], segment_RW[:, :end])
         )
     mixed_RWKGH = jnp.transpose(jnp.concatenate(mixed, axis=3), (0, 3, 1, 2, 4))
     return mixed_RWKGH.reshape(rows, width, heads, head_dim)

@@ -153,16 +153,31 @@ def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | 
     """The stacked layers as a list, one tree per layer (with stages: per layer of a stage).
 
     Slices of the stack inside a decode loop are copied at every token; separate arrays are not.
+    The projections to queries, keys and values become one, `qkv`: a few tokens fill no product.
     """
 
     def unstack(layers):
         count = len(layers["attention_norm"])
-        return [jax.tree.map(lambda leaf: leaf[index], layers) for index in range(count)]  # noqa: B023
+        separate = [jax.tree.map(lambda leaf: leaf[index], layers) for index in range(count)]  # noqa: B023
+        return [{**layer, "attention": _joined(layer["attention"])} for layer in separate]
 
     if pipeline is not None:
         each = PartitionSpec(pipeline.axes)
         unstack = pipeline.on_stages(unstack, each, each)
     return unstack(params["layers"])
+
+
+def _joined(attention: Params) -> Params:
+    """Queries, keys and values side by side for each key-value head, so that they stay where their head is."""
+
+    def join(suffix: str) -> Array:
+        query, key, value = (attention[f"{name}{suffix}"] for name in ("query", "key", "value"))
+        *before, kv_heads, head_dim = key.shape
+        return jnp.concatenate([part.reshape(*before, kv_heads, -1, head_dim) for part in (query, key, value)], axis=-2)
+
+    apart = {f"{name}{suffix}" for name in ("query", "key", "value") for suffix in ("", "_bias")}
+    rest = {name: leaf for name, leaf in attention.items() if name not in apart}
+    return rest | {f"qkv{suffix}": join(suffix) for suffix in ("", "_bias") if f"query{suffix}" in attention}
 
 
 def rms_norm(input_D: Float[Array, "*batch D"], scale_D: Float[Array, "D"], *, eps: float) -> Float[Array, "*batch D"]:
@@ -213,12 +228,15 @@ def _heads(layer: Params, config: ModelConfig, hidden_RWD: Array, turn: Rotation
     normed_RWD = norm(hidden_RWD, layer["attention_norm"])
 
     def project(name: str) -> Array:
-        head_RWNH = linear.project(normed_RWD, attention[name])
-        if config.qkv_bias:
-            head_RWNH += attention[f"{name}_bias"].astype(normed_RWD.dtype)[None, None]
-        return head_RWNH
+        heads = linear.project(normed_RWD, attention[name])
+        return heads + attention[f"{name}_bias"].astype(heads.dtype)[None, None] if config.qkv_bias else heads
 
-    query_RWNH, key_RWKH, value_RWKH = project("query"), project("key"), project("value")
+    if "qkv" in attention:
+        joined_RWKMH = project("qkv")
+        query_RWNH = joined_RWKMH[:, :, :, :-2].reshape(*normed_RWD.shape[:2], config.num_heads, config.head_dim)
+        key_RWKH, value_RWKH = joined_RWKMH[:, :, :, -2], joined_RWKMH[:, :, :, -1]
+    else:
+        query_RWNH, key_RWKH, value_RWKH = project("query"), project("key"), project("value")
     if config.qk_norm:
         query_RWNH = norm(query_RWNH, attention["query_norm"])
         key_RWKH = norm(key_RWKH, attention["key_norm"])

@@ -19,6 +19,7 @@ from jaxrlhf.batch import Params
 from jaxrlhf.config import Layout
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.layout import Layout as SlotLayout
+from jaxrlhf.models.cache import Cache
 from jaxrlhf.parallel import BATCH_AXES, SLOT_AXES, cast_shapes, mesh_of
 from jaxrlhf.parallel.cost import head_flops, layer_flops
 from jaxrlhf.parallel.memory import cache_bytes_per_token, training_activation_bytes
@@ -173,8 +174,7 @@ def _decode_call(devices: Sequence[jax.Device], model: ModelConfig, size: Decodi
     mesh = mesh_of({"data": len(devices)}, devices)
     shape = programs.Shape(
         config=model,
-        slots=size.slots * len(devices),
-        capacity=size.capacity,
+        replicas=len(devices),
         max_response_tokens=2**30,
         stop_tokens=(),
         tokens_per_dispatch=TOKENS,
@@ -182,22 +182,25 @@ def _decode_call(devices: Sequence[jax.Device], model: ModelConfig, size: Decodi
     )
     layout = SlotLayout(mesh, SLOT_AXES, None, None)
 
-    def begun() -> programs.Slots:
-        slots = programs.empty_slots(shape=shape)
-        return slots._replace(active_B=~slots.active_B, cached_B=slots.cached_B + size.capacity // 2)
+    count = size.slots * len(devices)
 
-    slots = jax.jit(begun, out_shardings=layout.slots)()
+    def begun() -> tuple[Cache, programs.Slots]:
+        slots = programs.empty_slots(slots=count, shape=shape)
+        slots = slots._replace(active_B=~slots.active_B, cached_B=slots.cached_B + size.capacity // 2)
+        return programs.empty_cache(slots=count, capacity=size.capacity, shape=shape), slots
+
+    cache, slots = jax.jit(begun, out_shardings=(layout.cache, layout.slots))()
     params = _params(mesh, model, dtype)
     program = jax.jit(
-        partial(programs.decode, shape=shape, capacity=size.capacity),
-        out_shardings=(layout.slots, layout.whole),
-        donate_argnums=1,
+        partial(programs.decode, shape=shape),
+        out_shardings=(layout.cache, layout.slots, layout.whole),
+        donate_argnums=(1, 2),
     )
 
     def call() -> Any:
         # As calls go on, slots run past their capacity: nothing is written there, and still all of the cache is read.
-        nonlocal slots
-        slots, window = program(params, slots)
+        nonlocal cache, slots
+        cache, slots, window = program(params, cache, slots)
         return window
 
     return call
