@@ -199,13 +199,15 @@ def _write_checkpoint(preset: Preset, place: Path) -> None:
 def _end_at_random(tensors: dict[str, Any], preset: Preset) -> None:
     """Have a coordinate of the residual stream that stays 1 decide the end's logit.
 
-    The final norm divides it by the stream's root mean square, which the embedding dominates.
+    The final norm divides it by the stream's root mean square. Layers are made to add little, so that it is the
+    embedding's in every context; else the end would be as likely as what came before it says.
     """
     import numpy as np
 
     tensors["model.embed_tokens.weight"][:, 0] = 1.0
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor *= 0.01
             tensor[0] = 0.0
     stream = tensors["model.embed_tokens.weight"]
     scale = float(np.mean(1.0 / np.sqrt(np.mean(np.square(stream), axis=1) + 1e-6)))

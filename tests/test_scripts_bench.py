@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import bench_peers
@@ -17,7 +18,8 @@ import transformers
 
 from jaxrlhf import models
 
-TAIL = bench.Preset(64, 2, 4, 2, 128, 512, ends=True)
+TAIL = replace(bench.PRESETS["tail"], vocab=1024)
+"""As deep and wide: what layers add to the stream must not change how often a response ends."""
 
 
 def log_probabilities(place, token_RW):
