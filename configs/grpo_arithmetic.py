@@ -51,7 +51,6 @@ def get_config() -> Config:
         actor=Training(
             optimizer=Optimizer(learning_rate=3e-4, warmup_updates=4, decay="linear", weight_decay=0.0),
             tokens_per_microbatch=4096,
-            remat=False,
         ),
         steps=20,
         evaluation=Evaluation(every_steps=5),

@@ -62,5 +62,4 @@ def small_model_training(*, learning_rate: float) -> Training:
     return Training(
         optimizer=Optimizer(learning_rate=learning_rate, warmup_updates=4, decay="linear", weight_decay=0.0),
         tokens_per_microbatch=4096,
-        remat=False,
     )

@@ -34,7 +34,6 @@ def get_config() -> Config:
         actor=Training(
             optimizer=Optimizer(learning_rate=1e-3, weight_decay=0.0),
             tokens_per_microbatch=8192,
-            remat=False,
         ),
         steps=300,
         evaluation=Evaluation(every_steps=50),

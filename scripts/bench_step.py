@@ -13,7 +13,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import bench_workload as bench
 
@@ -32,6 +32,7 @@ from jaxrlhf.config import (
     Optimizer,
     Pretrained,
     PromptFile,
+    Remat,
     Rewards,
     Rollout,
     Sampling,
@@ -43,7 +44,7 @@ from jaxrlhf.data import Loader, decoder
 from jaxrlhf.workers import Stage, launch
 
 
-def config_of(workload: bench.Workload, model: Path, *, steps: int, tokens_per_microbatch: int, remat: bool) -> Config:
+def config_of(workload: bench.Workload, model: Path, *, steps: int, tokens_per_microbatch: int, remat: Remat) -> Config:
     """The workload as a configuration of one update a step."""
     training = Training(
         optimizer=Optimizer(learning_rate=1e-6, weight_decay=0.0),
@@ -130,7 +131,7 @@ def main() -> None:
     bench.add_flags(parser)
     parser.add_argument("--steps", type=int, default=6, help="the first two are not counted, where there are more")
     parser.add_argument("--tokens-per-microbatch", type=int, default=2048)
-    parser.add_argument("--remat", action="store_true", help="recompute activations in the backward pass")
+    parser.add_argument("--remat", choices=get_args(Remat), default="auto", help="as Training.remat")
     flags = parser.parse_args()
     workload = bench.workload_of(flags)
     model = bench.checkpoint(workload.preset, flags.models)

@@ -11,7 +11,7 @@ import json
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import bench_workload as bench
 import jax
@@ -19,8 +19,8 @@ import numpy as np
 from bench_step import config_of
 
 from jaxrlhf.algos import policy_objective
-from jaxrlhf.batch import Experience, Rollout, Sequences
-from jaxrlhf.config import Config
+from jaxrlhf.batch import Array, Experience, Rollout, Sequences
+from jaxrlhf.config import Config, Remat
 from jaxrlhf.workers import Stage, launch
 
 
@@ -49,6 +49,7 @@ def measure(workload: bench.Workload, config: Config, *, repeats: int) -> dict[s
     length = workload.prompt_tokens + workload.new_tokens
     sequences = sequences_of(workload.sequences, length, workload.new_tokens, preset.vocab)
     shape, draw = sequences.token_BT.shape, np.random.default_rng(1)
+    fields: dict[str, Array]
     fields = {name: draw.normal(-9, 0.1, shape).astype(np.float32) for name in ("old_logp", "ref_logp")}
     fields |= {"advantage": draw.normal(size=shape).astype(np.float32), "kl_weight": np.full(shape, 1e-5, np.float32)}
     weight_BT = np.where(sequences.mask_BT, 1 / sequences.mask_BT.sum(), 0).astype(np.float32)
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192, help="of a sequence")
     parser.add_argument("--trained", type=int, default=128, help="of them, at the end")
     parser.add_argument("--tokens-per-microbatch", type=int, default=1024)
-    parser.add_argument("--remat", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--remat", choices=get_args(Remat), default="auto", help="as Training.remat")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
     flags = parser.parse_args()

@@ -46,7 +46,7 @@ LIMIT = 0.75
 
 def configuration(*, ray: bool) -> Config:
     """A critic and a reference of equal size, one device each."""
-    training = Training(tokens_per_microbatch=1024, remat=False)
+    training = Training(tokens_per_microbatch=1024, remat="none")
     return Config(
         name="overlap",
         model=FromScratch(hidden_size=256, intermediate_size=1024, num_layers=6, num_heads=4, num_kv_heads=4),

@@ -91,9 +91,9 @@ def configuration(name: str, *, workdir: str = "unused") -> Config:
         algorithm=PPO(
             responses_per_update=16,
             kl=KLInReward(),
-            critic=Training(layout=trains, tokens_per_microbatch=2048, remat=False),
+            critic=Training(layout=trains, tokens_per_microbatch=2048, remat="none"),
         ),
-        actor=Training(layout=layout, tokens_per_microbatch=2048, remat=False),
+        actor=Training(layout=layout, tokens_per_microbatch=2048, remat="none"),
         reference_layout=trains,
         rollout=Rollout(prompts_per_step=4, responses_per_prompt=4, max_prompt_tokens=64, max_response_tokens=64),
         steps=STEPS,

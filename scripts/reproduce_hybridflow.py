@@ -51,6 +51,7 @@ MEGATRON = Software(
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
     recomputes_logits=False,
+    reads_responses=False,
     skips_masked=True,
 )
 STEP = Workload(prompts=1024, responses=1024, prompt_tokens=1024, response_tokens=1024, longest_tokens=2048, updates=8)

@@ -175,10 +175,16 @@ class Exhaustive:
 
 # Problems.
 
-PLAIN = Software(adds_gradients=False, cache_copies=1.0, decode_tokens_per_dispatch=None)
+PLAIN = Software(
+    adds_gradients=False,
+    cache_copies=1.0,
+    decode_tokens_per_dispatch=None,
+    reads_responses=False,
+    skips_masked=False,
+)
 """Nothing exists twice, and programs start for free."""
 LEAN = replace(PLAIN, weight_bytes=2, pipeline_parts_per_stage=None, head_on_last_stage=True, skips_masked=True)
-REAL = Software(cache_copies=1.5, decode_tokens_per_dispatch=2)
+REAL = Software(cache_copies=1.5, decode_tokens_per_dispatch=2, skips_masked=False)
 """As the engine has it, for responses of a few tokens."""
 
 
@@ -220,7 +226,7 @@ def machines_of(draw: random.Random, shape: tuple[int, int], roles: tuple[Role, 
     link = about(1e4, 1e8)
     slow = draw.random() < 0.25
     return Hardware(
-        *("made", *shape, about(0.8, 10) * state / (math.prod(shape) if draw.random() < 0.5 else 1) + about(1e3, 1e4)),
+        *("made", *shape, about(0.8, 10) * state / (math.prod(shape) if draw.random() < 0.5 else 1) + about(3e3, 3e4)),
         *(about(1e6, 1e8), about(1e5, 1e8), link, link * draw.choice([0.003, 0.1, 1.0]), about(1e4, 1e7)),
         *(about(1e-6, 1e-3), about(1e-6, 1e-2), about(1e-6, 1e-3), about(1e-3, 1) if slow else about(1e-6, 1e-2)),
         shared_compute=draw.random() < 0.15,
@@ -243,7 +249,7 @@ def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | N
     generates = any(role.generates for role in roles)
     if generates and software.skips_masked:  # the cache of a few responses is all that there is room for
         token = cache_bytes_per_token(roles[0].model, Layout(), itemsize=2)
-        longest = 10 + int(problem.hardware.memory_bytes * draw.uniform(0.02, 0.3) / token)
+        longest = 10 + int(problem.hardware.memory_bytes * draw.uniform(0.1, 0.4) / token)
         problem = replace(problem, workload=replace(work, longest_tokens=longest))
     count, machine = shape
     change = draw.choice(["nothing", "nothing", "rollout", "rollout", "together", "layouts", "pools", "hosts"])

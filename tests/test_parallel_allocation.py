@@ -24,7 +24,7 @@ TINY_WEIGHTS = 404
 SMALL = ModelConfig("llama", 1000, 1000, 3000, 10, 10, 10, 100)
 SMALL_WEIGHTS = 132_021_000
 WORK = Workload(prompts=4, responses=4, prompt_tokens=4.0, response_tokens=4.0, longest_tokens=10, updates=2)
-PLAIN = Software(adds_gradients=False, cache_copies=1.0, decode_tokens_per_dispatch=None)
+PLAIN = Software(adds_gradients=False, cache_copies=1.0, decode_tokens_per_dispatch=None, skips_masked=False)
 """Nothing exists twice, and programs start for free."""
 ACTOR = Role("actor", TINY, "lm", generates=True, passes=0, trained=True)
 REFERENCE = Role("reference", TINY, "lm")
@@ -153,10 +153,10 @@ def test_the_peak_of_a_pool_counts_what_every_role_holds():
     plans = {pools: plan for plan in search(problem).plans for pools in [tuple(pools_of(plan))]}
     (pool,) = plans[((("actor", "reference"), 2),)].pools
     held = TINY_WEIGHTS // 2
-    # 8 tokens, in float16: residual streams into 2 layers, and of one layer 16 whole, 16 of heads and 32 of the MLP
-    # split in 2; scores of 8 tokens in float32, weights in float16 and both gradients, of a head on each device;
-    # logits and their gradient in float32, split in 2.
-    activations = 8 * ((2 * 4 + 16 + (16 + 32) // 2) * 2 + 8 * (4 + 2) * 2) + 2 * 8 * 8 * 4 // 2
+    # 8 tokens, in float16: residual streams into 2 layers, and of one layer 24 whole, as many in float32, and 16 of
+    # heads and 48 of the MLP split in 2; scores of half the 8 tokens in float32, weights in float16 and both gradients,
+    # of a head on each device; logits and their gradient in float32, split in 2.
+    activations = 8 * ((2 * 4 + 24 + (16 + 48) // 2) * 2 + 24 * 4 + 4 * (4 + 2) * 2) + 2 * 8 * 8 * 4 // 2
     assert pool.peak_during == "actor update"
     assert pool.peak_bytes == held * (4 + 4 + 8) + activations + held * 2
     # 4 responses of 10 tokens in 2 replicas of the whole policy, each 2 layers' 2 keys and values of 2 heads.

@@ -20,6 +20,7 @@ from jaxrlhf.config import (
     ArithmeticReward,
     ColdStart,
     Gsm8k,
+    KLInReward,
     Layout,
     ModelReward,
     Pool,
@@ -51,13 +52,19 @@ def verbs_called(algorithm: type[Algorithm]) -> Counter:
         owner = getattr(call, "value", None)
         if isinstance(owner, ast.Attribute) and getattr(owner.value, "id", None) == "roles":
             found[owner.attr, call.attr.partition("_")[0]] += 1
+        if getattr(owner, "id", None) == "shared" and call.attr == "old_log_prob":  # of the actor, where it is needed
+            found["actor", "compute"] += 1
     return found
 
 
 # Roles.
 
 
-@pytest.mark.parametrize("algorithm", [PPO(), GRPO(), SFT()], ids=lambda algorithm: type(algorithm).__name__)
+@pytest.mark.parametrize(
+    "algorithm",
+    [PPO(old_logp="trainer"), GRPO(old_logp="trainer"), SFT()],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
 def test_a_role_does_what_the_step_function_calls(algorithm):
     called = verbs_called(type(algorithm))
     planned = roles(a_config(algorithm=algorithm, data=Gsm8k()))
@@ -72,13 +79,30 @@ def test_a_role_does_what_the_step_function_calls(algorithm):
     assert {name for name, _ in called} - {"reward"} == planned.keys() - {"reward"}
 
 
+@pytest.mark.parametrize("algorithm", [PPO, GRPO])
+def test_an_actor_whose_sampler_serves_makes_no_pass(algorithm):
+    responses = 32 * 4
+    for settings, passes in [
+        ({"responses_per_update": responses}, 0),
+        ({"responses_per_update": responses, "old_logp": "trainer"}, 1),
+        ({"responses_per_update": responses, "kl": KLInReward()}, 1),
+        ({"responses_per_update": responses, "kl": KLInReward(), "old_logp": "sampler"}, 0),
+        ({"responses_per_update": responses // 2}, 1),
+    ]:
+        found = roles(a_config(algorithm=algorithm(**settings)))
+        assert found["actor"].passes == passes
+        assert found["reference"].passes == 1
+
+
 def test_the_roles_of_ppo():
-    config = a_config(actor=Training(tokens_per_microbatch=4096, remat=False))
+    config = a_config(actor=Training(tokens_per_microbatch=4096, remat="none"))
     actor, critic, reference, reward = roles(config).values()
     assert (actor.name, critic.name, reference.name, reward.name) == ("actor", "critic", "reference", "reward")
     assert [role.head for role in (actor, critic, reference, reward)] == ["lm", "value", "lm", "score"]
     assert [role.tokens_per_microbatch for role in (actor, critic, reference)] == [4096, 8192, 4096]
-    assert [role.remat for role in (actor, critic, reference)] == [False, True, False]
+    assert [role.remat for role in (actor, critic, reference)] == [False, None, False]
+    full = a_config(actor=Training(remat="full"), algorithm=PPO(responses_per_update=32))
+    assert roles(full)["actor"].remat is True
     assert [role.within_machine for role in (actor, critic, reference, reward)] == [False, False, False, True]
     assert actor.model == critic.model == reference.model
     assert (reward.model.num_layers, reward.model.hidden_size) == (24, 896)  # Qwen2.5-0.5B's config.json

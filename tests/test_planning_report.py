@@ -82,10 +82,10 @@ def test_what_only_trains_is_evaluated_as_it_is_split():
 
 def test_a_budget_holds_a_sequence_for_each_data_parallel_device():
     small = Training(tokens_per_microbatch=1600)
-    config = a_config(actor=small, algorithm=PPO(responses_per_update=32, critic=replace(small, remat=False)))
+    config = a_config(actor=small, algorithm=PPO(responses_per_update=32, critic=replace(small, remat="none")))
     planned = planned_config(config, together())  # 8 devices, sequences of up to 100 + 300 tokens
     assert planned.actor.tokens_per_microbatch == planned.algorithm.critic.tokens_per_microbatch == 3200
-    assert not planned.algorithm.critic.remat
+    assert planned.algorithm.critic.remat == "none"
     assert planned_config(config, split()).actor.tokens_per_microbatch == 1600  # 2 x 400 fit
 
 

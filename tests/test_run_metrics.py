@@ -160,10 +160,11 @@ def test_metrics_follow_from_the_samples(run):
 
 
 def test_entropy_and_kl_are_those_of_all_generated_tokens(run):
-    for record, ((_, rollout, _, old, ref_logp_BT, _), _) in zip(run.metrics, run.prepared, strict=True):
+    for record, ((_, rollout, _, old_logp_BT, ref_logp_BT, _), _) in zip(run.metrics, run.prepared, strict=True):
         mask_BT = np.asarray(rollout.sequences.mask_BT)
-        difference = (np.asarray(ref_logp_BT, np.float64) - np.asarray(old.logp, np.float64))[mask_BT]
-        assert record["policy/entropy"] == pytest.approx(np.asarray(old.entropy)[mask_BT].mean(), rel=1e-5)
+        old = np.asarray(old_logp_BT, np.float64)[mask_BT]
+        difference = np.asarray(ref_logp_BT, np.float64)[mask_BT] - old
+        assert record["policy/entropy"] == pytest.approx(-old.mean(), rel=1e-5)
         assert record["kl/ref"] == pytest.approx(np.mean(np.expm1(difference) - difference), rel=1e-3, abs=1e-9)
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrlhf.algos import TokenOutput, policy_objective, token_weights, value_objective
+from jaxrlhf.algos import policy_objective, token_weights, value_objective
 from jaxrlhf.batch import Experience, Rollout, Sequences
 from jaxrlhf.config import (
     PPO,
@@ -33,9 +33,11 @@ ALGORITHM = PPO(
     policy=PolicyLoss(entropy_coefficient=0.01),
     kl=KLInLoss(coefficient=0.1),
 )
+POLICY, VALUE = ("advantage", "old_logp", "ref_logp"), ("returns", "old_value")
+"""Fields that the objective of each role reads, beside weights."""
 
 
-def config(*, layout: Layout | None = None, tokens: int = 2048, devices: int = 1, remat: bool = False) -> Config:
+def config(*, layout: Layout | None = None, tokens: int = 2048, devices: int = 1, remat: str = "none") -> Config:
     layout = layout or Layout()
     trained = replace(layout, generation_stage=1, generation_tensor=1)  # a critic generates nothing
     training = Training(
@@ -77,16 +79,21 @@ def experience(seed: int = 0, *, rows: int = 16, width: int = 72) -> Experience:
     mask_BT[3] = False
     token_BT = np.where(inside_BT, rng.integers(0, 400, (rows, width)), 0).astype(np.int32)
     weight_BT = np.asarray(token_weights(mask_BT, np.arange(rows), aggregation="seq-mean-token-mean"))
-    names = ("advantage", "old_logp", "ref_logp", "returns", "old_value")
-    fields = {name: rng.normal(size=(rows, width)).astype(np.float32) for name in names}
+    fields = {name: rng.normal(size=(rows, width)).astype(np.float32) for name in (*POLICY, *VALUE)}
     fields |= {"old_logp": fields["old_logp"] - 6, "ref_logp": fields["ref_logp"] - 6}
     fields |= {"kl_weight": 0.1 * weight_BT, "entropy_weight": 0.01 * weight_BT}
     return Experience(Sequences(token_BT, length_B, mask_BT, np.arange(rows)), weight_BT, fields)
 
 
+def part_of(batch: Experience, names) -> Experience:
+    """With some of its fields."""
+    return replace(batch, fields={name: batch.fields[name] for name in names})
+
+
 def gradients_of(workers, batch: Experience) -> list[np.ndarray]:
-    actor, _ = workers["actor"].gradient(batch, policy_objective, ALGORITHM)
-    critic, _ = workers["critic"].gradient(batch, value_objective, ALGORITHM.value)
+    policy = part_of(batch, (*POLICY, "kl_weight", "entropy_weight"))
+    actor, _ = workers["actor"].gradient(policy, policy_objective, ALGORITHM)
+    critic, _ = workers["critic"].gradient(part_of(batch, VALUE), value_objective, ALGORITHM.value)
     return [np.asarray(leaf) for leaf in jax.tree.leaves((actor, critic))]
 
 
@@ -112,7 +119,7 @@ def agree(left: list[np.ndarray], right: list[np.ndarray]) -> None:
 
 def test_microbatch_size_packing_and_rematerialisation(plain: list[np.ndarray]) -> None:
     # Rows of one sequence's width, one row at a time.
-    agree(plain, gradients(config(tokens=72, remat=True)))
+    agree(plain, gradients(config(tokens=72, remat="full")))
 
 
 def test_row_order(one_device, plain: list[np.ndarray]) -> None:
@@ -141,12 +148,13 @@ def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees(one_
     problems = load_problems(config().data, builder.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
     rollout: Rollout = actor.generate_sequences(problems, Sampling(temperature=1.0), responses_per_prompt=2, seed=3)
     mask_BT = rollout.sequences.mask_BT
-    old: TokenOutput = actor.compute_log_prob(rollout)
+    old_logp_BT = actor.compute_log_prob(rollout)
     reference = workers["reference"].compute_ref_log_prob(rollout)
-    np.testing.assert_allclose(old.logp[mask_BT], rollout.sampler_logp_BT[mask_BT], atol=1e-5)
-    np.testing.assert_array_equal(old.logp, reference)
+    np.testing.assert_allclose(old_logp_BT[mask_BT], rollout.sampler_logp_BT[mask_BT], atol=1e-5)
+    np.testing.assert_array_equal(old_logp_BT, reference)
+    assert np.all(old_logp_BT[mask_BT] < 0) and not np.any(old_logp_BT[~mask_BT])
     weight_BT = np.asarray(token_weights(mask_BT, rollout.sequences.prompt_id_B, aggregation="token-mean"))
-    fields = {"advantage": np.where(mask_BT, 1.0, 0.0).astype(np.float32), "old_logp": old.logp}
+    fields = {"advantage": np.where(mask_BT, 1.0, 0.0).astype(np.float32), "old_logp": old_logp_BT}
     metrics = actor.update_actor(
         [Experience(rollout.sequences, weight_BT, fields)], objective=policy_objective, settings=settings
     )

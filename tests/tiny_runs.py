@@ -57,7 +57,7 @@ def training(**layout: int) -> Training:
         optimizer=Optimizer(learning_rate=3e-3, decay="cosine"),
         layout=Layout(**layout),
         tokens_per_microbatch=1024,
-        remat=False,
+        remat="none",
     )
 
 

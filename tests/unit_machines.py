@@ -52,8 +52,11 @@ HALVES = Software(
     adds_gradients=False,
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
+    reads_responses=False,
+    skips_masked=False,
 )
-"""All but the moments in two bytes; gradients add up in place, and decoding starts nothing and copies no cache."""
+"""All but the moments in two bytes; gradients add up in place, decoding starts nothing and copies no cache, and all
+tokens have logits and scores of all."""
 
 
 def trained(model: ModelConfig, **changes) -> Role:

@@ -12,6 +12,7 @@ formula sees them: selecting only the result would leave 0 * inf in the gradient
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float
 
@@ -91,7 +92,7 @@ def policy_objective(
         "policy/ratio_mean": selected(terms.ratio, mask),
     }
     if itself:
-        metrics["sampler/logp_gap_mean"] = abs(logp - _field(fields, "sampler_logp", mask))
+        metrics["sampler/logp_gap_mean"] = jnp.abs(logp - _field(fields, "sampler_logp", mask))
     if in_loss is not None:
         kl = kl_estimate(logp, _field(fields, "ref_logp", mask), estimator=in_loss.estimator)
         loss += _field(fields, "kl_weight", mask) * kl

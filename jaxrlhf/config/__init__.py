@@ -43,7 +43,7 @@ from jaxrlhf.config.sources import (
     RewardPart,
     Rewards,
 )
-from jaxrlhf.config.training import Layout, Optimizer, Rollout, Sampling, Training
+from jaxrlhf.config.training import Layout, Optimizer, Remat, Rollout, Sampling, Training
 
 __all__ = [
     "GRPO",
@@ -79,6 +79,7 @@ __all__ = [
     "Pretrained",
     "PromptFile",
     "RayCluster",
+    "Remat",
     "RewardPart",
     "Rewards",
     "Rollout",

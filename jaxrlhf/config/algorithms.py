@@ -82,7 +82,7 @@ class PolicyLoss:
         `seq-mean-token-sum`: the sum within each response, then the mean over responses.
         `seq-mean-token-sum-norm`: that over `max_response_tokens` (Dr. GRPO).
         `prompt-mean`: the token-mean over each prompt's responses, then the mean over prompts.
-      entropy_coefficient: Weight of the entropy bonus; 0 computes entropy as a metric only.
+      entropy_coefficient: Weight of the entropy bonus; 0 computes no entropy.
     """
 
     clip_low: float = 0.2

@@ -95,7 +95,7 @@ def _advice(config: Config, name: str, reached: str, value: Any, annotation: Any
     for setting in setting_names(config):
         elsewhere[setting.rpartition(".")[2]].append(setting)
     namesakes = difflib.get_close_matches(name.rpartition(".")[2], elsewhere, n=1)
-    if here:
+    if here and (rest or part not in elsewhere):  # the whole name of a setting elsewhere is no misspelt one from here
         return f"did you mean {'.'.join([reached, *here, *rest]).removeprefix('.')}?"
     if namesakes:
         return f"did you mean {_either(elsewhere[namesakes[0]])}?"

@@ -91,6 +91,9 @@ class Optimizer:
             require(getattr(self, name) < 1, f"Optimizer.{name} must be below 1, got 1: such a moment never moves")
 
 
+Remat = Literal["auto", "full", "none"]
+
+
 @dataclass(frozen=True)
 class Training:
     """How one role is trained.
@@ -98,13 +101,15 @@ class Training:
     Attributes:
       tokens_per_microbatch: Most tokens (padding included) that one forward-backward holds,
         over all devices of the role. Smaller saves memory; the gradient does not change.
-      remat: Recompute each layer's activations in the backward pass.
+      remat: Whether each layer's activations are computed again in the backward pass: `full`, all but the layer's
+        input, or `none`, nothing. `auto` is `none` on an accelerator whose memory then has room to spare by the
+        estimate that the table of derived settings shows, else `full`; on CPU `full` is faster.
     """
 
     optimizer: Optimizer = field(default_factory=Optimizer)
     layout: Layout = field(default_factory=Layout)
     tokens_per_microbatch: int = 16_384
-    remat: bool = True
+    remat: Remat = "auto"
 
     def __post_init__(self) -> None:
         positive(self, "tokens_per_microbatch")

@@ -4,7 +4,7 @@ from jaxrlhf.parallel.devices import KNOWN_HARDWARE, hardware, load_hardware, re
 from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.hybrid import HybridEngine, Switch, SwitchError
 from jaxrlhf.parallel.islands import hand_over, island_of, local_island
-from jaxrlhf.parallel.memory import activation_bytes, logit_bytes
+from jaxrlhf.parallel.memory import keeps_activations, training_activation_bytes, weights_held
 from jaxrlhf.parallel.mesh import (
     AXES,
     BATCH_AXES,
@@ -45,7 +45,6 @@ __all__ = [
     "Switch",
     "SwitchError",
     "TransferError",
-    "activation_bytes",
     "cast_shapes",
     "check_divisible",
     "device_bytes",
@@ -54,10 +53,10 @@ __all__ = [
     "hand_over",
     "hardware",
     "island_of",
+    "keeps_activations",
     "laid_out",
     "load_hardware",
     "local_island",
-    "logit_bytes",
     "mesh_of",
     "missing_bytes",
     "packed_row_tokens",
@@ -70,4 +69,6 @@ __all__ = [
     "splits_of",
     "to_device",
     "to_host",
+    "training_activation_bytes",
+    "weights_held",
 ]

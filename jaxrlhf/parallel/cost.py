@@ -53,12 +53,14 @@ class Batch:
       tokens: Of one microbatch.
       parts: That a microbatch is cut into for the pipeline.
       row_tokens: Of the rows that attention runs over.
+      read_tokens: Of `tokens`, those whose logits are computed.
     """
 
     microbatches: int
     tokens: float
     parts: int
     row_tokens: float
+    read_tokens: float
 
 
 def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, software: Software) -> Batch:
@@ -77,12 +79,14 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
         rows = rows // layout.stage * layout.stage if rows > layout.stage else rows
         microbatches = math.ceil(math.ceil(sequences / (row_tokens // length)) / rows)
         tokens = rows * row_tokens
+    # Programs that read responses alone have as many chunks of logits as a batch has use for: padding is not read.
+    read = sequences * workload.response_tokens / microbatches if software.reads_responses else tokens
     if layout.stage == 1:
-        return Batch(microbatches, tokens, 1, row_tokens)
+        return Batch(microbatches, tokens, 1, row_tokens, read)
     if software.pipeline_parts_per_stage is None:
-        return Batch(1, tokens * microbatches, microbatches, row_tokens)
+        return Batch(1, tokens * microbatches, microbatches, row_tokens, read * microbatches)
     parts = max(1, min(rows, software.pipeline_parts_per_stage * layout.stage))
-    return Batch(microbatches, tokens, parts, row_tokens)
+    return Batch(microbatches, tokens, parts, row_tokens, read)
 
 
 def forward_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
@@ -129,13 +133,16 @@ def _pass(
     backward: bool,
 ) -> Cost:
     """One microbatch, forward or forward and backward."""
+    assert role.remat is not None, "the simulator settles it first"
     model, stages, tensor = role.model, layout.stage, layout.tensor
     context = batch.row_tokens / 2 if software.skips_masked else batch.row_tokens
     # In forward passes' worth of products.
     layer_passes = 1 if not backward else 3 + role.remat
     head_passes = 1 if not backward else 3 + (software.recomputes_logits and role.head == "lm")
     layers = layer_passes * model.num_layers * layer_flops(model, tokens=batch.tokens, context=context)
-    head = head_passes * head_flops(model, role.head, tokens=batch.tokens)
+    # A head of one number is read of all tokens.
+    read_tokens = batch.read_tokens if role.head == "lm" else batch.tokens
+    head = head_passes * head_flops(model, role.head, tokens=read_tokens)
     flops_per_s = hardware.matmul_flops_per_s * hardware.matmul_efficiency
     layers_s, head_s = (flops / (stages * tensor) / flops_per_s for flops in (layers, head))
 

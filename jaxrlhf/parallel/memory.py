@@ -3,48 +3,66 @@
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.config import Layout
 
-LOGIT_CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at a time."""
+LOGIT_CHUNK_TOKENS = 512
+"""Tokens of one device whose logits exist at a time, as `models` has it."""
+
+LONG_ROW = 1024
+"""From this width on attention keeps no scores for the backward pass, as `models` has it."""
+
+FILLED_SHARE = 0.6
+"""Of a device's memory, up to which activations are kept rather than computed again; estimates are rough."""
 
 
-def activation_bytes(model: ModelConfig, *, tokens: int, row_tokens: int, itemsize: int, remat: bool) -> int:
-    """Bytes that a forward pass keeps for its backward pass, about.
-
-    A layer keeps the residual stream and its norms, queries, keys, values and mixed heads, the
-    gate before and after its activation, up and their product, and the attention scores and
-    weights; with rematerialisation one layer keeps them at a time, the others their input only.
+def keeps_activations(needed_bytes: float, memory_bytes: float) -> bool:
+    """Whether a device has room to spare for all layers' activations.
 
     Args:
-      tokens: On one device in one microbatch.
-      row_tokens: S, positions that a token may attend to.
-      itemsize: Bytes of an activation.
+      needed_bytes: Held on a device during an update, all activations included.
     """
-    layer = layer_activation_bytes(model, row_tokens=row_tokens, itemsize=itemsize)
-    whole = model.num_layers * model.hidden_size * itemsize + layer
-    return tokens * (whole if remat else model.num_layers * layer)
+    return needed_bytes < FILLED_SHARE * memory_bytes
 
 
-def layer_activation_bytes(
-    model: ModelConfig, *, row_tokens: int, itemsize: int, tensor: int = 1, trains: bool = True
-) -> int:
-    """Bytes that one layer keeps of one token for its backward pass, about, or has at most in a forward pass.
+def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1) -> float:
+    """Bytes that one layer keeps of one token for its backward pass, about, scores not included.
+
+    The residual stream and what its norms keep, six times in float32 and six times as an
+    activation; queries, keys, values and mixed heads; and of the MLP the gate, up, their product
+    and what the gate's activation keeps, six in all.
 
     Args:
-      row_tokens: S, positions that a token may attend to; 0 where attention keeps no scores.
+      itemsize: Bytes of an activation.
       tensor: Ways the layer is split. The residual stream is whole on every device.
     """
-    heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    inner = model.intermediate_size
-    if model.experts is not None:
-        inner = model.experts.per_token * model.experts.intermediate_size + model.experts.shared_intermediate_size
-    # Softmax is float32 whatever the activations are; backward, scores and weights come with their gradients.
-    scores = model.num_heads * row_tokens * (itemsize + 4) * (1 + trains)
-    return 4 * model.hidden_size * itemsize + ((heads + 4 * inner) * itemsize + scores) // tensor
+    split = (_heads(model) + 6 * _inner(model)) * itemsize / tensor
+    return 6 * model.hidden_size * (4 + itemsize) + split
+
+
+def score_bytes(model: ModelConfig, *, row_tokens: int, itemsize: int, tensor: int = 1) -> float:
+    """Bytes of one token's attention scores and weights in one layer, about.
+
+    Each token is compared with half of its row. Softmax is float32 whatever the activations are.
+
+    Args:
+      row_tokens: Of the row that attention runs over; 0 where a kernel has no scores in memory.
+    """
+    return model.num_heads * row_tokens / 2 * (4 + itemsize) / tensor
 
 
 def logit_bytes(model: ModelConfig, *, tokens: int) -> int:
-    """Bytes of the logits that exist at a time, their gradient included; always float32."""
-    return 2 * min(tokens, LOGIT_CHUNK_TOKENS) * model.vocab_size * 4
+    """Bytes of the logits that exist at a time; always float32."""
+    return min(tokens, LOGIT_CHUNK_TOKENS) * model.vocab_size * 4
+
+
+def _heads(model: ModelConfig) -> int:
+    """Numbers in a token's queries, keys, values and mixed heads."""
+    return (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+
+
+def _inner(model: ModelConfig) -> int:
+    """Width of the MLP that a token meets."""
+    if model.experts is None:
+        return model.intermediate_size
+    return model.experts.per_token * model.experts.intermediate_size + model.experts.shared_intermediate_size
 
 
 def weights_held(model: ModelConfig, head: Head, layout: Layout) -> float:
@@ -66,23 +84,30 @@ def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int) 
 def training_activation_bytes(
     model: ModelConfig, head: Head, layout: Layout, *, tokens: float, row_tokens: int, itemsize: int, remat: bool
 ) -> float:
-    """Activations and logits of one device while it updates.
+    """Activations and logits of one device while it updates, about.
+
+    With rematerialisation one layer keeps its activations at a time, the others their input only.
+    Scores of one layer come with their gradients, and so do the logits.
 
     Args:
       tokens: Whose activations exist at a time on one device.
-      row_tokens: S, positions that a token may attend to; 0 where attention keeps no scores.
+      row_tokens: As for `score_bytes`.
     """
     layers = model.num_layers / layout.stage
-    layer = layer_activation_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
+    layer = layer_activation_bytes(model, itemsize=itemsize, tensor=layout.tensor)
+    scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
     kept = layers * model.hidden_size * itemsize + layer if remat else layers * layer
-    return tokens * kept + _logits(model, head, layout, tokens=tokens)
+    kept += scores * (1 + (1 if remat or row_tokens >= LONG_ROW else layers))
+    return tokens * kept + 2 * _logits(model, head, layout, tokens=tokens)
 
 
 def inference_activation_bytes(
     model: ModelConfig, head: Head, layout: Layout, *, tokens: float, row_tokens: int, itemsize: int
 ) -> float:
-    """Activations and logits of one device in a forward pass: one layer's at a time."""
-    layer = layer_activation_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor, trains=False)
+    """Activations and logits of one device in a forward pass: of one layer, its attention or its MLP, about."""
+    scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
+    attention = _heads(model) * itemsize / layout.tensor + scores
+    layer = 2 * model.hidden_size * itemsize + max(attention, 3 * _inner(model) * itemsize / layout.tensor)
     return tokens * layer + _logits(model, head, layout, tokens=tokens)
 
 

@@ -66,8 +66,8 @@ def _advice(problem: Problem) -> str:
         advice.append(f"offload={tuple(sorted(everything))} would free most")
     if not problem.fsdp:
         advice.append("fsdp layouts would split weights further")
-    if any(role.trained and not role.remat for role in problem.roles):
-        advice.append("remat=True would keep fewer activations")
+    if any(role.trained and role.remat is False for role in problem.roles):
+        advice.append("remat='full' would keep fewer activations")
     advice.append("fewer tokens_per_microbatch, shorter sequences or devices with more memory would help")
     return "; ".join(advice)
 

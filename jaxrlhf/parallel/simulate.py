@@ -15,12 +15,13 @@ from jaxrlhf.parallel.cost import (
 from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.memory import (
     inference_activation_bytes,
+    keeps_activations,
     training_activation_bytes,
     weights_generating,
     weights_held,
 )
 from jaxrlhf.parallel.plan import Cost, Problem, Verb
-from jaxrlhf.parallel.workload import STAGES, Role, Stage
+from jaxrlhf.parallel.workload import STAGES, Role, Software, Stage
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Simulator:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._hardware: dict[int, Hardware] = {}
-        self._computed: dict[tuple[str, int, int, int, int], _Computed] = {}
+        self._computed: dict[tuple[str, bool | None, int, int, int, int], _Computed] = {}
 
     def hardware(self, devices: int) -> Hardware:
         """As a pool of that many devices sees it."""
@@ -106,9 +107,10 @@ class Simulator:
           generates: The role also generates on this pool.
         """
         software, hardware = self._problem.software, self.hardware(devices)
+        if role.remat is None:
+            role = replace(role, remat=self._recomputes(role, layout, offload, hardware))
         held = weights_held(role.model, role.head, layout)
-        parameters = held * (software.weight_bytes if role.trained else software.compute_bytes)
-        optimizer = held * software.optimizer_bytes if role.trained else 0.0
+        parameters, optimizer = (held * size for size in _parts(role, software).values())
         waits = [offloaded(offload, role.name, part) for part in ("parameters", "optimizer")]
         idle_parameters, idle_optimizer = parameters * (not waits[0]), optimizer * (not waits[1])
         brought, brought_all = parameters * waits[0], parameters * waits[0] + optimizer * waits[1]
@@ -136,6 +138,19 @@ class Simulator:
             steps += _moved("update", brought_all, hardware, working)
         return _simulated(layout, steps, idle_parameters + idle_optimizer, generating)
 
+    def _recomputes(self, role: Role, layout: Layout, offload: Sequence[str], hardware: Hardware) -> bool:
+        """What a run would choose if all roles shared the pool in this layout; where they do not, it has more room."""
+        if hardware.shared_compute or not role.trained:
+            return True
+        software = self._problem.software
+        needed = _update_bytes(self._problem, replace(role, remat=False), layout)
+        needed += weights_held(role.model, role.head, layout) * software.gradient_bytes * (1 + software.adds_gradients)
+        for other in self._problem.roles:
+            held = weights_held(other.model, other.head, layout)
+            for part, size in _parts(other, software).items():
+                needed += held * size * (other.name == role.name or not offloaded(offload, other.name, part))
+        return not keeps_activations(needed, hardware.memory_bytes)
+
     def rollout(self, role: Role, layout: Layout) -> Simulated:
         """A pool that generates with weights sent by the actor; they stay there."""
         held = weights_generating(role.model, layout) * self._problem.software.compute_bytes
@@ -143,7 +158,7 @@ class Simulator:
 
     def _compute(self, role: Role, layout: Layout, hardware: Hardware) -> "_Computed":
         assert layout.data is not None
-        key = (role.name, layout.data, layout.fsdp, layout.stage, layout.tensor)
+        key = (role.name, role.remat, layout.data, layout.fsdp, layout.stage, layout.tensor)
         if key not in self._computed:
             problem = self._problem
             arguments = (role, layout, problem.workload, problem.software, hardware)
@@ -164,6 +179,13 @@ class _Computed:
     forward_bytes: float
     update: Cost | None
     update_bytes: float
+
+
+def _parts(role: Role, software: Software) -> dict[str, int]:
+    """Bytes of a weight in each part of a role that can wait in host memory."""
+    if not role.trained:
+        return {"parameters": software.compute_bytes, "optimizer": 0}
+    return {"parameters": software.weight_bytes, "optimizer": software.optimizer_bytes}
 
 
 def _moved(stage: Stage, num_bytes: float, hardware: Hardware, held_bytes: float) -> list[Step]:
@@ -189,6 +211,7 @@ def _inference_bytes(problem: Problem, role: Role, layout: Layout) -> float:
 
 def _update_bytes(problem: Problem, role: Role, layout: Layout) -> float:
     work, software = problem.workload, problem.software
+    assert role.remat is not None, "the simulator settles it first"
     batch = batch_of(role, layout, work.responses * work.epochs / work.updates, work, software)
     # One forward, one backward keeps at most one part for each stage; otherwise all of a microbatch.
     parts = batch.parts if software.pipeline_parts_per_stage is not None else min(batch.parts, layout.stage)

@@ -48,7 +48,8 @@ class Role:
         sequences are packed. Programs have that size whether it is filled or not. None goes by
         `rows_per_microbatch`, without rows and padding.
       rows_per_microbatch: Sequences that one data-parallel replica takes at a time.
-      remat: Layers are recomputed in the backward pass.
+      remat: Layers are recomputed in the backward pass. None is so unless there is room enough for
+        their activations, and always where devices are made up on one processor.
       within_machine: Stages and tensor shards of one copy may not cross machines.
     """
 
@@ -60,7 +61,7 @@ class Role:
     trained: bool = False
     tokens_per_microbatch: int | None = None
     rows_per_microbatch: int = 1
-    remat: bool = True
+    remat: bool | None = True
     within_machine: bool = False
 
 
@@ -84,6 +85,7 @@ class Software:
       cache_copies: Of the cache, how many exist at most while tokens are decoded.
       decode_tokens_per_dispatch: Tokens that one program decodes; None has no program start count.
       recomputes_logits: Chunks of logits are computed once more in the backward pass.
+      reads_responses: Logits are computed of the tokens of responses alone, and not of all.
       skips_masked: Attention does not compute scores that the causal mask hides, nor keeps them.
     """
 
@@ -99,7 +101,8 @@ class Software:
     cache_copies: float = 1.5
     decode_tokens_per_dispatch: int | None = 16
     recomputes_logits: bool = True
-    skips_masked: bool = False
+    reads_responses: bool = True
+    skips_masked: bool = True
 
     @property
     def trains_in_compute_dtype(self) -> bool:

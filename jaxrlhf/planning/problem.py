@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxrlhf.architecture import ModelConfig
-from jaxrlhf.config import Config, FromScratch, Layout, Model, ModelReward, Pretrained, Training
+from jaxrlhf.config import Config, FromScratch, Layout, Model, ModelReward, PolicyGradient, Pretrained, Training
 from jaxrlhf.data import load_tokenizer
 from jaxrlhf.models import from_scratch, tokenizer_path
 from jaxrlhf.parallel.hardware import Hardware
@@ -92,7 +92,8 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
     """Every model of the dataflow, and what a step does with it.
 
     A step that scores has sampled: its actor generates, and every role makes one forward pass over
-    the responses. Otherwise the step is an update, and before it only frozen roles compute anything.
+    the responses, the actor only where its sampler's log-probabilities do not serve. Otherwise the
+    step is an update, and before it only frozen roles compute anything.
 
     Args:
       shapes: Of a model, or of the checkpoint at a path.
@@ -111,10 +112,10 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
                 shapes(getattr(algorithm, f"{name}_model", None) or config.model),
                 "value" if trained and name != "actor" else "lm",
                 generates=samples and name == "actor",
-                passes=1 if samples or not trained else 0,
+                passes=_passes(config, name),
                 trained=trained,
                 tokens_per_microbatch=settings.tokens_per_microbatch,
-                remat=settings.remat,
+                remat={"auto": None, "full": True, "none": False}[settings.remat],
             )
         )
     for name, index in judges_of(config).items():
@@ -126,6 +127,13 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
             Role(name, model, "score", passes=passes, tokens_per_microbatch=budget, remat=False, within_machine=True)
         )
     return tuple(found)
+
+
+def _passes(config: Config, role: str) -> int:
+    algorithm = config.algorithm
+    if role == "actor" and isinstance(algorithm, PolicyGradient) and algorithm.trusts_sampler(config):
+        return 0
+    return int(generates(config) or role not in algorithm.training(config))
 
 
 def placed_roles(config: Config) -> tuple[str, ...]:

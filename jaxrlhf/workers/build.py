@@ -45,6 +45,7 @@ from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.generation import Ends, Generator, Sampler
 from jaxrlhf.workers.model import Progress, layout_of
 from jaxrlhf.workers.protocol import Place
+from jaxrlhf.workers.remat import choose_remat
 from jaxrlhf.workers.roles import Actor, Critic, Reference, Reward
 
 
@@ -163,6 +164,8 @@ class Builder:
             self.sampler = self._sampler(
                 replica_mesh(config.actor.layout, pool.devices, role=f"rollout on pool {pool.name!r}")
             )
+        trained = config.algorithm.training(config).keys() & set(roles)
+        self.remat = {role: choose_remat(self, role, roles) for role in sorted(trained)}
         self._scorer: Scorer | None = None
         if "reward" in roles and not config.rewards.by_model:
             self.scorer()  # now, so that a function that does not load is refused before anything compiles
@@ -296,6 +299,7 @@ class Builder:
     def _shared(self, role: str) -> dict[str, Any]:
         parts = [part for part in ("parameters", "optimizer") if offloaded(self.config.offload, role, part)]
         return {
+            "remat": role in self.remat and self.remat[role].on,
             "width": self.width,
             "dtype": self.dtype,
             "attention": self.attention(role),

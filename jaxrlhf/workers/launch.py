@@ -78,9 +78,9 @@ def _check_threads(devices: Sequence[jax.Device]) -> None:
     threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
     if len(devices) > 1 and devices[0].platform == "cpu" and threads < 2 * len(devices):
         raise ValueError(
-            f"{len(devices)} CPU devices are to work together and XLA has {threads} threads, in which their collectives "
-            f"can wait for each other for ever; set JAX_NUM_CPU_DEVICES={len(devices)} in the environment instead of in "
-            f"the program, or NPROC=32, before Python starts"
+            f"{len(devices)} CPU devices are to work together and XLA has {threads} threads, in which their "
+            f"collectives can wait for each other for ever; set JAX_NUM_CPU_DEVICES={len(devices)} in the environment "
+            f"instead of in the program, or NPROC=32, before Python starts"
         )
 
 

@@ -51,6 +51,7 @@ class ModelWorker(ABC):
       mesh: The role's factored mesh.
       params: In the training layout of `mesh`.
       training: Of the role; a frozen role is given its actor's.
+      remat: Each layer is computed again in the backward pass.
       width: T, columns of the `[B, T]` arrays it is given.
       dtype: Of activations.
       attention: Kernels for `mesh`.
@@ -70,6 +71,7 @@ class ModelWorker(ABC):
         params: Params,
         training: Training,
         *,
+        remat: bool,
         width: int,
         dtype: jnp.dtype,
         attention: Attention,
@@ -86,7 +88,7 @@ class ModelWorker(ABC):
         self.dtype, self._attention = dtype, attention
         self._progress = progress
         self._width = width
-        self._remat = training.remat
+        self._remat = remat
         self._row_tokens, self._rows = microbatch_shape(training, mesh, width=width, role=role)
         self._batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self.row_shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -119,7 +121,7 @@ class ModelWorker(ABC):
             width=self._width,
             rows=self._rows // parts,
             row_tokens=self._row_tokens,
-            agree=_most_of_all_hosts,
+            agree=most_of_all_hosts,
         )
 
     def _on_mesh(self, tree: Any) -> Any:
@@ -213,7 +215,7 @@ def _own_rows(array: jax.Array) -> np.ndarray:
     return np.concatenate([np.asarray(blocks[start]) for start in sorted(blocks)])
 
 
-def _most_of_all_hosts(count: int) -> int:
+def most_of_all_hosts(count: int) -> int:
     """The largest of the counts that the processes of this program give."""
     if jax.process_count() == 1:
         return count

@@ -5,14 +5,14 @@ from collections.abc import Collection
 
 import numpy as np
 
-from jaxrlhf.architecture import Head
 from jaxrlhf.config import ROLLOUT, Layout, PolicyGradient
 from jaxrlhf.models.parameters import param_shapes
-from jaxrlhf.parallel import BATCH_AXES, SLOT_AXES, HybridEngine, activation_bytes, logit_bytes, shard_bytes
+from jaxrlhf.parallel import BATCH_AXES, SLOT_AXES, HybridEngine, shard_bytes, training_activation_bytes
 from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.generation import Sampler
 from jaxrlhf.workers.model import layout_of, microbatch_shape
 from jaxrlhf.workers.protocol import Place
+from jaxrlhf.workers.remat import head_of
 
 Row = tuple[str, str, str, str]
 """Section, name, value, and what the value follows from."""
@@ -74,27 +74,29 @@ def _trained(builder: Builder, roles: Collection[str]) -> list[str]:
 
 def _trained_rows(role: str, builder: Builder) -> list[Row]:
     training, mesh, model = builder.training(role), builder.mesh(role), builder.model_of(role)
-    head: Head = "lm" if role == "actor" else "value"
+    head, remat = head_of(role), builder.remat[role]
     weights = shard_bytes(param_shapes(model, head, np.float32), layout_of(mesh, model, head, role=role))
     row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.width, role=role)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     per_device = microbatch_rows * row_tokens // shards
     kernel = builder.attention(role).rows
-    activations = activation_bytes(
+    activations = training_activation_bytes(
         model,
+        head,
+        training.layout,
         tokens=per_device,
         row_tokens=row_tokens if kernel == "xla" else 0,  # the others keep no scores
         itemsize=builder.dtype.itemsize,
-        remat=training.remat,
+        remat=remat.on,
     )
-    logits = logit_bytes(model, tokens=per_device) if head == "lm" else 0
     state = _waits(builder, role) or "per device: float32 weights, gradient, two Adam moments"
     return [
         (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x stage x tensor"),
         (role, "microbatch", f"{microbatch_rows} x {row_tokens} tokens", f"{per_device} tokens per device"),
         (role, "attention", f"rows={kernel}", _kernels_from(builder)),
         (role, "train state", _bytes(4 * weights), state),
-        (role, "activations", _bytes(activations + logits), "per device while updating, about, logits included"),
+        (role, "remat", "full" if remat.on else "none", remat.why),
+        (role, "activations", _bytes(int(activations)), "per device while updating, about, logits included"),
     ]
 
 

@@ -1,0 +1,97 @@
+"""Whether a trained role computes its layers again in the backward pass, chosen before anything compiles."""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+
+from jaxrlhf.architecture import Head
+from jaxrlhf.config import ModelReward, offloaded
+from jaxrlhf.models import read_config
+from jaxrlhf.parallel import BATCH_AXES, keeps_activations, training_activation_bytes, weights_held
+from jaxrlhf.workers.model import microbatch_shape, most_of_all_hosts
+
+if TYPE_CHECKING:
+    from jaxrlhf.workers.build import Builder
+
+_WEIGHT, _MOMENTS, _GRADIENTS = 4, 8, 8
+"""Bytes of a trained weight: itself, its two moments, and while it is updated a microbatch's gradient and the sum."""
+
+
+class RematChoice(NamedTuple):
+    """The choice for one role.
+
+    Attributes:
+      on: Layers are computed again.
+      why: For the table of derived settings.
+    """
+
+    on: bool
+    why: str
+
+
+def choose_remat(builder: "Builder", role: str, roles: Collection[str]) -> RematChoice:
+    """What `Training.remat` of a role comes down to on its pool.
+
+    Args:
+      roles: All that are placed on the pool.
+    """
+    setting, devices = builder.training(role).remat, builder.pool.devices
+    if setting != "auto":
+        return RematChoice(setting == "full", "as configured")
+    if devices[0].platform == "cpu":
+        return RematChoice(True, "remat='auto' on cpu, where keeping activations takes longer than computing them again")
+    memory = device_memory(devices)
+    if memory is None:
+        return RematChoice(True, "remat='auto', and the devices do not say how much memory they have")
+    needed = update_bytes(builder, role, roles)
+    keeps = keeps_activations(needed, memory)
+    return RematChoice(not keeps, f"remat='auto': {needed / 2**30:.1f} of {memory / 2**30:.1f} GiB if all were kept")
+
+
+def device_memory(devices: Sequence[jax.Device]) -> int | None:
+    """Bytes of the smallest device, over all hosts; None where that is not known."""
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    least = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in own) >> 20
+    return -most_of_all_hosts(-least) << 20 or None
+
+
+def update_bytes(builder: "Builder", role: str, roles: Collection[str]) -> float:
+    """Bytes that a device of the pool holds while the role is updated and keeps all activations, about."""
+    training, model, head = builder.training(role), builder.model_of(role), head_of(role)
+    row_tokens, rows = microbatch_shape(training, builder.mesh(role), width=builder.width, role=role)
+    shards = math.prod(builder.mesh(role).shape[axis] for axis in BATCH_AXES)
+    activations = training_activation_bytes(
+        model,
+        head,
+        training.layout,
+        tokens=rows * row_tokens // shards,
+        row_tokens=row_tokens if builder.attention(role).rows == "xla" else 0,
+        itemsize=builder.dtype.itemsize,
+        remat=False,
+    )
+    held = sum(_held_bytes(builder, other, updates=other == role) for other in roles)
+    return activations + held
+
+
+def head_of(role: str) -> Head:
+    """What the last hidden state of a role is read with."""
+    return "value" if role == "critic" else "lm"
+
+
+def _held_bytes(builder: "Builder", role: str, *, updates: bool) -> float:
+    """Bytes of a role on one device while it, or another, is updated."""
+    config, compute = builder.config, builder.dtype.itemsize
+    if role == "reward":
+        if offloaded(config.offload, role, "parameters"):
+            return 0.0
+        judges = [part for part in config.rewards.parts if isinstance(part, ModelReward)]
+        return sum(weights_held(read_config(part.path), "score", part.layout) * compute for part in judges)
+    if role not in ("actor", "critic", "reference"):
+        return 0.0
+    trained = role in config.algorithm.training(config)
+    parts = {"parameters": _WEIGHT if trained else compute, "optimizer": _MOMENTS if trained else 0}
+    kept = sum(size for part, size in parts.items() if updates or not offloaded(config.offload, role, part))
+    weights = weights_held(builder.model_of(role), head_of(role), builder.training(role).layout)
+    return weights * (kept + (_GRADIENTS if updates else 0))
