@@ -14,9 +14,12 @@ from jaxrlhf.config import (
     Arithmetic,
     Config,
     FromScratch,
+    KLInLoss,
     KLInReward,
     Pretrained,
     PromptFile,
+    Rollout,
+    TruncatedImportance,
     load,
     override,
     shipped,
@@ -240,3 +243,25 @@ def test_a_resumed_run_follows_the_settings_it_has_now():
     adaptive = PPO(kl=KLInReward(coefficient=0.5, adaptive=AdaptiveKL()))
     assert adaptive.resumed_state({"kl_coefficient": 0.3}) == {"kl_coefficient": 0.3}
     assert adaptive.resumed_state({"kl_coefficient": 0.0}) == {"kl_coefficient": 0.5}
+
+
+# What algorithms make of the rest.
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "trusts"),
+    [
+        ({}, True),
+        ({"kl": KLInLoss()}, True),
+        ({"kl": KLInReward()}, False),
+        ({"kl": KLInReward(), "old_logp": "sampler"}, True),
+        ({"correction": TruncatedImportance()}, False),
+        ({"old_logp": "trainer"}, False),
+        ({"responses_per_update": 32}, False),
+        ({"epochs_per_step": 2}, False),
+    ],
+    ids=str,
+)
+def test_the_samplers_log_probabilities_serve_where_only_metrics_would_read_others(algorithm, trusts):
+    config = a_config(algorithm=PPO(**algorithm), rollout=Rollout(prompts_per_step=64))
+    assert config.algorithm.trusts_sampler(config) is trusts

@@ -94,6 +94,10 @@ def refused(message: str):
             lambda: Sampling(temperature=0),
             "Sampling.temperature must be above 0, got 0; for argmax decoding",
         ),
+        (
+            lambda: Sampling(ignore_eos=True, stop_tokens=("x", "y")),
+            "Sampling.ignore_eos lets no token end a response, and stop_tokens=('x', 'y') would; give one",
+        ),
         (lambda: Sampling(top_p=0), "Sampling.top_p must be in (0, 1], got 0"),
         (lambda: Sampling(top_k=-1), "Sampling.top_k must be 0 (off) or more, got -1"),
         (lambda: Sampling(min_tokens=-1), "Sampling.min_tokens must be 0 or more, got -1"),
@@ -144,6 +148,20 @@ def test_setting_refuses(build, message):
             {"rollout": Rollout(prompts_per_step=60)},
             "algorithm.responses_per_update=64 does not divide the 60 responses of a step (60 prompts x 1); "
             "nearest that do: [20, 30, 60]",
+        ),
+        (
+            {"algorithm": PPO(responses_per_update=32, old_logp="sampler")},
+            "algorithm.old_logp='sampler' needs one update a step and no correction, and there are 2 and "
+            "correction=None; choose 'auto', or raise responses_per_update to 64",
+        ),
+        (
+            {"algorithm": PPO(epochs_per_step=3, old_logp="sampler")},
+            "algorithm.old_logp='sampler' needs one update a step and no correction, and there are 3",
+        ),
+        (
+            {"algorithm": PPO(old_logp="sampler", correction=TruncatedImportance())},
+            "algorithm.old_logp='sampler' needs one update a step and no correction, and there are 1 and "
+            "correction=TruncatedImportance(cap=2.0)",
         ),
         (
             {"algorithm": GRPO()},

@@ -1,19 +1,24 @@
 """The gradient is one sum: microbatches, packing, row order and mesh cannot change it."""
 
+from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
+from jaxrlhf import models
 from jaxrlhf.algos import policy_objective, token_weights, value_objective
-from jaxrlhf.batch import Experience, Rollout, Sequences
+from jaxrlhf.batch import Experience, Rollout, Scores, Sequences
 from jaxrlhf.config import (
+    GRPO,
     PPO,
     Arithmetic,
     Config,
     FromScratch,
     KLInLoss,
+    KLInReward,
     Layout,
     Optimizer,
     PolicyLoss,
@@ -21,9 +26,11 @@ from jaxrlhf.config import (
     Training,
 )
 from jaxrlhf.config import Rollout as RolloutSettings
+from jaxrlhf.controller import grpo
+from jaxrlhf.controller.step import StepInput
 from jaxrlhf.data import embedded_tokenizer, load_problems
 from jaxrlhf.parallel import ResourcePool
-from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.build import Builder, Stage, stop_tokens
 
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 
@@ -60,11 +67,11 @@ def config(*, layout: Layout | None = None, tokens: int = 2048, devices: int = 1
     )
 
 
-def build(settings: Config):
+def build(settings: Config, *, tokenizer=None):
     """The builder of one pool, and the workers by role."""
     pool = ResourcePool("all", tuple(jax.devices()[: settings.devices]))
     roles = ("actor", "critic", "reference")
-    builder = Builder(settings, embedded_tokenizer(), pool, roles, rank=(0, 1), progress=lambda *_: None)
+    builder = Builder(settings, tokenizer or embedded_tokenizer(), pool, roles, rank=(0, 1), progress=lambda *_: None)
     return builder, builder.workers(Stage(settings, roles, total_updates=1), roles)
 
 
@@ -119,7 +126,12 @@ def agree(left: list[np.ndarray], right: list[np.ndarray]) -> None:
 
 def test_microbatch_size_packing_and_rematerialisation(plain: list[np.ndarray]) -> None:
     # Rows of one sequence's width, one row at a time.
-    agree(plain, gradients(config(tokens=72, remat="full")))
+    _, workers = build(config(tokens=72, remat="full"))
+    agree(plain, gradients_of(workers, experience()))
+    sequences = experience(seed=5).sequences
+    np.testing.assert_allclose(
+        forward_logp(workers["actor"], sequences), naive_logp(workers["actor"], sequences), atol=2e-5
+    )
 
 
 def test_row_order(one_device, plain: list[np.ndarray]) -> None:
@@ -166,6 +178,131 @@ def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees(one_
     assert actor.version == 1
     with pytest.raises(RuntimeError, match=r"version 1 and the rollout holds responses of \[0\]"):
         actor.compute_log_prob(rollout)
+
+
+# What is read, and what is read twice.
+
+
+def naive_logp(actor, sequences: Sequences) -> np.ndarray:
+    """log softmax over the whole vocabulary, each sequence in a row of its own; 0 where nothing was chosen."""
+    token_BT = np.asarray(sequences.token_BT)
+    place_BT = np.broadcast_to(np.arange(token_BT.shape[1], dtype=np.int32), token_BT.shape)
+    inside_BT = (place_BT < np.asarray(sequences.length_B)[:, None]).astype(np.int32)
+    hidden = models.hidden_states(actor.params, actor.config, token_BT, place_BT, inside_BT)
+    logp_BTV = jax.nn.log_softmax(models.logits(actor.params, actor.config, hidden[:, :-1]))
+    logp_BT = np.take_along_axis(np.asarray(logp_BTV), token_BT[:, 1:, None], axis=-1)[:, :, 0]
+    return np.where(sequences.mask_BT, np.pad(logp_BT, ((0, 0), (1, 0))), 0.0)
+
+
+def forward_logp(actor, sequences: Sequences) -> np.ndarray:
+    rows = len(sequences.length_B)
+    nothing = np.zeros(np.shape(sequences.token_BT), np.float32)
+    rollout = Rollout(sequences, nothing, np.zeros(rows, bool), np.full(rows, actor.version, np.int32))
+    return np.asarray(actor.compute_log_prob(rollout))
+
+
+def test_log_probabilities_of_packed_rows_are_those_of_each_sequence_alone(one_device) -> None:
+    actor, sequences = one_device[1]["actor"], experience(seed=5).sequences
+    packed = actor._pack(sequences)
+    assert packed.microbatches * actor._rows < 16 < actor._rows * actor._row_tokens  # several sequences to a row
+    np.testing.assert_allclose(forward_logp(actor, sequences), naive_logp(actor, sequences), atol=2e-5)
+
+
+class Called:
+    """A worker whose verbs are written down and give futures; updates give gradients and change nothing."""
+
+    def __init__(self, worker, calls: list[str]) -> None:
+        self._worker, self._calls, self.gradient = worker, calls, None
+
+    def update_actor(self, minibatches, *, objective, settings):
+        [batch] = minibatches
+        # The objective reads no KL but its own, so that fewer programs are to be compiled.
+        kl = settings.kl if isinstance(settings.kl, KLInLoss) else None
+        self.gradient, [sums] = self._worker.gradient(batch, objective, replace(settings, kl=kl, old_logp="auto"))
+        self.sums = {name: float(value) for name, value in sums.items()}
+        return self._done("update_actor", {})
+
+    def __getattr__(self, verb):
+        def call(*args, **kwargs):
+            args = [value.result() if isinstance(value, Future) else value for value in args]
+            return self._done(verb, getattr(self._worker, verb)(*args, **kwargs))
+
+        return call
+
+    def _done(self, verb, value) -> Future:
+        self._calls.append(verb)
+        done: Future = Future()
+        done.set_result(value)
+        return done
+
+
+class Dice:
+    """Scores that have nothing to do with the responses."""
+
+    def compute_reward(self, problems, rollout) -> Scores:
+        score_B = np.random.default_rng(7).normal(size=len(rollout.version_B)).astype(np.float32)
+        return Scores(score_B, np.ones(len(score_B), bool), {})
+
+
+def grpo_step(one_device, algorithm: GRPO):
+    """One step of one update: what it called, its gradient, the sums of its metrics, and its own metrics."""
+    builder, workers = one_device
+    problems = load_problems(config().data, builder.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
+    calls: list[str] = []
+    actor = Called(workers["actor"], calls)
+    roles = SimpleNamespace(actor=actor, reference=Called(workers["reference"], calls), reward=Called(Dice(), calls))
+    settings = replace(config(), algorithm=algorithm)
+    result = grpo.step(roles, StepInput(settings, problems, 0, algorithm.initial_state()))
+    return calls, [np.asarray(leaf) for leaf in jax.tree.leaves(actor.gradient)], actor.sums, result
+
+
+@pytest.mark.parametrize("kl", [None, KLInLoss(coefficient=0.1), KLInReward(coefficient=0.1)], ids=str)
+def test_an_update_without_the_old_pass_is_the_update_with_it(one_device, kl) -> None:
+    # A policy that its reference is not, so that the KL terms say something.
+    whole = GRPO(responses_per_update=16, kl=kl, old_logp="trainer")
+    skips = replace(whole, old_logp="sampler" if isinstance(kl, KLInReward) else "auto")
+    with_pass, without = grpo_step(one_device, whole), grpo_step(one_device, skips)
+    assert with_pass[0].count("compute_log_prob") == 1
+    assert [verb for verb in with_pass[0] if verb != "compute_log_prob"] == without[0]
+    scale = max(np.abs(leaf).max() for leaf in with_pass[1])
+    assert scale > 1e-3
+    for one, other in zip(with_pass[1], without[1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 if kl is None else 1e-5 * max(1, scale))
+    sums = without[2]
+    gap = sums.pop("sampler/logp_gap_mean") / sums["tokens"]
+    assert sums == pytest.approx(with_pass[2], rel=1e-6, abs=1e-5 * sums["tokens"])
+    before, after = with_pass[3], without[3]
+    assert gap == pytest.approx(before.metrics["sampler/logp_gap_mean"], rel=1e-3, abs=1e-9)
+    assert 0 < gap < 1e-5
+    left_out = {name for name in before.metrics if name.startswith("sampler/")}
+    assert before.metrics.keys() - after.metrics.keys() == left_out
+    assert after.metrics == pytest.approx({name: before.metrics[name] for name in after.metrics}, rel=1e-4, abs=1e-6)
+    assert after.logp_BT is None and before.logp_BT is not None
+
+
+def test_where_no_token_ends_a_response_all_run_to_their_limit(one_device) -> None:
+    builder, workers = one_device
+    problems = load_problems(config().data, builder.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
+
+    def generated(actor) -> Rollout:
+        return actor.generate_sequences(problems, Sampling(), responses_per_prompt=2, seed=3)
+
+    mask_BT = np.asarray((before := generated(workers["actor"])).sequences.mask_BT)
+    drawn = np.asarray(before.sequences.token_BT)[mask_BT]
+    ends = embedded_tokenizer()
+    ends.eos_token = ends.convert_ids_to_tokens(int(np.bincount(drawn).argmax()))
+    settings = config()
+    endless = replace(settings, rollout=replace(settings.rollout, sampling=Sampling(ignore_eos=True)))
+    assert stop_tokens(settings, ends) == (ends.eos_token_id,)
+    assert stop_tokens(endless, ends) == ()
+    _, after = build(endless, tokenizer=ends)
+    rollout = generated(after["actor"])
+    mask_BT = np.asarray(rollout.sequences.mask_BT)
+    assert np.all(mask_BT.sum(axis=1) == 16) and np.all(rollout.truncated_B)
+    assert ends.eos_token_id in np.asarray(rollout.sequences.token_BT)[mask_BT]
+
+
+# Last, because it spoils the weights.
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run(one_device) -> None:

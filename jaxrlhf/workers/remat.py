@@ -41,10 +41,10 @@ def choose_remat(builder: "Builder", role: str, roles: Collection[str]) -> Remat
     if setting != "auto":
         return RematChoice(setting == "full", "as configured")
     if devices[0].platform == "cpu":
-        return RematChoice(True, "remat='auto' on cpu, where keeping activations takes longer than computing them again")
+        return RematChoice(True, "remat='auto' on cpu, where computing activations again is faster")
     memory = device_memory(devices)
     if memory is None:
-        return RematChoice(True, "remat='auto', and the devices do not say how much memory they have")
+        return RematChoice(True, "remat='auto', and the memory of the devices is not known")
     needed = update_bytes(builder, role, roles)
     keeps = keeps_activations(needed, memory)
     return RematChoice(not keeps, f"remat='auto': {needed / 2**30:.1f} of {memory / 2**30:.1f} GiB if all were kept")

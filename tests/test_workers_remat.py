@@ -1,0 +1,139 @@
+"""Whether layers are computed again: as configured, or by what the device has room for."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import pytest
+from tiny_runs import get_config
+from unit_machines import FREE, UNIT, WORK, trained, weights_of
+
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.config import Layout
+from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.parallel.cost import update_cost
+from jaxrlhf.parallel.plan import Problem
+from jaxrlhf.parallel.simulate import Simulator
+from jaxrlhf.parallel.workload import Role, Software
+from jaxrlhf.workers import remat
+from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.settings import pool_rows
+
+ROLES = ("actor", "critic", "reference", "reward")
+
+
+def built(setting: str = "auto", *, roles=ROLES, offload=()) -> Builder:
+    config = get_config()
+    training = replace(config.actor, remat=setting)
+    algorithm = replace(config.algorithm, critic=training)
+    config = replace(config, actor=training, algorithm=algorithm, offload=offload)
+    pool = ResourcePool("all", tuple(jax.devices()[:1]))
+    return Builder(config, embedded_tokenizer(), pool, roles, rank=(0, 1), progress=lambda *_: None)
+
+
+def on_accelerator(builder: Builder, memory: int | None) -> Builder:
+    """The same, as a device sees it that says how much memory it has, or does not."""
+    stats = None if memory is None else {"bytes_limit": memory, "bytes_in_use": 5}
+    device = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: stats)
+    names = ("config", "training", "mesh", "model_of", "width", "attention", "dtype")
+    return SimpleNamespace(pool=SimpleNamespace(devices=(device,)), **{name: getattr(builder, name) for name in names})
+
+
+def chosen(builder: Builder, memory: int | None, *, role: str = "actor", roles=ROLES) -> bool:
+    return remat.choose_remat(on_accelerator(builder, memory), role, roles).on
+
+
+def most(builder: Builder, **arguments) -> int:
+    """MiB of memory from which on activations are kept."""
+    low, high = 0, 1 << 14
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if chosen(builder, middle << 20, **arguments) else (low, middle)
+    return high
+
+
+@pytest.mark.parametrize(("setting", "on"), [("full", True), ("none", False)])
+def test_what_is_configured_holds_whatever_the_memory(setting: str, on: bool) -> None:
+    builder = built(setting)
+    assert {role: choice.on for role, choice in builder.remat.items()} == {"actor": on, "critic": on}
+    assert all(chosen(builder, memory) == on for memory in (None, 1 << 20, 1 << 50))
+
+
+def test_on_cpu_and_where_the_memory_is_not_known_layers_are_computed_again() -> None:
+    builder = built()
+    assert builder.remat["actor"].on and "cpu" in builder.remat["actor"].why
+    unknown = remat.choose_remat(on_accelerator(builder, None), "actor", ROLES)
+    assert unknown.on and "not known" in unknown.why
+
+
+def test_activations_are_kept_while_all_that_is_held_takes_three_fifths_of_the_memory() -> None:
+    builder = built()
+    policy, value = (weights_of(builder.model, head) for head in ("lm", "value"))
+    # Weights, moments and two gradients of the actor; weights and moments of the critic; a frozen copy in float32.
+    held = 20 * policy + 12 * value + 4 * policy
+    tokens, model = 1024 // 240 * 240, builder.model  # rows of three sequences of 80
+    # Six residuals twice, queries, keys, values and what is mixed of them, and six of the MLP, in float32.
+    layer = 12 * 32 * 4 + (4 * 32 + 6 * 64) * 4
+    scores = 4 * 240 / 2 * 8
+    activations = tokens * (2 * layer + 3 * scores) + 2 * 512 * model.vocab_size * 4
+    assert most(builder) == pytest.approx((held + activations) / 0.6 / 2**20, abs=1)
+    message = remat.choose_remat(on_accelerator(builder, 1 << 30), "actor", ROLES)
+    assert not message.on and "of 1.0 GiB" in message.why
+
+
+def test_what_waits_on_the_host_or_is_on_another_pool_leaves_room() -> None:
+    policy, value = (weights_of(built().model, head) for head in ("lm", "value"))
+
+    def needed(role: str = "actor", *, roles=ROLES, offload=()) -> float:
+        return remat.update_bytes(built(offload=offload), role, roles)
+
+    assert needed() - needed(roles=("actor", "reference")) == 12 * value
+    assert needed() - needed(offload=("critic",)) == 12 * value
+    assert needed() - needed(offload=("critic.optimizer", "reference")) == 8 * value + 4 * policy
+    assert needed() == needed(offload=("actor",))  # it is there while it is updated
+    assert needed("critic") - needed("critic", offload=("actor", "critic")) == 12 * policy
+
+
+def test_the_table_says_what_was_chosen_and_why() -> None:
+    for setting, value in [("auto", "full"), ("full", "full"), ("none", "none")]:
+        builder = built(setting)
+        rows = {row[:2]: row[2:] for row in pool_rows(builder, ROLES)}
+        assert rows["actor", "remat"] == rows["critic", "remat"] == (value, builder.remat["actor"].why)
+    assert rows["actor", "remat"][1] == "as configured"
+
+
+def test_workers_do_what_was_chosen() -> None:
+    for setting, on in [("auto", True), ("none", False)]:
+        builder = built(setting, roles=("actor", "critic"))
+        workers = builder.workers(Stage(builder.config, ("actor", "critic"), total_updates=1), ("actor", "critic"))
+        assert workers["actor"]._remat == workers["critic"]._remat == on
+
+
+# Plans.
+
+
+LARGE = ModelConfig("llama", 1000, 256, 1024, 8, 4, 4, 64)
+
+
+def simulated(role: Role, memory: float, *, shared: bool = False, offload=(), others: tuple[Role, ...] = ()):
+    hardware = replace(UNIT, memory_bytes=memory, shared_compute=shared)
+    problem = Problem((role, *others), WORK, Software(), hardware)
+    return Simulator(problem).role(role, Layout(1), 1, offload, generates=False)
+
+
+def test_a_plan_keeps_activations_where_the_run_would() -> None:
+    free, kept, again = (trained(LARGE, remat=remat) for remat in (None, False, True))
+    weights = weights_of(LARGE)
+    needed = max(step.held_bytes for step in simulated(kept, FREE).steps)
+    assert needed > 20 * weights
+    assert simulated(free, needed / 0.59).steps == simulated(kept, needed / 0.59).steps
+    assert simulated(free, needed / 0.61).steps == simulated(again, needed / 0.61).steps
+    assert simulated(free, FREE, shared=True).steps == simulated(again, FREE, shared=True).steps
+    # Others are taken to be there as well, but for what waits on the host.
+    frozen = replace(trained(LARGE), name="reference", trained=False)
+    assert simulated(free, needed / 0.59, others=(frozen,)).seconds == simulated(again, FREE).seconds
+    waiting = simulated(free, needed / 0.59, others=(frozen,), offload=("reference",))
+    assert waiting.seconds == simulated(kept, FREE).seconds
+    with pytest.raises(AssertionError, match="settles"):
+        update_cost(free, Layout(1), WORK, Software(), UNIT)
