@@ -9,10 +9,8 @@ from jax.sharding import AbstractMesh
 from unit_machines import DENSE, FREE, GROUPED, HALVES, UNIT, trained, weights_of
 
 from jaxrlhf.config import Layout, Training
-from jaxrlhf.engine.engine import SHORTEST_CAPACITY
-from jaxrlhf.engine.lengths import halving_buckets
 from jaxrlhf.parallel.cost import Batch, Decoding, batch_of, generation_cost, update_cost
-from jaxrlhf.parallel.workload import Workload
+from jaxrlhf.parallel.workload import Workload, cache_capacities
 from jaxrlhf.workers.model import microbatch_shape
 from jaxrlhf.workers.packing import Packing
 
@@ -90,6 +88,15 @@ def test_a_program_starts_once_for_the_tokens_that_it_decodes(tokens: int) -> No
         assert (counted, free) == (pytest.approx(steps / tokens), 0)
 
 
+def test_capacities_are_few_even_and_reach_the_longest() -> None:
+    assert cache_capacities(192) == (32, 64, 96, 128, 160, 192)
+    assert cache_capacities(300) == (64, 128, 192, 256, 300)
+    assert cache_capacities(1024) == tuple(range(128, 1025, 128))
+    for longest in range(1, 3000, 7):
+        capacities = cache_capacities(longest)
+        assert len(capacities) <= 8 and capacities[-1] == longest and sorted(set(capacities)) == list(capacities)
+
+
 @pytest.mark.parametrize(("longest", "prompt", "response"), [
     (1024, 128, 896), (1024, 200, 100), (1024, 256, 256), (1024, 600, 424), (1024, 100, 20), (1024, 500, 30),
     (2048, 128, 1920), (4096, 1000, 700), (256, 128, 1), (256, 127, 129), (128, 64, 64), (128, 10, 118),
@@ -98,7 +105,7 @@ def test_a_program_starts_once_for_the_tokens_that_it_decodes(tokens: int) -> No
 def test_a_token_reads_the_bucket_that_holds_it(longest: int, prompt: int, response: int, responses: int) -> None:
     work = Workload(1, responses, prompt, response, longest)
     software, how = replace(HALVES, decode_tokens_per_dispatch=10**9), Decoding(1, responses, 1)
-    buckets = halving_buckets(longest, shortest=SHORTEST_CAPACITY)
+    buckets = cache_capacities(longest)
     read = written = 0
     for position in range(prompt, prompt + response):
         read += next(bucket for bucket in buckets if bucket > position)
@@ -113,7 +120,7 @@ def test_a_token_reads_the_bucket_that_holds_it(longest: int, prompt: int, respo
 
 def test_buckets_that_do_not_halve_evenly_are_about_those_of_the_engine() -> None:
     for longest in (999, 1100, 3001):
-        buckets = halving_buckets(longest, shortest=SHORTEST_CAPACITY)
+        buckets = cache_capacities(longest)
         positions = range(150, 900)
         read = math.fsum(next(bucket for bucket in buckets if bucket > position) for position in positions)
         work, software = Workload(1, 1, 150, 750, longest), replace(HALVES, decode_tokens_per_dispatch=16)

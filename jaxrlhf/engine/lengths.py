@@ -29,12 +29,6 @@ def halving_buckets(longest: int, *, shortest: int) -> tuple[int, ...]:
     return tuple(reversed(lengths))
 
 
-def even_buckets(longest: int, *, step: int, most: int) -> tuple[int, ...]:
-    """Equal parts of `longest`, each a multiple of `step`, as short as at most so many allow; the last is `longest`."""
-    size = step * -(-longest // (most * step))
-    return (*range(size, longest, size), longest)
-
-
 def busy_buckets(buckets: Sequence[int], lengths: Sequence[int], *, together: int) -> tuple[int, ...]:
     """The buckets that would be the right one often enough, and all that hold the longest length.
 

@@ -7,13 +7,10 @@ import numpy as np
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.compiled import Compiled
 from jaxrlhf.engine.layout import Layout
-from jaxrlhf.engine.lengths import even_buckets, fit
+from jaxrlhf.engine.lengths import fit
 from jaxrlhf.engine.programs import Prompts
 from jaxrlhf.models.cache import Cache
-
-CAPACITY_STEP = 32
-MOST_CAPACITIES = 8
-"""Capacities grow by an eighth of the longest: decoding reads little that is not filled, and compiles few programs."""
+from jaxrlhf.parallel import cache_capacities
 
 
 class SlotCache:
@@ -29,7 +26,7 @@ class SlotCache:
 
     def __init__(self, compiled: Compiled, layout: Layout, *, longest: int) -> None:
         self._compiled, self._layout = compiled, layout
-        self.capacities = even_buckets(longest, step=CAPACITY_STEP, most=MOST_CAPACITIES)
+        self.capacities = cache_capacities(longest)
         self.layers: Cache = []
 
     @property

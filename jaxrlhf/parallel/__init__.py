@@ -22,7 +22,7 @@ from jaxrlhf.parallel.pool import ResourcePool
 from jaxrlhf.parallel.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shard_bytes, shardings
 from jaxrlhf.parallel.transfer import Delivery, Exchange, Offer, Splits, splits_of
 from jaxrlhf.parallel.wire import TransferError
-from jaxrlhf.parallel.workload import packed_row_tokens
+from jaxrlhf.parallel.workload import cache_capacities, packed_row_tokens
 
 __all__ = [
     "AXES",
@@ -45,6 +45,7 @@ __all__ = [
     "Switch",
     "SwitchError",
     "TransferError",
+    "cache_capacities",
     "cast_shapes",
     "check_divisible",
     "device_bytes",

@@ -17,7 +17,7 @@ from jaxrlhf.parallel.collectives import Group, all_gather_s, all_reduce_s, byte
 from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.memory import cache_bytes_per_token, weights_generating, weights_held
 from jaxrlhf.parallel.plan import Cost
-from jaxrlhf.parallel.workload import Role, Software, Workload, packed_row_tokens
+from jaxrlhf.parallel.workload import Role, Software, Workload, cache_capacities, packed_row_tokens
 
 
 def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
@@ -38,10 +38,6 @@ def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
 def head_flops(model: ModelConfig, head: Head, *, tokens: float) -> float:
     """Of the head's forward pass."""
     return 2 * tokens * model.head_parameters(head)
-
-
-SMALLEST_BUCKET = 128
-"""Positions that a step of decoding reads at least, as `engine` has it."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +258,7 @@ def _decode(
 
     context = workload.prompt_tokens + workload.response_tokens / 2
     if software.decode_tokens_per_dispatch is not None:
-        context = _bucket_read(workload)
+        context = _capacity_read(workload)
     per_token = cache_bytes_per_token(model, layout, itemsize=software.compute_bytes) * stages
     cache = tokens * context * per_token / read_per_s
 
@@ -287,17 +283,13 @@ def _dispatch_s(software: Software, hardware: Hardware) -> float:
     return hardware.dispatch_overhead_s / (software.decode_tokens_per_dispatch or math.inf)
 
 
-def _bucket_read(workload: Workload) -> float:
-    """Positions that a token reads on average: programs read the longest length, its half, its quarter and so on.
-
-    The step at position s runs on the smallest of them that holds s; none is below SMALLEST_BUCKET.
-    """
+def _capacity_read(workload: Workload) -> float:
+    """Positions that a token reads on average: the step at position s reads the smallest capacity that holds s."""
     start, end = workload.prompt_tokens, workload.prompt_tokens + workload.response_tokens
-    read, bucket = 0.0, float(workload.longest_tokens)
-    while bucket > start:
-        half = bucket / 2 if bucket / 2 >= SMALLEST_BUCKET else 0.0
-        read += bucket * max(0.0, min(end, bucket) - max(start, half))
-        bucket = half
+    read, before = 0.0, 0.0
+    for capacity in cache_capacities(workload.longest_tokens):
+        read += capacity * max(0.0, min(end, capacity) - max(start, before))
+        before = capacity
     return read / workload.response_tokens
 
 

@@ -121,3 +121,14 @@ def packed_row_tokens(longest: int, *, budget: int) -> int:
       budget: Tokens of a microbatch on one data-parallel device.
     """
     return longest * max(1, min(-(-SMALLEST_ROW // longest), budget // longest))
+
+
+CAPACITY_STEP = 32
+MOST_CAPACITIES = 8
+"""The cache of all slots grows with the longest response in equal parts: few programs, and little read in vain."""
+
+
+def cache_capacities(longest: int) -> tuple[int, ...]:
+    """Tokens that the cache of a slot may hold: the last is `longest`, the others multiples of one size."""
+    size = CAPACITY_STEP * -(-longest // (MOST_CAPACITIES * CAPACITY_STEP))
+    return (*range(size, longest, size), longest)
