@@ -91,11 +91,11 @@ def decoder(hidden: int, layers: int) -> ModelConfig:
 def training_flops(model: ModelConfig, *, rows: int, width: int) -> float:
     """Of a forward and a backward pass, the latter twice the former.
 
-    Counted as plans count this package's: scores that the mask hides are computed, and recomputing logits is not
-    counted.
+    Counted as plans count this package's: scores that the mask hides are not computed. All tokens are read, and
+    recomputing logits is not counted.
     """
     tokens = float(rows * width)
-    layers = model.num_layers * layer_flops(model, tokens=tokens, context=float(width))
+    layers = model.num_layers * layer_flops(model, tokens=tokens, context=width / 2)
     return 3 * (layers + head_flops(model, "lm", tokens=tokens))
 
 
