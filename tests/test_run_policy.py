@@ -40,7 +40,7 @@ def test_dry_run_prints_the_settings_and_does_nothing(tmp_path, monkeypatch, cap
     assert compiled.count == 0
     assert list(tmp_path.iterdir()) == []
     shown = capsys.readouterr().out
-    for words in ("PPO", "8 prompts x 2", "2 updates", "1 x 1 x 1", "4 x 256 tokens", "of 200 dropped as too long"):
+    for words in ("PPO", "8 prompts x 2", "2 updates", "1 x 1 x 1", "4 x 240 tokens", "of 200 dropped as too long"):
         assert words in shown
 
 
