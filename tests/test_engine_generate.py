@@ -171,7 +171,7 @@ def test_decoding_over_part_of_the_cache_and_compiling_ahead_change_nothing(para
     ahead = set(engine._compiled._programs)
     assert_same_responses(engine.generate(requests, Sampling(temperature=1.2), seed=7), expected)
     engine.generate([Request(0, (1,) * 20, 0)], Sampling(min_tokens=12), seed=0)  # as long as it gets
-    assert {name for name, *_ in set(engine._compiled._programs) - ahead} <= {"resize", "empty cache"}
+    assert set(engine._compiled._programs) == ahead
     assert engine.compilations <= engine.most_compilations
     assert engine._cache.capacities == (4, 8, 12, 16, 20, 24, 28, 32)
 

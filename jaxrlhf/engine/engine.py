@@ -141,9 +141,9 @@ class Engine:
     def most_compilations(self) -> int:
         """Bound on `compilations`, whatever is generated."""
         prompts, capacities, counts = map(len, (self._prompt_buckets, self._cache.capacities, self._slot_counts))
-        growing, shrinking = capacities * (capacities - 1) // 2 * counts, counts * (counts - 1) // 2
-        states = 1 + 2 * prompts + shrinking
-        return states + capacities * (1 + prompts + counts + shrinking) + growing
+        growing, shrinking = (capacities - 1) * counts, counts * (counts - 1) // 2
+        states = 2 + 2 * prompts + shrinking
+        return states + capacities * (prompts + counts + shrinking) + growing
 
     @property
     def active(self) -> int:

@@ -39,13 +39,13 @@ class SlotCache:
         self.layers = []
 
     def hold(self, tokens: int, *, slots: int) -> None:
-        """Have room for so many tokens in every slot."""
-        capacity = fit(min(tokens, self.capacities[-1]), self.capacities)
+        """Have room for so many tokens in every slot: step by step, so that every step is compiled once."""
+        wanted = fit(min(tokens, self.capacities[-1]), self.capacities)
         if not self.layers:
-            empty = partial(programs.empty_cache, slots=slots, capacity=capacity)
-            self.layers = self._compiled.run(("empty cache", capacity), empty, out=self._layout.cache)
-        elif capacity > self.capacity:
-            self._resize(slots, slots, capacity, None)
+            empty = partial(programs.empty_cache, slots=slots, capacity=self.capacities[0])
+            self.layers = self._compiled.run(("empty cache",), empty, out=self._layout.cache)
+        while self.capacity < wanted:
+            self._resize(slots, slots, self.capacities[self.capacities.index(self.capacity) + 1], None)
 
     def place(self, prompts: Prompts, row_I: np.ndarray, slot_I: np.ndarray) -> None:
         """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i."""
