@@ -5,26 +5,24 @@ they count. Building a `Config` refuses what contradicts itself, before anything
 This room imports no JAX.
 """
 
-from jaxrlhf.config.algorithms import (
-    GRPO,
-    PPO,
-    SFT,
+from jaxrlhf.config.algorithm import Algorithm, PolicyGradient
+from jaxrlhf.config.cluster import RayCluster
+from jaxrlhf.config.command_line import CommandLine, from_cli, on_cluster, run_command
+from jaxrlhf.config.critic_free import GRPO
+from jaxrlhf.config.load import load, shipped
+from jaxrlhf.config.losses import (
     AdaptiveKL,
     Aggregation,
-    Algorithm,
     KLEstimator,
     KLInLoss,
     KLInReward,
-    PolicyGradient,
     PolicyLoss,
     TruncatedImportance,
     ValueLoss,
 )
-from jaxrlhf.config.cluster import RayCluster
-from jaxrlhf.config.command_line import CommandLine, from_cli, on_cluster, run_command
-from jaxrlhf.config.load import load, shipped
 from jaxrlhf.config.override import override
 from jaxrlhf.config.placement import ROLLOUT, Pool, offloaded
+from jaxrlhf.config.ppo import PPO
 from jaxrlhf.config.record import to_json
 from jaxrlhf.config.run import Checkpointing, ColdStart, Config, Evaluation
 from jaxrlhf.config.sources import (
@@ -43,6 +41,7 @@ from jaxrlhf.config.sources import (
     RewardPart,
     Rewards,
 )
+from jaxrlhf.config.supervised import SFT
 from jaxrlhf.config.training import Layout, Optimizer, Remat, Rollout, Sampling, Training
 
 __all__ = [

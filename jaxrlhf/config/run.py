@@ -4,12 +4,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxrlhf.config.algorithms import SFT, Algorithm
+from jaxrlhf.config.algorithm import Algorithm
 from jaxrlhf.config.annotations import check_types
 from jaxrlhf.config.check import not_negative, positive, require
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.placement import Pool, check_offload, check_pools
 from jaxrlhf.config.sources import ArithmeticReward, Data, Gsm8kReward, Model, ModelReward, PromptFile, Rewards
+from jaxrlhf.config.supervised import SFT
 from jaxrlhf.config.training import Layout, Optimizer, Rollout, Training
 
 

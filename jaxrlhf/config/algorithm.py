@@ -1,0 +1,119 @@
+"""What the settings of all algorithms share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from jaxrlhf.config.check import positive, require
+from jaxrlhf.config.losses import KLInLoss, KLInReward, PolicyLoss, TruncatedImportance
+from jaxrlhf.config.training import Sampling, Training
+
+if TYPE_CHECKING:
+    from jaxrlhf.config.run import Config
+
+_NARROWING = ("greedy", "top_p", "top_k", "min_tokens")
+"""Settings of `Sampling` under which tokens do not come from the policy's own distribution."""
+
+
+@dataclass(frozen=True)
+class Algorithm(ABC):
+    """What every algorithm's settings share. Subclass it for a new one.
+
+    Class attributes:
+      dataflow: `module:function` of the step; see `jaxrlhf.controller`.
+      roles: The groups that the step calls.
+    """
+
+    dataflow: ClassVar[str]
+    roles: ClassVar[tuple[str, ...]]
+
+    def initial_state(self) -> dict[str, float]:
+        """Numbers the algorithm carries from step to step; they are in every checkpoint."""
+        return {}
+
+    def resumed_state(self, saved: Mapping[str, float]) -> dict[str, float]:
+        """The numbers to go on with, given those of the checkpoint; settings may have changed since."""
+        return dict(saved)
+
+    def problems_per_step(self, config: Config) -> int:
+        """Records of the data set that one step takes."""
+        return config.rollout.prompts_per_step
+
+    @abstractmethod
+    def updates_per_step(self, config: Config) -> int:
+        """Optimizer updates that one step makes, of each trained role."""
+
+    def training(self, config: Config) -> dict[str, Training]:
+        """How each trained role is trained."""
+        return {"actor": config.actor}
+
+    def check(self, config: Config) -> None:  # noqa: B027  most algorithms fit any configuration
+        """Raise `ValueError` if the rest of the configuration does not fit this algorithm."""
+
+
+@dataclass(frozen=True)
+class PolicyGradient(Algorithm):
+    """What PPO and GRPO share.
+
+    Attributes:
+      responses_per_update: Responses in one optimizer update (the minibatch); divides a step's.
+      epochs_per_step: Passes over a step's responses.
+      old_logp: Log-probabilities of the policy that generated. `trainer` computes them before the update. `sampler`
+        takes those that came with the samples, which are the same but for rounding: it saves that pass, and needs a
+        step of one update, whose policy is the old one. `auto` does so where nothing but metrics would read them: one
+        update a step, no KL in the reward, no correction.
+    """
+
+    responses_per_update: int = 64
+    epochs_per_step: int = 1
+    policy: PolicyLoss = field(default_factory=PolicyLoss)
+    kl: KLInReward | KLInLoss | None = None
+    correction: TruncatedImportance | None = None
+    old_logp: Literal["auto", "trainer", "sampler"] = "auto"
+
+    def __post_init__(self) -> None:
+        positive(self, "responses_per_update", "epochs_per_step")
+
+    def initial_state(self) -> dict[str, float]:
+        return {"kl_coefficient": self.kl.coefficient if self.kl else 0.0}
+
+    def resumed_state(self, saved: Mapping[str, float]) -> dict[str, float]:
+        adapted = self.kl is not None and self.kl.adaptive is not None and saved["kl_coefficient"] > 0
+        return dict(saved) if adapted else self.initial_state()
+
+    def updates_per_step(self, config: Config) -> int:
+        return self.epochs_per_step * config.rollout.responses_per_step // self.responses_per_update
+
+    def trusts_sampler(self, config: Config) -> bool:
+        """Whether the sampler's log-probabilities serve as the old ones."""
+        if self.old_logp == "auto":
+            unread = self.correction is None and not isinstance(self.kl, KLInReward)
+            return unread and self.updates_per_step(config) == 1
+        return self.old_logp == "sampler"
+
+    def check(self, config: Config) -> None:
+        total = config.rollout.responses_per_step
+        divisors = [n for n in range(1, total + 1) if total % n == 0]
+        nearest = sorted(divisors, key=lambda n: abs(n - self.responses_per_update))[:3]
+        require(
+            total % self.responses_per_update == 0,
+            f"algorithm.responses_per_update={self.responses_per_update} does not divide the {total} responses of a "
+            f"step ({config.rollout.prompts_per_step} prompts x {config.rollout.responses_per_prompt}); "
+            f"nearest that do: {sorted(nearest)}",
+        )
+        updates = self.updates_per_step(config)
+        require(
+            self.old_logp != "sampler" or (updates == 1 and self.correction is None),
+            f"algorithm.old_logp='sampler' needs one update a step and no correction, and there are {updates} "
+            f"and correction={self.correction}; choose 'auto', or raise responses_per_update to {total}",
+        )
+        sampling, whole = config.rollout.sampling, Sampling()
+        narrowed = [name for name in _NARROWING if getattr(sampling, name) != getattr(whole, name)]
+        require(
+            not narrowed,
+            f"rollout.sampling sets {', '.join(narrowed)}, and the trainer's log-probabilities are of the unfiltered "
+            "policy, so updates would be off-policy and no metric would show it; sample with temperature only",
+        )
