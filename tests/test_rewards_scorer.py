@@ -9,7 +9,7 @@ import pytest
 
 from jaxrlhf import config
 from jaxrlhf.rewards import Scorer
-from jaxrlhf.rewards.scorer import _names
+from jaxrlhf.rewards.parts import part_names
 
 FUNCTIONS = """
 import time
@@ -220,9 +220,9 @@ def test_bad_input_is_refused_with_its_reason():
 
 def test_names_are_distinct():
     parts = [config.FunctionReward(f"m:{name}") for name in ("f_2", "f", "f", "format", "f")]
-    assert _names([*parts, config.FormatReward()]) == ["f_2", "f", "f_3", "format", "f_4", "format_2"]
+    assert part_names([*parts, config.FormatReward()]) == ["f_2", "f", "f_3", "format", "f_4", "format_2"]
 
 
 def test_no_part_takes_the_name_of_a_metric_of_the_whole_score():
     parts = [config.FunctionReward("m:mean"), config.FunctionReward("m:mean"), config.ModelReward("org/std")]
-    assert _names(parts) == ["mean_2", "mean_3", "std_2"]
+    assert part_names(parts) == ["mean_2", "mean_3", "std_2"]

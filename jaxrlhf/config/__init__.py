@@ -24,23 +24,18 @@ from jaxrlhf.config.override import override
 from jaxrlhf.config.placement import ROLLOUT, Pool, offloaded
 from jaxrlhf.config.ppo import PPO
 from jaxrlhf.config.record import to_json
-from jaxrlhf.config.run import Checkpointing, ColdStart, Config, Evaluation
-from jaxrlhf.config.sources import (
-    Arithmetic,
+from jaxrlhf.config.rewards import (
     ArithmeticReward,
-    Data,
     FormatReward,
-    FromScratch,
     FunctionReward,
-    Gsm8k,
     Gsm8kReward,
-    Model,
+    MathReward,
     ModelReward,
-    Pretrained,
-    PromptFile,
     RewardPart,
     Rewards,
 )
+from jaxrlhf.config.run import Checkpointing, ColdStart, Config, Evaluation
+from jaxrlhf.config.sources import Arithmetic, Data, FromScratch, Gsm8k, Model, Pretrained, PromptFile
 from jaxrlhf.config.supervised import SFT
 from jaxrlhf.config.training import Layout, Optimizer, Remat, Rollout, Sampling, Training
 
@@ -69,6 +64,7 @@ __all__ = [
     "KLInLoss",
     "KLInReward",
     "Layout",
+    "MathReward",
     "Model",
     "ModelReward",
     "Optimizer",

@@ -9,7 +9,8 @@ from jaxrlhf.config.annotations import check_types
 from jaxrlhf.config.check import not_negative, positive, require
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.placement import Pool, check_offload, check_pools
-from jaxrlhf.config.sources import ArithmeticReward, Data, Gsm8kReward, Model, ModelReward, PromptFile, Rewards
+from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward, ModelReward, Rewards
+from jaxrlhf.config.sources import Data, Model, PromptFile
 from jaxrlhf.config.supervised import SFT
 from jaxrlhf.config.training import Layout, Optimizer, Rollout, Training
 
@@ -210,7 +211,7 @@ class Config:
             f"{'algorithm SFT' if supervised else 'cold_start'} trains on worked solutions, and "
             "data.solution_key is None; name the field that has them",
         )
-        readers = (Gsm8kReward, ArithmeticReward)
+        readers = (Gsm8kReward, ArithmeticReward, MathReward)
         graded = [type(part).__name__ for part in self.rewards.parts if isinstance(part, readers)]
         scored = not supervised or self.data.evaluation is not None
         require(

@@ -1,6 +1,5 @@
 """The score of a response: a weighted sum of rewards."""
 
-import itertools
 import logging
 import time
 from collections import Counter, defaultdict, deque
@@ -14,9 +13,9 @@ from jaxtyping import Float
 
 from jaxrlhf import config
 from jaxrlhf.batch import Scores
-from jaxrlhf.rewards.formats import check_pattern
+from jaxrlhf.rewards.parts import part_names, reward_function
 from jaxrlhf.rewards.pool import Begun, Packed, Pool, pack
-from jaxrlhf.rewards.protocol import Example, Failure, Function
+from jaxrlhf.rewards.protocol import Example, Failure
 
 ScoreTexts = Callable[[list[tuple[str, str, bool]]], Float[np.ndarray, "B"]]
 """Scores (prompt, response, finished) triples."""
@@ -25,8 +24,6 @@ BATCHES_AHEAD = 4
 """Batches whose begun responses are kept for `score`; those of older ones are dropped."""
 
 PROGRESS_EVERY_S = 0.1
-_SCORE_METRICS = ("mean", "std")
-"""Of the whole score, logged as `score/mean` and `score/std`; a part is logged as `score/<its name>`."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +56,7 @@ class Scorer:
         models: Mapping[str, ScoreTexts] | None = None,
         output: Path | None = None,
     ) -> None:
-        self.names = _names(rewards.parts)
+        self.names = part_names(rewards.parts)
         self.failures: list[Failure] = []
         self.counts: dict[str, int] = {}
         self.ahead = (0, 0)
@@ -70,7 +67,7 @@ class Scorer:
             if isinstance(part, config.ModelReward):
                 self._models[name] = _model(part, models or {})
             else:
-                functions.append(_function(name, part))
+                functions.append(reward_function(name, part))
         self._functions = [function.name for function in functions]
         self._pool = (
             Pool(functions, workers=rewards.workers, timeout_s=rewards.timeout_s, output=output) if functions else None
@@ -226,43 +223,8 @@ def _combine(parts: dict[str, np.ndarray], weights: Sequence[float]) -> Scores:
     )
 
 
-def _function(name: str, part: config.RewardPart) -> Function:
-    match part:
-        case config.Gsm8kReward(method=method):
-            return Function(name, "jaxrlhf.rewards.answers:gsm8k", {"method": method})
-        case config.ArithmeticReward():
-            return Function(name, "jaxrlhf.rewards.answers:arithmetic")
-        case config.FormatReward(pattern=pattern):
-            check_pattern(pattern)
-            return Function(name, "jaxrlhf.rewards.formats:matches", {"pattern": pattern})
-        case config.FunctionReward(function=reference):
-            return Function(name, reference)
-    raise ValueError(f"unknown kind of reward: {part!r}")
-
-
 def _model(part: config.ModelReward, models: Mapping[str, ScoreTexts]) -> ScoreTexts:
     if part.path not in models:
         given = ", ".join(map(repr, models)) or "none"
         raise ValueError(f"ModelReward {part.path!r} has no model: pass it in Scorer(..., models=); given: {given}")
     return models[part.path]
-
-
-def _names(parts: Sequence[config.RewardPart]) -> list[str]:
-    """A short name for each part; repeated ones are numbered, and so are those of the whole score's metrics."""
-    names: list[str] = []
-    for part in parts:
-        match part:
-            case config.Gsm8kReward():
-                name = "gsm8k"
-            case config.ArithmeticReward():
-                name = "arithmetic"
-            case config.FormatReward():
-                name = "format"
-            case config.FunctionReward(function=reference):
-                name = reference.rpartition(":")[2]
-            case config.ModelReward(path=path):
-                name = Path(path).name
-        numbered = (f"{name}_{n}" for n in itertools.count(2))
-        taken = {*names, *_SCORE_METRICS}
-        names.append(name if name not in taken else next(other for other in numbered if other not in taken))
-    return names

@@ -1,0 +1,41 @@
+"""Is the final answer right, as mathematics? `\\frac{1}{2}`, `0.5` and `2/4` are one answer.
+
+Reading and comparing is done by math-verify over SymPy. Its own time limits are signals, which
+only a main thread may set; they are off here, since the pool limits every call.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+try:
+    from math_verify import parse, verify
+except ModuleNotFoundError as error:
+    raise ValueError(f"MathReward needs math-verify ({error}): pip install 'jaxrlhf[math]'") from error
+
+BOX = r"\boxed"
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns that it has no time limit
+
+
+def same_answer(prompt: str, response: str, answer: str | None, record: Mapping[str, Any]) -> float:
+    """1 if the response's final answer equals the reference answer, else 0.
+
+    The final answer is what the last `\\boxed{}` holds; without one, what math-verify finds
+    last: a formula in dollar signs, a number, or what follows "the final answer is".
+
+    Args:
+      answer: An expression in LaTeX or plain text, with or without its box or dollar signs.
+
+    Raises:
+      ValueError: If the reference cannot be read; the response is then unscorable, not wrong.
+    """
+    if answer is None:
+        raise ValueError("this reward compares with a reference answer, and the record has none")
+    enclosed = answer if BOX in answer or "$" in answer else f"{BOX}{{{answer}}}"
+    expected = parse(enclosed, parsing_timeout=None)
+    if not expected:
+        raise ValueError(f"math-verify cannot read the reference answer {answer[:80]!r}")
+    _, box, boxed = response.rpartition(BOX)
+    given = parse(box + boxed, parsing_timeout=None)
+    return float(verify(expected, given, timeout_seconds=None))
