@@ -1,8 +1,8 @@
 """Measures training passes on packed sequences: one update of the actor, one forward pass. Prints one JSON line.
 
-    python scripts/bench_update.py --preset small --sequences 64 --tokens 192 [--trained 128]
+    python scripts/bench_update.py --preset small --sequences 64 --tokens 192 [--trained 128] [--responses 8]
 
-`model_flops_per_s` counts what the mathematics needs for the tokens that exist: products with weights (three times the
+`update_flops_per_s` counts what the mathematics needs for the tokens that exist: products with weights (three times the
 forward pass's for an update), causal attention, and the head where a token is trained; nothing that is computed twice.
 """
 
@@ -24,12 +24,14 @@ from jaxrlhf.config import Config, Remat
 from jaxrlhf.workers import Stage, launch
 
 
-def sequences_of(count: int, length: int, trained: int, vocab: int) -> Sequences:
-    """Random tokens of which the last are trained."""
+def sequences_of(count: int, length: int, trained: int, vocab: int, responses: int) -> Sequences:
+    """Random tokens of which the last are trained; so many sequences in turn begin with the same."""
     draw = np.random.default_rng(0)
     mask_BT = np.broadcast_to(np.arange(length) >= length - trained, (count, length))
     token_BT = draw.integers(2, vocab, (count, length), dtype=np.int32)
-    return Sequences(token_BT, np.full(count, length, np.int32), mask_BT, np.arange(count) // 8)
+    prompt_id_B = np.arange(count) // responses
+    token_BT = np.where(mask_BT, token_BT, token_BT[prompt_id_B * responses])
+    return Sequences(token_BT, np.full(count, length, np.int32), mask_BT, prompt_id_B)
 
 
 def seconds(call: Any, repeats: int) -> float:
@@ -47,7 +49,7 @@ def measure(workload: bench.Workload, config: Config, *, repeats: int) -> dict[s
     """Seconds of an update and of a forward pass over the workload's sequences."""
     preset = bench.PRESETS[workload.preset]
     length = workload.prompt_tokens + workload.new_tokens
-    sequences = sequences_of(workload.sequences, length, workload.new_tokens, preset.vocab)
+    sequences = sequences_of(workload.sequences, length, workload.new_tokens, preset.vocab, workload.responses)
     shape, draw = sequences.token_BT.shape, np.random.default_rng(1)
     fields: dict[str, Array]
     fields = {name: draw.normal(-9, 0.1, shape).astype(np.float32) for name in ("old_logp", "ref_logp")}
@@ -87,12 +89,14 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=192, help="of a sequence")
     parser.add_argument("--trained", type=int, default=128, help="of them, at the end")
+    parser.add_argument("--responses", type=int, default=1, help="sequences that share a prompt")
     parser.add_argument("--tokens-per-microbatch", type=int, default=1024)
     parser.add_argument("--remat", choices=get_args(Remat), default="auto", help="as Training.remat")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
     flags = parser.parse_args()
-    workload = bench.Workload(flags.preset, flags.sequences // 2, 2, flags.tokens - flags.trained, flags.trained)
+    prompts, prompt_tokens = flags.sequences // flags.responses, flags.tokens - flags.trained
+    workload = bench.Workload(flags.preset, prompts, flags.responses, prompt_tokens, flags.trained)
     model = bench.checkpoint(flags.preset, flags.models)
     config = config_of(workload, model, steps=1, tokens_per_microbatch=flags.tokens_per_microbatch, remat=flags.remat)
     with bench.Memory() as memory:

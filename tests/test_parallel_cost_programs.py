@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from unit_machines import DENSE, FREE, GROUPED, HALVES, UNIT, trained, weights_of
 
+from jaxrlhf.batch import Sequences
 from jaxrlhf.config import Layout, Training
 from jaxrlhf.parallel.cost import Batch, Decoding, batch_of, generation_cost, update_cost
 from jaxrlhf.parallel.workload import Workload, cache_capacities
@@ -49,7 +50,9 @@ def test_microbatches_are_those_that_the_workers_make(layout: Layout, responses:
             training = Training(layout=layout, tokens_per_microbatch=budget)
             row_tokens, rows = microbatch_shape(training, mesh, width=width, role="actor")
             for length in {width, width // 2, width // 3 + 1, 24}:
-                packed = Packing(np.full(responses, length), width=width, rows=rows, row_tokens=row_tokens)
+                nothing = np.zeros((responses, width), np.int32)
+                alike = Sequences(nothing, np.full(responses, length), nothing > 0, np.arange(responses))
+                packed = Packing(alike, rows=rows, row_tokens=row_tokens)
                 batch = batched(budget, layout, width, length, responses)
                 found = batch.microbatches, batch.tokens, batch.row_tokens
                 assert found == (packed.microbatches, rows // shards * row_tokens, row_tokens), (budget, width, length)

@@ -208,6 +208,57 @@ def test_log_probabilities_of_packed_rows_are_those_of_each_sequence_alone(one_d
     np.testing.assert_allclose(forward_logp(actor, sequences), naive_logp(actor, sequences), atol=2e-5)
 
 
+# Prompts that are computed once for all their responses.
+
+
+def of_prompts(batch: Experience, *, responses: int, tokens: int = 24) -> Experience:
+    """The batch with sequences that begin, in groups, with the same tokens; trained after those."""
+    sequences, position_T = batch.sequences, np.arange(batch.weight_BT.shape[1])
+    first_B = np.arange(len(batch.weight_BT)) // responses * responses
+    begins_BT = position_T < tokens
+    token_BT = np.where(begins_BT, np.where(sequences.token_BT, sequences.token_BT, 7)[first_B], sequences.token_BT)
+    mask_BT = (sequences.mask_BT | (position_T < np.asarray(sequences.length_B)[:, None])) & ~begins_BT
+    mask_BT[3] = False
+    length_B = np.maximum(sequences.length_B, tokens + 1)
+    return replace(
+        batch,
+        sequences=Sequences(token_BT, length_B, mask_BT, first_B),
+        weight_BT=np.where(mask_BT, batch.weight_BT + 0.01, 0).astype(np.float32),
+    )
+
+
+def of_nobody(batch: Experience) -> Experience:
+    """The same sequences, which nothing says to have a prompt in common."""
+    return replace(batch, sequences=replace(batch.sequences, prompt_id_B=np.arange(len(batch.weight_BT))))
+
+
+@pytest.fixture(scope="module")
+def alone(one_device) -> list[np.ndarray]:
+    return gradients_of(one_device[1], of_nobody(of_prompts(experience(), responses=4)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        config(),
+        config(tokens=288, remat="full"),
+        config(layout=Layout(fsdp=2, stage=2, tensor=2), devices=8),
+    ],
+    ids=lambda settings: f"{settings.actor.layout} {settings.actor.tokens_per_microbatch}",
+)
+def test_a_prompt_computed_once_is_a_prompt_computed_for_each_of_its_responses(
+    one_device, alone: list[np.ndarray], settings: Config
+) -> None:
+    _, workers = build(settings)
+    batch = of_prompts(experience(), responses=4)
+    packed, apart = (workers["actor"]._pack(each.sequences) for each in (batch, of_nobody(batch)))
+    assert next(packed.rows()).spread is not None and next(apart.rows()).spread is None
+    assert (packed.pack(batch.sequences.token_BT) > 0).sum() < 0.8 * (apart.pack(batch.sequences.token_BT) > 0).sum()
+    agree(alone, gradients_of(workers, batch))
+    naive_BT = naive_logp(one_device[1]["actor"], batch.sequences)
+    np.testing.assert_allclose(forward_logp(workers["actor"], batch.sequences), naive_BT, atol=2e-5)
+
+
 class Called:
     """A worker whose verbs are written down and give futures; updates give gradients and change nothing."""
 

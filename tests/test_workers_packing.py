@@ -5,6 +5,14 @@ import pytest
 
 from jaxrlhf.batch import Sequences
 from jaxrlhf.workers.packing import Packing, first_fit_decreasing
+from jaxrlhf.workers.prompts import shared_prefixes
+
+
+def apart(length_B: np.ndarray, width: int) -> Sequences:
+    """Sequences of these lengths that have nothing in common."""
+    rows = len(length_B)
+    token_BT = np.random.default_rng(9).integers(1, 1000, (rows, width), dtype=np.int32)
+    return Sequences(token_BT, length_B, np.ones((rows, width), bool), np.arange(rows))
 
 
 def random_lengths(seed: int, *, count: int, width: int) -> np.ndarray:
@@ -28,7 +36,7 @@ def test_pack_and_unpack_are_inverse(rows: int) -> None:
     length_B = random_lengths(0, count=30, width=16)
     inside_BT = np.arange(16) < length_B[:, None]
     value_BT = np.where(inside_BT, np.random.default_rng(1).normal(size=(30, 16)), 0.0)
-    packing = Packing(length_B, width=16, rows=rows, row_tokens=24)
+    packing = Packing(apart(length_B, 16), rows=rows, row_tokens=24)
     packed = packing.pack(value_BT)
     assert packed.shape == (packing.microbatches, rows, 24)
     np.testing.assert_array_equal(packing.unpack(packed), value_BT)
@@ -38,13 +46,120 @@ def test_positions_and_segments_follow_the_sequences() -> None:
     length_B = np.array([5, 3, 4], np.int32)
     token_BT = np.arange(1, 19, dtype=np.int32).reshape(3, 6) * (np.arange(6) < length_B[:, None])
     sequences = Sequences(token_BT, length_B, token_BT > 0, np.arange(3))
-    (rows,) = Packing(length_B, width=6, rows=2, row_tokens=8).rows(sequences)
+    (rows,) = Packing(sequences, rows=2, row_tokens=8).rows()
+    assert rows.spread is None
     for row in range(2):
         for segment in range(1, rows.segment_RW[row].max() + 1):
             (where,) = np.nonzero(rows.segment_RW[row] == segment)
             np.testing.assert_array_equal(rows.position_RW[row, where], np.arange(len(where)))
             assert list(rows.token_RW[row, where]) in [list(t[:n]) for t, n in zip(token_BT, length_B, strict=True)]
     assert sum(row.max() for row in rows.segment_RW) == 3
+
+
+def groups(seed: int, *, prompts: int, responses: int, width: int, shuffled: bool = True) -> Sequences:
+    """Responses of random lengths to prompts of random lengths, in random order."""
+    draw = np.random.default_rng(seed)
+    rows = prompts * responses
+    token_BT, mask_BT = np.zeros((rows, width), np.int32), np.zeros((rows, width), bool)
+    length_B = np.zeros(rows, np.int32)
+    for prompt in range(prompts):
+        tokens = draw.integers(1, 50, draw.integers(1, width // 2))
+        for b in range(prompt * responses, (prompt + 1) * responses):
+            answer = draw.integers(1, 50, draw.integers(1, width - len(tokens) + 1))
+            length_B[b] = len(tokens) + len(answer)
+            token_BT[b, : length_B[b]] = np.concatenate([tokens, answer])
+            mask_BT[b, len(tokens) : length_B[b]] = True
+    order = draw.permutation(rows) if shuffled else np.arange(rows)
+    prompt_id_B = np.repeat(1000 + np.arange(prompts), responses)
+    return Sequences(token_BT[order], length_B[order], mask_BT[order], prompt_id_B[order])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_prompt_has_in_common_ends_before_the_token_that_predicts_its_responses(seed: int) -> None:
+    sequences = groups(seed, prompts=5, responses=4, width=40)
+    for b, shared in enumerate(shared_prefixes(sequences)):
+        same = np.flatnonzero(sequences.prompt_id_B == sequences.prompt_id_B[b])
+        assert shared == sequences.mask_BT[b].argmax() - 1
+        assert (sequences.token_BT[same, :shared] == sequences.token_BT[b, :shared]).all()
+    assert not shared_prefixes(groups(seed, prompts=20, responses=1, width=40)).any()
+
+
+def test_prompts_that_differ_have_in_common_what_is_before_the_difference() -> None:
+    sequences = groups(1, prompts=1, responses=3, width=60)
+    shared = shared_prefixes(sequences)[0]
+    assert shared > 2
+    sequences.token_BT[1, shared - 2] += 1
+    assert list(shared_prefixes(sequences)) == [shared - 2] * 3
+    sequences.mask_BT[2, 1] = True  # trained on from there: its own copy begins one before
+    assert list(shared_prefixes(sequences)) == [0] * 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("merged", [1, 2, 4])
+def test_a_row_holds_a_prompt_once_and_attention_sees_every_sequence_whole(seed: int, merged: int) -> None:
+    sequences = groups(seed, prompts=6, responses=5, width=32)
+    packing, plain = (Packing(s, rows=4, row_tokens=40, merged=merged) for s in (sequences, apart_of(sequences)))
+    batches = list(packing.rows())
+    seen = []
+    for rows in batches:
+        assert rows.token_RW.shape == (4 // merged, 40 * merged) and rows.spread is not None
+        for token_W, position_W, segment_W, source_AS, segment_AS, home_W in zip(
+            rows.token_RW,
+            rows.position_RW,
+            rows.segment_RW,
+            rows.spread.source_RAS,
+            rows.spread.segment_RAS,
+            rows.spread.home_RW,
+            strict=True,
+        ):
+            for source_S, spread_S in zip(source_AS, segment_AS, strict=True):
+                for segment in range(1, spread_S.max() + 1):
+                    (where,) = np.nonzero(spread_S == segment)
+                    if len(where):
+                        np.testing.assert_array_equal(position_W[source_S[where]], np.arange(len(where)))
+                        assert (np.diff(where) == 1).all()
+                        seen.append(tuple(token_W[source_S[where]]))
+            real = segment_W > 0
+            np.testing.assert_array_equal(source_AS.reshape(-1)[home_W[real]], np.flatnonzero(real))
+            np.testing.assert_array_equal(segment_AS.reshape(-1)[home_W[real]] > 0, True)
+    whole = [tuple(t[:n]) for t, n in zip(sequences.token_BT, sequences.length_B, strict=True)]
+    assert sorted(seen) == sorted(whole)
+    packed, alone = (sum(int((rows.segment_RW > 0).sum()) for rows in p.rows()) for p in (packing, plain))
+    assert alone == sequences.length_B.sum() > packed >= alone - (shared_prefixes(sequences) * 4 / 5).sum()
+    inside_BT = np.arange(32) < sequences.length_B[:, None]
+    np.testing.assert_array_equal(packing.unpack(packing.pack(sequences.token_BT)), sequences.token_BT)
+    np.testing.assert_array_equal(packing.unpack(packing.pack(sequences.mask_BT)), sequences.mask_BT & inside_BT)
+    # Each trained token is in one place, and right behind the token that it follows.
+    trained = sum(int(rows.mask_RW.sum()) for rows in batches)
+    assert trained == sequences.mask_BT.sum()
+    before_BT = np.pad(sequences.token_BT, ((0, 0), (1, 0)))[:, :-1]
+    rolled = np.stack([np.roll(rows.token_RW, 1, axis=1) for rows in batches])
+    found_BT = packing.unpack(rolled)
+    np.testing.assert_array_equal(found_BT[sequences.mask_BT], before_BT[sequences.mask_BT])
+
+
+def apart_of(sequences: Sequences) -> Sequences:
+    """The same sequences as if each had a prompt of its own."""
+    return Sequences(sequences.token_BT, sequences.length_B, sequences.mask_BT, np.arange(len(sequences.length_B)))
+
+
+def test_a_few_tokens_in_common_are_not_worth_it() -> None:
+    sequences = groups(0, prompts=4, responses=2, width=200)
+    sequences.mask_BT[:, 4:] |= np.arange(4, 200) < sequences.length_B[:, None]
+    assert shared_prefixes(sequences).any()
+    assert all(rows.spread is None for rows in Packing(sequences, rows=2, row_tokens=200).rows())
+
+
+def test_processes_agree_on_one_shape() -> None:
+    alone = apart_of(groups(3, prompts=3, responses=2, width=24))
+    shapes = {"share": 1, "microbatches": 7, "attention": 5}
+    asked = iter(shapes.values())
+    packing = Packing(alone, rows=2, row_tokens=24, merged=2, agree=lambda number: max(number, next(asked)))
+    batches = list(packing.rows())
+    assert len(batches) == 7
+    assert {rows.token_RW.shape for rows in batches} == {(1, 48)}
+    assert {rows.spread.source_RAS.shape for rows in batches} == {(1, 6, 24)}  # 5 is not among the shapes
+    assert packing.pack(alone.token_BT).shape == (7, 1, 48)
 
 
 def test_a_sequence_longer_than_a_row_is_refused() -> None:

@@ -20,6 +20,7 @@ from jaxrlhf.models.attention import XLA, Attention, attend, attend_cache
 from jaxrlhf.models.cache import Cache, LayerCache, Prefix
 from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
 from jaxrlhf.models.rope import Rotation, rotate, rotation
+from jaxrlhf.models.spread import Spread, attend_spread
 
 
 def hidden_states(
@@ -29,6 +30,7 @@ def hidden_states(
     position_RW: Int[Array, "R W"],
     segment_RW: Int[Array, "R W"],
     *,
+    spread: Spread | None = None,
     remat: bool = False,
     dtype: Any = jnp.float32,
     attention: Attention = XLA,
@@ -40,6 +42,7 @@ def hidden_states(
     Args:
       position_RW: Index of each token in its own sequence.
       segment_RW: Which sequence of the row a token belongs to; 0 is padding.
+      spread: Where sequences share tokens, what attention goes by instead of the segments.
       remat: Keep only each layer's input for the backward pass and recompute the rest.
       dtype: Of activations and of the result.
       attention: From `choose_attention`, for the mesh that the rows are on.
@@ -54,17 +57,19 @@ def hidden_states(
         hidden_RWD = jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
 
     def stack(layers, hidden_RWD, rows):
-        turn, segment_RW = rows
+        turn, seen = rows
 
         def step(hidden_RWD, layer):
-            hidden_RWD, _, _ = _rows(layer, config, hidden_RWD, turn, segment_RW, attention)
+            hidden_RWD, _, _ = _rows(layer, config, hidden_RWD, turn, seen, attention)
             return hidden_RWD, None
 
         # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
         body = jax.checkpoint(step, prevent_cse=False) if remat else step
         return jax.lax.scan(body, hidden_RWD, layers)
 
-    hidden_RWD, _ = run_stages(pipeline, stack, params["layers"], hidden_RWD, (turn, segment_RW))
+    hidden_RWD, _ = run_stages(
+        pipeline, stack, params["layers"], hidden_RWD, (turn, segment_RW if spread is None else spread)
+    )
     return rms_norm(hidden_RWD, params["final_norm"], eps=config.rms_norm_eps)
 
 
@@ -196,11 +201,12 @@ def _embed(params: Params, token_RW: Int[Array, "R W"], dtype: Any) -> Float[Arr
 
 
 def _rows(
-    layer: Params, config: ModelConfig, hidden_RWD: Array, turn: Rotation, segment_RW: Array, attention: Attention
+    layer: Params, config: ModelConfig, hidden_RWD: Array, turn: Rotation, seen: Array | Spread, attention: Attention
 ):
-    """One layer over packed rows; also returns its keys and values, `[R, W, K, H]`."""
+    """One layer over packed rows, whose tokens see their segment or what is spread; also its keys and values."""
     query_RWNH, key_RWKH, value_RWKH = _heads(layer, config, hidden_RWD, turn)
-    mixed_RWNH = attend(query_RWNH, key_RWKH, value_RWKH, segment_RW, attention=attention)
+    mix = attend_spread if isinstance(seen, Spread) else attend
+    mixed_RWNH = mix(query_RWNH, key_RWKH, value_RWKH, seen, attention=attention)
     return _finish(layer, config, hidden_RWD, mixed_RWNH), key_RWKH, value_RWKH
 
 

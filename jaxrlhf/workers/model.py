@@ -106,6 +106,7 @@ class ModelWorker(ABC):
             rows.token_RW,
             rows.position_RW,
             rows.segment_RW,
+            spread=rows.spread,
             remat=self._remat,
             dtype=self.dtype,
             attention=self._attention,
@@ -116,11 +117,14 @@ class ModelWorker(ABC):
     def _pack(self, sequences: Sequences) -> Packing:
         """Where the tokens of this process's sequences lie; every process makes the same number of microbatches."""
         _, parts = self.place.part(BATCH_AXES)
+        of_device = self._rows // self.row_shards
+        # One row on each device, or as many as keep a pipeline busy.
+        kept = 1 if self._pipeline is None else self._pipeline.microbatches(of_device * self.row_shards)
         return Packing(
-            np.asarray(sequences.length_B),
-            width=self._width,
+            sequences,
             rows=self._rows // parts,
             row_tokens=self._row_tokens,
+            merged=of_device // kept,
             agree=most_of_all_hosts,
         )
 
@@ -140,7 +144,7 @@ class ModelWorker(ABC):
         scale = np.float32(temperature)
         outputs = []
         with self.on_devices("parameters"):
-            for rows in packing.rows(sequences):
+            for rows in packing.rows():
                 outputs.append(self._forward(self.params, self._on_mesh(rows), scale))
                 self._progress(f"{self.role} forward", len(outputs), packing.microbatches)
             return jax.tree.map(lambda *parts: packing.unpack(np.stack([_own_rows(x) for x in parts])), *outputs)

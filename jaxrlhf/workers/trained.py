@@ -122,7 +122,7 @@ class TrainedWorker(ModelWorker):
         packed = jax.tree.map(packing.pack, (experience.weight_BT, experience.fields))
         program = self._accumulator(objective, settings)
         gradient, sums = self._zeros(self.params), []
-        for index, rows in enumerate(packing.rows(experience.sequences)):
+        for index, rows in enumerate(packing.rows()):
             part = jax.tree.map(lambda x, i=index: x[i], packed)
             gradient, metrics = program(
                 self.params, gradient, self._on_mesh(rows), self._on_mesh(part), np.float32(temperature)

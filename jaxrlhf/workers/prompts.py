@@ -1,0 +1,59 @@
+"""Prompts that several responses share, found in a batch of whole sequences.
+
+A prompt that is computed once and attended to by all its responses costs what one of them would
+spend on it. The last token before a response stays the response's own, so that what predicts a
+token always stands right before it.
+"""
+
+import numpy as np
+
+from jaxrlhf.batch import Sequences
+
+
+def shared_prefixes(sequences: Sequences) -> np.ndarray:
+    """How many tokens at the start of each sequence all sequences of its prompt have in common, `[B]`.
+
+    They end before the token that predicts the first trained one; 0 where a prompt has one response.
+    """
+    token_BT, length_B = np.asarray(sequences.token_BT), np.asarray(sequences.length_B)
+    mask_BT, prompt_id_B = np.asarray(sequences.mask_BT), np.asarray(sequences.prompt_id_B)
+    first_B = np.where(mask_BT.any(axis=1), mask_BT.argmax(axis=1), length_B)
+    shared_B = np.zeros(len(length_B), np.int64)
+    for members in groups_of(prompt_id_B):
+        if len(members) > 1:
+            most = max(int(first_B[members].min()) - 1, 0)
+            differs_T = (token_BT[members, :most] != token_BT[members[0], :most]).any(axis=0)
+            shared_B[members] = differs_T.argmax() if differs_T.any() else most
+    return shared_B
+
+
+def groups_of(prompt_id_B: np.ndarray) -> list[np.ndarray]:
+    """Indices of the sequences of each prompt."""
+    order_B = np.argsort(prompt_id_B, kind="stable")
+    starts = np.flatnonzero(np.diff(prompt_id_B[order_B])) + 1
+    return [members for members in np.split(order_B, starts) if len(members)]
+
+
+def units_of(length_B: np.ndarray, shared_B: np.ndarray, group_B: np.ndarray, *, row_tokens: int) -> list[np.ndarray]:
+    """Sequences that go into one row together: those of a prompt, or as many as fit, the longest first.
+
+    Args:
+      shared_B: Tokens that a sequence has in common with its group; 0 makes it a unit of its own.
+    """
+    units = []
+    for members in groups_of(group_B):
+        shared = int(shared_B[members[0]])
+        if not shared:
+            units += [members[index : index + 1] for index in range(len(members))]
+            continue
+        own = length_B[members] - shared
+        order = np.argsort(-own, kind="stable")
+        members, own = members[order], own[order]
+        start = used = 0
+        for index, tokens in enumerate(own):
+            if index > start and shared + used + tokens > row_tokens:
+                units.append(members[start:index])
+                start, used = index, 0
+            used += int(tokens)
+        units.append(members[start:])
+    return units
