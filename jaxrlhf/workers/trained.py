@@ -100,6 +100,7 @@ class TrainedWorker(ModelWorker):
 
             def add(params: Params, gradient: Params, rows: Rows, experience: Any, temperature: Array) -> Any:
                 weight, fields = experience
+                fields = {**fields, "segment": rows.segment_RW}
                 mask = rows.mask_RW
 
                 def loss(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
