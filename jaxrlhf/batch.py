@@ -48,6 +48,21 @@ class Problem:
     record: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Pair(Problem):
+    """A problem with two answers, of which the one in `solution_tokens` is preferred.
+
+    Attributes:
+      rejected_tokens: The other answer with EOS.
+      margin: By how much the preferred answer's score should be higher at least.
+      safe: Whether the preferred answer, and the other, are harmless; None if the data does not say.
+    """
+
+    rejected_tokens: tuple[int, ...] = ()
+    margin: float = 0.0
+    safe: tuple[bool, bool] | None = None
+
+
 @struct.dataclass
 class Sequences:
     """B sequences of prompt and response tokens.

@@ -196,7 +196,7 @@ def test_a_template_that_refuses_a_chat(tmp_path):
 
 def test_no_evaluation_file_is_no_problems(load, tmp_path):
     file = write(tmp_path / "p.jsonl", [{"prompt": "1+1?"}])
-    assert load(prompt_file(file, answer_key=None), "evaluation") == ([], 0, 0)
+    assert load(prompt_file(file, answer_key=None), "evaluation") == ([], 0, 0, [])
 
 
 # Limits
@@ -230,7 +230,7 @@ def test_nothing_fits(load, tmp_path):
     ("name", "content", "match"),
     [
         ("a.jsonl", None, r"a\.jsonl: no such file"),
-        ("a.txt", "1", r"a\.txt: expected a \.jsonl or \.parquet"),
+        ("a.txt", "1", r"a\.txt: expected a \.jsonl, \.jsonl\.gz or \.parquet"),
         ("a.jsonl", "", "holds no records"),
         ("a.jsonl", "\n \n", "holds no records"),
         ("a.jsonl", '{"prompt": "x"}\n\n{"prompt": \n', r"a\.jsonl, line 3: not valid JSON"),

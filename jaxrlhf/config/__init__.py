@@ -35,7 +35,17 @@ from jaxrlhf.config.rewards import (
     Rewards,
 )
 from jaxrlhf.config.run import Checkpointing, ColdStart, Config, Evaluation
-from jaxrlhf.config.sources import Arithmetic, Data, FromScratch, Gsm8k, Model, Pretrained, PromptFile
+from jaxrlhf.config.sources import (
+    Arithmetic,
+    ArithmeticPairs,
+    Data,
+    FromScratch,
+    Gsm8k,
+    Model,
+    PairFile,
+    Pretrained,
+    PromptFile,
+)
 from jaxrlhf.config.supervised import SFT
 from jaxrlhf.config.training import Layout, Optimizer, Remat, Rollout, Sampling, Training
 
@@ -48,6 +58,7 @@ __all__ = [
     "Aggregation",
     "Algorithm",
     "Arithmetic",
+    "ArithmeticPairs",
     "ArithmeticReward",
     "Checkpointing",
     "ColdStart",
@@ -68,6 +79,7 @@ __all__ = [
     "Model",
     "ModelReward",
     "Optimizer",
+    "PairFile",
     "PolicyGradient",
     "PolicyLoss",
     "Pool",

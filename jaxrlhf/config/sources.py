@@ -90,4 +90,63 @@ class PromptFile:
     solution_key: str | None = None
 
 
-Data = Arithmetic | Gsm8k | PromptFile
+@dataclass(frozen=True)
+class ArithmeticPairs:
+    """The problems of `Arithmetic`, each with its right solution and, rejected, a wrong one.
+
+    Half of the wrong ones stop one step early, where there is more than one; the others have a
+    slip in one step and go on from there.
+    """
+
+    difficulty: int = 2
+    train_problems: int = 20_000
+    eval_problems: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        within(self, "difficulty", 1, 5)
+        positive(self, "train_problems", "eval_problems")
+
+
+@dataclass(frozen=True)
+class PairFile:
+    """Preference pairs from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
+
+    A record with a prompt has two answers to it. One without has two dialogues in the format of hh-rlhf
+    (Bai et al. 2022, arXiv:2204.05862), turns after `\\n\\nHuman:` and `\\n\\nAssistant:`, which differ in the last.
+
+    Attributes:
+      train: File of training records.
+      evaluation: File of held-out records; None holds none out, but for `evaluation_fraction`.
+      evaluation_fraction: Share of the prompts of `train` that is held out; pairs with one prompt stay together.
+      prompt_key: Field with the prompt: a text, or a list of chat messages.
+      margin_key: Field with the least difference of the scores, a number; None if there is none.
+      safe_keys: Fields that say whether the chosen and the rejected answer are harmless; None if there are none.
+      malformed_fraction: Pairs that cannot be read are left out and reported; more than this share is an error.
+    """
+
+    train: str
+    evaluation: str | None = None
+    evaluation_fraction: float = 0.0
+    prompt_key: str = "prompt"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    margin_key: str | None = None
+    safe_keys: tuple[str, ...] | None = None
+    malformed_fraction: float = 0.01
+
+    def __post_init__(self) -> None:
+        within(self, "evaluation_fraction", 0.0, 0.5)
+        within(self, "malformed_fraction", 0.0, 1.0)
+        require(
+            self.evaluation is None or not self.evaluation_fraction,
+            f"PairFile holds out evaluation={self.evaluation!r} and evaluation_fraction={self.evaluation_fraction}; "
+            "give one of them",
+        )
+        require(
+            self.safe_keys is None or len(self.safe_keys) == 2,
+            f"PairFile.safe_keys names two fields, of the chosen and the rejected answer, got {self.safe_keys}",
+        )
+
+
+Data = Arithmetic | ArithmeticPairs | Gsm8k | PairFile | PromptFile

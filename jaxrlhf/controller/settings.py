@@ -6,6 +6,9 @@ from jaxrlhf.config import Config, PolicyGradient
 from jaxrlhf.data import Loaded
 from jaxrlhf.workers import Pools, Row
 
+_SHOWN = 5
+"""Malformed records of a split that the table names."""
+
 
 def settings_rows(config: Config, model: ModelConfig, pools: Pools, train: Loaded, evaluation: Loaded) -> list[Row]:
     """What the configuration comes down to on its devices.
@@ -17,16 +20,19 @@ def settings_rows(config: Config, model: ModelConfig, pools: Pools, train: Loade
         ("run", "algorithm", type(config.algorithm).__name__, f"{config.steps} steps"),
         ("run", "model", _count(model.num_parameters()), f"{model.family}, {model.num_layers} layers"),
         compilation_cache.settings_row(),
-        _split_row("training", train, len(train.problems)),
-        _split_row("held out", evaluation, config.evaluation.problems),
+        *_split_rows("training", train, len(train.problems)),
+        *_split_rows("held out", evaluation, config.evaluation.problems),
         *_step_rows(config),
         *pools.rows(),
     ]
 
 
-def _split_row(name: str, split: Loaded, wanted: int) -> Row:
-    used = min(wanted, len(split.problems))
-    return ("data", name, f"{used} problems", f"{split.dropped_too_long} of {split.total} dropped as too long")
+def _split_rows(name: str, split: Loaded, wanted: int) -> list[Row]:
+    used, bad = min(wanted, len(split.problems)), len(split.malformed)
+    dropped = f"{split.dropped_too_long} of {split.total} dropped as too long"
+    rows: list[Row] = [("data", name, f"{used} problems", dropped)]
+    rows += [("data", f"{name}, malformed", f"{bad} left out", what) for what in split.malformed[:_SHOWN]]
+    return rows
 
 
 def _step_rows(config: Config) -> list[Row]:

@@ -145,7 +145,7 @@ def _candidates(level: Level, seed: int, split: Split, unfinished_share: float) 
         if _split_of(problem.template) != split:
             continue
         question = _cast(dice, story, problem.template)
-        unfinished = _hash(question) % 1000 < 1000 * unfinished_share and len(problem.steps) > 1
+        unfinished = stable_hash(question) % 1000 < 1000 * unfinished_share and len(problem.steps) > 1
         working = problem.steps[:-1] if unfinished else problem.steps
         yield {
             "question": question,
@@ -156,11 +156,11 @@ def _candidates(level: Level, seed: int, split: Split, unfinished_share: float) 
 
 
 def _split_of(template: str) -> Split:
-    return "evaluation" if _hash(template) % _EVALUATION_SHARE == 0 else "train"
+    return "evaluation" if stable_hash(template) % _EVALUATION_SHARE == 0 else "train"
 
 
-def _hash(text: str) -> int:
-    """The same on every machine, in every process."""
+def stable_hash(text: str) -> int:
+    """64 bits, the same on every machine and in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 

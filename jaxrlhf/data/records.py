@@ -1,6 +1,9 @@
-"""Records of `.jsonl` and `.parquet` files; what is wrong is said with file, line and key."""
+"""Records of `.jsonl`, `.jsonl.gz` and `.parquet` files; what is wrong is said with file, line and key."""
 
+import gzip
 import json
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,16 +32,17 @@ def read_rows(path: str | Path) -> list[Row]:
     """All records of a file.
 
     Raises:
-      ValueError: missing or empty file, a suffix other than `.jsonl` and `.parquet`, or a line
-        that is not a JSON object.
+      ValueError: missing or empty file, a suffix other than `.jsonl`, `.jsonl.gz` and `.parquet`, or a
+        line that is not a JSON object.
     """
     path = Path(path)
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if path.suffix not in readers:
-        raise ValueError(f"{path}: expected a .jsonl or .parquet file")
+    readers = {".jsonl": _read_jsonl, ".jsonl.gz": _read_jsonl, ".parquet": _read_parquet}
+    suffix = next((suffix for suffix in readers if path.name.endswith(suffix)), None)
+    if suffix is None:
+        raise ValueError(f"{path}: expected a .jsonl, .jsonl.gz or .parquet file")
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    rows = readers[path.suffix](path)
+    rows = readers[suffix](path)
     if not rows:
         raise ValueError(f"{path}: the file holds no records")
     return rows
@@ -46,19 +50,30 @@ def read_rows(path: str | Path) -> list[Row]:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:  # not JSON, or not UTF-8
-                raise ValueError(f"{place}: not valid JSON ({error}); each line holds one object") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"{place}: expected a JSON object, got {type(record).__name__}")
-            rows.append(Row(place, record))
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:  # not JSON, or not UTF-8
+            raise ValueError(f"{place}: not valid JSON ({error}); each line holds one object") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{place}: expected a JSON object, got {type(record).__name__}")
+        rows.append(Row(place, record))
     return rows
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    if path.suffix != ".gz":
+        with path.open("rb") as file:
+            yield from file
+        return
+    try:
+        with gzip.open(path) as file:
+            yield from file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file ({error})") from error
 
 
 def _read_parquet(path: Path) -> list[Row]:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, cast
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.batch import Problem
-from jaxrlhf.config import Arithmetic, Data, Gsm8k, PromptFile
+from jaxrlhf.batch import Pair, Problem
+from jaxrlhf.config import Arithmetic, ArithmeticPairs, Data, Gsm8k, PairFile, PromptFile
 from jaxrlhf.data.arithmetic import Split, arithmetic_records
+from jaxrlhf.data.pairs import PairRecord, read_arithmetic_pairs, read_pair_file
 from jaxrlhf.data.records import Row, read_rows
 
 Messages = list[dict[str, str]]
@@ -27,6 +28,7 @@ class Example(NamedTuple):
       answer: Reference answer for the rewards.
       solution: Worked solution for supervised training.
       record: As it was read.
+      pair: Of which `solution` is the chosen answer; None if the record is none.
     """
 
     place: str
@@ -34,6 +36,7 @@ class Example(NamedTuple):
     answer: str | None
     solution: str | None
     record: Mapping[str, Any]
+    pair: PairRecord | None = None
 
 
 class Loaded(NamedTuple):
@@ -43,11 +46,13 @@ class Loaded(NamedTuple):
       problems: Those that fit.
       dropped_too_long: Those left out for a token limit.
       total: Records in the split.
+      malformed: What is wrong with pairs that could not be read, and where.
     """
 
     problems: list[Problem]
     dropped_too_long: int
     total: int
+    malformed: list[str]
 
 
 def load_problems(
@@ -67,34 +72,46 @@ def load_problems(
 
     Args:
       max_prompt_tokens: Problems with longer prompts are dropped and counted.
-      max_solution_tokens: The same for solutions, EOS included; None is no limit.
+      max_solution_tokens: The same for solutions, EOS included, and both answers of a pair; None is no limit.
 
     Returns:
-      The problems; none at all for the evaluation split of a `PromptFile` without one.
+      The problems; none at all for the evaluation split of a file without one.
 
     Raises:
       ValueError: unreadable data, or no problem within the limits.
     """
-    problems = _tokenize(_read(data, split), tokenizer)
+    examples, malformed = _read(data, split)
+    problems = _tokenize(examples, tokenizer)
     kept = [
         problem
         for problem in problems
         if len(problem.prompt_tokens) <= max_prompt_tokens
-        and (max_solution_tokens is None or len(problem.solution_tokens) <= max_solution_tokens)
+        and (max_solution_tokens is None or _solution_length(problem) <= max_solution_tokens)
     ]
     if problems and not kept:
         raise ValueError(_nothing_fits(problems, split, max_prompt_tokens, max_solution_tokens))
-    return Loaded(kept, dropped_too_long=len(problems) - len(kept), total=len(problems))
+    return Loaded(kept, len(problems) - len(kept), len(problems) + len(malformed), malformed)
 
 
-def _read(data: Data, split: Split) -> list[Example]:
+def _solution_length(problem: Problem) -> int:
+    rejected = problem.rejected_tokens if isinstance(problem, Pair) else ()
+    return max(len(problem.solution_tokens), len(rejected))
+
+
+def _read(data: Data, split: Split) -> tuple[list[Example], list[str]]:
+    """The records, and what is wrong with pairs that could not be read."""
     match data:
         case Arithmetic():
-            return _read_arithmetic(data, split)
+            return _read_arithmetic(data, split), []
         case Gsm8k():
-            return _read_gsm8k(data, split)
+            return _read_gsm8k(data, split), []
         case PromptFile():
-            return _read_prompt_file(data, split)
+            return _read_prompt_file(data, split), []
+        case ArithmeticPairs():
+            pairs, malformed = read_arithmetic_pairs(data, split)
+        case PairFile():
+            pairs, malformed = read_pair_file(data, split)
+    return [Example(pair.place, pair.prompt, pair.answer, pair.chosen, pair.record, pair) for pair in pairs], malformed
 
 
 def _read_arithmetic(data: Arithmetic, split: Split) -> list[Example]:
@@ -186,17 +203,26 @@ def _tokenize(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> li
     # A chat template writes its special tokens itself; plain text gets the tokenizer's.
     prompt_ids = tokenizer(prompts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
     solution_ids = tokenizer([example.solution or "" for example in examples], add_special_tokens=False)["input_ids"]
-    return [
-        Problem(
-            prompt_id=n,
-            prompt=prompts[n],
-            prompt_tokens=tuple(prompt_ids[n]),
-            answer=example.answer,
-            solution_tokens=() if example.solution is None else (*solution_ids[n], tokenizer.eos_token_id),
-            record=example.record,
+    rejected = [example.pair.rejected if example.pair else "" for example in examples]
+    rejected_ids = tokenizer(rejected, add_special_tokens=False)["input_ids"]
+    problems = []
+    for n, example in enumerate(examples):
+        kind, more = Problem, {}
+        if example.pair is not None:
+            ends = {"rejected_tokens": (*rejected_ids[n], tokenizer.eos_token_id)}
+            kind, more = Pair, {**ends, "margin": example.pair.margin, "safe": example.pair.safe}
+        problems.append(
+            kind(
+                prompt_id=n,
+                prompt=prompts[n],
+                prompt_tokens=tuple(prompt_ids[n]),
+                answer=example.answer,
+                solution_tokens=() if example.solution is None else (*solution_ids[n], tokenizer.eos_token_id),
+                record=example.record,
+                **more,
+            )
         )
-        for n, example in enumerate(examples)
-    ]
+    return problems
 
 
 def _prompt_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -222,6 +248,6 @@ def _nothing_fits(
     prompts = [len(problem.prompt_tokens) for problem in problems]
     message += f"rollout.max_prompt_tokens={max_prompt_tokens}, prompts have {min(prompts)} to {max(prompts)}"
     if max_solution_tokens is not None:
-        solutions = [len(problem.solution_tokens) for problem in problems]
+        solutions = [_solution_length(problem) for problem in problems]
         message += f"; max_solution_tokens={max_solution_tokens}, solutions have {min(solutions)} to {max(solutions)}"
     return f"{message}; set the limit to the longest to keep all"

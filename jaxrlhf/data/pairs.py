@@ -1,0 +1,205 @@
+"""Preference pairs: a prompt, an answer that was chosen and one that was rejected."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrlhf.config import ArithmeticPairs, PairFile
+from jaxrlhf.data.arithmetic import Split, arithmetic_records, stable_hash
+from jaxrlhf.data.records import Row, read_rows
+
+Messages = list[dict[str, str]]
+
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+class PairRecord(NamedTuple):
+    """A pair as it was read.
+
+    Attributes:
+      place: Where it comes from, for error messages.
+      prompt: A user's text, or chat messages.
+      answer: Reference answer for the rewards.
+      margin: Least difference of the scores.
+      safe: Whether chosen and rejected are harmless; None if that is not known.
+      record: As it was read.
+    """
+
+    place: str
+    prompt: str | Messages
+    chosen: str
+    rejected: str
+    answer: str | None
+    margin: float
+    safe: tuple[bool, bool] | None
+    record: Mapping[str, Any]
+
+
+class Read(NamedTuple):
+    """The pairs of a split, and what is wrong with those that could not be read."""
+
+    pairs: list[PairRecord]
+    malformed: list[str]
+
+
+def read_arithmetic_pairs(data: ArithmeticPairs, split: Split) -> Read:
+    """Right solutions and wrong ones; the right one is harmless and the wrong one is not."""
+    number = data.train_problems if split == "train" else data.eval_problems
+    records = arithmetic_records(difficulty=data.difficulty, problems=number, seed=data.seed, split=split)
+    pairs = [
+        PairRecord(
+            place=f"arithmetic problem {n}",
+            prompt=record["question"],
+            chosen=record["solution"],
+            rejected=wrong_solution(record["question"], record["solution"]),
+            answer=record["answer"],
+            margin=0.0,
+            safe=(True, False),
+            record=record,
+        )
+        for n, record in enumerate(records)
+    ]
+    return Read(pairs, [])
+
+
+def wrong_solution(question: str, solution: str) -> str:
+    """The worked solution with one mistake, the same on every machine.
+
+    Every other one that has several steps stops one step early. In the rest the result of one
+    step is off by 1 to 3, and what follows goes on with that.
+    """
+    *steps, last = solution.split("\n")
+    choice = stable_hash(f"{question}\n{solution}")
+    if choice % 2 and len(steps) > 1:
+        return "\n".join((*steps[:-1], f"#### {steps[-2].partition('=')[2]}"))
+    off = (choice // 2 % 3 + 1) * (1 if choice // 8 % 2 else -1)
+    slipped = _with_slip(steps, choice // 16 % len(steps), off)
+    if slipped[-1] == last:  # a division rounded the slip away
+        slipped = _with_slip(steps, len(steps) - 1, off)
+    return "\n".join(slipped)
+
+
+def _with_slip(steps: Sequence[str], slip: int, off: int) -> list[str]:
+    """The lines, the result of step `slip` being `off` from the right one, or that much above where it would be < 0."""
+    lines, right, wrong = [], "", ""
+    for number, step in enumerate(steps):
+        task, _, result = step.partition("=")
+        if number > slip:
+            task = wrong + task.removeprefix(right)
+        value = _worked_out(task)
+        if number == slip:
+            value += off if value + off >= 0 else -off
+        lines.append(f"{task}={value}")
+        right, wrong = result, str(value)
+    return [*lines, f"#### {wrong}"]
+
+
+def _worked_out(task: str) -> int:
+    left, operator, right = re.fullmatch(r"(-?\d+)([-+*/])(\d+)", task).groups()  # type: ignore[union-attr]
+    a, b = int(left), int(right)
+    return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[operator]
+
+
+def read_pair_file(data: PairFile, split: Split) -> Read:
+    """The pairs of a file; those that cannot be read are left out and told of, with file and line.
+
+    Raises:
+      ValueError: An unreadable file, more malformed pairs than `data` allows, or none that is not.
+    """
+    path = data.evaluation if split == "evaluation" and data.evaluation else data.train
+    if split == "evaluation" and data.evaluation is None and not data.evaluation_fraction:
+        return Read([], [])
+    pairs, malformed = [], []
+    rows = read_rows(Path(path).expanduser())
+    for row in rows:
+        try:
+            pairs.append(_pair(row, data))
+        except ValueError as error:
+            malformed.append(str(error))
+    if not pairs or len(malformed) > data.malformed_fraction * len(rows):
+        raise ValueError(
+            f"{len(malformed)} of the {len(rows)} pairs of {path} are malformed, and "
+            f"data.malformed_fraction={data.malformed_fraction} are allowed; the first: {malformed[0]}"
+        )
+    if data.evaluation_fraction:
+        pairs = [pair for pair in pairs if _held_out(pair, data) == (split == "evaluation")]
+    return Read(pairs, malformed)
+
+
+def _held_out(pair: PairRecord, data: PairFile) -> bool:
+    return stable_hash(json.dumps(pair.prompt)) < data.evaluation_fraction * 2**64
+
+
+def _pair(row: Row, data: PairFile) -> PairRecord:
+    chosen, rejected = (_text(row, key) for key in (data.chosen_key, data.rejected_key))
+    prompt: str | Messages
+    if data.prompt_key in row.record:
+        prompt = _prompt(row, data.prompt_key)
+    else:
+        prompt, chosen, rejected = _split_dialogues(row, chosen, rejected)
+    empty = [name for name, text in (("chosen", chosen), ("rejected", rejected)) if not text.strip()]
+    if empty:
+        raise ValueError(f"{row.place}: the {' and the '.join(empty)} answer is empty")
+    if chosen == rejected:
+        raise ValueError(f"{row.place}: the chosen and the rejected answer are the same")
+    margin = 0.0 if data.margin_key is None else row.value(data.margin_key)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise ValueError(f"{row.place}: {data.margin_key!r} must be a finite number, got {margin!r:.80}")
+    return PairRecord(row.place, prompt, chosen, rejected, None, float(margin), _safe(row, data), row.record)
+
+
+def _text(row: Row, key: str) -> str:
+    value = row.value(key)
+    if not isinstance(value, str):
+        raise ValueError(f"{row.place}: {key!r} must be a text, got {value!r:.80}")
+    return value
+
+
+def _prompt(row: Row, key: str) -> str | Messages:
+    value = row.value(key)
+    messages = isinstance(value, list) and all(
+        isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+        for message in value
+    )
+    if not value or not (messages or isinstance(value, str)):
+        raise ValueError(f"{row.place}: {key!r} must be a text or a list of chat messages, got {value!r:.80}")
+    return value
+
+
+def _safe(row: Row, data: PairFile) -> tuple[bool, bool] | None:
+    if data.safe_keys is None:
+        return None
+    chosen, rejected = (row.value(key) for key in data.safe_keys)
+    if not (isinstance(chosen, bool) and isinstance(rejected, bool)):
+        raise ValueError(
+            f"{row.place}: {data.safe_keys} must be true or false, got {chosen!r:.40} and {rejected!r:.40}"
+        )
+    return chosen, rejected
+
+
+def _split_dialogues(row: Row, chosen: str, rejected: str) -> tuple[Messages, str, str]:
+    """The turns that two dialogues share, and the last turn of each."""
+    *shared, last = dialogue(chosen, place=f"{row.place}: chosen")
+    *others, other = dialogue(rejected, place=f"{row.place}: rejected")
+    if shared != others:
+        raise ValueError(f"{row.place}: chosen and rejected differ before the last turn")
+    return shared, last["content"], other["content"]
+
+
+def dialogue(text: str, *, place: str) -> Messages:
+    """The turns of a dialogue in the format of hh-rlhf, as chat messages.
+
+    Raises:
+      ValueError: Turns that do not alternate from the human's first to the assistant's last.
+    """
+    before, *parts = _TURN.split(text)
+    roles = parts[::2]
+    if before.strip() or not roles or roles != ["Human", "Assistant"] * (len(roles) // 2):
+        raise ValueError(
+            f"{place}: turns have to alternate, from '\\n\\nHuman:' to a last '\\n\\nAssistant:', got {text!r:.80}"
+        )
+    return [{"role": _ROLES[role], "content": said.strip()} for role, said in zip(roles, parts[1::2], strict=True)]

@@ -1,0 +1,125 @@
+"""Preference pairs: from files in hh-rlhf's format, from records with a prompt, and from arithmetic problems."""
+
+import gzip
+import json
+
+import pytest
+
+from jaxrlhf.batch import Pair
+from jaxrlhf.config import ArithmeticPairs, PairFile
+from jaxrlhf.data import embedded_tokenizer, load_problems
+
+HH = {
+    "chosen": "\n\nHuman: Hi.\n\nAssistant: Hello!\n\nHuman: 1+1?\n\nAssistant: It is 2.",
+    "rejected": "\n\nHuman: Hi.\n\nAssistant: Hello!\n\nHuman: 1+1?\n\nAssistant: 3",
+}
+ASKED = {"prompt": "Two and two?", "chosen": "4", "rejected": "5", "gap": 0.5, "good": True, "bad": False}
+MALFORMED = {
+    "differ before the last turn": {**HH, "rejected": "\n\nHuman: Hi!\n\nAssistant: 3"},
+    "turns have to alternate": {**HH, "chosen": "\n\nHuman: Hi.\n\nHuman: Hi?\n\nAssistant: yes"},
+    "are the same": {**HH, "rejected": HH["chosen"]},
+    "the rejected answer is empty": {**ASKED, "rejected": " "},
+    "no key 'rejected'": {"prompt": "x", "chosen": "y"},
+    "must be a text": {**ASKED, "chosen": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return embedded_tokenizer()
+
+
+@pytest.fixture
+def load(tokenizer):
+    def call(data, split="train", **limits):
+        return load_problems(data, tokenizer, split=split, **{"max_prompt_tokens": 1000, **limits})
+
+    return call
+
+
+def write(path, records):
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.jsonl.gz"])
+def test_dialogues_share_their_turns_but_the_last(name, load, tokenizer, tmp_path):
+    [pair] = load(PairFile(write(tmp_path / name, [HH]))).problems
+    assert isinstance(pair, Pair)
+    assert pair.prompt == "<|user|>Hi.<|assistant|>Hello!<|eos|><|user|>1+1?<|assistant|>"
+    assert tokenizer.decode(pair.prompt_tokens) == pair.prompt
+    assert tokenizer.decode(pair.solution_tokens) == "It is 2.<|eos|>"
+    assert tokenizer.decode(pair.rejected_tokens) == "3<|eos|>"
+    assert (pair.margin, pair.safe, pair.record) == (0.0, None, HH)
+
+
+def test_a_record_with_a_prompt_may_have_a_margin_and_say_what_is_harmless(load, tokenizer, tmp_path):
+    data = PairFile(write(tmp_path / "pairs.jsonl", [ASKED]), margin_key="gap", safe_keys=("good", "bad"))
+    [pair] = load(data).problems
+    assert pair.prompt == "<|user|>Two and two?<|assistant|>"
+    assert tokenizer.decode(pair.rejected_tokens) == "5<|eos|>"
+    assert (pair.margin, pair.safe) == (0.5, (True, False))
+
+
+def test_malformed_pairs_are_left_out_and_told_of_with_file_and_line(load, tmp_path):
+    path = write(tmp_path / "pairs.jsonl", [HH, *MALFORMED.values(), ASKED])
+    loaded = load(PairFile(path, malformed_fraction=0.8))
+    assert [pair.record for pair in loaded.problems] == [HH, ASKED]
+    assert loaded.total == 2 + len(MALFORMED)
+    assert len(loaded.malformed) == len(MALFORMED)
+    for line, (reason, told) in enumerate(zip(MALFORMED, loaded.malformed, strict=True), start=2):
+        assert told.startswith(f"{path}, line {line}: ")
+        assert reason in told
+
+
+@pytest.mark.parametrize(("records", "allowed"), [([HH, *MALFORMED.values()], 0.5), (MALFORMED.values(), 1.0)])
+def test_too_many_malformed_pairs_or_no_others_are_an_error(load, tmp_path, records, allowed):
+    with pytest.raises(ValueError, match=f"6 of the {len(records)} pairs of .*the first: .*line "):
+        load(PairFile(write(tmp_path / "pairs.jsonl", records), malformed_fraction=allowed))
+
+
+def test_a_cut_gzip_file_is_refused(load, tmp_path):
+    path = tmp_path / "pairs.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(HH).encode() * 100)[:-20])
+    with pytest.raises(ValueError, match=r"pairs\.jsonl\.gz: not a whole gzip file"):
+        load(PairFile(str(path)))
+
+
+def test_pairs_are_held_out_by_file_or_by_prompt(load, tmp_path):
+    records = [{**ASKED, "prompt": f"{n // 2}?", "gap": n} for n in range(400)]
+    path, other = write(tmp_path / "pairs.jsonl", records), write(tmp_path / "other.jsonl", [HH])
+    assert load(PairFile(path), "evaluation").problems == []
+    assert [pair.record for pair in load(PairFile(path, other), "evaluation").problems] == [HH]
+    parts = [load(PairFile(path, evaluation_fraction=0.25), split).problems for split in ("train", "evaluation")]
+    prompts = [{pair.prompt for pair in part} for part in parts]
+    assert not prompts[0] & prompts[1]
+    assert sorted(pair.record["gap"] for part in parts for pair in part) == list(range(400))
+    assert 0.15 < len(parts[1]) / 400 < 0.35
+
+
+def test_a_pair_is_too_long_if_one_of_its_answers_is(load, tmp_path):
+    records = [{**ASKED, "rejected": "5" * 9}, {**ASKED, "chosen": "4" * 9}, ASKED]
+    loaded = load(PairFile(write(tmp_path / "pairs.jsonl", records)), max_solution_tokens=9)
+    assert [pair.record for pair in loaded.problems] == [ASKED]
+    assert loaded.dropped_too_long == 2
+
+
+def test_wrong_arithmetic_solutions_have_one_mistake_and_a_wrong_answer(load, tokenizer):
+    data = ArithmeticPairs(difficulty=3, train_problems=300, eval_problems=10)
+    early = 0
+    for pair in load(data).problems:
+        right, wrong = (tokenizer.decode(ids) for ids in (pair.solution_tokens, pair.rejected_tokens))
+        assert right == pair.record["solution"] + "<|eos|>"
+        *lines, last = wrong.removesuffix("<|eos|>").split("\n")
+        assert last.startswith("#### ")
+        assert last != f"#### {pair.answer}"
+        assert last == f"#### {lines[-1].partition('=')[2]}"
+        assert pair.safe == (True, False)
+        false = [line for line in lines if eval(line.replace("=", "==").replace("/", "//")) is False]
+        stopped = len(lines) < pair.record["steps"]
+        early += stopped
+        assert len(false) == (0 if stopped else 1), wrong
+    assert 100 < early < 200
+    again = load(data, "evaluation").problems
+    assert len(again) == 10
