@@ -26,6 +26,7 @@ from jaxrlhf.config.ppo import PPO
 from jaxrlhf.config.record import to_json
 from jaxrlhf.config.rewards import (
     ArithmeticReward,
+    CodeReward,
     FormatReward,
     FunctionReward,
     Gsm8kReward,
@@ -61,6 +62,7 @@ __all__ = [
     "ArithmeticPairs",
     "ArithmeticReward",
     "Checkpointing",
+    "CodeReward",
     "ColdStart",
     "CommandLine",
     "Config",

@@ -30,6 +30,34 @@ class MathReward:
 
 
 @dataclass(frozen=True)
+class CodeReward:
+    """Does the last Python block of the response pass the record's tests, in a sandbox?
+
+    Attributes:
+      tests_key: Field of the record with the tests: inputs and outputs, or test code. See `jaxrlhf.rewards.programs`.
+      credit: `all` is 1 if every test passes, else 0; `fraction` is the share that passes.
+      time_limit_s: Wall-clock limit of one test.
+      total_s: Of all tests of a response; those that are not run by then have failed.
+      memory_bytes: Address space of the program.
+      output_bytes: What a test may print, and the largest file that it may write.
+      allow_unsandboxed: Run programs also where the machine cannot keep them from the network and
+        from other files. They then do as they please with the rights of the run.
+    """
+
+    tests_key: str = "tests"
+    credit: Literal["all", "fraction"] = "all"
+    time_limit_s: float = 6.0
+    total_s: float = 25.0
+    memory_bytes: int = 1 << 29
+    output_bytes: int = 1 << 20
+    allow_unsandboxed: bool = False
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "time_limit_s", "total_s", "memory_bytes", "output_bytes")
+
+
+@dataclass(frozen=True)
 class FormatReward:
     """1 if the whole response matches a regular expression."""
 
@@ -67,7 +95,7 @@ class ModelReward:
     layout: Layout = field(default_factory=Layout)
 
 
-RewardPart = Gsm8kReward | ArithmeticReward | MathReward | FormatReward | FunctionReward | ModelReward
+RewardPart = Gsm8kReward | ArithmeticReward | MathReward | CodeReward | FormatReward | FunctionReward | ModelReward
 
 
 @dataclass(frozen=True)
@@ -87,6 +115,13 @@ class Rewards:
     def __post_init__(self) -> None:
         positive(self, "workers", "timeout_s")
         require(len(self.parts) > 0, "Rewards.parts is empty; name at least one reward")
+        for part in self.parts:
+            total_s = getattr(part, "total_s", 0.0)
+            require(
+                total_s < self.timeout_s,
+                f"{type(part).__name__}.total_s={total_s:g} must be below Rewards.timeout_s={self.timeout_s:g}, past "
+                "which the call is ended from outside; raise Rewards.timeout_s",
+            )
 
     @property
     def by_model(self) -> bool:

@@ -1,0 +1,193 @@
+"""The program that `sandbox.py` starts: it confines its own process for ever, then runs foreign code in it.
+
+Nothing here needs root. Landlock keeps the process from files other than its directory and the
+interpreter's. A seccomp filter refuses the system calls that make sockets, processes or shared
+memory, that signal or steer other processes, and that change who may use a file. Without
+processes the limits below hold for all that the code does. Started as a file, so it imports
+nothing of the package.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import signal
+import socket
+import struct
+import sys
+import types
+
+LANDLOCK_ABI = 3  # the first that knows of truncation
+LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446
+READ = 0b1100  # files and directories
+WRITE_FILE = 1 << 1
+EVERYTHING = (1 << 15) - 1  # execute, read, write, make, remove, link, truncate
+DEVICES = 1 << 6 | 1 << 11  # of `EVERYTHING`: making device files
+
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
+LOAD, AND, EQUAL, ANY_BIT, AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x45, 0x35, 0x06  # operations of the filter
+X32 = 0x40000000
+CLONE_THREAD = 0x10000
+
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column below, and what the kernel calls it
+# fmt: off
+REFUSED = {  # numbers on x86-64 and on arm64, where a call may be missing
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "io_uring_setup": (425, 425),
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
+    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "memfd_create": (319, 279),
+    "memfd_secret": (447, 447), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "removexattrat": (466, 466), "file_setattr": (469, 469),
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "bpf": (321, 280), "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+}
+# fmt: on
+CLONE3, CAPSET = (435, 435), (126, 91)
+
+DENY, PASS = (RETURN, 0, 0, REFUSE | errno.EPERM), (RETURN, 0, 0, ALLOW)
+FIRST, SECOND = (LOAD, 0, 0, 16), (LOAD, 0, 0, 24)  # arguments of the call
+EXAMINED = {  # allowed, but for some arguments
+    "clone": ((56, 220), [FIRST, (ANY_BIT, 1, 0, CLONE_THREAD), DENY]),  # a thread, not a process
+    "prlimit": ((302, 261), [FIRST, (EQUAL, 1, 0, 0), DENY]),  # of this process
+    "socketpair": (
+        (53, 199),  # two local ends, which reach nothing else as long as they are streams
+        [FIRST, (EQUAL, 1, 0, socket.AF_UNIX), DENY, SECOND, (AND, 0, 0, 15), (EQUAL, 1, 0, socket.SOCK_STREAM), DENY],
+    ),
+    "fcntl": ((72, 25), [SECOND, (EQUAL, 0, 1, 8), DENY, (EQUAL, 0, 1, 15), DENY]),  # whom a file signals
+    "ioctl": ((16, 29), [SECOND, (EQUAL, 0, 1, 0x8901), DENY, (EQUAL, 0, 1, 0x8902), DENY]),  # idem
+}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main(fd: int) -> None:
+    """Run the job in the file `fd`; the file then holds the job's secret if all of it ran."""
+    with open(fd, "r+b", buffering=0, closefd=False) as file:
+        job = json.loads(file.read())
+        file.seek(0)
+        file.truncate()
+        _limit(job)
+        for step in (_give_up_privileges, _restrict_files, _restrict_calls, _check_closed):
+            try:
+                step(job)
+            except OSError as error:
+                if not job["allow_unsandboxed"]:
+                    file.write(f"{job['secret']} {error}".encode())
+                    return
+        _run(job)
+        file.write(job["secret"].encode())
+
+
+def _limit(job: dict) -> None:
+    limits = {
+        resource.RLIMIT_AS: job["memory_bytes"],
+        resource.RLIMIT_FSIZE: job["output_bytes"],
+        resource.RLIMIT_CPU: int(job["time_s"]) + 1,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+    }
+    for limit, wanted in limits.items():
+        hard = resource.getrlimit(limit)[1]
+        value = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(limit, (value, value))
+
+
+def _give_up_privileges(job: dict) -> None:
+    _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, what="ending with the parent")
+    if os.getppid() != job["parent"]:
+        raise OSError("the parent is gone")
+    _call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0, what="giving up privileges")
+    header = struct.pack("Ii", 0x20080522, 0)
+    _call("syscall", CAPSET[_machine()[0]], header, bytes(24), what="giving up capabilities")
+
+
+def _machine() -> tuple[int, int]:
+    if sys.platform != "linux" or platform.machine() not in MACHINES:
+        raise OSError(f"this is {sys.platform} on {platform.machine()}; it takes Linux on {' or '.join(MACHINES)}")
+    return MACHINES[platform.machine()]
+
+
+def _call(function: str, *arguments: int | bytes, what: str) -> int:
+    _machine()  # the numbers are Linux's
+    values = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in arguments]
+    result = getattr(_libc, function)(*values)
+    if result < 0:
+        raise OSError(f"{what} is not possible here ({os.strerror(ctypes.get_errno())})")
+    return result
+
+
+def _restrict_files(job: dict) -> None:
+    what = "write isolation: Landlock"
+    abi = _call("syscall", LANDLOCK_CREATE, 0, 0, 1, what=what)
+    if abi < LANDLOCK_ABI:
+        raise OSError(f"{what} of version {LANDLOCK_ABI} (Linux 6.2) is needed, and this kernel has version {abi}")
+    ruleset = _call("syscall", LANDLOCK_CREATE, struct.pack("Q", EVERYTHING), 8, 0, what=what)
+    readable = {sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/sys/devices/system/cpu"}
+    allowed = [(job["directory"], EVERYTHING & ~DEVICES), *((path, READ) for path in readable)]
+    allowed += [("/dev/null", READ & 0b100 | WRITE_FILE), ("/dev/urandom", READ & 0b100)]
+    for path, rights in allowed:
+        if os.path.exists(path):
+            beneath = os.open(path, os.O_PATH)
+            _call("syscall", LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, beneath), 0, what=what)
+            os.close(beneath)
+    _call("syscall", LANDLOCK_RESTRICT, ruleset, 0, what=what)
+    os.close(ruleset)
+
+
+def _restrict_calls(job: dict) -> None:
+    """Refuse the system calls that are listed, and allow the rest."""
+    column, architecture = _machine()
+    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL)]
+    steps += [(LOAD, 0, 0, 0), (AT_LEAST, 0, 1, X32), DENY]
+    for numbers in REFUSED.values():
+        number = numbers[column]
+        if number is not None:
+            steps += [(EQUAL, 0, 1, number), DENY]
+    # Its flags are behind a pointer; told that it is missing, the C library takes clone.
+    steps += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | errno.ENOSYS)]
+    for numbers, examination in EXAMINED.values():
+        steps += [(EQUAL, 0, len(examination) + 1, numbers[column]), *examination, PASS]
+    code = b"".join(struct.pack("HBBI", *step) for step in [*steps, PASS])
+    held = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(held))
+    _call("prctl", PR_SET_SECCOMP, 2, header, what="network isolation: a seccomp filter")
+
+
+def _check_closed(job: dict) -> None:
+    """See that neither a socket nor a file outside can be made."""
+    try:
+        os.close(os.open(job["outside"], os.O_WRONLY | os.O_CREAT))
+    except PermissionError:
+        pass
+    else:
+        raise OSError("write isolation: Landlock is there and does not hold")
+    try:
+        socket.socket().close()
+    except PermissionError:
+        return
+    raise OSError("network isolation: the seccomp filter is there and does not hold")
+
+
+def _run(job: dict) -> None:
+    name = "__main__" if job["test"] is None else "program"  # a program under test is imported, not started
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    sys.argv = ["program.py"]
+    for source, file in ((job["program"], "program.py"), (job["test"], "test.py")):
+        if source is not None:
+            exec(compile(source, file, "exec"), module.__dict__)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,131 @@
+"""Does the program in a response pass its tests?
+
+The program is the last fenced block of the response that is marked as Python or not at all. Its
+tests are a field of the record, in one of these forms (or the JSON text of one):
+
+    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}      what it reads and is to print
+    [{"input": "1 2\\n", "output": "3\\n"}, ...]              the same, pair by pair
+    ["assert add(1, 2) == 3", ...]                          code that runs after it, each line of its own
+    "def check(): ...\\ncheck()"                             the same, as one test
+
+Every test is a fresh process. Printed texts are equal if their lines are, but for spaces at the
+end of lines and empty lines at the end. Code that tests a program runs in its process and
+believes what it says of itself: against a policy that learns to cheat, what is printed is the
+better test.
+"""
+
+import json
+import textwrap
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxrlhf.rewards.sandbox import Limits, run
+
+FENCE = "```"
+LANGUAGES = ("", "python", "python3", "py")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test: code that runs after the program, or what the program reads and is to print."""
+
+    code: str | None = None
+    given: str = ""
+    expected: str = ""
+
+
+def passes(
+    prompt: str,
+    response: str,
+    answer: str | None,
+    record: Mapping[str, Any],
+    *,
+    tests_key: str,
+    credit: Literal["all", "fraction"],
+    time_limit_s: float,
+    total_s: float,
+    memory_bytes: int,
+    output_bytes: int,
+    allow_unsandboxed: bool,
+) -> float:
+    """1 if the program passes every test, or the fraction that it passes; 0 without a program.
+
+    Raises:
+      ValueError: If the record's tests cannot be read; the response is then unscorable, not wrong.
+      RuntimeError: If the machine cannot confine programs.
+    """
+    cases = read_cases(record.get(tests_key), tests_key)
+    program = last_program(response)
+    if program is None:
+        return 0.0
+    end, passed = time.monotonic() + total_s, 0
+    for case in cases:
+        left_s = end - time.monotonic()
+        if left_s <= 0:
+            break
+        limits = Limits(min(time_limit_s, left_s), memory_bytes, output_bytes, allow_unsandboxed)
+        good = _passes(program, case, limits)
+        passed += good
+        if credit == "all" and not good:
+            break
+    return passed / len(cases) if credit == "fraction" else float(passed == len(cases))
+
+
+def last_program(response: str) -> str | None:
+    """The last closed fenced block in Python; None if there is none."""
+    found: str | None = None
+    block: list[str] | None = None
+    language = ""
+    for line in response.split("\n"):
+        fence = line.strip()
+        if block is None:
+            if fence.startswith(FENCE):
+                block, language = [], fence.removeprefix(FENCE).strip().lower()
+        elif fence == FENCE:
+            found = "\n".join(block) if language in LANGUAGES else found
+            block = None
+        else:
+            block.append(line)
+    return None if found is None else textwrap.dedent(found)
+
+
+def read_cases(tests: Any, key: str) -> list[Case]:
+    """The tests of a record, in any of the forms of the module's text.
+
+    Raises:
+      ValueError: If they have another form, or there are none.
+    """
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError:
+            tests = [tests]
+    if isinstance(tests, Mapping) and set(tests) == {"inputs", "outputs"}:
+        inputs, outputs = tests["inputs"], tests["outputs"]
+        tests = [{"input": given, "output": expected} for given, expected in zip(inputs, outputs, strict=True)]
+    cases = [_case(test) for test in tests] if isinstance(tests, list) else []
+    if not cases or None in cases:
+        raise ValueError(f"the record's {key!r} holds no tests that can be read, but {tests!r:.80}")
+    return [case for case in cases if case is not None]
+
+
+def _case(test: Any) -> Case | None:
+    match test:
+        case str() if test.strip():
+            return Case(code=test)
+        case {"input": str(given), "output": str(expected), **more} if more.get("testtype", "stdin") == "stdin":
+            return Case(given=given, expected=expected)
+    return None
+
+
+def _passes(program: str, case: Case, limits: Limits) -> bool:
+    if case.code is not None:
+        return run(program, limits=limits, test=case.code).whole
+    ended = run(program, limits=limits, stdin=case.given)
+    return ended.status == 0 and _lines(ended.output) == _lines(case.expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]

@@ -1,0 +1,128 @@
+"""Runs a Python program in a process of its own that is limited and confined; see `confined.py`."""
+
+import json
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_CONFINED = Path(__file__).with_name("confined.py")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may take.
+
+    Attributes:
+      time_s: Wall-clock time, the start of the interpreter included.
+      memory_bytes: Address space.
+      output_bytes: What it prints, and the size of any file that it writes.
+      allow_unsandboxed: Run it also where the machine cannot confine it.
+    """
+
+    time_s: float
+    memory_bytes: int
+    output_bytes: int
+    allow_unsandboxed: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended.
+
+    Attributes:
+      status: Of the process; None if it was ended at the time limit.
+      output: What it printed.
+      whole: It ran to the end of its test.
+    """
+
+    status: int | None
+    output: str
+    whole: bool
+
+
+def run(program: str, *, limits: Limits, stdin: str = "", test: str | None = None) -> Ended:
+    """Run `program`, and after it `test` among its names.
+
+    Args:
+      test: With a test the program is not `__main__`.
+
+    Raises:
+      RuntimeError: If the machine cannot confine the program and `limits` does not allow that.
+    """
+    secret = secrets.token_hex(16)  # so that a program cannot say by accident that it ran to the end
+    with (
+        tempfile.TemporaryDirectory(prefix="program_", ignore_cleanup_errors=True) as directory,
+        tempfile.TemporaryFile() as job,
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as printed,
+    ):
+        given.write(stdin.encode(errors="surrogatepass"))
+        given.seek(0)
+        work = os.path.join(directory, "work")
+        os.mkdir(work)
+        description = {
+            **vars(limits),
+            **{"program": program, "test": test, "secret": secret},
+            **{"directory": work, "outside": os.path.join(directory, "outside"), "parent": os.getpid()},
+        }
+        job.write(json.dumps(description).encode())
+        job.seek(0)
+        status = _wait(_start(job.fileno(), work, given.fileno(), printed.fileno()), limits.time_s)
+        job.seek(0)
+        said = job.read().decode(errors="replace")
+        if said.startswith(secret + " "):
+            raise RuntimeError(said.removeprefix(secret + " "))
+        printed.seek(0)
+        return Ended(status, printed.read().decode(errors="replace"), said == secret)
+
+
+def check_sandbox(limits: Limits) -> None:
+    """See that this machine confines programs.
+
+    Raises:
+      ValueError: If it does not and `limits` does not allow that, or if a program cannot run within the limits.
+    """
+    try:
+        ended = run("print(len(bytearray(1 << 24)))", limits=limits)
+    except RuntimeError as error:
+        raise ValueError(
+            f"CodeReward cannot confine programs: {error}. Run it on another machine, or, if you trust what the "
+            "model writes with your files and your network, set allow_unsandboxed=True"
+        ) from error
+    if ended != Ended(0, "16777216\n", True):
+        raise ValueError(f"CodeReward: a program that takes 16 MiB ended so: {ended}; are its limits too low? {limits}")
+
+
+def _start(job: int, work: str, given: int, printed: int) -> subprocess.Popen:
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-I", "-B", str(_CONFINED), str(job)],
+        cwd=work,
+        env={"LANG": "C.UTF-8", "HOME": work, "TMPDIR": work, **single, **kept},
+        stdin=given,
+        stdout=printed,
+        stderr=subprocess.DEVNULL,
+        pass_fds=[job],
+        start_new_session=True,  # unsandboxed, it may have children; they are ended with it
+    )
+
+
+def _wait(process: subprocess.Popen, time_s: float) -> int | None:
+    try:
+        return process.wait(time_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

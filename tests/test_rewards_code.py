@@ -1,0 +1,272 @@
+"""Programs of a policy: what passes, what fails, and what a sandbox must hold."""
+
+import errno
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+
+from jaxrlhf import config
+from jaxrlhf.rewards import Scorer, programs, sandbox
+from jaxrlhf.rewards.sandbox import Ended, Limits, check_sandbox, run
+
+LIMITS = Limits(time_s=5.0, memory_bytes=1 << 28, output_bytes=1 << 16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _confining_machine():
+    try:
+        check_sandbox(LIMITS)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+ELSEWHERE = ('sys.platform != "linux"', 'sys.platform == "linux"')
+"""What to put for what in the program that confines, so that it takes the machine for another."""
+
+
+def weakened(monkeypatch, tmp_path, old: str, new: str) -> None:
+    source = sandbox._CONFINED.read_text()
+    assert old in source
+    (tmp_path / "weakened.py").write_text(source.replace(old, new))
+    monkeypatch.setattr(sandbox, "_CONFINED", tmp_path / "weakened.py")
+
+
+def attempt(code: str, limits: Limits = LIMITS) -> str:
+    """The exception that an attempt raised, or nothing."""
+    program = f"try:\n    {code}\nexcept Exception as error:\n    print(type(error).__name__)"
+    return run(program, limits=limits).output.strip()
+
+
+def test_a_program_reads_and_prints_and_has_its_libraries_and_its_own_directory():
+    assert run("print(input()[::-1])", limits=LIMITS, stdin="äbc\n") == Ended(0, "cbä\n", True)
+    program = """
+import asyncio, json, os, tempfile, threading
+import pytest  # installed beside the interpreter
+with open("file", "w") as file:
+    file.write("1")
+os.rename("file", "other")
+path = tempfile.mkdtemp()
+thread = threading.Thread(target=lambda: print("thread"))
+thread.start()
+thread.join()
+async def say():
+    print("loop")
+asyncio.run(say())
+print(os.listdir("."), open("other").read(), len(os.urandom(3)))
+os.remove("other")
+"""
+    ended = run(program.replace("tempfile.mkdtemp()", "tempfile.gettempdir()"), limits=LIMITS)
+    assert ended == Ended(0, "thread\nloop\n['other'] 1 3\n", True)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import socket; socket.socket()",
+        "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
+        "import socket; socket.socket(socket.AF_UNIX)",
+        "import socket; socket.socketpair(type=socket.SOCK_DGRAM)",
+        "import os; os.fork()",
+        "import subprocess; subprocess.run(['/bin/true'])",
+        "import os; os.execv('/bin/true', ['true'])",
+        "import os; os.kill(os.getppid(), 9)",
+        "import os; os.kill(os.getpid(), 0)",
+        "import resource; resource.prlimit(1, resource.RLIMIT_CPU, (1, 1))",
+        "import fcntl, os; fcntl.fcntl(0, fcntl.F_SETOWN, 1)",
+        "open('{outside}', 'a')",
+        "import os; os.open('{outside}', os.O_RDONLY | os.O_TRUNC)",
+        "open('{outside}')",
+        "import os; os.truncate('{outside}', 0)",
+        "import os; os.remove('{outside}')",
+        "import os; os.rename('{outside}', 'here')",
+        "import os; os.link('{outside}', 'here')",
+        "import os; os.symlink('{outside}', 'here'); open('here', 'w')",
+        "import os; os.mkdir('{outside}.new')",
+        "open('{outside}.new', 'w')",
+        "import os; os.chmod('{outside}', 0o777)",
+        "import os; os.utime('{outside}')",
+        "import os; os.setxattr('{outside}', 'user.x', b'1')",
+        "open('/proc/self/mem', 'r+b')",
+        "open('/proc/self/environ')",
+        "open('/etc/passwd')",
+        "open('/dev/shm/outside', 'w')",
+    ],
+)
+def test_there_is_no_way_out(code, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("untouched")
+    mode, changed = outside.stat().st_mode, outside.stat().st_mtime_ns
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert attempt(code.format(outside=outside, port=server.getsockname()[1])) in ("PermissionError", "OSError")
+    assert outside.read_text() == "untouched" and [path.name for path in tmp_path.iterdir()] == ["outside"]
+    assert (outside.stat().st_mode, outside.stat().st_mtime_ns) == (mode, changed)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
+        "import os; os.fork() or os._exit(0)",
+        "import subprocess; subprocess.run(['/bin/true'])",
+        "open('{outside}', 'a')",
+        "import os; os.truncate('{outside}', 0)",
+        "import os; os.rename('{outside}', 'here')",
+        "import os; os.chmod('{outside}', 0o777)",
+        "import os; os.utime('{outside}')",
+        "open('/etc/passwd')",
+    ],
+)
+def test_an_attempt_succeeds_without_the_sandbox(code, monkeypatch, tmp_path):
+    """So that it is the sandbox that stops them above, and not a slip in how they are written."""
+    weakened(monkeypatch, tmp_path, *ELSEWHERE)
+    outside = tmp_path / "outside"
+    outside.write_text("untouched")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = code.format(outside=outside, port=server.getsockname()[1])
+        assert attempt(code, limits=replace(LIMITS, allow_unsandboxed=True)) == ""
+
+
+def test_limits_hold_and_cannot_be_raised():
+    started = time.monotonic()
+    assert run("while True: pass", limits=replace(LIMITS, time_s=0.5)).status is None
+    assert run("import time\nwhile True: time.sleep(1)", limits=replace(LIMITS, time_s=0.5)).status is None
+    assert time.monotonic() - started < 2.5
+    assert attempt("import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))") == "ValueError"
+    assert attempt("x = bytearray(1 << 29)") == "MemoryError"
+    assert attempt("x = [bytearray(1 << 20) for _ in range(1 << 10)]") == "MemoryError"
+    flood = run("while True: print('x' * 1000)", limits=LIMITS)
+    assert flood.status != 0 and len(flood.output) == LIMITS.output_bytes
+    assert attempt("open('file', 'w').write('x' * (1 << 20))") == "OSError"
+
+
+def test_a_fork_bomb_starts_nothing():
+    started = time.monotonic()
+    bomb = (
+        "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError as error:\n        exit(error.errno)"
+    )
+    assert run(bomb, limits=LIMITS).status == errno.EPERM and time.monotonic() - started < 2
+
+
+def test_a_crash_and_a_quiet_end_are_no_success():
+    assert run("import ctypes; ctypes.string_at(0)", limits=LIMITS).status < 0
+    assert not run("import os; os._exit(0)", limits=LIMITS, test="assert False").whole
+    assert not run("import sys; sys.exit(0)", limits=LIMITS, test="assert False").whole
+    assert not run("x = 1", limits=LIMITS, test="assert x == 2").whole
+    assert run("x = 1\nif __name__ == '__main__': input()", limits=LIMITS, test="assert x == 1").whole
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "lacking"),
+    [
+        ("LANDLOCK_ABI = 3", "LANDLOCK_ABI = 99", r"write isolation: .* version 99"),
+        ("_restrict_files, _restrict_calls", "_restrict_calls", r"write isolation: .* does not hold"),
+        ('"socket": (41, 198),', "", r"network isolation: .* does not hold"),
+        ("PR_SET_SECCOMP, 2,", "PR_SET_SECCOMP, 77,", r"network isolation: .* not possible here"),
+        (*ELSEWHERE, r"takes Linux on x86_64 or aarch64"),
+    ],
+)
+def test_a_machine_that_cannot_confine_is_refused_unless_allowed(monkeypatch, tmp_path, old, new, lacking):
+    weakened(monkeypatch, tmp_path, old, new)
+    with pytest.raises(ValueError, match=f"{lacking}.*allow_unsandboxed=True"):
+        Scorer(config.Rewards(parts=(config.CodeReward(),)))
+    check_sandbox(replace(LIMITS, allow_unsandboxed=True))
+
+
+def test_unsandboxed_children_end_with_the_program(monkeypatch, tmp_path):
+    weakened(monkeypatch, tmp_path, *ELSEWHERE)
+    note = tmp_path / "note"
+    program = f"""
+import os, time
+if os.fork() == 0:
+    time.sleep(0.6)
+    open({str(note)!r}, "w")
+os._exit(0)
+"""
+    assert run(program, limits=replace(LIMITS, allow_unsandboxed=True)).status == 0
+    time.sleep(1.0)
+    assert not note.exists()
+
+
+def test_limits_too_low_for_an_interpreter_are_refused():
+    with pytest.raises(ValueError, match="are its limits too low"):
+        check_sandbox(replace(LIMITS, memory_bytes=1 << 20))
+
+
+BLOCK = "Text.\n```python\nprint(int(input()) + 1)\n```\nMore text."
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        (BLOCK, "print(int(input()) + 1)"),
+        ("```\na\n```\n```py\nb\n```", "b"),
+        ("```python\na\n```\n```text\nb\n```", "a"),  # the last one that is Python
+        ("```python\na\n```\n```python\nb", "a"),  # the last one that is closed
+        ("1. So:\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b"),
+        ("```python\n```", ""),
+        ("a", None),
+        ("", None),
+        ("```python\na", None),
+    ],
+)
+def test_the_program_is_the_last_block(response, program):
+    assert programs.last_program(response) == program
+
+
+INCREMENT = {"inputs": ["1\n", "2\n", "3\n", "x\n"], "outputs": ["2", "3 \n\n", "5\n", "0\n"]}  # two right, two not
+
+
+def code(response: str, tests, credit="fraction", **changes) -> float:
+    settings = vars(config.CodeReward(credit=credit, **changes))
+    return programs.passes("", response, None, {"tests": tests}, **{k: v for k, v in settings.items() if k != "weight"})
+
+
+def test_credit_is_the_share_of_tests_or_all_of_them():
+    assert code(BLOCK, INCREMENT) == 0.5
+    assert code(BLOCK, INCREMENT, credit="all") == 0.0
+    assert code(BLOCK, [{"input": "1", "output": "2\n"}, {"input": "8", "output": "9"}], credit="all") == 1.0
+    assert code(BLOCK, '{"inputs": ["1"], "outputs": ["2"]}') == 1.0
+    assert code("no program", INCREMENT) == 0.0
+    defined = "```python\ndef add(a, b):\n    return a + b\n```"
+    assert code(defined, ["assert add(1, 2) == 3", "assert add(1, 1) == 3", "assert add('a', 'b') == 'ab'"]) == 2 / 3
+    assert code(defined, "def check():\n    assert add(1, 2) == 3\ncheck()", credit="all") == 1.0
+    assert code("```python\nsyntax error\n```", ["assert True"]) == 0.0
+
+
+def test_tests_that_do_not_fit_in_the_time_have_failed():
+    slow = "```python\nimport time\ntime.sleep(0.6 if input() == 'slow' else 0)\nprint(1)\n```"
+    tests = {"inputs": ["quick", "slow", "quick", "slow", "slow", "quick"], "outputs": ["1"] * 6}
+    assert code(slow, tests, time_limit_s=0.3, total_s=10.0) == 0.5
+    started = time.monotonic()
+    assert code(slow, {"inputs": ["slow"] * 50, "outputs": ["1"] * 50}, time_limit_s=0.4, total_s=1.0) == 0.0
+    assert time.monotonic() - started < 2.0
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        *(None, [], "", 5, {}, [5], {"inputs": ["1"], "outputs": ["1", "2"]}, {"inputs": [1], "outputs": ["1"]}),
+        {"inputs": ["1"], "outputs": ["1"], "fn_name": "add"},
+        [{"input": "1", "output": "1", "testtype": "functional"}],
+    ],
+)
+def test_tests_that_cannot_be_read_are_an_error_and_not_a_wrong_answer(tests):
+    with pytest.raises(ValueError, match=r"tests that can be read|shorter|longer"):
+        code(BLOCK, tests)
+
+
+def test_programs_are_scored_through_the_pool():
+    part = config.CodeReward(credit="fraction", time_limit_s=1.0)
+    responses = [BLOCK, "none", "```python\nwhile True: pass\n```", BLOCK]
+    records = [{"tests": INCREMENT}, {"tests": INCREMENT}, {"tests": ["assert True"]}, {}]
+    with Scorer(config.Rewards(parts=(part,))) as scorer:
+        scores = scorer.score(["p"] * 4, responses, [None] * 4, records)
+        assert [(f.part, f.index, f.cause) for f in scorer.failures] == [("code", 3, "exception")]
+    assert scores.score_B.tolist() == [0.5, 0.0, 0.0, 0.0] and scores.scorable_B.tolist() == [True] * 3 + [False]
+
+
+def test_a_total_beyond_the_time_of_a_call_is_refused():
+    with pytest.raises(ValueError, match=r"total_s=25 must be below Rewards.timeout_s=20"):
+        config.Rewards(parts=(config.CodeReward(),), timeout_s=20.0)
