@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrlhf.batch import Rollout, Sequences
-from jaxrlhf.config import PPO, Arithmetic, Config, FromScratch, Pool, RayCluster, Training
+from jaxrlhf.config import PPO, Arithmetic, Config, FromScratch, KLInReward, Pool, RayCluster, Training
 from jaxrlhf.config import Rollout as RolloutSettings
 from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.tracking import TimelineFile
@@ -51,7 +51,7 @@ def configuration(*, ray: bool) -> Config:
         name="overlap",
         model=FromScratch(hidden_size=256, intermediate_size=1024, num_layers=6, num_heads=4, num_kv_heads=4),
         data=Arithmetic(),
-        algorithm=PPO(critic=training, responses_per_update=RESPONSES),
+        algorithm=PPO(kl=KLInReward(), critic=training, responses_per_update=RESPONSES),
         actor=training,
         rollout=RolloutSettings(
             prompts_per_step=RESPONSES, max_prompt_tokens=WIDTH // 2, max_response_tokens=WIDTH // 2

@@ -1,6 +1,17 @@
 """Plans made up by hand, so that what is shown of them can be told by arithmetic."""
 
-from jaxrlhf.config import PPO, Arithmetic, Config, FromScratch, Layout, ModelReward, Rewards, Rollout, Training
+from jaxrlhf.config import (
+    PPO,
+    Arithmetic,
+    Config,
+    FromScratch,
+    KLInReward,
+    Layout,
+    ModelReward,
+    Rewards,
+    Rollout,
+    Training,
+)
 from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.plan import Call, Cost, Plan, PlannedPool, Search
 
@@ -9,7 +20,12 @@ def a_config(**changes) -> Config:
     """PPO with a reward model, whose updates, lengths and budgets are easy to count."""
     settings = {
         "name": "made",
-        "algorithm": PPO(responses_per_update=32, epochs_per_step=2, critic=Training(tokens_per_microbatch=8192)),
+        "algorithm": PPO(
+            responses_per_update=32,
+            epochs_per_step=2,
+            kl=KLInReward(),
+            critic=Training(tokens_per_microbatch=8192),
+        ),
         "steps": 3,
         "model": FromScratch(),
         "data": Arithmetic(),

@@ -11,6 +11,7 @@ from jaxrlhf.config import (
     Arithmetic,
     Config,
     FromScratch,
+    KLInReward,
     Layout,
     ModelReward,
     Pool,
@@ -25,7 +26,8 @@ ALL = ("actor", "critic", "reference", "reward")
 
 
 def a_config(**changes) -> Config:
-    settings = {"name": "test", "model": FromScratch(), "data": Arithmetic(), "algorithm": PPO(), "steps": 10}
+    algorithm = PPO(kl=KLInReward())
+    settings = {"name": "test", "model": FromScratch(), "data": Arithmetic(), "algorithm": algorithm, "steps": 10}
     return Config(**{**settings, **changes})
 
 
@@ -58,6 +60,14 @@ def pools(*roles: tuple[str, ...]) -> tuple[Pool, ...]:
             "reward judge generates nothing",
         ),
         ({"algorithm": SFT(), "reference_layout": Layout(fsdp=2)}, "reference_layout is given, and SFT has no"),
+        (
+            {"algorithm": PPO(), "reference_layout": Layout(fsdp=2)},
+            "reference_layout is given, and PPO with kl=None has no reference; drop it",
+        ),
+        (
+            {"algorithm": PPO(), "pools": pools(ALL)},
+            "pools place reference, and the algorithm has actor, critic, reward; it has a reference where it has a kl",
+        ),
         (
             {"hardware": "a100x1x8"},
             "hardware='a100x1x8' is read by placement='auto' alone; drop it, or set placement='a",
@@ -109,7 +119,11 @@ def test_what_works() -> None:
     a_config(rewards=Rewards((ModelReward("judge"),)), offload=("reward",))
     a_config(placement="auto", devices=4)
     a_config(placement="auto", hardware="a100x16x8", cluster=RayCluster())
-    a_config(algorithm=GRPO(), rollout=Rollout(responses_per_prompt=4), pools=pools(("actor",), ("reference",)))
+    a_config(
+        algorithm=GRPO(kl=KLInReward()),
+        rollout=Rollout(responses_per_prompt=4),
+        pools=pools(("actor",), ("reference",)),
+    )
 
 
 def test_a_role_or_a_part_of_it_waits() -> None:

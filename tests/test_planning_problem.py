@@ -6,6 +6,7 @@ import inspect
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import ClassVar
 
 import pytest
@@ -20,6 +21,7 @@ from jaxrlhf.config import (
     ArithmeticReward,
     ColdStart,
     Gsm8k,
+    KLInLoss,
     KLInReward,
     Layout,
     ModelReward,
@@ -43,10 +45,13 @@ def roles(config, **arguments):
 
 
 def verbs_called(algorithm: type[Algorithm]) -> Counter:
-    """How often the step function of an algorithm calls each verb of each role, read from its source."""
+    """How often an algorithm calls each verb of each role, read from the source of its step and what that calls."""
     module, name = algorithm.dataflow.split(":")
-    source = inspect.getsource(getattr(importlib.import_module(module), name))
-    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return verbs_of(getattr(importlib.import_module(module), name))
+
+
+def verbs_of(function: FunctionType) -> Counter:
+    calls = [node.func for node in ast.walk(ast.parse(inspect.getsource(function))) if isinstance(node, ast.Call)]
     found = Counter()
     for call in calls:
         owner = getattr(call, "value", None)
@@ -54,6 +59,10 @@ def verbs_called(algorithm: type[Algorithm]) -> Counter:
             found[owner.attr, call.attr.partition("_")[0]] += 1
         if getattr(owner, "id", None) == "shared" and call.attr == "old_log_prob":  # of the actor, where it is needed
             found["actor", "compute"] += 1
+        if getattr(owner, "id", None) == "shared" and call.attr == "ref_log_prob":
+            found["reference", "compute"] += 1
+        if isinstance(call, ast.Name) and call.id in ("step", "learn"):
+            found += verbs_of(function.__globals__[call.id])
     return found
 
 
@@ -62,7 +71,7 @@ def verbs_called(algorithm: type[Algorithm]) -> Counter:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [PPO(old_logp="trainer"), GRPO(old_logp="trainer"), SFT()],
+    [PPO(old_logp="trainer", kl=KLInReward()), GRPO(old_logp="trainer", kl=KLInLoss()), SFT()],
     ids=lambda algorithm: type(algorithm).__name__,
 )
 def test_a_role_does_what_the_step_function_calls(algorithm):
@@ -91,7 +100,8 @@ def test_an_actor_whose_sampler_serves_makes_no_pass(algorithm):
     ]:
         found = roles(a_config(algorithm=algorithm(**settings)))
         assert found["actor"].passes == passes
-        assert found["reference"].passes == 1
+        assert ("reference" in found) == ("kl" in settings)
+        assert "reference" not in found or found["reference"].passes == 1
 
 
 def test_the_roles_of_ppo():
@@ -114,7 +124,9 @@ def test_reward_models_are_batched_as_their_worker_does():
 
 
 def test_a_critic_may_have_a_model_of_its_own():
-    config = a_config(algorithm=PPO(responses_per_update=32, critic_model=Pretrained("Qwen/Qwen2.5-7B")))
+    config = a_config(
+        algorithm=PPO(responses_per_update=32, kl=KLInReward(), critic_model=Pretrained("Qwen/Qwen2.5-7B"))
+    )
     found = roles(config)
     assert found["critic"].model.hidden_size == 3584
     assert found["actor"].model.hidden_size == found["reference"].model.hidden_size == 128

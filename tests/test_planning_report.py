@@ -7,7 +7,20 @@ import pytest
 from made_plans import a_config, a_search, machines, split, together
 from rich.console import Console
 
-from jaxrlhf.config import PPO, ROLLOUT, SFT, Config, Layout, ModelReward, Pool, Rewards, Rollout, Training, override
+from jaxrlhf.config import (
+    PPO,
+    ROLLOUT,
+    SFT,
+    Config,
+    KLInReward,
+    Layout,
+    ModelReward,
+    Pool,
+    Rewards,
+    Rollout,
+    Training,
+    override,
+)
 from jaxrlhf.parallel.plan import Call, Cost, Plan, PlannedPool
 from jaxrlhf.planning import (
     draw_timeline,
@@ -82,7 +95,8 @@ def test_what_only_trains_is_evaluated_as_it_is_split():
 
 def test_a_budget_holds_a_sequence_for_each_data_parallel_device():
     small = Training(tokens_per_microbatch=1600)
-    config = a_config(actor=small, algorithm=PPO(responses_per_update=32, critic=replace(small, remat="none")))
+    judged = replace(small, remat="none")
+    config = a_config(actor=small, algorithm=PPO(responses_per_update=32, kl=KLInReward(), critic=judged))
     planned = planned_config(config, together())  # 8 devices, sequences of up to 100 + 300 tokens
     assert planned.actor.tokens_per_microbatch == planned.algorithm.critic.tokens_per_microbatch == 3200
     assert planned.algorithm.critic.remat == "none"

@@ -26,7 +26,7 @@ from jaxrlhf.config import (
     Training,
 )
 from jaxrlhf.config import Rollout as RolloutSettings
-from jaxrlhf.controller import grpo
+from jaxrlhf.controller import baselines
 from jaxrlhf.controller.step import StepInput
 from jaxrlhf.data import embedded_tokenizer, load_problems
 from jaxrlhf.parallel import ResourcePool
@@ -211,7 +211,7 @@ def test_log_probabilities_of_packed_rows_are_those_of_each_sequence_alone(one_d
 # Prompts that are computed once for all their responses.
 
 
-def of_prompts(batch: Experience, *, responses: int, tokens: int = 24) -> Experience:
+def of_prompts(batch: Experience, *, responses: int, tokens: int = 40) -> Experience:
     """The batch with sequences that begin, in groups, with the same tokens; trained after those."""
     sequences, position_T = batch.sequences, np.arange(batch.weight_BT.shape[1])
     first_B = np.arange(len(batch.weight_BT)) // responses * responses
@@ -240,9 +240,8 @@ def alone(one_device) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     "settings",
     [
-        config(),
         config(tokens=288, remat="full"),
-        config(layout=Layout(fsdp=2, stage=2, tensor=2), devices=8),
+        config(layout=Layout(fsdp=2, stage=2, tensor=2), tokens=576, devices=8),
     ],
     ids=lambda settings: f"{settings.actor.layout} {settings.actor.tokens_per_microbatch}",
 )
@@ -303,7 +302,7 @@ def grpo_step(one_device, algorithm: GRPO):
     actor = Called(workers["actor"], calls)
     roles = SimpleNamespace(actor=actor, reference=Called(workers["reference"], calls), reward=Called(Dice(), calls))
     settings = replace(config(), algorithm=algorithm)
-    result = grpo.step(roles, StepInput(settings, problems, 0, algorithm.initial_state()))
+    result = baselines.grpo(roles, StepInput(settings, problems, 0, algorithm.initial_state()))
     return calls, [np.asarray(leaf) for leaf in jax.tree.leaves(actor.gradient)], actor.sums, result
 
 

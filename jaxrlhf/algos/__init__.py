@@ -4,40 +4,78 @@ Controllers turn scores into advantages and per-token weights here; trainers cal
 objectives. Functions take numpy or JAX arrays, also inside `jit`.
 """
 
-from jaxrlhf.algos.advantages import Targets, discounted_returns, gae, group_relative, rloo, to_tokens
-from jaxrlhf.algos.correction import SamplerGap, sampler_gap, truncated_importance
+from jaxrlhf.algos.advantages import (
+    Targets,
+    discounted_returns,
+    gae,
+    greedy_relative,
+    group_policy_gradient,
+    group_relative,
+    has_spread,
+    length_weighted,
+    rloo,
+    to_tokens,
+)
+from jaxrlhf.algos.correction import Correction, SamplerGap, rollout_correction, sampler_gap
 from jaxrlhf.algos.kl import adaptive_kl_coefficient, kl_estimate
-from jaxrlhf.algos.losses import clipped_policy_loss, clipped_value_loss
-from jaxrlhf.algos.masked import masked_mean, masked_sum, masked_var, selected, whiten
+from jaxrlhf.algos.losses import (
+    PolicyTerms,
+    PolicyTokens,
+    cispo_loss,
+    clipped_policy_loss,
+    clipped_value_loss,
+    gspo_loss,
+    sapo_loss,
+)
+from jaxrlhf.algos.masked import masked_mean, masked_sum, masked_var, segment_mean, selected, whiten
 from jaxrlhf.algos.objectives import Objective, TokenOutput, nll_objective, policy_objective, value_objective
+from jaxrlhf.algos.preference import PairLoss, bradley_terry, dpo, ipo, linear_objective, pair_cost, with_likelihood
 from jaxrlhf.algos.shaping import overlong_penalty, token_rewards
 from jaxrlhf.algos.weights import token_weights
 
 __all__ = [
+    "Correction",
     "Objective",
+    "PairLoss",
+    "PolicyTerms",
+    "PolicyTokens",
     "SamplerGap",
     "Targets",
     "TokenOutput",
     "adaptive_kl_coefficient",
+    "bradley_terry",
+    "cispo_loss",
     "clipped_policy_loss",
     "clipped_value_loss",
     "discounted_returns",
+    "dpo",
     "gae",
+    "greedy_relative",
+    "group_policy_gradient",
     "group_relative",
+    "gspo_loss",
+    "has_spread",
+    "ipo",
     "kl_estimate",
+    "length_weighted",
+    "linear_objective",
     "masked_mean",
     "masked_sum",
     "masked_var",
     "nll_objective",
     "overlong_penalty",
+    "pair_cost",
     "policy_objective",
     "rloo",
+    "rollout_correction",
     "sampler_gap",
+    "sapo_loss",
+    "segment_mean",
     "selected",
     "to_tokens",
     "token_rewards",
     "token_weights",
-    "truncated_importance",
     "value_objective",
     "whiten",
+    "with_likelihood",
 ]

@@ -133,13 +133,99 @@ def rloo(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[
     return centred_B * count_B / jnp.maximum(count_B - 1, 1)
 
 
+def length_weighted(
+    score_B: Float[Array, "B"],
+    scorable_B: Bool[Array, "B"],
+    group_B: Int[Array, "B"],
+    length_B: Int[Array, "B"],
+) -> Float[Array, "B"]:
+    """Score minus the mean of its group, in which each response weighs as much as it is long.
+
+        A_i = s_i - sum_g l_j * s_j / sum_g l_j
+
+    This baseline has the least variance if the squared gradient of a response grows with its length.
+    Unscorable rows give 0 and take no part; so does a group of one, or of equal scores.
+
+    Args:
+      group_B: As in `group_relative`.
+      length_B: Chosen tokens of each response.
+
+    Source: Hao et al. 2025 (OPO, arXiv:2505.23585), eq. 8.
+    """
+    group_B = dense_ids(group_B)
+    above_B = _above_lowest(score_B, scorable_B, group_B)
+    weight_B = jnp.where(scorable_B, jnp.asarray(length_B), 0)
+    total_B = group_sum(weight_B, group_B)
+    mean_B = group_sum(weight_B * above_B, group_B) / jnp.maximum(total_B, 1)
+    return selected(above_B - mean_B, scorable_B)
+
+
+def group_policy_gradient(
+    score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]
+) -> Float[Array, "B"]:
+    """Score minus the mean of its group, scaled up for the groups that teach nothing.
+
+        A_i = alpha * (s_i - mean_g),  alpha = responses / responses in groups whose scores differ
+
+    A loss that is a mean over the batch then has the gradient of the groups that have one.
+    Unscorable rows give 0 and take no part; so does a group of one, or of equal scores.
+
+    Args:
+      group_B: As in `group_relative`.
+
+    Source: Chu et al. 2025 (GPG, arXiv:2504.02546), section 3.3.
+    """
+    group_B = dense_ids(group_B)
+    centred_B, _ = _centred(score_B, scorable_B, group_B)
+    teaches_B = (group_sum(jnp.abs(centred_B), group_B) > 0) & scorable_B
+    scale = jnp.count_nonzero(scorable_B) / jnp.maximum(jnp.count_nonzero(teaches_B), 1)
+    return centred_B * scale.astype(centred_B.dtype)
+
+
+def greedy_relative(
+    reward_BT: Float[Array, "B T"], baseline_B: Float[Array, "B"], mask_BT: Bool[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Reward to go minus the score of the greedy response to the same prompt; 0 outside the mask.
+
+        A_t = sum_{s >= t} r_s - baseline
+
+    Args:
+      reward_BT: Paid when token t is emitted, KL penalty already subtracted.
+      baseline_B: Score of the greedy response to each row's prompt.
+      mask_BT: Tokens the policy chose.
+
+    Source: Li et al. 2024 (ReMax, arXiv:2310.10505), section 4.
+    """
+    return selected(discounted_returns(reward_BT, mask_BT, gamma=1.0) - jnp.asarray(baseline_B)[:, None], mask_BT)
+
+
+def has_spread(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]) -> Bool[Array, "B"]:
+    """Whether the scorable scores of a row's group differ, so that comparing them says something.
+
+    Args:
+      group_B: As in `group_relative`.
+
+    Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), eq. 11.
+    """
+    group_B = dense_ids(group_B)
+    return group_sum(_above_lowest(score_B, scorable_B, group_B), group_B) > 0
+
+
+@jax.jit
+def _above_lowest(score_B: Array, scorable_B: Array, group_B: Array) -> Array:
+    """Scorable scores minus the lowest of their group, and 0 elsewhere.
+
+    Measured from the lowest, equal scores are exactly 0 and stay so. Their plain mean is off by
+    rounding, and a rounding error over a rounding error is a full-size advantage.
+    """
+    lowest_B = group_min(jnp.where(scorable_B, score_B, jnp.inf), group_B)
+    return selected(score_B - lowest_B, scorable_B)
+
+
 @jax.jit
 def _centred(score_B: Array, scorable_B: Array, group_B: Array) -> tuple[Array, Array]:
     """Scorable scores minus their group's mean (0 elsewhere), and each row's count of them."""
-    lowest_B = group_min(jnp.where(scorable_B, score_B, jnp.inf), group_B)
-    # Measured from the lowest, equal scores are exactly 0 and stay so. Their plain mean is off
-    # by rounding, and a rounding error over a rounding error is a full-size advantage.
-    above_B = selected(score_B - lowest_B, scorable_B)
+    above_B = _above_lowest(score_B, scorable_B, group_B)
     count_B = group_sum(jnp.asarray(scorable_B, int), group_B)
     return selected(above_B - group_sum(above_B, group_B) / jnp.maximum(count_B, 1), scorable_B), count_B
 

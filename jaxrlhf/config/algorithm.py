@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxrlhf.config.check import positive, require
-from jaxrlhf.config.losses import KLInLoss, KLInReward, PolicyLoss, TruncatedImportance
+from jaxrlhf.config.corrections import IcePop, Rejection, TruncatedImportance
+from jaxrlhf.config.losses import KLInLoss, KLInReward
+from jaxrlhf.config.policy_losses import PolicyLoss, RatioLoss
 from jaxrlhf.config.training import Sampling, Training
 
 if TYPE_CHECKING:
@@ -23,12 +25,18 @@ class Algorithm(ABC):
     """What every algorithm's settings share. Subclass it for a new one.
 
     Class attributes:
-      dataflow: `module:function` of the step; see `jaxrlhf.controller`.
-      roles: The groups that the step calls.
+      dataflow: The step: a function of the roles and a `StepInput`, or its name as `module:function`.
+      evaluation: What is made of held-out problems: a function of the roles, the configuration and the problems that
+        gives metrics, or its name; None answers them greedily and scores the answers.
     """
 
-    dataflow: ClassVar[str]
-    roles: ClassVar[tuple[str, ...]]
+    dataflow: ClassVar[Callable[..., Any] | str]
+    evaluation: ClassVar[Callable[..., Any] | str | None] = None
+
+    @property
+    @abstractmethod
+    def roles(self) -> tuple[str, ...]:
+        """The groups that the step calls; which they are may depend on the settings."""
 
     def initial_state(self) -> dict[str, float]:
         """Numbers the algorithm carries from step to step; they are in every checkpoint."""
@@ -56,7 +64,7 @@ class Algorithm(ABC):
 
 @dataclass(frozen=True)
 class PolicyGradient(Algorithm):
-    """What PPO and GRPO share.
+    """What algorithms share that generate, score and follow the gradient of a policy loss.
 
     Attributes:
       responses_per_update: Responses in one optimizer update (the minibatch); divides a step's.
@@ -64,18 +72,27 @@ class PolicyGradient(Algorithm):
       old_logp: Log-probabilities of the policy that generated. `trainer` computes them before the update. `sampler`
         takes those that came with the samples, which are the same but for rounding: it saves that pass, and needs a
         step of one update, whose policy is the old one. `auto` does so where nothing but metrics would read them: one
-        update a step, no KL in the reward, no correction.
+        update a step, no KL in the reward, no correction. `bypass` takes the sampler's as those of the old policy also
+        where they differ: two policies instead of three, and the loss's own ratio is the importance weight.
+      correction: Importance weights of the old policy, as the trainer has it, against the sampler.
+      rejection: What is not trained on, because trainer and sampler differ too much on it.
     """
 
     responses_per_update: int = 64
     epochs_per_step: int = 1
-    policy: PolicyLoss = field(default_factory=PolicyLoss)
+    policy: RatioLoss = field(default_factory=PolicyLoss)
     kl: KLInReward | KLInLoss | None = None
-    correction: TruncatedImportance | None = None
-    old_logp: Literal["auto", "trainer", "sampler"] = "auto"
+    correction: TruncatedImportance | IcePop | None = None
+    rejection: tuple[Rejection, ...] = ()
+    old_logp: Literal["auto", "trainer", "sampler", "bypass"] = "auto"
 
     def __post_init__(self) -> None:
         positive(self, "responses_per_update", "epochs_per_step")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """With the reference only where there is a KL to it."""
+        return ("actor", "reward") if self.kl is None else ("actor", "reference", "reward")
 
     def initial_state(self) -> dict[str, float]:
         return {"kl_coefficient": self.kl.coefficient if self.kl else 0.0}
@@ -90,9 +107,9 @@ class PolicyGradient(Algorithm):
     def trusts_sampler(self, config: Config) -> bool:
         """Whether the sampler's log-probabilities serve as the old ones."""
         if self.old_logp == "auto":
-            unread = self.correction is None and not isinstance(self.kl, KLInReward)
+            unread = self.correction is None and not self.rejection and not isinstance(self.kl, KLInReward)
             return unread and self.updates_per_step(config) == 1
-        return self.old_logp == "sampler"
+        return self.old_logp == "sampler" or (self.old_logp == "bypass" and not self.rejection)
 
     def check(self, config: Config) -> None:
         total = config.rollout.responses_per_step
@@ -106,9 +123,15 @@ class PolicyGradient(Algorithm):
         )
         updates = self.updates_per_step(config)
         require(
-            self.old_logp != "sampler" or (updates == 1 and self.correction is None),
+            self.old_logp != "sampler" or (updates == 1 and self.correction is None and not self.rejection),
             f"algorithm.old_logp='sampler' needs one update a step and no correction, and there are {updates} "
-            f"and correction={self.correction}; choose 'auto', or raise responses_per_update to {total}",
+            f"and correction={self.correction}, rejection={self.rejection}; choose 'auto', or raise "
+            f"responses_per_update to {total}",
+        )
+        require(
+            self.old_logp != "bypass" or self.correction is None,
+            f"algorithm.old_logp='bypass' has the sampler's probabilities in the loss's ratio, and "
+            f"correction={self.correction} would count them twice; drop it, or choose old_logp='trainer'",
         )
         sampling, whole = config.rollout.sampling, Sampling()
         narrowed = [name for name in _NARROWING if getattr(sampling, name) != getattr(whole, name)]

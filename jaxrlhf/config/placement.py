@@ -51,7 +51,8 @@ def check_pools(pools: Sequence[Pool], roles: Sequence[str]) -> None:
     )
     known = {*roles, ROLLOUT, "reward"} if "actor" in roles else {*roles, "reward"}
     strange = sorted(set(placed) - known)
-    require(not strange, f"pools place {', '.join(strange)}, and the algorithm has {', '.join(roles)}")
+    hint = "; it has a reference where it has a kl" if strange == ["reference"] else ""
+    require(not strange, f"pools place {', '.join(strange)}, and the algorithm has {', '.join(roles)}{hint}")
     missing = sorted(set(roles) - set(placed) - {"reward"})
     require(not missing, f"pools do not place {', '.join(missing)}; add them to the roles of a pool")
 

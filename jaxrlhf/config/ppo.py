@@ -27,7 +27,6 @@ class PPO(PolicyGradient):
     """
 
     dataflow: ClassVar[str] = "jaxrlhf.controller.ppo:step"
-    roles: ClassVar[tuple[str, ...]] = ("actor", "critic", "reference", "reward")
 
     gamma: float = 1.0
     lam: float = 1.0
@@ -41,6 +40,11 @@ class PPO(PolicyGradient):
         within(self, "gamma", 0.0, 1.0)
         within(self, "lam", 0.0, 1.0)
         not_negative(self, "critic_warmup_steps")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        actor, *others = super().roles
+        return (actor, "critic", *others)
 
     def training(self, config: Config) -> dict[str, Training]:
         return {"actor": config.actor, "critic": self.critic}

@@ -21,12 +21,15 @@ class SFT(Algorithm):
     """
 
     dataflow: ClassVar[str] = "jaxrlhf.controller.supervised:step"
-    roles: ClassVar[tuple[str, ...]] = ("actor",)
 
     examples_per_update: int = 64
 
     def __post_init__(self) -> None:
         positive(self, "examples_per_update")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("actor",)
 
     def problems_per_step(self, config: Config) -> int:
         return self.examples_per_update

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
@@ -104,14 +105,15 @@ class Loop:
         with self._profiled(number, log):
             start = time.perf_counter()
             result = resolve_dataflow(self.config.algorithm)(
-                self.roles, StepInput(self.config, problems, number - 1, state)
+                self.roles, StepInput(self.config, problems, number - 1, state, self.loader.next)
             )
             step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
         log.step_calls(step)
         metrics = {**result.metrics, **sent, **self._timing(step, result)}
         if result.rollout is not None and result.scores is not None:
             responses = response_texts(result.rollout, self.decode)
-            samples = to_samples(number, problems, responses, result.rollout, result.scores, logp_BT=result.logp_BT)
+            asked = problems if result.problems is None else result.problems
+            samples = to_samples(number, asked, responses, result.rollout, result.scores, logp_BT=result.logp_BT)
             log.rollout(samples)
         if _due(number, self.config.evaluation.every_steps, self.config.steps):
             metrics |= self._evaluate(number, log)
@@ -131,6 +133,10 @@ class Loop:
         if not self.held_out:
             return {}
         start = time.perf_counter()
+        if self.config.algorithm.evaluation is not None:
+            judge = resolve_dataflow(self.config.algorithm, "evaluation")
+            metrics = judge(self.roles, self.config, self.held_out)
+            return {**metrics, "time/eval_s": time.perf_counter() - start}
         metrics, rollout, scores = evaluate(self.roles, self.held_out)
         seconds = time.perf_counter() - start
         responses = response_texts(rollout, self.decode)
@@ -155,7 +161,9 @@ class Loop:
     def _timing(self, step: StepCalls, result: StepResult) -> Metrics:
         times = self._times(step.calls)
         # The policy's tokens: a critic beside it makes the update slower, not the throughput higher.
-        rates = {"throughput/trained_tokens_per_s": result.metrics.get("actor/tokens", 0.0) / times["time/update_s"]}
+        rates = {}
+        if "actor/tokens" in result.metrics:
+            rates["throughput/trained_tokens_per_s"] = result.metrics["actor/tokens"] / times["time/update_s"]
         if result.rollout is not None:
             rates["throughput/generated_tokens_per_s"] = result.metrics["tokens/generated"] / times["time/generate_s"]
         return {"time/step_s": step.seconds, **times, **rates}
@@ -180,10 +188,27 @@ def _due(number: int, every_steps: int, steps: int) -> bool:
     return number == steps or (every_steps > 0 and number % every_steps == 0)
 
 
-def resolve_dataflow(algorithm: Algorithm) -> Callable[..., StepResult]:
-    """The step function that an algorithm's settings name as `module:function`."""
-    module, _, function = algorithm.dataflow.partition(":")
-    return getattr(importlib.import_module(module), function)
+def resolve_dataflow(algorithm: Algorithm, attribute: str = "dataflow") -> Callable[..., Any]:
+    """The function that an algorithm's settings give, or name as `module:function`: its step, or its evaluation.
+
+    Raises:
+      ValueError: There is no such function, or its module does not import.
+    """
+    owner = type(algorithm)
+    given = getattr(owner, attribute, None)
+    if callable(given):
+        return given
+    where = f"{owner.__name__}.{attribute}={given!r}"
+    module, colon, name = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if not (module and colon and name):
+        raise ValueError(f"{where} is no step; give a function of (roles, work), or its name as 'module:function'")
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise ValueError(f"{where}: importing {module} failed with {error}") from error
+    if not callable(function):
+        raise ValueError(f"{where}: {module} has no function {name!r}")
+    return function
 
 
 @contextmanager

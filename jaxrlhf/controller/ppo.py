@@ -5,9 +5,9 @@ Source: Schulman et al. 2017 (arXiv:1707.06347); as a dataflow, HybridFlow (arXi
 
 from concurrent.futures import Future
 
-from jaxrlhf.algos import gae, kl_estimate, policy_objective, token_rewards, value_objective, whiten
+from jaxrlhf.algos import gae, policy_objective, value_objective, whiten
 from jaxrlhf.batch import Array, Rollout, Scores
-from jaxrlhf.config import PPO, KLInReward
+from jaxrlhf.config import PPO
 from jaxrlhf.controller import step as shared
 from jaxrlhf.controller.step import Metrics, Prepared, StepInput, StepResult
 from jaxrlhf.workers import Roles
@@ -22,7 +22,7 @@ def step(roles: Roles, work: StepInput) -> StepResult:
     )
     scores = roles.reward.compute_reward(work.problems, rollout)
     old_logp = shared.old_log_prob(roles, work, rollout)
-    ref_logp = roles.reference.compute_ref_log_prob(rollout)
+    ref_logp = shared.ref_log_prob(roles, work, rollout)
     value = roles.critic.compute_values(rollout)
     prepared = shared.call(prepare, work, rollout, scores, old_logp, ref_logp, value)
     critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=settings.value)
@@ -34,31 +34,31 @@ def step(roles: Roles, work: StepInput) -> StepResult:
 
 
 def prepare(
-    work: StepInput, rollout: Rollout, scores: Scores, old_logp_BT: Array | None, ref_logp_BT: Array, value_BT: Array
+    work: StepInput,
+    rollout: Rollout,
+    scores: Scores,
+    old_logp_BT: Array | None,
+    ref_logp_BT: Array | None,
+    value_BT: Array,
 ) -> Prepared:
     """Rewards per token, advantages and returns, cut into minibatches."""
     settings = work.config.algorithm
     assert isinstance(settings, PPO)
     sequences = shared.scored(rollout.sequences, scores)
-    mask_BT, kl = sequences.mask_BT, settings.kl
-    kl_BT, coefficient = None, 0.0
-    if isinstance(kl, KLInReward):
-        logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
-        kl_BT = kl_estimate(logp_BT, ref_logp_BT, estimator=kl.estimator)
-        coefficient = work.state["kl_coefficient"]
-    reward_BT = token_rewards(scores.score_B, kl_BT, mask_BT, kl_coefficient=coefficient)
+    mask_BT = sequences.mask_BT
+    logps = {"old_logp_BT": old_logp_BT, "ref_logp_BT": ref_logp_BT}
+    reward_BT = shared.charged_rewards(work, rollout, scores, mask_BT, **logps)
     targets = gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=settings.lam)
     metrics = shared.rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)
     metrics |= {"kl/coefficient": work.state["kl_coefficient"]}
-    policy = shared.policy_minibatches(
+    policy, corrected = shared.policy_minibatches(
         work,
         sequences,
         rollout,
         advantage_BT=whiten(targets.advantage_BT, mask_BT),
-        old_logp_BT=old_logp_BT,
-        ref_logp_BT=ref_logp_BT,
+        **logps,
     )
     value = shared.minibatches(
         work, sequences, {"returns": targets.return_BT, "old_value": value_BT}, aggregation="token-mean"
     )
-    return Prepared(policy, value, metrics, shared.next_state(work, metrics, sequences=len(mask_BT)))
+    return Prepared(policy, value, metrics | corrected, shared.next_state(work, metrics, sequences=len(mask_BT)))

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import ROLLOUT, SFT, Checkpointing, Config, Evaluation, to_json
+from jaxrlhf.config import ROLLOUT, SFT, Checkpointing, Config, Evaluation, Preference, to_json
 from jaxrlhf.controller.log import StageLog
-from jaxrlhf.controller.loop import Loop, OnStep, stop_on_sigterm
+from jaxrlhf.controller.loop import Loop, OnStep, resolve_dataflow, stop_on_sigterm
 from jaxrlhf.controller.placement import Placed, place
 from jaxrlhf.controller.settings import settings_rows
 from jaxrlhf.data import Loaded, Loader, decoder, load_problems, load_tokenizer
@@ -78,6 +78,7 @@ def run(
     Raises:
       ValueError: Settings, data, tokenizer and checkpoint that do not fit, before any compile.
     """
+    resolve_dataflow(config.algorithm)  # refuses what is no step before anything is read
     tokenizer = load_tokenizer(tokenizer_path(config))
     model = model_config(config.model, tokenizer)
     data = load_data(config, tokenizer)
@@ -164,6 +165,9 @@ def load_data(config: Config, tokenizer: Any) -> Data:
     """The training problems, and as many held-out ones as are evaluated on."""
     limits = {"max_prompt_tokens": config.rollout.max_prompt_tokens}
     supervised = isinstance(config.algorithm, SFT) or config.cold_start is not None
+    if isinstance(config.algorithm, Preference):  # answers are read in both splits
+        limits["max_solution_tokens"] = config.rollout.max_response_tokens - config.algorithm.places_after
+        supervised = False
     solutions = {"max_solution_tokens": config.rollout.max_response_tokens} if supervised else {}
     train = load_problems(config.data, tokenizer, split="train", **limits, **solutions)
     evaluation = load_problems(config.data, tokenizer, split="evaluation", **limits)
@@ -253,7 +257,7 @@ def _run_stage(shared: Shared, directory: Path, start: Path | None) -> Path | No
             )
         return shared.display.log
 
-    generates = shared.data.held_out or "reward" in algorithm.roles
+    generates = "reward" in algorithm.roles or (shared.data.held_out and algorithm.evaluation is None)
     prompts = [*shared.data.train.problems, *shared.data.held_out] if generates else []
     loop = Loop(
         config=config,

@@ -1,6 +1,6 @@
 """What a step is given and gives back, and the array maths that algorithms share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +11,13 @@ from jaxrlhf.algos import (
     adaptive_kl_coefficient,
     kl_estimate,
     masked_mean,
+    rollout_correction,
     sampler_gap,
+    token_rewards,
     token_weights,
-    truncated_importance,
 )
 from jaxrlhf.batch import Array, Experience, Problem, Rollout, Scores, Sequences
-from jaxrlhf.config import Aggregation, Config, KLInLoss, PolicyGradient
+from jaxrlhf.config import Aggregation, Config, KLInLoss, KLInReward, PolicyGradient
 from jaxrlhf.workers import Roles
 
 Metrics = dict[str, float]
@@ -32,12 +33,14 @@ class StepInput:
       problems: This step's records.
       index: 0 for the first step of the run.
       state: What the algorithm carries from step to step.
+      more: Draws as many records again; the run's data position moves on with every call.
     """
 
     config: Config
     problems: Sequence[Problem]
     index: int
     state: Mapping[str, float]
+    more: Callable[[], Sequence[Problem]] | None = None
 
     @property
     def seed(self) -> int:
@@ -55,6 +58,7 @@ class StepResult:
       rollout: For the samples file; None where nothing was generated.
       scores: Of that rollout.
       logp_BT: The trainer's log-probabilities of it.
+      problems: That the rollout answers; None is those of the step's input.
     """
 
     metrics: Metrics
@@ -62,6 +66,7 @@ class StepResult:
     rollout: Rollout | None = None
     scores: Scores | None = None
     logp_BT: Array | None = None
+    problems: Sequence[Problem] | None = None
 
 
 @dataclass(frozen=True)
@@ -138,23 +143,32 @@ def policy_minibatches(
     *,
     advantage_BT: Array,
     old_logp_BT: Array | None,
-    ref_logp_BT: Array,
-) -> list[Experience]:
-    """The actor's minibatches: what the clipped objective reads, KL and correction folded into weights."""
+    ref_logp_BT: Array | None,
+) -> tuple[list[Experience], Metrics]:
+    """The actor's minibatches, KL and correction folded into weights, and what the correction did."""
     settings = step.config.algorithm
     assert isinstance(settings, PolicyGradient)
     fields = {"advantage": advantage_BT}
-    fields |= {"sampler_logp": rollout.sampler_logp_BT} if old_logp_BT is None else {"old_logp": old_logp_BT}
+    if settings.old_logp == "bypass":
+        fields["old_logp"] = rollout.sampler_logp_BT
+    else:
+        fields |= {"sampler_logp": rollout.sampler_logp_BT} if old_logp_BT is None else {"old_logp": old_logp_BT}
     in_loss = isinstance(settings.kl, KLInLoss)
     if in_loss:
+        assert ref_logp_BT is not None, "a KL needs the reference"
         fields["ref_logp"] = ref_logp_BT
-    importance_BT = None
-    if settings.correction is not None:
+    importance_BT, metrics = None, {}
+    if settings.correction is not None or settings.rejection:
         assert old_logp_BT is not None, "a correction needs the trainer's log-probabilities"
-        importance_BT = truncated_importance(
-            old_logp_BT, rollout.sampler_logp_BT, sequences.mask_BT, cap=settings.correction.cap
+        importance_BT, corrected = rollout_correction(
+            old_logp_BT,
+            rollout.sampler_logp_BT,
+            sequences.mask_BT,
+            importance=settings.correction,
+            rejection=settings.rejection,
         )
-    return minibatches(
+        metrics = {name: float(value) for name, value in corrected.items()}
+    batches = minibatches(
         step,
         sequences,
         fields,
@@ -163,6 +177,7 @@ def policy_minibatches(
         kl_coefficient=step.state["kl_coefficient"] if in_loss else 0.0,
         entropy_coefficient=settings.policy.entropy_coefficient,
     )
+    return batches, metrics
 
 
 def next_state(step: StepInput, metrics: Metrics, *, sequences: int) -> State:
@@ -193,17 +208,46 @@ def old_log_prob(roles: Roles, step: StepInput, rollout: Any) -> Any:
     return None if settings.trusts_sampler(step.config) else roles.actor.compute_log_prob(rollout)
 
 
-def rollout_metrics(rollout: Rollout, scores: Scores, old_logp_BT: Array | None, ref_logp_BT: Array) -> Metrics:
+def ref_log_prob(roles: Roles, step: StepInput, rollout: Any) -> Any:
+    """The reference's log-probabilities of a rollout; None where there is no KL to it, and so no reference."""
+    return roles.reference.compute_ref_log_prob(rollout) if "reference" in step.config.algorithm.roles else None
+
+
+def charged_rewards(
+    step: StepInput,
+    rollout: Rollout,
+    scores: Scores,
+    mask_BT: Array,
+    *,
+    old_logp_BT: Array | None,
+    ref_logp_BT: Array | None,
+) -> Array:
+    """`reward_BT`: the score at each response's end, less the KL where that is in the reward.
+
+    Args:
+      mask_BT: Chosen tokens of scorable responses.
+    """
+    kl = getattr(step.config.algorithm, "kl", None)
+    if not isinstance(kl, KLInReward):
+        return token_rewards(scores.score_B, None, mask_BT, kl_coefficient=0.0)
+    assert ref_logp_BT is not None, "a KL needs the reference"
+    logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
+    kl_BT = kl_estimate(logp_BT, ref_logp_BT, estimator=kl.estimator)
+    return token_rewards(scores.score_B, kl_BT, mask_BT, kl_coefficient=step.state["kl_coefficient"])
+
+
+def rollout_metrics(rollout: Rollout, scores: Scores, old_logp_BT: Array | None, ref_logp_BT: Array | None) -> Metrics:
     """What one looks at first when a run goes wrong.
 
     Args:
       old_logp_BT: The trainer's; with None nothing is said of how far the sampler is from it.
+      ref_logp_BT: The reference's; with None nothing is said of how far the policy is from it.
     """
     logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
     mask_BT = np.asarray(rollout.sequences.mask_BT)
     length_B = mask_BT.sum(axis=1)
     score_B = np.asarray(scores.score_B)[scores.scorable_B]
-    k1_BT = np.where(mask_BT, kl_estimate(logp_BT, ref_logp_BT, estimator="k1"), 0.0)
+    divergence = {} if ref_logp_BT is None else _divergence(logp_BT, ref_logp_BT, mask_BT)
     gaps = {} if old_logp_BT is None else _gaps(old_logp_BT, rollout)
     return {
         "score/mean": float(score_B.mean()) if len(score_B) else float("nan"),
@@ -213,11 +257,18 @@ def rollout_metrics(rollout: Rollout, scores: Scores, old_logp_BT: Array | None,
         "response/length_mean": float(length_B.mean()),
         "response/length_max": float(length_B.max()),
         "response/truncated_fraction": float(np.mean(rollout.truncated_B)),
-        "kl/ref": float(masked_mean(kl_estimate(logp_BT, ref_logp_BT, estimator="k3"), mask_BT)),
-        "kl/ref_sequence_mean": float(np.mean(k1_BT.sum(axis=1) / np.maximum(length_B, 1))),
+        **divergence,
         "policy/entropy": float(masked_mean(-np.asarray(logp_BT), mask_BT)),
         "tokens/generated": float(mask_BT.sum()),
         **gaps,
+    }
+
+
+def _divergence(logp_BT: Array, ref_logp_BT: Array, mask_BT: np.ndarray) -> Metrics:
+    k1_BT = np.where(mask_BT, kl_estimate(logp_BT, ref_logp_BT, estimator="k1"), 0.0)
+    return {
+        "kl/ref": float(masked_mean(kl_estimate(logp_BT, ref_logp_BT, estimator="k3"), mask_BT)),
+        "kl/ref_sequence_mean": float(np.mean(k1_BT.sum(axis=1) / np.maximum(mask_BT.sum(axis=1), 1))),
     }
 
 

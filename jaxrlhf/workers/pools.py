@@ -122,6 +122,10 @@ class Roles:
         if hasattr(self, ROLLOUT):
             self.actor = ActorApart(self.actor, getattr(self, ROLLOUT))
 
+    def __getattr__(self, role: str) -> Group:
+        there = sorted(name for name, value in vars(self).items() if isinstance(value, Group | ActorApart))
+        raise AttributeError(f"this stage has no role {role!r}; it has {there}, as the algorithm's roles say")
+
     def items(self) -> dict[str, Item]:
         """Every tree of arrays that a checkpoint of the run holds."""
         return {name: PoolItem(ranks, name) for ranks in self._pools for name in ranks.built[0].items}
