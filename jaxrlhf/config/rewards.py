@@ -1,5 +1,6 @@
 """Where scores come from: the parts that a response's score is the weighted sum of."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -66,6 +67,28 @@ class FormatReward:
 
 
 @dataclass(frozen=True)
+class TagsReward:
+    """The share of tags that are opened and closed once, in this order: `<think>...</think><answer>...`"""
+
+    names: tuple[str, ...] = ("think", "answer")
+    weight: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(len(self.names) > 0 and all(self.names), f"TagsReward.names must name tags, got {self.names}")
+
+
+@dataclass(frozen=True)
+class RepetitionReward:
+    """Minus the share of sequences of `words` words that were there before; from 0 down to -1."""
+
+    words: int = 4
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "words")
+
+
+@dataclass(frozen=True)
 class FunctionReward:
     """A user's function, as `module:function` or `path/to/file.py:function`. See `jaxrlhf.rewards`."""
 
@@ -76,6 +99,38 @@ class FunctionReward:
         require(
             ":" in self.function,
             f"FunctionReward.function must be 'module:function' or 'file.py:function', got {self.function!r}",
+        )
+
+
+@dataclass(frozen=True)
+class CosineLengthReward:
+    """Pays right answers for being short, and wrong ones for having tried for longer; takes an answer reward's place.
+
+    Attributes:
+      max_characters: A token of English has about 4. A response of so many gets `too_long`.
+      correct: Says which answers are right, by more than 0.5; a function is a plain one.
+      right: Value of a right answer of no length and of the greatest; in between runs half a cosine.
+      wrong: The same of a wrong answer.
+    """
+
+    max_characters: int
+    correct: Gsm8kReward | ArithmeticReward | MathReward | FunctionReward = field(default_factory=Gsm8kReward)
+    right: tuple[float, ...] = (1.0, 0.5)
+    wrong: tuple[float, ...] = (-1.0, -0.5)
+    too_long: float = -1.0
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "max_characters")
+        for name in ("right", "wrong"):
+            pair = getattr(self, name)
+            require(
+                len(pair) == 2 and all(math.isfinite(value) for value in pair),
+                f"CosineLengthReward.{name} takes two finite numbers, for no length and the greatest, got {pair}",
+            )
+        require(
+            self.correct.weight == 1.0,
+            f"CosineLengthReward.correct.weight={self.correct.weight:g} has no effect; leave it 1, or weigh the whole",
         )
 
 
@@ -95,7 +150,18 @@ class ModelReward:
     layout: Layout = field(default_factory=Layout)
 
 
-RewardPart = Gsm8kReward | ArithmeticReward | MathReward | CodeReward | FormatReward | FunctionReward | ModelReward
+RewardPart = (
+    Gsm8kReward
+    | ArithmeticReward
+    | MathReward
+    | CodeReward
+    | FormatReward
+    | TagsReward
+    | RepetitionReward
+    | CosineLengthReward
+    | FunctionReward
+    | ModelReward
+)
 
 
 @dataclass(frozen=True)

@@ -150,10 +150,9 @@ class Config:
         scoring = ["reward"] if self.rewards.by_model else []
         models = [*(role for role in roles if role != "reward"), *scoring]
         check_offload(self.offload, models, list(self.algorithm.training(self)))
-        without = " with kl=None" if hasattr(self.algorithm, "kl") else ""
         require(
             self.reference_layout is None or "reference" in roles,
-            f"reference_layout is given, and {type(self.algorithm).__name__}{without} has no reference; drop it",
+            f"reference_layout is given, and {type(self.algorithm).__name__} has no reference; drop it",
         )
 
     def _check_search(self) -> None:
@@ -181,7 +180,7 @@ class Config:
     def _check_layouts(self) -> None:
         """Refuse a generation layout for what generates nothing."""
         layouts = self._layouts() | {"reference_layout": self.reference_layout or Layout()}
-        layouts.pop("actor", None)
+        del layouts["actor"]
         for name, layout in layouts.items():
             require(
                 layout.generation_stage == layout.generation_tensor == 1,
@@ -213,7 +212,7 @@ class Config:
             "data.solution_key is None; name the field that has them",
         )
         readers = (Gsm8kReward, ArithmeticReward, MathReward)
-        graded = [type(part).__name__ for part in self.rewards.parts if isinstance(getattr(part, "correct", part), readers)]
+        graded = [type(p).__name__ for p in self.rewards.parts if isinstance(getattr(p, "correct", p), readers)]
         scored = not supervised or self.data.evaluation is not None
         require(
             self.data.answer_key is not None or not (graded and scored),

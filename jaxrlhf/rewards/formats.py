@@ -13,6 +13,22 @@ def matches(prompt: str, response: str, answer: str | None, record: Mapping[str,
     return float(re.fullmatch(pattern, response) is not None)
 
 
+def tags(prompt: str, response: str, answer: str | None, record: Mapping[str, Any], *, names: tuple[str, ...]) -> float:
+    """The share of tags, such as `think` and `answer`, that are used as asked.
+
+    That is: opened once and closed once, and opened after the tag before it was closed.
+    """
+    used, free_from = 0, 0
+    for name in names:
+        opening, closing = f"<{name}>", f"</{name}>"
+        start, end = response.find(opening), response.find(closing)
+        once = response.count(opening) == response.count(closing) == 1
+        if once and free_from <= start < end:
+            used += 1
+            free_from = end + len(closing)
+    return used / len(names)
+
+
 def check_pattern(pattern: str) -> None:
     """Raise `ValueError` unless `pattern` is a regular expression."""
     try:

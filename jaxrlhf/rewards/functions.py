@@ -10,11 +10,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxrlhf.rewards.protocol import Function
+
 
 def resolve(reference: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """The function that `module:function` or `path/to/file.py:function` names, with `settings` bound.
 
-    The directory of a `file.py` is appended to `sys.path`, so the file may import its neighbours.
+    A setting that is a `Function` is resolved too. The directory of a `file.py` is appended to
+    `sys.path`, so the file may import its neighbours.
 
     Raises:
       ValueError: In one line, if there is no such file, module or function, if importing it
@@ -29,7 +32,11 @@ def resolve(reference: str, settings: Mapping[str, Any] | None = None) -> Callab
         raise ValueError(f"reward function {reference!r}: {source} has no {name!r}; {_offer(module)}")
     if not callable(function):
         raise ValueError(f"reward function {reference!r} is a {type(function).__name__}, which cannot be called")
-    bound = functools.partial(function, **settings) if settings else function
+    given = {
+        name: resolve(value.reference, value.settings) if isinstance(value, Function) else value
+        for name, value in (settings or {}).items()
+    }
+    bound = functools.partial(function, **given) if given else function
     _check_signature(reference, bound)
     return bound
 
