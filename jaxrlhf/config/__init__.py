@@ -8,21 +8,26 @@ This room imports no JAX.
 from jaxrlhf.config.algorithm import Algorithm, PolicyGradient
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.command_line import CommandLine, from_cli, on_cluster, run_command
-from jaxrlhf.config.critic_free import GRPO
-from jaxrlhf.config.load import load, shipped
-from jaxrlhf.config.losses import (
-    AdaptiveKL,
-    Aggregation,
-    KLEstimator,
-    KLInLoss,
-    KLInReward,
-    PolicyLoss,
-    TruncatedImportance,
-    ValueLoss,
+from jaxrlhf.config.corrections import IcePop, Rejection, TruncatedImportance
+from jaxrlhf.config.critic_free import (
+    DAPO,
+    GPG,
+    GRPO,
+    OPO,
+    RLOO,
+    DrGRPO,
+    OverlongPunishment,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    ReMax,
 )
+from jaxrlhf.config.load import load, shipped
+from jaxrlhf.config.losses import AdaptiveKL, Aggregation, KLEstimator, KLInLoss, KLInReward, ValueLoss
 from jaxrlhf.config.override import override
 from jaxrlhf.config.placement import ROLLOUT, Pool, offloaded
+from jaxrlhf.config.policy_losses import CISPOLoss, GSPOLoss, PolicyLoss, RatioLoss, SAPOLoss
 from jaxrlhf.config.ppo import PPO
+from jaxrlhf.config.preference import DPO, IPO, RPO, CostModel, Preference, RewardModel
 from jaxrlhf.config.record import to_json
 from jaxrlhf.config.rewards import (
     ArithmeticReward,
@@ -54,9 +59,16 @@ from jaxrlhf.config.supervised import SFT
 from jaxrlhf.config.training import Layout, Optimizer, Remat, Rollout, Sampling, Training
 
 __all__ = [
+    "DAPO",
+    "DPO",
+    "GPG",
     "GRPO",
+    "IPO",
+    "OPO",
     "PPO",
+    "RLOO",
     "ROLLOUT",
+    "RPO",
     "SFT",
     "AdaptiveKL",
     "Aggregation",
@@ -64,19 +76,24 @@ __all__ = [
     "Arithmetic",
     "ArithmeticPairs",
     "ArithmeticReward",
+    "CISPOLoss",
     "Checkpointing",
     "CodeReward",
     "ColdStart",
     "CommandLine",
     "Config",
     "CosineLengthReward",
+    "CostModel",
     "Data",
+    "DrGRPO",
     "Evaluation",
     "FormatReward",
     "FromScratch",
     "FunctionReward",
+    "GSPOLoss",
     "Gsm8k",
     "Gsm8kReward",
+    "IcePop",
     "KLEstimator",
     "KLInLoss",
     "KLInReward",
@@ -85,18 +102,27 @@ __all__ = [
     "Model",
     "ModelReward",
     "Optimizer",
+    "OverlongPunishment",
     "PairFile",
     "PolicyGradient",
     "PolicyLoss",
     "Pool",
+    "Preference",
     "Pretrained",
     "PromptFile",
+    "RatioLoss",
     "RayCluster",
+    "ReMax",
+    "ReinforcePlusPlus",
+    "ReinforcePlusPlusBaseline",
+    "Rejection",
     "Remat",
     "RepetitionReward",
+    "RewardModel",
     "RewardPart",
     "Rewards",
     "Rollout",
+    "SAPOLoss",
     "Sampling",
     "TagsReward",
     "Training",

@@ -150,9 +150,10 @@ class Config:
         scoring = ["reward"] if self.rewards.by_model else []
         models = [*(role for role in roles if role != "reward"), *scoring]
         check_offload(self.offload, models, list(self.algorithm.training(self)))
+        without = " with kl=None" if hasattr(self.algorithm, "kl") else ""
         require(
             self.reference_layout is None or "reference" in roles,
-            f"reference_layout is given, and {type(self.algorithm).__name__} has no reference; drop it",
+            f"reference_layout is given, and {type(self.algorithm).__name__}{without} has no reference; drop it",
         )
 
     def _check_search(self) -> None:
@@ -180,7 +181,7 @@ class Config:
     def _check_layouts(self) -> None:
         """Refuse a generation layout for what generates nothing."""
         layouts = self._layouts() | {"reference_layout": self.reference_layout or Layout()}
-        del layouts["actor"]
+        layouts.pop("actor", None)
         for name, layout in layouts.items():
             require(
                 layout.generation_stage == layout.generation_tensor == 1,
