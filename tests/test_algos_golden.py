@@ -6,6 +6,7 @@ position outside the mask is poisoned before a function sees it.
 """
 
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -15,7 +16,18 @@ import pytest
 
 from jaxrlhf import algos
 from jaxrlhf.algos.objectives import TokenOutput
-from jaxrlhf.config import GRPO, KLInLoss, PolicyLoss, ValueLoss
+from jaxrlhf.config import (
+    GRPO,
+    CISPOLoss,
+    GSPOLoss,
+    IcePop,
+    KLInLoss,
+    PolicyLoss,
+    Rejection,
+    SAPOLoss,
+    TruncatedImportance,
+    ValueLoss,
+)
 
 _VECTORS = json.loads((Path(__file__).parent / "golden_vectors.json").read_text())
 _EXPECTED = {name: np.asarray(value) for name, value in _VECTORS["expected"].items()}
@@ -43,12 +55,12 @@ def expected_masked(name, dtype):
     return np.where(_MASK, _EXPECTED[name], 0).astype(dtype)
 
 
-def check(function, arrays, wanted, dtype):
+def check(function, arrays, wanted, dtype, **tolerance):
     """`function(*arrays)` equals `wanted`, eagerly and compiled, in the asked precision."""
     for run in (function, jax.jit(function)):
         got = run(*arrays)
         assert got.dtype == dtype
-        np.testing.assert_allclose(got, wanted, **_CLOSE[dtype])
+        np.testing.assert_allclose(got, wanted, **_CLOSE[dtype] | tolerance)
 
 
 def test_gae_advantages_and_returns(dtype):
@@ -153,13 +165,22 @@ def test_token_rewards_and_overlong_penalty(dtype):
     np.testing.assert_allclose(penalty, _EXPECTED["shaping/overlong"], **_CLOSE[dtype])
 
 
-def test_truncated_importance(dtype):
+@pytest.mark.parametrize(
+    "name, importance, rejection",
+    [
+        ("truncated", TruncatedImportance(cap=1.03), ()),
+        ("truncated_sequence", TruncatedImportance(cap=1.05, level="sequence"), ()),
+        ("icepop", IcePop(low=0.95, high=1.05), ()),
+        ("kept", None, (Rejection("k1", "sequence-mean", low=-math.log(1.02), high=-math.log(0.98)),)),
+    ],
+)
+def test_rollout_correction(name, importance, rejection, dtype):
     arrays = given("old_logp", dtype), given("sampler_logp", dtype, poison=-np.inf), _MASK
 
     def weigh(*a):
-        return algos.truncated_importance(*a, cap=1.03)
+        return algos.rollout_correction(*a, importance=importance, rejection=rejection).weight_BT
 
-    check(weigh, arrays, expected_masked("correction/truncated", dtype), dtype)
+    check(weigh, arrays, expected_masked(f"correction/{name}", dtype), dtype)
 
 
 @pytest.mark.parametrize("mode", _MODES)
@@ -175,6 +196,32 @@ def test_policy_loss_and_gradient(mode, dtype):
     logp = given("logp", dtype, poison=-np.inf)
     check(loss, (logp,), _EXPECTED[f"policy/{mode}/loss"], dtype)
     check(jax.grad(loss), (logp,), _EXPECTED[f"policy/{mode}/gradient"], dtype)
+
+
+@pytest.mark.parametrize(
+    "name, loss_settings",
+    [
+        ("gspo", GSPOLoss(clip_low=0.05, clip_high=0.05)),
+        ("cispo", CISPOLoss(ratio_low=0.8, ratio_high=1.28)),
+        ("sapo", SAPOLoss(temperature_positive=1.0, temperature_negative=1.05)),
+    ],
+)
+def test_other_policy_losses_and_their_gradients(name, loss_settings, dtype):
+    fields = {
+        "old_logp": given("old_logp", dtype),
+        "advantage": _poisoned(_EXPECTED["group/grpo"], dtype),
+        "segment": np.full(_MASK.shape, 3, np.int32),
+    }
+    weight = algos.token_weights(_MASK, aggregation=loss_settings.aggregation)
+    output = TokenOutput(given("logp", dtype, poison=-np.inf))
+
+    def loss(logp):
+        settings = GRPO(policy=loss_settings)
+        return algos.policy_objective(output._replace(logp=logp), _MASK, weight, fields, settings).loss.sum()
+
+    # In the sum the responses' losses cancel, and the n + 1e-8 of the recorded means show sooner.
+    check(loss, (output.logp,), _EXPECTED[f"policy/{name}/loss"], dtype, atol=1e-8 if dtype == "float64" else 2e-6)
+    check(jax.grad(loss), (output.logp,), _EXPECTED[f"policy/{name}/gradient"], dtype)
 
 
 def test_policy_metrics(dtype):

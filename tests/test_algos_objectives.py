@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf import algos
-from jaxrlhf.algos import TokenOutput
+from jaxrlhf.algos import PolicyTokens, TokenOutput
 from jaxrlhf.config import GRPO, PPO, KLInLoss, KLInReward, PolicyLoss, ValueLoss
 
 _MODES = [
@@ -165,26 +165,32 @@ def test_clipped_policy_loss_equals_its_cases():
     log_ratio, advantage = np.meshgrid([-3.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 1.2, 4.0], [-2.0, -0.5, 0.0, 0.5, 2.0])
     old = np.full_like(log_ratio, -1.0)
     arrays = [x.astype(np.float32) for x in (old + log_ratio, old, advantage)]
-    clips = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
-    terms = algos.clipped_policy_loss(*arrays, **clips)
-    gradient = jax.grad(lambda logp: algos.clipped_policy_loss(logp, *arrays[1:], **clips).loss.sum())(arrays[0])
+    settings = PolicyLoss(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+
+    def terms_of(logp):
+        return algos.clipped_policy_loss(PolicyTokens(logp, *arrays[1:]), settings)
+
+    terms = terms_of(arrays[0])
+    gradient = jax.grad(lambda logp: terms_of(logp).loss.sum())(arrays[0])
     cases = [policy_oracle(*map(float, case)) for case in zip(*(x.ravel() for x in arrays), strict=True)]
     loss, slope, clipped, clipped_low = (np.reshape(column, old.shape) for column in zip(*cases, strict=True))
     active = advantage != 0
     np.testing.assert_allclose(terms.loss, loss, rtol=1e-5)
     np.testing.assert_allclose(np.asarray(gradient)[active], slope[active], rtol=1e-5)
-    np.testing.assert_array_equal(np.asarray(terms.clipped)[active], clipped[active])
-    np.testing.assert_array_equal(np.asarray(terms.clipped_low)[active], clipped_low[active])
-    without = algos.clipped_policy_loss(*arrays, clip_low=0.2, clip_high=0.28, dual_clip=None)
+    for name, wanted in {"policy/clip_fraction": clipped, "policy/clip_fraction_lower": clipped_low}.items():
+        np.testing.assert_array_equal(np.asarray(terms.metrics[name])[active], wanted[active])
+    settings = dataclasses.replace(settings, dual_clip=None)
+    without = terms_of(arrays[0])
     np.testing.assert_allclose(np.asarray(without.loss)[0, -1], 2.0 * math.exp(4.0), rtol=1e-5)
-    assert not without.clipped_low.any()
+    assert not without.metrics["policy/clip_fraction_lower"].any()
 
 
 def test_a_runaway_ratio_stays_finite():
     logp, old = np.float32([0.0, -500.0]), np.float32([-500.0, 0.0])
 
     def loss(x):
-        return algos.clipped_policy_loss(x, old, -jnp.ones(2), clip_low=0.2, clip_high=0.2).loss
+        settings = PolicyLoss(clip_low=0.2, clip_high=0.2, dual_clip=None)
+        return algos.clipped_policy_loss(PolicyTokens(x, old, -jnp.ones(2)), settings).loss
 
     np.testing.assert_allclose(loss(logp), [math.exp(20), 0.8], rtol=1e-5)
     np.testing.assert_array_equal(jax.grad(lambda x: loss(x).sum())(logp), 0)

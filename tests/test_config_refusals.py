@@ -161,7 +161,7 @@ def test_setting_refuses(build, message):
         (
             {"algorithm": PPO(old_logp="sampler", correction=TruncatedImportance())},
             "algorithm.old_logp='sampler' needs one update a step and no correction, and there are 1 and "
-            "correction=TruncatedImportance(cap=2.0)",
+            "correction=TruncatedImportance(cap=2.0, level='token')",
         ),
         (
             {"algorithm": GRPO()},

@@ -1,72 +1,142 @@
 """Token losses: what one sampled token contributes, before weighting and summing.
 
-Everything is elementwise and indifferent to shape and packing. Tokens outside the mask must
+All but GSPO's are elementwise and indifferent to shape and packing. Tokens outside the mask must
 hold finite numbers; `jaxrlhf.algos.objectives` sees to that.
+
+The losses of a policy, for `PolicyTokens` and settings, share their gradient where `logp == old_logp`:
+that of `-A * logp`.
 """
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
+from jax import lax
+from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.algos.kl import LOG_RATIO_LIMIT
+from jaxrlhf.algos.masked import segment_mean
 from jaxrlhf.batch import Array
+from jaxrlhf.config import CISPOLoss, GSPOLoss, PolicyLoss, SAPOLoss
+
+
+class PolicyTokens(NamedTuple):
+    """What a policy's loss reads of each token; finite everywhere, 0 where untrained.
+
+    Attributes:
+      logp: Current policy, temperature applied; the argument to differentiate by.
+      old_logp: Policy at the start of the update.
+      advantage: How much better than expected the token was.
+      segment: Which sequence of its row a token belongs to, from 1; only losses of whole sequences need it.
+    """
+
+    logp: Float[Array, "*shape"]
+    old_logp: Float[Array, "*shape"]
+    advantage: Float[Array, "*shape"]
+    segment: Int[Array, "*shape"] | None = None
+
+    @property
+    def log_ratio(self) -> Float[Array, "*shape"]:
+        """log(pi / pi_old), within +-20."""
+        return jnp.clip(jnp.subtract(self.logp, self.old_logp), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 class PolicyTerms(NamedTuple):
-    """Per-token results of `clipped_policy_loss`.
+    """Per-token results of a policy's loss.
 
     Attributes:
       loss: To be weighted and summed.
-      ratio: pi / pi_old.
-      log_ratio: Its clamped logarithm; the mean of its negative estimates KL(old || new).
-      clipped: Whether the clipped ratio decides the loss.
-      clipped_low: Whether the dual clip bounds the loss.
+      ratio: pi / pi_old, as the loss sees it.
+      metrics: What else it has to say of a token, by name; to be averaged over the mask.
     """
 
     loss: Float[Array, "*shape"]
     ratio: Float[Array, "*shape"]
-    log_ratio: Float[Array, "*shape"]
-    clipped: Bool[Array, "*shape"]
-    clipped_low: Bool[Array, "*shape"]
+    metrics: dict[str, Array]
 
 
-def clipped_policy_loss(
-    logp: Float[Array, "*shape"],
-    old_logp: Float[Array, "*shape"],
-    advantage: Float[Array, "*shape"],
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> PolicyTerms:
+def clipped_policy_loss(tokens: PolicyTokens, settings: PolicyLoss) -> PolicyTerms:
     """PPO's clipped surrogate, as a loss.
 
         ratio = exp(clip(logp - old_logp, -20, 20))
         loss  = max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high))
         loss  = min(loss, -dual_clip * A)  where A < 0
 
-    Args:
-      logp: Current policy, temperature applied; the argument to differentiate by.
-      old_logp: Policy at the start of the update.
-      clip_low: Ratio may fall to 1 - clip_low before the gradient stops.
-      clip_high: Ratio may rise to 1 + clip_high before the gradient stops.
-      dual_clip: Above 1; bounds the loss of unwanted tokens that became far likelier. None is off.
+    The dual clip bounds the loss of unwanted tokens that became far likelier.
 
     Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two-sided bounds: Yu et al. 2025
     (DAPO, arXiv:2503.14476), eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729).
     """
-    log_ratio = jnp.clip(jnp.subtract(logp, old_logp), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = jnp.exp(log_ratio)
-    plain = -advantage * ratio
-    clipped = -advantage * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-    loss = jnp.maximum(plain, clipped)
+    advantage, ratio = tokens.advantage, jnp.exp(tokens.log_ratio)
+    loss, clipped = _clipped(ratio, advantage, settings.clip_low, settings.clip_high)
     clipped_low: Array = jnp.zeros(loss.shape, bool)
-    if dual_clip is not None:
-        bound = -dual_clip * advantage
+    if settings.dual_clip is not None:
+        bound = -settings.dual_clip * advantage
         clipped_low = (advantage < 0) & (loss > bound)
         loss = jnp.where(clipped_low, bound, loss)
-    return PolicyTerms(loss, ratio, log_ratio, clipped > plain, clipped_low)
+    return PolicyTerms(loss, ratio, {"policy/clip_fraction": clipped, "policy/clip_fraction_lower": clipped_low})
+
+
+def gspo_loss(tokens: PolicyTokens, settings: GSPOLoss) -> PolicyTerms:
+    """Group sequence policy optimisation: the clipped surrogate of a whole response's ratio.
+
+        s_i   = exp(mean over the trained tokens of response i of log(pi / pi_old))
+        s_i,t = sg(s_i) * pi / sg(pi)
+        loss  = max(-A * s_i,t, -A * clip(s_i,t, 1 - clip_low, 1 + clip_high))
+
+    where sg stops the gradient. Every token of a response has the value s_i, and the mean over them
+    has the gradient of s_i. Advantages may differ from token to token (GSPO-token).
+
+    Raises:
+      ValueError: `tokens` has no segments.
+
+    Source: Zheng et al. 2025 (arXiv:2507.18071), eq. 5, 7 and 13 to 15.
+    """
+    if tokens.segment is None:
+        raise ValueError("GSPO needs the field 'segment': which sequence of its row each token belongs to")
+    own = tokens.log_ratio
+    constant = lax.stop_gradient(own)
+    ratio = jnp.exp(segment_mean(constant, tokens.segment) + (own - constant))
+    loss, clipped = _clipped(ratio, tokens.advantage, settings.clip_low, settings.clip_high)
+    return PolicyTerms(loss, ratio, {"policy/clip_fraction": clipped})
+
+
+def cispo_loss(tokens: PolicyTokens, settings: CISPOLoss) -> PolicyTerms:
+    """Clipped importance sampling of the policy gradient: every token keeps a gradient.
+
+        loss = -sg(clip(ratio, ratio_low, ratio_high)) * A * logp
+
+    where sg stops the gradient.
+
+    Source: MiniMax 2025 (MiniMax-M1, arXiv:2506.13585), eq. 4 and 5; `ratio_high` as in Khatri et al.
+    2025 (ScaleRL, arXiv:2510.13786).
+    """
+    ratio = lax.stop_gradient(jnp.exp(tokens.log_ratio))
+    bounded = jnp.clip(ratio, settings.ratio_low, settings.ratio_high)
+    return PolicyTerms(-bounded * tokens.advantage * tokens.logp, ratio, {"policy/clip_fraction": bounded != ratio})
+
+
+def sapo_loss(tokens: PolicyTokens, settings: SAPOLoss) -> PolicyTerms:
+    """Soft adaptive policy optimisation: a sigmoid of the ratio in place of the clip.
+
+        loss = -A * sigmoid(tau * (ratio - 1)) * 4 / tau
+
+    with tau the positive temperature where A > 0, the negative one elsewhere. Its gradient is that of
+    -A * ratio times the gate 4 * p * (1 - p), where p is the sigmoid: 1 at ratio 1, falling to both sides.
+
+    Source: Gao et al. 2025 (SAPO, arXiv:2511.20347), eq. 5 to 8.
+    """
+    ratio = jnp.exp(tokens.log_ratio)
+    tau = jnp.where(tokens.advantage > 0, settings.temperature_positive, settings.temperature_negative)
+    soft = jax.nn.sigmoid(tau * (ratio - 1))
+    return PolicyTerms(-tokens.advantage * soft * 4 / tau, ratio, {"policy/gate": 4 * soft * (1 - soft)})
+
+
+def _clipped(ratio: Array, advantage: Array, clip_low: float, clip_high: float) -> tuple[Array, Array]:
+    """The pessimistic one of a ratio's loss and of the clipped ratio's, and whether it is the latter."""
+    plain = -advantage * ratio
+    clipped = -advantage * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+    return jnp.maximum(plain, clipped), clipped > plain
 
 
 class ValueTerms(NamedTuple):

@@ -8,12 +8,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int, Num
 
 from jaxrlhf.batch import Array
 
 
-def selected(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
+def selected(value: Num[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Num[Array, "*shape"]:
     """The values inside the mask, 0 elsewhere; the gradient outside is 0 too."""
     return jnp.where(mask, value, 0)
 
@@ -30,6 +30,24 @@ def masked_mean(
 ) -> Float[Array, "..."]:
     """Mean over the mask, of everything or along one axis; 0 where the mask is empty."""
     return masked_sum(value, mask, axis=axis) / jnp.maximum(mask.sum(axis), 1)
+
+
+def segment_mean(value_RW: Float[Array, "R W"], segment_RW: Int[Array, "R W"]) -> Float[Array, "R W"]:
+    """For each token of packed rows, the mean over the tokens of its row with the same id; 0 where the id is 0.
+
+    Args:
+      segment_RW: Ids from 1 to W, in any order; 0 is what lies outside the mask.
+    """
+    size = segment_RW.shape[1] + 1
+
+    def of_row(value_W: Array, segment_W: Array) -> Array:
+        total_S, count_S = (
+            jax.ops.segment_sum(x, segment_W, num_segments=size) for x in (value_W, jnp.ones_like(value_W))
+        )
+        return (total_S / jnp.maximum(count_S, 1))[segment_W]
+
+    inside_RW = segment_RW > 0
+    return selected(jax.vmap(of_row)(selected(value_RW, inside_RW), segment_RW), inside_RW)
 
 
 def masked_var(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:

@@ -3,24 +3,26 @@
 An objective is `objective(output, mask, weight, fields, settings) -> Objective`. The trainer
 calls it inside `jit` on packed rows, sums `loss` over all tokens of the update and reports the
 mean of each metric over the mask. All denominators are in the weights, so an objective never
-reduces.
+reduces. To those of the experience the trainer adds the field `segment`: int32, which sequence
+of its row a token belongs to.
 
 Outside the mask every input may be infinite or NaN. Inputs are therefore selected *before* any
 formula sees them: selecting only the result would leave 0 * inf in the gradient.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Num
 
 from jaxrlhf.algos.kl import kl_estimate
-from jaxrlhf.algos.losses import clipped_policy_loss, clipped_value_loss
+from jaxrlhf.algos.losses import PolicyTerms, PolicyTokens, clipped_value_loss
 from jaxrlhf.algos.masked import selected
 from jaxrlhf.batch import Array
-from jaxrlhf.config import KLInLoss, PolicyGradient, ValueLoss
+from jaxrlhf.config import KLInLoss, PolicyGradient, RatioLoss, ValueLoss
 
 
 class TokenOutput(NamedTuple):
@@ -46,12 +48,12 @@ def policy_objective(
     output: TokenOutput,
     mask: Bool[Array, "R W"],
     weight: Float[Array, "R W"],
-    fields: Mapping[str, Float[Array, "R W"]],
+    fields: Mapping[str, Num[Array, "R W"]],
     settings: PolicyGradient,
 ) -> Objective:
-    """Clipped policy loss, with KL to the reference and an entropy bonus where configured.
+    """The policy's loss, with KL to the reference and an entropy bonus where configured.
 
-        weight * clipped(logp, old_logp, advantage) + kl_weight * kl(logp, ref_logp) - entropy_weight * entropy
+        weight * loss(logp, old_logp, advantage) + kl_weight * kl(logp, ref_logp) - entropy_weight * entropy
 
     Args:
       output: Of the current policy, temperature applied.
@@ -59,9 +61,9 @@ def policy_objective(
       weight: Aggregation weights, importance correction folded in.
       fields: `advantage`; `old_logp`, or `sampler_logp` where the current policy is the old one,
         which is then only compared with it; `ref_logp` and `kl_weight` if `settings.kl` is in the
-        loss; `entropy_weight` if `settings.policy.entropy_coefficient` is not 0. The coefficients
-        are in those weights.
-      settings: Clip ranges and the KL estimator.
+        loss; `entropy_weight` if `settings.policy.entropy_coefficient` is not 0; `segment` if the
+        loss is of whole responses. The coefficients are in those weights.
+      settings: Which loss, and the KL estimator.
 
     Raises:
       ValueError: If a field is missing, or is given where the settings do not use it.
@@ -76,19 +78,17 @@ def policy_objective(
 
     weight, logp = selected(weight, mask), selected(output.logp, mask)
     itself = "sampler_logp" in fields
-    terms = clipped_policy_loss(
+    tokens = PolicyTokens(
         logp,
         lax.stop_gradient(logp) if itself else _field(fields, "old_logp", mask),
         _field(fields, "advantage", mask),
-        clip_low=policy.clip_low,
-        clip_high=policy.clip_high,
-        dual_clip=policy.dual_clip,
+        _field(fields, "segment", mask) if "segment" in fields else None,
     )
+    terms = _function(policy)(tokens, policy)
     loss = weight * terms.loss
     metrics = {
-        "policy/clip_fraction": terms.clipped.astype(loss.dtype),
-        "policy/clip_fraction_lower": terms.clipped_low.astype(loss.dtype),
-        "policy/kl_old": -terms.log_ratio,
+        **{name: selected(value.astype(loss.dtype), mask) for name, value in terms.metrics.items()},
+        "policy/kl_old": -tokens.log_ratio,
         "policy/ratio_mean": selected(terms.ratio, mask),
     }
     if itself:
@@ -109,7 +109,7 @@ def value_objective(
     output: Float[Array, "R W"],
     mask: Bool[Array, "R W"],
     weight: Float[Array, "R W"],
-    fields: Mapping[str, Float[Array, "R W"]],
+    fields: Mapping[str, Num[Array, "R W"]],
     settings: ValueLoss,
 ) -> Objective:
     """Clipped value regression, `weight * clipped_value_loss`.
@@ -140,7 +140,7 @@ def nll_objective(
     output: TokenOutput,
     mask: Bool[Array, "R W"],
     weight: Float[Array, "R W"],
-    fields: Mapping[str, Float[Array, "R W"]],
+    fields: Mapping[str, Num[Array, "R W"]],
     settings: object,
 ) -> Objective:
     """Supervised fine-tuning: weighted negative log-likelihood. Reads neither fields nor settings.
@@ -149,6 +149,15 @@ def nll_objective(
     """
     nll = -selected(output.logp, mask)
     return Objective(selected(weight, mask) * nll, {"supervised/loss": nll})
+
+
+def _function(policy: RatioLoss) -> Callable[[PolicyTokens, Any], PolicyTerms]:
+    """The loss that its settings name."""
+    function = type(policy).function
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _field(fields: Mapping[str, Array], name: str, mask: Array) -> Array:
