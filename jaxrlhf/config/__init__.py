@@ -10,11 +10,14 @@ from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.command_line import CommandLine, from_cli, on_cluster, run_command
 from jaxrlhf.config.corrections import IcePop, Rejection, TruncatedImportance
 from jaxrlhf.config.critic_free import (
+    CISPO,
     DAPO,
     GPG,
     GRPO,
+    GSPO,
     OPO,
     RLOO,
+    SAPO,
     DrGRPO,
     OverlongPunishment,
     ReinforcePlusPlus,
@@ -59,16 +62,19 @@ from jaxrlhf.config.supervised import SFT
 from jaxrlhf.config.training import Layout, Optimizer, Remat, Rollout, Sampling, Training
 
 __all__ = [
+    "CISPO",
     "DAPO",
     "DPO",
     "GPG",
     "GRPO",
+    "GSPO",
     "IPO",
     "OPO",
     "PPO",
     "RLOO",
     "ROLLOUT",
     "RPO",
+    "SAPO",
     "SFT",
     "AdaptiveKL",
     "Aggregation",

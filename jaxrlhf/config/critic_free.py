@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxrlhf.config.algorithm import PolicyGradient
 from jaxrlhf.config.check import positive, require, within
 from jaxrlhf.config.losses import KLInLoss, KLInReward
-from jaxrlhf.config.policy_losses import PolicyLoss
+from jaxrlhf.config.policy_losses import CISPOLoss, GSPOLoss, PolicyLoss, SAPOLoss
 
 if TYPE_CHECKING:
     from jaxrlhf.config.run import Config
@@ -46,6 +46,27 @@ class DrGRPO(GRPO):
 
     normalize_std: bool = False
     policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(aggregation="seq-mean-token-sum-norm"))
+
+
+@dataclass(frozen=True)
+class GSPO(GRPO):
+    """Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071): GRPO with one ratio per response."""
+
+    policy: GSPOLoss = field(default_factory=GSPOLoss)
+
+
+@dataclass(frozen=True)
+class CISPO(GRPO):
+    """GRPO with clipped importance weights, which drop no token (MiniMax 2025, arXiv:2506.13585)."""
+
+    policy: CISPOLoss = field(default_factory=CISPOLoss)
+
+
+@dataclass(frozen=True)
+class SAPO(GRPO):
+    """Soft adaptive policy optimisation (Gao et al. 2025, arXiv:2511.20347): GRPO with a soft gate for the clip."""
+
+    policy: SAPOLoss = field(default_factory=SAPOLoss)
 
 
 @dataclass(frozen=True)
