@@ -1,0 +1,102 @@
+"""README's algorithm in one file of the user's own, word for word: it runs, is planned, saved and resumed."""
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_plans import machines
+from tiny_runs import get_config, numbers, records, training
+
+import jaxrlhf
+from jaxrlhf.config import Algorithm, CommandLine, Config, Evaluation, PolicyGradient
+from jaxrlhf.controller.loop import resolve_dataflow
+from jaxrlhf.planning import problem_of
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+@pytest.fixture
+def own_file(tmp_path) -> Path:
+    found = re.search(r"<!-- algorithm -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert found is not None
+    assert len([line for line in found[1].splitlines() if line.strip()]) < 30
+    (tmp_path / "raft.py").write_text(found[1])
+    return tmp_path / "raft.py"
+
+
+def small(config: Config, workdir: Path, **changes) -> Config:
+    """The file's algorithm on the tiny run's model, problems and rewards."""
+    tiny = get_config()
+    shape = {name: getattr(tiny, name) for name in ("model", "data", "rewards", "rollout", "compute_dtype", "devices")}
+    rest = {"cold_start": None, "actor": training(), "evaluation": Evaluation(0), "checkpoint": tiny.checkpoint}
+    return replace(config, **{**shape, **rest, "steps": 3, "workdir": str(workdir), **changes})
+
+
+@pytest.mark.slow
+def test_readmes_algorithm_runs_and_goes_on_where_it_stopped(own_file, tmp_path):
+    command = ["--config", str(own_file), "--algorithm.least-score", "1", "--algorithm.responses-per-update", "16"]
+    config, _ = CommandLine().parse_config(command)
+    assert config.algorithm.least_score == 1.0
+    seen = {}
+
+    def dies(number: int, metrics: dict[str, float]) -> None:
+        seen[number] = metrics
+        if number == 3:  # a step after the checkpoint
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        jaxrlhf.run(small(config, tmp_path / "run"), on_step=dies)
+    assert jaxrlhf.run(small(config, tmp_path / "run")).finished
+    logged = numbers(tmp_path / "run/metrics.jsonl")
+    assert [record["step"] for record in logged] == [1, 2, 3]
+    again = logged[2].items() & {("step", 3), *seen[3].items()}
+    assert {name for name, _ in again} >= {"score/mean", "actor/loss", "actor/grad_norm", "policy/entropy", "step"}
+    assert not {"kl/ref", "value/loss"} & {name for record in logged for name in record}
+
+    saved = json.loads((tmp_path / "run/config.json").read_text())["algorithm"]
+    assert (saved["class"], saved["least_score"]) == ("RAFT", 1.0)
+    assert {sample["score"] for sample in records(tmp_path / "run/samples.jsonl")} == {0.0, 1.0}
+    assert all(record["actor/grad_norm"] > 0 for record in logged)
+
+
+def test_readmes_algorithm_is_planned_with_its_own_roles(own_file):
+    config = jaxrlhf.load(own_file)
+    problem = problem_of(config, machines(), vocabulary=100)
+    assert [role.name for role in problem.roles] == ["actor"]
+    assert (problem.roles[0].generates, problem.roles[0].trained) == (True, True)
+
+
+def test_an_algorithm_that_is_not_whole_says_what_it_lacks(own_file):
+    text = own_file.read_text()
+    wrong = {
+        "    dataflow = step\n": "",
+        "    dataflow = step": '    dataflow = "step"',
+        "dataflow = step": 'dataflow = "jaxrlhf.controller.baselines:raft"',
+        "= step\n": '= "no_such_module:step"\n',
+    }
+    said = [
+        "RAFT.dataflow=None is no step; give a function of (roles, work), or its name as 'module:function'",
+        "RAFT.dataflow='step' is no step",
+        "RAFT.dataflow='jaxrlhf.controller.baselines:raft': jaxrlhf.controller.baselines has no function 'raft'",
+        "RAFT.dataflow='no_such_module:step': importing no_such_module failed with No module named",
+    ]
+    for (old, new), message in zip(wrong.items(), said, strict=True):
+        own_file.write_text(text.replace(old, new))
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            jaxrlhf.run(jaxrlhf.load(own_file))
+    own_file.write_text(text.replace("PolicyGradient", "Algorithm"))
+    with pytest.raises(ValueError, match=r"raft.py:\d+: .* abstract methods roles, updates_per_step"):
+        jaxrlhf.load(own_file)
+
+
+def test_a_dataflow_is_a_function_or_the_name_of_one():
+    @dataclass(frozen=True)
+    class Own(PolicyGradient):
+        dataflow = np.add
+
+    assert resolve_dataflow(Own()) is np.add
+    with pytest.raises(TypeError, match="abstract"):
+        Algorithm()
