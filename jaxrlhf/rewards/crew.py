@@ -24,7 +24,6 @@ from socket import socketpair
 from jaxrlhf.rewards.protocol import Cause, Function
 from jaxrlhf.rewards.worker import SLACK_S, Answer, Message, Ready, Refused, Split
 
-GROUP_SIZE = 64  # examples in one batched call, and async calls in flight, per process
 CHUNK_SIZE = 64  # groups in one message
 START_LIMIT_S = 120.0  # for importing the functions' modules
 START_ATTEMPTS = 3
@@ -239,7 +238,7 @@ class Crew:
             return []
         function = queue[0].function
         if queue is not self._alone and self._takes_groups[function]:
-            count = min(GROUP_SIZE, math.ceil(len(queue) / idle))
+            count = min(self._functions[function].at_once, math.ceil(len(queue) / idle))
             return [_Group(function, {number: queue.popleft() for number in range(count)})]
         count = min(CHUNK_SIZE, math.ceil(len(queue) / (2 * len(self.workers))))
         calls = [queue.popleft() for _ in range(count)]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrlhf import config
+from jaxrlhf.rewards.endpoint import api_key
 from jaxrlhf.rewards.formats import check_pattern
 from jaxrlhf.rewards.protocol import Function
 from jaxrlhf.rewards.sandbox import Limits, check_sandbox
@@ -24,23 +25,36 @@ FUNCTIONS = {
     config.TagsReward: "jaxrlhf.rewards.formats:tags",
     config.RepetitionReward: "jaxrlhf.rewards.lengths:repetition",
     config.CosineLengthReward: "jaxrlhf.rewards.lengths:cosine_length",
+    config.JudgeReward: "jaxrlhf.rewards.judges:judged",
+    config.RemoteReward: "jaxrlhf.rewards.remote:scored",
 }
 """Their keyword arguments have the names of the part's fields."""
 
 
-def reward_function(name: str, part: config.RewardPart) -> Function:
-    """The function that computes a part of the configuration; `ValueError` where it cannot work here."""
+def reward_function(name: str, part: config.RewardPart, *, workers: int) -> Function:
+    """The function that computes a part of the configuration in `workers` processes.
+
+    Raises:
+      ValueError: If it cannot work on this machine.
+    """
     if isinstance(part, config.FunctionReward):
         return Function(name, part.function)
     settings = {field.name: getattr(part, field.name) for field in dataclasses.fields(part) if field.name != "weight"}
+    if settings.get("api_key_env"):
+        api_key(settings["api_key_env"])
+    at_once = 1
     match part:
         case config.CodeReward():
             check_sandbox(Limits(part.time_limit_s, part.memory_bytes, part.output_bytes, part.allow_unsandboxed))
         case config.FormatReward():
             check_pattern(part.pattern)
         case config.CosineLengthReward():
-            settings["correct"] = reward_function(name, part.correct)
-    return Function(name, FUNCTIONS[type(part)], settings)
+            settings["correct"] = reward_function(name, part.correct, workers=workers)
+        case config.JudgeReward():
+            at_once = settings.pop("concurrency") // workers
+        case config.RemoteReward():
+            at_once = settings.pop("batch_size")
+    return Function(name, FUNCTIONS[type(part)], settings, at_once)
 
 
 def part_names(parts: Sequence[config.RewardPart]) -> list[str]:

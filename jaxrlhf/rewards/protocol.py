@@ -5,7 +5,8 @@ A reward function reads texts and returns a number:
     def score(prompt: str, response: str, answer: str | None, record: Mapping) -> float | None
 
 Marked with `@batched` it takes four lists and returns a list of numbers; the lists hold whatever
-responses have ended by then, so no number may depend on the other responses. Either kind may be
+responses have ended by then, so no number may depend on the other responses; an exception in
+place of a number says why that one has none. Either kind may be
 `async def`; many examples of an async function are then in flight at once. Functions run in
 worker processes, several at a time, and may be called again for an example whose
 batch failed.
@@ -67,11 +68,13 @@ class Function:
       name: What logs and metrics call it.
       reference: `module:function` or `path/to/file.py:function`.
       settings: Keyword arguments bound to it.
+      at_once: Examples that one process gives it at once, if it is batched or async.
     """
 
     name: str
     reference: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    at_once: int = 64
 
 
 def batched(function: Marked) -> Marked:

@@ -67,7 +67,7 @@ class Scorer:
             if isinstance(part, config.ModelReward):
                 self._models[name] = _model(part, models or {})
             else:
-                functions.append(reward_function(name, part))
+                functions.append(reward_function(name, part, workers=rewards.workers))
         self._functions = [function.name for function in functions]
         self._pool = (
             Pool(functions, workers=rewards.workers, timeout_s=rewards.timeout_s, output=output) if functions else None

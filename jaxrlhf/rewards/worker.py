@@ -188,6 +188,8 @@ def _call(function: Callable[..., Any], index: int, pickled: bytes) -> Answer:
 
 def judge(index: int, value: Any) -> Answer:
     """The answer for what a function returned: a finite number, or why it is none."""
+    if isinstance(value, BaseException):
+        return _raised(index, value)
     if value is None:
         return Answer(index, None, "none", "returned None")
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):

@@ -1,0 +1,67 @@
+"""What a model behind an OpenAI-compatible endpoint thinks of a response."""
+
+import asyncio
+import functools
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jaxrlhf.rewards.endpoint import Unreadable, post_json
+
+_threads = ThreadPoolExecutor(max_workers=64, thread_name_prefix="judge")  # they wait; the pool limits how many
+
+
+async def judged(
+    prompt: str,
+    response: str,
+    answer: str | None,
+    record: Mapping[str, Any],
+    *,
+    url: str,
+    model: str,
+    template: str,
+    pattern: str,
+    lowest: float,
+    highest: float,
+    temperature: float | None,
+    max_tokens: int,
+    api_key_env: str | None,
+    attempt_s: float,
+    total_s: float,
+) -> float:
+    """The judge's score, from 0 for `lowest` to 1 for `highest`.
+
+    The score is the first group of the last match of `pattern`: what the judge quotes of a
+    response that praises itself usually comes before it.
+
+    Raises:
+      EndpointError: If the judge does not answer, or what it answers holds no score in the range.
+      ValueError: If the template shows the reference answer and there is none.
+    """
+    if answer is None and "{answer" in template:
+        raise ValueError("the judge's template shows the reference answer, and the record has none")
+    content = template.format(prompt=prompt, response=response, answer=answer)
+    body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": max_tokens}
+    if temperature is not None:
+        body["temperature"] = temperature
+    ask = functools.partial(post_json, api_key_env=api_key_env, attempt_s=attempt_s, total_s=total_s)
+    reply = await asyncio.get_running_loop().run_in_executor(_threads, ask, f"{url}/chat/completions", body)
+    match reply:
+        case {"choices": [{"message": {"content": str(text)}}, *_]}:
+            return (_score(text, pattern, lowest, highest) - lowest) / (highest - lowest)
+    raise Unreadable(f"the judge's answer has no text at choices[0].message.content: {reply!r:.200}")
+
+
+def _score(text: str, pattern: str, lowest: float, highest: float) -> float:
+    found = re.findall(pattern, text)
+    if not found:
+        raise Unreadable(f"the judge gives no score that matches {pattern!r}; it ends with {text[-100:]!r}")
+    last = found[-1] if isinstance(found[-1], str) else found[-1][0]
+    try:
+        score = float(last)
+    except ValueError as error:
+        raise Unreadable(f"the judge's score {last!r} is not a number") from error
+    if not lowest <= score <= highest:
+        raise Unreadable(f"the judge's score {score:g} is not in [{lowest:g}, {highest:g}]")
+    return score

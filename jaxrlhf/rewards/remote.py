@@ -1,0 +1,42 @@
+"""Scores from a service of the user's own.
+
+It gets `{"examples": [{"prompt": ..., "response": ..., "answer": ..., "record": {...}}, ...]}` by
+POST and answers `{"scores": [0.5, null, ...]}`, one for each example in their order; null is
+unscorable.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrlhf.rewards.endpoint import Unreachable, Unreadable, post_json
+from jaxrlhf.rewards.protocol import Number, batched
+
+
+@batched
+def scored(
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    answers: Sequence[str | None],
+    records: Sequence[Mapping[str, Any]],
+    *,
+    url: str,
+    api_key_env: str | None,
+    attempt_s: float,
+    total_s: float,
+) -> Sequence[Number | Exception]:
+    """The service's scores; the error in place of each if it cannot be reached.
+
+    Raises:
+      EndpointError: If it rejects the examples or its answer cannot be read; they are then asked
+        for one by one, so that only those that it cannot score are lost.
+    """
+    rows = zip(prompts, responses, answers, records, strict=True)
+    examples = [dict(zip(("prompt", "response", "answer", "record"), row, strict=True)) for row in rows]
+    try:
+        reply = post_json(url, {"examples": examples}, api_key_env=api_key_env, attempt_s=attempt_s, total_s=total_s)
+    except Unreachable as error:
+        return [error] * len(examples)
+    match reply:
+        case {"scores": [*scores]} if len(scores) == len(examples):
+            return scores
+    raise Unreadable(f"{url} has to answer {{'scores': [...]}} with {len(examples)} of them, and says {reply!r:.200}")
