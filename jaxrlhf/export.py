@@ -1,4 +1,4 @@
-"""`python -m jaxrlhf.export RUN DIRECTORY`: the policy of a run as a Hugging Face checkpoint."""
+"""`python -m jaxrlhf.export RUN DIRECTORY`: the policy or reward model of a run as a Hugging Face checkpoint."""
 
 import argparse
 
@@ -17,7 +17,7 @@ def main() -> None:
     from jaxrlhf.controller.policy import export_policy
 
     step = export_policy(flags.run, flags.directory, step=flags.step, dtype=flags.dtype)
-    print(f"wrote the policy of step {step} to {flags.directory}")
+    print(f"wrote the model of step {step} to {flags.directory}")
 
 
 if __name__ == "__main__":

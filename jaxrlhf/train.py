@@ -1,6 +1,7 @@
 """`python -m jaxrlhf.train --config NAME`: run a configuration.
 
-`--dry-run` stops after the table of derived settings. `--cluster ray` runs it on hosts joined
+`--dry-run` stops after the table of derived settings; `--export DIRECTORY` writes what was trained as
+a Hugging Face checkpoint, such as the next stage starts from. `--cluster ray` runs it on hosts joined
 by Ray. Any setting can be changed on the command line by its dotted name; see `--help`.
 """
 
@@ -20,11 +21,15 @@ def main() -> None:
         help="run on hosts joined by Ray, started on this machine or found at --cluster.address; "
         "--devices and --cluster.devices-per-host say how many hosts",
     )
+    command.add_argument("--export", metavar="DIRECTORY", help="write what was trained there, for Hugging Face")
     config, flags = command.parse_config(prepare=on_cluster)
 
+    from jaxrlhf.controller.policy import check_new, export_policy
     from jaxrlhf.controller.run import run
     from jaxrlhf.hosts import HostFailure
 
+    if flags.export:
+        check_new(flags.export)
     try:
         result = run(config, dry_run=flags.dry_run)
     except HostFailure as failure:
@@ -34,6 +39,9 @@ def main() -> None:
         sys.exit(1)
     if not flags.dry_run and not result.finished:
         print(f"stopped after saving; the same command goes on from {result.workdir}")
+    elif flags.export and not flags.dry_run:
+        step = export_policy(result.workdir, flags.export)
+        print(f"wrote the model of step {step} to {flags.export}")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,11 @@ from jaxrlhf.models.hf_save import save_params
 from jaxrlhf.models.parameters import param_shapes
 from jaxrlhf.tracking import RunConsole, settings_table, show_samples
 from jaxrlhf.workers import Stage, launch, response_texts
+from jaxrlhf.workers.remat import head_of
 
 
 def export_policy(run: str | Path, directory: str | Path, *, step: int | None = None, dtype: str = "float32") -> int:
-    """Write the policy of a run as a Hugging Face checkpoint with its tokenizer.
+    """Write the policy of a run, or the reward model that it trained, as a Hugging Face checkpoint with its tokenizer.
 
     Args:
       run: Workdir of the run.
@@ -35,22 +36,29 @@ def export_policy(run: str | Path, directory: str | Path, *, step: int | None = 
     Raises:
       ValueError: No run, no such checkpoint, or the directory already holds files.
     """
-    run, directory = Path(run), Path(directory)
-    if directory.exists() and any(directory.iterdir()):
-        raise ValueError(f"{directory} is not empty; export to a new directory")
+    run, directory = Path(run), check_new(directory)
     model = run / MODEL
     if not model.is_dir():
         raise ValueError(f"{run} is not the workdir of a run: it has no {MODEL} folder")
     config = read_config(model)
     whole = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    target = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), param_shapes(config, "lm", jnp.float32)
-    )
     with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
         step = _chosen(checkpoints, step)
-        params = checkpoints.read(step, {"actor": target})["actor"]
+        # What trains no policy trains a reward model, which is a critic without an actor.
+        role = "actor" if checkpoints.folder(step, "actor").is_dir() else "critic"
+        shapes = param_shapes(config, head_of(role), jnp.float32)
+        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
+        params = checkpoints.read(step, {role: target})[role]
     save_params(params, config, directory, dtype=jnp.dtype(dtype), tokenizer=load_tokenizer(str(model)), source=model)
     return step
+
+
+def check_new(directory: str | Path) -> Path:
+    """A directory to export to; `ValueError` if it holds files."""
+    directory = Path(directory)
+    if directory.exists() and any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty; export to a new directory")
+    return directory
 
 
 def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: int) -> Metrics:
@@ -61,6 +69,11 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
       samples: Answers per problem; above 1 they are sampled as in the configuration's rollout.
       show: Answers to print.
     """
+    if "actor" not in config.algorithm.roles:
+        raise ValueError(
+            f"evaluation answers problems with a policy, and {type(config.algorithm).__name__} trains none; "
+            "how it ranks held-out pairs is in the run's metrics"
+        )
     place = Path(policy) if policy else workdir_of(config)
     from_run = (place / MODEL).is_dir()
     if policy is None and not from_run:
@@ -78,6 +91,8 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     if from_run:
         with closing(Checkpoints(place / CHECKPOINTS, read_only=True)) as checkpoints:
             start = checkpoints.folder(_chosen(checkpoints, None), "actor")
+        if not start.is_dir():
+            raise ValueError(f"{place} trained no policy, and evaluation answers problems with one; name another run")
     stage = Stage(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start)
     with console, closing(launch(config, tokenizer, progress=console.progress, workdir=None)) as pools:
         with closing(pools.roles(stage)) as roles:

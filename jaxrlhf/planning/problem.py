@@ -5,7 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxrlhf.architecture import ModelConfig
-from jaxrlhf.config import Config, FromScratch, Layout, Model, ModelReward, PolicyGradient, Pretrained, Training
+from jaxrlhf.config import (
+    Config,
+    FromScratch,
+    Layout,
+    Model,
+    ModelReward,
+    PolicyGradient,
+    Preference,
+    Pretrained,
+    Training,
+)
 from jaxrlhf.data import load_tokenizer
 from jaxrlhf.models import from_scratch, tokenizer_path
 from jaxrlhf.parallel.hardware import Hardware
@@ -92,8 +102,9 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
     """Every model of the dataflow, and what a step does with it.
 
     A step that scores has sampled: its actor generates, and every role makes one forward pass over
-    the responses, the actor only where its sampler's log-probabilities do not serve. Otherwise the
-    step is an update, and before it only frozen roles compute anything.
+    the responses, the actor only where its sampler's log-probabilities do not serve. One on
+    preference pairs reads both answers with every role. Otherwise the step is an update, and
+    before it only frozen roles compute anything.
 
     Args:
       shapes: Of a model, or of the checkpoint at a path.
@@ -133,7 +144,8 @@ def _passes(config: Config, role: str) -> int:
     algorithm = config.algorithm
     if role == "actor" and isinstance(algorithm, PolicyGradient) and algorithm.trusts_sampler(config):
         return 0
-    return int(generates(config) or role not in algorithm.training(config))
+    reads = generates(config) or isinstance(algorithm, Preference)
+    return int(reads or role not in algorithm.training(config))
 
 
 def placed_roles(config: Config) -> tuple[str, ...]:
@@ -162,13 +174,20 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
         means[name] = float(most if mean is None else mean)
     return Workload(
         prompts=prompts,
-        responses=prompts * (rollout.responses_per_prompt if generates(config) else 1),
+        responses=prompts * _answers(config),
         **means,
         longest_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
         updates=algorithm.updates_per_step(config),
         epochs=getattr(algorithm, "epochs_per_step", 1),
         slots=rollout.slots,
     )
+
+
+def _answers(config: Config) -> int:
+    """Sequences that a step has of each prompt."""
+    if isinstance(config.algorithm, Preference):
+        return 2
+    return config.rollout.responses_per_prompt if generates(config) else 1
 
 
 def software_of(config: Config, hardware: Hardware) -> Software:

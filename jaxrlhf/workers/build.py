@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import TreeItem
-from jaxrlhf.config import PPO, ROLLOUT, Config, FromScratch, Model, ModelReward, Pretrained, Training, offloaded
+from jaxrlhf.config import ROLLOUT, Config, FromScratch, Model, ModelReward, Pretrained, Training, offloaded
 from jaxrlhf.data import decoder
 from jaxrlhf.engine import Engine
 from jaxrlhf.models.attention import Attention
@@ -339,9 +339,7 @@ class Builder:
         )
 
     def _critic(self, start: Params, stage: Stage) -> Critic:
-        settings = self.config.algorithm
-        assert isinstance(settings, PPO)
-        training, own = settings.critic, settings.critic_model
+        training, own = self.training("critic"), getattr(self.config.algorithm, "critic_model", None)
         mesh = self.mesh("critic")
         config = self.model_of("critic")
         check_vocabulary(self.tokenizer, config, role="critic")

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxrlhf.algos.objectives import TokenOutput
-from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Scores
+from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Scores, Sequences
 from jaxrlhf.config import ROLLOUT, Sampling
 from jaxrlhf.engine import Completion
 from jaxrlhf.models.heads import CHUNK_TOKENS, token_logp, values
@@ -149,14 +149,18 @@ class Actor(TrainedWorker):
             return self.version, self._exchange.offer(self.params, wanted[0], keep=keep)
 
     @verb(THREE_D_PROTO)
-    def compute_log_prob(self, rollout: Rollout) -> Array:
-        """log pi of every chosen token under the current policy, at the rollout's temperature."""
-        if stale := set(np.unique(rollout.version_B).tolist()) - {self.version}:
+    def compute_log_prob(self, rollout: Rollout | Sequences, *, temperature: float | None = None) -> Array:
+        """log pi of every chosen token under the current policy. `temperature=None` is the rollout's.
+
+        Sequences that no policy sampled are taken as they are.
+        """
+        if isinstance(rollout, Rollout) and (stale := set(np.unique(rollout.version_B).tolist()) - {self.version}):
             raise RuntimeError(
                 f"the policy is version {self.version} and the rollout holds responses of {sorted(stale)}; "
                 f"old log-probabilities have to be taken before the update"
             )
-        return self._forward_all(rollout.sequences, temperature=self._temperature).logp
+        scale = self._temperature if temperature is None else temperature
+        return self._forward_all(sequences_of(rollout), temperature=scale).logp
 
     @verb(THREE_D_PROTO)
     def update_actor(
@@ -183,9 +187,9 @@ class Critic(TrainedWorker):
         return values(params, self._hidden(params, rows))
 
     @verb(THREE_D_PROTO)
-    def compute_values(self, rollout: Rollout) -> np.ndarray:
+    def compute_values(self, rollout: Rollout | Sequences) -> np.ndarray:
         """`value_BT`: of the prefix before each token."""
-        return self._forward_all(rollout.sequences)
+        return self._forward_all(sequences_of(rollout))
 
     @verb(THREE_D_PROTO)
     def update_critic(self, minibatches: Sequence[Experience], *, objective: Objective, settings: Hashable) -> Metrics:
@@ -204,9 +208,10 @@ class Reference(ModelWorker):
         return _policy_output(self, params, rows, temperature, entropy=entropy)
 
     @verb(THREE_D_PROTO)
-    def compute_ref_log_prob(self, rollout: Rollout) -> Array:
-        """log pi_ref of every chosen token, at the rollout's temperature."""
-        return self._forward_all(rollout.sequences, temperature=self._temperature).logp
+    def compute_ref_log_prob(self, rollout: Rollout | Sequences, *, temperature: float | None = None) -> Array:
+        """log pi_ref of every chosen token. `temperature=None` is the rollout's."""
+        scale = self._temperature if temperature is None else temperature
+        return self._forward_all(sequences_of(rollout), temperature=scale).logp
 
 
 class Reward:
@@ -259,6 +264,11 @@ class Reward:
         self._text.cache_clear()
         self._ahead += self._scorer.ahead
         return scores
+
+
+def sequences_of(rollout: Rollout | Sequences) -> Sequences:
+    """The tokens of what was sampled, or of what was not."""
+    return rollout.sequences if isinstance(rollout, Rollout) else rollout
 
 
 def response_texts(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> list[str]:

@@ -1,0 +1,141 @@
+"""Losses of preference pairs, each with its derivative by what a model says of the two answers.
+
+A trainer computes one sum of weighted tokens and never reduces over a sequence. It need not: with
+x_b the log-probability of a sequence, or its score, the gradient of L(x_1, x_2, ...) is that of
+
+    sum_b (dL / dx_b) * x_b
+
+with the derivatives held fixed. They are computed here from a forward pass and become weights.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+from jaxrlhf.algos.masked import selected
+from jaxrlhf.algos.objectives import Objective, TokenOutput
+from jaxrlhf.batch import Array
+
+
+class PairLoss(NamedTuple):
+    """A loss of each pair.
+
+    Attributes:
+      loss_P: To be averaged.
+      chosen_P: Derivative by the chosen answer's log-probability or score.
+      rejected_P: The same of the rejected answer.
+    """
+
+    loss_P: Float[Array, "P"]
+    chosen_P: Float[Array, "P"]
+    rejected_P: Float[Array, "P"]
+
+
+def dpo(
+    chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], *, beta: float, label_smoothing: float = 0.0
+) -> PairLoss:
+    """Direct preference optimisation.
+
+        D = chosen - rejected
+        L = -(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D)
+        dL/dD = beta (sigmoid(beta D) - (1 - e))
+
+    Args:
+      chosen_P: log pi - log pi_ref of the chosen answer, summed over its tokens.
+      rejected_P: The same of the rejected answer.
+      beta: Reward units per nat.
+      label_smoothing: e, the chance that a label is wrong, below 0.5.
+
+    Source: Rafailov et al. 2023 (arXiv:2305.18290), eq. 7; smoothing: Mitchell 2023, "A note on
+    DPO with noisy preferences", eq. 3.
+    """
+    reward_P = beta * (chosen_P - rejected_P)
+    loss_P = -(1 - label_smoothing) * jax.nn.log_sigmoid(reward_P) - label_smoothing * jax.nn.log_sigmoid(-reward_P)
+    slope_P = beta * (jax.nn.sigmoid(reward_P) - (1 - label_smoothing))
+    return PairLoss(loss_P, slope_P, -slope_P)
+
+
+def ipo(chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], *, beta: float) -> PairLoss:
+    """Identity preference optimisation: a difference of 1 / (2 beta) is enough.
+
+        L = (chosen - rejected - 1 / (2 beta))^2
+
+    Args:
+      chosen_P: log pi - log pi_ref of the chosen answer, summed over its tokens.
+      rejected_P: The same of the rejected answer.
+
+    Source: Azar et al. 2023 (arXiv:2310.12036), eq. 17.
+    """
+    excess_P = chosen_P - rejected_P - 1 / (2 * beta)
+    return PairLoss(jnp.square(excess_P), 2 * excess_P, -2 * excess_P)
+
+
+def with_likelihood(
+    loss: PairLoss, chosen_logp_P: Float[Array, "P"], tokens_P: Int[Array, "P"], *, coefficient: float
+) -> PairLoss:
+    """A loss of pairs plus the chosen answer's negative log-likelihood per token.
+
+        L - coefficient * log pi(chosen) / tokens
+
+    Source: Pang et al. 2024 (iterative RPO, arXiv:2404.19733), eq. 1.
+    """
+    weight_P = coefficient / tokens_P
+    return PairLoss(loss.loss_P - weight_P * chosen_logp_P, loss.chosen_P - weight_P, loss.rejected_P)
+
+
+def bradley_terry(
+    chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], margin_P: Float[Array, "P"] | float = 0.0
+) -> PairLoss:
+    """The chance that the chosen answer is preferred, given the scores of both.
+
+        L = -log sigmoid(chosen - rejected - margin)
+        dL/dchosen = sigmoid(chosen - rejected - margin) - 1
+
+    Source: Ouyang et al. 2022 (arXiv:2203.02155), eq. 1; margin: Touvron et al. 2023
+    (arXiv:2307.09288), eq. 2.
+    """
+    ahead_P = chosen_P - rejected_P - margin_P
+    slope_P = jax.nn.sigmoid(ahead_P) - 1
+    return PairLoss(-jax.nn.log_sigmoid(ahead_P), slope_P, -slope_P)
+
+
+def pair_cost(
+    chosen_P: Float[Array, "P"],
+    rejected_P: Float[Array, "P"],
+    chosen_safe_P: Bool[Array, "P"],
+    rejected_safe_P: Bool[Array, "P"],
+) -> PairLoss:
+    """Costs: the rejected answer, being more harmful, costs more, and what is harmless costs less than 0.
+
+        L = -log sigmoid(rejected - chosen) - log sigmoid(s_c chosen) - log sigmoid(s_r rejected)
+
+    with s = -1 for a harmless answer and 1 for a harmful one.
+
+    Source: Dai et al. 2023 (Safe RLHF, arXiv:2310.12773), section 3.2, the cost model's loss.
+    """
+    ranked = bradley_terry(rejected_P, chosen_P)
+    sign_c_P, sign_r_P = (jnp.where(safe_P, -1.0, 1.0) for safe_P in (chosen_safe_P, rejected_safe_P))
+    signs_P = -jax.nn.log_sigmoid(sign_c_P * chosen_P) - jax.nn.log_sigmoid(sign_r_P * rejected_P)
+    return PairLoss(
+        ranked.loss_P + signs_P,
+        ranked.rejected_P + sign_c_P * (jax.nn.sigmoid(sign_c_P * chosen_P) - 1),
+        ranked.chosen_P + sign_r_P * (jax.nn.sigmoid(sign_r_P * rejected_P) - 1),
+    )
+
+
+def linear_objective(
+    output: TokenOutput | Float[Array, "R W"],
+    mask: Bool[Array, "R W"],
+    weight: Float[Array, "R W"],
+    fields: Mapping[str, Array],
+    settings: object,
+) -> Objective:
+    """What the model says of each token, times its weight: a derivative of the loss of whole sequences.
+
+    Reads log-probabilities of a policy and values of a critic; neither fields nor settings.
+    """
+    said = output.logp if isinstance(output, TokenOutput) else output
+    return Objective(selected(weight, mask) * selected(said, mask), {})
