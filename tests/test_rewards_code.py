@@ -1,6 +1,7 @@
 """Programs of a policy: what passes, what fails, and what a sandbox must hold."""
 
 import errno
+import re
 import socket
 import time
 from dataclasses import replace
@@ -49,6 +50,7 @@ for code in {codes!r}:
 
 def test_a_program_reads_and_prints_and_has_its_libraries_and_its_own_directory():
     assert run("print(input()[::-1])", limits=LIMITS, stdin="äbc\n") == Ended(0, "cbä\n", True)
+    assert run("print(open('/dev/stdin').read())", limits=LIMITS, stdin="a\nb") == Ended(0, "a\nb\n", True)
     program = """
 import asyncio, json, os, tempfile, threading
 import pytest  # installed beside the interpreter
@@ -143,7 +145,7 @@ def test_limits_hold_and_cannot_be_raised():
     started = time.monotonic()
     assert run("while True: pass", limits=replace(LIMITS, time_s=0.5)).status is None
     assert run("import time\nwhile True: time.sleep(1)", limits=replace(LIMITS, time_s=0.5)).status is None
-    assert time.monotonic() - started < 2.5
+    assert time.monotonic() - started < 4
     expected = {
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))": "ValueError",
         "bytearray(1 << 29)": "MemoryError",
@@ -186,11 +188,12 @@ def test_a_crash_and_a_quiet_end_are_no_success():
         (*ELSEWHERE, r"takes Linux on x86_64 or aarch64"),
     ],
 )
-def test_a_machine_that_cannot_confine_is_refused_unless_allowed(monkeypatch, tmp_path, old, new, lacking):
+def test_a_machine_that_cannot_confine_is_refused_unless_allowed(monkeypatch, tmp_path, caplog, old, new, lacking):
     weakened(monkeypatch, tmp_path, old, new)
     with pytest.raises(ValueError, match=f"{lacking}.*allow_unsandboxed=True"):
         Scorer(config.Rewards(parts=(config.CodeReward(),)))
     check_sandbox(replace(LIMITS, allow_unsandboxed=True))
+    assert re.search(f"with the rights of this run.*{lacking}", caplog.text)
 
 
 def test_unsandboxed_children_end_with_the_program(monkeypatch, tmp_path):
@@ -199,12 +202,12 @@ def test_unsandboxed_children_end_with_the_program(monkeypatch, tmp_path):
     program = f"""
 import os, time
 if os.fork() == 0:
-    time.sleep(0.4)
+    time.sleep(1.0)
     open({str(note)!r}, "w")
 os._exit(0)
 """
     assert run(program, limits=replace(LIMITS, allow_unsandboxed=True)).status == 0
-    time.sleep(0.6)
+    time.sleep(1.3)
     assert not note.exists()
 
 
@@ -255,12 +258,12 @@ def test_credit_is_the_share_of_tests_or_all_of_them():
 
 
 def test_tests_that_do_not_fit_in_the_time_have_failed():
-    slow = "```python\nimport time\ntime.sleep(0.6 if input() == 'slow' else 0)\nprint(1)\n```"
-    tests = {"inputs": ["quick", "slow", "quick", "slow", "slow", "quick"], "outputs": ["1"] * 6}
-    assert code(slow, tests, time_limit_s=0.3, total_s=10.0) == 0.5
+    slow = "```python\nimport time\ntime.sleep(60 if input() == 'slow' else 0)\nprint(1)\n```"
+    tests = {"inputs": ["quick", "slow", "quick", "quick"], "outputs": ["1"] * 4}
+    assert code(slow, tests, time_limit_s=1.0, total_s=10.0) == 0.75
     started = time.monotonic()
     assert code(slow, {"inputs": ["slow"] * 50, "outputs": ["1"] * 50}, time_limit_s=0.4, total_s=1.0) == 0.0
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 3
 
 
 @pytest.mark.parametrize(
@@ -277,7 +280,7 @@ def test_tests_that_cannot_be_read_are_an_error_and_not_a_wrong_answer(tests):
 
 
 def test_programs_are_scored_through_the_pool():
-    part = config.CodeReward(credit="fraction", time_limit_s=1.0)
+    part = config.CodeReward(credit="fraction", time_limit_s=2.0)
     responses = [BLOCK, "none", "```python\nwhile True: pass\n```", BLOCK]
     records = [{"tests": INCREMENT}, {"tests": INCREMENT}, {"tests": ["assert True"]}, {}]
     with Scorer(config.Rewards(parts=(part,))) as scorer:

@@ -122,7 +122,7 @@ def test_the_time_is_bounded(serve, answer):
     started = time.monotonic()
     with pytest.raises(Unreachable, match=r"no answer within 0.7 s in \d+ attempts; the last: (503|TimeoutError)"):
         post(serve(answer), attempt_s=0.2, total_s=0.7)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 1.6
 
 
 def test_pauses_grow_and_differ(serve, monkeypatch):
@@ -246,13 +246,13 @@ def test_what_the_judge_is_asked(serve):
 @pytest.mark.parametrize(("concurrency", "workers"), [(4, 2), (1, 1)])
 def test_no_more_requests_are_open_than_allowed(serve, concurrency, workers):
     def answer(body, number):
-        time.sleep(0.05)
+        time.sleep(0.2)
         return said("Score: 10")
 
     server = serve(answer)
     part = config.JudgeReward(server.url, "m", concurrency=concurrency)
-    values, _ = score(part, ["r"] * 12, workers=workers)
-    assert values == [1.0] * 12 and server.most_open == concurrency
+    values, _ = score(part, ["r"] * 3 * concurrency, workers=workers)
+    assert values == [1.0] * 3 * concurrency and server.most_open == concurrency
 
 
 def test_the_key_is_not_in_the_record_of_the_configuration(monkeypatch):

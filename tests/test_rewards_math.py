@@ -56,7 +56,7 @@ def test_it_works_off_the_main_thread():
 
 def test_an_endless_comparison_is_ended_by_the_pool_and_named():
     tower = r"\boxed{9^{9^{9^{9}}}}"
-    with Scorer(config.Rewards(parts=(config.MathReward(),), workers=1, timeout_s=1.5)) as scorer:
+    with Scorer(config.Rewards(parts=(config.MathReward(),), workers=1, timeout_s=2.0)) as scorer:
         scores = scorer.score(["p"] * 3, [r"\boxed{0.5}", tower, "1"], ["1/2"] * 3, [{}] * 3)
         assert [(failure.part, failure.index, failure.cause) for failure in scorer.failures] == [("math", 1, "timeout")]
     assert scores.score_B.tolist() == [1.0, 0.0, 0.0] and scores.scorable_B.tolist() == [True, False, True]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrlhf.rewards.endpoint import Unreadable, post_json
 
-_threads = ThreadPoolExecutor(max_workers=64, thread_name_prefix="judge")  # they wait; the pool limits how many
+_threads = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="judge")  # they wait; the pool limits how many
 
 
 async def judged(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _CONFINED = Path(__file__).with_name("confined.py")
@@ -62,21 +62,20 @@ def run(program: str, *, limits: Limits, stdin: str = "", test: str | None = Non
     with (
         tempfile.TemporaryDirectory(prefix="program_", ignore_cleanup_errors=True) as directory,
         tempfile.TemporaryFile() as job,
-        tempfile.TemporaryFile() as given,
-        tempfile.TemporaryFile() as printed,
+        tempfile.TemporaryFile(dir=directory) as given,  # where the program may open them again, as /dev/stdin
+        tempfile.TemporaryFile(dir=directory) as printed,
+        tempfile.TemporaryDirectory(prefix="outside_") as outside,
     ):
         given.write(stdin.encode(errors="surrogatepass"))
         given.seek(0)
-        work = os.path.join(directory, "work")
-        os.mkdir(work)
         description = {
             **vars(limits),
             **{"program": program, "test": test, "secret": secret},
-            **{"directory": work, "outside": os.path.join(directory, "outside"), "parent": os.getpid()},
+            **{"directory": directory, "outside": os.path.join(outside, "file"), "parent": os.getpid()},
         }
         job.write(json.dumps(description).encode())
         job.seek(0)
-        status = _wait(_start(job.fileno(), work, given.fileno(), printed.fileno()), limits.time_s)
+        status = _wait(_start(job.fileno(), directory, given.fileno(), printed.fileno()), limits.time_s)
         job.seek(0)
         said = job.read().decode(errors="replace")
         if said.startswith(secret + " "):
@@ -91,24 +90,28 @@ def check_sandbox(limits: Limits) -> None:
     Raises:
       ValueError: If it does not and `limits` does not allow that, or if a program cannot run within the limits.
     """
+    probe = "print(len(bytearray(1 << 24)))"
     try:
-        ended = run("print(len(bytearray(1 << 24)))", limits=limits)
+        ended = run(probe, limits=replace(limits, allow_unsandboxed=False))
     except RuntimeError as error:
-        raise ValueError(
-            f"CodeReward cannot confine programs: {error}. Run it on another machine, or, if you trust what the "
-            "model writes with your files and your network, set allow_unsandboxed=True"
-        ) from error
+        if not limits.allow_unsandboxed:
+            raise ValueError(
+                f"CodeReward cannot confine programs: {error}. Run it on another machine, or, if you trust what the "
+                "model writes with your files and your network, set allow_unsandboxed=True"
+            ) from error
+        logger.warning("CodeReward runs programs with the rights of this run, as it is allowed to: %s", error)
+        ended = run(probe, limits=limits)
     if ended != Ended(0, "16777216\n", True):
         raise ValueError(f"CodeReward: a program that takes 16 MiB ended so: {ended}; are its limits too low? {limits}")
 
 
-def _start(job: int, work: str, given: int, printed: int) -> subprocess.Popen:
+def _start(job: int, directory: str, given: int, printed: int) -> subprocess.Popen:
     kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-I", "-B", str(_CONFINED), str(job)],
-        cwd=work,
-        env={"LANG": "C.UTF-8", "HOME": work, "TMPDIR": work, **single, **kept},
+        cwd=directory,
+        env={"LANG": "C.UTF-8", "HOME": directory, "TMPDIR": directory, **single, **kept},
         stdin=given,
         stdout=printed,
         stderr=subprocess.DEVNULL,
