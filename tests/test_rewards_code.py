@@ -3,6 +3,8 @@
 import errno
 import re
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -209,6 +211,33 @@ os._exit(0)
     assert run(program, limits=replace(LIMITS, allow_unsandboxed=True)).status == 0
     time.sleep(1.3)
     assert not note.exists()
+
+
+def test_a_program_does_not_outlive_its_worker():
+    program = "import ctypes, time; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0); print(flush=True); time.sleep(100)"
+    code = f"from jaxrlhf.rewards.sandbox import *; run({program!r}, limits=Limits(60.0, 1 << 28, 1 << 16))"
+    with subprocess.Popen([sys.executable, "-c", code]) as worker:
+        children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children")
+        until(lambda: children.read_text() != "")
+        child = Path(f"/proc/{int(children.read_text())}")
+        until(lambda: (child / "fd" / "1").stat().st_size > 0)  # it is at its sleep
+        worker.kill()
+    until(lambda: gone(child))
+
+
+def gone(process: Path) -> bool:
+    """Whether it is gone, or dead and only waiting to be reaped by the system."""
+    try:
+        return "State:\tZ" in (process / "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def until(reached) -> None:
+    end = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_limits_too_low_for_an_interpreter_are_refused():

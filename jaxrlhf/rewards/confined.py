@@ -60,6 +60,7 @@ FIRST, SECOND = (LOAD, 0, 0, 16), (LOAD, 0, 0, 24)  # arguments of the call
 EXAMINED = {  # allowed, but for some arguments
     "clone": ((56, 220), [FIRST, (ANY_BIT, 1, 0, CLONE_THREAD), DENY]),  # a thread, not a process
     "prlimit": ((302, 261), [FIRST, (EQUAL, 1, 0, 0), DENY]),  # of this process
+    "prctl": ((157, 167), [FIRST, (EQUAL, 0, 1, PR_SET_PDEATHSIG), DENY]),
     "socketpair": (
         (53, 199),  # two local ends, which reach nothing else as long as they are streams
         [FIRST, (EQUAL, 1, 0, socket.AF_UNIX), DENY, SECOND, (AND, 0, 0, 15), (EQUAL, 1, 0, socket.SOCK_STREAM), DENY],
