@@ -114,7 +114,7 @@ def test_help_needs_no_configuration(capsys):
     [
         (
             "",
-            "--config is missing; give a file or one of: grpo_arithmetic, grpo_gsm8k, ",
+            "--config is missing; give a file or one of: dapo_arithmetic, grpo_arithmetic, grpo_gsm8k, ",
         ),
         ("--config", "argument --config: expected one argument"),
         ("--config ppo_gms8k", "no configuration 'ppo_gms8k': neither a file nor one of"),

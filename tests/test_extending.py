@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, replace
+from inspect import isabstract
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from made_plans import machines
 from tiny_runs import get_config, numbers, records, training
 
 import jaxrlhf
-from jaxrlhf.config import Algorithm, CommandLine, Config, Evaluation, PolicyGradient
+from jaxrlhf import algos, config
+from jaxrlhf.config import GRPO, Algorithm, CommandLine, Config, Evaluation, PolicyGradient, RatioLoss
 from jaxrlhf.controller.loop import resolve_dataflow
 from jaxrlhf.planning import problem_of
 
@@ -100,3 +102,20 @@ def test_a_dataflow_is_a_function_or_the_name_of_one():
     assert resolve_dataflow(Own()) is np.add
     with pytest.raises(TypeError, match="abstract"):
         Algorithm()
+
+
+def test_the_page_of_algorithms_has_each_with_its_functions():
+    text = (README.parent / "docs/algorithms.md").read_text()
+    table = [row for row in text.splitlines() if row.startswith("|")]
+    rows = {name: row for row in table for name in re.findall(r"`(\w+)`", row.rsplit("|", 2)[1])}
+    algorithms = {kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, Algorithm)}
+    whole = {kind for kind in algorithms if not isabstract(kind) and hasattr(kind, "dataflow")}
+    losses = {kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, RatioLoss)}
+    named = {kind.__name__: kind.dataflow for kind in whole}
+    named |= {kind.__name__: kind.function for kind in losses - {RatioLoss}}
+    assert rows.keys() == named.keys()
+    for name, function in named.items():
+        if not issubclass(getattr(config, name), GRPO) or name in ("GRPO", "DrGRPO"):  # others are GRPO with a loss
+            assert function.removeprefix("jaxrlhf.").removeprefix("controller.") in rows[name], name
+        for used in re.findall(r"`algos\.(\w+)`", rows[name]):
+            assert hasattr(algos, used), used
