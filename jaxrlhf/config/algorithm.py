@@ -123,10 +123,14 @@ class PolicyGradient(Algorithm):
         )
         updates = self.updates_per_step(config)
         require(
-            self.old_logp != "sampler" or (updates == 1 and self.correction is None and not self.rejection),
+            self.old_logp != "sampler" or (updates == 1 and self.correction is None),
             f"algorithm.old_logp='sampler' needs one update a step and no correction, and there are {updates} "
-            f"and correction={self.correction}, rejection={self.rejection}; choose 'auto', or raise "
-            f"responses_per_update to {total}",
+            f"and correction={self.correction}; choose 'auto', or raise responses_per_update to {total}",
+        )
+        require(
+            self.old_logp != "sampler" or not self.rejection,
+            "algorithm.rejection goes by how far the trainer's log-probabilities are from the sampler's, and "
+            "old_logp='sampler' leaves the trainer's out; choose 'auto' or 'bypass'",
         )
         require(
             self.old_logp != "bypass" or self.correction is None,
