@@ -1,6 +1,7 @@
 """Programs of a policy: what passes, what fails, and what a sandbox must hold."""
 
 import errno
+import os
 import re
 import socket
 import subprocess
@@ -213,10 +214,10 @@ os._exit(0)
     assert not note.exists()
 
 
-def test_a_program_does_not_outlive_its_worker():
+def test_a_program_does_not_outlive_its_worker(tmp_path):
     program = "import ctypes, time; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0); print(flush=True); time.sleep(100)"
     code = f"from jaxrlhf.rewards.sandbox import *; run({program!r}, limits=Limits(60.0, 1 << 28, 1 << 16))"
-    with subprocess.Popen([sys.executable, "-c", code]) as worker:
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}) as worker:
         children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children")
         until(lambda: children.read_text() != "")
         child = Path(f"/proc/{int(children.read_text())}")
