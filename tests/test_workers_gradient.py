@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf import models
-from jaxrlhf.algos import policy_objective, token_weights, value_objective
+from jaxrlhf.algos import nll_objective, policy_objective, token_weights, value_objective
 from jaxrlhf.batch import Experience, Rollout, Scores, Sequences
 from jaxrlhf.config import (
     GRPO,
@@ -17,6 +17,7 @@ from jaxrlhf.config import (
     Arithmetic,
     Config,
     FromScratch,
+    GSPOLoss,
     KLInLoss,
     KLInReward,
     Layout,
@@ -256,6 +257,28 @@ def test_a_prompt_computed_once_is_a_prompt_computed_for_each_of_its_responses(
     agree(alone, gradients_of(workers, batch))
     naive_BT = naive_logp(one_device[1]["actor"], batch.sequences)
     np.testing.assert_allclose(forward_logp(workers["actor"], batch.sequences), naive_BT, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_the_ratio_of_a_whole_response_is_over_its_own_tokens_wherever_they_lie(one_device) -> None:
+    actor = one_device[1]["actor"]
+    batch = part_of(of_prompts(experience(), responses=4), ("advantage", "old_logp"))
+    rows = next(actor._pack(batch.sequences).rows())
+    assert np.asarray(rows.segment_RW).max() > 2, "rows no longer hold several responses"
+    gspo, _ = actor.gradient(batch, policy_objective, GRPO(policy=GSPOLoss(clip_low=0.1, clip_high=0.1)))
+
+    # The same gradient is that of a sum of log-probabilities, whose weights are computed one response at a time.
+    logp_BT, weight_BT = forward_logp(actor, batch.sequences), np.array(batch.weight_BT)
+    advantage_BT, clipped = batch.fields["advantage"], []
+    for b, mask_T in enumerate(batch.sequences.mask_BT):
+        if mask_T.any():
+            ratio = np.exp((logp_BT[b] - batch.fields["old_logp"][b])[mask_T].mean())
+            bound_T = np.where(advantage_BT[b] > 0, ratio > 1.1, ratio < 0.9)
+            weight_BT[b] *= np.where(bound_T, 0.0, advantage_BT[b] * ratio)
+            clipped.append(bound_T[mask_T].mean())
+    assert 0 < np.mean(clipped) < 1
+    plain, _ = actor.gradient(replace(batch, weight_BT=weight_BT, fields={}), nll_objective, None)
+    agree(jax.tree.leaves(gspo), jax.tree.leaves(plain))
 
 
 class Called:
