@@ -56,20 +56,20 @@ def test_positions_and_segments_follow_the_sequences() -> None:
     assert sum(row.max() for row in rows.segment_RW) == 3
 
 
-def groups(seed: int, *, prompts: int, responses: int, width: int, shuffled: bool = True) -> Sequences:
-    """Responses of random lengths to prompts of random lengths, in random order."""
+def groups(seed: int, *, prompts: int, responses: int, width: int) -> Sequences:
+    """Responses to prompts, which are longer, in random order."""
     draw = np.random.default_rng(seed)
     rows = prompts * responses
     token_BT, mask_BT = np.zeros((rows, width), np.int32), np.zeros((rows, width), bool)
     length_B = np.zeros(rows, np.int32)
     for prompt in range(prompts):
-        tokens = draw.integers(1, 50, draw.integers(1, width // 2))
+        tokens = draw.integers(1, 50, draw.integers(width // 4, width // 2))
         for b in range(prompt * responses, (prompt + 1) * responses):
-            answer = draw.integers(1, 50, draw.integers(1, width - len(tokens) + 1))
+            answer = draw.integers(1, 50, draw.integers(1, width // 3))
             length_B[b] = len(tokens) + len(answer)
             token_BT[b, : length_B[b]] = np.concatenate([tokens, answer])
             mask_BT[b, len(tokens) : length_B[b]] = True
-    order = draw.permutation(rows) if shuffled else np.arange(rows)
+    order = draw.permutation(rows)
     prompt_id_B = np.repeat(1000 + np.arange(prompts), responses)
     return Sequences(token_BT[order], length_B[order], mask_BT[order], prompt_id_B[order])
 
@@ -151,15 +151,28 @@ def test_a_few_tokens_in_common_are_not_worth_it() -> None:
 
 
 def test_processes_agree_on_one_shape() -> None:
-    alone = apart_of(groups(3, prompts=3, responses=2, width=24))
-    shapes = {"share": 1, "microbatches": 7, "attention": 5}
-    asked = iter(shapes.values())
-    packing = Packing(alone, rows=2, row_tokens=24, merged=2, agree=lambda number: max(number, next(asked)))
+    alone = apart_of(groups(3, prompts=3, responses=2, width=400))
+    # Of another process: it shares prompts, has five microbatches, a long sequence in the second, nine in the third.
+    theirs = iter([1, 5, np.array([0, 400, 0, 0, 0]), np.array([0, 0, 9, 0, 0])])
+    packing = Packing(alone, rows=2, row_tokens=400, merged=2, agree=lambda own: np.maximum(own, next(theirs)))
     batches = list(packing.rows())
-    assert len(batches) == 7
-    assert {rows.token_RW.shape for rows in batches} == {(1, 48)}
-    assert {rows.spread.source_RAS.shape for rows in batches} == {(1, 6, 24)}  # 5 is not among the shapes
-    assert packing.pack(alone.token_BT).shape == (7, 1, 48)
+    assert [rows.token_RW.shape for rows in batches] == [(1, 800)] * 5
+    shapes = [rows.spread.source_RAS.shape for rows in batches if rows.spread]
+    widths = [int(shape[2]) for shape in shapes]
+    assert widths[1] == 400 and widths[2:] == [200] * 3
+    assert [shape[1] for shape in shapes[2:]] == [10] * 3  # nine is no shape that is compiled
+    assert packing.pack(alone.token_BT).shape == (5, 1, 800)
+
+
+def test_short_sequences_are_attended_to_in_narrow_rows() -> None:
+    sequences = groups(5, prompts=40, responses=4, width=400)
+    packing = Packing(sequences, rows=4, row_tokens=800, merged=2)
+    widths = [rows.spread.source_RAS.shape[2] for rows in packing.rows() if rows.spread]
+    assert set(widths) == {200, 400} and widths == sorted(widths, reverse=True)
+    for rows in packing.rows():
+        assert rows.spread is not None
+        longest = int(rows.position_RW.max()) + 1
+        assert rows.spread.source_RAS.shape[2] == (200 if longest <= 200 else 400)
 
 
 def test_a_sequence_longer_than_a_row_is_refused() -> None:

@@ -205,8 +205,10 @@ def _rows(
 ):
     """One layer over packed rows, whose tokens see their segment or what is spread; also its keys and values."""
     query_RWNH, key_RWKH, value_RWKH = _heads(layer, config, hidden_RWD, turn)
-    mix = attend_spread if isinstance(seen, Spread) else attend
-    mixed_RWNH = mix(query_RWNH, key_RWKH, value_RWKH, seen, attention=attention)
+    if isinstance(seen, Spread):
+        mixed_RWNH = attend_spread(query_RWNH, key_RWKH, value_RWKH, seen, attention=attention)
+    else:
+        mixed_RWNH = attend(query_RWNH, key_RWKH, value_RWKH, seen, attention=attention)
     return _finish(layer, config, hidden_RWD, mixed_RWNH), key_RWKH, value_RWKH
 
 

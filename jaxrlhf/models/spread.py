@@ -46,6 +46,6 @@ def attend_spread(
         return spread_RENH.reshape(rows * attention_rows, row_tokens, *head_RWNH.shape[2:])
 
     segment_XS = spread.segment_RAS.reshape(-1, row_tokens)
-    mixed_XSNH = attend(*map(lay_out, (query_RWNH, key_RWKH, value_RWKH)), segment_XS, attention=attention)
+    mixed_XSNH = attend(lay_out(query_RWNH), lay_out(key_RWKH), lay_out(value_RWKH), segment_XS, attention=attention)
     mixed_RENH = mixed_XSNH.reshape(rows, attention_rows * row_tokens, *query_RWNH.shape[2:])
     return jnp.take_along_axis(mixed_RENH, spread.home_RW[:, :, None, None], axis=1)

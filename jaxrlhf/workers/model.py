@@ -219,13 +219,13 @@ def _own_rows(array: jax.Array) -> np.ndarray:
     return np.concatenate([np.asarray(blocks[start]) for start in sorted(blocks)])
 
 
-def most_of_all_hosts(count: int) -> int:
-    """The largest of the counts that the processes of this program give."""
+def most_of_all_hosts(numbers: np.ndarray) -> np.ndarray:
+    """The largest of each of the numbers that the processes of this program give."""
     if jax.process_count() == 1:
-        return count
+        return numbers
     from jax.experimental import multihost_utils
 
-    return int(multihost_utils.process_allgather(np.int32(count)).max())
+    return np.asarray(multihost_utils.process_allgather(numbers.astype(np.int32))).max(axis=0)
 
 
 def microbatch_shape(training: Training, mesh: Mesh, *, width: int, role: str) -> tuple[int, int]:

@@ -14,12 +14,13 @@ from flax import struct
 
 from jaxrlhf.batch import Array, Sequences
 from jaxrlhf.models.spread import Spread
+from jaxrlhf.parallel.workload import SMALLEST_ROW
 from jaxrlhf.workers.prompts import shared_prefixes, units_of
 
-_WORTH_SHARING = 0.1
-"""Of a batch's tokens. Laying out attention by itself costs about half of that."""
-_ATTENTION_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Few shapes to compile."""
+_WORTH_SHARING = 0.9
+"""Of the microbatches. What is left would be lost to laying out attention by itself."""
+_ATTENTION_ROWS = sorted({count * 2**power for count in (4, 5, 6, 7) for power in range(12)} | {1, 2, 3})
+"""Few shapes to compile, none a quarter larger than it had to be."""
 
 
 @struct.dataclass
@@ -42,8 +43,13 @@ class Rows:
     spread: Spread | None = None
 
 
-def first_fit_decreasing(length_B: np.ndarray, *, row_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
+def first_fit_decreasing(
+    length_B: np.ndarray, *, row_tokens: int, width_B: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, int]:
     """Row and offset of each sequence, and the number of rows.
+
+    Args:
+      width_B: Goes before the length in the order in which sequences are placed.
 
     Raises:
       ValueError: A sequence is longer than a row.
@@ -52,7 +58,8 @@ def first_fit_decreasing(length_B: np.ndarray, *, row_tokens: int) -> tuple[np.n
         raise ValueError(f"a sequence of {length_B.max()} tokens does not fit a row of {row_tokens}")
     row_B, offset_B = np.zeros(len(length_B), np.int64), np.zeros(len(length_B), np.int64)
     used: list[int] = []
-    for b in np.argsort(-length_B, kind="stable"):
+    widest_first = -length_B if width_B is None else np.lexsort((-length_B, -width_B)).argsort()
+    for b in np.argsort(widest_first, kind="stable"):
         length = int(length_B[b])
         row = next((r for r, filled in enumerate(used) if filled + length <= row_tokens), len(used))
         if row == len(used):
@@ -60,6 +67,26 @@ def first_fit_decreasing(length_B: np.ndarray, *, row_tokens: int) -> tuple[np.n
         row_B[b], offset_B[b] = row, used[row]
         used[row] += length
     return row_B, offset_B, len(used)
+
+
+class _Plan:
+    """Which sequences lie in which row. Each needs its own tokens there, and its prompt once those in common."""
+
+    def __init__(self, sequences: Sequences, shared_B: np.ndarray, width_B: np.ndarray, row_tokens: int) -> None:
+        length_B, prompt_id_B = np.asarray(sequences.length_B).astype(np.int64), np.asarray(sequences.prompt_id_B)
+        self.units = units_of(length_B, shared_B, prompt_id_B, width_B, row_tokens=row_tokens)
+        total_U = np.array([shared_B[unit[0]] + (length_B - shared_B)[unit].sum() for unit in self.units], np.int64)
+        width_U = np.array([width_B[unit[0]] for unit in self.units], np.int64)
+        self.row_U, self.offset_U, self.rows = first_fit_decreasing(total_U, row_tokens=row_tokens, width_B=width_U)
+
+
+def _attention_widths(length_B: np.ndarray, longest: int) -> np.ndarray:
+    """For each sequence, the narrowest attention row that holds it: `longest`, or that halved some times."""
+    width_B = np.full(len(length_B), longest, np.int64)
+    while longest % 2 == 0 and longest // 2 >= SMALLEST_ROW:
+        longest //= 2
+        width_B[length_B <= longest] = longest
+    return width_B
 
 
 class Packing:
@@ -70,8 +97,8 @@ class Packing:
       rows: Rows of one microbatch.
       row_tokens: Columns of one row, at least the longest sequence.
       merged: Where prompts are shared, so many rows become one, which holds more responses to a prompt.
-      agree: Given a number, the largest that any process gives: processes that run one program together have to make
-        the same number of microbatches of the same shape.
+      agree: Given numbers, the largest of each that any process gives: processes that run one program together have to
+        make the same number of microbatches of the same shapes.
     """
 
     def __init__(
@@ -81,23 +108,24 @@ class Packing:
         rows: int,
         row_tokens: int,
         merged: int = 1,
-        agree: Callable[[int], int] = lambda number: number,
+        agree: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
     ) -> None:
         length_B = np.asarray(sequences.length_B).astype(np.int64)
-        shared_B = _worthwhile(sequences)
-        shares = bool(agree(int(shared_B.any())))
-        width = row_tokens * merged if shares else row_tokens
-        rows = rows // merged if shares else rows
-        units = units_of(length_B, shared_B, np.asarray(sequences.prompt_id_B), row_tokens=width)
-        total_U = np.array([shared_B[unit[0]] + (length_B - shared_B)[unit].sum() for unit in units], np.int64)
-        row_U, offset_U, used = first_fit_decreasing(total_U, row_tokens=width)
-        self.microbatches = agree(max(1, -(-used // rows)))
+        shared_B, merged_rows = shared_prefixes(sequences), rows // merged
+        alike_B, width_B = np.full(len(length_B), row_tokens), _attention_widths(length_B, row_tokens)
+        whole = _Plan(sequences, np.zeros_like(shared_B), alike_B, row_tokens)
+        once = _Plan(sequences, shared_B, width_B, row_tokens * merged)
+        cheaper = -(-once.rows // merged_rows) <= _WORTH_SHARING * -(-whole.rows // rows)
+        shares = bool(agree(np.array(cheaper)))
+        plan, rows, width = (once, merged_rows, row_tokens * merged) if shares else (whole, rows, row_tokens)
+        shared_B = shared_B if shares else np.zeros_like(shared_B)
+        self.microbatches = int(agree(np.array(max(1, -(-plan.rows // rows)))))
         self._sequences, self._shape = sequences, np.shape(sequences.token_BT)
         self._packed_shape = (self.microbatches, rows, width)
         self._row_B, prompt_B, own_B = np.zeros((3, len(length_B)), np.int64)
         self._segment_B = np.zeros(len(length_B), np.int32)
-        taken = np.zeros(used, np.int32)
-        for unit, row, offset in zip(units, row_U, offset_U, strict=True):
+        taken = np.zeros(plan.rows, np.int32)
+        for unit, row, offset in zip(plan.units, plan.row_U, plan.offset_U, strict=True):
             own = (length_B - shared_B)[unit]
             self._row_B[unit], prompt_B[unit] = row, offset
             own_B[unit] = offset + shared_B[unit] + np.cumsum(own) - own
@@ -107,31 +135,39 @@ class Packing:
         self._source = b, position = np.nonzero(inside_BT)
         place = np.where(position < shared_B[b], prompt_B[b] + position, own_B[b] + position - shared_B[b])
         self._target = self._row_B[b] * width + place
-        self._spread = self._spread_out(length_B, place, row_tokens, agree) if shares else None
+        self._spread = self._spread_out(length_B, width_B, place, agree) if shares else None
 
     def _spread_out(
-        self, length_B: np.ndarray, place: np.ndarray, row_tokens: int, agree: Callable[[int], int]
-    ) -> Spread:
-        """Every sequence whole, in attention rows that belong to the row it is packed in."""
-        attention_row_B, offset_B, most = np.zeros_like(length_B), np.zeros_like(length_B), 1
-        for row in np.unique(self._row_B):
-            (members,) = np.nonzero(self._row_B == row)
-            attention_row_B[members], offset_B[members], count = first_fit_decreasing(
-                length_B[members], row_tokens=row_tokens
-            )
-            most = max(most, count)
-        wanted = agree(most)
-        attention_rows = next((rows for rows in _ATTENTION_ROWS if rows >= wanted), wanted)
+        self, length_B: np.ndarray, width_B: np.ndarray, place: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
+    ) -> list[Spread]:
+        """For each microbatch every sequence whole, in attention rows of the row that it is packed in."""
         microbatches, rows, width = self._packed_shape
+        width_M = np.full(microbatches, width_B.min())
+        np.maximum.at(width_M, self._row_B // rows, width_B)
+        width_M = agree(width_M)
+        attention_row_B, offset_B, count_M = np.zeros_like(length_B), np.zeros_like(length_B), np.ones_like(width_M)
+        for row in np.unique(self._row_B):
+            (members,), microbatch = np.nonzero(self._row_B == row), row // rows
+            attention_row_B[members], offset_B[members], count = first_fit_decreasing(
+                length_B[members], row_tokens=int(width_M[microbatch])
+            )
+            count_M[microbatch] = max(count_M[microbatch], count)
+        count_M = agree(count_M)
         b, position = self._source
-        entry = attention_row_B[b] * row_tokens + offset_B[b] + position
-        source, segment = np.zeros((2, microbatches * rows, attention_rows * row_tokens), np.int32)
-        home = np.zeros((microbatches * rows, width), np.int32)
-        source[self._row_B[b], entry] = place
-        segment[self._row_B[b], entry] = self._segment_B[b]
-        home[self._row_B[b], place] = entry
-        shape = (microbatches, rows, attention_rows, row_tokens)
-        return Spread(source.reshape(shape), segment.reshape(shape), home.reshape(self._packed_shape))
+        row_width_B = width_M[self._row_B // rows]
+        entry = attention_row_B[b] * row_width_B[b] + offset_B[b] + position
+        spreads = []
+        for microbatch, row_width in enumerate(width_M):
+            wanted = count_M[width_M == row_width].max()
+            shape = rows, next(count for count in _ATTENTION_ROWS if count >= wanted), int(row_width)
+            inside = self._row_B[b] // rows == microbatch
+            row, here, there = self._row_B[b][inside] % rows, place[inside], entry[inside]
+            source, segment = np.zeros((2, rows, shape[1] * shape[2]), np.int32)
+            home = np.zeros((rows, width), np.int32)
+            source[row, there], home[row, here] = here, there
+            segment[row, there] = self._segment_B[b][inside]
+            spreads.append(Spread(source.reshape(shape), segment.reshape(shape), home))
+        return spreads
 
     def pack(self, array_BT: Array) -> np.ndarray:
         """`[B, T]` to `[microbatches, R, W]`; padding is 0. Of tokens in common, one sequence's value is taken."""
@@ -153,15 +189,12 @@ class Packing:
         position_BT, segment_BT = np.zeros((2, *self._shape), np.int32)
         position_BT[self._source] = position
         segment_BT[self._source] = self._segment_B[b]
-        arrays = (self._sequences.token_BT, position_BT, segment_BT, self._sequences.mask_BT)
-        for index, parts in enumerate(zip(*map(self.pack, arrays), strict=True)):
-            spread = None if self._spread is None else jax.tree.map(lambda x, i=index: x[i], self._spread)
-            yield Rows(*parts, spread)
-
-
-def _worthwhile(sequences: Sequences) -> np.ndarray:
-    """The shared prefixes; none where they are too few tokens."""
-    shared_B = shared_prefixes(sequences)
-    prompts, count_B = np.unique(np.asarray(sequences.prompt_id_B), return_inverse=True, return_counts=True)[1:]
-    saved = (shared_B * (1 - 1 / count_B[prompts])).sum()
-    return shared_B if saved >= _WORTH_SHARING * np.sum(sequences.length_B) else np.zeros_like(shared_B)
+        packed = Rows(
+            token_RW=self.pack(self._sequences.token_BT),
+            position_RW=self.pack(position_BT),
+            segment_RW=self.pack(segment_BT),
+            mask_RW=self.pack(self._sequences.mask_BT),
+        )
+        for index in range(self.microbatches):
+            rows = jax.tree.map(lambda array, i=index: array[i], packed)
+            yield rows if self._spread is None else rows.replace(spread=self._spread[index])

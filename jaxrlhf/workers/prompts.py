@@ -34,26 +34,28 @@ def groups_of(prompt_id_B: np.ndarray) -> list[np.ndarray]:
     return [members for members in np.split(order_B, starts) if len(members)]
 
 
-def units_of(length_B: np.ndarray, shared_B: np.ndarray, group_B: np.ndarray, *, row_tokens: int) -> list[np.ndarray]:
+def units_of(
+    length_B: np.ndarray, shared_B: np.ndarray, prompt_id_B: np.ndarray, width_B: np.ndarray, *, row_tokens: int
+) -> list[np.ndarray]:
     """Sequences that go into one row together: those of a prompt, or as many as fit, the longest first.
 
     Args:
-      shared_B: Tokens that a sequence has in common with its group; 0 makes it a unit of its own.
+      shared_B: Tokens that a sequence has in common with its prompt's others; 0 makes it a unit of its own.
+      width_B: Sequences that differ in it do not go together.
     """
     units = []
-    for members in groups_of(group_B):
-        shared = int(shared_B[members[0]])
+    for group in groups_of(prompt_id_B):
+        shared = int(shared_B[group[0]])
         if not shared:
-            units += [members[index : index + 1] for index in range(len(members))]
+            units += [group[index : index + 1] for index in range(len(group))]
             continue
-        own = length_B[members] - shared
-        order = np.argsort(-own, kind="stable")
-        members, own = members[order], own[order]
+        order = np.lexsort((-length_B[group], -width_B[group]))
         start = used = 0
-        for index, tokens in enumerate(own):
-            if index > start and shared + used + tokens > row_tokens:
+        for index, member in enumerate(members := group[order]):
+            own = int(length_B[member]) - shared
+            if index > start and (shared + used + own > row_tokens or width_B[member] != width_B[members[start]]):
                 units.append(members[start:index])
                 start, used = index, 0
-            used += int(tokens)
+            used += own
         units.append(members[start:])
     return units

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
+import numpy as np
 
 from jaxrlhf.architecture import Head
 from jaxrlhf.config import ModelReward, offloaded
@@ -54,7 +55,7 @@ def device_memory(devices: Sequence[jax.Device]) -> int | None:
     """Bytes of the smallest device, over all hosts; None where that is not known."""
     own = [device for device in devices if device.process_index == jax.process_index()]
     least = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in own) >> 20
-    return -most_of_all_hosts(-least) << 20 or None
+    return int(-most_of_all_hosts(np.array(-least))) << 20 or None
 
 
 def update_bytes(builder: "Builder", role: str, roles: Collection[str]) -> float:
