@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from inspect import isabstract
 from pathlib import Path
@@ -69,6 +71,25 @@ def test_readmes_algorithm_is_planned_with_its_own_roles(own_file):
     problem = problem_of(config, machines(), vocabulary=100)
     assert [role.name for role in problem.roles] == ["actor"]
     assert (problem.roles[0].generates, problem.roles[0].trained) == (True, True)
+
+
+def test_readmes_algorithm_reaches_processes_that_never_saw_its_file(own_file, tmp_path):
+    cloudpickle = pytest.importorskip("ray.cloudpickle")
+    from jaxrlhf.workers.ray_backend import carry_configuration_files
+
+    config = jaxrlhf.load(own_file)
+    carry_configuration_files()
+    (tmp_path / "config.pickle").write_bytes(cloudpickle.dumps(config))
+    program = (
+        "import pathlib, pickle, sys; from jaxrlhf.config import override, PolicyGradient; "
+        "config = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); "
+        "config = override(config, {'algorithm.least_score': 1.0}); "
+        "assert isinstance(config.algorithm, PolicyGradient); "
+        "print(type(config.algorithm).__name__, config.algorithm.least_score, config.algorithm.roles)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "config.pickle")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("RAFT 1.0 ('actor', 'reward')\n", "")
 
 
 def test_an_algorithm_that_is_not_whole_says_what_it_lacks(own_file):

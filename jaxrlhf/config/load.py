@@ -12,6 +12,7 @@ from jaxrlhf.config.annotations import field_types
 from jaxrlhf.config.run import Config
 
 _PACKAGE = Path(__file__).parents[1]
+_MODULES = "jaxrlhf_configuration_"
 
 
 def load(path_or_name: str | Path) -> Config:
@@ -26,7 +27,7 @@ def load(path_or_name: str | Path) -> Config:
         else; the message names the file, the line and what to do.
     """
     path = _find(str(path_or_name))
-    module = ModuleType(f"jaxrlhf_configuration_{path.stem}")
+    module = ModuleType(f"{_MODULES}{path.stem}")
     module.__file__ = str(path)
     # Type hints and pickles of classes that the file defines look their module up here.
     sys.modules[module.__name__] = module
@@ -43,6 +44,11 @@ def load(path_or_name: str | Path) -> Config:
     if not isinstance(config, Config):
         raise ValueError(f"{path}: get_config() must return a jaxrlhf Config, got {type(config).__name__}")
     return config
+
+
+def loaded() -> list[ModuleType]:
+    """The files that were read, as modules; other processes cannot import what they define."""
+    return [module for name, module in sys.modules.items() if name.startswith(_MODULES)]
 
 
 def shipped() -> dict[str, Path]:

@@ -18,6 +18,7 @@ import jax
 
 from jaxrlhf import compilation_cache
 from jaxrlhf.config import Config, Pool, RayCluster
+from jaxrlhf.config.load import loaded
 from jaxrlhf.data import load_tokenizer
 from jaxrlhf.hosts import Connection, HostProcesses, Stored, connect, disconnect
 from jaxrlhf.models import tokenizer_path
@@ -144,6 +145,14 @@ class RayPools(Pools):
             super().close()
 
 
+def carry_configuration_files() -> None:
+    """Have what configuration files define, such as an algorithm, sent to hosts whole: they cannot import it."""
+    from ray import cloudpickle
+
+    for module in loaded():
+        cloudpickle.register_pickle_by_value(module)
+
+
 def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, workdir: Path | None) -> Pools:
     """Start the host processes of every pool.
 
@@ -153,6 +162,7 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
     """
     # The controller computes next to nothing, and must not take an accelerator from a host.
     jax.config.update("jax_platforms", "cpu")
+    carry_configuration_files()
     connection = connect(cluster)
     after = ExitStack()
     after.callback(disconnect, connection)
