@@ -1,4 +1,4 @@
-"""The gap between the policy that sampled and the trainer's idea of the same policy."""
+"""The gap between the policy that sampled and the trainer's idea of the same policy: measured, weighed, rejected."""
 
 from functools import partial
 from typing import NamedTuple
@@ -63,11 +63,11 @@ def rollout_correction(
             total_B1 = log_ratio_BT.sum(axis=1, keepdims=True)
             ratio_BT = jnp.broadcast_to(jnp.exp(_bounded(total_B1)), mask_BT.shape)
         case IcePop(low, high):
-            kept_BT &= (low <= ratio_BT) & (ratio_BT <= high)
+            kept_BT = kept_BT & (low <= ratio_BT) & (ratio_BT <= high)
         case None:
             ratio_BT = jnp.ones_like(ratio_BT)
     for each in rejection:
-        kept_BT &= _kept(log_ratio_BT, mask_BT, each)
+        kept_BT = kept_BT & _kept(log_ratio_BT, mask_BT, each)
     cap = importance.cap if isinstance(importance, TruncatedImportance) else jnp.inf
     weight_BT = lax.stop_gradient(selected(jnp.minimum(ratio_BT, cap), kept_BT))
     response_B = jnp.any(mask_BT, axis=1)

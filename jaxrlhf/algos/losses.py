@@ -90,7 +90,7 @@ def gspo_loss(tokens: PolicyTokens, settings: GSPOLoss) -> PolicyTerms:
     Raises:
       ValueError: `tokens` has no segments.
 
-    Source: Zheng et al. 2025 (arXiv:2507.18071), eq. 5, 7 and 13 to 15.
+    Source: Zheng et al. 2025 (arXiv:2507.18071), section 4; the form with s_i,t is GSPO-token's.
     """
     if tokens.segment is None:
         raise ValueError("GSPO needs the field 'segment': which sequence of its row each token belongs to")
@@ -108,7 +108,7 @@ def cispo_loss(tokens: PolicyTokens, settings: CISPOLoss) -> PolicyTerms:
 
     where sg stops the gradient.
 
-    Source: MiniMax 2025 (MiniMax-M1, arXiv:2506.13585), eq. 4 and 5; `ratio_high` as in Khatri et al.
+    Source: MiniMax 2025 (MiniMax-M1, arXiv:2506.13585), section 3.1; `ratio_high` as in Khatri et al.
     2025 (ScaleRL, arXiv:2510.13786).
     """
     ratio = lax.stop_gradient(jnp.exp(tokens.log_ratio))
@@ -124,7 +124,7 @@ def sapo_loss(tokens: PolicyTokens, settings: SAPOLoss) -> PolicyTerms:
     with tau the positive temperature where A > 0, the negative one elsewhere. Its gradient is that of
     -A * ratio times the gate 4 * p * (1 - p), where p is the sigmoid: 1 at ratio 1, falling to both sides.
 
-    Source: Gao et al. 2025 (SAPO, arXiv:2511.20347), eq. 5 to 8.
+    Source: Gao et al. 2025 (Soft adaptive policy optimization, arXiv:2511.20347).
     """
     ratio = jnp.exp(tokens.log_ratio)
     tau = jnp.where(tokens.advantage > 0, settings.temperature_positive, settings.temperature_negative)
