@@ -19,32 +19,32 @@ from jaxrlhf.workers import Roles
 
 @dataclass(frozen=True)
 class Answered:
-    """Problems with a group of responses to each, in the same order."""
+    """Problems with a group of responses to each, in the same order.
+
+    Attributes:
+      teaches_P: Whether a group's scores differ.
+    """
 
     problems: Sequence[Problem]
     rollout: Rollout
     scores: Scores
+    teaches_P: np.ndarray
 
     def joined(self, other: "Answered") -> "Answered":
         """These groups, and then the other's but for prompts that are here: one prompt is one group."""
         here = {problem.prompt_id for problem in self.problems}
         new = other.chosen(np.flatnonzero([problem.prompt_id not in here for problem in other.problems]))
-        mine, theirs = (self.rollout, self.scores), (new.rollout, new.scores)
-        rollout, scores = jax.tree.map(lambda *rows: np.concatenate(rows), mine, theirs)
-        return Answered([*self.problems, *new.problems], rollout, scores)
+        mine, theirs = ((one.rollout, one.scores, one.teaches_P) for one in (self, new))
+        return Answered(
+            [*self.problems, *new.problems], *jax.tree.map(lambda *rows: np.concatenate(rows), mine, theirs)
+        )
 
     def chosen(self, groups: np.ndarray) -> "Answered":
         """The groups at these places."""
         copies = len(self.scores.score_B) // len(self.problems)
         rows = (groups[:, None] * copies + np.arange(copies)).ravel()
         rollout, scores = jax.tree.map(lambda value: np.asarray(value)[rows], (self.rollout, self.scores))
-        return Answered([self.problems[place] for place in groups], rollout, scores)
-
-    def teaches(self) -> np.ndarray:
-        """Whether a group's scores differ."""
-        copies = len(self.scores.score_B) // len(self.problems)
-        group_B = np.arange(len(self.scores.score_B)) // copies
-        return np.asarray(has_spread(self.scores.score_B, self.scores.scorable_B, group_B))[::copies]
+        return Answered([self.problems[place] for place in groups], rollout, scores, self.teaches_P[groups])
 
 
 def step(roles: Roles, work: StepInput) -> StepResult:
@@ -53,14 +53,13 @@ def step(roles: Roles, work: StepInput) -> StepResult:
     assert isinstance(settings, DAPO)
     found = sampled(roles, work, settings)
     # Groups without spread come last. They only fill the batch, which has one size, and are not trained on.
-    places = np.argsort(~found.teaches(), kind="stable")[: sampling.prompts_per_step]
-    batch, kept_P = found.chosen(places), found.teaches()[places]
-    trained_B = np.repeat(kept_P, sampling.responses_per_prompt)
+    batch = found.chosen(np.argsort(~found.teaches_P, kind="stable")[: sampling.prompts_per_step])
+    trained_B = np.repeat(batch.teaches_P, sampling.responses_per_prompt)
     if settings.mask_truncated:
         trained_B &= ~np.asarray(batch.rollout.truncated_B)
     scores = shaped(work.config, batch)
     result = learn(roles, work, batch.rollout, scores, advantage, trained_B=trained_B)
-    metrics = result.metrics | sampling_metrics(found) | {"group/kept": float(kept_P.sum())}
+    metrics = result.metrics | sampling_metrics(found) | {"group/kept": float(batch.teaches_P.sum())}
     return replace(result, metrics=metrics, problems=batch.problems)
 
 
@@ -77,9 +76,9 @@ def sampled(roles: Roles, work: StepInput, settings: DAPO) -> Answered:
     """
     assert work.more is not None
     found, rounds = answered(roles, work, work.problems), 1
-    while found.teaches().sum() < work.config.rollout.prompts_per_step and rounds < settings.max_rounds:
+    while found.teaches_P.sum() < work.config.rollout.prompts_per_step and rounds < settings.max_rounds:
         found, rounds = found.joined(answered(roles, work, work.more())), rounds + 1
-    if not found.teaches().any():
+    if not found.teaches_P.any():
         raise ValueError(
             f"none of {len(found.problems)} prompts got responses that score differently, so there is nothing to "
             f"learn from; choose problems that are neither too easy nor too hard, draw more "
@@ -94,8 +93,10 @@ def answered(roles: Roles, work: StepInput, problems: Sequence[Problem]) -> Answ
     rollout = roles.actor.generate_sequences(
         problems, settings.sampling, responses_per_prompt=settings.responses_per_prompt, seed=work.seed
     )
-    scores = roles.reward.compute_reward(problems, rollout)
-    return Answered(problems, rollout.result(), scores.result())
+    scores: Scores = roles.reward.compute_reward(problems, rollout).result()
+    prompt_id_B = rollout.result().sequences.prompt_id_B
+    teaches_B = np.asarray(has_spread(scores.score_B, scores.scorable_B, prompt_id_B))
+    return Answered(problems, rollout.result(), scores, teaches_B[:: settings.responses_per_prompt])
 
 
 def shaped(config: Config, batch: Answered) -> Scores:
@@ -114,11 +115,10 @@ def shaped(config: Config, batch: Answered) -> Scores:
 
 def sampling_metrics(found: Answered) -> Metrics:
     """Of all that was generated, before groups were left out."""
-    teaches_P = found.teaches()
     scorable_B = np.asarray(found.scores.scorable_B)
     return {
-        "group/generated": float(len(teaches_P)),
-        "group/flat_fraction": float(np.mean(~teaches_P)),
+        "group/generated": float(len(found.problems)),
+        "group/flat_fraction": float(np.mean(~found.teaches_P)),
         "score/generated_mean": float(np.mean(found.scores.score_B, where=scorable_B)),
         "tokens/generated": float(np.sum(found.rollout.sequences.mask_BT)),
     }
