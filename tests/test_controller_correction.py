@@ -1,0 +1,78 @@
+"""How a step puts a correction into its minibatches, without a model."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny_runs import get_config
+
+from jaxrlhf.batch import Rollout, Sequences
+from jaxrlhf.config import GRPO, IcePop, Rejection, TruncatedImportance
+from jaxrlhf.controller.step import StepInput, policy_minibatches
+
+_RESPONSES, _TOKENS = 16, 4
+
+
+def minibatches(*, trainer=True, **settings):
+    """One minibatch of a step; in row 2 the trainer finds token 1 exp(0.5) times as likely as the sampler did."""
+    config = replace(get_config(), algorithm=GRPO(responses_per_update=_RESPONSES, **settings))
+    mask_BT = np.ones((_RESPONSES, _TOKENS), bool)
+    length_B, prompt_B = np.full(_RESPONSES, _TOKENS, np.int32), np.arange(_RESPONSES) // 2
+    sequences = Sequences(np.arange(_RESPONSES * _TOKENS).reshape(mask_BT.shape), length_B, mask_BT, prompt_B)
+    sampler_BT = np.full(mask_BT.shape, -1.0, np.float32)
+    old_BT = sampler_BT.copy()
+    old_BT[2, 1] += 0.5
+    rollout = Rollout(sequences, sampler_BT, np.zeros(_RESPONSES, bool), np.zeros(_RESPONSES, np.int32))
+    [batch], metrics = policy_minibatches(
+        StepInput(config, (), 0, {"kl_coefficient": 0.0}),
+        sequences,
+        rollout,
+        advantage_BT=np.ones(mask_BT.shape, np.float32),
+        old_logp_BT=old_BT if trainer else None,
+        ref_logp_BT=None,
+    )
+    order = np.argsort(batch.sequences.token_BT[:, 0])
+    tokens = mask_BT.sum()
+    fields = {name: np.asarray(value)[order] for name, value in batch.fields.items()}
+    return np.asarray(batch.weight_BT)[order] * tokens, fields, metrics, old_BT, sampler_BT
+
+
+@pytest.mark.parametrize(
+    "settings, at, row",
+    [
+        ({}, 1.0, 1.0),
+        ({"correction": TruncatedImportance(cap=1.25)}, 1.25, 1.0),
+        ({"correction": TruncatedImportance(level="sequence")}, math.exp(0.5), math.exp(0.5)),
+        ({"correction": IcePop(high=1.5)}, 0.0, 1.0),
+        ({"rejection": (Rejection("k1", "token", high=0.4),)}, 0.0, 1.0),
+        ({"rejection": (Rejection("k1", "sequence-sum", high=0.4),)}, 0.0, 0.0),
+        ({"correction": IcePop(), "rejection": (Rejection("k3", "token", high=0.1),)}, 0.0, 1.0),
+    ],
+    ids=str,
+)
+def test_weights_are_multiplied_and_denominators_stay(settings, at, row):
+    weight, fields, metrics, old, _ = minibatches(**settings)
+    wanted = np.ones(weight.shape)
+    wanted[2], wanted[2, 1] = row, at
+    np.testing.assert_allclose(weight, wanted, rtol=1e-6)
+    np.testing.assert_array_equal(fields["old_logp"], old)
+    assert bool(metrics) == bool(settings)
+    if metrics:
+        assert metrics["correction/weight_mean"] == pytest.approx(wanted.mean())
+        assert metrics["correction/rejected_tokens"] == pytest.approx(np.mean(wanted == 0))
+
+
+def test_bypass_takes_the_sampler_for_the_old_policy_in_the_ratio_too():
+    weight, fields, metrics, _, sampler = minibatches(old_logp="bypass", trainer=False)
+    np.testing.assert_array_equal(fields["old_logp"], sampler)
+    assert "sampler_logp" not in fields and not metrics
+    np.testing.assert_allclose(weight, 1, rtol=1e-6)
+
+
+def test_bypass_still_rejects_by_what_the_trainer_says():
+    rejection = (Rejection("k1", "token", high=0.4),)
+    weight, fields, metrics, _, sampler = minibatches(old_logp="bypass", rejection=rejection)
+    np.testing.assert_array_equal(fields["old_logp"], sampler)
+    assert [tuple(place) for place in np.argwhere(weight == 0)] == [(2, 1)]
+    assert metrics["correction/rejected_tokens"] == pytest.approx(1 / weight.size)
