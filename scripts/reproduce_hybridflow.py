@@ -51,6 +51,7 @@ MEGATRON = Software(
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
     recomputes_logits=False,
+    shares_prompts=False,
     reads_responses=False,
     skips_masked=True,
 )

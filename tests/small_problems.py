@@ -181,10 +181,11 @@ PLAIN = Software(
     decode_tokens_per_dispatch=None,
     reads_responses=False,
     skips_masked=False,
+    shares_prompts=False,
 )
 """Nothing exists twice, and programs start for free."""
 LEAN = replace(PLAIN, weight_bytes=2, pipeline_parts_per_stage=None, head_on_last_stage=True, skips_masked=True)
-REAL = Software(cache_copies=1.5, decode_tokens_per_dispatch=2, skips_masked=False)
+REAL = Software(cache_copies=1.5, decode_tokens_per_dispatch=2, skips_masked=False, shares_prompts=False)
 """As the engine has it, for responses of a few tokens."""
 
 

@@ -1,5 +1,6 @@
 """Seconds of what programs do beside the model's products: rows that are not full, buckets, and gradients added up."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -10,7 +11,8 @@ from unit_machines import DENSE, FREE, GROUPED, HALVES, UNIT, trained, weights_o
 
 from jaxrlhf.batch import Sequences
 from jaxrlhf.config import Layout, Training
-from jaxrlhf.parallel.cost import Batch, Decoding, batch_of, generation_cost, update_cost
+from jaxrlhf.parallel.batches import Batch, batch_of
+from jaxrlhf.parallel.cost import Decoding, generation_cost, update_cost
 from jaxrlhf.parallel.workload import Workload, cache_capacities
 from jaxrlhf.workers.model import microbatch_shape
 from jaxrlhf.workers.packing import Packing
@@ -58,6 +60,35 @@ def test_microbatches_are_those_that_the_workers_make(layout: Layout, responses:
                 assert found == (packed.microbatches, rows // shards * row_tokens, row_tokens), (budget, width, length)
                 seen.add((batch.microbatches > 1, rows > shards, row_tokens > width))
     assert len(seen) > 2
+
+
+@pytest.mark.parametrize("layout", [Layout(1), Layout(8), Layout(2, 2), Layout(1, 1, 2)])
+@pytest.mark.parametrize("responses", [2, 5, 8])
+def test_microbatches_with_shared_prompts_are_those_that_the_workers_make(layout: Layout, responses: int) -> None:
+    sizes = {axis: getattr(layout, axis) for axis in ("data", "fsdp", "stage", "tensor")}
+    mesh, shards = AbstractMesh(tuple(sizes.values()), tuple(sizes)), layout.data * layout.fsdp
+    fewer = set()
+    for prompts, prompt_tokens, own, width in itertools.product((3, 16), (32, 100, 256), (20, 64), (160, 320)):
+        if (length := prompt_tokens + own) > width:
+            continue
+        training = Training(layout=layout, tokens_per_microbatch=960 * shards * layout.stage)
+        row_tokens, rows = microbatch_shape(training, mesh, width=width, role="actor")
+        token_BT = np.repeat(np.random.default_rng(0).integers(1, 99, (prompts, width)), responses, axis=0)
+        mask_BT = np.broadcast_to((np.arange(width) >= prompt_tokens) & (np.arange(width) < length), token_BT.shape)
+        every_B = np.arange(len(token_BT))
+        alike = Sequences(token_BT, np.full(len(every_B), length), mask_BT, every_B // responses)
+        of_device = rows // shards
+        kept = 1 if layout.stage == 1 else max(n for n in range(1, 4 * layout.stage + 1) if of_device % n == 0)
+        packed = Packing(alike, rows=rows, row_tokens=row_tokens, merged=of_device // kept)
+        work = Workload(prompts, len(every_B), prompt_tokens, own, width)
+        role = trained(DENSE, tokens_per_microbatch=training.tokens_per_microbatch)
+        batch = batch_of(role, layout, len(every_B), work, replace(HALVES, shares_prompts=True))
+        assert batch.microbatches == packed.microbatches, (prompts, prompt_tokens, own, width)
+        shared = next(packed.rows()).spread is not None
+        alone = batch_of(role, layout, len(every_B), work, replace(HALVES, shares_prompts=False))
+        assert shared == (batch.microbatches < alone.microbatches)
+        fewer.add(shared)
+    assert True in fewer or responses == 2
 
 
 def test_each_microbatch_reads_two_gradients_and_writes_their_sum() -> None:

@@ -19,7 +19,9 @@ WEIGHTS = 132_021_000
 TINY = ModelConfig("llama", 8, 4, 8, 2, 2, 2, 2)
 TINY_WEIGHTS = 404
 WORK = Workload(prompts=8, responses=8, prompt_tokens=50.0, response_tokens=50.0, longest_tokens=100)
-PLAIN = Software(adds_gradients=False, cache_copies=1.0, decode_tokens_per_dispatch=None, skips_masked=False)
+PLAIN = Software(
+    adds_gradients=False, cache_copies=1.0, decode_tokens_per_dispatch=None, skips_masked=False, shares_prompts=False
+)
 LEARNER = Role("actor", SMALL, "lm", passes=0, trained=True)
 REFERENCE = Role("reference", TINY, "lm")
 # 100 tokens in float16: inputs of 10 layers; of one 6 residuals in float32 and 6 in float16, 4000 of heads and 18000 of

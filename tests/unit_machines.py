@@ -54,9 +54,10 @@ HALVES = Software(
     decode_tokens_per_dispatch=None,
     reads_responses=False,
     skips_masked=False,
+    shares_prompts=False,
 )
 """All but the moments in two bytes; gradients add up in place, decoding starts nothing and copies no cache, and all
-tokens have logits and scores of all."""
+tokens have logits and scores of all; no prompt is shared."""
 
 
 def trained(model: ModelConfig, **changes) -> Role:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.config import Layout
+from jaxrlhf.parallel.batches import Batch, batch_of, replicas_of
 from jaxrlhf.parallel.collectives import Group, all_gather_s, all_reduce_s, bytes_per_s, latency_s, send_s
 from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.memory import cache_bytes_per_token, weights_generating, weights_held
 from jaxrlhf.parallel.plan import Cost
-from jaxrlhf.parallel.workload import Role, Software, Workload, cache_capacities, packed_row_tokens
+from jaxrlhf.parallel.workload import Role, Software, Workload, cache_capacities
 
 
 def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
@@ -38,51 +39,6 @@ def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
 def head_flops(model: ModelConfig, head: Head, *, tokens: float) -> float:
     """Of the head's forward pass."""
     return 2 * tokens * model.head_parameters(head)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What one data-parallel replica computes in one go: microbatches, and a pipeline's parts of them.
-
-    Attributes:
-      microbatches: Programs that run one after another.
-      tokens: Of one microbatch.
-      parts: That a microbatch is cut into for the pipeline.
-      row_tokens: Of the rows that attention runs over.
-      read_tokens: Of `tokens`, those whose logits are computed.
-    """
-
-    microbatches: int
-    tokens: float
-    parts: int
-    row_tokens: float
-    read_tokens: float
-
-
-def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, software: Software) -> Batch:
-    """How the responses of one update or pass are cut up; shards that get one fewer wait for the others."""
-    shards = _shards(layout)
-    length = workload.prompt_tokens + workload.response_tokens
-    sequences = math.ceil(responses / shards)
-    if role.tokens_per_microbatch is None:
-        row_tokens, rows = length, min(sequences, role.rows_per_microbatch)
-        microbatches = math.ceil(sequences / rows)
-        tokens = sequences * length / microbatches
-    else:
-        budget = role.tokens_per_microbatch // shards
-        row_tokens = packed_row_tokens(workload.longest_tokens, budget=budget)
-        rows = max(1, budget // row_tokens)
-        rows = rows // layout.stage * layout.stage if rows > layout.stage else rows
-        microbatches = math.ceil(math.ceil(sequences / (row_tokens // length)) / rows)
-        tokens = rows * row_tokens
-    # Programs that read responses alone have as many chunks of logits as a batch has use for: padding is not read.
-    read = sequences * workload.response_tokens / microbatches if software.reads_responses else tokens
-    if layout.stage == 1:
-        return Batch(microbatches, tokens, 1, row_tokens, read)
-    if software.pipeline_parts_per_stage is None:
-        return Batch(1, tokens * microbatches, microbatches, row_tokens, read * microbatches)
-    parts = max(1, min(rows, software.pipeline_parts_per_stage * layout.stage))
-    return Batch(microbatches, tokens, parts, row_tokens, read)
 
 
 def forward_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
@@ -108,7 +64,7 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     passes = _pass(role, layout, batch, software, hardware, backward=True) * batch.microbatches
     held = weights_held(role.model, role.head, layout)
     sums = batch.microbatches if software.reduces_every_microbatch else 1
-    data = Group(_data(layout), layout.fsdp * layout.stage * layout.tensor)
+    data = Group(replicas_of(layout), layout.fsdp * layout.stage * layout.tensor)
     reduced = sums * all_reduce_s(held * software.gradient_bytes, data, hardware)
     # The optimizer reads the gradient, and reads and writes weights and moments.
     touched = held * (software.gradient_bytes + 2 * software.weight_bytes + 2 * software.optimizer_bytes)
@@ -135,7 +91,10 @@ def _pass(
     # In forward passes' worth of products.
     layer_passes = 1 if not backward else 3 + role.remat
     head_passes = 1 if not backward else 3 + (software.recomputes_logits and role.head == "lm")
-    layers = layer_passes * model.num_layers * layer_flops(model, tokens=batch.tokens, context=context)
+    attention = layer_flops(model, tokens=batch.attended_tokens, context=context)
+    attention -= layer_flops(model, tokens=batch.attended_tokens, context=0)
+    layer = layer_flops(model, tokens=batch.tokens, context=0) + attention
+    layers = layer_passes * model.num_layers * layer
     # A head of one number is read of all tokens.
     read_tokens = batch.read_tokens if role.head == "lm" else batch.tokens
     head = head_passes * head_flops(model, role.head, tokens=read_tokens)
@@ -369,13 +328,3 @@ def move_cost(
 def offload_cost(num_bytes: float, hardware: Hardware) -> Cost:
     """From host memory to the device and back."""
     return Cost(host_s=2 * num_bytes / hardware.host_bytes_per_s)
-
-
-def _data(layout: Layout) -> int:
-    assert layout.data is not None, "a layout that is costed says how many replicas it has"
-    return layout.data
-
-
-def _shards(layout: Layout) -> int:
-    """Ways the rows of a batch are split."""
-    return _data(layout) * layout.fsdp

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxrlhf.config import Layout, offloaded
+from jaxrlhf.parallel.batches import Batch, batch_of
 from jaxrlhf.parallel.cost import (
-    Batch,
-    batch_of,
     forward_cost,
     offload_cost,
     switch_cost,

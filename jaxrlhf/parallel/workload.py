@@ -1,5 +1,6 @@
 """What is to be computed: the models of a dataflow, and how much each of them does in a step."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,6 +88,7 @@ class Software:
       recomputes_logits: Chunks of logits are computed once more in the backward pass.
       reads_responses: Logits are computed of the tokens of responses alone, and not of all.
       skips_masked: Attention does not compute scores that the causal mask hides, nor keeps them.
+      shares_prompts: A prompt is computed once for all its responses in a packed row, but for attention.
     """
 
     weight_bytes: int = 4
@@ -103,6 +105,7 @@ class Software:
     recomputes_logits: bool = True
     reads_responses: bool = True
     skips_masked: bool = True
+    shares_prompts: bool = True
 
     @property
     def trains_in_compute_dtype(self) -> bool:
@@ -121,6 +124,26 @@ def packed_row_tokens(longest: int, *, budget: int) -> int:
       budget: Tokens of a microbatch on one data-parallel device.
     """
     return longest * max(1, min(-(-SMALLEST_ROW // longest), budget // longest))
+
+
+WORTH_SHARING = 0.9
+"""Prompts are shared where at most this part of the microbatches is left: attention is laid out apart for it."""
+
+
+def rows_with_shared_prompts(prompts: int, responses: int, own: float, shared: float, *, row_tokens: float) -> int:
+    """Packed rows for responses of one length to prompts of one length.
+
+    Args:
+      responses: To each prompt.
+      own: Tokens of a response, with the prompt's last, which it keeps for itself.
+      shared: Tokens of a prompt but for that one.
+    """
+    most = int((row_tokens - shared) // own)
+    full, rest = divmod(responses, most)
+    rows = prompts * full
+    if rest:
+        rows += math.ceil(prompts / int(row_tokens // (shared + rest * own)))
+    return rows
 
 
 CAPACITY_STEP = 32

@@ -14,11 +14,9 @@ from flax import struct
 
 from jaxrlhf.batch import Array, Sequences
 from jaxrlhf.models.spread import Spread
-from jaxrlhf.parallel.workload import SMALLEST_ROW
+from jaxrlhf.parallel.workload import SMALLEST_ROW, WORTH_SHARING
 from jaxrlhf.workers.prompts import shared_prefixes, units_of
 
-_WORTH_SHARING = 0.9
-"""Of the microbatches. What is left would be lost to laying out attention by itself."""
 _ATTENTION_ROWS = sorted({count * 2**power for count in (4, 5, 6, 7) for power in range(12)} | {1, 2, 3})
 """Few shapes to compile, none a quarter larger than it had to be."""
 
@@ -115,7 +113,7 @@ class Packing:
         alike_B, width_B = np.full(len(length_B), row_tokens), _attention_widths(length_B, row_tokens)
         whole = _Plan(sequences, np.zeros_like(shared_B), alike_B, row_tokens)
         once = _Plan(sequences, shared_B, width_B, row_tokens * merged)
-        cheaper = -(-once.rows // merged_rows) <= _WORTH_SHARING * -(-whole.rows // rows)
+        cheaper = -(-once.rows // merged_rows) <= WORTH_SHARING * -(-whole.rows // rows)
         shares = bool(agree(np.array(cheaper)))
         plan, rows, width = (once, merged_rows, row_tokens * merged) if shares else (whole, rows, row_tokens)
         shared_B = shared_B if shares else np.zeros_like(shared_B)
