@@ -81,5 +81,5 @@ def test_a_state_of_other_data_is_refused(count, seed, name):
 
 @pytest.mark.parametrize("per_step", [0, 5])
 def test_a_step_cannot_take_more_than_there_is(per_step):
-    with pytest.raises(ValueError, match=r"rollout\.prompts_per_step \(.* examples_per_update\) to 1 to 4"):
+    with pytest.raises(ValueError, match=r"rollout\.prompts_per_step \(.* examples_per_update, .*\) to 1 to 4"):
         Loader(problems(4), per_step=per_step, seed=0)

@@ -28,7 +28,8 @@ class Loader:
         if not 0 < per_step <= len(problems):
             raise ValueError(
                 f"a step takes {per_step} problems and there are {len(problems)}; set rollout.prompts_per_step "
-                f"(in supervised training examples_per_update) to 1 to {len(problems)} or give more problems"
+                f"(in supervised training examples_per_update, of pairs pairs_per_update) to 1 to {len(problems)} "
+                "or give more problems"
             )
         self._problems = problems
         self._per_step = per_step

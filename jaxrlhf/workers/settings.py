@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from jaxrlhf.config import ROLLOUT, Layout, PolicyGradient
+from jaxrlhf.config import ROLLOUT, Layout, PolicyGradient, Preference
 from jaxrlhf.models.parameters import param_shapes
 from jaxrlhf.parallel import BATCH_AXES, SLOT_AXES, HybridEngine, shard_bytes, training_activation_bytes
 from jaxrlhf.workers.build import Builder
@@ -46,7 +46,8 @@ def pool_rows(builder: Builder, roles: Collection[str]) -> list[Row]:
 def _check_batches(builder: Builder, roles: Collection[str]) -> None:
     """Raise `ValueError` if a batch has fewer rows than there are hosts to give some to."""
     config, algorithm = builder.config, builder.config.algorithm
-    update = ("algorithm.examples_per_update", algorithm.problems_per_step(config))
+    setting = "pairs_per_update" if isinstance(algorithm, Preference) else "examples_per_update"
+    update = (f"algorithm.{setting}", algorithm.problems_per_step(config))
     if isinstance(algorithm, PolicyGradient):
         update = ("algorithm.responses_per_update", algorithm.responses_per_update)
     prompts = ("rollout.prompts_per_step", config.rollout.prompts_per_step)
