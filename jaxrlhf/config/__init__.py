@@ -24,6 +24,7 @@ from jaxrlhf.config.critic_free import (
     ReinforcePlusPlusBaseline,
     ReMax,
 )
+from jaxrlhf.config.distillation import Distillation
 from jaxrlhf.config.load import load, shipped
 from jaxrlhf.config.losses import AdaptiveKL, Aggregation, KLEstimator, KLInLoss, KLInReward, ValueLoss
 from jaxrlhf.config.override import override
@@ -93,6 +94,7 @@ __all__ = [
     "CosineLengthReward",
     "CostModel",
     "Data",
+    "Distillation",
     "DrGRPO",
     "Evaluation",
     "FormatReward",

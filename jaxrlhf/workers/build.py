@@ -16,10 +16,10 @@ from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import ROLLOUT, Config, FromScratch, Model, ModelReward, Pretrained, Training, offloaded
-from jaxrlhf.data import decoder
+from jaxrlhf.data import decoder, load_tokenizer
 from jaxrlhf.engine import Engine
 from jaxrlhf.models.attention import Attention
-from jaxrlhf.models.hf_config import read_config, read_stop_tokens
+from jaxrlhf.models.hf_config import read_config, read_stop_tokens, resolve
 from jaxrlhf.models.hf_load import load_params
 from jaxrlhf.models.kernel_choice import choose_attention
 from jaxrlhf.models.origin import model_config
@@ -62,6 +62,15 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, 
         raise ValueError(
             f"{role}: the tokenizer has {len(tokenizer)} tokens and the model embeds {model.vocab_size}; "
             f"use the tokenizer that belongs to the model"
+        )
+
+
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raise `ValueError` if the tokens of the checkpoint at a path are not those of the policy's tokenizer."""
+    if load_tokenizer(str(resolve(path))).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"reference_model={path!r} has another tokenizer than the policy, so it cannot judge the policy's tokens; "
+            "choose one of the same family"
         )
 
 
@@ -242,9 +251,10 @@ class Builder:
             workers["actor"] = self._actor(start, stage)
         return workers
 
-    def generation_shapes(self) -> Any:
-        """Shapes of the policy as it generates."""
-        return cast_shapes(param_dims(self.model, "lm"), self.shapes, dtype=self.dtype)
+    def generation_shapes(self, role: str = "actor") -> Any:
+        """Shapes of the policy as it generates, or of the reference, which is as precise."""
+        config = self.model_of(role)
+        return cast_shapes(param_dims(config, "lm"), param_shapes(config, "lm", jnp.float32), dtype=self.dtype)
 
     def generation_layout(self, mesh: Mesh) -> Any:
         """Shardings of the policy as it generates on a mesh."""
@@ -280,8 +290,12 @@ class Builder:
 
     def model_of(self, role: str) -> ModelConfig:
         """The shape of a role's decoder."""
-        own = getattr(self.config.algorithm, "critic_model", None) if role == "critic" else None
+        own = self.own_model(role)
         return self.model if own is None else model_config(own, self.tokenizer)
+
+    def own_model(self, role: str) -> Pretrained | None:
+        """Where a role's weights come from; None where it starts from the policy."""
+        return getattr(self.config.algorithm, f"{role}_model", None)
 
     def training(self, role: str) -> Training:
         """How a role is laid out and fed; the reference as the actor, but for its layout.
@@ -325,21 +339,25 @@ class Builder:
         )
 
     def _reference(self, start: Params) -> Reference:
-        mesh = self.mesh("reference")
-        layout = layout_of(mesh, self.model, "lm", role="reference")
+        mesh, config, own = self.mesh("reference"), self.model_of("reference"), self.own_model("reference")
+        layout = layout_of(mesh, config, "lm", role="reference")
+        if own is not None:
+            check_vocabulary(self.tokenizer, config, role="reference")
+            check_same_tokens(self.tokenizer, own.path)
+            start = initial_params(own, config, "lm", layout, seed=self.config.seed)
         return Reference(
             "reference",
-            self.model,
+            config,
             "lm",
             mesh,
-            _copy(start, layout, self.generation_shapes()),
+            _copy(start, layout, self.generation_shapes("reference")),
             self.training("reference"),
             **self._shared("reference"),
             temperature=self.config.rollout.sampling.temperature,
         )
 
     def _critic(self, start: Params, stage: Stage) -> Critic:
-        training, own = self.training("critic"), getattr(self.config.algorithm, "critic_model", None)
+        training, own = self.training("critic"), self.own_model("critic")
         mesh = self.mesh("critic")
         config = self.model_of("critic")
         check_vocabulary(self.tokenizer, config, role="critic")

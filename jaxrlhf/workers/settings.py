@@ -33,8 +33,8 @@ def pool_rows(builder: Builder, roles: Collection[str]) -> list[Row]:
     for role in _trained(builder, roles):
         rows += _trained_rows(role, builder)
     if "reference" in roles:
-        layout = layout_of(builder.mesh("reference"), builder.model, "lm", role="reference")
-        held = _bytes(shard_bytes(builder.generation_shapes(), layout))
+        layout = layout_of(builder.mesh("reference"), builder.model_of("reference"), "lm", role="reference")
+        held = _bytes(shard_bytes(builder.generation_shapes("reference"), layout))
         rows.append(("reference", "weights", held, _waits(builder, "reference") or "per device"))
     if builder.hybrid is not None:
         rows += _switch_rows(builder.hybrid, builder)

@@ -1,0 +1,66 @@
+"""On-policy distillation: a student that samples comes closer to a teacher loaded from another checkpoint."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny_runs
+from tiny_runs import records, write_policy
+from transformers import AutoTokenizer
+
+from jaxrlhf.batch import Rollout, Scores, Sequences
+from jaxrlhf.config import Config, Distillation, Evaluation, KLInLoss, Optimizer, Pretrained
+from jaxrlhf.controller import distillation
+from jaxrlhf.controller.run import run
+from jaxrlhf.controller.step import StepInput
+
+
+def config(teacher, **changes) -> Config:
+    algorithm = Distillation(responses_per_update=16, reference_model=Pretrained(str(teacher)))
+    return replace(tiny_runs.get_config(), algorithm=algorithm, cold_start=None, **changes)
+
+
+def test_the_advantage_is_how_much_likelier_the_teacher_finds_each_token_scored_or_not(tmp_path):
+    rng = np.random.default_rng(0)
+    mask_BT = rng.random((16, 80)) < 0.3
+    student, teacher = (np.where(mask_BT, -rng.random((16, 80)), np.nan).astype(np.float32) for _ in range(2))
+    sequences = Sequences(np.zeros((16, 80), np.int32), np.full(16, 80, np.int32), mask_BT, np.arange(16) // 2)
+    rollout = Rollout(sequences, student, np.zeros(16, bool), np.zeros(16, np.int32))
+    scores = Scores(np.zeros(16, np.float32), np.arange(16) > 3, {})
+    settings = config(tmp_path)
+    work = StepInput(settings, [], 0, settings.algorithm.initial_state(), lambda: [])
+    [batch] = distillation.prepare(work, rollout, scores, student, teacher).policy
+    wanted_BT = np.where(mask_BT, teacher - student, 0.0)
+    np.testing.assert_allclose(np.sort(batch.fields["advantage"].ravel()), np.sort(wanted_BT.ravel()), rtol=1e-6)
+    assert batch.sequences.mask_BT.sum() == mask_BT.sum()
+
+
+@pytest.mark.slow
+def test_a_student_comes_closer_to_a_teacher_of_another_shape(tmp_path):
+    teacher = write_policy(tmp_path / "teacher")
+    tiny = tiny_runs.get_config()
+    settings = config(
+        teacher,
+        steps=16,
+        rollout=replace(tiny.rollout, responses_per_prompt=4),
+        actor=replace(tiny.actor, optimizer=Optimizer(learning_rate=1e-2)),
+        evaluation=Evaluation(every_steps=0, problems=8),
+        checkpoint=replace(tiny.checkpoint, every_steps=0),
+        workdir=str(tmp_path / "run"),
+    )
+    run(replace(settings, algorithm=replace(settings.algorithm, responses_per_update=32)))
+    apart = [record["kl/ref_sequence_mean"] for record in records(tmp_path / "run/metrics.jsonl")]
+    assert apart[0] > 0
+    assert np.mean(apart[-4:]) < 0.5 * np.mean(apart[:2]), apart
+
+
+def test_a_teacher_with_other_tokens_and_a_second_kl_are_refused(tmp_path):
+    teacher = write_policy(tmp_path / "teacher")
+    tokenizer = AutoTokenizer.from_pretrained(teacher)
+    tokenizer.add_tokens(["<|new|>"])
+    tokenizer.save_pretrained(teacher)
+    with pytest.raises(ValueError, match="has another tokenizer than the policy"):
+        run(config(teacher, workdir=str(tmp_path / "run")))
+    settings = config(teacher)
+    with pytest.raises(ValueError, match="kl would count it twice"):
+        replace(settings, algorithm=replace(settings.algorithm, kl=KLInLoss()))
