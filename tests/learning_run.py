@@ -1,9 +1,12 @@
-"""A program that lets one algorithm learn the smallest task there is: `learning_run.py ALGORITHM WORKDIR`.
+"""A program that lets one algorithm learn the smallest task there is: `learning_run.py ALGORITHM WORKDIR [STEP]`.
+
+The algorithm is one of the package or that of a configuration file. With a step the run dies after it.
 
 A transformer of random weights earns 1 for a response that begins with a digit, which one token in
 about thirty of its vocabulary is, and 0 for any other.
 """
 
+import os
 import sys
 from dataclasses import replace
 
@@ -28,10 +31,14 @@ def learning(algorithm: type[PolicyGradient], **settings: object) -> Config:
         actor=Training(Optimizer(learning_rate=1e-2, weight_decay=0.0), tokens_per_microbatch=8192, remat="none"),
         steps=24,
         evaluation=Evaluation(every_steps=0, problems=16),
-        checkpoint=Checkpointing(every_steps=0),
+        checkpoint=Checkpointing(every_steps=2),
     )
 
 
 if __name__ == "__main__":
-    name, workdir = sys.argv[1:]
-    jaxrlhf.run(replace(learning(getattr(config, name)), workdir=workdir))
+    name, workdir, *last = sys.argv[1:]
+    algorithm = type(jaxrlhf.load(name).algorithm) if name.endswith(".py") else getattr(config, name)
+    jaxrlhf.run(
+        replace(learning(algorithm), workdir=workdir),
+        on_step=lambda number, metrics: os._exit(9) if [str(number)] == last else None,
+    )

@@ -1,15 +1,11 @@
 """DAPO's step: which groups are drawn, kept and trained on, and what becomes of long responses."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from made_steps import Made, rollout_of
-from tiny_runs import get_config, numbers, records
 
-import jaxrlhf
 from jaxrlhf.config import DAPO, OverlongPunishment, PolicyLoss
 
 PLAIN = DAPO(responses_per_update=4, overlong=None)
@@ -123,30 +119,3 @@ def test_truncated_responses_stay_in_the_baseline_when_they_are_masked():
 def test_the_paper_is_the_default():
     assert DAPO().policy == PolicyLoss(clip_low=0.2, clip_high=0.28, aggregation="token-mean")
     assert (DAPO().kl, DAPO().overlong) == (None, OverlongPunishment(buffer_share=4096 / 20480, factor=1.0))
-
-
-@pytest.mark.slow
-def test_a_run_that_drew_more_goes_on_with_the_same_numbers_and_problems(tmp_path):
-    changes = {"cold_start": None, "algorithm": DAPO(responses_per_update=16, max_rounds=3), "steps": 3}
-    config = replace(get_config(), **changes)
-
-    def dies(number, metrics):
-        if number == 3:  # after the checkpoint of step 2
-            (tmp_path / "seen.json").write_text(json.dumps(numbers(tmp_path / "run/metrics.jsonl")))
-            (tmp_path / "samples").write_bytes((tmp_path / "run/samples.jsonl").read_bytes())
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        jaxrlhf.run(replace(config, workdir=str(tmp_path / "run")), on_step=dies)
-    assert jaxrlhf.run(replace(config, workdir=str(tmp_path / "run"))).finished
-    logged = numbers(tmp_path / "run/metrics.jsonl")
-    assert logged == json.loads((tmp_path / "seen.json").read_text())
-    assert (tmp_path / "run/samples.jsonl").read_bytes() == (tmp_path / "samples").read_bytes()
-    assert any(record["group/generated"] > 8 for record in logged[:2]), "no step drew more than its own problems"
-    for record in logged:
-        mine = [one for one in records(tmp_path / "run/samples.jsonl") if one["step"] == record["step"]]
-        scores = {}
-        for one in mine:
-            scores.setdefault(one["prompt"], set()).add(one["parts"]["format"])
-        assert sum(len(found) > 1 for found in scores.values()) == record["group/kept"]
-    assert Path(tmp_path / "run/curve.png").is_file()
