@@ -13,7 +13,7 @@ from jaxrlhf.batch import Sequences
 from jaxrlhf.config import Layout, Training
 from jaxrlhf.parallel.batches import Batch, batch_of
 from jaxrlhf.parallel.cost import Decoding, generation_cost, update_cost
-from jaxrlhf.parallel.workload import Workload, cache_capacities
+from jaxrlhf.parallel.workload import Workload, cache_capacities, microbatch_shapes
 from jaxrlhf.workers.model import microbatch_shape
 from jaxrlhf.workers.packing import Packing
 
@@ -54,11 +54,17 @@ def test_microbatches_are_those_that_the_workers_make(layout: Layout, responses:
             for length in {width, width // 2, width // 3 + 1, 24}:
                 nothing = np.zeros((responses, width), np.int32)
                 alike = Sequences(nothing, np.full(responses, length), nothing > 0, np.arange(responses))
-                packed = Packing(alike, rows=rows, row_tokens=row_tokens)
+                shapes = [
+                    shape
+                    for shape in microbatch_shapes(rows // shards, row_tokens, stages=layout.stage)
+                    if not shape.shares
+                ]
+                packed = Packing(alike, shapes=shapes, devices=shards, longest=row_tokens)
+                made = packed.pack(alike.token_BT).shape
                 batch = batched(budget, layout, width, length, responses)
-                found = batch.microbatches, batch.tokens, batch.row_tokens
-                assert found == (packed.microbatches, rows // shards * row_tokens, row_tokens), (budget, width, length)
-                seen.add((batch.microbatches > 1, rows > shards, row_tokens > width))
+                found = batch.microbatches, batch.tokens * shards, batch.row_tokens
+                assert found == (made[0], made[1] * made[2], row_tokens), (budget, width, length)
+                seen.add((batch.microbatches > 1, rows > shards, row_tokens > width, made[1] < rows))
     assert len(seen) > 2
 
 
@@ -77,16 +83,14 @@ def test_microbatches_with_shared_prompts_are_those_that_the_workers_make(layout
         mask_BT = np.broadcast_to((np.arange(width) >= prompt_tokens) & (np.arange(width) < length), token_BT.shape)
         every_B = np.arange(len(token_BT))
         alike = Sequences(token_BT, np.full(len(every_B), length), mask_BT, every_B // responses)
-        of_device = rows // shards
-        kept = 1 if layout.stage == 1 else max(n for n in range(1, 4 * layout.stage + 1) if of_device % n == 0)
-        packed = Packing(alike, rows=rows, row_tokens=row_tokens, merged=of_device // kept)
+        shapes = microbatch_shapes(rows // shards, row_tokens, stages=layout.stage)
+        packed = Packing(alike, shapes=shapes, devices=shards, longest=row_tokens)
         work = Workload(prompts, len(every_B), prompt_tokens, own, width)
         role = trained(DENSE, tokens_per_microbatch=training.tokens_per_microbatch)
         batch = batch_of(role, layout, len(every_B), work, replace(HALVES, shares_prompts=True))
         assert batch.microbatches == packed.microbatches, (prompts, prompt_tokens, own, width)
         shared = next(packed.rows()).spread is not None
-        alone = batch_of(role, layout, len(every_B), work, replace(HALVES, shares_prompts=False))
-        assert shared == (batch.microbatches < alone.microbatches)
+        assert batch.tokens * shards == packed.pack(alike.token_BT)[0].size
         fewer.add(shared)
     assert True in fewer or responses == 2
 

@@ -22,7 +22,13 @@ from jaxrlhf.parallel.pool import ResourcePool
 from jaxrlhf.parallel.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shard_bytes, shardings
 from jaxrlhf.parallel.transfer import Delivery, Exchange, Offer, Splits, splits_of
 from jaxrlhf.parallel.wire import TransferError
-from jaxrlhf.parallel.workload import cache_capacities, packed_row_tokens
+from jaxrlhf.parallel.workload import (
+    MicrobatchShape,
+    cache_capacities,
+    cheapest_shape,
+    microbatch_shapes,
+    packed_row_tokens,
+)
 
 __all__ = [
     "AXES",
@@ -38,6 +44,7 @@ __all__ = [
     "Hardware",
     "HostArray",
     "HybridEngine",
+    "MicrobatchShape",
     "Moved",
     "Offer",
     "ResourcePool",
@@ -47,6 +54,7 @@ __all__ = [
     "TransferError",
     "cache_capacities",
     "cast_shapes",
+    "cheapest_shape",
     "check_divisible",
     "device_bytes",
     "factored_mesh",
@@ -59,6 +67,7 @@ __all__ = [
     "load_hardware",
     "local_island",
     "mesh_of",
+    "microbatch_shapes",
     "missing_bytes",
     "packed_row_tokens",
     "recognise",

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 from jaxrlhf.config import Layout
 from jaxrlhf.parallel.workload import (
-    WORTH_SHARING,
+    MicrobatchShape,
     Role,
     Software,
     Workload,
+    cheapest_shape,
+    microbatch_shapes,
     packed_row_tokens,
     rows_with_shared_prompts,
 )
@@ -44,23 +46,17 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
         row_tokens, rows = length, min(sequences, role.rows_per_microbatch)
         microbatches = math.ceil(sequences / rows)
         tokens = sequences * length / microbatches
+        attended = tokens
     else:
         budget = role.tokens_per_microbatch // shards
         row_tokens = packed_row_tokens(workload.longest_tokens, budget=budget)
-        rows = max(1, budget // row_tokens)
-        rows = rows // layout.stage * layout.stage if rows > layout.stage else rows
-        microbatches = math.ceil(math.ceil(sequences / (row_tokens // length)) / rows)
-        tokens = rows * row_tokens
-    attended = tokens
-    if software.shares_prompts and role.tokens_per_microbatch is not None:
-        merged = rows // (1 if layout.stage == 1 else _parts(rows, layout, software))
-        prompts = _prompts_in(responses, workload)
-        each = math.ceil(responses / prompts)
-        shared = workload.prompt_tokens - 1 if each > 1 else 0
-        needed = rows_with_shared_prompts(prompts, each, length - shared, shared, row_tokens=row_tokens * merged)
-        fewer = math.ceil(math.ceil(needed / shards) / (rows // merged))
-        if fewer <= WORTH_SHARING * microbatches:
-            microbatches, attended = fewer, sequences * length / fewer
+        shapes = microbatch_shapes(max(1, budget // row_tokens), row_tokens, stages=layout.stage)
+        if not software.shares_prompts:
+            shapes = [shape for shape in shapes if not shape.shares]
+        counts = [_microbatches(shape, responses, shards, workload) for shape in shapes]
+        chosen = cheapest_shape(shapes, counts)
+        microbatches, tokens, rows = counts[chosen], shapes[chosen].tokens, shapes[chosen].rows
+        attended = sequences * length / microbatches if shapes[chosen].shares else tokens
     # Programs that read responses alone have as many chunks of logits as a batch has use for: padding is not read.
     read = sequences * workload.response_tokens / microbatches if software.reads_responses else tokens
     if layout.stage == 1:
@@ -68,13 +64,21 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
     if software.pipeline_parts_per_stage is None:
         whole = (each * microbatches for each in (read, attended))
         return Batch(1, tokens * microbatches, microbatches, row_tokens, *whole)
-    return Batch(microbatches, tokens, _parts(rows, layout, software), row_tokens, read, attended)
+    parts = max(1, min(rows, software.pipeline_parts_per_stage * layout.stage))
+    return Batch(microbatches, tokens, parts, row_tokens, read, attended)
 
 
-def _parts(rows: int, layout: Layout, software: Software) -> int:
-    """That the rows of a microbatch are cut into for the pipeline."""
-    most = max(1, min(rows, (software.pipeline_parts_per_stage or rows) * layout.stage))
-    return next(count for count in range(most, 0, -1) if rows % count == 0)
+def _microbatches(shape: MicrobatchShape, responses: float, shards: int, workload: Workload) -> int:
+    """Of one data-parallel device."""
+    length = workload.prompt_tokens + workload.response_tokens
+    if not shape.shares:
+        rows = math.ceil(math.ceil(responses / shards) / (shape.row_tokens // length))
+        return math.ceil(rows / shape.rows)
+    prompts = _prompts_in(responses, workload)
+    each = math.ceil(responses / prompts)
+    shared = workload.prompt_tokens - 1 if each > 1 else 0
+    rows = rows_with_shared_prompts(prompts, each, length - shared, shared, row_tokens=shape.row_tokens)
+    return math.ceil(math.ceil(rows / shards) / shape.rows)
 
 
 def _prompts_in(responses: float, workload: Workload) -> int:

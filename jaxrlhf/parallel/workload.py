@@ -1,6 +1,7 @@
 """What is to be computed: the models of a dataflow, and how much each of them does in a step."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,8 +127,63 @@ def packed_row_tokens(longest: int, *, budget: int) -> int:
     return longest * max(1, min(-(-SMALLEST_ROW // longest), budget // longest))
 
 
-WORTH_SHARING = 0.9
-"""Prompts are shared where at most this part of the microbatches is left: attention is laid out apart for it."""
+@dataclass(frozen=True)
+class MicrobatchShape:
+    """What one program computes on a data-parallel device.
+
+    Attributes:
+      rows: On one device.
+      row_tokens: Of one row.
+      shares: Rows hold a prompt once for its responses, and attention is laid out apart.
+    """
+
+    rows: int
+    row_tokens: int
+    shares: bool
+
+    @property
+    def tokens(self) -> int:
+        """On one device, padding included."""
+        return self.rows * self.row_tokens
+
+
+_SIZES = 4
+_PIPELINE_PARTS_PER_STAGE = 4
+_MICROBATCH_TOKENS = 1 / 8
+"""Of the largest microbatch: what starting one costs, in tokens."""
+_SHARING_COST = 1.1
+"""Of a microbatch whose attention is laid out apart."""
+
+
+def microbatch_shapes(rows: int, row_tokens: int, *, stages: int) -> list[MicrobatchShape]:
+    """The few shapes that a role's programs have; a batch takes the one that costs it least.
+
+    Four sizes, so that a small batch is not padded to a microbatch; pipelines keep whole rounds.
+    Where prompts are shared, rows become one, which so holds more responses to a prompt.
+
+    Args:
+      rows: On one data-parallel device, at most.
+    """
+    rows = rows // stages * stages if rows > stages else rows
+    sizes = {-(-rows * part // _SIZES) for part in range(1, _SIZES + 1)}
+    if rows > stages:
+        sizes = {-(-size // stages) * stages for size in sizes}
+    shapes = [MicrobatchShape(size, row_tokens, shares=False) for size in sorted(sizes, reverse=True)]
+    for size in sorted(sizes, reverse=True):
+        most = 1 if stages == 1 else min(size, _PIPELINE_PARTS_PER_STAGE * stages)
+        kept = next(count for count in range(most, 0, -1) if size % count == 0)
+        shapes.append(MicrobatchShape(kept, row_tokens * (size // kept), shares=True))
+    return shapes
+
+
+def cheapest_shape(shapes: Sequence[MicrobatchShape], microbatches: Sequence[int]) -> int:
+    """Index of the shape that costs least in as many microbatches as the batch needs of it."""
+    start = max(shape.tokens for shape in shapes) * _MICROBATCH_TOKENS
+    costs = [
+        count * (shape.tokens + start) * (_SHARING_COST if shape.shares else 1.0)
+        for shape, count in zip(shapes, microbatches, strict=True)
+    ]
+    return costs.index(min(costs))
 
 
 def rows_with_shared_prompts(prompts: int, responses: int, own: float, shared: float, *, row_tokens: float) -> int:

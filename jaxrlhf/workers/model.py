@@ -28,6 +28,7 @@ from jaxrlhf.parallel import (
     TRAIN,
     Moved,
     check_divisible,
+    microbatch_shapes,
     packed_row_tokens,
     shardings,
     to_device,
@@ -89,9 +90,10 @@ class ModelWorker(ABC):
         self._progress = progress
         self._width = width
         self._remat = remat
-        self._row_tokens, self._rows = microbatch_shape(training, mesh, width=width, role=role)
         self._batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self.row_shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+        row_tokens, rows = microbatch_shape(training, mesh, width=width, role=role)
+        self._shapes = microbatch_shapes(rows // self.row_shards, row_tokens, stages=training.layout.stage)
         self._forward = jax.jit(self._output, out_shardings=self._batch_sharding)
         self._send_away("parameters")
 
@@ -117,14 +119,11 @@ class ModelWorker(ABC):
     def _pack(self, sequences: Sequences) -> Packing:
         """Where the tokens of this process's sequences lie; every process makes the same number of microbatches."""
         _, parts = self.place.part(BATCH_AXES)
-        of_device = self._rows // self.row_shards
-        # One row on each device, or as many as keep a pipeline busy.
-        kept = 1 if self._pipeline is None else self._pipeline.microbatches(of_device * self.row_shards)
         return Packing(
             sequences,
-            rows=self._rows // parts,
-            row_tokens=self._row_tokens,
-            merged=of_device // kept,
+            shapes=self._shapes,
+            devices=self.row_shards // parts,
+            longest=self._shapes[0].row_tokens,
             agree=most_of_all_hosts,
         )
 

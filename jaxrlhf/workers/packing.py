@@ -6,7 +6,7 @@ them whole. Where a token lies has no influence on what is computed for it, so p
 invisible outside this room: arrays go in and come back as `[B, T]`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -14,7 +14,8 @@ from flax import struct
 
 from jaxrlhf.batch import Array, Sequences
 from jaxrlhf.models.spread import Spread
-from jaxrlhf.parallel.workload import SMALLEST_ROW, WORTH_SHARING
+from jaxrlhf.parallel import MicrobatchShape, cheapest_shape
+from jaxrlhf.parallel.workload import SMALLEST_ROW
 from jaxrlhf.workers.prompts import shared_prefixes, units_of
 
 _ATTENTION_ROWS = sorted({count * 2**power for count in (4, 5, 6, 7) for power in range(12)} | {1, 2, 3})
@@ -92,9 +93,9 @@ class Packing:
 
     Args:
       sequences: Of this process.
-      rows: Rows of one microbatch.
-      row_tokens: Columns of one row, at least the longest sequence.
-      merged: Where prompts are shared, so many rows become one, which holds more responses to a prompt.
+      shapes: That microbatches may have on one device; rows hold the longest sequence.
+      devices: Data-parallel devices of this process.
+      longest: Tokens of the longest sequence there may be, or a multiple.
       agree: Given numbers, the largest of each that any process gives: processes that run one program together have to
         make the same number of microbatches of the same shapes.
     """
@@ -103,21 +104,21 @@ class Packing:
         self,
         sequences: Sequences,
         *,
-        rows: int,
-        row_tokens: int,
-        merged: int = 1,
+        shapes: Sequence[MicrobatchShape],
+        devices: int = 1,
+        longest: int,
         agree: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
     ) -> None:
         length_B = np.asarray(sequences.length_B).astype(np.int64)
-        shared_B, merged_rows = shared_prefixes(sequences), rows // merged
-        alike_B, width_B = np.full(len(length_B), row_tokens), _attention_widths(length_B, row_tokens)
-        whole = _Plan(sequences, np.zeros_like(shared_B), alike_B, row_tokens)
-        once = _Plan(sequences, shared_B, width_B, row_tokens * merged)
-        cheaper = -(-once.rows // merged_rows) <= WORTH_SHARING * -(-whole.rows // rows)
-        shares = bool(agree(np.array(cheaper)))
-        plan, rows, width = (once, merged_rows, row_tokens * merged) if shares else (whole, rows, row_tokens)
-        shared_B = shared_B if shares else np.zeros_like(shared_B)
-        self.microbatches = int(agree(np.array(max(1, -(-plan.rows // rows)))))
+        shared_B, width_B = shared_prefixes(sequences), _attention_widths(length_B, longest)
+        whole = _Plan(sequences, np.zeros_like(shared_B), np.full_like(width_B, longest), longest)
+        plans = [_Plan(sequences, shared_B, width_B, shape.row_tokens) if shape.shares else whole for shape in shapes]
+        needed = [max(1, -(-plan.rows // (shape.rows * devices))) for plan, shape in zip(plans, shapes, strict=True)]
+        microbatches = agree(np.array(needed))
+        chosen = cheapest_shape(shapes, microbatches.tolist())
+        plan, shape, self.microbatches = plans[chosen], shapes[chosen], int(microbatches[chosen])
+        shared_B = shared_B if shape.shares else np.zeros_like(shared_B)
+        rows, width = shape.rows * devices, shape.row_tokens
         self._sequences, self._shape = sequences, np.shape(sequences.token_BT)
         self._packed_shape = (self.microbatches, rows, width)
         self._row_B, prompt_B, own_B = np.zeros((3, len(length_B)), np.int64)
@@ -133,7 +134,7 @@ class Packing:
         self._source = b, position = np.nonzero(inside_BT)
         place = np.where(position < shared_B[b], prompt_B[b] + position, own_B[b] + position - shared_B[b])
         self._target = self._row_B[b] * width + place
-        self._spread = self._spread_out(length_B, width_B, place, agree) if shares else None
+        self._spread = self._spread_out(length_B, width_B, place, agree) if shape.shares else None
 
     def _spread_out(
         self, length_B: np.ndarray, width_B: np.ndarray, place: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
