@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     bench.add_flags(parser)
     parser.add_argument("--steps", type=int, default=6, help="the first two are not counted, where there are more")
-    parser.add_argument("--tokens-per-microbatch", type=int, default=1024)
+    parser.add_argument("--tokens-per-microbatch", type=int, default=2304)
     parser.add_argument("--remat", choices=get_args(Remat), default="auto", help="as Training.remat")
     flags = parser.parse_args()
     workload = bench.workload_of(flags)

@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192, help="of a sequence")
     parser.add_argument("--trained", type=int, default=128, help="of them, at the end")
     parser.add_argument("--responses", type=int, default=1, help="sequences that share a prompt")
-    parser.add_argument("--tokens-per-microbatch", type=int, default=1024)
+    parser.add_argument("--tokens-per-microbatch", type=int, default=2304)
     parser.add_argument("--remat", choices=get_args(Remat), default="auto", help="as Training.remat")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
