@@ -83,6 +83,15 @@ def test_gae_monte_carlo_return_and_full_mask(dtype):
     np.testing.assert_allclose(full, _EXPECTED["gae/unmasked"], **_CLOSE[dtype])
 
 
+def test_vapo_looks_further_ahead_the_longer_a_response_is(dtype):
+    lam = algos.length_adaptive_lambda(_MASK.sum(axis=1), scale=0.4)
+    np.testing.assert_allclose(lam, _EXPECTED["vapo/lambda"], rtol=1e-6)
+    arrays = given("reward", dtype), given("old_value", dtype, poison=np.inf), _MASK, lam.astype(dtype)
+    wanted = expected_masked("vapo/advantage", dtype), expected_masked("vapo/return", dtype)
+    check(lambda r, v, m, lam: algos.gae(r, v, m, gamma=1.0, lam=lam).advantage_BT, arrays, wanted[0], dtype)
+    check(lambda r, v, m, lam: algos.gae(r, v, m, gamma=1.0, lam=1.0).return_BT, arrays, wanted[1], dtype, atol=1e-6)
+
+
 def test_gae_of_a_reward_and_of_a_cost(dtype):
     reward, value = given("reward", dtype), given("old_value", dtype)
     gain = algos.gae(reward, value, _MASK, gamma=0.99, lam=0.95).advantage_BT

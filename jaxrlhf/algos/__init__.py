@@ -12,6 +12,7 @@ from jaxrlhf.algos.advantages import (
     group_policy_gradient,
     group_relative,
     has_spread,
+    length_adaptive_lambda,
     length_weighted,
     rloo,
     to_tokens,
@@ -28,7 +29,14 @@ from jaxrlhf.algos.losses import (
     sapo_loss,
 )
 from jaxrlhf.algos.masked import masked_mean, masked_sum, masked_var, segment_mean, selected, whiten
-from jaxrlhf.algos.objectives import Objective, TokenOutput, nll_objective, policy_objective, value_objective
+from jaxrlhf.algos.objectives import (
+    Objective,
+    TokenOutput,
+    imitating_objective,
+    nll_objective,
+    policy_objective,
+    value_objective,
+)
 from jaxrlhf.algos.preference import PairLoss, bradley_terry, dpo, ipo, linear_objective, pair_cost, with_likelihood
 from jaxrlhf.algos.shaping import overlong_penalty, token_rewards
 from jaxrlhf.algos.weights import token_weights
@@ -55,8 +63,10 @@ __all__ = [
     "group_relative",
     "gspo_loss",
     "has_spread",
+    "imitating_objective",
     "ipo",
     "kl_estimate",
+    "length_adaptive_lambda",
     "length_weighted",
     "linear_objective",
     "masked_mean",

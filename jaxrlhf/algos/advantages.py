@@ -25,14 +25,14 @@ class Targets(NamedTuple):
     return_BT: Float[Array, "B T"]
 
 
-@partial(jax.jit, static_argnames=("gamma", "lam"))
+@partial(jax.jit, static_argnames=("gamma",))
 def gae(
     reward_BT: Float[Array, "B T"],
     value_BT: Float[Array, "B T"],
     mask_BT: Bool[Array, "B T"],
     *,
     gamma: float,
-    lam: float,
+    lam: float | Float[Array, ""] | Float[Array, "B"],
 ) -> Targets:
     """Generalised advantage estimation over the tokens the policy chose.
 
@@ -47,7 +47,7 @@ def gae(
       value_BT: Critic's estimate for the prefix before token t, in reward units.
       mask_BT: Tokens the policy chose.
       gamma: Discount per chosen token, in [0, 1].
-      lam: 0 is one-step TD, 1 is Monte Carlo.
+      lam: 0 is one-step TD, 1 is Monte Carlo; one for all responses, or each its own.
 
     Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16.
     """
@@ -55,8 +55,21 @@ def gae(
     value_from_BT = _from_the_right(jnp.where(mask_BT, 0.0, 1.0), value_BT)
     next_value_BT = jnp.pad(value_from_BT[:, 1:], ((0, 0), (0, 1)))
     delta_BT = selected(reward_BT + gamma * next_value_BT - value_BT, mask_BT)
-    advantage_BT = selected(_from_the_right(jnp.where(mask_BT, gamma * lam, 1.0), delta_BT), mask_BT)
+    decay_X1 = gamma * jnp.reshape(jnp.asarray(lam, delta_BT.dtype), (-1, 1))
+    advantage_BT = selected(_from_the_right(jnp.where(mask_BT, decay_X1, 1.0), delta_BT), mask_BT)
     return Targets(advantage_BT, advantage_BT + value_BT)
+
+
+def length_adaptive_lambda(length_B: Int[Array, "B"], *, scale: float) -> Float[Array, "B"]:
+    """GAE's lambda for responses of different lengths: the longer one is, the closer to Monte Carlo.
+
+        lambda = 1 - 1 / (scale * length), and 0 where that is negative
+
+    A TD error then decays over a share of the response that does not depend on its length.
+
+    Source: Yue et al. 2025 (VAPO, arXiv:2504.05118), section 3.3.
+    """
+    return 1.0 - 1.0 / jnp.maximum(scale * jnp.asarray(length_B), 1.0)
 
 
 @partial(jax.jit, static_argnames=("gamma",))

@@ -105,6 +105,24 @@ def policy_objective(
     return Objective(loss, metrics)
 
 
+def imitating_objective(
+    output: TokenOutput,
+    mask: Bool[Array, "R W"],
+    weight: Float[Array, "R W"],
+    fields: Mapping[str, Num[Array, "R W"]],
+    settings: PolicyGradient,
+) -> Objective:
+    """`policy_objective`, and `-imitation_weight * logp`: tokens of good responses are made likelier outright.
+
+    Source: Yue et al. 2025 (VAPO, arXiv:2504.05118), section 3.4.
+    """
+    policy = policy_objective(output, mask, weight, fields, settings)
+    nll = -selected(output.logp, mask)
+    imitation = _field(fields, "imitation_weight", mask)
+    metrics = {**policy.metrics, "vapo/imitation_loss": jnp.where(imitation > 0, nll, 0.0)}
+    return Objective(policy.loss + imitation * nll, metrics)
+
+
 def value_objective(
     output: Float[Array, "R W"],
     mask: Bool[Array, "R W"],

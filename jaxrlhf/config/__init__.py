@@ -63,6 +63,7 @@ from jaxrlhf.config.sources import (
 )
 from jaxrlhf.config.supervised import SFT
 from jaxrlhf.config.training import Layout, Optimizer, Remat, Rollout, Sampling, Training
+from jaxrlhf.config.vapo import VAPO
 
 __all__ = [
     "CISPO",
@@ -79,6 +80,7 @@ __all__ = [
     "RPO",
     "SAPO",
     "SFT",
+    "VAPO",
     "AdaptiveKL",
     "Aggregation",
     "Algorithm",

@@ -94,7 +94,7 @@ def prepare(
     """Rewards and advantages, cut into minibatches."""
     sequences = shared.scored(rollout.sequences, scores)
     mask_BT, prompt_id_B = sequences.mask_BT, np.asarray(sequences.prompt_id_B)
-    logps = {"old_logp_BT": old_logp_BT, "ref_logp_BT": ref_logp_BT}
+    logps: dict[str, Any] = {"old_logp_BT": old_logp_BT, "ref_logp_BT": ref_logp_BT}
     reward_BT = shared.charged_rewards(work, rollout, scores, mask_BT, **logps)
     found = np.asarray(advantage(Rewarded(reward_BT, mask_BT, scores.scorable_B, prompt_id_B)))
     advantage_BT = to_tokens(found, mask_BT) if found.ndim == 1 else found

@@ -9,6 +9,7 @@ advantage: Thinking Machines Lab 2025, "On-policy distillation".
 """
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ def prepare(
     mask_BT = rollout.sequences.mask_BT
     logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
     advantage_BT = -np.asarray(selected(kl_estimate(logp_BT, teacher_logp_BT, estimator="k1"), mask_BT))
-    logps = {"old_logp_BT": old_logp_BT, "ref_logp_BT": teacher_logp_BT}
+    logps: dict[str, Any] = {"old_logp_BT": old_logp_BT, "ref_logp_BT": teacher_logp_BT}
     policy, corrected = shared.policy_minibatches(work, rollout.sequences, rollout, advantage_BT=advantage_BT, **logps)
     metrics = shared.rollout_metrics(rollout, scores, old_logp_BT, teacher_logp_BT)
     return Prepared(policy, [], metrics | corrected, shared.next_state(work, metrics, sequences=len(mask_BT)))

@@ -3,7 +3,9 @@
 Source: Schulman et al. 2017 (arXiv:1707.06347); as a dataflow, HybridFlow (arXiv:2409.19256), Figure 6.
 """
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 from jaxrlhf.algos import gae, policy_objective, value_objective, whiten
 from jaxrlhf.batch import Array, Rollout, Scores
@@ -15,6 +17,11 @@ from jaxrlhf.workers import Roles
 
 def step(roles: Roles, work: StepInput) -> StepResult:
     """One PPO iteration."""
+    return learn(roles, work, prepare, policy_objective)
+
+
+def learn(roles: Roles, work: StepInput, prepare: Callable[..., Prepared], objective: Any) -> StepResult:
+    """One iteration of an algorithm with a critic: `prepare` says what is learned, by `objective`."""
     settings, sampling = work.config.algorithm, work.config.rollout
     assert isinstance(settings, PPO)
     rollout = roles.actor.generate_sequences(
@@ -28,7 +35,7 @@ def step(roles: Roles, work: StepInput) -> StepResult:
     critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=settings.value)
     actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # while the critic warms up, the policy rests
     if work.index >= settings.critic_warmup_steps:
-        actor = roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=settings)
+        actor = roles.actor.update_actor(prepared.policy, objective=objective, settings=settings)
     metrics = shared.merged(prepared.metrics, critic, actor)
     return StepResult(metrics, prepared.state, rollout.result(), scores.result(), shared.value_of(old_logp))
 
@@ -46,7 +53,7 @@ def prepare(
     assert isinstance(settings, PPO)
     sequences = shared.scored(rollout.sequences, scores)
     mask_BT = sequences.mask_BT
-    logps = {"old_logp_BT": old_logp_BT, "ref_logp_BT": ref_logp_BT}
+    logps: dict[str, Any] = {"old_logp_BT": old_logp_BT, "ref_logp_BT": ref_logp_BT}
     reward_BT = shared.charged_rewards(work, rollout, scores, mask_BT, **logps)
     targets = gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=settings.lam)
     metrics = shared.rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)

@@ -144,11 +144,16 @@ def policy_minibatches(
     advantage_BT: Array,
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,
+    further: Mapping[str, Array] | None = None,
 ) -> tuple[list[Experience], Metrics]:
-    """The actor's minibatches, KL and correction folded into weights, and what the correction did."""
+    """The actor's minibatches, KL and correction folded into weights, and what the correction did.
+
+    Args:
+      further: Fields that the algorithm's own objective reads.
+    """
     settings = step.config.algorithm
     assert isinstance(settings, PolicyGradient)
-    fields = {"advantage": advantage_BT}
+    fields = {"advantage": advantage_BT, **(further or {})}
     if settings.old_logp == "bypass":
         fields["old_logp"] = rollout.sampler_logp_BT
     else:

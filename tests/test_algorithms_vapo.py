@@ -1,0 +1,111 @@
+"""VAPO: what a critic-and-imitation step makes of a rollout, and a whole run of it."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import get_config, numbers, records, training
+
+import jaxrlhf
+from jaxrlhf.algos import imitating_objective, policy_objective
+from jaxrlhf.algos.objectives import TokenOutput
+from jaxrlhf.batch import Rollout, Scores, Sequences
+from jaxrlhf.config import VAPO
+from jaxrlhf.controller import vapo
+from jaxrlhf.controller.step import StepInput
+
+WIDTH = 8
+
+
+def rollout_of(lengths: list[int]) -> Rollout:
+    """Responses of these lengths to prompts of one token, two to each."""
+    length_B = np.array(lengths) + 1
+    position_T = np.arange(WIDTH)
+    mask_BT = (position_T >= 1) & (position_T < length_B[:, None])
+    rows = len(lengths)
+    sequences = Sequences(mask_BT.astype(np.int32), length_B, mask_BT, np.arange(rows) // 2)
+    return Rollout(sequences, np.where(mask_BT, -1.0, 0.0), np.zeros(rows, bool), np.zeros(rows, np.int32))
+
+
+def prepared(settings: VAPO, scores: list[float], lengths: list[int], scorable: list[bool]):
+    config = get_config()
+    settings = replace(settings, critic_warmup_steps=0)
+    config = replace(config, algorithm=settings, rollout=replace(config.rollout, max_response_tokens=WIDTH))
+    work = StepInput(config, [], 0, {"kl_coefficient": 0.0})
+    rollout = rollout_of(lengths)
+    value_BT = np.random.default_rng(0).normal(size=rollout.sequences.mask_BT.shape).astype(np.float32)
+    earned = Scores(np.array(scores, np.float32), np.array(scorable), {})
+    return vapo.prepare(work, rollout, earned, None, None, value_BT)
+
+
+def test_what_succeeded_is_imitated_with_equal_weights_in_every_minibatch() -> None:
+    settings = VAPO(responses_per_update=4, imitation=0.5, success=0.0, critic=training())
+    scores, scorable = [1.0, -1.0, 2.0, 0.0], [True, True, False, True]
+    done = prepared(settings, scores, [3, 4, 5, 2], scorable)
+    (batch,) = done.policy
+    total = batch.fields["imitation_weight"].sum(axis=1)
+    of_length = {3: 0.5, 4: 0.0, 5: 0.0, 2: 0.0}  # the unscorable one is not imitated, whatever its score
+    for row, length in enumerate(np.asarray(batch.sequences.length_B) - 1):
+        assert total[row] == pytest.approx(of_length[int(length)])
+        assert len(np.unique(batch.fields["imitation_weight"][row, 1 : length + 1])) == 1
+    assert done.metrics["vapo/success_fraction"] == pytest.approx(0.25)
+    # The critic's targets are Monte Carlo returns: what a response earned in the end, at each of its tokens.
+    (value,) = done.value
+    for row, length in enumerate(np.asarray(value.sequences.length_B) - 1):
+        earned = dict(zip([3, 4, 5, 2], scores, strict=True))[int(length)] if int(length) != 5 else 0.0
+        np.testing.assert_allclose(value.fields["returns"][row, 1 : length + 1], earned, atol=1e-6)
+
+
+def test_nothing_is_imitated_where_nothing_succeeded() -> None:
+    settings = VAPO(responses_per_update=4, critic=training())
+    done = prepared(settings, [-1.0] * 4, [3, 4, 5, 2], [True] * 4)
+    assert not done.policy[0].fields["imitation_weight"].any()
+    assert np.isfinite(done.policy[0].fields["advantage"]).all()
+
+
+def test_the_objective_adds_the_imitated_tokens_to_the_policy_loss() -> None:
+    draw = np.random.default_rng(3)
+    mask = draw.random((2, 6)) < 0.7
+    logp = np.where(mask, draw.normal(-2, 0.5, mask.shape), -np.inf).astype(np.float32)
+    fields = {name: draw.normal(size=mask.shape).astype(np.float32) for name in ("advantage", "old_logp")}
+    fields["imitation_weight"] = np.where(draw.random(mask.shape) < 0.5, 0.3, 0).astype(np.float32)
+    weight, settings = np.full(mask.shape, 0.1, np.float32), VAPO(critic=training())
+
+    def loss(objective):
+        return lambda logp: objective(TokenOutput(logp), mask, weight, fields, settings).loss.sum()
+
+    added = jnp.where(mask, -fields["imitation_weight"] * jnp.where(mask, logp, 0), 0).sum()
+    assert loss(imitating_objective)(logp) == pytest.approx(float(loss(policy_objective)(logp) + added), rel=1e-5)
+    difference = jax.grad(loss(imitating_objective))(logp) - jax.grad(loss(policy_objective))(logp)
+    np.testing.assert_allclose(difference, np.where(mask, -fields["imitation_weight"], 0), atol=1e-6)
+
+
+@pytest.mark.parametrize("setting", [{"length_scale": 0.0}, {"imitation": -0.1}])
+def test_settings_out_of_range_are_refused(setting) -> None:
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        VAPO(**setting)
+
+
+@pytest.mark.slow
+def test_a_run_warms_the_critic_up_and_goes_on_with_the_same_numbers(tmp_path) -> None:
+    config = get_config()
+    algorithm = VAPO(responses_per_update=8, critic=training(), critic_warmup_steps=2, length_scale=0.2)
+    config = replace(config, algorithm=algorithm, cold_start=None, steps=5)
+    stop = SimpleNamespace(at=3)
+
+    def interrupt(step: int, _) -> None:
+        if step == stop.at:
+            raise KeyboardInterrupt
+
+    assert jaxrlhf.run(replace(config, workdir=str(tmp_path / "whole"))).finished
+    whole = numbers(tmp_path / "whole" / "metrics.jsonl")
+    assert ["vapo/imitation_loss" in record for record in whole] == [False, False, True, True, True]
+    assert all(0 < record["vapo/lambda_mean"] < 1 for record in whole)
+    with pytest.raises(KeyboardInterrupt):
+        jaxrlhf.run(replace(config, workdir=str(tmp_path / "cut")), on_step=interrupt)
+    assert jaxrlhf.run(replace(config, workdir=str(tmp_path / "cut"))).finished
+    assert numbers(tmp_path / "cut" / "metrics.jsonl") == whole
+    assert len(records(tmp_path / "cut" / "metrics.jsonl")) == 5
