@@ -13,7 +13,7 @@ from jaxrlhf.batch import Sequences
 from jaxrlhf.config import Layout, Training
 from jaxrlhf.parallel.batches import Batch, batch_of
 from jaxrlhf.parallel.cost import Decoding, generation_cost, update_cost
-from jaxrlhf.parallel.workload import Workload, cache_capacities, microbatch_shapes
+from jaxrlhf.parallel.workload import Workload, cache_capacities
 from jaxrlhf.workers.model import microbatch_shape
 from jaxrlhf.workers.packing import Packing
 
@@ -54,12 +54,7 @@ def test_microbatches_are_those_that_the_workers_make(layout: Layout, responses:
             for length in {width, width // 2, width // 3 + 1, 24}:
                 nothing = np.zeros((responses, width), np.int32)
                 alike = Sequences(nothing, np.full(responses, length), nothing > 0, np.arange(responses))
-                shapes = [
-                    shape
-                    for shape in microbatch_shapes(rows // shards, row_tokens, stages=layout.stage)
-                    if not shape.shares
-                ]
-                packed = Packing(alike, shapes=shapes, devices=shards, longest=row_tokens)
+                packed = Packing(alike, rows=rows // shards, row_tokens=row_tokens, devices=shards, stages=layout.stage)
                 made = packed.pack(alike.token_BT).shape
                 batch = batched(budget, layout, width, length, responses)
                 found = batch.microbatches, batch.tokens * shards, batch.row_tokens
@@ -83,8 +78,7 @@ def test_microbatches_with_shared_prompts_are_those_that_the_workers_make(layout
         mask_BT = np.broadcast_to((np.arange(width) >= prompt_tokens) & (np.arange(width) < length), token_BT.shape)
         every_B = np.arange(len(token_BT))
         alike = Sequences(token_BT, np.full(len(every_B), length), mask_BT, every_B // responses)
-        shapes = microbatch_shapes(rows // shards, row_tokens, stages=layout.stage)
-        packed = Packing(alike, shapes=shapes, devices=shards, longest=row_tokens)
+        packed = Packing(alike, rows=rows // shards, row_tokens=row_tokens, devices=shards, stages=layout.stage)
         work = Workload(prompts, len(every_B), prompt_tokens, own, width)
         role = trained(DENSE, tokens_per_microbatch=training.tokens_per_microbatch)
         batch = batch_of(role, layout, len(every_B), work, replace(HALVES, shares_prompts=True))

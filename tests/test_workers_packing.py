@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf.batch import Sequences
-from jaxrlhf.parallel import MicrobatchShape, microbatch_shapes
-from jaxrlhf.workers.packing import Packing, Rows, first_fit_decreasing
+from jaxrlhf.workers.packing import Packing, first_fit_decreasing
 from jaxrlhf.workers.prompts import shared_prefixes
 
 
@@ -37,9 +36,9 @@ def test_pack_and_unpack_are_inverse(rows: int) -> None:
     length_B = random_lengths(0, count=30, width=16)
     inside_BT = np.arange(16) < length_B[:, None]
     value_BT = np.where(inside_BT, np.random.default_rng(1).normal(size=(30, 16)), 0.0)
-    packing = Packing(apart(length_B, 16), shapes=[MicrobatchShape(rows, 24, shares=False)], longest=24)
+    packing = Packing(apart(length_B, 16), rows=rows, row_tokens=24)
     packed = packing.pack(value_BT)
-    assert packed.shape == (packing.microbatches, rows, 24)
+    assert packed.shape[0] == packing.microbatches and rows >= packed.shape[1] and packed.shape[2] == 24
     np.testing.assert_array_equal(packing.unpack(packed), value_BT)
 
 
@@ -47,7 +46,7 @@ def test_positions_and_segments_follow_the_sequences() -> None:
     length_B = np.array([5, 3, 4], np.int32)
     token_BT = np.arange(1, 19, dtype=np.int32).reshape(3, 6) * (np.arange(6) < length_B[:, None])
     sequences = Sequences(token_BT, length_B, token_BT > 0, np.arange(3))
-    (rows,) = Packing(sequences, shapes=[MicrobatchShape(2, 8, shares=False)], longest=8).rows()
+    (rows,) = Packing(sequences, rows=2, row_tokens=8).rows()
     assert rows.spread is None
     for row in range(2):
         for segment in range(1, rows.segment_RW[row].max() + 1):
@@ -99,9 +98,8 @@ def test_prompts_that_differ_have_in_common_what_is_before_the_difference() -> N
 @pytest.mark.parametrize("merged", [1, 2, 4])
 def test_a_row_holds_a_prompt_once_and_attention_sees_every_sequence_whole(seed: int, merged: int) -> None:
     sequences = groups(seed, prompts=6, responses=5, width=32)
-    shapes = [MicrobatchShape(4, 40, shares=False), MicrobatchShape(4 // merged, 40 * merged, shares=True)]
-    packing = Packing(sequences, shapes=shapes[1:], longest=40)
-    plain = Packing(apart_of(sequences), shapes=shapes[:1], longest=40)
+    packing = Packing(sequences, rows=merged, row_tokens=40, devices=4 // merged)
+    plain = Packing(apart_of(sequences), rows=merged, row_tokens=40, devices=4 // merged)
     batches = list(packing.rows())
     seen = []
     for rows in batches:
@@ -146,20 +144,26 @@ def apart_of(sequences: Sequences) -> Sequences:
     return Sequences(sequences.token_BT, sequences.length_B, sequences.mask_BT, np.arange(len(sequences.length_B)))
 
 
-def test_a_few_tokens_in_common_are_not_worth_it() -> None:
-    sequences = groups(0, prompts=4, responses=2, width=200)
-    sequences.mask_BT[:, 4:] |= np.arange(4, 200) < sequences.length_B[:, None]
-    assert shared_prefixes(sequences).any()
-    assert chosen(sequences, rows=2, row_tokens=200)[0].spread is None
+def shares(sequences: Sequences) -> bool:
+    return next(Packing(sequences, rows=4, row_tokens=200).rows()).spread is not None
+
+
+def test_prompts_are_shared_where_that_is_worth_it() -> None:
+    assert shares(groups(0, prompts=4, responses=2, width=200))
+    some = groups(0, prompts=6, responses=2, width=200)
+    odd = Sequences(some.token_BT[:9], some.length_B[:9], some.mask_BT[:9], np.array([0, 0, 1, 1, 2, 3, 4, 5, 6]))
+    assert not shares(odd)  # less than two responses to a prompt
+    few = groups(0, prompts=4, responses=2, width=200)
+    few.mask_BT[:, 4:] |= np.arange(4, 200) < few.length_B[:, None]
+    assert shared_prefixes(few).any() and not shares(few)  # three tokens in common
 
 
 def test_processes_agree_on_one_shape() -> None:
     alone = apart_of(groups(3, prompts=3, responses=2, width=400))
-    # Of another process: it needs nine microbatches, or five that share prompts; its second has a long sequence, and
-    # its third nine attention rows.
-    theirs = iter([np.array([9, 5]), np.array([0, 400, 0, 0, 0]), np.array([0, 0, 9, 0, 0])])
-    shapes = [MicrobatchShape(2, 400, shares=False), MicrobatchShape(1, 800, shares=True)]
-    packing = Packing(alone, shapes=shapes, longest=400, agree=lambda own: np.maximum(own, next(theirs)))
+    # Of another process: it shares prompts, needs five microbatches, has a long sequence in the second of them, and
+    # nine attention rows in the third.
+    theirs = iter([np.array([0, 1]), np.array(5), np.array([0, 400, 0, 0, 0]), np.array([0, 0, 9, 0, 0])])
+    packing = Packing(alone, rows=2, row_tokens=400, agree=lambda own: np.maximum(own, next(theirs)))
     batches = list(packing.rows())
     assert [rows.token_RW.shape for rows in batches] == [(1, 800)] * 5
     shapes = [rows.spread.source_RAS.shape for rows in batches if rows.spread]
@@ -171,7 +175,7 @@ def test_processes_agree_on_one_shape() -> None:
 
 def test_short_sequences_are_attended_to_in_narrow_rows() -> None:
     sequences = groups(5, prompts=40, responses=4, width=400)
-    packing = Packing(sequences, shapes=[MicrobatchShape(2, 800, shares=True)], longest=400)
+    packing = Packing(sequences, rows=4, row_tokens=400)
     widths = [rows.spread.source_RAS.shape[2] for rows in packing.rows() if rows.spread]
     assert set(widths) == {200, 400} and widths == sorted(widths, reverse=True)
     for rows in packing.rows():
@@ -180,18 +184,23 @@ def test_short_sequences_are_attended_to_in_narrow_rows() -> None:
         assert rows.spread.source_RAS.shape[2] == (200 if longest <= 200 else 400)
 
 
-def chosen(sequences: Sequences, *, rows: int, row_tokens: int) -> list[Rows]:
-    """What becomes of a batch where a role's programs have all their shapes."""
-    shapes = microbatch_shapes(rows, row_tokens, stages=1)
-    return list(Packing(sequences, shapes=shapes, longest=row_tokens).rows())
+@pytest.mark.parametrize(("count", "rows"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 12), (17, 16)])
+def test_a_small_batch_is_not_padded_to_the_largest_microbatch(count: int, rows: int) -> None:
+    for longest in (20, 3):  # how long they are has no say, so that no step compiles anew
+        alone = apart(np.full(count, longest, np.int32), 20)
+        assert {len(packed.token_RW) for packed in Packing(alone, rows=16, row_tokens=20).rows()} == {rows}
 
 
-@pytest.mark.parametrize(
-    ("count", "expected"), [(1, [4]), (3, [4]), (4, [4]), (5, [8]), (8, [8]), (9, [12]), (17, [12] * 2)]
-)
-def test_a_small_batch_is_not_padded_to_the_largest_microbatch(count: int, expected: list[int]) -> None:
-    alone = apart(np.full(count, 20, np.int32), 20)
-    assert [len(rows.token_RW) for rows in chosen(alone, rows=16, row_tokens=20)] == expected
+def test_attention_rows_only_grow() -> None:
+    attention_rows: dict[int, int] = {}
+    seen = []
+    for seed in (1, 2, 3, 1):
+        sequences = groups(seed, prompts=6, responses=4, width=90)
+        batches = Packing(sequences, rows=4, row_tokens=90, attention_rows=attention_rows).rows()
+        seen.append({rows.spread.source_RAS.shape[1:] for rows in batches if rows.spread})
+    assert all(len(shapes) == 1 for shapes in seen)
+    counts = [next(iter(shapes))[0] for shapes in seen]
+    assert counts == sorted(counts) and attention_rows == {90: counts[-1]}
 
 
 def test_a_sequence_longer_than_a_row_is_refused() -> None:

@@ -23,10 +23,8 @@ from jaxrlhf.parallel.rules import GENERATE, TRAIN, cast_shapes, check_divisible
 from jaxrlhf.parallel.transfer import Delivery, Exchange, Offer, Splits, splits_of
 from jaxrlhf.parallel.wire import TransferError
 from jaxrlhf.parallel.workload import (
-    MicrobatchShape,
     cache_capacities,
-    cheapest_shape,
-    microbatch_shapes,
+    microbatch_shape_of,
     packed_row_tokens,
 )
 
@@ -44,7 +42,6 @@ __all__ = [
     "Hardware",
     "HostArray",
     "HybridEngine",
-    "MicrobatchShape",
     "Moved",
     "Offer",
     "ResourcePool",
@@ -54,7 +51,6 @@ __all__ = [
     "TransferError",
     "cache_capacities",
     "cast_shapes",
-    "cheapest_shape",
     "check_divisible",
     "device_bytes",
     "factored_mesh",
@@ -67,7 +63,7 @@ __all__ = [
     "load_hardware",
     "local_island",
     "mesh_of",
-    "microbatch_shapes",
+    "microbatch_shape_of",
     "missing_bytes",
     "packed_row_tokens",
     "recognise",

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 from jaxrlhf.config import Layout
 from jaxrlhf.parallel.workload import (
-    MicrobatchShape,
+    WORTH_SHARING,
     Role,
     Software,
     Workload,
-    cheapest_shape,
-    microbatch_shapes,
+    microbatch_shape_of,
     packed_row_tokens,
     rows_with_shared_prompts,
 )
@@ -50,13 +49,26 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
     else:
         budget = role.tokens_per_microbatch // shards
         row_tokens = packed_row_tokens(workload.longest_tokens, budget=budget)
-        shapes = microbatch_shapes(max(1, budget // row_tokens), row_tokens, stages=layout.stage)
-        if not software.shares_prompts:
-            shapes = [shape for shape in shapes if not shape.shares]
-        counts = [_microbatches(shape, responses, shards, workload) for shape in shapes]
-        chosen = cheapest_shape(shapes, counts)
-        microbatches, tokens, rows = counts[chosen], shapes[chosen].tokens, shapes[chosen].rows
-        attended = sequences * length / microbatches if shapes[chosen].shares else tokens
+        prompts = _prompts_in(responses, workload)
+        saved = (workload.prompt_tokens - 1) * (1 - prompts / responses)
+        shares = software.shares_prompts and 2 * prompts <= responses and saved >= WORTH_SHARING * length
+        shape = microbatch_shape_of(
+            max(1, budget // row_tokens),
+            row_tokens,
+            sequences=sequences,
+            longest=workload.longest_tokens,
+            stages=layout.stage,
+            shares=shares,
+        )
+        if shares:
+            own, shared = workload.response_tokens + 1, workload.prompt_tokens - 1
+            copies = math.ceil(responses / prompts)
+            packed = rows_with_shared_prompts(prompts, copies, own, shared, row_tokens=shape.row_tokens)
+            microbatches = math.ceil(math.ceil(packed / shards) / shape.rows)
+        else:
+            microbatches = math.ceil(math.ceil(sequences / (row_tokens // length)) / shape.rows)
+        tokens, rows = shape.tokens, shape.rows
+        attended = sequences * length / microbatches if shares else tokens
     # Programs that read responses alone have as many chunks of logits as a batch has use for: padding is not read.
     read = sequences * workload.response_tokens / microbatches if software.reads_responses else tokens
     if layout.stage == 1:
@@ -66,19 +78,6 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
         return Batch(1, tokens * microbatches, microbatches, row_tokens, *whole)
     parts = max(1, min(rows, software.pipeline_parts_per_stage * layout.stage))
     return Batch(microbatches, tokens, parts, row_tokens, read, attended)
-
-
-def _microbatches(shape: MicrobatchShape, responses: float, shards: int, workload: Workload) -> int:
-    """Of one data-parallel device."""
-    length = workload.prompt_tokens + workload.response_tokens
-    if not shape.shares:
-        rows = math.ceil(math.ceil(responses / shards) / (shape.row_tokens // length))
-        return math.ceil(rows / shape.rows)
-    prompts = _prompts_in(responses, workload)
-    each = math.ceil(responses / prompts)
-    shared = workload.prompt_tokens - 1 if each > 1 else 0
-    rows = rows_with_shared_prompts(prompts, each, length - shared, shared, row_tokens=shape.row_tokens)
-    return math.ceil(math.ceil(rows / shards) / shape.rows)
 
 
 def _prompts_in(responses: float, workload: Workload) -> int:

@@ -1,7 +1,6 @@
 """What is to be computed: the models of a dataflow, and how much each of them does in a step."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,12 +133,10 @@ class MicrobatchShape:
     Attributes:
       rows: On one device.
       row_tokens: Of one row.
-      shares: Rows hold a prompt once for its responses, and attention is laid out apart.
     """
 
     rows: int
     row_tokens: int
-    shares: bool
 
     @property
     def tokens(self) -> int:
@@ -149,41 +146,36 @@ class MicrobatchShape:
 
 _SIZES = 4
 _PIPELINE_PARTS_PER_STAGE = 4
-_MICROBATCH_TOKENS = 1 / 8
-"""Of the largest microbatch: what starting one costs, in tokens."""
-_SHARING_COST = 1.1
-"""Of a microbatch whose attention is laid out apart."""
+WORTH_SHARING = 0.1
+"""Of the tokens. Laying out attention apart costs about half of that."""
 
 
-def microbatch_shapes(rows: int, row_tokens: int, *, stages: int) -> list[MicrobatchShape]:
-    """The few shapes that a role's programs have; a batch takes the one that costs it least.
+def microbatch_shape_of(
+    rows: int, row_tokens: int, *, sequences: int, longest: int, stages: int, shares: bool
+) -> MicrobatchShape:
+    """The shape of the microbatches that so many sequences are cut into.
 
-    Four sizes, so that a small batch is not padded to a microbatch; pipelines keep whole rounds.
-    Where prompts are shared, rows become one, which so holds more responses to a prompt.
+    It goes by how many there are and how long they may be, not by how long they are, so that no
+    step compiles what an earlier one did not. Four sizes: few sequences are not padded to the
+    largest microbatch. Where prompts are shared rows become one, or as many as keep a pipeline busy,
+    which so holds more responses to a prompt.
 
     Args:
       rows: On one data-parallel device, at most.
+      sequences: On one data-parallel device.
+      longest: Tokens that a sequence may have; `row_tokens` is a multiple.
     """
     rows = rows // stages * stages if rows > stages else rows
     sizes = {-(-rows * part // _SIZES) for part in range(1, _SIZES + 1)}
     if rows > stages:
         sizes = {-(-size // stages) * stages for size in sizes}
-    shapes = [MicrobatchShape(size, row_tokens, shares=False) for size in sorted(sizes, reverse=True)]
-    for size in sorted(sizes, reverse=True):
-        most = 1 if stages == 1 else min(size, _PIPELINE_PARTS_PER_STAGE * stages)
-        kept = next(count for count in range(most, 0, -1) if size % count == 0)
-        shapes.append(MicrobatchShape(kept, row_tokens * (size // kept), shares=True))
-    return shapes
-
-
-def cheapest_shape(shapes: Sequence[MicrobatchShape], microbatches: Sequence[int]) -> int:
-    """Index of the shape that costs least in as many microbatches as the batch needs of it."""
-    start = max(shape.tokens for shape in shapes) * _MICROBATCH_TOKENS
-    costs = [
-        count * (shape.tokens + start) * (_SHARING_COST if shape.shares else 1.0)
-        for shape, count in zip(shapes, microbatches, strict=True)
-    ]
-    return costs.index(min(costs))
+    needed = -(-sequences // (row_tokens // longest))
+    size = min((size for size in sizes if size >= needed), default=rows)
+    if not shares:
+        return MicrobatchShape(size, row_tokens)
+    most = 1 if stages == 1 else min(size, _PIPELINE_PARTS_PER_STAGE * stages)
+    kept = next(count for count in range(most, 0, -1) if size % count == 0)
+    return MicrobatchShape(kept, row_tokens * (size // kept))
 
 
 def rows_with_shared_prompts(prompts: int, responses: int, own: float, shared: float, *, row_tokens: float) -> int:

@@ -28,7 +28,6 @@ from jaxrlhf.parallel import (
     TRAIN,
     Moved,
     check_divisible,
-    microbatch_shapes,
     packed_row_tokens,
     shardings,
     to_device,
@@ -92,8 +91,9 @@ class ModelWorker(ABC):
         self._remat = remat
         self._batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self.row_shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-        row_tokens, rows = microbatch_shape(training, mesh, width=width, role=role)
-        self._shapes = microbatch_shapes(rows // self.row_shards, row_tokens, stages=training.layout.stage)
+        self._row_tokens, rows = microbatch_shape(training, mesh, width=width, role=role)
+        self._rows = rows // self.row_shards
+        self._attention_rows: dict[int, int] = {}
         self._forward = jax.jit(self._output, out_shardings=self._batch_sharding)
         self._send_away("parameters")
 
@@ -121,9 +121,11 @@ class ModelWorker(ABC):
         _, parts = self.place.part(BATCH_AXES)
         return Packing(
             sequences,
-            shapes=self._shapes,
+            rows=self._rows,
+            row_tokens=self._row_tokens,
             devices=self.row_shards // parts,
-            longest=self._shapes[0].row_tokens,
+            stages=1 if self._pipeline is None else self._pipeline.stages,
+            attention_rows=self._attention_rows,
             agree=most_of_all_hosts,
         )
 

@@ -6,7 +6,7 @@ them whole. Where a token lies has no influence on what is computed for it, so p
 invisible outside this room: arrays go in and come back as `[B, T]`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -14,12 +14,13 @@ from flax import struct
 
 from jaxrlhf.batch import Array, Sequences
 from jaxrlhf.models.spread import Spread
-from jaxrlhf.parallel import MicrobatchShape, cheapest_shape
-from jaxrlhf.parallel.workload import SMALLEST_ROW
+from jaxrlhf.parallel import microbatch_shape_of
+from jaxrlhf.parallel.workload import SMALLEST_ROW, WORTH_SHARING
 from jaxrlhf.workers.prompts import shared_prefixes, units_of
 
 _ATTENTION_ROWS = sorted({count * 2**power for count in (4, 5, 6, 7) for power in range(12)} | {1, 2, 3})
-"""Few shapes to compile, none a quarter larger than it had to be."""
+"""Few shapes to compile."""
+_MANY = 8
 
 
 @struct.dataclass
@@ -68,6 +69,13 @@ def first_fit_decreasing(
     return row_B, offset_B, len(used)
 
 
+def _worth_sharing(sequences: Sequences, shared_B: np.ndarray) -> bool:
+    """Whether a prompt has two responses on average, and what they have in common is more than a little."""
+    copies_B = np.unique(np.asarray(sequences.prompt_id_B), return_inverse=True, return_counts=True)
+    prompts, saved = len(copies_B[0]), (shared_B * (1 - 1 / copies_B[2][copies_B[1]])).sum()
+    return bool(2 * prompts <= len(shared_B) and saved >= WORTH_SHARING * np.sum(sequences.length_B))
+
+
 class _Plan:
     """Which sequences lie in which row. Each needs its own tokens there, and its prompt once those in common."""
 
@@ -92,10 +100,12 @@ class Packing:
     """Where each token of a batch lies in microbatches of rows.
 
     Args:
-      sequences: Of this process.
-      shapes: That microbatches may have on one device; rows hold the longest sequence.
+      sequences: Of this process; their arrays are as wide as the longest there may be.
+      rows: Of a microbatch on one device, at most.
+      row_tokens: Columns of one row, a multiple of the longest sequence.
       devices: Data-parallel devices of this process.
-      longest: Tokens of the longest sequence there may be, or a multiple.
+      stages: Of the pipeline.
+      attention_rows: How many there are of each width, over all batches so far; grows where one needs more.
       agree: Given numbers, the largest of each that any process gives: processes that run one program together have to
         make the same number of microbatches of the same shapes.
     """
@@ -104,21 +114,30 @@ class Packing:
         self,
         sequences: Sequences,
         *,
-        shapes: Sequence[MicrobatchShape],
+        rows: int,
+        row_tokens: int,
         devices: int = 1,
-        longest: int,
+        stages: int = 1,
+        attention_rows: dict[int, int] | None = None,
         agree: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
     ) -> None:
         length_B = np.asarray(sequences.length_B).astype(np.int64)
-        shared_B, width_B = shared_prefixes(sequences), _attention_widths(length_B, longest)
-        whole = _Plan(sequences, np.zeros_like(shared_B), np.full_like(width_B, longest), longest)
-        plans = [_Plan(sequences, shared_B, width_B, shape.row_tokens) if shape.shares else whole for shape in shapes]
-        needed = [max(1, -(-plan.rows // (shape.rows * devices))) for plan, shape in zip(plans, shapes, strict=True)]
-        microbatches = agree(np.array(needed))
-        chosen = cheapest_shape(shapes, microbatches.tolist())
-        plan, shape, self.microbatches = plans[chosen], shapes[chosen], int(microbatches[chosen])
-        shared_B = shared_B if shape.shares else np.zeros_like(shared_B)
-        rows, width = shape.rows * devices, shape.row_tokens
+        shared_B = shared_prefixes(sequences)
+        each, shares = agree(np.array([-(-len(length_B) // devices), _worth_sharing(sequences, shared_B)])).tolist()
+        shape = microbatch_shape_of(
+            rows, row_tokens, sequences=each, longest=sequences.token_BT.shape[1], stages=stages, shares=bool(shares)
+        )
+        if shares:
+            width_B = _attention_widths(length_B, row_tokens)
+        else:
+            shared_B, width_B = np.zeros_like(shared_B), np.full_like(length_B, row_tokens)
+        plan, rows, width = (
+            _Plan(sequences, shared_B, width_B, shape.row_tokens),
+            shape.rows * devices,
+            shape.row_tokens,
+        )
+        self.microbatches = int(agree(np.array(max(1, -(-plan.rows // rows)))))
+        self._attention_rows = {} if attention_rows is None else attention_rows
         self._sequences, self._shape = sequences, np.shape(sequences.token_BT)
         self._packed_shape = (self.microbatches, rows, width)
         self._row_B, prompt_B, own_B = np.zeros((3, len(length_B)), np.int64)
@@ -134,7 +153,7 @@ class Packing:
         self._source = b, position = np.nonzero(inside_BT)
         place = np.where(position < shared_B[b], prompt_B[b] + position, own_B[b] + position - shared_B[b])
         self._target = self._row_B[b] * width + place
-        self._spread = self._spread_out(length_B, width_B, place, agree) if shape.shares else None
+        self._spread = self._spread_out(length_B, width_B, place, agree) if shares else None
 
     def _spread_out(
         self, length_B: np.ndarray, width_B: np.ndarray, place: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
@@ -152,13 +171,17 @@ class Packing:
             )
             count_M[microbatch] = max(count_M[microbatch], count)
         count_M = agree(count_M)
+        for row_width in np.unique(width_M).tolist():
+            wanted = int(count_M[width_M == row_width].max())
+            if wanted > self._attention_rows.get(row_width, 0):
+                roomy = wanted + (wanted < _MANY)  # of few, one more or less is nothing unusual
+                self._attention_rows[row_width] = next(count for count in _ATTENTION_ROWS if count >= roomy)
         b, position = self._source
         row_width_B = width_M[self._row_B // rows]
         entry = attention_row_B[b] * row_width_B[b] + offset_B[b] + position
         spreads = []
         for microbatch, row_width in enumerate(width_M):
-            wanted = count_M[width_M == row_width].max()
-            shape = rows, next(count for count in _ATTENTION_ROWS if count >= wanted), int(row_width)
+            shape = rows, self._attention_rows[int(row_width)], int(row_width)
             inside = self._row_B[b] // rows == microbatch
             row, here, there = self._row_B[b][inside] % rows, place[inside], entry[inside]
             source, segment = np.zeros((2, rows, shape[1] * shape[2]), np.int32)
