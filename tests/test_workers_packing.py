@@ -162,14 +162,14 @@ def test_processes_agree_on_one_shape() -> None:
     alone = apart_of(groups(3, prompts=3, responses=2, width=400))
     # Of another process: it shares prompts, needs five microbatches, has a long sequence in the second of them, and
     # nine attention rows in the third.
-    theirs = iter([np.array([0, 1]), np.array(5), np.array([0, 400, 0, 0, 0]), np.array([0, 0, 9, 0, 0])])
+    theirs = iter([np.array([0, 1]), np.array(5), np.array([0, 400, 0, 0, 0]), np.array([0, 0, 9, 0, 0, 1])])
     packing = Packing(alone, rows=2, row_tokens=400, agree=lambda own: np.maximum(own, next(theirs)))
     batches = list(packing.rows())
     assert [rows.token_RW.shape for rows in batches] == [(1, 800)] * 5
     shapes = [rows.spread.source_RAS.shape for rows in batches if rows.spread]
     widths = [int(shape[2]) for shape in shapes]
     assert widths[1] == 400 and widths[2:] == [200] * 3
-    assert [shape[1] for shape in shapes[2:]] == [10] * 3  # nine is no shape that is compiled
+    assert [shape[1] for shape in shapes[2:]] == [12] * 3  # nine and two more; eleven is no shape that is compiled
     assert packing.pack(alone.token_BT).shape == (5, 1, 800)
 
 

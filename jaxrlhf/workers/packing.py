@@ -20,7 +20,6 @@ from jaxrlhf.workers.prompts import shared_prefixes, units_of
 
 _ATTENTION_ROWS = sorted({count * 2**power for count in (4, 5, 6, 7) for power in range(12)} | {1, 2, 3})
 """Few shapes to compile."""
-_MANY = 8
 
 
 @struct.dataclass
@@ -170,11 +169,13 @@ class Packing:
                 length_B[members], row_tokens=int(width_M[microbatch])
             )
             count_M[microbatch] = max(count_M[microbatch], count)
-        count_M = agree(count_M)
+        # Where lengths vary a later batch may need more, and its program would be compiled in the middle of the run.
+        *counts, varies = agree(np.array([*count_M, length_B.min() < length_B.max()]))
+        count_M = np.array(counts)
         for row_width in np.unique(width_M).tolist():
             wanted = int(count_M[width_M == row_width].max())
             if wanted > self._attention_rows.get(row_width, 0):
-                roomy = wanted + (wanted < _MANY)  # of few, one more or less is nothing unusual
+                roomy = wanted + varies * (1 + wanted // 8)
                 self._attention_rows[row_width] = next(count for count in _ATTENTION_ROWS if count >= roomy)
         b, position = self._source
         row_width_B = width_M[self._row_B // rows]
