@@ -5,7 +5,7 @@
 Measures the rate of float32 matrix products and the memory's bandwidth, counts what the mathematics needs, and writes
 docs/roofline.json and the table in docs/benchmarks.md. Measured seconds are those of docs/peers.json.
 
-What is counted: prompts once for each group; in every decode step the weights and the cache that is filled, for
+What is counted: prompts once for each group, in every phase; in every decode step the weights and the cache that is filled, for
 responses that go on; one forward pass of the reference; three for an update, with the head only where a token is
 trained; AdamW's state read and written once. A decode step takes the longer of its products and its bytes. Activations,
 samples, rewards and what is done twice are not counted. Only weights that stay in the processor's own caches can be
@@ -85,14 +85,14 @@ def generate_s(workload: Workload, machine: Machine) -> float:
 
 
 def forward_flops(workload: Workload, *, head: bool) -> float:
-    """Expected operations of one pass over all sequences of a step, with logits of the responses or none."""
+    """Expected operations of one pass over prompts and responses of a step, with logits of the responses or none."""
     preset = bench.PRESETS[workload.preset]
     on = going_on(workload)
     exactly = on - np.append(on[1:], 0.0)  # probability of 1, 2, ... tokens
     pairs = ((p, r, p_share * exactly[r - 1]) for p, p_share in prompt_lengths(workload).items() for r in _counts(on))
-    return workload.sequences * sum(
-        share * bench.forward_flops(preset, 1, p + r, read=r if head else 0) for p, r, share in pairs if share
-    )
+    whole = sum(share * bench.forward_flops(preset, 1, p + r, read=r if head else 0) for p, r, share in pairs if share)
+    prompt = sum(share * bench.forward_flops(preset, 1, p, read=0) for p, share in prompt_lengths(workload).items())
+    return workload.sequences * whole - (workload.sequences - workload.prompts) * prompt
 
 
 def least(workload: Workload, machine: Machine) -> dict[str, float]:
