@@ -5,11 +5,11 @@
 Measures the rate of float32 matrix products and the memory's bandwidth, counts what the mathematics needs, and writes
 docs/roofline.json and the table in docs/benchmarks.md. Measured seconds are those of docs/peers.json.
 
-What is counted: prompts once for each group, in every phase; in every decode step the weights and the cache that is filled, for
-responses that go on; one forward pass of the reference; three for an update, with the head only where a token is
-trained; AdamW's state read and written once. A decode step takes the longer of its products and its bytes. Activations,
-samples, rewards and what is done twice are not counted. Only weights that stay in the processor's own caches can be
-read faster than this.
+What is counted: prompts once for each group, in every phase; in every decode step the weights and the cache that is
+filled, for responses that go on; one forward pass of the reference; three for an update, with the head only where a
+token is trained; AdamW's state read and written once. A decode step takes the longer of its products and its bytes.
+Activations, samples, rewards and what is done twice are not counted. Only weights that stay in the processor's own
+caches can be read faster than this.
 """
 
 import argparse
