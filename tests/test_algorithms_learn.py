@@ -44,8 +44,7 @@ def test_it_learns(name, environment, tmp_path):
     assert logged[0]["score/format"] <= 0.3
     assert logged[-1]["eval/accuracy"] >= 0.9
     assert logged[-1]["score/format"] >= 0.9 or name == "DAPO"  # which trains where answers still differ
-    # Attention rows grow once at most, with the batch that needs the most of them.
-    assert logged[-1]["compile/count"] - logged[0]["compile/count"] <= 2
+    assert len({record["compile/count"] for record in logged}) == 1
     if name == "DAPO":
         assert all(record["group/kept"] == 8 for record in logged[:5])
         assert max(record["group/generated"] for record in logged) > 8
