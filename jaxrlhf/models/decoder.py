@@ -1,11 +1,10 @@
-"""The decoder: one layer, run over packed rows, over prompts, or over one token per slot.
+"""The decoder: its layers, run over packed rows, over prompts, or over one token per slot.
 
 Parameters are float32 masters (or the generation copy in its own dtype); each matrix is
 cast to the activation dtype where it is used, so a sharded gather moves the small one.
 Norms, rotary positions and softmax are float32 whatever the activations are.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,12 +14,12 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
-from jaxrlhf.models import linear
-from jaxrlhf.models.attention import XLA, Attention, attend, attend_cache
-from jaxrlhf.models.cache import Cache, LayerCache, Prefix
+from jaxrlhf.models.attention import XLA, Attention
+from jaxrlhf.models.cache import Cache, Prefix
+from jaxrlhf.models.layer import join_projections, layer_rows, layer_slots, rms_norm
 from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
-from jaxrlhf.models.rope import Rotation, rotate, rotation
-from jaxrlhf.models.spread import Spread, attend_spread
+from jaxrlhf.models.rope import rotation
+from jaxrlhf.models.spread import Spread
 
 
 def hidden_states(
@@ -60,7 +59,7 @@ def hidden_states(
         turn, seen = rows
 
         def step(hidden_RWD, layer):
-            hidden_RWD, _, _ = _rows(layer, config, hidden_RWD, turn, seen, attention)
+            hidden_RWD, _, _ = layer_rows(layer, config, hidden_RWD, turn, seen, attention)
             return hidden_RWD, None
 
         # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
@@ -101,7 +100,7 @@ def prefill(
         turn, segment_PS = rows
 
         def step(hidden_PSD, layer):
-            hidden_PSD, key_PSKH, value_PSKH = _rows(layer, config, hidden_PSD, turn, segment_PS, attention)
+            hidden_PSD, key_PSKH, value_PSKH = layer_rows(layer, config, hidden_PSD, turn, segment_PS, attention)
             return hidden_PSD, Prefix(key_PSKH, value_PSKH)
 
         return jax.lax.scan(step, hidden_PSD, layers)
@@ -145,7 +144,7 @@ def decode(
         entry_B = position_B if own is True else jnp.where(own, position_B, cache[0].capacity)
         written = []
         for layer, stored in zip(layers, cache, strict=True):
-            hidden_B1D, stored = _slots(layer, config, hidden_B1D, turn, position_B, entry_B, stored, attention)
+            hidden_B1D, stored = layer_slots(layer, config, hidden_B1D, turn, position_B, entry_B, stored, attention)
             written.append(stored)
         return hidden_B1D, written
 
@@ -164,7 +163,7 @@ def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | 
     def unstack(layers):
         count = len(layers["attention_norm"])
         separate = [jax.tree.map(lambda leaf: leaf[index], layers) for index in range(count)]  # noqa: B023
-        return [{**layer, "attention": _joined(layer["attention"])} for layer in separate]
+        return [{**layer, "attention": join_projections(layer["attention"])} for layer in separate]
 
     if pipeline is not None:
         each = PartitionSpec(pipeline.axes)
@@ -172,90 +171,5 @@ def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | 
     return unstack(params["layers"])
 
 
-def _joined(attention: Params) -> Params:
-    """Queries, keys and values side by side for each key-value head, so that they stay where their head is."""
-
-    def join(suffix: str) -> Array:
-        query, key, value = (attention[f"{name}{suffix}"] for name in ("query", "key", "value"))
-        *before, kv_heads, head_dim = key.shape
-        return jnp.concatenate([part.reshape(*before, kv_heads, -1, head_dim) for part in (query, key, value)], axis=-2)
-
-    apart = {f"{name}{suffix}" for name in ("query", "key", "value") for suffix in ("", "_bias")}
-    rest = {name: leaf for name, leaf in attention.items() if name not in apart}
-    return rest | {f"qkv{suffix}": join(suffix) for suffix in ("", "_bias") if f"query{suffix}" in attention}
-
-
-def rms_norm(input_D: Float[Array, "*batch D"], scale_D: Float[Array, "D"], *, eps: float) -> Float[Array, "*batch D"]:
-    """x / sqrt(mean(x^2) + eps) * scale over the last dimension, in float32.
-
-    Source: Zhang and Sennrich 2019 (arXiv:1910.07467), eq. 4.
-    """
-    wide_D = input_D.astype(jnp.float32)
-    inverse_1 = jax.lax.rsqrt(jnp.mean(jnp.square(wide_D), axis=-1, keepdims=True) + eps)
-    scale_D = jnp.expand_dims(scale_D.astype(jnp.float32), tuple(range(input_D.ndim - 1)))
-    return (wide_D * inverse_1 * scale_D).astype(input_D.dtype)
-
-
 def _embed(params: Params, token_RW: Int[Array, "R W"], dtype: Any) -> Float[Array, "R W D"]:
     return params["embed"][token_RW].astype(dtype)
-
-
-def _rows(
-    layer: Params, config: ModelConfig, hidden_RWD: Array, turn: Rotation, seen: Array | Spread, attention: Attention
-):
-    """One layer over packed rows, whose tokens see their segment or what is spread; also its keys and values."""
-    query_RWNH, key_RWKH, value_RWKH = _heads(layer, config, hidden_RWD, turn)
-    if isinstance(seen, Spread):
-        mixed_RWNH = attend_spread(query_RWNH, key_RWKH, value_RWKH, seen, attention=attention)
-    else:
-        mixed_RWNH = attend(query_RWNH, key_RWKH, value_RWKH, seen, attention=attention)
-    return _finish(layer, config, hidden_RWD, mixed_RWNH), key_RWKH, value_RWKH
-
-
-def _slots(
-    layer: Params,
-    config: ModelConfig,
-    hidden_B1D: Array,
-    turn: Rotation,
-    position_B: Array,
-    entry_B: Array,
-    stored: LayerCache,
-    attention: Attention,
-):
-    """One layer over one token per slot, whose keys and values become the cache's entry `entry`."""
-    query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, hidden_B1D, turn)
-    stored = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B)
-    mixed_BNH = attend_cache(query_B1NH[:, 0], stored.key_BKHS, stored.value_BKSH, position_B, attention=attention)
-    return _finish(layer, config, hidden_B1D, mixed_BNH[:, None]), stored
-
-
-def _heads(layer: Params, config: ModelConfig, hidden_RWD: Array, turn: Rotation) -> tuple[Array, Array, Array]:
-    """Normalised input to rotated queries, rotated keys, and values."""
-    attention = layer["attention"]
-    norm = partial(rms_norm, eps=config.rms_norm_eps)
-    normed_RWD = norm(hidden_RWD, layer["attention_norm"])
-
-    def project(name: str) -> Array:
-        heads = linear.project(normed_RWD, attention[name])
-        return heads + attention[f"{name}_bias"].astype(heads.dtype)[None, None] if config.qkv_bias else heads
-
-    if "qkv" in attention:
-        joined_RWKMH = project("qkv")
-        query_RWNH = joined_RWKMH[:, :, :, :-2].reshape(*normed_RWD.shape[:2], config.num_heads, config.head_dim)
-        key_RWKH, value_RWKH = joined_RWKMH[:, :, :, -2], joined_RWKMH[:, :, :, -1]
-    else:
-        query_RWNH, key_RWKH, value_RWKH = project("query"), project("key"), project("value")
-    if config.qk_norm:
-        query_RWNH = norm(query_RWNH, attention["query_norm"])
-        key_RWKH = norm(key_RWKH, attention["key_norm"])
-    return rotate(query_RWNH, turn), rotate(key_RWKH, turn), value_RWKH
-
-
-def _finish(layer: Params, config: ModelConfig, hidden_RWD: Array, mixed_RWNH: Array) -> Array:
-    """Output projection and gated MLP, each added to the residual stream."""
-    hidden_RWD += linear.project(mixed_RWNH, layer["attention"]["output"], dims=2)
-    mlp = layer["mlp"]
-    normed_RWD = rms_norm(hidden_RWD, layer["mlp_norm"], eps=config.rms_norm_eps)
-    gate_RWF = jax.nn.silu(linear.project(normed_RWD, mlp["gate"]))
-    up_RWF = linear.project(normed_RWD, mlp["up"])
-    return hidden_RWD + linear.project(gate_RWF * up_RWF, mlp["down"])
