@@ -31,7 +31,8 @@ from jaxrlhf.controller import baselines
 from jaxrlhf.controller.step import StepInput
 from jaxrlhf.data import embedded_tokenizer, load_problems
 from jaxrlhf.parallel import ResourcePool
-from jaxrlhf.workers.build import Builder, Stage, stop_tokens
+from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.tokens import stop_tokens
 
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 

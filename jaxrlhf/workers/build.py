@@ -8,22 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Params
-from jaxrlhf.checkpoint import TreeItem
-from jaxrlhf.config import ROLLOUT, Config, FromScratch, Model, ModelReward, Pretrained, Training, offloaded
-from jaxrlhf.data import decoder, load_tokenizer
+from jaxrlhf.config import ROLLOUT, Config, ModelReward, Pretrained, Training, offloaded
+from jaxrlhf.data import decoder
 from jaxrlhf.engine import Engine
 from jaxrlhf.models.attention import Attention
-from jaxrlhf.models.hf_config import read_config, read_stop_tokens, resolve
-from jaxrlhf.models.hf_load import load_params
+from jaxrlhf.models.hf_config import read_config
 from jaxrlhf.models.kernel_choice import choose_attention
 from jaxrlhf.models.origin import model_config
-from jaxrlhf.models.parameters import init_params, param_dims, param_shapes
+from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.parallel import (
     BATCH_AXES,
     GENERATE,
@@ -47,6 +44,8 @@ from jaxrlhf.workers.model import Progress, layout_of
 from jaxrlhf.workers.protocol import Place
 from jaxrlhf.workers.remat import choose_remat
 from jaxrlhf.workers.roles import Actor, Critic, Reference, Reward
+from jaxrlhf.workers.start import copied, initial_params, saved_params
+from jaxrlhf.workers.tokens import check_same_tokens, check_vocabulary, stop_tokens
 
 
 def compute_dtype(config: Config, devices: Sequence[jax.Device]) -> jnp.dtype:
@@ -54,54 +53,6 @@ def compute_dtype(config: Config, devices: Sequence[jax.Device]) -> jnp.dtype:
     if config.compute_dtype == "auto":
         return jnp.dtype(jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16)
     return jnp.dtype(config.compute_dtype)
-
-
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, role: str) -> None:
-    """Raise `ValueError` if the tokenizer has ids that the model has no embedding for."""
-    if len(tokenizer) > model.vocab_size:
-        raise ValueError(
-            f"{role}: the tokenizer has {len(tokenizer)} tokens and the model embeds {model.vocab_size}; "
-            f"use the tokenizer that belongs to the model"
-        )
-
-
-def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Raise `ValueError` if the tokens of the checkpoint at a path are not those of the policy's tokenizer."""
-    if load_tokenizer(str(resolve(path))).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(
-            f"reference_model={path!r} has another tokenizer than the policy, so it cannot judge the policy's tokens; "
-            "choose one of the same family"
-        )
-
-
-def initial_params(model: Model, config: ModelConfig, head: Head, layout: Any, *, seed: int) -> Params:
-    """Float32 parameters as the run starts with them, in the given layout."""
-    if isinstance(model, FromScratch):
-        # The key is made inside, because a program over several processes takes no array of one of them.
-        build = jax.jit(lambda seed: init_params(config, head, jax.random.key(seed)), out_shardings=layout)
-        return build(np.uint32(seed))
-    return load_params(model.path, config, head, layout)
-
-
-def stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's EOS, those of the checkpoint's generation_config.json, and the configured texts.
-
-    Raises:
-      ValueError: A configured text is not one token.
-    """
-    if config.rollout.sampling.ignore_eos:
-        return ()
-    stops = [tokenizer.eos_token_id]
-    if isinstance(config.model, Pretrained):
-        stops += read_stop_tokens(config.model.path)
-    for text in config.rollout.sampling.stop_tokens:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
-            raise ValueError(
-                f"rollout.sampling.stop_tokens: {text!r} is {len(ids)} tokens in this tokenizer; a stop token is one"
-            )
-        stops += ids
-    return tuple(dict.fromkeys(stops))
 
 
 @dataclass(frozen=True)
@@ -267,10 +218,7 @@ class Builder:
         layout = layout_of(mesh, self.model, "lm", role=role)
         if stage.policy is None:
             return initial_params(self.config.model, self.model, "lm", layout, seed=self.config.seed)
-        target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), self.shapes, layout)
-        restored: list[Params] = []
-        TreeItem(lambda: target, restored.append).restore(stage.policy)
-        return restored[0]
+        return saved_params(stage.policy, self.shapes, layout)
 
     def mesh(self, role: str) -> Mesh:
         """The training mesh of a role on this pool."""
@@ -350,7 +298,7 @@ class Builder:
             config,
             "lm",
             mesh,
-            _copy(start, layout, self.generation_shapes("reference")),
+            copied(start, layout, self.generation_shapes("reference")),
             self.training("reference"),
             **self._shared("reference"),
             temperature=self.config.rollout.sampling.temperature,
@@ -364,7 +312,7 @@ class Builder:
         layout = layout_of(mesh, config, "value", role="critic")
         if own is None:
             trunk = {name: leaf for name, leaf in start.items() if name != "head"}
-            params = _copy(trunk, layout, param_shapes(config, "value", jnp.float32))
+            params = copied(trunk, layout, param_shapes(config, "value", jnp.float32))
         else:
             params = initial_params(own, config, "value", layout, seed=self.config.seed)
         return Critic(
@@ -384,17 +332,3 @@ class Builder:
         if self._scorer is not None:
             self._scorer.close()
         self._exchange.close()
-
-
-def _copy(params: Params, layout: Any, shapes: Any) -> Params:
-    """New buffers in the given layout and dtypes, zeros where `params` has none.
-
-    What is trained is donated, so nothing is shared.
-    """
-
-    def copy(tree: Params) -> Params:
-        zeros = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items() if name not in tree}
-        there = {name: shapes[name] for name in tree}
-        return {**jax.tree.map(lambda x, shape: jnp.array(x, shape.dtype, copy=True), tree, there), **zeros}
-
-    return jax.jit(copy, out_shardings=layout)(params)

@@ -1,0 +1,46 @@
+"""The weights that a role starts from: drawn at random, of a checkpoint, or a copy of the policy's."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.batch import Params
+from jaxrlhf.checkpoint import TreeItem
+from jaxrlhf.config import FromScratch, Model
+from jaxrlhf.models.hf_load import load_params
+from jaxrlhf.models.parameters import init_params
+
+
+def initial_params(model: Model, config: ModelConfig, head: Head, layout: Any, *, seed: int) -> Params:
+    """Float32 parameters as the run starts with them, in the given layout."""
+    if isinstance(model, FromScratch):
+        # The key is made inside, because a program over several processes takes no array of one of them.
+        build = jax.jit(lambda seed: init_params(config, head, jax.random.key(seed)), out_shardings=layout)
+        return build(np.uint32(seed))
+    return load_params(model.path, config, head, layout)
+
+
+def saved_params(folder: Path, shapes: Any, layout: Any) -> Params:
+    """The parameters that a checkpoint's item holds, in the given layout."""
+    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, layout)
+    restored: list[Params] = []
+    TreeItem(lambda: target, restored.append).restore(folder)
+    return restored[0]
+
+
+def copied(params: Params, layout: Any, shapes: Any) -> Params:
+    """New buffers in the given layout and dtypes, zeros where `params` has none.
+
+    What is trained is donated, so nothing is shared.
+    """
+
+    def copy(tree: Params) -> Params:
+        zeros = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items() if name not in tree}
+        there = {name: shapes[name] for name in tree}
+        return {**jax.tree.map(lambda x, shape: jnp.array(x, shape.dtype, copy=True), tree, there), **zeros}
+
+    return jax.jit(copy, out_shardings=layout)(params)
