@@ -4,6 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 Head = Literal["lm", "value", "score"]
+FamilyName = Literal["qwen2", "qwen3", "llama", "mistral", "phi3", "olmo2", "gemma2", "gemma3_text"]
+
+
+@dataclass(frozen=True)
+class LinearRope:
+    """Every frequency is divided by the factor."""
+
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -17,6 +25,49 @@ class Llama3Rope:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """Frequencies between `beta_fast` and `beta_slow` turns of the original context are blended from kept to stretched.
+
+    Attributes:
+      attention_factor: What cosines and sines are multiplied by; None follows from the factor and the two scales.
+      truncate: Blending starts and ends at whole dimensions.
+
+    Source: Peng et al. 2023 (arXiv:2309.00071), section 3.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """A factor for each frequency, one set for sequences up to the original context, one for longer ones.
+
+    Which set holds for a token would depend on tokens after it, so only the short one is computed and
+    `max_positions` is the original context; the other is carried along.
+
+    Attributes:
+      attention_factor: What cosines and sines are multiplied by.
+
+    Source: Ding et al. 2024 (arXiv:2402.13753); Phi-3.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+
+RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope
 
 
 @dataclass(frozen=True)
@@ -45,7 +96,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm decoder with grouped-query attention, rotary positions and a gated MLP.
+    """A decoder with grouped-query attention, rotary positions and a gated MLP.
 
     Attributes:
       family: Which checkpoint format the weights are read from and exported to.
@@ -58,12 +109,26 @@ class ModelConfig:
       head_dim: H.
       qkv_bias: Whether q, k and v projections have a bias (Qwen2).
       qk_norm: Whether q and k heads are RMS-normalised (Qwen3).
+      qk_norm_across_heads: That norm is one over all heads together (OLMo 2).
       tie_embeddings: Whether the language-model head is the embedding.
+      activation: Of the MLP's gate; `gelu_tanh` is the approximation by a hyperbolic tangent.
+      norms: Where a layer's norms are: `pre` before attention and before the MLP, `post` on what they
+        add to the residual stream (OLMo 2), `sandwich` both (Gemma).
+      unit_offset: Norms scale by one plus their weight (Gemma).
+      scale_embeddings: Embeddings are multiplied by sqrt(D) (Gemma).
+      query_pre_attn_scalar: Scores are divided by its square root; None is the head width.
+      attn_logit_softcapping: Scores s become c tanh(s / c).
+      final_logit_softcapping: Likewise logits.
+      rope_theta: Base of the rotary frequencies.
+      partial_rotary_factor: First part of each head that is rotated.
+      sliding_window: How many tokens a token sees, itself included; None is all.
+      sliding_layers: Layers that have the window; the others see everything. Empty: all have it.
+      sliding_rope_theta: Base of the rotary frequencies in those layers, which are not scaled; None: as the others.
       max_positions: Longest sequence the checkpoint was made for, in tokens.
       experts: Mixture of experts in place of the MLP; None is a dense MLP.
     """
 
-    family: Literal["qwen2", "qwen3", "llama"]
+    family: FamilyName
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -73,10 +138,22 @@ class ModelConfig:
     head_dim: int
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_across_heads: bool = False
     tie_embeddings: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    norms: Literal["pre", "post", "sandwich"] = "pre"
+    unit_offset: bool = False
     rms_norm_eps: float = 1e-6
+    scale_embeddings: bool = False
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
     rope_theta: float = 10_000.0
-    rope_scaling: Llama3Rope | None = None
+    rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()
+    sliding_rope_theta: float | None = None
     max_positions: int = 32_768
     experts: Experts | None = None
 
@@ -86,15 +163,39 @@ class ModelConfig:
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
                 f"every key-value head serves the same number of query heads"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; rotary positions need an even one")
+        if self.rotary_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} with partial_rotary_factor={self.partial_rotary_factor} rotates "
+                f"{self.rotary_dim} dimensions; rotary positions need an even number"
+            )
+        if len(self.sliding_layers) not in (0, self.num_layers):
+            raise ValueError(
+                f"sliding_layers speaks of {len(self.sliding_layers)} layers, num_layers is {self.num_layers}; "
+                f"give one entry for each layer, or none"
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     @property
     def attention_parameters(self) -> int:
         """Weights of one layer's attention."""
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        biases = (heads + 2 * kv_heads) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
-        return self.hidden_size * (heads + 2 * kv_heads) + heads * self.hidden_size + biases
+        norms = (heads + kv_heads if self.qk_norm_across_heads else 2 * self.head_dim) * self.qk_norm
+        biases = (heads + 2 * kv_heads) * self.qkv_bias
+        return self.hidden_size * (heads + 2 * kv_heads) + heads * self.hidden_size + biases + norms
+
+    @property
+    def norm_parameters(self) -> int:
+        """Weights of one layer's norms before and after attention and MLP."""
+        return (4 if self.norms == "sandwich" else 2) * self.hidden_size
 
     def mlp_parameters(self, *, experts: float | None = None) -> float:
         """Weights of one layer's MLP, or of its router, its shared part and its experts.
@@ -114,6 +215,6 @@ class ModelConfig:
 
     def num_parameters(self, head: Head = "lm") -> int:
         """Number of weights, the embedding and the given head included."""
-        layer = self.attention_parameters + int(self.mlp_parameters()) + 2 * self.hidden_size
+        layer = self.attention_parameters + int(self.mlp_parameters()) + self.norm_parameters
         last = 0 if head == "lm" and self.tie_embeddings else self.head_parameters(head)
         return self.vocab_size * self.hidden_size + self.num_layers * layer + self.hidden_size + last
