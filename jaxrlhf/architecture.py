@@ -1,10 +1,13 @@
 """The shape of a decoder: what a checkpoint's `config.json` says, in one frozen dataclass."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 Head = Literal["lm", "value", "score"]
-FamilyName = Literal["qwen2", "qwen3", "llama", "mistral", "phi3", "olmo2", "gemma2", "gemma3_text"]
+FamilyName = Literal[
+    "qwen2", "qwen3", "llama", "mistral", "phi3", "olmo2", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"
+]
 
 
 @dataclass(frozen=True)
@@ -72,25 +75,52 @@ RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of each layer's MLP; planned for, not run yet.
+    """A mixture of experts in place of each layer's MLP, and the router that chooses them.
 
     Attributes:
       count: E, routed experts of a layer.
-      per_token: Of them, how many a token goes through.
+      per_token: k, of them, how many a token goes through.
       intermediate_size: F of one expert.
       shared_intermediate_size: F of what every token goes through beside them; 0 is nothing.
+      scores: What becomes of the router's logits.
+      normalised: The scores of a token's experts are divided by their sum.
+      scaling: What they are multiplied by then.
+      bias: Scores have a bias while experts are chosen by them, and not as weights (DeepSeek-V3).
+      groups: Equal parts of the experts; a token goes through those of its best groups alone.
+      groups_per_token: How many groups that are.
+      group_best: A group is as good as the sum of this many of its best scores.
+      loss_coefficient: Of the loss that balances experts, as the checkpoint was trained.
     """
 
     count: int
     per_token: int
     intermediate_size: int
     shared_intermediate_size: int = 0
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True
+    scaling: float = 1.0
+    bias: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    group_best: int = 1
+    loss_coefficient: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
             raise ValueError(
                 f"a token goes through per_token={self.per_token} of count={self.count} experts; "
                 f"per_token has to be from 1 to count"
+            )
+        if self.groups < 1 or self.count % self.groups or not 1 <= self.groups_per_token <= self.groups:
+            raise ValueError(
+                f"groups_per_token={self.groups_per_token} of groups={self.groups} of {self.count} experts; "
+                f"groups have to be equal, and at least one of them chosen"
+            )
+        each = self.count // self.groups
+        if not 1 <= self.group_best <= each or self.groups_per_token * each < self.per_token:
+            raise ValueError(
+                f"a group has {each} experts; that has to be at least group_best={self.group_best}, and "
+                f"groups_per_token={self.groups_per_token} groups have to hold per_token={self.per_token} experts"
             )
 
 
@@ -180,9 +210,9 @@ class ModelConfig:
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
-    def attention_scale(self) -> float:
-        """What scores are multiplied by."""
-        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+    def score_divisor(self) -> float:
+        """What products of queries and keys are divided by."""
+        return math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
     @property
     def attention_parameters(self) -> int:
@@ -207,7 +237,7 @@ class ModelConfig:
             return 3 * self.hidden_size * self.intermediate_size
         counted = self.experts.count if experts is None else experts
         inner = counted * self.experts.intermediate_size + self.experts.shared_intermediate_size
-        return 3 * self.hidden_size * inner + self.hidden_size * self.experts.count
+        return 3 * self.hidden_size * inner + (self.hidden_size + self.experts.bias) * self.experts.count
 
     def head_parameters(self, head: Head = "lm") -> int:
         """Weights that the last hidden state is read with; the embedding's where they are tied."""

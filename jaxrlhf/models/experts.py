@@ -1,0 +1,196 @@
+"""A mixture of experts in place of a layer's MLP: which experts a token goes through, and what they make of it.
+
+No token is dropped and no expert has a capacity: assignments are sorted by expert, and every
+expert multiplies as many rows as chose it.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Float, Float32, Int
+
+from jaxrlhf.architecture import Experts
+from jaxrlhf.batch import Array, Params
+from jaxrlhf.models.attention import Attention
+from jaxrlhf.models.grouped import grouped_mlp
+
+
+class Routing(NamedTuple):
+    """What a router says of every token; `k` experts of `E` are chosen.
+
+    Attributes:
+      choice_RWk: int32, which experts.
+      weight_RWk: float32, what their outputs are multiplied by.
+      probability_RWE: float32, how likely the router finds each expert; adds up to 1.
+    """
+
+    choice_RWk: Array
+    weight_RWk: Array
+    probability_RWE: Array
+
+
+def route(
+    mlp: Params, experts: Experts, normed_RWD: Float[Array, "R W D"], *, replayed_RWk: Int[Array, "R W k"] | None = None
+) -> tuple[Routing, Array]:
+    """The experts of each token, and their weights.
+
+        s = softmax(x W) or sigmoid(x W)
+        choice = top-k of s + bias, within the best groups of experts
+        weight = scaling * s[choice] / (sum s[choice] where normalised)
+
+    The router is as precise as the activations, and its logits are float32, so a trainer with
+    float32 masters and a sampler with a bfloat16 copy choose alike.
+
+    Args:
+      replayed_RWk: Choices to take instead of the router's; negative where it has to choose itself.
+
+    Returns:
+      The routing that is used, and the choices that the router makes by itself.
+
+    Source: Shazeer et al. 2017 (arXiv:1701.06538), section 2.1; groups and bias: DeepSeek-AI 2024
+    (DeepSeek-V3, arXiv:2412.19437), eq. 12 to 16.
+    """
+    router_DE = mlp["router"].astype(normed_RWD.dtype)
+    logit_RWE = jnp.einsum("RWD,DE->RWE", normed_RWD, router_DE, preferred_element_type=jnp.float32)
+    score_RWE = jax.nn.softmax(logit_RWE) if experts.scores == "softmax" else jax.nn.sigmoid(logit_RWE)
+    ranked_RWE = lax.stop_gradient(score_RWE)
+    if experts.bias:
+        ranked_RWE = ranked_RWE + mlp["router_bias"].astype(jnp.float32)[None, None]
+    _, own_RWk = lax.top_k(_in_best_groups(ranked_RWE, experts), experts.per_token)
+    choice_RWk = own_RWk if replayed_RWk is None else jnp.where(replayed_RWk < 0, own_RWk, replayed_RWk)
+    weight_RWk = jnp.take_along_axis(score_RWE, choice_RWk, axis=-1)
+    if experts.normalised:
+        weight_RWk = weight_RWk / (weight_RWk.sum(axis=-1, keepdims=True) + 1e-20)
+    probability_RWE = score_RWE
+    if experts.scores == "sigmoid":
+        probability_RWE = score_RWE / (score_RWE.sum(axis=-1, keepdims=True) + 1e-20)
+    return Routing(choice_RWk, experts.scaling * weight_RWk, probability_RWE), own_RWk
+
+
+def _in_best_groups(ranked_RWE: Array, experts: Experts) -> Array:
+    """Minus infinity outside of the groups whose best experts add up to most."""
+    if experts.groups == experts.groups_per_token:
+        return ranked_RWE
+    grouped_RWGM = ranked_RWE.reshape(*ranked_RWE.shape[:2], experts.groups, -1)
+    group_RWG = lax.top_k(grouped_RWGM, experts.group_best)[0].sum(axis=-1)
+    _, best_RWg = lax.top_k(group_RWG, experts.groups_per_token)
+    kept_RWG = jax.nn.one_hot(best_RWg, experts.groups, dtype=bool).any(axis=-2)
+    return jnp.where(kept_RWG[..., None], grouped_RWGM, -jnp.inf).reshape(ranked_RWE.shape)
+
+
+def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, attention: Attention) -> Array:
+    """What the chosen experts make of each token, by their weights.
+
+        out = sum_k weight_k down_k(silu(gate_k(x)) * up_k(x))
+
+    On a mesh every device takes the tokens of its rows through those experts, and that part of
+    their width, which it holds; the parts are added up. Along the axis that splits experts, tokens
+    so are gathered and results scattered. Weights and tokens enter as one copy for each place, so
+    that the sums of their gradients are the compiler's.
+    """
+    weights = [mlp["experts"][name].astype(normed_RWD.dtype) for name in ("gate", "up", "down")]
+    tokens = normed_RWD, routing.choice_RWk, routing.weight_RWk.astype(normed_RWD.dtype)
+    index_E = jnp.arange(len(weights[0]), dtype=jnp.int32)
+    mesh = attention.mesh
+    if mesh is None or mesh.size == 1:
+        return _mix_own(tokens, weights, index_E)
+    split, inner = attention.expert_axes, attention.head_axes
+    row_axes = tuple(axis for axis in attention.row_axes if axis not in split)
+    by_place, by_row = PartitionSpec((*split, *inner), row_axes), PartitionSpec(row_axes, split)
+    wide, tall = PartitionSpec(row_axes, split, None, inner), PartitionSpec(row_axes, split, inner)
+
+    def on_device(tokens: Any, weights: Any, index_1E: Array) -> Array:
+        tokens, weights = jax.tree.map(lambda leaf: leaf[0], (tokens, weights))
+        return _mix_own(tokens, weights, index_1E[0])[None]
+
+    run = attention.on_devices(on_device, (by_place, [wide, wide, tall], by_row), by_place)
+    places = _ways(mesh, (*split, *inner))
+    rows = _ways(mesh, row_axes)
+    gathered = [
+        lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec(*spec[1:])))
+        for weight, spec in zip(weights, (wide, wide, tall), strict=True)
+    ]
+    copies = jax.tree.map(partial(_copies, count=rows), (gathered, index_E))
+    # Exact enough in the activations' dtype, as the sum over the parts of a dense MLP's width is.
+    return lax.reduce_sum(run(jax.tree.map(partial(_copies, count=places), tokens), *copies), axes=(0,))
+
+
+def _ways(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> int:
+    ways = 1
+    for axis in axes:
+        ways *= mesh.shape[axis]
+    return ways
+
+
+def _copies(array: Array, *, count: int) -> Array:
+    return jnp.broadcast_to(array, (count, *array.shape))
+
+
+def _mix_own(tokens: tuple[Array, Array, Array], weights: list[Array], index_E: Array) -> Array:
+    """`mix` by the experts `index_E` alone, which are consecutive."""
+    normed_RWD, choice_RWk, weight_RWk = tokens
+    each, experts = choice_RWk.shape[-1], len(index_E)
+    # Those of other devices come last, where no expert multiplies them.
+    own_A = choice_RWk.reshape(-1) - index_E[0]
+    own_A = jnp.where((own_A >= 0) & (own_A < experts), own_A, experts)
+    order_A = jnp.argsort(own_A, stable=True)
+    place_A = jnp.argsort(order_A)
+    size_E = (own_A[:, None] == jnp.arange(experts)[None]).sum(axis=0, dtype=jnp.int32)
+    width = normed_RWD.shape[-1]
+    input_AD = jnp.repeat(normed_RWD.reshape(-1, width), each, axis=0)
+    output_AD = grouped_mlp(_permuted(input_AD, order_A, place_A), *weights, size_E)
+    output_RWkD = _permuted(output_AD, place_A, order_A).reshape(*choice_RWk.shape, width)
+    return jnp.einsum("RWkD,RWk->RWD", output_RWkD, weight_RWk)
+
+
+@jax.custom_vjp
+def _permuted(rows_AD: Array, order_A: Array, place_A: Array) -> Array:
+    """Rows in another order. Its gradient is one, too, and no sum over places, which is what JAX would make of it."""
+    return rows_AD[order_A]
+
+
+def _permuted_forward(rows_AD: Array, order_A: Array, place_A: Array) -> tuple[Array, Array]:
+    return rows_AD[order_A], place_A
+
+
+def _permuted_backward(place_A: Array, change_AD: Array) -> tuple[Array, None, None]:
+    return change_AD[place_A], None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)
+
+
+def balance_loss(
+    routing: Routing, choice_RWk: Int[Array, "R W k"], counted_RW: Int[Array, "R W"]
+) -> Float32[Array, "R W"]:
+    """How unevenly each sequence loads the experts, as a number for each of its counted tokens.
+
+        loss_t = E sum_e f_e p_te        f_e = share of the sequence's tokens that chose e
+
+    The mean over a sequence is E sum_e f_e P_e with P_e the mean probability: k if all experts
+    are loaded alike. Shares are of one sequence, so neither packing nor the size of a microbatch
+    changes a gradient, which goes through the probabilities alone.
+
+    Args:
+      choice_RWk: Of the router itself.
+      counted_RW: Which sequence of its row a token counts for, from 1; 0 is none.
+
+    Source: Fedus et al. 2022 (Switch, arXiv:2101.03961), eq. 4 to 6; by sequence: DeepSeek-AI
+    2024 (DeepSeek-V3, arXiv:2412.19437), eq. 17 to 20.
+    """
+    experts = routing.probability_RWE.shape[-1]
+
+    def shares(choice_Wk: Array, counted_W: Array) -> Array:
+        sequences = len(counted_W) + 1
+        chosen_WE = jax.nn.one_hot(choice_Wk, experts, dtype=jnp.float32).sum(axis=1)
+        sums_SE = jax.ops.segment_sum(chosen_WE, counted_W, sequences)
+        tokens_S = jax.ops.segment_sum(jnp.ones(counted_W.shape, jnp.float32), counted_W, sequences)
+        return (sums_SE / jnp.maximum(tokens_S, 1.0)[:, None])[counted_W]
+
+    share_RWE = jax.vmap(shares)(choice_RWk, counted_RW)
+    loss_RW = experts * (share_RWE * routing.probability_RWE).sum(axis=-1)
+    return jnp.where(counted_RW > 0, loss_RW, 0.0)
