@@ -39,7 +39,7 @@ def load_params(
       path: Checkpoint directory or hub id.
       config: From `read_config` of the same path.
       shardings: Tree of `jax.sharding.Sharding` like the parameters; None loads onto one device.
-      dtype: Of the result, whatever the files hold.
+      dtype: Of the result, whatever the files hold: one, or a tree of them like the parameters.
 
     Raises:
       ValueError: The checkpoint lacks the wanted head, a tensor is missing, unexpected or of
@@ -55,11 +55,12 @@ def load_params(
     if shardings is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: device, declared)
+    dtypes = dtype if isinstance(dtype, dict) else jax.tree.map(lambda _: dtype, declared)
 
     with TensorFiles(directory) as files:
         _check_tensors(files, config, declared, stored)
 
-        def load(path: tuple, param: Param, sharding: jax.sharding.Sharding) -> jax.Array:
+        def load(path: tuple, param: Param, sharding: jax.sharding.Sharding, dtype: Any) -> jax.Array:
             source = stored.get(path_name(path))
 
             def shard(index: Any) -> np.ndarray:
@@ -69,7 +70,7 @@ def load_params(
 
             return jax.make_array_from_callback(param.shape, sharding, shard)
 
-        return jax.tree.map_with_path(load, declared, shardings)
+        return jax.tree.map_with_path(load, declared, shardings, dtypes)
 
 
 def _read_shard(files: TensorFiles, source: Stored, param: Param, index: Index) -> np.ndarray:
