@@ -4,7 +4,6 @@
 the same function. `kernel_choice` finds the best ones that a backend computes right.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.blockwise import attend_blocks
+from jaxrlhf.models.scores import PLAIN, Scores
 
 RowsKernel = Literal["xla", "cudnn", "splash"]
 DecodeKernel = Literal["xla", "pallas"]
@@ -59,6 +59,7 @@ def attend(
     key_RWKH: Float[Array, "R W K H"],
     value_RWKH: Float[Array, "R W K H"],
     segment_RW: Int[Array, "R W"],
+    scores: Scores = PLAIN,
     *,
     attention: Attention = XLA,
 ) -> Float[Array, "R W N H"]:
@@ -66,14 +67,15 @@ def attend(
 
         out_t = sum_s softmax_s(q_t . k_s / sqrt(H)) v_s    over s <= t with segment_s = segment_t
 
-    Padding is segment 0 and sees only padding, so no row of the softmax is empty.
+    or with other scores, and inside a window. Padding is segment 0 and sees only padding, so no row
+    of the softmax is empty. A segment's tokens lie side by side, so windows count in its own positions.
     """
     kernel = ROWS[attention.rows]
     if attention.rows != "xla":
         row = PartitionSpec(attention.row_axes)
         head = PartitionSpec(attention.row_axes, None, attention.head_axes)
-        kernel = attention.on_devices(kernel, (head, head, head, row), head)
-    return kernel(query_RWNH, key_RWKH, value_RWKH, segment_RW)
+        kernel = attention.on_devices(kernel, (head, head, head, row, PartitionSpec()), head)
+    return kernel(query_RWNH, key_RWKH, value_RWKH, segment_RW, scores)
 
 
 def attend_cache(
@@ -81,10 +83,11 @@ def attend_cache(
     key_BKHS: Float[Array, "B K H S"],
     value_BKSH: Float[Array, "B K S H"],
     position_B: Int[Array, "B"],
+    scores: Scores = PLAIN,
     *,
     attention: Attention = XLA,
 ) -> Float[Array, "B N H"]:
-    """One query per slot over its cache entries at index <= position; softmax in float32.
+    """One query per slot over its cache entries at index <= position, inside the window; softmax in float32.
 
     Keys lie with positions last and values with head width last, so both products stream
     through contiguous memory (on CPU several times faster than positions first).
@@ -93,8 +96,8 @@ def attend_cache(
     if attention.decode != "xla":
         slot = PartitionSpec(attention.row_axes)
         head = PartitionSpec(attention.row_axes, attention.head_axes)
-        kernel = attention.on_devices(kernel, (head, head, head, slot), head)
-    return kernel(query_BNH, key_BKHS, value_BKSH, position_B)
+        kernel = attention.on_devices(kernel, (head, head, head, slot, PartitionSpec()), head)
+    return kernel(query_BNH, key_BKHS, value_BKSH, position_B, scores)
 
 
 def widen(arrays: tuple[Array, ...], *, multiple: int) -> tuple[Array, ...]:
@@ -103,32 +106,35 @@ def widen(arrays: tuple[Array, ...], *, multiple: int) -> tuple[Array, ...]:
     return tuple(jnp.pad(array, [(0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)]) for array in arrays)
 
 
-def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B: Array) -> Array:
+def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B: Array, scores: Scores) -> Array:
     slots, kv_heads, head_dim, capacity = key_BKHS.shape
     query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
     logit_BKGS = jnp.einsum("BKGH,BKHS->BKGS", query_BKGH, key_BKHS, preferred_element_type=jnp.float32)
-    seen_BS = jnp.arange(capacity)[None, :] <= position_B[:, None]
-    logit_BKGS = jnp.where(seen_BS[:, None, None, :], logit_BKGS / math.sqrt(head_dim), -jnp.inf)
-    weight_BKGS = jax.nn.softmax(logit_BKGS, axis=-1).astype(value_BKSH.dtype)
-    return jnp.einsum("BKGS,BKSH->BKGH", weight_BKGS, value_BKSH).reshape(query_BNH.shape)
+    # A slot that is done may have run past its cache; it still sees something.
+    newest_B = jnp.minimum(position_B, capacity - 1)
+    seen_BS = scores.sees(newest_B[:, None] - jnp.arange(capacity)[None, :])
+    score_BKGS = scores.cap(logit_BKGS / scores.divide_by(head_dim))
+    weight_BKGS = jax.nn.softmax(jnp.where(seen_BS[:, None, None, :], score_BKGS, -jnp.inf), axis=-1)
+    mixed_BKGH = jnp.einsum("BKGS,BKSH->BKGH", weight_BKGS.astype(value_BKSH.dtype), value_BKSH)
+    return mixed_BKGH.reshape(query_BNH.shape)
 
 
 # Imported where they are called: a JAX that has no such kernel still has the others.
 
 
-def _rows_cudnn(*arrays: Array) -> Array:
+def _rows_cudnn(*arrays: Any) -> Array:
     from jaxrlhf.models.kernels_gpu import cudnn_rows
 
     return cudnn_rows(*arrays)
 
 
-def _rows_splash(*arrays: Array) -> Array:
+def _rows_splash(*arrays: Any) -> Array:
     from jaxrlhf.models.kernels_tpu import splash_rows
 
     return splash_rows(*arrays)
 
 
-def _decode_pallas(*arrays: Array) -> Array:
+def _decode_pallas(*arrays: Any) -> Array:
     from jaxrlhf.models.kernels_gpu import pallas_decode
 
     return pallas_decode(*arrays)

@@ -16,9 +16,9 @@ from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.attention import XLA, Attention
 from jaxrlhf.models.cache import Cache, Prefix
-from jaxrlhf.models.layer import join_projections, layer_rows, layer_slots, rms_norm
+from jaxrlhf.models.layer import join_projections, layer_rows, layer_slots, norm
 from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
-from jaxrlhf.models.rope import rotation
+from jaxrlhf.models.rope import rotations
 from jaxrlhf.models.spread import Spread
 
 
@@ -50,8 +50,8 @@ def hidden_states(
         gathering each layer's weights.
       pipeline: For layers that are divided over stages. Its rows have to split over its row axes.
     """
-    turn = rotation(config, position_RW)
-    hidden_RWD = _embed(params, token_RW, dtype)
+    turn = rotations(config, position_RW)
+    hidden_RWD = _embed(params, config, token_RW, dtype)
     if row_sharding is not None:
         hidden_RWD = jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
 
@@ -67,9 +67,9 @@ def hidden_states(
         return jax.lax.scan(body, hidden_RWD, layers)
 
     hidden_RWD, _ = run_stages(
-        pipeline, stack, params["layers"], hidden_RWD, (turn, segment_RW if spread is None else spread)
+        pipeline, stack, _stacked(params, config), hidden_RWD, (turn, segment_RW if spread is None else spread)
     )
-    return rms_norm(hidden_RWD, params["final_norm"], eps=config.rms_norm_eps)
+    return norm(config, hidden_RWD, params["final_norm"])
 
 
 def prefill(
@@ -94,7 +94,7 @@ def prefill(
     """
     position_PS = jnp.broadcast_to(jnp.arange(token_PS.shape[1]), token_PS.shape)
     segment_PS = (position_PS < length_P[:, None]).astype(jnp.int32)
-    turn = rotation(config, position_PS)
+    turn = rotations(config, position_PS)
 
     def stack(layers, hidden_PSD, rows):
         turn, segment_PS = rows
@@ -105,10 +105,10 @@ def prefill(
 
         return jax.lax.scan(step, hidden_PSD, layers)
 
-    hidden_PSD = _embed(params, token_PS, dtype)
-    hidden_PSD, prefix = run_stages(pipeline, stack, params["layers"], hidden_PSD, (turn, segment_PS))
+    hidden_PSD = _embed(params, config, token_PS, dtype)
+    hidden_PSD, prefix = run_stages(pipeline, stack, _stacked(params, config), hidden_PSD, (turn, segment_PS))
     hidden_P1D = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)
-    hidden_PD = rms_norm(hidden_P1D, params["final_norm"], eps=config.rms_norm_eps)[:, 0]
+    hidden_PD = norm(config, hidden_P1D, params["final_norm"])[:, 0]
     return hidden_PD, prefix
 
 
@@ -136,7 +136,7 @@ def decode(
     Returns:
       The hidden state after the final norm, which predicts the next token, and the new cache.
     """
-    turn = rotation(config, position_B[:, None])
+    turn = rotations(config, position_B[:, None])
 
     def stack(layers, cache, hidden_B1D, slots, own=True):
         turn, position_B = slots
@@ -148,9 +148,9 @@ def decode(
             written.append(stored)
         return hidden_B1D, written
 
-    state = layers, cache, _embed(params, token_B[:, None], dtype), (turn, position_B)
+    state = layers, cache, _embed(params, config, token_B[:, None], dtype), (turn, position_B)
     hidden_B1D, written = stack(*state) if pipeline is None else relay(pipeline, stack, *state)
-    return rms_norm(hidden_B1D, params["final_norm"], eps=config.rms_norm_eps)[:, 0], written
+    return norm(config, hidden_B1D, params["final_norm"])[:, 0], written
 
 
 def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | None = None) -> list[Params]:
@@ -161,15 +161,23 @@ def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | 
     """
 
     def unstack(layers):
-        count = len(layers["attention_norm"])
+        count = len(jax.tree.leaves(layers)[0])
         separate = [jax.tree.map(lambda leaf: leaf[index], layers) for index in range(count)]  # noqa: B023
         return [{**layer, "attention": join_projections(layer["attention"])} for layer in separate]
 
     if pipeline is not None:
         each = PartitionSpec(pipeline.axes)
         unstack = pipeline.on_stages(unstack, each, each)
-    return unstack(params["layers"])
+    return unstack(_stacked(params, config))
 
 
-def _embed(params: Params, token_RW: Int[Array, "R W"], dtype: Any) -> Float[Array, "R W D"]:
-    return params["embed"][token_RW].astype(dtype)
+def _stacked(params: Params, config: ModelConfig) -> Params:
+    """The layers, beside which of them have a window where they differ in it."""
+    if config.sliding_window is None or not config.sliding_layers:
+        return params["layers"]
+    return {**params["layers"], "slides": jnp.array(config.sliding_layers)[:, None]}
+
+
+def _embed(params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], dtype: Any) -> Float[Array, "R W D"]:
+    embed_RWD = params["embed"][token_RW].astype(dtype)
+    return embed_RWD * jnp.asarray(config.hidden_size**0.5, dtype) if config.scale_embeddings else embed_RWD

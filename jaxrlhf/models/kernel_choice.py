@@ -1,7 +1,7 @@
 """Which attention kernels a process uses: the best of its backend that compute what `xla` computes.
 
-A kernel is tried once, on small random arrays with the model's heads, before anything is compiled
-with it. One that fails or gives other numbers is replaced by `xla` with a warning.
+A kernel is tried once, on small random arrays with the model's heads and scores, before anything is
+compiled with it. One that fails or gives other numbers is replaced by `xla` with a warning.
 """
 
 import functools
@@ -18,12 +18,15 @@ from jax.sharding import Mesh
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention import DECODE, ROWS, XLA, Attention, DecodeKernel, RowsKernel
+from jaxrlhf.models.scores import Scores
 
 BEST: dict[str, tuple[RowsKernel, DecodeKernel]] = {"gpu": ("cudnn", "pallas"), "tpu": ("splash", "xla")}
 """By platform; others have `xla` alone."""
 
 _WIDTH, _CAPACITY = 199, 700
 """Of the arrays: no multiple of any tile."""
+_WINDOW = 45
+"""Of scores that have one: it ends inside of segments and of tiles."""
 
 
 def choose_attention(
@@ -54,9 +57,11 @@ def choose_attention(
     ways, stages = (math.prod(mesh.shape[axis] for axis in axes) for axes in (head_axes, stage_axes))
     heads = config.num_heads // ways, config.num_kv_heads // ways, config.head_dim
     name = jnp.dtype(dtype).name
+    window = None if config.sliding_window is None else _WINDOW
+    scores = Scores(config.score_divisor, config.attn_logit_softcapping, window)
 
     def usable(use: Literal["rows", "decode"], kernel: str) -> bool:
-        return kernel == "xla" or _usable(use, kernel, platform, heads, name, stages)
+        return kernel == "xla" or _usable(use, kernel, platform, heads, scores, name, stages)
 
     return Attention(
         rows=rows if usable("rows", rows) else "xla",
@@ -69,11 +74,17 @@ def choose_attention(
 
 @functools.cache
 def _usable(
-    use: Literal["rows", "decode"], kernel: str, platform: str, heads: tuple[int, int, int], dtype: str, stages: int
+    use: Literal["rows", "decode"],
+    kernel: str,
+    platform: str,
+    heads: tuple[int, int, int],
+    scores: Scores,
+    dtype: str,
+    stages: int,
 ) -> bool:
     """Whether a kernel can be used; warns, the first time it is asked, where it cannot."""
     inside = "it does not run inside pipeline stages" if stages > 1 else None
-    objection = inside or _objection(use, kernel, platform, heads, dtype)
+    objection = inside or _objection(use, kernel, platform, heads, scores, dtype)
     if objection is not None:
         warnings.warn(
             f"attention kernel {kernel!r} ({use}) is not used on {platform} for heads "
@@ -85,7 +96,12 @@ def _usable(
 
 
 def _objection(
-    use: Literal["rows", "decode"], kernel: str, platform: str, heads: tuple[int, int, int], dtype: str
+    use: Literal["rows", "decode"],
+    kernel: str,
+    platform: str,
+    heads: tuple[int, int, int],
+    scores: Scores,
+    dtype: str,
 ) -> str | None:
     """What speaks against a kernel: that it raises, or how far it is from `xla` in float32."""
     device = jax.local_devices(backend=platform)[0]
@@ -98,10 +114,10 @@ def _objection(
     gradients = use == "rows"
     with jax.default_device(device), jax.default_matmul_precision("highest"):
         wide = [array.astype(np.float32) for array in arrays]
-        exact = jax.device_get(_results(wide, rest, kernel=table["xla"], gradients=gradients))
+        exact = jax.device_get(_results(wide, rest, scores, kernel=table["xla"], gradients=gradients))
     try:
         with jax.default_device(device):
-            ours = jax.device_get(_results(arrays, rest, kernel=table[kernel], gradients=gradients))
+            ours = jax.device_get(_results(arrays, rest, scores, kernel=table[kernel], gradients=gradients))
     except Exception as error:  # whatever a backend, a driver or another JAX raises is a reason
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
@@ -113,11 +129,13 @@ def _objection(
 
 
 @functools.partial(jax.jit, static_argnames=("kernel", "gradients"))
-def _results(arrays: list[Array], rest: Array, *, kernel: Callable[..., Array], gradients: bool) -> tuple[Array, ...]:
+def _results(
+    arrays: list[Array], rest: Array, scores: Scores, *, kernel: Callable[..., Array], gradients: bool
+) -> tuple[Array, ...]:
     """The kernel's output and, if asked for, the gradients of a weighted sum of it."""
     if not gradients:
-        return (kernel(*arrays, rest),)
-    out, pull = jax.vjp(lambda *arrays: kernel(*arrays, rest), *arrays)
+        return (kernel(*arrays, rest, scores),)
+    out, pull = jax.vjp(lambda *arrays: kernel(*arrays, rest, scores), *arrays)
     # Neither constant nor symmetric, or errors could cancel.
     weight = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype)
     return out, *pull(weight)

@@ -3,7 +3,6 @@
 Each computes on the arrays of one device. `kernel_choice` decides whether it is used.
 """
 
-import math
 from functools import partial
 
 import jax
@@ -15,6 +14,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention import widen
+from jaxrlhf.models.scores import PLAIN, Scores
 
 _BLOCK, _PART = 64, 512
 """Cache positions of a tile, and of one program of the decode kernel."""
@@ -31,16 +31,33 @@ def cudnn_rows(
     key_RWKH: Float[Array, "R W K H"],
     value_RWKH: Float[Array, "R W K H"],
     segment_RW: Int[Array, "R W"],
+    scores: Scores = PLAIN,
 ) -> Float[Array, "R W N H"]:
     """cuDNN's flash attention; half precision only.
 
     JAX offers cuDNN's packed layout under no public name, so segments are a mask: `[R, W, W]` numbers
     that all heads share, and as many again in the backward pass. Scores of heads are never stored.
+
+    Raises:
+      NotImplementedError: Scores have a soft cap.
     """
-    width = query_RWNH.shape[1]
+    if scores.soft_cap is not None:
+        raise NotImplementedError("cuDNN's attention has no soft cap of scores")
+    _, width, _, head_dim = query_RWNH.shape
     query, key, value, segment = widen((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=2)
-    mask_R1WW = (segment[:, :, None] == segment[:, None, :])[:, None]
-    out = jax.nn.dot_product_attention(query, key, value, mask=mask_R1WW, is_causal=True, implementation="cudnn")
+    mask_RWW = segment[:, :, None] == segment[:, None, :]
+    if scores.window is not None:
+        position_W = jnp.arange(segment.shape[1])
+        mask_RWW &= scores.sees(position_W[:, None] - position_W[None, :])[None]
+    out = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask_RWW[:, None],
+        is_causal=True,
+        scale=1 / scores.divide_by(head_dim),
+        implementation="cudnn",
+    )
     return out[:, :width]
 
 
@@ -49,10 +66,11 @@ def pallas_decode(
     key_BKHS: Float[Array, "B K H S"],
     value_BKSH: Float[Array, "B K S H"],
     position_B: Int[Array, "B"],
+    scores: Scores = PLAIN,
     *,
     interpret: bool = False,
 ) -> Float[Array, "B N H"]:
-    """Flash decoding on GPU: reads of each slot's cache what is filled, in the order in which it lies.
+    """Flash decoding on GPU: reads of each slot's cache what a token sees, in the order in which it lies.
 
     The cache is split along its positions; parts are joined by their largest score and their sum:
 
@@ -68,13 +86,21 @@ def pallas_decode(
     tile = max(_SMALLEST_DOT, pl.next_power_of_2(group))
     parts = pl.cdiv(capacity, _PART)
 
+    # Entries that a slot sees, from the first to the one before the end.
+    end_B = jnp.minimum(position_B, capacity - 1) + 1
+    first_B = jnp.zeros_like(end_B)
+    if scores.window is not None:
+        near_B = jnp.maximum(end_B - scores.window, 0)
+        first_B = near_B if scores.slides is None else jnp.where(scores.slides, near_B, 0)
+
     whole = (slots, kv_heads, parts, group)
+    of_slot = pl.BlockSpec((None,), lambda b, k, p: (b,))
     of_heads = pl.BlockSpec((None, None, None, tile), lambda b, k, p: (b, k, p, 0))
     out_BKPGH, sum_BKPG, most_BKPG = pl.pallas_call(
-        partial(_decode_part, group=group, tile=tile, scale=1 / math.sqrt(head_dim)),
+        partial(_decode_part, group=group, tile=tile, divisor=scores.divide_by(head_dim), cap=scores.cap),
         grid=(slots, kv_heads, parts),
         in_specs=[
-            pl.BlockSpec((None,), lambda b, k, p: (b,)),
+            *[of_slot] * 2,
             pl.BlockSpec((None, None, tile, head_dim), lambda b, k, p: (b, k, 0, 0)),
             pl.BlockSpec((None, None, head_dim, _PART), lambda b, k, p: (b, k, 0, p)),
             pl.BlockSpec((None, None, _PART, head_dim), lambda b, k, p: (b, k, p, 0)),
@@ -87,30 +113,34 @@ def pallas_decode(
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="decode_attention",
-    )(jnp.minimum(position_B, capacity - 1), query_BKGH, key_BKHS, value_BKSH)
+    )(first_B, end_B, query_BKGH, key_BKHS, value_BKSH)
     share_BKPG = jnp.exp(most_BKPG - most_BKPG.max(axis=2, keepdims=True))
     total_BKG1 = (share_BKPG * sum_BKPG).sum(axis=2)[..., None]
     out_BKGH = (share_BKPG[..., None] * out_BKPGH).sum(axis=2) / total_BKG1
     return out_BKGH.astype(query_BNH.dtype).reshape(query_BNH.shape)
 
 
-def _decode_part(position_ref, query_ref, key_ref, value_ref, out_ref, sum_ref, most_ref, *, group, tile, scale):
+def _decode_part(
+    first_ref, end_ref, query_ref, key_ref, value_ref, out_ref, sum_ref, most_ref, *, group, tile, divisor, cap
+):
     """Softmax over one part of one slot's cache, for the queries of one key-value head.
 
-    Writes the weighted values, the sum of the weights (0 in a part that is not filled) and the largest score.
+    Writes the weighted values, the sum of the weights (0 in a part of which nothing is seen) and the largest score.
     """
     precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else None
     own_G1 = (jnp.arange(tile) < group)[:, None]
     query_GH = triton.load(query_ref, mask=own_G1, other=0.0)
-    filled = position_ref[...] + 1 - pl.program_id(2) * _PART
+    start = pl.program_id(2) * _PART
+    first, end = first_ref[...] - start, end_ref[...] - start
 
     def body(index, carry):
         out_GH, sum_G, most_G = carry
         window = pl.ds(index * _BLOCK, _BLOCK)
-        seen_S = index * _BLOCK + jnp.arange(_BLOCK) < filled
+        place_S = index * _BLOCK + jnp.arange(_BLOCK)
+        seen_S = (place_S >= first) & (place_S < end)
         key_HS = triton.load(key_ref.at[:, window], mask=seen_S[None, :], other=0.0)
         value_SH = triton.load(value_ref.at[window, :], mask=seen_S[:, None], other=0.0)
-        score_GS = scale * triton.dot(query_GH, key_HS, precision=precision)
+        score_GS = cap(triton.dot(query_GH, key_HS, precision=precision) / divisor)
         score_GS = jnp.where(seen_S[None, :], score_GS, _LOWEST)
         next_G = jnp.maximum(most_G, score_GS.max(axis=1))
         kept_G, weight_GS = jnp.exp(most_G - next_G), jnp.exp(score_GS - next_G[:, None])
@@ -118,9 +148,9 @@ def _decode_part(position_ref, query_ref, key_ref, value_ref, out_ref, sum_ref, 
         return kept_G[:, None] * out_GH + new_GH, kept_G * sum_G + weight_GS.sum(axis=1), next_G
 
     zero_G = jnp.zeros(tile, jnp.float32)
-    start = jnp.zeros((tile, query_GH.shape[1]), jnp.float32), zero_G, zero_G + _LOWEST
-    blocks = pl.cdiv(jnp.clip(filled, 0, _PART), _BLOCK)
-    out_GH, sum_G, most_G = lax.fori_loop(0, blocks, body, start)
+    begun = jnp.zeros((tile, query_GH.shape[1]), jnp.float32), zero_G, zero_G + _LOWEST
+    blocks = jnp.clip(first, 0, _PART) // _BLOCK, pl.cdiv(jnp.clip(end, 0, _PART), _BLOCK)
+    out_GH, sum_G, most_G = lax.fori_loop(*blocks, body, begun)
     triton.store(out_ref, out_GH, mask=own_G1)
     triton.store(sum_ref, sum_G, mask=own_G1[:, 0])
     triton.store(most_ref, most_G, mask=own_G1[:, 0])

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, UInt32
 
-from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.architecture import Experts, Head, ModelConfig
 from jaxrlhf.batch import Params
 
 
@@ -42,21 +42,17 @@ def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
     """The tree of `Param` of a model with the given head.
 
     A tied language model has no `head`; a value or score head is one vector that starts at zero.
-
-    Raises:
-      ValueError: The model has experts.
     """
-    if config.experts is not None:
-        raise ValueError("this model has a mixture of experts, which can be planned and not run yet; use a dense model")
     tree: dict[str, Any] = {
         "embed": _table(config),
         "layers": {
-            "attention_norm": _norm(config, config.hidden_size),
+            **_norms(config),
             "attention": _attention(config),
-            "mlp_norm": _norm(config, config.hidden_size),
-            "mlp": _mlp(config),
+            "mlp": _mlp(config, config.intermediate_size)
+            if config.experts is None
+            else _mixture(config, config.experts),
         },
-        "final_norm": Param((config.hidden_size,), (None,), "ones"),
+        "final_norm": Param((config.hidden_size,), (None,), _unit(config)),
     }
     if head != "lm":
         tree["head"] = Param((config.hidden_size,), (None,), "zeros")
@@ -70,8 +66,19 @@ def _table(config: ModelConfig) -> Param:
     return Param((config.vocab_size, config.hidden_size), ("vocab", "embed"), fan_in=config.hidden_size)
 
 
+def _unit(config: ModelConfig) -> Literal["zeros", "ones"]:
+    """How norms start, so that they scale by one."""
+    return "zeros" if config.unit_offset else "ones"
+
+
 def _norm(config: ModelConfig, width: int) -> Param:
-    return Param((config.num_layers, width), ("layers", None), "ones")
+    return Param((config.num_layers, width), ("layers", None), _unit(config))
+
+
+def _norms(config: ModelConfig) -> dict[str, Param]:
+    """Of what attention and the MLP take, of what they give, or of both."""
+    kinds = {"pre": ("norm",), "post": ("output_norm",), "sandwich": ("norm", "output_norm")}[config.norms]
+    return {f"{part}_{kind}": _norm(config, config.hidden_size) for part in ("attention", "mlp") for kind in kinds}
 
 
 def _attention(config: ModelConfig) -> dict[str, Param]:
@@ -88,14 +95,17 @@ def _attention(config: ModelConfig) -> dict[str, Param]:
     if config.qkv_bias:
         for name, (dim, count) in heads.items():
             tree[f"{name}_bias"] = Param((layers, count, head_dim), ("layers", dim, "head_dim"), "zeros")
-    if config.qk_norm:
-        tree["query_norm"] = _norm(config, head_dim)
-        tree["key_norm"] = _norm(config, head_dim)
+    if config.qk_norm_across_heads:
+        for name, (dim, count) in heads.items():
+            if name != "value":
+                tree[f"{name}_norm"] = Param((layers, count, head_dim), ("layers", dim, "head_dim"), _unit(config))
+    elif config.qk_norm:
+        tree |= {f"{name}_norm": _norm(config, head_dim) for name in ("query", "key")}
     return tree
 
 
-def _mlp(config: ModelConfig) -> dict[str, Param]:
-    layers, width, inner = config.num_layers, config.hidden_size, config.intermediate_size
+def _mlp(config: ModelConfig, inner: int) -> dict[str, Any]:
+    layers, width = config.num_layers, config.hidden_size
     return {
         "gate": Param((layers, width, inner), ("layers", "embed", "mlp"), fan_in=width),
         "up": Param((layers, width, inner), ("layers", "embed", "mlp"), fan_in=width),
@@ -103,14 +113,35 @@ def _mlp(config: ModelConfig) -> dict[str, Param]:
     }
 
 
+def _mixture(config: ModelConfig, experts: Experts) -> dict[str, Any]:
+    """Experts side by side on a dimension after the layers, what all tokens share beside them, and the router."""
+    layers, width, count, inner = config.num_layers, config.hidden_size, experts.count, experts.intermediate_size
+    wide = Param((layers, count, width, inner), ("layers", "experts", "expert_embed", "mlp"), fan_in=width)
+    tall = Param((layers, count, inner, width), ("layers", "experts", "mlp", "expert_embed"), fan_in=inner)
+    tree = {
+        "router": Param((layers, width, count), ("layers", "embed", None), fan_in=width),
+        "experts": {"gate": wide, "up": wide, "down": tall},
+    }
+    if experts.bias:
+        tree["router_bias"] = Param((layers, count), ("layers", None), "zeros")
+    if experts.shared_intermediate_size:
+        tree["shared"] = _mlp(config, experts.shared_intermediate_size)
+    return tree
+
+
 def init_params(config: ModelConfig, head: Head, key: PRNGKeyArray | UInt32[Array, "2"]) -> Params:
-    """Random float32 parameters: weights normal(0, 1 / fan_in), norms one, biases and scalar heads zero.
+    """Random float32 parameters: weights normal(0, 1 / fan_in), norms that scale by one, biases and scalar heads zero.
 
     Source: LeCun et al. 1998 (Efficient BackProp), section 4.6.
 
     Pure, so `jax.jit(..., out_shardings=...)` draws each device's shard in place.
     """
-    leaves, structure = jax.tree.flatten(declare(config, head))
+    return draw(declare(config, head), key)
+
+
+def draw(declared: Any, key: PRNGKeyArray | UInt32[Array, "2"]) -> Any:
+    """Random float32 arrays for any tree of `Param`."""
+    leaves, structure = jax.tree.flatten(declared)
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(structure, [_draw(param, each) for param, each in zip(leaves, keys, strict=True)])
 

@@ -7,46 +7,92 @@ pairs, as checkpoints in Hugging Face format expect.
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Bool, Float, Float32, Int
 
-from jaxrlhf.architecture import Llama3Rope, ModelConfig
+from jaxrlhf.architecture import LinearRope, Llama3Rope, LongRope, ModelConfig, RopeScaling, YarnRope
 from jaxrlhf.batch import Array
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of the angle of each position and each half-dimension; `X` is H / 2."""
+    """Cosines and sines of the angle of each position and each pair; `X` is half of what is rotated."""
 
     cos_RWX: Float32[Array, "R W X"]
     sin_RWX: Float32[Array, "R W X"]
 
 
-def rotation(config: ModelConfig, position_RW: Int[Array, "R W"]) -> Rotation:
+class Rotations(NamedTuple):
+    """The rotation in layers that see everything, and in those with a window if it is another one."""
+
+    full: Rotation
+    sliding: Rotation | None
+
+    def of(self, slides: Bool[Array, ""] | None) -> Rotation:
+        """The one of a layer with a window, or without; None where all layers are alike."""
+        if self.sliding is None or slides is None:
+            return self.full
+        return jax.tree.map(lambda near, far: jnp.where(slides, near, far), self.sliding, self.full)
+
+
+def rotations(config: ModelConfig, position_RW: Int[Array, "R W"]) -> Rotations:
     """The rotation of each position: angle = position * frequency, in float32."""
-    frequency_X = jnp.asarray(frequencies(config))
-    angle_RWX = position_RW[:, :, None].astype(jnp.float32) * frequency_X[None, None, :]
-    return Rotation(jnp.cos(angle_RWX), jnp.sin(angle_RWX))
+
+    def turn(theta: float, scaling: RopeScaling | None) -> Rotation:
+        frequency_X, factor = frequencies(config.rotary_dim, theta, scaling)
+        angle_RWX = position_RW[:, :, None].astype(jnp.float32) * jnp.asarray(frequency_X)[None, None, :]
+        return Rotation(jnp.cos(angle_RWX) * factor, jnp.sin(angle_RWX) * factor)
+
+    full = turn(config.rope_theta, config.rope_scaling)
+    return Rotations(full, None if config.sliding_rope_theta is None else turn(config.sliding_rope_theta, None))
 
 
 def rotate(head_RWNH: Float[Array, "R W N H"], turn: Rotation) -> Float[Array, "R W N H"]:
-    """Rotate each pair (i, i + H/2) of every head by its position's angle, in float32."""
-    first, second = jnp.split(head_RWNH.astype(jnp.float32), 2, axis=-1)
+    """Rotate each pair (i, i + X) of every head by its position's angle, in float32; what is behind them stays."""
+    half = turn.cos_RWX.shape[-1]
+    wide_RWNH = head_RWNH.astype(jnp.float32)
+    first, second, rest = wide_RWNH[..., :half], wide_RWNH[..., half : 2 * half], wide_RWNH[..., 2 * half :]
     cos, sin = turn.cos_RWX[:, :, None, :], turn.sin_RWX[:, :, None, :]
-    turned_RWNH = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    turned_RWNH = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
     return turned_RWNH.astype(head_RWNH.dtype)
 
 
-def frequencies(config: ModelConfig) -> Float32[np.ndarray, "X"]:
-    """Radians per position: theta^(-2i/H), stretched as the checkpoint's scaling says."""
-    exponent_X = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequency_X = (1.0 / np.float32(config.rope_theta) ** exponent_X).astype(np.float32)
-    if config.rope_scaling is None:
-        return frequency_X
-    return _stretch(frequency_X, config.rope_scaling)
+def frequencies(dims: int, theta: float, scaling: RopeScaling | None) -> tuple[Float32[np.ndarray, "X"], float]:
+    """Radians per position, theta^(-2i/dims) stretched by a scaling; and what cosines and sines are multiplied by."""
+    exponent_X = np.arange(0, dims, 2, dtype=np.float32) / np.float32(dims)
+    frequency_X = (1.0 / np.float32(theta) ** exponent_X).astype(np.float32)
+    match scaling:
+        case None:
+            return frequency_X, 1.0
+        case LinearRope():
+            return frequency_X / np.float32(scaling.factor), 1.0
+        case Llama3Rope():
+            return _llama3(frequency_X, scaling), 1.0
+        case YarnRope():
+            return _yarn(frequency_X, theta, scaling), _magnitude(scaling)
+        case LongRope():
+            return frequency_X / np.asarray(scaling.short_factor, np.float32), scaling.attention_factor
 
 
-def _stretch(frequency_X: Float32[np.ndarray, "X"], scaling: Llama3Rope) -> Float32[np.ndarray, "X"]:
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """How much longer queries and keys become with a longer context: 0.1 scale ln(factor) + 1.
+
+    Source: Peng et al. 2023 (arXiv:2309.00071), eq. 22.
+    """
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _magnitude(scaling: YarnRope) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        whole = yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
+        return yarn_magnitude(scaling.factor, scaling.mscale) / whole
+    return yarn_magnitude(scaling.factor)
+
+
+def _llama3(frequency_X: Float32[np.ndarray, "X"], scaling: Llama3Rope) -> Float32[np.ndarray, "X"]:
     """Divide low frequencies by `factor`, keep high ones, blend linearly in between.
 
     A frequency is judged by how many turns it makes within the original context.
@@ -55,5 +101,30 @@ def _stretch(frequency_X: Float32[np.ndarray, "X"], scaling: Llama3Rope) -> Floa
     """
     turns_X = scaling.original_max_position_embeddings * frequency_X / (2 * math.pi)
     kept_X = (turns_X - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept_X = np.clip(kept_X, 0.0, 1.0)
-    return ((1 - kept_X) * frequency_X / scaling.factor + kept_X * frequency_X).astype(np.float32)
+    return _blend(frequency_X, scaling.factor, np.clip(kept_X, 0.0, 1.0))
+
+
+def _yarn(frequency_X: Float32[np.ndarray, "X"], theta: float, scaling: YarnRope) -> Float32[np.ndarray, "X"]:
+    """Keep frequencies of `beta_fast` turns and more, divide those of `beta_slow` and less, blend in between.
+
+    Source: Peng et al. 2023 (arXiv:2309.00071), section 3.2, as `rope_type: yarn` in transformers.
+    """
+    half = len(frequency_X)
+
+    def place(turns: float) -> float:
+        """Index, not a whole number, of the frequency that makes so many turns in the original context."""
+        context = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return half * math.log(context) / math.log(theta)
+
+    low, high = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    # Both may be one index; the step is then just behind it.
+    stretched_X = np.clip((np.arange(half, dtype=np.float32) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    return _blend(frequency_X, scaling.factor, 1 - stretched_X)
+
+
+def _blend(frequency_X: np.ndarray, factor: float, kept_X: np.ndarray) -> Float32[np.ndarray, "X"]:
+    """Frequencies of which a part is kept and the rest divided by the factor."""
+    return ((1 - kept_X) * frequency_X / factor + kept_X * frequency_X).astype(np.float32)

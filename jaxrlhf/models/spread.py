@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention import XLA, Attention, attend
+from jaxrlhf.models.scores import PLAIN, Scores
 
 
 @struct.dataclass
@@ -34,6 +35,7 @@ def attend_spread(
     key_RWKH: Float[Array, "R W K H"],
     value_RWKH: Float[Array, "R W K H"],
     spread: Spread,
+    scores: Scores = PLAIN,
     *,
     attention: Attention = XLA,
 ) -> Float[Array, "R W N H"]:
@@ -46,6 +48,7 @@ def attend_spread(
         return spread_RENH.reshape(rows * attention_rows, row_tokens, *head_RWNH.shape[2:])
 
     segment_XS = spread.segment_RAS.reshape(-1, row_tokens)
-    mixed_XSNH = attend(lay_out(query_RWNH), lay_out(key_RWKH), lay_out(value_RWKH), segment_XS, attention=attention)
-    mixed_RENH = mixed_XSNH.reshape(rows, attention_rows * row_tokens, *query_RWNH.shape[2:])
+    whole = lay_out(query_RWNH), lay_out(key_RWKH), lay_out(value_RWKH)
+    mixed_XSNH = attend(*whole, segment_XS, scores, attention=attention)
+    mixed_RENH = mixed_XSNH.reshape(rows, attention_rows * row_tokens, *mixed_XSNH.shape[2:])
     return jnp.take_along_axis(mixed_RENH, spread.home_RW[:, :, None, None], axis=1)

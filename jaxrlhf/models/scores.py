@@ -1,0 +1,47 @@
+"""What attention makes of products of queries and keys, and which of them it looks at."""
+
+import math
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Bool, Float, Int
+
+from jaxrlhf.batch import Array
+
+
+@struct.dataclass
+class Scores:
+    """How scores follow from products, and how far back they reach.
+
+    Attributes:
+      divisor: Of the products; None is sqrt(H).
+      soft_cap: Scores s become c tanh(s / c).
+      window: How many tokens a token sees, itself included; None is all before it.
+      slides: Whether there is a window in this layer, where layers differ and one program computes
+        them all; None: there is.
+    """
+
+    divisor: float | None = struct.field(pytree_node=False, default=None)
+    soft_cap: float | None = struct.field(pytree_node=False, default=None)
+    window: int | None = struct.field(pytree_node=False, default=None)
+    slides: Bool[Array, ""] | None = None
+
+    def divide_by(self, head_dim: int) -> float:
+        """The divisor for heads of a width."""
+        return math.sqrt(head_dim) if self.divisor is None else self.divisor
+
+    def cap(self, score: Float[Array, "*any"]) -> Float[Array, "*any"]:
+        """Divided products to scores."""
+        return score if self.soft_cap is None else self.soft_cap * jnp.tanh(score / self.soft_cap)
+
+    def sees(self, ago: Int[Array, "*any"]) -> Bool[Array, "*any"]:
+        """Whether a token looks at the one that many positions before it."""
+        seen = ago >= 0
+        if self.window is None:
+            return seen
+        near = ago < self.window
+        return seen & (near if self.slides is None else near | ~self.slides)
+
+
+PLAIN = Scores()
+"""q . k / sqrt(H), of everything before."""
