@@ -17,6 +17,7 @@ from jaxrlhf.algos.advantages import (
     rloo,
     to_tokens,
 )
+from jaxrlhf.algos.constrained import lagrangian_advantage, next_multiplier
 from jaxrlhf.algos.correction import Correction, SamplerGap, rollout_correction, sampler_gap
 from jaxrlhf.algos.kl import adaptive_kl_coefficient, kl_estimate
 from jaxrlhf.algos.losses import (
@@ -28,16 +29,18 @@ from jaxrlhf.algos.losses import (
     gspo_loss,
     sapo_loss,
 )
-from jaxrlhf.algos.masked import masked_mean, masked_sum, masked_var, segment_mean, selected, whiten
+from jaxrlhf.algos.masked import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, selected, whiten
 from jaxrlhf.algos.objectives import (
     Objective,
     TokenOutput,
     imitating_objective,
+    mixed_objective,
     nll_objective,
     policy_objective,
     value_objective,
 )
 from jaxrlhf.algos.preference import PairLoss, bradley_terry, dpo, ipo, linear_objective, pair_cost, with_likelihood
+from jaxrlhf.algos.process import leave_one_out_rewards, normalized_rewards, outcome_objective, process_returns
 from jaxrlhf.algos.shaping import overlong_penalty, token_rewards
 from jaxrlhf.algos.weights import token_weights
 
@@ -66,21 +69,29 @@ __all__ = [
     "imitating_objective",
     "ipo",
     "kl_estimate",
+    "lagrangian_advantage",
+    "leave_one_out_rewards",
     "length_adaptive_lambda",
     "length_weighted",
     "linear_objective",
     "masked_mean",
     "masked_sum",
     "masked_var",
+    "mixed_objective",
+    "next_multiplier",
     "nll_objective",
+    "normalized_rewards",
+    "outcome_objective",
     "overlong_penalty",
     "pair_cost",
     "policy_objective",
+    "process_returns",
     "rloo",
     "rollout_correction",
     "sampler_gap",
     "sapo_loss",
     "segment_mean",
+    "segment_sum",
     "selected",
     "to_tokens",
     "token_rewards",

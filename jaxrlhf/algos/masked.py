@@ -32,8 +32,8 @@ def masked_mean(
     return masked_sum(value, mask, axis=axis) / jnp.maximum(mask.sum(axis), 1)
 
 
-def segment_mean(value_RW: Float[Array, "R W"], segment_RW: Int[Array, "R W"]) -> Float[Array, "R W"]:
-    """For each token of packed rows, the mean over the tokens of its row with the same id; 0 where the id is 0.
+def segment_sum(value_RW: Float[Array, "R W"], segment_RW: Int[Array, "R W"]) -> Float[Array, "R W"]:
+    """For each token of packed rows, the sum over the tokens of its row with the same id; 0 where the id is 0.
 
     Args:
       segment_RW: Ids from 1 to W, in any order; 0 is what lies outside the mask.
@@ -41,13 +41,15 @@ def segment_mean(value_RW: Float[Array, "R W"], segment_RW: Int[Array, "R W"]) -
     size = segment_RW.shape[1] + 1
 
     def of_row(value_W: Array, segment_W: Array) -> Array:
-        total_S, count_S = (
-            jax.ops.segment_sum(x, segment_W, num_segments=size) for x in (value_W, jnp.ones_like(value_W))
-        )
-        return (total_S / jnp.maximum(count_S, 1))[segment_W]
+        return jax.ops.segment_sum(value_W, segment_W, num_segments=size)[segment_W]
 
     inside_RW = segment_RW > 0
     return selected(jax.vmap(of_row)(selected(value_RW, inside_RW), segment_RW), inside_RW)
+
+
+def segment_mean(value_RW: Float[Array, "R W"], segment_RW: Int[Array, "R W"]) -> Float[Array, "R W"]:
+    """As `segment_sum`, over the number of those tokens."""
+    return segment_sum(value_RW, segment_RW) / jnp.maximum(segment_sum(jnp.ones_like(value_RW), segment_RW), 1)
 
 
 def masked_var(value: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:

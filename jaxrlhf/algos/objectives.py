@@ -123,6 +123,30 @@ def imitating_objective(
     return Objective(policy.loss + imitation * nll, metrics)
 
 
+def mixed_objective(
+    output: TokenOutput,
+    mask: Bool[Array, "R W"],
+    weight: Float[Array, "R W"],
+    fields: Mapping[str, Num[Array, "R W"]],
+    settings: PolicyGradient,
+) -> Objective:
+    """`policy_objective` on what was sampled, and `-example_weight * logp` on examples that lie among it.
+
+    Args:
+      fields: Further, `example_weight`, above 0 at the tokens of examples and 0 elsewhere; and `metric_weight`, by
+        which means over the mask become means over what was sampled, or over the examples.
+
+    Source: Ouyang et al. 2022 (arXiv:2203.02155), eq. 2, with its pretraining term.
+    """
+    example_weight = _field(fields, "example_weight", mask)
+    sampled = mask & (example_weight == 0)
+    policy = policy_objective(output, sampled, weight, fields, settings)
+    nll = -selected(output.logp, mask & ~sampled)
+    scale = _field(fields, "metric_weight", mask)
+    metrics = {name: scale * value for name, value in {**policy.metrics, "ptx/loss": nll}.items()}
+    return Objective(policy.loss + example_weight * nll, metrics)
+
+
 def value_objective(
     output: Float[Array, "R W"],
     mask: Bool[Array, "R W"],

@@ -28,10 +28,11 @@ from jaxrlhf.config.distillation import Distillation
 from jaxrlhf.config.load import load, shipped
 from jaxrlhf.config.losses import AdaptiveKL, Aggregation, KLEstimator, KLInLoss, KLInReward, ValueLoss
 from jaxrlhf.config.override import override
-from jaxrlhf.config.placement import ROLLOUT, Pool, offloaded
+from jaxrlhf.config.placement import CRITICS, ROLLOUT, Pool, offloaded
 from jaxrlhf.config.policy_losses import CISPOLoss, GSPOLoss, PolicyLoss, RatioLoss, SAPOLoss
 from jaxrlhf.config.ppo import PPO
 from jaxrlhf.config.preference import DPO, IPO, RPO, CostModel, Preference, RewardModel
+from jaxrlhf.config.prime import PRIME
 from jaxrlhf.config.record import to_json
 from jaxrlhf.config.rewards import (
     ArithmeticReward,
@@ -50,6 +51,7 @@ from jaxrlhf.config.rewards import (
     TagsReward,
 )
 from jaxrlhf.config.run import Checkpointing, ColdStart, Config, Evaluation
+from jaxrlhf.config.safe_rlhf import Constraint, Ptx, SafeRLHF
 from jaxrlhf.config.sources import (
     Arithmetic,
     ArithmeticPairs,
@@ -67,6 +69,7 @@ from jaxrlhf.config.vapo import VAPO
 
 __all__ = [
     "CISPO",
+    "CRITICS",
     "DAPO",
     "DPO",
     "GPG",
@@ -75,6 +78,7 @@ __all__ = [
     "IPO",
     "OPO",
     "PPO",
+    "PRIME",
     "RLOO",
     "ROLLOUT",
     "RPO",
@@ -93,6 +97,7 @@ __all__ = [
     "ColdStart",
     "CommandLine",
     "Config",
+    "Constraint",
     "CosineLengthReward",
     "CostModel",
     "Data",
@@ -123,6 +128,7 @@ __all__ = [
     "Preference",
     "Pretrained",
     "PromptFile",
+    "Ptx",
     "RatioLoss",
     "RayCluster",
     "ReMax",
@@ -137,6 +143,7 @@ __all__ = [
     "Rewards",
     "Rollout",
     "SAPOLoss",
+    "SafeRLHF",
     "Sampling",
     "TagsReward",
     "Training",

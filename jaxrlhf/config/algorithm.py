@@ -15,6 +15,7 @@ from jaxrlhf.config.training import Sampling, Training
 
 if TYPE_CHECKING:
     from jaxrlhf.config.run import Config
+    from jaxrlhf.config.sources import Data
 
 _NARROWING = ("greedy", "top_p", "top_k", "min_tokens")
 """Settings of `Sampling` under which tokens do not come from the policy's own distribution."""
@@ -57,6 +58,10 @@ class Algorithm(ABC):
     def training(self, config: Config) -> dict[str, Training]:
         """How each trained role is trained."""
         return {"actor": config.actor}
+
+    def examples(self, config: Config) -> tuple[Data, int] | None:
+        """Data of the algorithm's own with worked solutions, and how many of them a step takes; None is no such."""
+        return None
 
     def check(self, config: Config) -> None:  # noqa: B027  most algorithms fit any configuration
         """Raise `ValueError` if the rest of the configuration does not fit this algorithm."""

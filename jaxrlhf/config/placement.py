@@ -8,6 +8,9 @@ from jaxrlhf.config.check import positive, require
 ROLLOUT = "rollout"
 """A role that any algorithm with an actor may place: it generates with copies of the actor's weights."""
 
+CRITICS = ("critic", "cost_critic")
+"""The roles whose model values prefixes; every other one that is the policy's kind of model speaks of tokens."""
+
 PARTS = ("parameters", "optimizer")
 
 

@@ -31,6 +31,7 @@ _PHASE = {
     "compute_values": "prepare",
     "update_actor": "update",
     "update_critic": "update",
+    "update_process_reward": "update",
 }
 """Which part of a step's time each verb belongs to."""
 
@@ -48,6 +49,7 @@ class Loop:
       held_out: Problems to evaluate on; empty evaluates nothing.
       checkpoints: Of the stage.
       log: Makes the stage's log, given the steps already done.
+      examples: Where those of the algorithm's own data come from, if it has some.
       prompt_lengths: Of all that the stage may generate from; their programs are compiled before its first step.
       decode: Token ids to text.
       on_step: Called after every step with its number and metrics.
@@ -61,6 +63,7 @@ class Loop:
     checkpoints: Checkpoints
     log: Callable[[int], StageLog]
     decode: Callable[[Sequence[int]], str]
+    examples: Loader | None = None
     prompt_lengths: Sequence[int] = ()
     on_step: OnStep | None = None
     interrupted: threading.Event = field(default_factory=threading.Event)
@@ -102,10 +105,11 @@ class Loop:
         evaluating = self._times(calls)  # what evaluation took is not the step's, but for weights that it had sent
         sent = {name: value for name, value in evaluating.items() if name.startswith("transfer/")}
         problems = self.loader.next()
+        examples = () if self.examples is None else self.examples.next()
         with self._profiled(number, log):
             start = time.perf_counter()
             result = resolve_dataflow(self.config.algorithm)(
-                self.roles, StepInput(self.config, problems, number - 1, state, self.loader.next)
+                self.roles, StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
             )
             step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
         log.step_calls(step)
@@ -170,6 +174,7 @@ class Loop:
 
     def _save(self, number: int, state: dict[str, float], metrics: Metrics) -> None:
         host = {"step": number, "state": state, "loader": self.loader.state(), "counters": self.roles.counters()}
+        host |= {} if self.examples is None else {"examples": self.examples.state()}
         metric = metrics.get("eval/accuracy")
         self.checkpoints.save(number, self.roles.items(), host, metric=metric)
 
@@ -180,6 +185,8 @@ class Loop:
         host = self.checkpoints.restore(latest, self.roles.items())
         self.roles.set_counters(host["counters"])
         self.loader.restore(host["loader"])
+        if self.examples is not None:
+            self.examples.restore(host["examples"])
         return latest, self.config.algorithm.resumed_state(host["state"])
 
 

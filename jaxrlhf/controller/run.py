@@ -39,11 +39,13 @@ class Data:
       train: The training split.
       evaluation: The held-out split.
       held_out: What is evaluated on: the first problems of that split.
+      examples: Of the algorithm's own data, if it has some.
     """
 
     train: Loaded
     evaluation: Loaded
     held_out: list[Problem]
+    examples: Loaded | None = None
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,9 @@ def run(
     tokenizer = load_tokenizer(tokenizer_path(config))
     model = model_config(config.model, tokenizer)
     data = load_data(config, tokenizer)
-    for stage in _stages(config):
-        _loader(stage, data)  # refuses too few problems now, and not after the cold start
+    for stage in _stages(config):  # refuses too few problems now, and not after the cold start
+        _loader(stage, data)
+        _example_loader(stage, data)
     workdir = workdir_of(config)
     placed = place(config, workdir, vocabulary=len(tokenizer)) if config.placement == "auto" else None
     display, launched = Display(), config if placed is None else placed.config
@@ -153,7 +156,7 @@ def _launch_and_run(shared: Shared, *, dry_run: bool) -> bool:
     config, data = shared.config, shared.data
     folder = None if dry_run else shared.workdir
     with closing(launch(config, shared.tokenizer, progress=shared.display.progress, workdir=folder)) as pools:
-        rows = settings_rows(config, shared.model, pools, data.train, data.evaluation)
+        rows = settings_rows(config, shared.model, pools, data.train, data.evaluation, data.examples)
         default_console().print(settings_table(rows, title=config.name))
         if dry_run:
             return False
@@ -171,7 +174,11 @@ def load_data(config: Config, tokenizer: Any) -> Data:
     solutions = {"max_solution_tokens": config.rollout.max_response_tokens} if supervised else {}
     train = load_problems(config.data, tokenizer, split="train", **limits, **solutions)
     evaluation = load_problems(config.data, tokenizer, split="evaluation", **limits)
-    return Data(train, evaluation, evaluation.problems[: config.evaluation.problems])
+    examples = None
+    if (own := config.algorithm.examples(config)) is not None:
+        solutions = {"max_solution_tokens": config.rollout.max_response_tokens}
+        examples = load_problems(own[0], tokenizer, split="train", **limits, **solutions)
+    return Data(train, evaluation, evaluation.problems[: config.evaluation.problems], examples)
 
 
 def _check_workdir(workdir: Path, config: Config) -> None:
@@ -212,6 +219,15 @@ def _stages(config: Config) -> list[Config]:
 def _loader(config: Config, data: Data) -> Loader:
     per_step = config.algorithm.problems_per_step(config)
     return Loader(data.train.problems, per_step=per_step, seed=config.seed)
+
+
+def _example_loader(config: Config, data: Data) -> Loader | None:
+    """Of the algorithm's own data, if it has some."""
+    own = config.algorithm.examples(config)
+    if own is None:
+        return None
+    assert data.examples is not None
+    return Loader(data.examples.problems, per_step=own[1], seed=config.seed)
 
 
 def _cold_start(config: Config) -> Config:
@@ -263,6 +279,7 @@ def _run_stage(shared: Shared, directory: Path, start: Path | None) -> Path | No
         config=config,
         roles=roles,
         loader=_loader(config, shared.data),
+        examples=_example_loader(config, shared.data),
         held_out=shared.data.held_out,
         checkpoints=checkpoints,
         log=open_log,

@@ -10,8 +10,18 @@ _SHOWN = 5
 """Malformed records of a split that the table names."""
 
 
-def settings_rows(config: Config, model: ModelConfig, pools: Pools, train: Loaded, evaluation: Loaded) -> list[Row]:
+def settings_rows(
+    config: Config,
+    model: ModelConfig,
+    pools: Pools,
+    train: Loaded,
+    evaluation: Loaded,
+    examples: Loaded | None = None,
+) -> list[Row]:
     """What the configuration comes down to on its devices.
+
+    Args:
+      examples: Of the algorithm's own data, if it has some.
 
     Raises:
       ValueError: A layout or a token budget that the devices cannot hold.
@@ -22,6 +32,7 @@ def settings_rows(config: Config, model: ModelConfig, pools: Pools, train: Loade
         compilation_cache.settings_row(),
         *_split_rows("training", train, len(train.problems)),
         *_split_rows("held out", evaluation, config.evaluation.problems),
+        *([] if examples is None else _split_rows("examples", examples, len(examples.problems))),
         *_step_rows(config),
         *pools.rows(),
     ]

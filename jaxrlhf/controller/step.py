@@ -34,6 +34,7 @@ class StepInput:
       index: 0 for the first step of the run.
       state: What the algorithm carries from step to step.
       more: Draws as many records again; the run's data position moves on with every call.
+      examples: Of the algorithm's own data, if it has some.
     """
 
     config: Config
@@ -41,6 +42,7 @@ class StepInput:
     index: int
     state: Mapping[str, float]
     more: Callable[[], Sequence[Problem]] | None = None
+    examples: Sequence[Problem] = ()
 
     @property
     def seed(self) -> int:

@@ -1,7 +1,9 @@
 """Supervised fine-tuning on worked solutions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import jax
 import numpy as np
 
 from jaxrlhf.algos import nll_objective, token_weights
@@ -30,3 +32,35 @@ def supervised_batch(problems: Sequence[Problem], *, width: int) -> Experience:
     prompt_id_B = np.array([problem.prompt_id for problem in problems], np.int64)
     weight_BT = np.asarray(token_weights(mask_BT, prompt_id_B, aggregation="token-mean"))
     return Experience(Sequences(token_BT, length_B, mask_BT, prompt_id_B), weight_BT, {})
+
+
+def with_examples(
+    batches: Sequence[Experience], problems: Sequence[Problem], *, coefficient: float
+) -> list[Experience]:
+    """Minibatches of responses, each with an equal share of the problems' solutions below it.
+
+    No field of the responses speaks of those; `mixed_objective` imitates them.
+    """
+    each = len(problems) // len(batches)
+    assert each * len(batches) == len(problems) > 0
+    return [
+        _with_examples(batch, problems[index * each : (index + 1) * each], coefficient)
+        for index, batch in enumerate(batches)
+    ]
+
+
+def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: float) -> Experience:
+    examples = supervised_batch(problems, width=batch.sequences.token_BT.shape[1])
+    # The prompts are of another source, so their ids are none of the responses'.
+    own = replace(examples.sequences, prompt_id_B=-1 - np.asarray(examples.sequences.prompt_id_B))
+    tokens = [np.sum(part.mask_BT) for part in (batch.sequences, own)]
+    sampled, taught = (
+        np.full_like(part.weight_BT, sum(tokens) / max(count, 1))
+        for part, count in zip((batch, examples), tokens, strict=True)
+    )
+    unsaid = np.zeros_like(taught)
+    fields = {name: np.concatenate([value, unsaid]) for name, value in batch.fields.items()}
+    fields["example_weight"] = np.concatenate([np.zeros_like(sampled), coefficient * examples.weight_BT])
+    fields["metric_weight"] = np.concatenate([sampled, taught])
+    sequences = jax.tree.map(lambda *parts: np.concatenate(parts), batch.sequences, own)
+    return Experience(sequences, np.concatenate([batch.weight_BT, unsaid]), fields)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import (
+    CRITICS,
     Config,
     FromScratch,
     Layout,
@@ -121,7 +122,7 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
             Role(
                 name,
                 shapes(getattr(algorithm, f"{name}_model", None) or config.model),
-                "value" if trained and name != "actor" else "lm",
+                "value" if name in CRITICS else "lm",
                 generates=samples and name == "actor",
                 passes=_passes(config, name),
                 trained=trained,

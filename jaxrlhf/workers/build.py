@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Params
-from jaxrlhf.config import ROLLOUT, Config, ModelReward, Pretrained, Training, offloaded
+from jaxrlhf.config import CRITICS, ROLLOUT, Config, ModelReward, Pretrained, Training, offloaded
 from jaxrlhf.data import decoder
 from jaxrlhf.engine import Engine
 from jaxrlhf.models.attention import Attention
@@ -43,7 +43,7 @@ from jaxrlhf.workers.generation import Ends, Generator, Sampler
 from jaxrlhf.workers.model import Progress, layout_of
 from jaxrlhf.workers.protocol import Place
 from jaxrlhf.workers.remat import choose_remat
-from jaxrlhf.workers.roles import Actor, Critic, Reference, Reward
+from jaxrlhf.workers.roles import Actor, Critic, ProcessReward, Reference, Reward
 from jaxrlhf.workers.start import copied, initial_params, saved_params
 from jaxrlhf.workers.tokens import check_same_tokens, check_vocabulary, stop_tokens
 
@@ -191,13 +191,16 @@ class Builder:
         if "reward" in roles:
             reward = Reward(self.scorer(), Place.alone(*self.rank), decoder(self.tokenizer), self._progress)
             workers["reward"], self._ends.listen = reward, reward.listen
-        if not {"actor", "critic", "reference"} & set(roles):
+        if not set(roles) - {ROLLOUT, "reward"}:
             return workers
         start = self._policy(stage, roles)
         if "reference" in roles:
             workers["reference"] = self._reference(start)
-        if "critic" in roles:
-            workers["critic"] = self._critic(start, stage)
+        for role in CRITICS:
+            if role in roles:
+                workers[role] = self._critic(role, start, stage)
+        if "process_reward" in roles:
+            workers["process_reward"] = self._process_reward(start, stage)
         if "actor" in roles:  # last: the others copy the policy that it takes over
             workers["actor"] = self._actor(start, stage)
         return workers
@@ -213,7 +216,7 @@ class Builder:
 
     def _policy(self, stage: Stage, roles: Collection[str]) -> Params:
         """The policy's float32 parameters before the stage, in the training layout of a role that needs them."""
-        role = next(name for name in ("actor", "reference", "critic") if name in roles)
+        role = next(name for name in ("actor", "reference", "process_reward", *CRITICS) if name in roles)
         mesh = self.mesh(role)
         layout = layout_of(mesh, self.model, "lm", role=role)
         if stage.policy is None:
@@ -304,27 +307,43 @@ class Builder:
             temperature=self.config.rollout.sampling.temperature,
         )
 
-    def _critic(self, start: Params, stage: Stage) -> Critic:
-        training, own = self.training("critic"), self.own_model("critic")
-        mesh = self.mesh("critic")
-        config = self.model_of("critic")
-        check_vocabulary(self.tokenizer, config, role="critic")
-        layout = layout_of(mesh, config, "value", role="critic")
+    def _critic(self, role: str, start: Params, stage: Stage) -> Critic:
+        training, own = self.training(role), self.own_model(role)
+        mesh = self.mesh(role)
+        config = self.model_of(role)
+        check_vocabulary(self.tokenizer, config, role=role)
+        layout = layout_of(mesh, config, "value", role=role)
         if own is None:
             trunk = {name: leaf for name, leaf in start.items() if name != "head"}
             params = copied(trunk, layout, param_shapes(config, "value", jnp.float32))
         else:
             params = initial_params(own, config, "value", layout, seed=self.config.seed)
         return Critic(
-            "critic",
+            role,
             config,
             "value",
             mesh,
             params,
             training,
-            **self._shared("critic"),
+            **self._shared(role),
             optimizer=training.optimizer,
             total_updates=stage.total_updates,
+        )
+
+    def _process_reward(self, start: Params, stage: Stage) -> ProcessReward:
+        training, mesh = self.training("process_reward"), self.mesh("process_reward")
+        layout = layout_of(mesh, self.model, "lm", role="process_reward")
+        return ProcessReward(
+            "process_reward",
+            self.model,
+            "lm",
+            mesh,
+            copied(start, layout, self.shapes),
+            training,
+            **self._shared("process_reward"),
+            optimizer=training.optimizer,
+            total_updates=stage.total_updates,
+            temperature=self.config.rollout.sampling.temperature,
         )
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrlhf.architecture import Head
-from jaxrlhf.config import ModelReward, offloaded
+from jaxrlhf.config import CRITICS, ROLLOUT, ModelReward, offloaded
 from jaxrlhf.models import read_config
 from jaxrlhf.parallel import BATCH_AXES, keeps_activations, training_activation_bytes, weights_held
 from jaxrlhf.workers.model import microbatch_shape, most_of_all_hosts
@@ -78,7 +78,7 @@ def update_bytes(builder: "Builder", role: str, roles: Collection[str]) -> float
 
 def head_of(role: str) -> Head:
     """What the last hidden state of a role is read with."""
-    return "value" if role == "critic" else "lm"
+    return "value" if role in CRITICS else "lm"
 
 
 def _held_bytes(builder: "Builder", role: str, *, updates: bool) -> float:
@@ -89,7 +89,7 @@ def _held_bytes(builder: "Builder", role: str, *, updates: bool) -> float:
             return 0.0
         judges = [part for part in config.rewards.parts if isinstance(part, ModelReward)]
         return sum(weights_held(read_config(part.path), "score", part.layout) * compute for part in judges)
-    if role not in ("actor", "critic", "reference"):
+    if role == ROLLOUT:
         return 0.0
     trained = role in config.algorithm.training(config)
     parts = {"parameters": _WEIGHT if trained else compute, "optimizer": _MOMENTS if trained else 0}

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Scores, Sequences
-from jaxrlhf.config import ROLLOUT, Sampling
+from jaxrlhf.config import CRITICS, ROLLOUT, Sampling
 from jaxrlhf.engine import Completion
 from jaxrlhf.models.heads import CHUNK_TOKENS, token_logp, values
 from jaxrlhf.parallel import Exchange, HybridEngine, Offer, Splits, Switch, SwitchError, to_device, to_host
@@ -197,6 +197,33 @@ class Critic(TrainedWorker):
         return self.update(minibatches, objective, settings).metrics
 
 
+class ProcessReward(TrainedWorker):
+    """A language model whose log-ratio to the reference is the reward of each token.
+
+    Args:
+      temperature: Of the rollout; the log-probabilities of every role are at this temperature.
+    """
+
+    def __init__(self, *args: Any, temperature: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._temperature = temperature
+
+    def _output(self, params: Params, rows: Rows, temperature: Array, *, entropy: bool = False) -> TokenOutput:
+        return _policy_output(self, params, rows, temperature, entropy=entropy)
+
+    @verb(THREE_D_PROTO)
+    def compute_log_prob(self, rollout: Rollout) -> Array:
+        """log pi of every chosen token under the process reward model."""
+        return self._forward_all(rollout.sequences, temperature=self._temperature).logp
+
+    @verb(THREE_D_PROTO)
+    def update_process_reward(
+        self, minibatches: Sequence[Experience], *, objective: Objective, settings: Hashable
+    ) -> Metrics:
+        """One update per minibatch."""
+        return self.update(minibatches, objective, settings, temperature=self._temperature).metrics
+
+
 class Reference(ModelWorker):
     """The frozen policy that the actor is kept close to."""
 
@@ -279,7 +306,8 @@ def response_texts(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> 
 
 WORKERS: dict[str, type] = {
     "actor": Actor,
-    "critic": Critic,
+    **dict.fromkeys(CRITICS, Critic),
+    "process_reward": ProcessReward,
     "reference": Reference,
     "reward": Reward,
     ROLLOUT: Generator,

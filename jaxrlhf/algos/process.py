@@ -1,0 +1,115 @@
+"""Rewards for each token out of what only whole responses are known to earn: the implicit process reward.
+
+A language model is trained so that its log-ratio to a reference, summed over a response, says
+whether the response is right. What the ratio is token by token then says which tokens made it so.
+
+Source: Yuan et al. 2024 (Free process rewards without process labels, arXiv:2412.01981); online, as a
+reward: Cui et al. 2025 (PRIME, arXiv:2502.01456).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int, Num
+
+from jaxrlhf.algos.advantages import discounted_returns
+from jaxrlhf.algos.groups import dense_ids, group_sum
+from jaxrlhf.algos.masked import masked_mean, segment_sum, selected
+from jaxrlhf.algos.objectives import Objective, TokenOutput
+from jaxrlhf.batch import Array
+
+
+def outcome_objective(
+    output: TokenOutput,
+    mask: Bool[Array, "R W"],
+    weight: Float[Array, "R W"],
+    fields: Mapping[str, Num[Array, "R W"]],
+    settings: Any,
+) -> Objective:
+    """Cross-entropy of a response's outcome y, given its summed log-ratio.
+
+        q_t  = logp_t - ref_logp_t
+        loss = -y log sigmoid(beta sum_t q_t) - (1 - y) log sigmoid(-beta sum_t q_t)
+
+    Each token of a response has its loss, so that weights whose sum over a response is 1 / responses
+    make the mean.
+
+    Args:
+      output: Of the process reward model.
+      fields: `ref_logp`, `outcome` (1 at the tokens of right responses, else 0), and `segment`.
+      settings: `beta` is read.
+
+    Source: Cui et al. 2025 (arXiv:2502.01456), eq. 5.
+    """
+    segment = selected(fields["segment"], mask)
+    ratio = selected(output.logp, mask) - selected(fields["ref_logp"], mask)
+    logit = settings.beta * segment_sum(ratio, segment)
+    right = selected(fields["outcome"], mask)
+    loss = selected(jax.nn.softplus(logit) - right * logit, mask)
+    # A response that the model has no opinion of counts as half right.
+    accuracy = jnp.where(logit == 0, 0.5, (logit > 0) == (right > 0))
+    return Objective(
+        selected(weight, mask) * loss,
+        {"process/loss": loss, "process/accuracy": selected(accuracy.astype(loss.dtype), mask)},
+    )
+
+
+def leave_one_out_rewards(
+    reward_BT: Float[Array, "B T"], paid_BT: Bool[Array, "B T"], group_B: Int[Array, "B"]
+) -> Float[Array, "B T"]:
+    """Each token's reward minus the mean reward of the other responses to the prompt.
+
+        r'_t = (n r_t - sum_{j of the group} m_j) / (n - 1)
+
+    with m_j the mean over the paid tokens of response j, and n the responses of the group that have
+    any. A group of one gives 0.
+
+    Args:
+      paid_BT: Where a reward is paid: at each token, or at the last one.
+      group_B: As in `group_relative`.
+
+    Source: Cui et al. 2025 (arXiv:2502.01456), eq. 6.
+    """
+    group_B = dense_ids(group_B)
+    counted_B = jnp.any(paid_BT, axis=1)
+    count_B = group_sum(jnp.asarray(counted_B, int), group_B)
+    mean_B = masked_mean(reward_BT, paid_BT, axis=1)
+    total_B = group_sum(mean_B, group_B)
+    relative_BT = (count_B[:, None] * reward_BT - total_B[:, None]) / jnp.maximum(count_B - 1, 1)[:, None]
+    return selected(relative_BT, paid_BT & (count_B > 1)[:, None])
+
+
+def normalized_rewards(reward_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """Rewards over the largest reward to go of the batch, so that no reward to go is above 1 in size.
+
+    r_t / (max |sum_{s >= t} r_s| + 1e-6)
+    """
+    return selected(reward_BT, mask_BT) / (jnp.abs(discounted_returns(reward_BT, mask_BT, gamma=1.0)).max() + 1e-6)
+
+
+def process_returns(
+    outcome_BT: Float[Array, "B T"],
+    process_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    group_B: Int[Array, "B"],
+    *,
+    gamma: float,
+) -> Float[Array, "B T"]:
+    """Reward to go of the outcome, and of the process, each relative to the other responses to the prompt.
+
+        sum_{s >= t} outcome'_s + sum_{s >= t} gamma^(s - t) process'_s
+
+    Args:
+      outcome_BT: Paid at the last chosen token.
+      process_BT: Paid at every chosen token.
+      gamma: Discount of the process rewards per chosen token.
+      group_B: As in `group_relative`.
+
+    Source: Cui et al. 2025 (arXiv:2502.01456), eq. 6.
+    """
+    chosen_from_BT = jnp.cumsum(mask_BT[:, ::-1], axis=1)[:, ::-1]
+    last_BT = mask_BT & (chosen_from_BT == 1)
+    outcome = discounted_returns(leave_one_out_rewards(outcome_BT, last_BT, group_B), mask_BT, gamma=1.0)
+    return outcome + discounted_returns(leave_one_out_rewards(process_BT, mask_BT, group_B), mask_BT, gamma=gamma)
