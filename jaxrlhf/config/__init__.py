@@ -26,6 +26,7 @@ from jaxrlhf.config.critic_free import (
 )
 from jaxrlhf.config.distillation import Distillation
 from jaxrlhf.config.load import load, shipped
+from jaxrlhf.config.lora import Lora
 from jaxrlhf.config.losses import AdaptiveKL, Aggregation, KLEstimator, KLInLoss, KLInReward, ValueLoss
 from jaxrlhf.config.override import override
 from jaxrlhf.config.placement import CRITICS, ROLLOUT, Pool, offloaded
@@ -59,6 +60,7 @@ from jaxrlhf.config.sources import (
     FromScratch,
     Gsm8k,
     Model,
+    Nnx,
     PairFile,
     Pretrained,
     PromptFile,
@@ -116,9 +118,11 @@ __all__ = [
     "KLInLoss",
     "KLInReward",
     "Layout",
+    "Lora",
     "MathReward",
     "Model",
     "ModelReward",
+    "Nnx",
     "Optimizer",
     "OverlongPunishment",
     "PairFile",

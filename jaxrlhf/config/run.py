@@ -131,6 +131,7 @@ class Config:
         )
         require(self.devices is None or self.devices > 0, f"Config.devices must be above 0 or None, got {self.devices}")
         self._check_placement()
+        self._check_lora()
         self._check_search()
         self._check_layouts()
         self._check_microbatches()
@@ -154,6 +155,26 @@ class Config:
         require(
             self.reference_layout is None or "reference" in roles,
             f"reference_layout is given, and {type(self.algorithm).__name__}{without} has no reference; drop it",
+        )
+
+    @property
+    def reference_is_frozen_actor(self) -> bool:
+        """Whether the reference is the actor as it was before its adapters were trained, without weights of its own."""
+        together = not self.pools or any({"actor", "reference"} <= set(pool.roles) for pool in self.pools)
+        alike = self.reference_layout in (None, self.actor.layout)
+        own = getattr(self.algorithm, "reference_model", None) is not None
+        return self.actor.lora is not None and "reference" in self.algorithm.roles and together and alike and not own
+
+    def _check_lora(self) -> None:
+        require(
+            self.actor.lora is None or "actor" in self.algorithm.roles,
+            f"actor.lora is given, and {type(self.algorithm).__name__} trains no actor; drop it",
+        )
+        waits = [entry for entry in self.offload if entry.partition(".")[0] == "reference"]
+        require(
+            not (waits and self.reference_is_frozen_actor),
+            f"offload: {', '.join(waits)}, and with actor.lora the reference is the actor's own frozen weights; "
+            "write actor.parameters",
         )
 
     def _check_search(self) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxrlhf.config.check import finite, not_negative, positive, require, within
+from jaxrlhf.config.lora import Lora
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Layout:
       tensor: t, ways every layer is split in training.
       generation_stage: p_g, ways the layers are divided in generation.
       generation_tensor: t_g, ways every layer is split in generation.
+      expert: Ways the experts of every layer are divided among devices, in training and in generation. The same
+        devices split rows and slots, and in training all other weights, as those of `fsdp` do.
 
     Source: HybridFlow (arXiv:2409.19256), section 5.1.
     """
@@ -32,10 +35,21 @@ class Layout:
     tensor: int = 1
     generation_stage: int = 1
     generation_tensor: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        positive(self, "fsdp", "stage", "tensor", "generation_stage", "generation_tensor")
+        positive(self, "fsdp", "stage", "tensor", "generation_stage", "generation_tensor", "expert")
         require(self.data is None or self.data > 0, f"Layout.data must be above 0 or None, got {self.data}")
+
+    @property
+    def copy_devices(self) -> int:
+        """Devices that one copy of the training state is split over."""
+        return self.fsdp * self.expert * self.stage * self.tensor
+
+    @property
+    def replica_devices(self) -> int:
+        """Devices that generate together."""
+        return self.expert * self.generation_stage * self.generation_tensor
 
     @property
     def refines(self) -> bool:
@@ -104,12 +118,14 @@ class Training:
       remat: Whether each layer's activations are computed again in the backward pass: `full`, all but the layer's
         input, or `none`, nothing. `auto` is `none` on an accelerator whose memory then has room to spare by the
         estimate that the table of derived settings shows, else `full`; on CPU `full` is faster.
+      lora: Train adapters beside frozen weights; None trains the weights.
     """
 
     optimizer: Optimizer = field(default_factory=Optimizer)
     layout: Layout = field(default_factory=Layout)
     tokens_per_microbatch: int = 16_384
     remat: Remat = "auto"
+    lora: Lora | None = None
 
     def __post_init__(self) -> None:
         positive(self, "tokens_per_microbatch")

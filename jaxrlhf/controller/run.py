@@ -239,7 +239,7 @@ def _cold_start(config: Config) -> Config:
         name=f"{config.name} (cold start)",
         algorithm=cold.algorithm,
         steps=cold.steps,
-        actor=replace(config.actor, optimizer=cold.optimizer),
+        actor=replace(config.actor, optimizer=cold.optimizer, lora=None),
         cold_start=None,
         profile_steps=(),
         pools=(),  # the run's pools are launched already, and have roles that this stage does not call

@@ -9,6 +9,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
 from jaxrlhf.models.attention import Attention, attend, attend_cache
 from jaxrlhf.models.cache import LayerCache
+from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
 from jaxrlhf.models.mlp import feed_forward
 from jaxrlhf.models.rope import Rotations, rotate
 from jaxrlhf.models.scores import Scores
@@ -16,16 +17,26 @@ from jaxrlhf.models.spread import Spread, attend_spread
 
 
 def layer_rows(
-    layer: Params, config: ModelConfig, hidden_RWD: Array, turn: Rotations, seen: Array | Spread, attention: Attention
+    layer: Params,
+    config: ModelConfig,
+    hidden_RWD: Array,
+    turn: Rotations,
+    seen: Array | Spread,
+    attention: Attention,
+    watched: Watched = UNWATCHED,
 ):
-    """One layer over packed rows, whose tokens see their segment or what is spread; also its keys and values."""
+    """One layer over packed rows, whose tokens see their segment or what is spread.
+
+    Also its keys and values, and what its router did, if it has one.
+    """
     query_RWNH, key_RWKH, value_RWKH = _heads(layer, config, hidden_RWD, turn)
     scores = _scores(layer, config)
     if isinstance(seen, Spread):
         mixed_RWNH = attend_spread(query_RWNH, key_RWKH, value_RWKH, seen, scores, attention=attention)
     else:
         mixed_RWNH = attend(query_RWNH, key_RWKH, value_RWKH, seen, scores, attention=attention)
-    return _finish(layer, config, hidden_RWD, mixed_RWNH), key_RWKH, value_RWKH
+    hidden_RWD, routed = _finish(layer, config, hidden_RWD, mixed_RWNH, attention, watched)
+    return hidden_RWD, key_RWKH, value_RWKH, routed
 
 
 def layer_slots(
@@ -38,13 +49,17 @@ def layer_slots(
     stored: LayerCache,
     attention: Attention,
 ):
-    """One layer over one token per slot, whose keys and values become the cache's entry `entry`."""
+    """One layer over one token per slot, whose keys and values become the cache's entry `entry`.
+
+    Also what its router did, if it has one.
+    """
     query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, hidden_B1D, turn)
     stored = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B)
     mixed_BNH = attend_cache(
         query_B1NH[:, 0], stored.key_BKHS, stored.value_BKSH, position_B, _scores(layer, config), attention=attention
     )
-    return _finish(layer, config, hidden_B1D, mixed_BNH[:, None]), stored
+    hidden_B1D, routed = _finish(layer, config, hidden_B1D, mixed_BNH[:, None], attention, UNWATCHED)
+    return hidden_B1D, stored, routed
 
 
 def join_projections(attention: Params) -> Params:
@@ -114,12 +129,15 @@ def _head_norm(config: ModelConfig, head_RWNH: Array, weight: Array) -> Array:
     return norm(config, whole_RWC, weight.reshape(-1)).reshape(head_RWNH.shape)
 
 
-def _finish(layer: Params, config: ModelConfig, hidden_RWD: Array, mixed_RWNH: Array) -> Array:
-    """Output projection and gated MLP, each added to the residual stream."""
+def _finish(
+    layer: Params, config: ModelConfig, hidden_RWD: Array, mixed_RWNH: Array, attention: Attention, watched: Watched
+) -> tuple[Array, Routed | None]:
+    """Output projection and MLP, each added to the residual stream."""
 
     def added(name: str, output_RWD: Array) -> Array:
         return output_RWD if config.norms == "pre" else norm(config, output_RWD, layer[f"{name}_output_norm"])
 
     hidden_RWD += added("attention", linear.project(mixed_RWNH, layer["attention"]["output"], dims=2))
     input_RWD = hidden_RWD if config.norms == "post" else norm(config, hidden_RWD, layer["mlp_norm"])
-    return hidden_RWD + added("mlp", feed_forward(layer["mlp"], config, input_RWD))
+    output_RWD, routed = feed_forward(layer["mlp"], config, input_RWD, attention=attention, watched=watched)
+    return hidden_RWD + added("mlp", output_RWD), routed

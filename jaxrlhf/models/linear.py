@@ -1,27 +1,81 @@
-"""Products of activations with weights."""
+"""Products of activations with weights, which may have an adapter."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
 from jaxrlhf.batch import Array
 
 
-def project(input_D: Array, weight: Array, *, dims: int = 1) -> Array:
+@struct.dataclass
+class Adapter:
+    """A low-rank change of a weight: `scale * down @ up`.
+
+    Attributes:
+      down: The weight's input dimensions, then the rank.
+      up: The rank, then the weight's output dimensions.
+    """
+
+    down: Any
+    up: Any
+    scale: float = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class Adapted:
+    """A weight with its adapter, in the weight's place in the tree."""
+
+    weight: Any
+    adapter: Adapter
+
+
+def project(input_D: Array, weight: Array | Adapted, *, dims: int = 1) -> Array:
     """Contract the last `dims` dimensions of the input with the first of the weight, in the input's dtype.
+
+    An adapter is applied beside its weight; their sum is never made:
+
+        y = x W + (scale * (x down)) up
 
     All dimensions that are kept become one on either side, so that every backend sees a plain
     matrix product, in the backward pass too; XLA:CPU computes a gradient that sums over several
     dimensions on one core.
     """
+    if isinstance(weight, Adapted):
+        adapter = weight.adapter
+        narrow_R = adapter.scale * project(input_D, adapter.down, dims=dims)
+        return project(input_D, weight.weight, dims=dims) + project(narrow_R, adapter.up)
     kept, inner = input_D.shape[: input_D.ndim - dims], weight.shape[:dims]
     size = 1
     for each in inner:
         size *= each
     matrix_DF = weight.astype(input_D.dtype).reshape(size, -1)
     return _product(input_D.reshape(-1, size), matrix_DF).reshape(*kept, *weight.shape[dims:])
+
+
+def side_by_side(weights: Sequence[Array | Adapted], join: Callable[[list[Array]], Array]) -> Array | Adapted:
+    """Weights of one input as one; the ranks of their adapters lie one after another.
+
+    Args:
+      join: Puts weights, or what is shaped like them but for their inputs, side by side along their outputs.
+    """
+    own = {place: weight.adapter for place, weight in enumerate(weights) if isinstance(weight, Adapted)}
+    plain = [weight.weight if isinstance(weight, Adapted) else weight for weight in weights]
+    if not own:
+        return join(plain)
+
+    def up(place: int) -> Array:
+        """Zero in the outputs of the others."""
+        up_R = own[place].up
+        blocks = [jnp.zeros((len(up_R), *weight.shape[1:]), up_R.dtype) for weight in plain]
+        return join([*blocks[:place], up_R, *blocks[place + 1 :]])
+
+    [scale] = {adapter.scale for adapter in own.values()}
+    down = jnp.concatenate([adapter.down for adapter in own.values()], axis=-1)
+    return Adapted(join(plain), Adapter(down, jnp.concatenate([up(place) for place in own], axis=0), scale))
 
 
 @jax.custom_vjp

@@ -25,12 +25,19 @@ class Param:
       dims: Name of each dimension for the sharding rules; None where it is never split.
       init: How it starts when no checkpoint gives it.
       fan_in: Inputs that one output sums over; a normal weight starts with variance 1 / fan_in.
+      padding: Entries at the end of the first dimension that are no part of the model: always zeros.
     """
 
     shape: tuple[int, ...]
     dims: tuple[str | None, ...]
     init: Literal["normal", "ones", "zeros"] = "normal"
     fan_in: int = 1
+    padding: int = 0
+
+    @property
+    def unpadded(self) -> tuple[int, ...]:
+        """Shape without the padding."""
+        return (self.shape[0] - self.padding, *self.shape[1:])
 
     @property
     def stacked(self) -> bool:

@@ -4,13 +4,15 @@ from jaxrlhf.parallel.devices import KNOWN_HARDWARE, hardware, load_hardware, re
 from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.hybrid import HybridEngine, Switch, SwitchError
 from jaxrlhf.parallel.islands import hand_over, island_of, local_island
-from jaxrlhf.parallel.memory import keeps_activations, training_activation_bytes, weights_held
+from jaxrlhf.parallel.memory import adapters_held, keeps_activations, training_activation_bytes, weights_held
 from jaxrlhf.parallel.mesh import (
     AXES,
     BATCH_AXES,
+    EXPERT_AXES,
     SLOT_AXES,
     STAGE_AXES,
     TENSOR_AXES,
+    WEIGHT_AXES,
     factored_mesh,
     generation_mesh,
     mesh_of,
@@ -31,12 +33,14 @@ from jaxrlhf.parallel.workload import (
 __all__ = [
     "AXES",
     "BATCH_AXES",
+    "EXPERT_AXES",
     "GENERATE",
     "KNOWN_HARDWARE",
     "SLOT_AXES",
     "STAGE_AXES",
     "TENSOR_AXES",
     "TRAIN",
+    "WEIGHT_AXES",
     "Delivery",
     "Exchange",
     "Hardware",
@@ -49,6 +53,7 @@ __all__ = [
     "Switch",
     "SwitchError",
     "TransferError",
+    "adapters_held",
     "cache_capacities",
     "cast_shapes",
     "check_divisible",

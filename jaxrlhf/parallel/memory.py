@@ -1,7 +1,7 @@
 """What a device holds, in bytes."""
 
 from jaxrlhf.architecture import Head, ModelConfig
-from jaxrlhf.config import Layout
+from jaxrlhf.config import Layout, Lora
 
 LOGIT_CHUNK_TOKENS = 512
 """Tokens of one device whose logits exist at a time, as `models` has it."""
@@ -67,12 +67,31 @@ def _inner(model: ModelConfig) -> int:
 
 def weights_held(model: ModelConfig, head: Head, layout: Layout) -> float:
     """Weights of a model that one device holds in the training layout."""
-    return model.num_parameters(head) / (layout.stage * layout.tensor * layout.fsdp)
+    return model.num_parameters(head) / layout.copy_devices
+
+
+def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
+    """Weights of a model's adapters that one device holds in the training layout.
+
+    Of a matrix, `tensor` splits the adapter's side towards heads or MLP, and `fsdp` the other.
+    """
+    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    inner = {"query": heads, "key": kv_heads, "value": kv_heads, "output": heads}
+    each = [
+        model.hidden_size / layout.fsdp + inner.get(name, model.intermediate_size) / layout.tensor
+        for name in lora.targets
+    ]
+    return lora.rank * model.num_layers / layout.stage * sum(each)
 
 
 def weights_generating(model: ModelConfig, layout: Layout) -> float:
     """Weights of a policy that one device holds while it generates."""
-    return model.num_parameters("lm") / (layout.generation_stage * layout.generation_tensor)
+    split = layout.generation_stage * layout.generation_tensor
+    if model.experts is None:
+        return model.num_parameters("lm") / split
+    each = 3 * model.hidden_size * model.experts.intermediate_size
+    routed = model.num_layers * model.experts.count * each
+    return (model.num_parameters("lm") - routed + routed / layout.expert) / split
 
 
 def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:

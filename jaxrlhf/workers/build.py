@@ -11,18 +11,20 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
-from jaxrlhf.config import CRITICS, ROLLOUT, Config, ModelReward, Pretrained, Training, offloaded
+from jaxrlhf.config import CRITICS, ROLLOUT, Config, Lora, ModelReward, Pretrained, Training, offloaded
 from jaxrlhf.data import decoder
 from jaxrlhf.engine import Engine
 from jaxrlhf.models.attention import Attention
 from jaxrlhf.models.hf_config import read_config
 from jaxrlhf.models.kernel_choice import choose_attention
+from jaxrlhf.models.lora import adapter_shapes
 from jaxrlhf.models.origin import model_config
 from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.parallel import (
     BATCH_AXES,
+    EXPERT_AXES,
     GENERATE,
     SLOT_AXES,
     STAGE_AXES,
@@ -43,9 +45,10 @@ from jaxrlhf.workers.generation import Ends, Generator, Sampler
 from jaxrlhf.workers.model import Progress, layout_of
 from jaxrlhf.workers.protocol import Place
 from jaxrlhf.workers.remat import choose_remat
-from jaxrlhf.workers.roles import Actor, Critic, ProcessReward, Reference, Reward
-from jaxrlhf.workers.start import copied, initial_params, saved_params
+from jaxrlhf.workers.roles import Actor, Critic, FrozenActor, ProcessReward, Reference, Reward
+from jaxrlhf.workers.start import copied, initial_adapters, initial_params, saved_params
 from jaxrlhf.workers.tokens import check_same_tokens, check_vocabulary, stop_tokens
+from jaxrlhf.workers.weights import adapter_layout, frozen_shapes, held_shapes, policy_dims, policy_shapes
 
 
 def compute_dtype(config: Config, devices: Sequence[jax.Device]) -> jnp.dtype:
@@ -64,12 +67,14 @@ class Stage:
       roles: That the stage calls.
       total_updates: Over which learning rates decay.
       policy: Folder of a checkpoint's actor to start from; None is the configuration's model.
+      adapters: Idem of its adapters; None is as the configuration starts them.
     """
 
     config: Config
     roles: tuple[str, ...]
     total_updates: int
     policy: Path | None = None
+    adapters: Path | None = None
 
 
 class Builder:
@@ -117,8 +122,9 @@ class Builder:
             mesh = factored_mesh(layout, pool.devices)
             layout_of(mesh, self.model, "lm", role="actor")
             if not apart:
-                generation, dims = generation_mesh(layout, pool.devices), param_dims(self.model, "lm")
-                self.hybrid = HybridEngine.by_rules(mesh, generation, dims, self.shapes, dtype=self.dtype)
+                generation, dims = generation_mesh(layout, pool.devices), policy_dims(self.model, config.actor.lora)
+                shapes = policy_shapes(self.model, config.actor.lora, dtype=self.dtype)
+                self.hybrid = HybridEngine.by_rules(mesh, generation, dims, shapes, dtype=self.dtype)
                 self.sampler = self._sampler(generation)
         if ROLLOUT in roles:
             self.sampler = self._sampler(
@@ -156,6 +162,7 @@ class Builder:
                 island,
                 row_axes=SLOT_AXES,
                 head_axes=("tensor",),
+                expert_axes=EXPERT_AXES,
                 stage_axes=("stage",),
                 decodes=True,
                 wanted=config.attention,
@@ -194,7 +201,8 @@ class Builder:
         if not set(roles) - {ROLLOUT, "reward"}:
             return workers
         start = self._policy(stage, roles)
-        if "reference" in roles:
+        frozen_actor = stage.config.reference_is_frozen_actor
+        if "reference" in roles and not frozen_actor:
             workers["reference"] = self._reference(start)
         for role in CRITICS:
             if role in roles:
@@ -203,25 +211,42 @@ class Builder:
             workers["process_reward"] = self._process_reward(start, stage)
         if "actor" in roles:  # last: the others copy the policy that it takes over
             workers["actor"] = self._actor(start, stage)
+        if "reference" in roles and frozen_actor:
+            lora = self.config.actor.lora
+            adapters = self._adapters("actor", "lm", lora) if lora is not None and lora.start is not None else {}
+            workers["reference"] = FrozenActor(workers["actor"], adapters or {})
         return workers
 
-    def generation_shapes(self, role: str = "actor") -> Any:
-        """Shapes of the policy as it generates, or of the reference, which is as precise."""
-        config = self.model_of(role)
-        return cast_shapes(param_dims(config, "lm"), param_shapes(config, "lm", jnp.float32), dtype=self.dtype)
+    def generation_shapes(self) -> Any:
+        """Shapes of the policy's weights as it generates."""
+        lora = self.config.actor.lora
+        trained = policy_shapes(self.model, lora, dtype=self.dtype)
+        return cast_shapes(policy_dims(self.model, lora), trained, dtype=self.dtype)
 
     def generation_layout(self, mesh: Mesh) -> Any:
-        """Shardings of the policy as it generates on a mesh."""
-        return shardings(mesh, param_dims(self.model, "lm"), GENERATE)
+        """Shardings of the policy's weights as it generates on a mesh."""
+        return shardings(mesh, policy_dims(self.model, self.config.actor.lora), GENERATE)
 
     def _policy(self, stage: Stage, roles: Collection[str]) -> Params:
-        """The policy's float32 parameters before the stage, in the training layout of a role that needs them."""
+        """The policy's parameters before the stage, in the training layout and dtypes of a role that needs them."""
         role = next(name for name in ("actor", "reference", "process_reward", *CRITICS) if name in roles)
         mesh = self.mesh(role)
         layout = layout_of(mesh, self.model, "lm", role=role)
+        lora = stage.config.actor.lora if role == "actor" else None
+        shapes = held_shapes(self.model, "lm", lora, dtype=self.dtype)
         if stage.policy is None:
-            return initial_params(self.config.model, self.model, "lm", layout, seed=self.config.seed)
-        return saved_params(stage.policy, self.shapes, layout)
+            return initial_params(self.config.model, self.model, "lm", layout, shapes, seed=self.config.seed)
+        return saved_params(stage.policy, shapes, layout)
+
+    def _adapters(self, role: str, head: Head, lora: Lora | None, saved: Path | None = None) -> Params | None:
+        """What is trained beside a role's frozen parameters, as it starts; None where they are trained themselves."""
+        if lora is None:
+            return None
+        config = self.model_of(role)
+        layout = adapter_layout(self.mesh(role), config, head, lora, role=role)
+        if saved is not None:
+            return saved_params(saved, adapter_shapes(config, head, lora), layout)
+        return initial_adapters(config, head, lora, layout, seed=self.config.seed)
 
     def mesh(self, role: str) -> Mesh:
         """The training mesh of a role on this pool."""
@@ -235,6 +260,7 @@ class Builder:
             self.mesh(role),
             row_axes=BATCH_AXES,
             head_axes=TENSOR_AXES,
+            expert_axes=EXPERT_AXES,
             stage_axes=STAGE_AXES,
             wanted=self.config.attention,
         )
@@ -283,6 +309,7 @@ class Builder:
             **self._shared("actor"),
             optimizer=stage.config.actor.optimizer,
             total_updates=stage.total_updates,
+            adapters=self._adapters("actor", "lm", stage.config.actor.lora, stage.adapters),
             sampler=self.sampler,
             hybrid=self.hybrid,
             exchange=self._exchange,
@@ -292,16 +319,17 @@ class Builder:
     def _reference(self, start: Params) -> Reference:
         mesh, config, own = self.mesh("reference"), self.model_of("reference"), self.own_model("reference")
         layout = layout_of(mesh, config, "lm", role="reference")
+        shapes = frozen_shapes(config, "lm", dtype=self.dtype)
         if own is not None:
             check_vocabulary(self.tokenizer, config, role="reference")
             check_same_tokens(self.tokenizer, own.path)
-            start = initial_params(own, config, "lm", layout, seed=self.config.seed)
+            start = initial_params(own, config, "lm", layout, shapes, seed=self.config.seed)
         return Reference(
             "reference",
             config,
             "lm",
             mesh,
-            copied(start, layout, self.generation_shapes("reference")),
+            copied(start, layout, shapes),
             self.training("reference"),
             **self._shared("reference"),
             temperature=self.config.rollout.sampling.temperature,
@@ -309,15 +337,20 @@ class Builder:
 
     def _critic(self, role: str, start: Params, stage: Stage) -> Critic:
         training, own = self.training(role), self.own_model(role)
-        mesh = self.mesh(role)
+        mesh, lora = self.mesh(role), training.lora
         config = self.model_of(role)
         check_vocabulary(self.tokenizer, config, role=role)
         layout = layout_of(mesh, config, "value", role=role)
+        shapes = held_shapes(config, "value", lora, dtype=self.dtype)
         if own is None:
             trunk = {name: leaf for name, leaf in start.items() if name != "head"}
-            params = copied(trunk, layout, param_shapes(config, "value", jnp.float32))
+            params = copied(trunk, layout, shapes)
         else:
-            params = initial_params(own, config, "value", layout, seed=self.config.seed)
+            params = initial_params(own, config, "value", layout, shapes, seed=self.config.seed)
+        adapters = self._adapters(role, "value", lora)
+        if adapters is not None and lora is not None:
+            head = params.pop("head")  # trained whole, and so among the adapters
+            adapters = {**adapters, "head": head} if lora.start is None else adapters
         return Critic(
             role,
             config,
@@ -328,6 +361,7 @@ class Builder:
             **self._shared(role),
             optimizer=training.optimizer,
             total_updates=stage.total_updates,
+            adapters=adapters,
         )
 
     def _process_reward(self, start: Params, stage: Stage) -> ProcessReward:
@@ -338,11 +372,12 @@ class Builder:
             self.model,
             "lm",
             mesh,
-            copied(start, layout, self.shapes),
+            copied(start, layout, held_shapes(self.model, "lm", training.lora, dtype=self.dtype)),
             training,
             **self._shared("process_reward"),
             optimizer=training.optimizer,
             total_updates=stage.total_updates,
+            adapters=self._adapters("process_reward", "lm", training.lora),
             temperature=self.config.rollout.sampling.temperature,
         )
 

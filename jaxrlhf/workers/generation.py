@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxrlhf.batch import Problem, Rollout, Sequences
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Completion, Engine, Request
+from jaxrlhf.models.lora import adapted
 from jaxrlhf.parallel import Exchange, Offer, Splits, hand_over, splits_of
 from jaxrlhf.workers.model import Metrics, Progress
 from jaxrlhf.workers.protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, Place, verb
@@ -50,8 +51,14 @@ class Sampler:
     ends: Ends
 
     def load(self, weights: Any, version: int) -> None:
-        """Set the engine's weights, given in the generation layout over the whole mesh."""
-        self.engine.load(hand_over(weights, self.island), version)
+        """Set the engine's weights, given in the generation layout over the whole mesh.
+
+        Args:
+          weights: `parameters`, and where they have some, `adapters`, which are applied beside them: added to weights
+            of few bits, small changes would be rounded away.
+        """
+        here = hand_over(weights, self.island)
+        self.engine.load(adapted(here["parameters"], here.get("adapters", {})), version)
 
     def generate(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int

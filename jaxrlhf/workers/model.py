@@ -20,12 +20,14 @@ from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Training
 from jaxrlhf.models.attention import Attention
 from jaxrlhf.models.decoder import hidden_states
+from jaxrlhf.models.lora import adapted
 from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.models.pipeline import pipeline_over
 from jaxrlhf.parallel import (
     BATCH_AXES,
     STAGE_AXES,
     TRAIN,
+    WEIGHT_AXES,
     Moved,
     check_divisible,
     packed_row_tokens,
@@ -84,7 +86,7 @@ class ModelWorker(ABC):
         self._layout = jax.tree.map(lambda x: x.sharding, params)
         self._offload, self._users = frozenset(offload), Counter[str]()
         self._moves: list[Moved] = []
-        self._pipeline = pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=("fsdp",))
+        self._pipeline = pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
         self.dtype, self._attention = dtype, attention
         self._progress = progress
         self._width = width
@@ -139,14 +141,19 @@ class ModelWorker(ABC):
 
         return jax.tree.map(put, tree)
 
-    def _forward_all(self, sequences: Sequences, *, temperature: float = 1.0) -> Any:
-        """`_output` of this process's sequences, as host `[B, T]` arrays."""
+    def _forward_all(self, sequences: Sequences, *, temperature: float = 1.0, adapters: Params | None = None) -> Any:
+        """`_output` of this process's sequences, as host `[B, T]` arrays.
+
+        Args:
+          adapters: In place of those that are trained beside frozen parameters, or none of them.
+        """
         packing = self._pack(sequences)
         scale = np.float32(temperature)
         outputs = []
         with self.on_devices("parameters"):
+            params = self.params if adapters is None else adapted(self._parts["parameters"], adapters)
             for rows in packing.rows():
-                outputs.append(self._forward(self.params, self._on_mesh(rows), scale))
+                outputs.append(self._forward(params, self._on_mesh(rows), scale))
                 self._progress(f"{self.role} forward", len(outputs), packing.microbatches)
             return jax.tree.map(lambda *parts: packing.unpack(np.stack([_own_rows(x) for x in parts])), *outputs)
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxrlhf.architecture import Head
 from jaxrlhf.config import CRITICS, ROLLOUT, ModelReward, offloaded
 from jaxrlhf.models import read_config
-from jaxrlhf.parallel import BATCH_AXES, keeps_activations, training_activation_bytes, weights_held
+from jaxrlhf.parallel import BATCH_AXES, adapters_held, keeps_activations, training_activation_bytes, weights_held
 from jaxrlhf.workers.model import microbatch_shape, most_of_all_hosts
 
 if TYPE_CHECKING:
@@ -91,8 +91,15 @@ def _held_bytes(builder: "Builder", role: str, *, updates: bool) -> float:
         return sum(weights_held(read_config(part.path), "score", part.layout) * compute for part in judges)
     if role == ROLLOUT:
         return 0.0
-    trained = role in config.algorithm.training(config)
-    parts = {"parameters": _WEIGHT if trained else compute, "optimizer": _MOMENTS if trained else 0}
+    if role == "reference" and config.reference_is_frozen_actor:
+        return 0.0
+    training = config.algorithm.training(config).get(role)
+    model, layout = builder.model_of(role), builder.training(role).layout
+    frozen, learnt = weights_held(model, head_of(role), layout), 0.0
+    if training is not None and training.lora is not None and config.cold_start is None:  # which trains all weights
+        learnt = adapters_held(model, training.lora, layout)
+    elif training is not None:
+        frozen, learnt = 0.0, frozen
+    parts = {"parameters": frozen * compute + learnt * _WEIGHT, "optimizer": learnt * _MOMENTS}
     kept = sum(size for part, size in parts.items() if updates or not offloaded(config.offload, role, part))
-    weights = weights_held(builder.model_of(role), head_of(role), builder.training(role).layout)
-    return weights * (kept + (_GRADIENTS if updates else 0))
+    return kept + (learnt * _GRADIENTS if updates else 0)

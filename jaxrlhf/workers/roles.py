@@ -89,9 +89,10 @@ class Actor(TrainedWorker):
         assert self._sampler is not None and self._hybrid is not None, "another pool generates for this actor"
         with self.on_devices("parameters"):
             try:
-                weights = self._switch(self._hybrid.to_generation(self.params))
+                weights = self._switch(self._hybrid.to_generation(self._weights))
             except SwitchError as error:
-                self._parts["parameters"], _ = self._hybrid.to_training(error.weights, self.params)
+                back, _ = self._hybrid.to_training(error.weights, self._weights)
+                self._parts.update(back)
                 raise
             try:
                 self._sampler.load(weights, self.version)
@@ -99,7 +100,12 @@ class Actor(TrainedWorker):
                     yield self._sampler
             finally:
                 self._sampler.engine.unload()
-                self._parts["parameters"] = self._switch(self._hybrid.to_training(weights, self.params))
+                self._parts.update(self._switch(self._hybrid.to_training(weights, self._weights)))
+
+    @property
+    def _weights(self) -> dict[str, Params]:
+        """What is switched to generate: the parameters, and where they have adapters, those."""
+        return {part: self._parts[part] for part in ("parameters", "adapters") if part in self._parts}
 
     @contextmanager
     def _masters_away(self, hybrid: HybridEngine) -> Iterator[None]:
@@ -107,11 +113,12 @@ class Actor(TrainedWorker):
         if "parameters" not in self._offload:
             yield
             return
-        masters = jax.tree.map(lambda leaf, waits: leaf if waits else None, self.params, hybrid.masters)
+        params = self._parts["parameters"]
+        masters = jax.tree.map(lambda leaf, waits: leaf if waits else None, params, hybrid.masters["parameters"])
         waiting, moved = to_host(masters)
         self._moves.append(moved)
         self._parts["parameters"] = jax.tree.map(
-            lambda leaf, master: leaf if master is None else master, self.params, waiting
+            lambda leaf, master: leaf if master is None else master, params, waiting
         )
         try:
             yield
@@ -146,7 +153,7 @@ class Actor(TrainedWorker):
         with self.on_devices("parameters"):
             # What is sent back to the host after this would be gone before it is taken.
             keep = "parameters" not in self._offload
-            return self.version, self._exchange.offer(self.params, wanted[0], keep=keep)
+            return self.version, self._exchange.offer(self._weights, wanted[0], keep=keep)
 
     @verb(THREE_D_PROTO)
     def compute_log_prob(self, rollout: Rollout | Sequences, *, temperature: float | None = None) -> Array:
@@ -161,6 +168,11 @@ class Actor(TrainedWorker):
             )
         scale = self._temperature if temperature is None else temperature
         return self._forward_all(sequences_of(rollout), temperature=scale).logp
+
+    def frozen_log_prob(self, sequences: Sequences, adapters: Params, *, temperature: float | None) -> Array:
+        """log pi of every chosen token under the frozen weights with these adapters."""
+        scale = self._temperature if temperature is None else temperature
+        return self._forward_all(sequences, temperature=scale, adapters=adapters).logp
 
     @verb(THREE_D_PROTO)
     def update_actor(
@@ -239,6 +251,23 @@ class Reference(ModelWorker):
         """log pi_ref of every chosen token. `temperature=None` is the rollout's."""
         scale = self._temperature if temperature is None else temperature
         return self._forward_all(sequences_of(rollout), temperature=scale).logp
+
+
+class FrozenActor:
+    """A reference that is the actor's own frozen weights: it takes no memory for any.
+
+    Args:
+      adapters: That the actor started from; empty where it started from the weights alone.
+    """
+
+    def __init__(self, actor: Actor, adapters: Params) -> None:
+        self.place = actor.place
+        self._actor, self._adapters = actor, adapters
+
+    @verb(THREE_D_PROTO)
+    def compute_ref_log_prob(self, rollout: Rollout | Sequences, *, temperature: float | None = None) -> Array:
+        """As of any reference."""
+        return self._actor.frozen_log_prob(sequences_of(rollout), self._adapters, temperature=temperature)
 
 
 class Reward:

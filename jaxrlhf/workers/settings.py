@@ -3,16 +3,15 @@
 import math
 from collections.abc import Collection
 
-import numpy as np
-
 from jaxrlhf.config import ROLLOUT, Layout, PolicyGradient, Preference
-from jaxrlhf.models.parameters import param_shapes
+from jaxrlhf.models.lora import adapter_shapes
 from jaxrlhf.parallel import BATCH_AXES, SLOT_AXES, HybridEngine, shard_bytes, training_activation_bytes
 from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.generation import Sampler
 from jaxrlhf.workers.model import layout_of, microbatch_shape
 from jaxrlhf.workers.protocol import Place
 from jaxrlhf.workers.remat import head_of
+from jaxrlhf.workers.weights import adapter_layout, frozen_shapes, held_shapes
 
 Row = tuple[str, str, str, str]
 """Section, name, value, and what the value follows from."""
@@ -33,9 +32,13 @@ def pool_rows(builder: Builder, roles: Collection[str]) -> list[Row]:
     for role in _trained(builder, roles):
         rows += _trained_rows(role, builder)
     if "reference" in roles:
-        layout = layout_of(builder.mesh("reference"), builder.model_of("reference"), "lm", role="reference")
-        held = _bytes(shard_bytes(builder.generation_shapes("reference"), layout))
-        rows.append(("reference", "weights", held, _waits(builder, "reference") or "per device"))
+        model = builder.model_of("reference")
+        layout = layout_of(builder.mesh("reference"), model, "lm", role="reference")
+        held = _bytes(shard_bytes(frozen_shapes(model, "lm", dtype=builder.dtype), layout))
+        where = _waits(builder, "reference") or "per device"
+        if builder.config.reference_is_frozen_actor:
+            held, where = "none", "the actor's own, without what its adapters learnt"
+        rows.append(("reference", "weights", held, where))
     if builder.hybrid is not None:
         rows += _switch_rows(builder.hybrid, builder)
     if builder.sampler is not None:
@@ -76,7 +79,7 @@ def _trained(builder: Builder, roles: Collection[str]) -> list[str]:
 def _trained_rows(role: str, builder: Builder) -> list[Row]:
     training, mesh, model = builder.training(role), builder.mesh(role), builder.model_of(role)
     head, remat = head_of(role), builder.remat[role]
-    weights = shard_bytes(param_shapes(model, head, np.float32), layout_of(mesh, model, head, role=role))
+    weights, state = _train_state(builder, role)
     row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.width, role=role)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     per_device = microbatch_rows * row_tokens // shards
@@ -90,15 +93,24 @@ def _trained_rows(role: str, builder: Builder) -> list[Row]:
         itemsize=builder.dtype.itemsize,
         remat=remat.on,
     )
-    state = _waits(builder, role) or "per device: float32 weights, gradient, two Adam moments"
     return [
         (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x stage x tensor"),
         (role, "microbatch", f"{microbatch_rows} x {row_tokens} tokens", f"{per_device} tokens per device"),
         (role, "attention", f"rows={kernel}", _kernels_from(builder)),
-        (role, "train state", _bytes(4 * weights), state),
+        (role, "train state", _bytes(weights), _waits(builder, role) or state),
         (role, "remat", "full" if remat.on else "none", remat.why),
         (role, "activations", _bytes(int(activations)), "per device while updating, about, logits included"),
     ]
+
+
+def _train_state(builder: Builder, role: str) -> tuple[int, str]:
+    """Bytes of a device for what a role trains, and what they are of."""
+    mesh, model, head, lora = builder.mesh(role), builder.model_of(role), head_of(role), builder.training(role).lora
+    held = shard_bytes(held_shapes(model, head, lora, dtype=builder.dtype), layout_of(mesh, model, head, role=role))
+    if lora is None:
+        return 4 * held, "per device: float32 weights, gradient, two Adam moments"
+    trained = shard_bytes(adapter_shapes(model, head, lora), adapter_layout(mesh, model, head, lora, role=role))
+    return held + 4 * trained, f"per device: frozen weights, and {_bytes(4 * trained)} for adapters of rank {lora.rank}"
 
 
 def _waits(builder: Builder, role: str) -> str:
@@ -145,7 +157,8 @@ def _kernels_from(builder: Builder) -> str:
 
 
 def _layout(layout: Layout, data: int) -> str:
-    return f"{data} x {layout.fsdp} x {layout.stage} x {layout.tensor}"
+    sizes = f"{data} x {layout.fsdp} x {layout.stage} x {layout.tensor}"
+    return sizes + (f", experts {layout.expert} ways" if layout.expert > 1 else "")
 
 
 def _bytes(number: int) -> str:

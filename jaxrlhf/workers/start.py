@@ -10,18 +10,34 @@ import numpy as np
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import TreeItem
-from jaxrlhf.config import FromScratch, Model
+from jaxrlhf.config import FromScratch, Lora, Model
+from jaxrlhf.models.adapter_files import load_adapters
 from jaxrlhf.models.hf_load import load_params
-from jaxrlhf.models.parameters import init_params
+from jaxrlhf.models.lora import declare_adapters
+from jaxrlhf.models.parameters import draw, init_params
 
 
-def initial_params(model: Model, config: ModelConfig, head: Head, layout: Any, *, seed: int) -> Params:
-    """Float32 parameters as the run starts with them, in the given layout."""
+def initial_params(model: Model, config: ModelConfig, head: Head, layout: Any, shapes: Any, *, seed: int) -> Params:
+    """Parameters as the run starts with them, in the given layout and the dtypes of `shapes`."""
+    dtypes = jax.tree.map(lambda shape: shape.dtype, shapes)
     if isinstance(model, FromScratch):
-        # The key is made inside, because a program over several processes takes no array of one of them.
-        build = jax.jit(lambda seed: init_params(config, head, jax.random.key(seed)), out_shardings=layout)
-        return build(np.uint32(seed))
-    return load_params(model.path, config, head, layout)
+
+        def build(seed: Any) -> Params:
+            # The key is made inside, because a program over several processes takes no array of one of them.
+            drawn = init_params(config, head, jax.random.key(seed))
+            return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), drawn, dtypes)
+
+        return jax.jit(build, out_shardings=layout)(np.uint32(seed))
+    return load_params(model.path, config, head, layout, dtype=dtypes)
+
+
+def initial_adapters(config: ModelConfig, head: Head, lora: Lora, layout: Any, *, seed: int) -> Params:
+    """Float32 adapters as the run starts with them, in the given layout."""
+    if lora.start is not None:
+        return load_adapters(lora.start, config, head, lora, layout)
+    declared = declare_adapters(config, head, lora)
+    build = jax.jit(lambda seed: draw(declared, jax.random.fold_in(jax.random.key(seed), 1)), out_shardings=layout)
+    return build(np.uint32(seed))
 
 
 def saved_params(folder: Path, shapes: Any, layout: Any) -> Params:

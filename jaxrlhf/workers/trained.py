@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrlhf.batch import Array, Experience, Params
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Optimizer
+from jaxrlhf.models.lora import adapted
 from jaxrlhf.workers.model import Metrics, ModelWorker, ResidentItem
 from jaxrlhf.workers.packing import Rows
 
@@ -38,10 +39,16 @@ class TrainedWorker(ModelWorker):
 
     Args:
       total_updates: Updates of the whole run, over which the learning rate may decay.
+      adapters: Trained in place of the parameters, which are frozen; None trains the parameters.
     """
 
-    def __init__(self, *args: Any, optimizer: Optimizer, total_updates: int, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, optimizer: Optimizer, total_updates: int, adapters: Params | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._trained = "parameters" if adapters is None else "adapters"
+        if adapters is not None:
+            self._parts["adapters"] = adapters
         self._schedule = learning_rate(optimizer, total_updates=total_updates)
         self._optimizer = optax.chain(
             optax.clip_by_global_norm(optimizer.max_grad_norm),
@@ -53,9 +60,10 @@ class TrainedWorker(ModelWorker):
                 weight_decay=optimizer.weight_decay,
             ),
         )
-        layout = self._layout
+        layout = self._layout if adapters is None else jax.tree.map(lambda x: x.sharding, adapters)
+        self._trained_layout = layout
         self._whole = whole = NamedSharding(self.mesh, PartitionSpec())
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._parts[self._trained])
         state = jax.eval_shape(self._optimizer.init, shapes)
         self._state_layout = optax.tree_utils.tree_map_params(
             self._optimizer, lambda _, sharding: sharding, state, layout, transform_non_params=lambda _: whole
@@ -67,13 +75,24 @@ class TrainedWorker(ModelWorker):
         )
         self._accumulate: dict[tuple[Objective, Hashable], Any] = {}
 
+    @property
+    def params(self) -> Params:
+        """What the model computes with: the weights, and the adapters laid over them."""
+        return adapted(self._frozen, self._parts[self._trained])
+
+    @property
+    def _frozen(self) -> Params:
+        """What is not trained."""
+        return {} if self._trained == "parameters" else self._parts["parameters"]
+
     @contextmanager
     def on_devices(self, *parts: str) -> Iterator[None]:
         """As for every model; the optimizer's state is made when it is first asked for."""
         if "optimizer" in parts and "optimizer" not in self._parts:
             # Not before, so that a policy that is only evaluated costs no moments.
             with super().on_devices("parameters"):
-                self._parts["optimizer"] = jax.jit(self._optimizer.init, out_shardings=self._state_layout)(self.params)
+                init = jax.jit(self._optimizer.init, out_shardings=self._state_layout)
+                self._parts["optimizer"] = init(self._parts[self._trained])
             self._send_away("optimizer")
         with super().on_devices(*parts):
             yield
@@ -87,46 +106,51 @@ class TrainedWorker(ModelWorker):
         self.updates = counters[self.role]
 
     def items(self) -> dict[str, TreeItem]:
-        return {**super().items(), f"{self.role}_optimizer": ResidentItem(self, "optimizer")}
+        name = self.role if self._trained == "parameters" else f"{self.role}_adapters"
+        return {name: ResidentItem(self, self._trained), f"{self.role}_optimizer": ResidentItem(self, "optimizer")}
 
-    def _apply_gradient(self, params: Params, state: Any, gradient: Params) -> tuple[Params, Any, jax.Array]:
-        changes, state = self._optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, changes), state, optax.tree.norm(gradient)
+    def _apply_gradient(self, trained: Params, state: Any, gradient: Params) -> tuple[Params, Any, jax.Array]:
+        changes, state = self._optimizer.update(gradient, state, trained)
+        return optax.apply_updates(trained, changes), state, optax.tree.norm(gradient)
 
     def _accumulator(self, objective: Objective, settings: Hashable) -> Any:
         """The program that adds one microbatch's gradient, compiled once per objective."""
         key = (objective, settings)
         if key not in self._accumulate:
 
-            def add(params: Params, gradient: Params, rows: Rows, experience: Any, temperature: Array) -> Any:
+            def add(
+                trained: Params, frozen: Params, gradient: Params, rows: Rows, experience: Any, temperature: Array
+            ) -> Any:
                 weight, fields = experience
                 fields = {**fields, "segment": rows.segment_RW}
                 mask = rows.mask_RW
 
-                def loss(params: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+                def loss(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+                    params = adapted(frozen, trained)
                     output = self._output(params, rows, temperature, entropy="entropy_weight" in fields)
                     token_loss, metrics = objective(output, mask, weight, fields, settings)
                     sums = {name: jnp.where(mask, value, 0.0).sum() for name, value in metrics.items()}
                     return token_loss.sum(), {**sums, "tokens": mask.sum(dtype=jnp.float32)}
 
-                (total, sums), change = jax.value_and_grad(loss, has_aux=True)(params)
+                (total, sums), change = jax.value_and_grad(loss, has_aux=True)(trained)
                 return jax.tree.map(jnp.add, gradient, change), {**sums, "loss": total}
 
-            self._accumulate[key] = jax.jit(add, donate_argnums=1, out_shardings=(self._layout, self._whole))
+            self._accumulate[key] = jax.jit(add, donate_argnums=2, out_shardings=(self._trained_layout, self._whole))
         return self._accumulate[key]
 
     def gradient(
         self, experience: Experience, objective: Objective, settings: Hashable, *, temperature: float = 1.0
     ) -> tuple[Params, list[dict[str, jax.Array]]]:
-        """Gradient of `sum(weight * token_loss)` over all microbatches, and their metric sums."""
+        """Gradient of `sum(weight * token_loss)` by what is trained, over all microbatches, and their metric sums."""
         packing = self._pack(experience.sequences)
         packed = jax.tree.map(packing.pack, (experience.weight_BT, experience.fields))
         program = self._accumulator(objective, settings)
-        gradient, sums = self._zeros(self.params), []
+        trained = self._parts[self._trained]
+        gradient, sums = self._zeros(trained), []
         for index, rows in enumerate(packing.rows()):
             part = jax.tree.map(lambda x, i=index: x[i], packed)
             gradient, metrics = program(
-                self.params, gradient, self._on_mesh(rows), self._on_mesh(part), np.float32(temperature)
+                trained, self._frozen, gradient, self._on_mesh(rows), self._on_mesh(part), np.float32(temperature)
             )
             sums.append(metrics)
         return gradient, sums
@@ -148,8 +172,8 @@ class TrainedWorker(ModelWorker):
         with self.on_devices("parameters", "optimizer"):
             for experience in minibatches:
                 gradient, metrics = self.gradient(experience, objective, settings, temperature=temperature)
-                self._parts["parameters"], self._parts["optimizer"], norm = self._apply(
-                    self.params, self._parts["optimizer"], gradient
+                self._parts[self._trained], self._parts["optimizer"], norm = self._apply(
+                    self._parts[self._trained], self._parts["optimizer"], gradient
                 )
                 sums.append(metrics)
                 norms.append(norm)

@@ -1,0 +1,50 @@
+"""Low-rank adapters, which a role trains in place of its weights."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxrlhf.config.check import finite, positive, require
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685): weights stay as they are, adapters beside them learn.
+
+        y = x W + scale * (x A) B,   scale = alpha / rank
+
+    A starts at random and B at zero, so that training starts from the model itself. The weights
+    lie in the compute dtype, without gradient or moments; adapters are float32. They want a
+    learning rate about ten times that of whole weights.
+
+    Class attributes:
+      MATRICES: What may have an adapter.
+
+    Attributes:
+      rank: r, columns of A and rows of B.
+      targets: Matrices of every layer that get an adapter.
+      rslora: scale = alpha / sqrt(rank), which keeps its size as the rank grows (Kalajdzievski 2023, arXiv:2312.03732).
+      start: Directory of adapters as `peft` writes them, to start from; it has to have this rank, scale and targets.
+    """
+
+    MATRICES: ClassVar[tuple[str, ...]] = ("query", "key", "value", "output", "gate", "up", "down")
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = MATRICES
+    rslora: bool = False
+    start: str | None = None
+
+    def __post_init__(self) -> None:
+        positive(self, "rank", "alpha")
+        finite(self, "alpha")
+        strange = [name for name in self.targets if name not in self.MATRICES]
+        require(
+            bool(self.targets) and not strange,
+            f"Lora.targets are some of {', '.join(self.MATRICES)}, got {self.targets!r}",
+        )
+
+    @property
+    def scale(self) -> float:
+        """What the product of the adapter is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)

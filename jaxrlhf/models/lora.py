@@ -1,0 +1,104 @@
+"""Low-rank adapters: their declaration, and trees of weights with and without them.
+
+Adapters are a tree of their own, with an `Adapter` at the place of each weight that has one, and
+with what is trained whole beside them. `adapted` lays that tree over the parameters.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.config import Lora
+from jaxrlhf.models.linear import Adapted, Adapter
+from jaxrlhf.models.parameters import Param, declare
+
+INPUTS = {"output": 2}
+"""Dimensions that a matrix contracts, where that is not one."""
+
+
+def declare_adapters(config: ModelConfig, head: Head, lora: Lora) -> dict[str, Any]:
+    """The tree of `Param` that is trained in place of the parameters: adapters, and a value or score head.
+
+    Raises:
+      ValueError: The model has no such matrix, or one in each expert.
+    """
+    declared = declare(config, head)
+    rooms = {room: declared["layers"].get(room, {}) for room in ("attention", "mlp")}
+    adapters = {
+        room: {name: _adapter(name, each, lora) for name, each in params.items() if _adaptable(name, each, lora)}
+        for room, params in rooms.items()
+    }
+    missing = set(lora.targets) - {name for room in adapters.values() for name in room}
+    if missing:
+        there = [name for params in rooms.values() for name, each in params.items() if _is_matrix(name, each)]
+        raise ValueError(
+            f"lora.targets has {', '.join(sorted(missing))}, and of the matrices of a {config.family} decoder "
+            f"{', '.join(there) or 'none'} can have an adapter; choose among those"
+        )
+    tree: dict[str, Any] = {"layers": {room: found for room, found in adapters.items() if found}}
+    return tree if head == "lm" else tree | {"head": declared["head"]}
+
+
+def _adaptable(name: str, param: Any, lora: Lora) -> bool:
+    return name in lora.targets and _is_matrix(name, param)
+
+
+def _is_matrix(name: str, param: Any) -> bool:
+    """Whether it is one product of the layer: no bias, no norm, no stack of experts."""
+    if name not in Lora.MATRICES or not isinstance(param, Param):
+        return False
+    return param.dims[0] == "layers" and math.prod(param.shape[1 : 1 + INPUTS.get(name, 1)]) == param.fan_in
+
+
+def _adapter(name: str, param: Param, lora: Lora) -> Adapter:
+    inputs = 1 + INPUTS.get(name, 1)
+    layers, rank = param.shape[:1], (lora.rank,)
+    return Adapter(
+        # The variance of peft's uniform draw, so that its learning rates serve here.
+        down=Param(param.shape[:inputs] + rank, (*param.dims[:inputs], None), fan_in=3 * param.fan_in),
+        up=Param((*layers, *rank, *param.shape[inputs:]), ("layers", None, *param.dims[inputs:]), "zeros"),
+        scale=lora.scale,
+    )
+
+
+def adapter_dims(config: ModelConfig, head: Head, lora: Lora) -> dict[str, Any]:
+    """As `param_dims`, of what is trained."""
+    return jax.tree.map(lambda param: param.dims, declare_adapters(config, head, lora))
+
+
+def adapter_shapes(config: ModelConfig, head: Head, lora: Lora) -> dict[str, Any]:
+    """As `param_shapes`, of what is trained, in float32."""
+    return jax.tree.map(
+        lambda param: jax.ShapeDtypeStruct(param.shape, jnp.float32), declare_adapters(config, head, lora)
+    )
+
+
+def adapted(params: Any, adapters: Any) -> Any:
+    """The parameters with adapters laid over them, and what they lack filled in. No array is made."""
+    if isinstance(adapters, Adapter):
+        return Adapted(params, adapters)
+    if not isinstance(adapters, dict):
+        return adapters
+    params = params or {}
+    return {**params, **{name: adapted(params.get(name), part) for name, part in adapters.items()}}
+
+
+def merged(params: Any) -> Any:
+    """The same function in weights alone: adapters are added to theirs, in float32."""
+
+    def one(node: Any) -> Any:
+        return node.weight + change_of(node.adapter) if isinstance(node, Adapted) else node
+
+    return jax.tree.map(one, params, is_leaf=lambda node: isinstance(node, Adapted))
+
+
+def change_of(adapter: Adapter) -> jax.Array:
+    """`scale * down @ up` of stacked layers, with the weight's dimensions."""
+    layers, *inputs, rank = adapter.down.shape
+    outputs = adapter.up.shape[2:]
+    down_LDR, up_LRF = adapter.down.reshape(layers, -1, rank), adapter.up.reshape(layers, rank, -1)
+    change_LDF = jnp.einsum("LDR,LRF->LDF", down_LDR, up_LRF, precision=jax.lax.Precision.HIGHEST)
+    return adapter.scale * change_LDF.reshape(layers, *inputs, *outputs)
