@@ -10,18 +10,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.architecture import Head, Llama3Rope, ModelConfig
+from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.config import FromScratch
-from jaxrlhf.models.families import FAMILIES, Family
+from jaxrlhf.models.families import FAMILIES, Family, Fields, read_rope, write_rope
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 _WEIGHT_FILES = ("*.safetensors",)
 _HUB_TIMEOUT_S = 5.0
 
-# Refused in every family unless they hold this value (or are absent or null).
-_FIXED = {"hidden_act": "silu", "quantization_config": None, "partial_rotary_factor": 1.0}
-_LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Their names for the gate's activation, and ours.
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def resolve(path: str | Path, *, weights: bool = False) -> Path:
@@ -119,68 +118,37 @@ def read_config(path: str | Path) -> ModelConfig:
     """The shape of the checkpoint's decoder.
 
     Raises:
-      ValueError: Unknown architecture, a missing field, or a field with a value that this
-        decoder does not compute.
+      ValueError: Unknown architecture, a missing field, a field with a value that this decoder does
+        not compute, or one that it does not know.
     """
     family, _ = read_family(path)
-    fields = read_fields(path)
-    where = f"{path}/config.json"
-    for name, value in {**_FIXED, **family.fixed}.items():
-        if fields.get(name) not in (None, value):
-            raise ValueError(f"{where} has {name}={fields[name]!r}; this {family.name} decoder computes {value!r} only")
-    if unread := set(fields.get("layer_types") or ()) - {"full_attention"}:
-        raise ValueError(f"{where} has layer_types {sorted(unread)}; only 'full_attention' is computed")
-
-    def need(name: str) -> Any:
-        if fields.get(name) is None:
-            raise ValueError(f"{where} has no {name}, which a {family.name} checkpoint must give")
-        return fields[name]
-
-    heads = need("num_attention_heads")
-    theta, scaling = _read_rope(fields, where)
-    return ModelConfig(
-        family=family.name,
-        vocab_size=need("vocab_size"),
-        hidden_size=need("hidden_size"),
-        intermediate_size=need("intermediate_size"),
-        num_layers=need("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=need("num_key_value_heads"),
-        head_dim=fields.get("head_dim") or family.head_dim or need("hidden_size") // heads,
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
-        tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-        rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_positions=need("max_position_embeddings"),
-    )
-
-
-def _read_rope(fields: dict[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
-    """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    theta = float(rope.pop("rope_theta", None) or fields.get("rope_theta") or 10_000.0)
-    kinds = {rope.pop(name) for name in ("rope_type", "type") if name in rope} or {"default"}
-    if rope.get("partial_rotary_factor") == 1.0:
-        del rope["partial_rotary_factor"]
-    expected = {"default": set(), "llama3": set(_LLAMA3_FIELDS)}
-    if len(kinds) > 1 or not kinds <= set(expected):
-        raise ValueError(f"{where} has rope type {sorted(map(str, kinds))}; known are {sorted(expected)}")
-    kind = kinds.pop()
-    if set(rope) != expected[kind]:
-        raise ValueError(
-            f"{where} gives rope type {kind!r} the fields {sorted(rope)}, expected {sorted(expected[kind])}"
-        )
-    return theta, Llama3Rope(**rope) if kind == "llama3" else None
+    fields = Fields(read_fields(path), f"{path}/config.json", family.name)
+    own = family.read(fields)
+    heads = fields.need("num_attention_heads")
+    if "activation" not in own:
+        fields.only("hidden_act", *_ACTIVATIONS)
+    shared = {
+        "family": family.name,
+        "vocab_size": fields.need("vocab_size"),
+        "hidden_size": fields.need("hidden_size"),
+        "intermediate_size": fields.need("intermediate_size"),
+        "num_layers": fields.need("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": fields.need("num_key_value_heads"),
+        "head_dim": fields.take("head_dim") or fields.need("hidden_size") // heads,
+        "tie_embeddings": bool(fields.take("tie_word_embeddings", False)),
+        "activation": _ACTIVATIONS[fields.take("hidden_act") or "silu"],
+        "rms_norm_eps": float(fields.take("rms_norm_eps", 1e-6)),
+        **({} if "rope_theta" in own else read_rope(fields)),
+    }
+    fields.finish()
+    return ModelConfig(**shared | own)
 
 
 def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, Any]:
     """The fields of a config.json from which transformers builds the same model."""
     family = FAMILIES[config.family]
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if config.rope_scaling is not None:
-        rope = {"rope_type": "llama3"} | {name: getattr(config.rope_scaling, name) for name in _LLAMA3_FIELDS}
+    activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     fields = {
         "architectures": [family.causal if head == "lm" else family.classifier],
         "model_type": family.name,
@@ -192,19 +160,16 @@ def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, An
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_positions,
+        "hidden_act": activations[config.activation],
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": dtype,
-        **_FIXED,
-        **family.fixed,
-        # Twice: transformers 5 reads the first, transformers 4 and what builds on it the others.
-        "rope_parameters": {"rope_theta": config.rope_theta, **rope},
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope if config.rope_scaling is not None else None,
+        **write_rope(config),
+        **family.write(config),
     }
     if head != "lm":
         fields |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return {name: value for name, value in fields.items() if value is not None}
+    return fields
 
 
 def scratch_config(settings: FromScratch, *, vocab_size: int) -> ModelConfig:

@@ -1,10 +1,26 @@
 """Checkpoint families as tables. A new family of the same decoder is one more file and line here."""
 
 from jaxrlhf.models.families.family import LM_HEAD, SCALAR_HEAD, Family, Stored
+from jaxrlhf.models.families.fields import Fields
+from jaxrlhf.models.families.gemma2 import GEMMA2
+from jaxrlhf.models.families.gemma3 import GEMMA3
 from jaxrlhf.models.families.llama import LLAMA
+from jaxrlhf.models.families.mistral import MISTRAL
+from jaxrlhf.models.families.olmo2 import OLMO2
+from jaxrlhf.models.families.phi3 import PHI3
 from jaxrlhf.models.families.qwen2 import QWEN2
 from jaxrlhf.models.families.qwen3 import QWEN3
+from jaxrlhf.models.families.rope_fields import read_rope, write_rope
 
-FAMILIES: dict[str, Family] = {"qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA}
+FAMILIES: dict[str, Family] = {
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "phi3": PHI3,
+    "olmo2": OLMO2,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+}
 
-__all__ = ["FAMILIES", "LM_HEAD", "SCALAR_HEAD", "Family", "Stored"]
+__all__ = ["FAMILIES", "LM_HEAD", "SCALAR_HEAD", "Family", "Fields", "Stored", "read_rope", "write_rope"]

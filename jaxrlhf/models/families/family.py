@@ -1,11 +1,12 @@
 """What a family of checkpoints is: a table from our parameters to the tensors of its files."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.architecture import FamilyName, Head, ModelConfig
+from jaxrlhf.models.families.fields import Fields
 
 
 class Stored(NamedTuple):
@@ -16,11 +17,15 @@ class Stored(NamedTuple):
       dims: Our dimensions in our order, one letter each, the layers dimension left out.
       stored: The same letters in the file's order, a space between the tensor's dimensions;
         `NH D` is a matrix whose rows are heads times head width. `1` is a dimension of size one.
+      start: Row of the tensor at which the parameter begins, where several share the tensor.
+      rows: Of that tensor; None where it is the parameter's own.
     """
 
     name: str
     dims: str
     stored: str
+    start: int = 0
+    rows: int | None = None
 
     @property
     def letters(self) -> str:
@@ -33,39 +38,55 @@ class Stored(NamedTuple):
             return [self.name]
         return [self.name.format(layer=layer) for layer in range(num_layers)]
 
+    def named(self, at: Sequence[int]) -> str:
+        """The tensor's name at a place in the stacked dimensions: of a layer, or of an expert of a layer."""
+        return self.name.format(**dict(zip(("layer", "expert"), at, strict=False)))
+
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the tensor in the file, from the shape of the parameter (or of one layer of it)."""
+        """Shape in the file, from the shape of the parameter (or of one layer of it)."""
         size = dict(zip(self.dims, shape, strict=True)) | {"1": 1}
         return tuple(math.prod(size[letter] for letter in group) for group in self.stored.split())
 
+    def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Likewise, of the whole tensor."""
+        first, *rest = self.shape(shape)
+        return (first if self.rows is None else self.rows, *rest)
 
-_LAYER = "model.layers.{layer}."
+
+LAYER = "model.layers.{layer}."
 
 DECODER: dict[str, Stored] = {
     "embed": Stored("model.embed_tokens.weight", "VD", "V D"),
-    "layers.attention_norm": Stored(_LAYER + "input_layernorm.weight", "D", "D"),
-    "layers.attention.query": Stored(_LAYER + "self_attn.q_proj.weight", "DNH", "NH D"),
-    "layers.attention.key": Stored(_LAYER + "self_attn.k_proj.weight", "DKH", "KH D"),
-    "layers.attention.value": Stored(_LAYER + "self_attn.v_proj.weight", "DKH", "KH D"),
-    "layers.attention.output": Stored(_LAYER + "self_attn.o_proj.weight", "NHD", "D NH"),
-    "layers.mlp_norm": Stored(_LAYER + "post_attention_layernorm.weight", "D", "D"),
-    "layers.mlp.gate": Stored(_LAYER + "mlp.gate_proj.weight", "DF", "F D"),
-    "layers.mlp.up": Stored(_LAYER + "mlp.up_proj.weight", "DF", "F D"),
-    "layers.mlp.down": Stored(_LAYER + "mlp.down_proj.weight", "FD", "D F"),
+    "layers.attention_norm": Stored(LAYER + "input_layernorm.weight", "D", "D"),
+    "layers.attention.query": Stored(LAYER + "self_attn.q_proj.weight", "DNH", "NH D"),
+    "layers.attention.key": Stored(LAYER + "self_attn.k_proj.weight", "DKH", "KH D"),
+    "layers.attention.value": Stored(LAYER + "self_attn.v_proj.weight", "DKH", "KH D"),
+    "layers.attention.output": Stored(LAYER + "self_attn.o_proj.weight", "NHD", "D NH"),
+    "layers.mlp_norm": Stored(LAYER + "post_attention_layernorm.weight", "D", "D"),
+    "layers.mlp.gate": Stored(LAYER + "mlp.gate_proj.weight", "DF", "F D"),
+    "layers.mlp.up": Stored(LAYER + "mlp.up_proj.weight", "DF", "F D"),
+    "layers.mlp.down": Stored(LAYER + "mlp.down_proj.weight", "FD", "D F"),
     "final_norm": Stored("model.norm.weight", "D", "D"),
 }
-"""Tensors that every family here has, by the path of the parameter."""
+"""Tensors of most families, by the path of the parameter."""
 
 QKV_BIAS: dict[str, Stored] = {
-    "layers.attention.query_bias": Stored(_LAYER + "self_attn.q_proj.bias", "NH", "NH"),
-    "layers.attention.key_bias": Stored(_LAYER + "self_attn.k_proj.bias", "KH", "KH"),
-    "layers.attention.value_bias": Stored(_LAYER + "self_attn.v_proj.bias", "KH", "KH"),
+    "layers.attention.query_bias": Stored(LAYER + "self_attn.q_proj.bias", "NH", "NH"),
+    "layers.attention.key_bias": Stored(LAYER + "self_attn.k_proj.bias", "KH", "KH"),
+    "layers.attention.value_bias": Stored(LAYER + "self_attn.v_proj.bias", "KH", "KH"),
 }
 
 QK_NORM: dict[str, Stored] = {
-    "layers.attention.query_norm": Stored(_LAYER + "self_attn.q_norm.weight", "H", "H"),
-    "layers.attention.key_norm": Stored(_LAYER + "self_attn.k_norm.weight", "H", "H"),
+    "layers.attention.query_norm": Stored(LAYER + "self_attn.q_norm.weight", "H", "H"),
+    "layers.attention.key_norm": Stored(LAYER + "self_attn.k_norm.weight", "H", "H"),
 }
+
+SANDWICH: dict[str, Stored] = {
+    "layers.attention_output_norm": Stored(LAYER + "post_attention_layernorm.weight", "D", "D"),
+    "layers.mlp_norm": Stored(LAYER + "pre_feedforward_layernorm.weight", "D", "D"),
+    "layers.mlp_output_norm": Stored(LAYER + "post_feedforward_layernorm.weight", "D", "D"),
+}
+"""Norms of what attention and MLP give, beside those of what they take."""
 
 LM_HEAD = Stored("lm_head.weight", "VD", "V D")
 SCALAR_HEAD = Stored("score.weight", "D", "1 D")
@@ -80,24 +101,21 @@ class Family:
       causal: Architecture with a language-model head.
       classifier: Architecture with a score head.
       tensors: Where each parameter but the head is stored.
-      qkv_bias: Whether q, k and v projections have a bias.
-      qk_norm: Whether q and k heads are normalised.
-      head_dim: Default of the field; None divides the hidden size by the heads.
-      fixed: Fields that change numbers and the only value of each that this decoder computes.
+      read: What `ModelConfig` is beside the fields that all families share, and defaults of those. It asks
+        for every field of config.json that this family has beside them.
+      write: Fields of config.json beside those that all families share.
     """
 
-    name: Literal["qwen2", "qwen3", "llama"]
+    name: FamilyName
     causal: str
     classifier: str
-    tensors: Mapping[str, Stored]
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    head_dim: int | None = None
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Callable[[ModelConfig], Mapping[str, Stored]]
+    read: Callable[[Fields], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]]
 
     def stored(self, config: ModelConfig, head: Head) -> dict[str, Stored]:
         """Where each parameter of a model lies, by parameter path."""
-        tensors = dict(self.tensors)
+        tensors = dict(self.tensors(config))
         if head != "lm":
             tensors["head"] = SCALAR_HEAD
         elif not config.tie_embeddings:

@@ -1,0 +1,92 @@
+"""The fields of a config.json: each is read, or known not to matter, or refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# What a file is about, what a training run or a generation does by default: nothing of a forward pass.
+_HARMLESS = {
+    *(
+        "architectures",
+        "model_type",
+        "auto_map",
+        "_name_or_path",
+        "name_or_path",
+        "transformers_version",
+        "torch_dtype",
+    ),
+    *("dtype", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+    *("tokenizer_class", "prefix", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
+    *("decoder_start_token_id", "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop"),
+    *("embd_pdrop", "classifier_dropout", "use_cache", "cache_implementation", "return_dict", "output_attentions"),
+    *("output_hidden_states", "output_router_logits", "torchscript", "use_bfloat16", "tf_legacy_loss"),
+    *("chunk_size_feed_forward", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation"),
+    *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
+    *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores"),
+    *("return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+    *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "unsloth_fixed"),
+    *("unsloth_version", "pretraining_tp"),
+}
+# Options of every architecture that has none of them switched on.
+_OFF = {
+    *("is_encoder_decoder", "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder"),
+    *("pruned_heads", "quantization_config"),
+}
+
+
+class Fields:
+    """What a config.json says, and which of it has been asked for.
+
+    Args:
+      given: The fields.
+      where: The file, for messages.
+      family: Whose fields they are, for messages.
+    """
+
+    def __init__(self, given: Mapping[str, Any], where: str, family: str):
+        self._given, self._where, self._family = dict(given), where, family
+        self._asked: set[str] = set()
+
+    def default(self, **values: Any) -> None:
+        """What fields stand for that are absent or null."""
+        self._given |= {name: value for name, value in values.items() if self._given.get(name) is None}
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """A field, or the default if it is absent; null is None."""
+        self._asked.add(name)
+        return self._given.get(name, default)
+
+    def need(self, name: str) -> Any:
+        """A field that has to be there."""
+        value = self.take(name)
+        if value is None:
+            raise ValueError(f"{self._where} has no {name}, which a {self._family} checkpoint must give")
+        return value
+
+    def only(self, name: str, *values: Any) -> None:
+        """A field of which only some values are computed; absent and null stand for the first of them."""
+        given = self.take(name)
+        if given is not None and given not in values:
+            computed = " or ".join(map(repr, values)) or "null"
+            raise self.error(f"{name}={given!r}", f"this {self._family} decoder computes {computed} only")
+
+    def error(self, what: str, why: str) -> ValueError:
+        """What is wrong with the file."""
+        return ValueError(f"{self._where} has {what}; {why}")
+
+    def finish(self) -> None:
+        """Refuse what was not asked for and might change the numbers.
+
+        Raises:
+          ValueError: There is such a field.
+        """
+        for name in sorted(_OFF):
+            if self._given.get(name):
+                raise self.error(f"{name}={self._given[name]!r}", f"no {self._family} decoder computes that")
+        unknown = self._given.keys() - self._asked - _HARMLESS - _OFF
+        for name in sorted(unknown):
+            if self._given[name] is not None:
+                raise self.error(
+                    f"{name}={self._given[name]!r}",
+                    f"that is no known field of a {self._family} checkpoint and might change its numbers",
+                )
