@@ -13,7 +13,7 @@ from jaxrlhf import models
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Placement, Request
-from jaxrlhf.parallel.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, mesh_of
+from jaxrlhf.parallel.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.parallel.rules import GENERATE, TRAIN, shardings
 
 MODEL = ModelConfig(
@@ -93,7 +93,7 @@ def test_generation_on_two_of_the_four_stages_of_training(params, requests, expe
     for row, (request, completion) in enumerate(zip(requests, completions, strict=True)):
         tokens = request.prompt_tokens + completion.tokens
         token_RW[row, : len(tokens)], segment_RW[row, : len(tokens)] = tokens, 1
-    pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=("fsdp",))
+    pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
 
     @jax.jit
     def read(params, token_RW, segment_RW):

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf import models
 from jaxrlhf.architecture import ModelConfig
-from jaxrlhf.parallel.mesh import BATCH_AXES, STAGE_AXES, mesh_of
+from jaxrlhf.parallel.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.parallel.rules import TRAIN, shardings
 
 CONFIG = ModelConfig(
@@ -56,7 +56,7 @@ def rows():
 
 def of(mesh):
     """How the workers lay out parameters and rows, and what they pass to `hidden_states`."""
-    pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=("fsdp",))
+    pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
     return shardings(mesh, DIMS, TRAIN), NamedSharding(mesh, PartitionSpec(BATCH_AXES)), pipeline
 
 

@@ -23,7 +23,7 @@ DecodeKernel = Literal["xla", "pallas"]
 
 @dataclass(frozen=True)
 class Attention:
-    """Which kernels compute attention, and what splits their arrays over devices.
+    """Which kernels compute attention, and what splits the arrays of a layer over devices.
 
     The compiler splits `xla` by itself. It would gather the arrays of any other kernel, so that one
     runs on each device of `mesh` with the rows and the heads that are there.
@@ -33,7 +33,8 @@ class Attention:
       decode: Of `attend_cache`.
       mesh: Auto axes; None is one device.
       row_axes: Mesh axes that split rows (or slots), evenly.
-      head_axes: Mesh axes that split query heads and key-value heads, evenly.
+      head_axes: Mesh axes that split query heads, key-value heads and the width of MLPs, evenly.
+      expert_axes: The last of `row_axes`, if they divide the experts of a layer as well.
     """
 
     rows: RowsKernel = "xla"
@@ -41,6 +42,7 @@ class Attention:
     mesh: Mesh | None = None
     row_axes: tuple[str, ...] = ()
     head_axes: tuple[str, ...] = ()
+    expert_axes: tuple[str, ...] = ()
 
     def on_devices(self, kernel: Callable[..., Array], in_specs: Any, out_specs: Any) -> Callable[..., Array]:
         """`kernel` run by every device on its own part of the arrays."""

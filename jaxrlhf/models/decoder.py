@@ -16,6 +16,7 @@ from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.attention import XLA, Attention
 from jaxrlhf.models.cache import Cache, Prefix
+from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
 from jaxrlhf.models.layer import join_projections, layer_rows, layer_slots, norm
 from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
 from jaxrlhf.models.rope import rotations
@@ -36,12 +37,44 @@ def hidden_states(
     row_sharding: jax.sharding.Sharding | None = None,
     pipeline: Pipeline | None = None,
 ) -> Float[Array, "R W D"]:
+    """As `routed_states`, the hidden states alone."""
+    return routed_states(
+        params,
+        config,
+        token_RW,
+        position_RW,
+        segment_RW,
+        spread=spread,
+        remat=remat,
+        dtype=dtype,
+        attention=attention,
+        row_sharding=row_sharding,
+        pipeline=pipeline,
+    )[0]
+
+
+def routed_states(
+    params: Params,
+    config: ModelConfig,
+    token_RW: Int[Array, "R W"],
+    position_RW: Int[Array, "R W"],
+    segment_RW: Int[Array, "R W"],
+    *,
+    spread: Spread | None = None,
+    watched: Watched = UNWATCHED,
+    remat: bool = False,
+    dtype: Any = jnp.float32,
+    attention: Attention = XLA,
+    row_sharding: jax.sharding.Sharding | None = None,
+    pipeline: Pipeline | None = None,
+) -> tuple[Float[Array, "R W D"], Routed | None]:
     """The residual stream after the final norm, for every token of every packed row.
 
     Args:
       position_RW: Index of each token in its own sequence.
       segment_RW: Which sequence of the row a token belongs to; 0 is padding.
       spread: Where sequences share tokens, what attention goes by instead of the segments.
+      watched: Of routers.
       remat: Keep only each layer's input for the backward pass and recompute the rest.
       dtype: Of activations and of the result.
       attention: From `choose_attention`, for the mesh that the rows are on.
@@ -49,6 +82,9 @@ def hidden_states(
         axes. Without it the compiler may gather the rows and split the width instead of
         gathering each layer's weights.
       pipeline: For layers that are divided over stages. Its rows have to split over its row axes.
+
+    Returns:
+      Also what routers did, `[L, ...]`; None of a dense model.
     """
     turn = rotations(config, position_RW)
     hidden_RWD = _embed(params, config, token_RW, dtype)
@@ -56,20 +92,19 @@ def hidden_states(
         hidden_RWD = jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
 
     def stack(layers, hidden_RWD, rows):
-        turn, seen = rows
+        turn, seen, watched = rows
 
         def step(hidden_RWD, layer):
-            hidden_RWD, _, _ = layer_rows(layer, config, hidden_RWD, turn, seen, attention)
-            return hidden_RWD, None
+            hidden_RWD, _, _, routed = layer_rows(layer, config, hidden_RWD, turn, seen, attention, watched)
+            return hidden_RWD, routed
 
         # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
         body = jax.checkpoint(step, prevent_cse=False) if remat else step
         return jax.lax.scan(body, hidden_RWD, layers)
 
-    hidden_RWD, _ = run_stages(
-        pipeline, stack, _stacked(params, config), hidden_RWD, (turn, segment_RW if spread is None else spread)
-    )
-    return norm(config, hidden_RWD, params["final_norm"])
+    rows = turn, segment_RW if spread is None else spread, watched
+    hidden_RWD, routed = run_stages(pipeline, stack, _stacked(params, config), hidden_RWD, rows)
+    return norm(config, hidden_RWD, params["final_norm"]), routed
 
 
 def prefill(
@@ -100,7 +135,7 @@ def prefill(
         turn, segment_PS = rows
 
         def step(hidden_PSD, layer):
-            hidden_PSD, key_PSKH, value_PSKH = layer_rows(layer, config, hidden_PSD, turn, segment_PS, attention)
+            hidden_PSD, key_PSKH, value_PSKH, _ = layer_rows(layer, config, hidden_PSD, turn, segment_PS, attention)
             return hidden_PSD, Prefix(key_PSKH, value_PSKH)
 
         return jax.lax.scan(step, hidden_PSD, layers)
@@ -144,7 +179,7 @@ def decode(
         entry_B = position_B if own is True else jnp.where(own, position_B, cache[0].capacity)
         written = []
         for layer, stored in zip(layers, cache, strict=True):
-            hidden_B1D, stored = layer_slots(layer, config, hidden_B1D, turn, position_B, entry_B, stored, attention)
+            hidden_B1D, stored, _ = layer_slots(layer, config, hidden_B1D, turn, position_B, entry_B, stored, attention)
             written.append(stored)
         return hidden_B1D, written
 

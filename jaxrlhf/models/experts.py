@@ -26,16 +26,46 @@ class Routing(NamedTuple):
       choice_RWk: int32, which experts.
       weight_RWk: float32, what their outputs are multiplied by.
       probability_RWE: float32, how likely the router finds each expert; adds up to 1.
+      own_RWk: int32, which experts the router would have chosen where others were given.
     """
 
     choice_RWk: Array
     weight_RWk: Array
     probability_RWE: Array
+    own_RWk: Array
+
+
+class Watched(NamedTuple):
+    """What is asked of routers.
+
+    Attributes:
+      counted_RW: int32, which sequence of its row a token counts for in the balance of experts, from 1; 0 is
+        none. None asks for nothing.
+    """
+
+    counted_RW: Array | None = None
+
+
+UNWATCHED = Watched()
+
+
+class Routed(NamedTuple):
+    """What a router did, for every token; `[L, ...]` where it is of all layers.
+
+    Attributes:
+      choice_RWk: int32, the experts that it chose by itself.
+      entropy_RW: float32, of its probabilities.
+      loss_RW: float32, `balance_loss`; None if nothing is counted.
+    """
+
+    choice_RWk: Array
+    entropy_RW: Array
+    loss_RW: Array | None
 
 
 def route(
     mlp: Params, experts: Experts, normed_RWD: Float[Array, "R W D"], *, replayed_RWk: Int[Array, "R W k"] | None = None
-) -> tuple[Routing, Array]:
+) -> Routing:
     """The experts of each token, and their weights.
 
         s = softmax(x W) or sigmoid(x W)
@@ -47,9 +77,6 @@ def route(
 
     Args:
       replayed_RWk: Choices to take instead of the router's; negative where it has to choose itself.
-
-    Returns:
-      The routing that is used, and the choices that the router makes by itself.
 
     Source: Shazeer et al. 2017 (arXiv:1701.06538), section 2.1; groups and bias: DeepSeek-AI 2024
     (DeepSeek-V3, arXiv:2412.19437), eq. 12 to 16.
@@ -68,7 +95,7 @@ def route(
     probability_RWE = score_RWE
     if experts.scores == "sigmoid":
         probability_RWE = score_RWE / (score_RWE.sum(axis=-1, keepdims=True) + 1e-20)
-    return Routing(choice_RWk, experts.scaling * weight_RWk, probability_RWE), own_RWk
+    return Routing(choice_RWk, experts.scaling * weight_RWk, probability_RWE, own_RWk)
 
 
 def _in_best_groups(ranked_RWE: Array, experts: Experts) -> Array:
@@ -164,9 +191,15 @@ def _permuted_backward(place_A: Array, change_AD: Array) -> tuple[Array, None, N
 _permuted.defvjp(_permuted_forward, _permuted_backward)
 
 
-def balance_loss(
-    routing: Routing, choice_RWk: Int[Array, "R W k"], counted_RW: Int[Array, "R W"]
-) -> Float32[Array, "R W"]:
+def report(routing: Routing, watched: Watched) -> Routed:
+    """What a router did, as far as it is asked for."""
+    probability_RWE = routing.probability_RWE
+    entropy_RW = -(probability_RWE * jnp.log(jnp.maximum(probability_RWE, 1e-30))).sum(axis=-1)
+    loss_RW = None if watched.counted_RW is None else balance_loss(routing, watched.counted_RW)
+    return Routed(routing.own_RWk, lax.stop_gradient(entropy_RW), loss_RW)
+
+
+def balance_loss(routing: Routing, counted_RW: Int[Array, "R W"]) -> Float32[Array, "R W"]:
     """How unevenly each sequence loads the experts, as a number for each of its counted tokens.
 
         loss_t = E sum_e f_e p_te        f_e = share of the sequence's tokens that chose e
@@ -176,7 +209,6 @@ def balance_loss(
     changes a gradient, which goes through the probabilities alone.
 
     Args:
-      choice_RWk: Of the router itself.
       counted_RW: Which sequence of its row a token counts for, from 1; 0 is none.
 
     Source: Fedus et al. 2022 (Switch, arXiv:2101.03961), eq. 4 to 6; by sequence: DeepSeek-AI
@@ -191,6 +223,6 @@ def balance_loss(
         tokens_S = jax.ops.segment_sum(jnp.ones(counted_W.shape, jnp.float32), counted_W, sequences)
         return (sums_SE / jnp.maximum(tokens_S, 1.0)[:, None])[counted_W]
 
-    share_RWE = jax.vmap(shares)(choice_RWk, counted_RW)
+    share_RWE = jax.vmap(shares)(routing.own_RWk, counted_RW)
     loss_RW = experts * (share_RWE * routing.probability_RWE).sum(axis=-1)
     return jnp.where(counted_RW > 0, loss_RW, 0.0)

@@ -8,6 +8,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -36,6 +37,7 @@ def choose_attention(
     *,
     row_axes: tuple[str, ...],
     head_axes: tuple[str, ...],
+    expert_axes: tuple[str, ...] = (),
     stage_axes: tuple[str, ...] = (),
     decodes: bool = False,
     wanted: Literal["auto", "xla"] = "auto",
@@ -46,13 +48,15 @@ def choose_attention(
       dtype: Of activations and of the cache.
       row_axes: Mesh axes that split rows (or slots).
       head_axes: Mesh axes that split heads.
+      expert_axes: Mesh axes that divide experts.
       stage_axes: Mesh axes that divide the layers; only `xla` can be used inside one of several stages.
       decodes: Whether a decode kernel is needed as well.
       wanted: `xla` tries nothing.
     """
     platform = mesh.local_devices[0].platform
+    split = Attention(mesh=mesh, row_axes=row_axes, head_axes=head_axes, expert_axes=expert_axes)
     if wanted == "xla" or platform not in BEST:
-        return XLA
+        return XLA if config.experts is None else split
     rows, decode = BEST[platform]
     ways, stages = (math.prod(mesh.shape[axis] for axis in axes) for axes in (head_axes, stage_axes))
     heads = config.num_heads // ways, config.num_kv_heads // ways, config.head_dim
@@ -63,12 +67,10 @@ def choose_attention(
     def usable(use: Literal["rows", "decode"], kernel: str) -> bool:
         return kernel == "xla" or _usable(use, kernel, platform, heads, scores, name, stages)
 
-    return Attention(
+    return replace(
+        split,
         rows=rows if usable("rows", rows) else "xla",
         decode=decode if decodes and usable("decode", decode) else "xla",
-        mesh=mesh,
-        row_axes=row_axes,
-        head_axes=head_axes,
     )
 
 

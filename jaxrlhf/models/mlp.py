@@ -8,22 +8,31 @@ from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
 from jaxrlhf.models.attention import XLA, Attention
-from jaxrlhf.models.experts import mix, route
+from jaxrlhf.models.experts import UNWATCHED, Routed, Watched, mix, report, route
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
 
-def feed_forward(mlp: Params, config: ModelConfig, normed_RWD: Array, *, attention: Attention = XLA) -> Array:
-    """The gated MLP, or the mixture of experts that stands in its place.
+def feed_forward(
+    mlp: Params,
+    config: ModelConfig,
+    normed_RWD: Array,
+    *,
+    attention: Attention = XLA,
+    watched: Watched = UNWATCHED,
+) -> tuple[Array, Routed | None]:
+    """The gated MLP, or the mixture of experts that stands in its place, and what its router did.
 
     Args:
       attention: Says what splits a layer over devices.
     """
     if config.experts is None:
-        return gated(mlp, config, normed_RWD)
-    routing, _ = route(mlp, config.experts, normed_RWD)
+        return gated(mlp, config, normed_RWD), None
+    routing = route(mlp, config.experts, normed_RWD)
     mixed_RWD = mix(mlp, normed_RWD, routing, attention=attention)
-    return mixed_RWD + gated(mlp["shared"], config, normed_RWD) if "shared" in mlp else mixed_RWD
+    if "shared" in mlp:
+        mixed_RWD += gated(mlp["shared"], config, normed_RWD)
+    return mixed_RWD, report(routing, watched)
 
 
 def gated(mlp: Params, config: ModelConfig, normed_RWD: Array) -> Array:

@@ -94,4 +94,4 @@ def replicas_of(layout: Layout) -> int:
 
 def shards_of(layout: Layout) -> int:
     """Ways the rows of a batch are split."""
-    return replicas_of(layout) * layout.fsdp
+    return replicas_of(layout) * layout.fsdp * layout.expert

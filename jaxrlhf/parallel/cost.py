@@ -64,7 +64,7 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     passes = _pass(role, layout, batch, software, hardware, backward=True) * batch.microbatches
     held = weights_held(role.model, role.head, layout)
     sums = batch.microbatches if software.reduces_every_microbatch else 1
-    data = Group(replicas_of(layout), layout.fsdp * layout.stage * layout.tensor)
+    data = Group(replicas_of(layout), layout.copy_devices)
     reduced = sums * all_reduce_s(held * software.gradient_bytes, data, hardware)
     # The optimizer reads the gradient, and reads and writes weights and moments.
     touched = held * (software.gradient_bytes + 2 * software.weight_bytes + 2 * software.optimizer_bytes)
@@ -117,7 +117,7 @@ def _pass(
         whole_bytes = batch.tokens * model.hidden_size * software.compute_bytes
         stage_s += (1 + backward) * all_reduce_s(whole_bytes, Group(stages, tensor), hardware)
 
-    fsdp = Group(layout.fsdp, stages * tensor)
+    fsdp = Group(layout.fsdp * layout.expert, stages * tensor)
     held = model.num_parameters(role.head) / (stages * tensor)
     gathered = ticks if stages > 1 else 1  # as many times, and gradients are scattered as often
     shard_s = (1 + backward) * gathered * all_gather_s(held * software.compute_bytes, fsdp, hardware)
@@ -276,7 +276,7 @@ def switch_bytes(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
     Source: HybridFlow, table 2; (t p - t_g p_g) / (t_g p_g t p) without fsdp.
     """
     wanted, held = weights_generating(model, layout), weights_held(model, "lm", layout)
-    whole = layout.fsdp * layout.stage * layout.tensor == 1
+    whole = layout.copy_devices == 1
     return max(0.0, wanted - (held if layout.refines or whole else 0.0)) * itemsize
 
 
@@ -296,8 +296,8 @@ def switch_cost(model: ModelConfig, layout: Layout, software: Software, hardware
 
 def _gathering(layout: Layout) -> Group:
     """The devices farthest apart that one shard of generation is gathered from."""
-    if layout.fsdp > 1:
-        return Group(layout.fsdp, layout.stage * layout.tensor)
+    if layout.fsdp * layout.expert > 1:
+        return Group(layout.fsdp * layout.expert, layout.stage * layout.tensor)
     if not layout.refines:
         return Group(layout.stage * layout.tensor, 1)
     if layout.micro_stage > 1:

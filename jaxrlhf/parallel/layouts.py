@@ -36,18 +36,16 @@ def role_layouts(
     for layout in trained:
         for stage, tensor in replicas:
             if switches(layout, stage, tensor, within=within):
-                yield Layout(layout.data, layout.fsdp, layout.stage, layout.tensor, stage, tensor)
+                yield replace(layout, generation_stage=stage, generation_tensor=tensor)
 
 
 def _filled(layouts: Iterable[Layout], devices: int, *, trains: bool, generates: bool) -> Iterator[Layout]:
     """The given layouts that fill `devices` devices."""
     for layout in layouts:
-        generation = layout.generation_stage * layout.generation_tensor
-        copy = layout.fsdp * layout.stage * layout.tensor
+        copy = layout.copy_devices
         fills = not trains or (devices % copy == 0 and layout.data in (None, devices // copy))
-        if fills and (not generates or devices % generation == 0):
-            sizes = (layout.fsdp, layout.stage, layout.tensor)
-            yield Layout(devices // copy or 1, *sizes, layout.generation_stage, layout.generation_tensor)
+        if fills and (not generates or devices % layout.replica_devices == 0):
+            yield replace(layout, data=devices // copy or 1)
 
 
 def divisors(number: int) -> list[int]:

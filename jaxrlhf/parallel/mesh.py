@@ -17,13 +17,20 @@ from jax.sharding import AxisType, Mesh
 from jaxrlhf.config import Layout
 
 AXES = ("data", "fsdp", "expert", "context", "stage", "micro_stage", "tensor", "micro_tensor")
-"""Slowest first. Experts and context parallelism have size 1 so far."""
+"""Slowest first. Context parallelism has size 1 so far."""
 
-BATCH_AXES = ("data", "fsdp")
+WEIGHT_AXES = ("fsdp", "expert")
+"""Axes that split rows, and in training weights as well: experts over `expert`, all others over both."""
+
+BATCH_AXES = ("data", *WEIGHT_AXES)
 """Axes that split the rows of a training batch."""
 
-SLOT_AXES = ("data", "fsdp", "micro_stage", "micro_tensor")
+# Experts last in both, so that the tokens of an expert's devices are a block, which one gather brings together.
+SLOT_AXES = ("data", "fsdp", "micro_stage", "micro_tensor", "expert")
 """Axes that split the slots of the generation engine."""
+
+EXPERT_AXES = ("expert",)
+"""Axes that divide the experts of a layer, in training and in generation."""
 
 STAGE_AXES = ("stage", "micro_stage")
 """Axes that divide the layers in training."""
@@ -39,18 +46,21 @@ def factored_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = 
       ValueError: The layout's sizes do not multiply to the number of devices.
     """
     total = len(devices)
-    split = layout.fsdp * layout.stage * layout.tensor
+    split = layout.copy_devices
     data = total // split if layout.data is None else layout.data
     if data * split != total:
-        given = f"data={layout.data or 'rest'} x fsdp={layout.fsdp} x stage={layout.stage} x tensor={layout.tensor}"
-        fits = f"data={total // split} does" if total % split == 0 else f"fsdp * stage * tensor {_one_of(total)}"
+        sizes = {"data": layout.data or "rest", "fsdp": layout.fsdp, "stage": layout.stage, "tensor": layout.tensor}
+        sizes |= {"expert": layout.expert} if layout.expert > 1 else {}
+        given = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        split_by = " * ".join(name for name in sizes if name != "data")
+        fits = f"data={total // split} does" if total % split == 0 else f"{split_by} {_one_of(total)}"
         raise ValueError(f"{role}: {given} does not fill {total} devices; the product must be {total}: {fits}")
     if layout.refines:
         stages = {"stage": layout.generation_stage, "micro_stage": layout.micro_stage}
         tensors = {"tensor": layout.generation_tensor, "micro_tensor": layout.micro_tensor}
     else:
         stages, tensors = {"stage": layout.stage}, {"tensor": layout.tensor}
-    return mesh_of({"data": data, "fsdp": layout.fsdp} | stages | tensors, devices)
+    return mesh_of({"data": data, "fsdp": layout.fsdp, "expert": layout.expert} | stages | tensors, devices)
 
 
 def generation_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = "actor") -> Mesh:
@@ -74,14 +84,16 @@ def replica_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str) ->
     Raises:
       ValueError: The replicas do not fill the devices.
     """
-    total, replica = len(devices), layout.generation_stage * layout.generation_tensor
+    total, replica = len(devices), layout.replica_devices
     if total % replica:
+        experts = f"expert={layout.expert} x " if layout.expert > 1 else ""
         raise ValueError(
-            f"{role}: generation_stage={layout.generation_stage} x generation_tensor={layout.generation_tensor} "
-            f"does not fill {total} devices with replicas of {replica}; the product {_one_of(total)}"
+            f"{role}: {experts}generation_stage={layout.generation_stage} x "
+            f"generation_tensor={layout.generation_tensor} does not fill {total} devices with replicas of {replica}; "
+            f"the product {_one_of(total)}"
         )
-    sizes = {"data": total // replica, "stage": layout.generation_stage, "tensor": layout.generation_tensor}
-    return mesh_of(sizes, devices)
+    sizes = {"expert": layout.expert, "stage": layout.generation_stage, "tensor": layout.generation_tensor}
+    return mesh_of({"data": total // replica, **sizes}, devices)
 
 
 def mesh_of(sizes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:

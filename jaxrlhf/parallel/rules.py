@@ -7,13 +7,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.parallel.mesh import STAGE_AXES, TENSOR_AXES
+from jaxrlhf.parallel.mesh import EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES
 
 Rules = Mapping[str, str | tuple[str, ...]]
 
 TRAIN: Rules = {
     "layers": STAGE_AXES,
-    "embed": "fsdp",
+    "embed": WEIGHT_AXES,
+    "experts": EXPERT_AXES,
+    "expert_embed": "fsdp",
     "heads": TENSOR_AXES,
     "kv_heads": TENSOR_AXES,
     "mlp": TENSOR_AXES,
@@ -23,6 +25,7 @@ TRAIN: Rules = {
 
 GENERATE: Rules = {
     "layers": "stage",
+    "experts": EXPERT_AXES,
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
@@ -63,7 +66,10 @@ def cast_shapes(dims: Any, shapes: Any, *, dtype: Any) -> Any:
 
 
 def check_divisible(mesh: Mesh, dims: Any, shapes: Any, rules: Rules, *, role: str) -> None:
-    """Raise `ValueError` if a dimension does not split evenly over the axes its rule names."""
+    """Raise `ValueError` if a dimension does not split evenly over the axes its rule names, or there are no experts."""
+    experts = math.prod(mesh.shape.get(axis, 1) for axis in EXPERT_AXES)
+    if experts > 1 and not any("experts" in names for names in jax.tree.leaves(dims, is_leaf=_is_dims)):
+        raise ValueError(f"{role}: expert={experts} divides experts, of which this model has none; use fsdp={experts}")
 
     def one(names: tuple[str | None, ...], array: Any) -> None:
         for name, size in zip(names, array.shape, strict=True):

@@ -138,7 +138,8 @@ def _pool(problem: Problem, name: str) -> str:
 def _text(layout: Layout) -> str:
     data = "rest" if layout.data is None else layout.data
     generation = f"generation {layout.generation_stage} x {layout.generation_tensor}"
-    return f"data={data} x fsdp={layout.fsdp} x stage={layout.stage} x tensor={layout.tensor}, {generation}"
+    experts = f" x expert={layout.expert}" if layout.expert > 1 else ""
+    return f"data={data} x fsdp={layout.fsdp}{experts} x stage={layout.stage} x tensor={layout.tensor}, {generation}"
 
 
 def _gib(number: float) -> str:

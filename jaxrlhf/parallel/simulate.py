@@ -157,7 +157,7 @@ class Simulator:
 
     def _compute(self, role: Role, layout: Layout, hardware: Hardware) -> "_Computed":
         assert layout.data is not None
-        key = (role.name, role.remat, layout.data, layout.fsdp, layout.stage, layout.tensor)
+        key = (role.name, role.remat, layout.data, layout.fsdp, layout.stage, layout.tensor, layout.expert)
         if key not in self._computed:
             problem = self._problem
             arguments = (role, layout, problem.workload, problem.software, hardware)
@@ -226,8 +226,8 @@ def _update_bytes(problem: Problem, role: Role, layout: Layout) -> float:
 
 
 def _gathered_bytes(problem: Problem, role: Role, layout: Layout) -> float:
-    """Two layers' and the embedding's weights, whole but for tensor shards, where `fsdp` splits them."""
-    if layout.fsdp == 1:
+    """Two layers' and the embedding's weights, whole but for tensor shards, where `fsdp` and `expert` split them."""
+    if layout.fsdp * layout.expert == 1:
         return 0.0
     model = role.model
     layer = model.attention_parameters + model.mlp_parameters()

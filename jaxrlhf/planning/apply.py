@@ -144,7 +144,7 @@ def _open(layout: Layout) -> Layout:
 
 def _budget(training: Training, layout: Layout, config: Config) -> int:
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    shards = (layout.data or 1) * layout.fsdp
+    shards = (layout.data or 1) * layout.fsdp * layout.expert
     return max(training.tokens_per_microbatch, longest * shards)
 
 

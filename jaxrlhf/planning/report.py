@@ -137,7 +137,8 @@ def placement_text(pools: Sequence[PlannedPool]) -> str:
 
 def layout_text(layout: Layout) -> str:
     """`p-t-d`, and over how many devices more the weights are split, which share the data like d."""
-    return f"{layout.stage}-{layout.tensor}-{layout.data}" + (f" x{layout.fsdp}" if layout.fsdp > 1 else "")
+    shards = layout.fsdp * layout.expert
+    return f"{layout.stage}-{layout.tensor}-{layout.data}" + (f" x{shards}" if shards > 1 else "")
 
 
 def machines(hardware: Hardware) -> str:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.data import load_tokenizer
 from jaxrlhf.models import choose_attention, hidden_states, load_params, pipeline_over, read_config, resolve, score
-from jaxrlhf.parallel import BATCH_AXES, STAGE_AXES, TENSOR_AXES, to_device, to_host
+from jaxrlhf.parallel import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES, to_device, to_host
 from jaxrlhf.workers.model import layout_of
 
 _SMALLEST_WIDTH = 64
@@ -57,13 +57,14 @@ class ScoreModel:
         self._dtype, self._tokens_per_batch = dtype, tokens_per_batch
         self._rows_multiple = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         self._row_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-        self._pipeline = pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=("fsdp",))
+        self._pipeline = pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
         self._attention = choose_attention(
             self._config,
             dtype,
             mesh,
             row_axes=BATCH_AXES,
             head_axes=TENSOR_AXES,
+            expert_axes=EXPERT_AXES,
             stage_axes=STAGE_AXES,
             wanted=attention,
         )
