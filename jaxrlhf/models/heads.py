@@ -20,7 +20,8 @@ CHUNK_TOKENS = 512
 def logits(params: Params, config: ModelConfig, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
     """Unnormalised log-probabilities of the next token, accumulated in float32."""
     table_VD = params["embed" if config.tie_embeddings else "head"].astype(hidden_D.dtype)
-    return jnp.einsum("...D,VD->...V", hidden_D, table_VD, preferred_element_type=jnp.float32)
+    logit_V = jnp.einsum("...D,VD->...V", hidden_D, table_VD, preferred_element_type=jnp.float32)
+    return _cap(logit_V, config.final_logit_softcapping)
 
 
 def token_logp(
@@ -63,7 +64,8 @@ def token_logp(
     table_VD = params["embed" if config.tie_embeddings else "head"].astype(hidden_RWD.dtype)
     plan = _Plan(order_RM, place_RW, target_RM, -(-wanted_RW.sum(axis=1).max() // chunk))
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
-    outputs = _read(hidden_RWD, table_VD, scale, plan, chunk, entropy)
+    reading = _Reading(chunk, entropy, config.final_logit_softcapping)
+    outputs = _read(hidden_RWD, table_VD, scale, plan, reading)
 
     def back(output_RM: Array) -> Array:
         return _shift(jnp.where(wanted_RW, jnp.take_along_axis(output_RM, place_RW, axis=1), 0.0))
@@ -87,20 +89,29 @@ class _Plan(NamedTuple):
     chunks: Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _read(hidden_RWD: Array, table_VD: Array, scale: Array, plan: _Plan, chunk: int, entropy: bool) -> list[Array]:
+class _Reading(NamedTuple):
+    """What a program is compiled for: tokens of a chunk, whether entropies are asked for, the cap of logits."""
+
+    chunk: int
+    entropy: bool
+    soft_cap: float | None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _read(hidden_RWD: Array, table_VD: Array, scale: Array, plan: _Plan, reading: _Reading) -> list[Array]:
     """Log-probabilities, and entropies if asked for, in the plan's order."""
-    return _read_forward(hidden_RWD, table_VD, scale, plan, chunk, entropy)[0]
+    return _read_forward(hidden_RWD, table_VD, scale, plan, reading)[0]
 
 
 def _read_forward(
-    hidden_RWD: Array, table_VD: Array, scale: Array, plan: _Plan, chunk: int, entropy: bool
+    hidden_RWD: Array, table_VD: Array, scale: Array, plan: _Plan, reading: _Reading
 ) -> tuple[list[Array], Any]:
+    chunk, entropy, soft_cap = reading
     hidden_RMD = jnp.take_along_axis(hidden_RWD, plan.order_RM[:, :, None], axis=1)
     zeros_RM = jnp.zeros(plan.order_RM.shape, jnp.float32)
 
     def body(index: Array, outputs: list[Array]) -> list[Array]:
-        logit_RCV = _chunk_logits(_part(hidden_RMD, index, chunk), table_VD, scale)
+        logit_RCV = _chunk_logits(_part(hidden_RMD, index, chunk), table_VD, soft_cap) * scale
         normalizer_RC = jax.nn.logsumexp(logit_RCV, axis=-1)
         # A masked sum, not a gather: it stays local where the vocabulary is sharded.
         chosen_RC = jnp.sum(jnp.where(_chosen(logit_RCV, _part(plan.target_RM, index, chunk)), logit_RCV, 0.0), axis=-1)
@@ -114,8 +125,9 @@ def _read_forward(
     return outputs, (hidden_RWD, table_VD, scale, plan, normalizer_RM, outputs)
 
 
-def _read_backward(chunk: int, entropy: bool, saved: Any, changes: list[Array]) -> tuple[Array, Array, Array, None]:
+def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple[Array, Array, Array, None]:
     """With p the probabilities: d logp = onehot - p, and d entropy = -p (logp + entropy)."""
+    chunk, entropy, soft_cap = reading
     hidden_RWD, table_VD, scale, plan, normalizer_RM, outputs = saved
     hidden_RMD = jnp.take_along_axis(hidden_RWD, plan.order_RM[:, :, None], axis=1)
 
@@ -126,7 +138,8 @@ def _read_backward(chunk: int, entropy: bool, saved: Any, changes: list[Array]) 
             return _part(array_RM, index, chunk)[:, :, None]
 
         hidden_RCD = _part(hidden_RMD, index, chunk)
-        logit_RCV = _chunk_logits(hidden_RCD, table_VD, scale)
+        capped_RCV = _chunk_logits(hidden_RCD, table_VD, soft_cap)
+        logit_RCV = capped_RCV * scale
         logp_RCV = logit_RCV - part(normalizer_RM)
         slope_RC1 = part(changes[0])
         toward_RCV = jnp.where(_chosen(logit_RCV, _part(plan.target_RM, index, chunk)), slope_RC1, 0.0)
@@ -134,6 +147,8 @@ def _read_backward(chunk: int, entropy: bool, saved: Any, changes: list[Array]) 
             slope_RC1 = slope_RC1 + part(changes[1]) * (logp_RCV + part(outputs[1]))
         change_RCV = toward_RCV - jnp.exp(logp_RCV) * slope_RC1
         change_scale += jnp.sum(change_RCV * logit_RCV) / scale
+        if soft_cap is not None:
+            change_RCV *= 1 - jnp.square(capped_RCV / soft_cap)
         change_TV = (change_RCV * scale).astype(table_VD.dtype).reshape(-1, table_VD.shape[0])
         change_RCD = jnp.matmul(change_TV, table_VD).reshape(hidden_RCD.shape)
         change_DV += transposed_product(hidden_RCD.reshape(change_TV.shape[0], -1), change_TV, jnp.float32)
@@ -148,10 +163,14 @@ def _read_backward(chunk: int, entropy: bool, saved: Any, changes: list[Array]) 
 _read.defvjp(_read_forward, _read_backward)
 
 
-def _chunk_logits(hidden_RCD: Array, table_VD: Array, scale: Array) -> Float32[Array, "R C V"]:
+def _chunk_logits(hidden_RCD: Array, table_VD: Array, soft_cap: float | None) -> Float32[Array, "R C V"]:
     hidden_TD = hidden_RCD.reshape(-1, hidden_RCD.shape[-1])
     logit_TV = jnp.matmul(hidden_TD, table_VD.T, preferred_element_type=jnp.float32)
-    return logit_TV.reshape(*hidden_RCD.shape[:-1], -1) * scale
+    return _cap(logit_TV.reshape(*hidden_RCD.shape[:-1], -1), soft_cap)
+
+
+def _cap(logit_V: Array, soft_cap: float | None) -> Array:
+    return logit_V if soft_cap is None else soft_cap * jnp.tanh(logit_V / soft_cap)
 
 
 def _chosen(logit_RCV: Array, target_RC: Array) -> Bool[Array, "R C V"]:
