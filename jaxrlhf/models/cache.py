@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array
+from jaxrlhf.models.own_model import replaceable
 from jaxrlhf.models.pipeline import Pipeline
 
 
@@ -54,6 +55,7 @@ class LayerCache(NamedTuple):
 Cache = list[LayerCache]
 
 
+@replaceable
 def empty_cache(
     config: ModelConfig, *, slots: int, capacity: int, dtype: Any = jnp.float32, pipeline: Pipeline | None = None
 ) -> Cache:

@@ -18,11 +18,13 @@ from jaxrlhf.models.attention import XLA, Attention
 from jaxrlhf.models.cache import Cache, Prefix
 from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
 from jaxrlhf.models.layer import join_projections, layer_rows, layer_slots, norm
+from jaxrlhf.models.own_model import replaceable
 from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
 from jaxrlhf.models.rope import rotations
 from jaxrlhf.models.spread import Spread
 
 
+@replaceable
 def hidden_states(
     params: Params,
     config: ModelConfig,
@@ -107,6 +109,7 @@ def routed_states(
     return norm(config, hidden_RWD, params["final_norm"]), routed
 
 
+@replaceable
 def prefill(
     params: Params,
     config: ModelConfig,
@@ -147,6 +150,7 @@ def prefill(
     return hidden_PD, prefix
 
 
+@replaceable
 def decode(
     layers: list[Params],
     params: Params,
@@ -188,6 +192,7 @@ def decode(
     return norm(config, hidden_B1D, params["final_norm"])[:, 0], written
 
 
+@replaceable
 def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | None = None) -> list[Params]:
     """The stacked layers as a list, one tree per layer (with stages: per layer of a stage).
 

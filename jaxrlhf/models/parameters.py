@@ -14,6 +14,7 @@ from jaxtyping import Array, PRNGKeyArray, UInt32
 
 from jaxrlhf.architecture import Experts, Head, ModelConfig
 from jaxrlhf.batch import Params
+from jaxrlhf.models.own_model import AnyModel, replaceable
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Param:
         return self.dims[0] == "layers"
 
 
+@replaceable
 def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
     """The tree of `Param` of a model with the given head.
 
@@ -136,6 +138,7 @@ def _mixture(config: ModelConfig, experts: Experts) -> dict[str, Any]:
     return tree
 
 
+@replaceable
 def init_params(config: ModelConfig, head: Head, key: PRNGKeyArray | UInt32[Array, "2"]) -> Params:
     """Random float32 parameters: weights normal(0, 1 / fan_in), norms that scale by one, biases and scalar heads zero.
 
@@ -163,12 +166,12 @@ def _draw(param: Param, key: PRNGKeyArray | UInt32[Array, "2"]) -> Array:
             return jnp.zeros(param.shape, jnp.float32)
 
 
-def param_dims(config: ModelConfig, head: Head) -> dict[str, Any]:
+def param_dims(config: AnyModel, head: Head) -> dict[str, Any]:
     """The same tree with each parameter's dimension names, a tuple in place of an array."""
     return jax.tree.map(lambda param: param.dims, declare(config, head))
 
 
-def param_shapes(config: ModelConfig, head: Head, dtype: Any = jnp.float32) -> dict[str, Any]:
+def param_shapes(config: AnyModel, head: Head, dtype: Any = jnp.float32) -> dict[str, Any]:
     """The same tree as `jax.ShapeDtypeStruct`, for planning memory and layouts without arrays."""
     return jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, dtype), declare(config, head))
 
