@@ -91,14 +91,14 @@ def test_only_the_shard_is_read(source, monkeypatch):
     from jaxrlhf.models import hf_load
 
     read = []
-    original = hf_load._read_tensor
+    original = hf_load._read
 
     def counting(*args):
         block = original(*args)
         read.append(block.size)
         return block
 
-    monkeypatch.setattr(hf_load, "_read_tensor", counting)
+    monkeypatch.setattr(hf_load, "_read", counting)
     config = models.read_config(source)
     mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",), axis_types=(AxisType.Auto,))
     layout = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), models.param_shapes(config, "lm"))

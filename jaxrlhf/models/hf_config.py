@@ -15,8 +15,8 @@ from jaxrlhf.config import FromScratch
 from jaxrlhf.models.families import FAMILIES, Family, Fields, read_rope, write_rope
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
-_WEIGHT_FILES = ("*.safetensors",)
+HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+_WEIGHT_FILES = ("model*.safetensors",)  # some repositories hold the weights once more, under other names
 _HUB_TIMEOUT_S = 5.0
 
 # Their names for the gate's activation, and ours.
@@ -50,7 +50,7 @@ def _download(hub_id: str, *, weights: bool) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
 
-    files = [*_HUB_FILES, *(_WEIGHT_FILES if weights else ())]
+    files = [*HUB_FILES, *(_WEIGHT_FILES if weights else ())]
     try:
         huggingface_hub.HfApi().model_info(hub_id, timeout=_HUB_TIMEOUT_S)
     except (HTTPError, OSError, HFValidationError) as error:

@@ -1,25 +1,32 @@
 """Hugging Face safetensors into sharded parameters.
 
-Each device's shard is read from the files by itself, one parameter at a time: neither a
-device nor the host ever holds the whole model unless it is asked to.
+Tensors are read one after another, and of each only what this process's devices need. A piece goes
+to its devices as it lies in the file; a compiled program casts and transposes it there and writes it
+into the parameter, whose layers are stacked. The host never holds more than one tensor.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxrlhf.architecture import Head, ModelConfig
-from jaxrlhf.batch import Params
+from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.families import FAMILIES, Stored
 from jaxrlhf.models.hf_config import read_family, resolve
 from jaxrlhf.models.parameters import Param, declare, path_name
-from jaxrlhf.models.tensor_files import TensorFiles
+from jaxrlhf.models.tensor_files import DTYPES, TensorFiles
 
-Index = tuple[slice, ...]
+Ranges = tuple[tuple[int, int], ...]
+Progress = Callable[[int, int], None]
+"""Told how many bytes of the parameters are there, and how many there will be."""
 
 
 def load_params(
@@ -29,6 +36,7 @@ def load_params(
     shardings: Any = None,
     *,
     dtype: Any = jnp.float32,
+    progress: Progress = lambda done, total: None,
 ) -> Params:
     """Parameters of a checkpoint, each shard read straight onto its device.
 
@@ -38,79 +46,145 @@ def load_params(
     Args:
       path: Checkpoint directory or hub id.
       config: From `read_config` of the same path.
-      shardings: Tree of `jax.sharding.Sharding` like the parameters; None loads onto one device.
+      shardings: Tree of `NamedSharding` like the parameters; None loads onto one device.
       dtype: Of the result, whatever the files hold: one, or a tree of them like the parameters.
+      progress: Called after each tensor.
+
+    Raises:
+      ValueError: As `check_params`.
+    """
+    declared = declare(config, head)
+    if shardings is None:
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: device, declared)
+    dtypes = dtype if isinstance(dtype, dict) else jax.tree.map(lambda _: dtype, declared)
+    sizes = jax.tree.map(lambda param, dtype: math.prod(param.shape) * np.dtype(dtype).itemsize, declared, dtypes)
+    total, done = sum(jax.tree.leaves(sizes)), 0
+
+    with TensorFiles(resolve(path, weights=True)) as files:
+        stored = _check(files, config, head)
+
+        def load(path: tuple, param: Param, sharding: Sharding, dtype: Any, num_bytes: int) -> jax.Array:
+            nonlocal done
+            source = stored.get(path_name(path))
+            if source is None:
+                zeros = np.zeros(sharding.shard_shape(param.shape), dtype)
+                return jax.make_array_from_callback(param.shape, sharding, lambda _: zeros)
+            array = None
+            shard = sharding.shard_shape(param.shape)
+            steps = shard[: len(shard) - len(source.dims)]
+            order = tuple(source.letters.index(letter) for letter in source.dims)
+            put = _put(order, param.shape, np.dtype(dtype), sharding)
+            for at in np.ndindex(steps):
+                array = put(array, _piece(files, source, param, sharding, at), at)
+                array.block_until_ready()  # or the host would read ahead of its devices
+                done += num_bytes // math.prod(steps)
+                progress(done, total)
+            return array
+
+        return jax.tree.map_with_path(load, declared, shardings, dtypes, sizes)
+
+
+def check_params(path: str | Path, config: ModelConfig, head: Head) -> None:
+    """Refuse what `load_params` could not read, by the headers of the files alone.
 
     Raises:
       ValueError: The checkpoint lacks the wanted head, a tensor is missing, unexpected or of
-        the wrong shape, or a file is damaged.
+        the wrong shape or dtype, or a file is missing or damaged.
     """
-    directory = resolve(path, weights=True)
-    declared = declare(config, head)
-    stored = FAMILIES[config.family].stored(config, head)
-    _, saved_head = read_family(directory)
-    _check_head(directory, head, saved_head)
-    if head == "value" and saved_head == "lm":
-        del stored["head"]
-    if shardings is None:
-        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        shardings = jax.tree.map(lambda _: device, declared)
-    dtypes = dtype if isinstance(dtype, dict) else jax.tree.map(lambda _: dtype, declared)
-
-    with TensorFiles(directory) as files:
-        _check_tensors(files, config, declared, stored)
-
-        def load(path: tuple, param: Param, sharding: jax.sharding.Sharding, dtype: Any) -> jax.Array:
-            source = stored.get(path_name(path))
-
-            def shard(index: Any) -> np.ndarray:
-                if source is None:
-                    return np.zeros(_extent(param.shape, index), dtype)
-                return _read_shard(files, source, param, index).astype(dtype, copy=False)
-
-            return jax.make_array_from_callback(param.shape, sharding, shard)
-
-        return jax.tree.map_with_path(load, declared, shardings, dtypes)
+    with TensorFiles(resolve(path, weights=True)) as files:
+        _check(files, config, head)
 
 
-def _read_shard(files: TensorFiles, source: Stored, param: Param, index: Index) -> np.ndarray:
-    """The part `index` of a parameter, in its own order of dimensions."""
-    if not param.stacked:
-        return _read_tensor(files[source.name], source, param.shape, index)
-    layers = range(*index[0].indices(param.shape[0]))
-    names = [source.name.format(layer=layer) for layer in layers]
-    return np.stack([_read_tensor(files[name], source, param.shape[1:], index[1:]) for name in names])
+def _piece(files: TensorFiles, source: Stored, param: Param, sharding: Sharding, at: tuple[int, ...]) -> jax.Array:
+    """The tensors of each device's layer `at`, with their dimensions in the file's order.
+
+    Before those come the stacked dimensions, with one entry for each range that devices hold.
+    """
+    stacked = len(at)
+    holders: dict[Ranges, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(param.shape).items():
+        ranges = tuple(part.indices(size)[:2] for part, size in zip(index, param.shape, strict=True))
+        holders.setdefault(ranges, []).append(device)
+    blocks: list[jax.Array] = []
+    for ranges, devices in holders.items():
+        name = source.named([start + step for (start, _), step in zip(ranges, at, strict=False)])
+        block = _read(files[name], source, param.unpadded[stacked:], ranges[stacked:])[(None,) * stacked]
+        blocks += jax.block_until_ready([jax.device_put(block, device) for device in devices])
+    places = [*range(stacked), *(stacked + source.dims.index(letter) for letter in source.letters)]
+    counts = [size // part for size, part in zip(param.shape, sharding.shard_shape(param.shape), strict=True)]
+    shape = tuple(counts[place] if place < stacked else param.shape[place] for place in places)
+    if isinstance(sharding, NamedSharding):
+        spec = [*sharding.spec, *[None] * (len(places) - len(sharding.spec))]
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*(spec[place] for place in places)))
+    return jax.make_array_from_single_device_arrays(shape, sharding, blocks)
 
 
-def _read_tensor(tensor: Any, source: Stored, shape: tuple[int, ...], index: Index) -> np.ndarray:
-    """The part `index` of one tensor.
+@functools.cache
+def _put(order: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> Any:
+    """A program that writes a piece into its place in the parameter, cast and in our order of dimensions.
+
+    Stacked dimensions are seen as (ranges, places in a range), so that each device writes into its own range.
+    """
+    stacked = len(shape) - len(order)
+    rest = shape[stacked:]
+
+    def put(array: Array | None, piece: Array, at: tuple[Array, ...]) -> Array:
+        counts = piece.shape[:stacked]
+        piece = piece.transpose(*range(stacked), *(stacked + place for place in order)).astype(dtype)
+        whole = jnp.zeros(shape, dtype) if array is None else array
+        ranges = [part for size, count in zip(shape, counts, strict=False) for part in (count, size // count)]
+        places = [part for count in counts for part in (count, 1)]
+        start = [part for step in at for part in (0, step)]
+        filled = lax.dynamic_update_slice(
+            whole.reshape(*ranges, *rest), piece.reshape(*places, *rest), [*start, *[0] * len(rest)]
+        )
+        return filled.reshape(shape)
+
+    return jax.jit(put, donate_argnums=0, out_shardings=sharding)
+
+
+def _read(tensor: Any, source: Stored, shape: tuple[int, ...], ranges: Ranges) -> np.ndarray:
+    """Some ranges of our dimensions of one tensor, in the file's order; zeros beyond its end.
 
     Of each dimension in the file, the range of its first letter is read; letters merged
     behind it are cut afterwards, because their part is not contiguous.
     """
-    size, wanted = dict(zip(source.dims, shape, strict=True)), dict(zip(source.dims, index, strict=True))
-    ranges: list[slice] = []
-    cuts: list[slice] = []
+    size, wanted = dict(zip(source.dims, shape, strict=True)), dict(zip(source.dims, ranges, strict=True))
+    there = {letter: slice(*(min(end, size[letter]) for end in wanted[letter])) for letter in size}
+    outer: list[slice] = []
+    inner: list[slice] = []
     unmerged: list[int] = []
     for group in source.stored.split():
         if group == "1":
-            ranges.append(slice(0, 1))
+            outer.append(slice(0, 1))
             continue
-        first, merged = group[0], group[1:]
-        start, stop, _ = wanted[first].indices(size[first])
-        inner = math.prod(size[letter] for letter in merged)
-        ranges.append(slice(start * inner, stop * inner))
-        unmerged += [stop - start, *(size[letter] for letter in merged)]
-        cuts += [slice(None), *(wanted[letter] for letter in merged)]
-    block = tensor[tuple(ranges)].reshape(unmerged)[tuple(cuts)]
-    return block.transpose([source.letters.index(letter) for letter in source.dims])
+        first, merged = there[group[0]], group[1:]
+        width = math.prod(size[letter] for letter in merged)
+        before = 0 if outer else source.start
+        outer.append(slice(before + first.start * width, before + first.stop * width))
+        unmerged += [first.stop - first.start, *(size[letter] for letter in merged)]
+        inner += [slice(None), *(there[letter] for letter in merged)]
+    outer[0] = slice(outer[0].start + source.start, outer[0].stop + source.start)
+    block = tensor[tuple(outer)].reshape(unmerged)[tuple(inner)]
+    widths = [stop - start for start, stop in (wanted[letter] for letter in source.letters)]
+    if block.shape == tuple(widths):
+        return block
+    return np.pad(block, [(0, width - have) for width, have in zip(widths, block.shape, strict=True)])
 
 
-def _extent(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
-    return tuple(len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True))
+def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Stored]:
+    """Where each parameter lies that the files have; ValueError as `check_params`."""
+    stored = FAMILIES[config.family].stored(config, head)
+    _, saved = read_family(files.directory)
+    check_head(files.directory, head, saved)
+    if head == "value" and saved == "lm":
+        del stored["head"]
+    _check_tensors(files, config, declare(config, head), stored)
+    return stored
 
 
-def _check_head(directory: Path, head: Head, saved: Head) -> None:
+def check_head(directory: Path, head: Head, saved: Head) -> None:
     """A value head may start from either kind of checkpoint; the others have to be in it."""
     if head not in ("value", saved):
         says = {"lm": "a language-model head (ForCausalLM)", "score": "a score head (ForSequenceClassification)"}
@@ -124,16 +198,22 @@ def _check_tensors(files: TensorFiles, config: ModelConfig, declared: dict, stor
     expected: dict[str, tuple[int, ...]] = {}
     for path, param in jax.tree.leaves_with_path(declared):
         if source := stored.get(path_name(path)):
-            shape = source.shape(param.shape[1:] if param.stacked else param.shape)
-            expected |= dict.fromkeys(source.names(config.num_layers), shape)
+            stacked = len(param.shape) - len(source.dims)
+            shape = source.tensor_shape(param.unpadded[stacked:])
+            expected |= {source.named(at): shape for at in np.ndindex(param.shape[:stacked])}
     for name, shape in expected.items():
         if name not in files.file_of:
             raise ValueError(f"tensor {name!r} of shape {list(shape)} is missing from the files in {files.directory}")
-        found = tuple(files[name].get_shape())
+        found, kind = tuple(files[name].get_shape()), files[name].get_dtype()
         if found != shape:
             raise ValueError(
                 f"tensor {name!r} in {files.where(name)} has shape {list(found)}, config.json and the "
                 f"head asked for make it {list(shape)}; the files do not belong together"
+            )
+        if kind not in DTYPES.values():
+            raise ValueError(
+                f"tensor {name!r} in {files.where(name)} has dtype {kind}; {', '.join(DTYPES.values())} are read: "
+                f"give the checkpoint in one of them"
             )
     for name in files.file_of:
         # A tied or replaced head, and the constants that old versions saved, change nothing.

@@ -3,39 +3,24 @@
 import json
 import math
 import shutil
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxrlhf.architecture import Head, ModelConfig
-from jaxrlhf.batch import Params
+from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.families import FAMILIES, Stored
-from jaxrlhf.models.hf_config import read_fields, resolve, write_fields
-from jaxrlhf.models.parameters import declare, path_name
-from jaxrlhf.models.tensor_files import INDEX, SINGLE
-
-
-class _Tensor(NamedTuple):
-    """A tensor to write, still on its devices; `layer` picks it from a stacked parameter."""
-
-    stored: Stored
-    array: jax.Array
-    layer: int | None
-    dtype: np.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        shape = self.array.shape if self.layer is None else self.array.shape[1:]
-        return math.prod(shape) * self.dtype.itemsize
-
-    def fetch(self) -> np.ndarray:
-        """The tensor on the host in the file's order of dimensions."""
-        block = _to_host(self.array if self.layer is None else self.array[self.layer])
-        ordered = block.transpose([self.stored.dims.index(letter) for letter in self.stored.letters])
-        return np.ascontiguousarray(ordered.reshape(self.stored.shape(block.shape)).astype(self.dtype))
+from jaxrlhf.models.hf_config import HUB_FILES, read_fields, resolve, write_fields
+from jaxrlhf.models.hf_load import Progress
+from jaxrlhf.models.parameters import Param, declare, path_name
+from jaxrlhf.models.tensor_files import INDEX
+from jaxrlhf.models.tensor_writer import TensorWriter
 
 
 def save_params(
@@ -50,27 +35,73 @@ def save_params(
 ) -> None:
     """Write config.json and safetensors, sharded behind an index when they are larger than one file.
 
+    As `save_each`, of parameters that are all there.
+    """
+    arrays = ((path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(params))
+    head: Head = "score" if "head" in params and params["head"].ndim == 1 else "lm"
+    save_each(
+        arrays,
+        config,
+        head,
+        directory,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        source=source,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def save_each(
+    arrays: Iterable[tuple[str, jax.Array]],
+    config: ModelConfig,
+    head: Head,
+    directory: str | Path,
+    *,
+    dtype: Any = jnp.float32,
+    tokenizer: Any = None,
+    source: str | Path | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write a checkpoint from parameters that come one by one, each with its path.
+
     A language model becomes a `ForCausalLM` checkpoint; a value or score head becomes
-    `ForSequenceClassification` with one label. At most one file's tensors are on the host at
-    a time. config.json comes last, so an interrupted export does not look like a model. With
-    several processes all of them call this and the first one writes.
+    `ForSequenceClassification` with one label. One tensor is on the host at a time. config.json
+    comes last, so an interrupted export does not look like a model. With several processes all of
+    them call this and the first one writes.
 
     Args:
+      arrays: Every parameter of `declare(config, head)`, in any order.
       dtype: Of the tensors in the files.
       tokenizer: Saved beside the model if given.
       source: Checkpoint that the model came from: its config.json and generation_config.json are kept.
+      max_shard_bytes: A file exceeds it only if one tensor does.
+      progress: Called after each tensor.
 
     Raises:
-      ValueError: The directory already holds safetensors.
+      ValueError: The directory already holds safetensors, or a weight lies beyond what the dtype can hold.
     """
-    directory = Path(directory)
+    directory, dtype = Path(directory), np.dtype(dtype)
     if list(directory.glob("*.safetensors")):
         raise ValueError(f"{directory} already holds safetensors, which might be mixed up; export to a new directory")
-    directory.mkdir(parents=True, exist_ok=True)
-    dtype = np.dtype(dtype)
-    head = _head_of(params)
-    _write_tensors(_split(_tensors(params, config, head, dtype), max_shard_bytes), directory)
+    declared = {path_name(path): param for path, param in jax.tree.leaves_with_path(declare(config, head))}
+    stored = FAMILIES[config.family].stored(config, head)
+    writer = None
     if jax.process_index() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        writer = TensorWriter(directory, _shapes(declared, stored), dtype, max_file_bytes=max_shard_bytes)
+    total = sum(math.prod(param.unpadded) for param in declared.values()) * dtype.itemsize
+    done = 0
+    for path, array in arrays:
+        lies, param = stored[path], declared[path]
+        for at in np.ndindex(_stacked(lies, param)):
+            tensor = _fetch(array, lies, param, at, dtype)
+            if writer is not None:
+                writer.write(lies.named(at), tensor, start=lies.start)
+            done += tensor.nbytes
+            progress(done, total)
+    if writer is not None:
+        writer.close()
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         _write_config(directory, _fields(config, head, dtype, tokenizer, source), source)
@@ -88,55 +119,45 @@ def save_description(
         _write_config(directory, _fields(config, "lm", np.dtype(np.float32), tokenizer, source), source)
 
 
-def _head_of(params: Params) -> Head:
-    return "score" if "head" in params and params["head"].ndim == 1 else "lm"
+def _shapes(declared: dict[str, Param], stored: dict[str, Stored]) -> dict[str, tuple[int, ...]]:
+    """Every tensor's shape, those of a layer behind one another."""
+    layers: dict[int, dict[str, tuple[int, ...]]] = {}
+    for path, param in declared.items():
+        stacked = _stacked(stored[path], param)
+        shape = stored[path].tensor_shape(param.unpadded[len(stacked) :])
+        for at in np.ndindex(stacked):
+            layers.setdefault(at[0] if at else -1, {})[stored[path].named(at)] = shape
+    return {name: shape for layer in sorted(layers) for name, shape in layers[layer].items()}
 
 
-def _tensors(params: Params, config: ModelConfig, head: Head, dtype: np.dtype) -> dict[str, _Tensor]:
-    """Every tensor by its name in the file."""
-    arrays = {path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
-    tensors = {}
-    for path, param in jax.tree.leaves_with_path(declare(config, head)):
-        stored = FAMILIES[config.family].stored(config, head)[path_name(path)]
-        for layer, name in enumerate(stored.names(config.num_layers)):
-            tensors[name] = _Tensor(stored, arrays[path_name(path)], layer if param.stacked else None, dtype)
-    return tensors
+def _stacked(stored: Stored, param: Param) -> tuple[int, ...]:
+    """Sizes of the parameter's first dimensions, along which each entry has a tensor of its own."""
+    return param.shape[: len(param.shape) - len(stored.dims)]
 
 
-def _to_host(array: jax.Array) -> np.ndarray:
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    from jax.experimental.multihost_utils import process_allgather
+def _fetch(array: jax.Array, stored: Stored, param: Param, at: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A tensor on the host, as it goes into the file."""
+    order = tuple(stored.dims.index(letter) for letter in stored.letters)
+    tensor = _taken(array, at, order, dtype)
+    if not tensor.is_fully_addressable:
+        from jax.experimental.multihost_utils import process_allgather
 
-    return np.asarray(process_allgather(array, tiled=True))
-
-
-def _split(tensors: dict[str, _Tensor], max_bytes: int) -> list[dict[str, _Tensor]]:
-    """Into files, in order; a file exceeds `max_bytes` only if one tensor does."""
-    files: list[dict[str, _Tensor]] = [{}]
-    room = max_bytes
-    for name, tensor in tensors.items():
-        if files[-1] and tensor.num_bytes > room:
-            files.append({})
-            room = max_bytes
-        files[-1][name] = tensor
-        room -= tensor.num_bytes
-    return files
+        tensor = process_allgather(tensor, tiled=True)
+    shape = param.unpadded[len(at) :]
+    block = np.asarray(tensor)[tuple(slice(shape[place]) for place in order)].reshape(stored.shape(shape))
+    if dtype == np.float16 and not np.isfinite(block).all():
+        raise ValueError(
+            f"tensor {stored.named(at)!r} has weights beyond {dtype}'s 65504; export as bfloat16 or float32"
+        )
+    return block
 
 
-def _write_tensors(files: list[dict[str, _Tensor]], directory: Path) -> None:
-    from safetensors.numpy import save_file
-
-    weight_map: dict[str, str] = {}
-    for number, tensors in enumerate(files, start=1):
-        file = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        weight_map |= dict.fromkeys(tensors, file)
-        held = {name: tensor.fetch() for name, tensor in tensors.items()}
-        if jax.process_index() == 0:
-            save_file(held, directory / file, metadata={"format": "pt"})
-    if len(files) > 1 and jax.process_index() == 0:
-        total = sum(tensor.num_bytes for tensors in files for tensor in tensors.values())
-        _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+@partial(jax.jit, static_argnums=(2, 3))
+def _taken(array: Array, at: tuple[Any, ...], order: tuple[int, ...], dtype: np.dtype) -> Array:
+    """One tensor of a parameter, with its dimensions in the file's order."""
+    for place in at:
+        array = lax.dynamic_index_in_dim(array, place, keepdims=False)
+    return array.transpose(order).astype(dtype)
 
 
 def _fields(config: ModelConfig, head: Head, dtype: np.dtype, tokenizer: Any, source: str | Path | None) -> dict:
@@ -146,8 +167,8 @@ def _fields(config: ModelConfig, head: Head, dtype: np.dtype, tokenizer: Any, so
         kept = read_fields(source)
         written = {name: fields[name] for name in ("architectures", "id2label", "label2id") if name in fields}
         # Older files call it torch_dtype.
-        kind = "torch_dtype" if "torch_dtype" in kept else "dtype"
-        return kept | written | {kind: dtype.name}
+        kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}
+        return kept | written | dict.fromkeys(kinds, dtype.name)
     if tokenizer is not None:
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         fields |= {name: value for name, value in ids.items() if value is not None}
@@ -159,8 +180,19 @@ def _write_config(directory: Path, fields: dict, source: str | Path | None) -> N
         generation = resolve(source) / "generation_config.json"
         if generation.is_file():
             shutil.copyfile(generation, directory / generation.name)
-    _write_json(directory / "config.json", fields)
+    (directory / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
-def _write_json(file: Path, content: dict) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+def copy_description(source: Path, directory: Path) -> None:
+    """Copy what a checkpoint has beside its weights; config.json last, because with it a directory looks complete."""
+    files = {file for pattern in HUB_FILES for file in source.glob(pattern)} - {source / INDEX}
+    for file in sorted(files, key=lambda file: file.name == "config.json"):
+        shutil.copyfile(file, directory / file.name)
+
+
+def check_new(directory: str | Path) -> Path:
+    """A directory to write to; `ValueError` if it holds files."""
+    directory = Path(directory).expanduser()
+    if directory.exists() and any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty; choose a new directory")
+    return directory

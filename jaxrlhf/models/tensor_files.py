@@ -6,6 +6,8 @@ from typing import Any
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""What weights are read and written in, and its name in the files."""
 
 
 class TensorFiles:
@@ -45,24 +47,45 @@ class TensorFiles:
         """File of a tensor, for messages."""
         return str(self.directory / self.file_of[name])
 
+    def dtype(self) -> str | None:
+        """What all tensors are stored in; None if they differ, or in something that is not read."""
+        kinds = {self[name].get_dtype() for name in self.file_of}
+        return next((dtype for dtype, kind in DTYPES.items() if kinds == {kind}), None)
+
     def _read_index(self) -> dict[str, str]:
         try:
             file_of = dict(json.loads((self.directory / INDEX).read_text())["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.directory / INDEX} is no index ({error!r}); download it again") from error
-        held = {file: set(self._file(file).keys()) for file in sorted(set(file_of.values()))}
+        held: dict[str, set[str]] = {}
         for name, file in file_of.items():
+            if file not in held:
+                held[file] = set(self._file(file, name).keys())
             if name not in held[file]:
                 raise ValueError(f"tensor {name!r} is missing from {self.directory / file}, where {INDEX} puts it")
         return file_of
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str, tensor: str | None = None) -> Any:
+        """An open file.
+
+        Args:
+          tensor: That is wanted of it, for messages.
+        """
         from safetensors import SafetensorError, safe_open
 
         if name not in self._open:
-            file = self.directory / name
+            file, wanted = (
+                self.directory / name,
+                "" if tensor is None else f", and {INDEX} puts tensor {tensor!r} there",
+            )
+            if not file.is_file():
+                raise ValueError(
+                    f"{file} is missing{wanted}: the checkpoint is incomplete; download or export it again"
+                )
             try:
                 self._open[name] = safe_open(file, framework="numpy").__enter__()
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{file} is damaged or incomplete ({error}); download or export it again") from error
+                raise ValueError(
+                    f"{file} is damaged or incomplete ({error}){wanted}; download or export it again"
+                ) from error
         return self._open[name]
