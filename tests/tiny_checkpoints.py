@@ -27,6 +27,19 @@ _STRETCHED = {
     "original_max_position_embeddings": 16,
 }
 
+_YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.5, 3.0],
+    "long_factor": [2.0, 8.0],
+}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+
 KINDS = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
@@ -34,14 +47,79 @@ KINDS = {
     "llama": ("Llama", {"tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
     "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _STRETCHED}),
 }
+"""Small in number, for tests of what all families share."""
+
+FAMILY_KINDS = KINDS | {
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen3-yarn": ("Qwen3", {"head_dim": 16, "rope_parameters": _YARN}),
+    "llama-linear": (
+        "Llama",
+        {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}},
+    ),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "mistral-full": ("Mistral", {"sliding_window": None, "head_dim": 16, "num_key_value_heads": 1}),
+    "phi3": ("Phi3", {"sliding_window": 9, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "phi3-long": (
+        "Phi3",
+        {"tie_word_embeddings": True, "original_max_position_embeddings": 64, "rope_parameters": _LONG},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-grouped": ("Olmo2", {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2-uncapped": (
+        "Gemma2",
+        {"head_dim": 8, "sliding_window": 50, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": _GEMMA3_ROPE,
+        },
+    ),
+    "gemma3-untied": ("Gemma3Text", {"head_dim": 8, "tie_word_embeddings": False, "final_logit_softcapping": 2.0}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "head_dim": 8,
+        },
+    ),
+    "qwen3-moe-tied": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 20, "tie_word_embeddings": True},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 3, "sliding_window": 6}),
+}
+"""Every family, its flags one way and another."""
+
+_CAUSAL = {"Gemma3Text": "Gemma3"}
+"""Names of language models that are not their configuration's."""
 
 
 def build(kind, task="ForCausalLM", seed=0, **changes):
     """A transformers model with weights large enough that every part shows in the logits."""
-    name, fields = KINDS[kind]
+    name, fields = FAMILY_KINDS[kind]
     config = getattr(transformers, f"{name}Config")(**{**_SIZES, **fields, **changes})
     torch.manual_seed(seed)
-    model = getattr(transformers, name + task)(config).eval()
+    owner = _CAUSAL.get(name, name) if task == "ForCausalLM" else name
+    model = getattr(transformers, owner + task)(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))

@@ -6,10 +6,12 @@ from jaxrlhf.models.families.gemma2 import GEMMA2
 from jaxrlhf.models.families.gemma3 import GEMMA3
 from jaxrlhf.models.families.llama import LLAMA
 from jaxrlhf.models.families.mistral import MISTRAL
+from jaxrlhf.models.families.mixtral import MIXTRAL
 from jaxrlhf.models.families.olmo2 import OLMO2
 from jaxrlhf.models.families.phi3 import PHI3
 from jaxrlhf.models.families.qwen2 import QWEN2
 from jaxrlhf.models.families.qwen3 import QWEN3
+from jaxrlhf.models.families.qwen3_moe import QWEN3_MOE
 from jaxrlhf.models.families.rope_fields import read_rope, write_rope
 
 FAMILIES: dict[str, Family] = {
@@ -21,6 +23,8 @@ FAMILIES: dict[str, Family] = {
     "olmo2": OLMO2,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
 }
 
 __all__ = ["FAMILIES", "LM_HEAD", "SCALAR_HEAD", "Family", "Fields", "Stored", "read_rope", "write_rope"]
