@@ -161,8 +161,7 @@ def _read(tensor: Any, source: Stored, shape: tuple[int, ...], ranges: Ranges) -
             continue
         first, merged = there[group[0]], group[1:]
         width = math.prod(size[letter] for letter in merged)
-        before = 0 if outer else source.start
-        outer.append(slice(before + first.start * width, before + first.stop * width))
+        outer.append(slice(first.start * width, first.stop * width))
         unmerged += [first.stop - first.start, *(size[letter] for letter in merged)]
         inner += [slice(None), *(there[letter] for letter in merged)]
     outer[0] = slice(outer[0].start + source.start, outer[0].stop + source.start)
