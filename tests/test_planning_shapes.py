@@ -22,6 +22,8 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-14B": 14_768_307_200,
     "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "meta-llama/Llama-2-7b-hf": 6_738_415_616,
     "meta-llama/Llama-2-13b-hf": 13_015_864_320,
     "meta-llama/Llama-2-70b-hf": 68_976_648_192,
@@ -146,7 +148,7 @@ def test_an_entry_has_as_many_weights_as_published(name):
 
 def test_the_table_has_every_published_size():
     assert {name.removesuffix("-Instruct") for name in SHAPES} == set(PUBLISHED)
-    assert len(SHAPES) == 35
+    assert len(SHAPES) == 37
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -179,7 +181,7 @@ def test_an_unknown_id_names_the_closest_known_ones():
     message = str(error.value)
     assert "known without a network are Qwen/Qwen2.5-" in message
     assert sum(name in message.replace(",", " ").split() for name in SHAPES) == 3
-    assert "32 more" in message
+    assert "34 more" in message
     assert "\n" not in message
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.parallel.mesh import EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES
 
@@ -37,7 +37,7 @@ def _is_dims(node: Any) -> bool:
     return isinstance(node, tuple)
 
 
-def shardings(mesh: Mesh, dims: Any, rules: Rules) -> Any:
+def shardings(mesh: Mesh | AbstractMesh, dims: Any, rules: Rules) -> Any:
     """A tree of `NamedSharding` for a tree of dimension names; unnamed dimensions stay whole."""
 
     def one(names: tuple[str | None, ...]) -> NamedSharding:
@@ -65,7 +65,7 @@ def cast_shapes(dims: Any, shapes: Any, *, dtype: Any) -> Any:
     return jax.tree.map(one, dims, shapes, is_leaf=_is_dims)
 
 
-def check_divisible(mesh: Mesh, dims: Any, shapes: Any, rules: Rules, *, role: str) -> None:
+def check_divisible(mesh: Mesh | AbstractMesh, dims: Any, shapes: Any, rules: Rules, *, role: str) -> None:
     """Raise `ValueError` if a dimension does not split evenly over the axes its rule names, or there are no experts."""
     experts = math.prod(mesh.shape.get(axis, 1) for axis in EXPERT_AXES)
     if experts > 1 and not any("experts" in names for names in jax.tree.leaves(dims, is_leaf=_is_dims)):

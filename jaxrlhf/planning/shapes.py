@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxrlhf.architecture import Llama3Rope, ModelConfig
+from jaxrlhf.architecture import Experts, Llama3Rope, ModelConfig
 from jaxrlhf.models import read_config
 
 _CLOSEST = 3
@@ -91,6 +91,23 @@ def _llama3(
     )
 
 
+def _qwen3_moe(hidden: int, intermediate: int, layers: int, heads: int, *, expert: int) -> ModelConfig:
+    return ModelConfig(
+        family="qwen3_moe",
+        vocab_size=151_936,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=4,
+        head_dim=128,
+        qk_norm=True,
+        rope_theta=1e6,
+        max_positions=40_960,
+        experts=Experts(128, 8, expert, loss_coefficient=0.001),
+    )
+
+
 # Width, MLP width, layers, query heads and, where families differ in it, key-value heads.
 _PRETRAINED_AND_INSTRUCT = {
     "Qwen/Qwen2.5-0.5B": _qwen25(896, 4864, 24, 14, 2, vocab=151_936, tied=True),
@@ -117,6 +134,8 @@ SHAPES: Mapping[str, ModelConfig] = {
     "Qwen/Qwen3-8B": _qwen3(4096, 12_288, 36, 32),
     "Qwen/Qwen3-14B": _qwen3(5120, 17_408, 40, 40),
     "Qwen/Qwen3-32B": _qwen3(5120, 25_600, 64, 64),
+    "Qwen/Qwen3-30B-A3B": _qwen3_moe(2048, 6144, 48, 32, expert=768),
+    "Qwen/Qwen3-235B-A22B": _qwen3_moe(4096, 12_288, 94, 64, expert=1536),
     "meta-llama/Llama-2-7b-hf": _llama2(4096, 11_008, 32, 32, 32),
     "meta-llama/Llama-2-13b-hf": _llama2(5120, 13_824, 40, 40, 40),
     "meta-llama/Llama-2-70b-hf": _llama2(8192, 28_672, 80, 64, 8),

@@ -1,0 +1,217 @@
+"""A 70B decoder and a mixture of 235B, planned for a v5p-128 and 16 machines of 8 H100 or H200: no array is made.
+
+What the planner says that a device holds is compared with a sum over the trees themselves, split as the rules say.
+"""
+
+import json
+import math
+import runpy
+import sys
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jaxrlhf import models
+from jaxrlhf.config import Layout, load, override
+from jaxrlhf.engine import programs
+from jaxrlhf.parallel import (
+    AXES,
+    BATCH_AXES,
+    GENERATE,
+    TRAIN,
+    cast_shapes,
+    check_divisible,
+    laid_out,
+    shardings,
+)
+from jaxrlhf.parallel.mapping import search
+from jaxrlhf.planning import hardware_of, question_of
+from jaxrlhf.planning.shapes import SHAPES
+
+GIB = 2**30
+LLAMA, QWEN = "meta-llama/Llama-3.1-70B-Instruct", "Qwen/Qwen3-235B-A22B"
+MACHINES = {"v5p-128": (64, 95 * GIB), "h100x16x8": (128, 80e9), "h200x16x8": (128, 141e9)}
+"""Devices, and the memory of each: a v5p slice is named after its cores, of which a chip has two."""
+WEIGHTS = {LLAMA: 70_553_706_496, QWEN: 235_093_634_560}
+"""Of the checkpoint's files."""
+NORMS = {LLAMA: 2 * 8192, QWEN: 2 * 4096 + 2 * 128}
+"""Weights of one layer that are the scales of norms."""
+ROUTER = {LLAMA: 0, QWEN: 4096 * 128}
+"""Weights of one layer that choose its experts."""
+
+OPTIMIZER = optax.adamw(1e-6)
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+
+
+def a_run(path: str):
+    """GRPO with a reference, 1280 responses of up to 1024 tokens."""
+    return override(load("grpo_gsm8k"), {"model.path": path, "actor.tokens_per_microbatch": 131_072})
+
+
+@pytest.fixture(scope="module", params=[(LLAMA, "v5p-128"), (LLAMA, "h100x16x8"), (QWEN, "h200x16x8")], ids="-".join)
+def planned(request):
+    """The model, devices, memory of one, the problem and its best plan."""
+    name, machines = request.param
+    config = a_run(name)
+    problem = question_of(config, hardware_of(config, machines)).problem
+    return name, *MACHINES[machines], problem, search(problem).plans[0]
+
+
+def mesh_of(layout: Layout, devices: int, *, generates: bool = False) -> AbstractMesh:
+    """The factored mesh, without devices."""
+    stage, tensor = layout.generation_stage, layout.generation_tensor
+    if layout.refines:
+        sizes = {"data": layout.data, "fsdp": layout.fsdp, "stage": stage, "tensor": tensor}
+        sizes |= {"micro_stage": layout.stage // stage, "micro_tensor": layout.tensor // tensor}
+    elif generates:
+        sizes = {"data": devices // (stage * tensor), "stage": stage, "tensor": tensor}
+    else:
+        sizes = {"data": layout.data, "fsdp": layout.fsdp, "stage": layout.stage, "tensor": layout.tensor}
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    assert math.prod(shape) == devices
+    return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def ways(sharding: NamedSharding, dim: int) -> int:
+    """Into how many parts a dimension is split."""
+    names = sharding.spec[dim] if dim < len(sharding.spec) else None
+    names = (names,) if isinstance(names, str) else names or ()
+    return math.prod(sharding.mesh.shape[name] for name in names)
+
+
+def held_bytes(shapes, layout) -> int:
+    """Of one device, counted dimension by dimension; none is left over."""
+    total = 0
+    for leaf, sharding in zip(*map(jax.tree.leaves, (shapes, layout)), strict=True):
+        for dim, size in enumerate(leaf.shape):
+            assert size % ways(sharding, dim) == 0
+        total += math.prod(size // ways(sharding, dim) for dim, size in enumerate(leaf.shape)) * leaf.dtype.itemsize
+    return total
+
+
+def trees(model, layout: Layout, devices: int):
+    """Shapes and shardings of the masters, and of the copy that generates."""
+    dims, masters = models.param_dims(model, "lm"), models.param_shapes(model, "lm", jnp.float32)
+    train, generate = mesh_of(layout, devices), mesh_of(layout, devices, generates=True)
+    check_divisible(train, dims, masters, TRAIN, role="actor")
+    check_divisible(generate, dims, masters, GENERATE, role="actor")
+    copy = cast_shapes(dims, masters, dtype=BFLOAT16)
+    return (masters, shardings(train, dims, TRAIN)), (copy, shardings(generate, dims, GENERATE))
+
+
+def cache_bytes(model, plan, layout: Layout, devices: int) -> float:
+    """Of one device, for the responses that the plan decodes at once; a program returns half of them anew."""
+    replica = layout.generation_stage * layout.generation_tensor
+    each = math.ceil(plan.slots / (devices // replica))
+    tree = jax.eval_shape(lambda: models.empty_cache(model, slots=each, capacity=1024, dtype=BFLOAT16))
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return 1.5 * whole / (layout.generation_stage * min(layout.generation_tensor, model.num_kv_heads))
+
+
+def test_it_fits_by_the_planner_and_by_the_trees(planned):
+    name, devices, memory_bytes, problem, plan = planned
+    [pool] = plan.pools
+    model, layout = problem.roles[0].model, pool.layouts["actor"]
+    assert ([role.name for role in problem.roles], pool.devices) == (["actor", "reference"], devices)
+    (masters, train), (copy, generate) = trees(model, layout, devices)
+    moments = jax.eval_shape(OPTIMIZER.init, masters)[0]
+    stays = {role: not any(entry.startswith(role) for entry in plan.offload) for role in ("actor", "reference")}
+    (_, reference), _ = trees(model, pool.layouts["reference"], devices)
+    frozen = stays["reference"] * held_bytes(copy, reference)
+    weights = held_bytes(masters, train)
+    state = weights + held_bytes(moments.mu, train) + held_bytes(moments.nu, train)
+    # While it is updated there are a microbatch's gradient and the sum of all.
+    updating = state + 2 * weights + frozen
+    cache = cache_bytes(model, plan, layout, devices)
+    generating = stays["actor"] * state + held_bytes(copy, generate) + frozen + cache
+    # Norm scales are divided over stages alone, and routers not over tensor shards.
+    norms, routers, last = model.num_layers * NORMS[name], model.num_layers * ROUTER[name], model.hidden_size
+    matrices = (WEIGHTS[name] - norms - routers - last) / (layout.fsdp * layout.stage * layout.tensor)
+    assert weights == 4 * (matrices + routers / (layout.fsdp * layout.stage) + norms / layout.stage + last)
+    if pool.peak_during == "actor generate":
+        assert pool.peak_bytes == pytest.approx(generating, rel=1e-3)
+    else:
+        assert max(updating, generating) < pool.peak_bytes
+    assert pool.peak_bytes <= problem.hardware.usable_memory * memory_bytes
+
+
+def test_no_table_is_whole_on_any_device(planned):
+    name, devices, _, problem, plan = planned
+    layouts = plan.pools[0].layouts
+    for role in problem.roles:
+        layout = layouts[role.name]
+        split = (layout.stage * layout.tensor * layout.fsdp, layout.generation_stage * layout.generation_tensor)
+        for (shapes, shards), expected in zip(trees(role.model, layout, devices), split, strict=True):
+            for table in ("embed", "head"):
+                assert shapes[table].shape == {LLAMA: (128_256, 8192), QWEN: (151_936, 4096)}[name]
+                assert math.prod(ways(shards[table], dim) for dim in (0, 1)) == expected
+        assert split[0] >= 4 and (split[1] >= 4 or role.name == "reference")
+
+
+def test_a_step_of_training_has_the_shapes_of_its_state(planned):
+    name, devices, _, problem, plan = planned
+    model, layout = problem.roles[0].model, plan.pools[0].layouts["actor"]
+    (masters, train), _ = trees(model, layout, devices)
+    mesh = mesh_of(layout, devices)
+    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    token_RW = jax.ShapeDtypeStruct((128, 1024), jnp.int32, sharding=rows)
+    masters = laid_out(masters, train)
+
+    def step(params, state, token_RW):
+        def loss(params):
+            position_RW = jnp.broadcast_to(jnp.arange(1024), token_RW.shape)
+            how = {"remat": True, "dtype": BFLOAT16, "row_sharding": rows}
+            hidden_RWD = models.hidden_states(params, model, token_RW, position_RW, jnp.ones_like(token_RW), **how)
+            return -models.token_logp(params, model, hidden_RWD, token_RW, chunk_tokens=512 * 16).logp.mean()
+
+        changes, state = OPTIMIZER.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, changes), state
+
+    state = jax.eval_shape(OPTIMIZER.init, masters)
+    params, after = jax.eval_shape(step, masters, state, token_RW)
+    assert shapes_of(params) == shapes_of(masters)
+    assert shapes_of(after) == shapes_of(state)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves((params, after[0].mu, after[0].nu)))
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == WEIGHTS[name]
+
+
+def shapes_of(tree):
+    return [(jax.tree_util.keystr(path), leaf.shape, leaf.dtype) for path, leaf in jax.tree.leaves_with_path(tree)]
+
+
+def test_prefill_and_decoding_have_the_shapes_of_their_cache():
+    model, slots, prompts = SHAPES[LLAMA], 64, 4
+    weights = cast_shapes(models.param_dims(model, "lm"), models.param_shapes(model, "lm", jnp.float32), dtype=BFLOAT16)
+    shape = programs.Shape(model, 16, 512, (128_009,), 16, BFLOAT16)
+    token_PS, length_P = jax.ShapeDtypeStruct((prompts, 512), jnp.int32), jax.ShapeDtypeStruct((prompts,), jnp.int32)
+    prompted = jax.eval_shape(partial(programs.prefill, shape=shape), weights, token_PS, length_P)
+    assert prompted.hidden_PD.shape == (prompts, 8192)
+    assert {leaf.shape for leaf in jax.tree.leaves(prompted.prefix)} == {(80, prompts, 512, 8, 128)}
+    cache = jax.eval_shape(lambda: programs.empty_cache(slots=slots, capacity=1024, shape=shape))
+    assert [leaf.shape for leaf in jax.tree.leaves(cache)] == [(slots, 8, 128, 1024), (slots, 8, 1024, 128)] * 80
+    # Decoding unrolls the layers; a few of them are traced in a moment.
+    weights["layers"] = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((4, *leaf.shape[1:]), leaf.dtype), weights["layers"]
+    )
+    shape, cache = replace(shape, config=replace(model, num_layers=4)), cache[:4]
+    state = jax.eval_shape(lambda: programs.empty_slots(slots=slots, shape=shape))
+    after, _, window = jax.eval_shape(partial(programs.decode, shape=shape), weights, cache, state)
+    assert shapes_of(after) == shapes_of(cache)
+    assert window.token_WB.shape == (17, slots)
+
+
+def test_the_plan_command_prints_a_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    settings = ("--model.path", LLAMA, "--actor.tokens-per-microbatch", "131072", "--hardware", "v5p-128", "--json")
+    monkeypatch.setattr(sys, "argv", ["plan", "--config", "grpo_gsm8k", *settings])
+    runpy.run_module("jaxrlhf.plan", run_name="__main__")
+    printed = json.loads(capsys.readouterr().out)
+    devices, memory_bytes = MACHINES["v5p-128"]
+    [pool] = printed["plans"][0]["pools"]
+    assert (pool["devices"], printed["hardware"]["memory_bytes"]) == (devices, memory_bytes)
+    assert pool["peak_bytes"] < memory_bytes
