@@ -1,0 +1,75 @@
+"""What plans count by, held against the parameters that each family declares and against transformers' own."""
+
+import math
+
+import jax
+import pytest
+import tiny_checkpoints
+import torch
+import transformers
+
+from jaxrlhf.config import Layout
+from jaxrlhf.models import declare, empty_cache, read_config
+from jaxrlhf.models.families import FAMILIES
+from jaxrlhf.parallel.cost import layer_flops
+from jaxrlhf.parallel.memory import cache_bytes_per_token
+
+TASKS = {"lm": transformers.AutoModelForCausalLM, "score": transformers.AutoModelForSequenceClassification}
+
+
+def on_no_device(kind: str, head: str, directory) -> torch.nn.Module:
+    """A transformers model without memory, its config.json in a directory."""
+    name, fields = tiny_checkpoints.KINDS[kind]
+    labels = {"num_labels": 1} if head == "score" else {}
+    config = getattr(transformers, f"{name}Config")(**{**tiny_checkpoints._SIZES, **fields, **labels})
+    with torch.device("meta"):
+        model = TASKS[head].from_config(config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
+    return model
+
+
+def leaves(config, head: str) -> list[tuple[str, int]]:
+    """Every declared parameter, and how many numbers it has."""
+    found = jax.tree.leaves_with_path(declare(config, head))
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), math.prod(param.shape)) for path, param in found]
+
+
+@pytest.mark.parametrize("head", TASKS)
+@pytest.mark.parametrize("kind", tiny_checkpoints.KINDS)
+def test_a_family_has_as_many_weights_as_it_declares_and_as_transformers_has(kind, head, tmp_path):
+    weights = sum(weight.numel() for weight in on_no_device(kind, head, tmp_path).parameters())
+    config = read_config(tmp_path)
+    assert sum(size for _, size in leaves(config, head)) == weights
+    assert config.num_parameters(head) == weights
+
+
+def test_every_family_is_counted(tmp_path):
+    counted = set()
+    for kind in tiny_checkpoints.KINDS:
+        on_no_device(kind, "lm", tmp_path)
+        counted.add(read_config(tmp_path).family)
+    assert counted == set(FAMILIES)
+
+
+@pytest.mark.parametrize("kind", tiny_checkpoints.KINDS)
+def test_operations_are_two_for_each_weight_that_a_token_is_multiplied_with(kind, tmp_path):
+    on_no_device(kind, "lm", tmp_path)
+    config = read_config(tmp_path)
+    experts = config.experts
+    met = 0.0
+    for path, size in leaves(config, "lm"):
+        if path.startswith("layers."):
+            routed = ".experts." in path
+            met += size * (experts.per_token / experts.count if routed else 1)
+    # Norm scales and biases are a few more, which only multiply or add.
+    assert layer_flops(config, tokens=3, context=0) * config.num_layers == pytest.approx(2 * 3 * met, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", tiny_checkpoints.KINDS)
+def test_a_token_takes_of_the_cache_what_the_cache_has_for_it(kind, tmp_path):
+    on_no_device(kind, "lm", tmp_path)
+    config = read_config(tmp_path)
+    cache = jax.eval_shape(lambda: empty_cache(config, slots=3, capacity=32))
+    held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    assert cache_bytes_per_token(config, Layout(), itemsize=4) * 3 * 32 == held
