@@ -1,6 +1,8 @@
 """Where models and problems come from."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from jaxrlhf.config.check import positive, require, within
 
@@ -31,7 +33,35 @@ class Pretrained:
     path: str
 
 
-Model = FromScratch | Pretrained
+@dataclass(frozen=True)
+class Nnx:
+    """A causal language model of your own, a `flax.nnx` module, with random weights.
+
+    The module is called with tokens, positions and segments, `[rows, width]` each: a row holds several
+    sequences, a position counts within its sequence, and a token sees those before it of its own segment
+    (0 is padding). It returns hidden states `[rows, width, D]`, after the last norm. Its method `head()`
+    returns the `[V, D]` matrix that they are multiplied with; with tied weights that is the embedding.
+
+    How parameters are split over devices is said in `jaxrlhf.models.nnx_model`. There is no Hugging Face
+    format for such a model, so its runs are not exported; `Config.tokenizer` is the embedded one or yours.
+
+    Attributes:
+      build: From `nnx.Rngs` to the module.
+      max_positions: Longest sequence that it computes; None is any.
+    """
+
+    build: Callable[[Any], Any]
+    max_positions: int | None = None
+
+    def __post_init__(self) -> None:
+        require(callable(self.build), f"Nnx.build must be a function of nnx.Rngs, got {self.build!r}")
+        require(
+            self.max_positions is None or self.max_positions > 0,
+            f"Nnx.max_positions must be above 0 or None, got {self.max_positions}",
+        )
+
+
+Model = FromScratch | Pretrained | Nnx
 
 
 @dataclass(frozen=True)
