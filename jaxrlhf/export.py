@@ -1,4 +1,7 @@
-"""`python -m jaxrlhf.export RUN DIRECTORY`: the policy or reward model of a run as a Hugging Face checkpoint."""
+"""`python -m jaxrlhf.export RUN DIRECTORY`: the policy or reward model of a run as a Hugging Face checkpoint.
+
+RUN may also be what `python -m jaxrlhf.convert` wrote.
+"""
 
 import argparse
 
@@ -7,17 +10,30 @@ from jaxrlhf.config import CommandLine, run_command
 
 def main() -> None:
     """The command."""
-    command = CommandLine(prog="python -m jaxrlhf.export", description=__doc__)
-    command.add_argument("run", help="workdir of a run, such as runs/ppo_arithmetic")
+    command = CommandLine(prog="python -m jaxrlhf.export", description="Write a Hugging Face checkpoint.")
+    command.add_argument("run", help="workdir of a run, such as runs/ppo_arithmetic, or a converted checkpoint")
     command.add_argument("directory", help="where the checkpoint goes")
-    command.add_argument("--step", type=int, default=None, help="which checkpoint; the newest by default")
-    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    command.add_argument("--step", type=int, help="which checkpoint of a run; the newest by default")
+    command.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32, or as a checkpoint was converted"
+    )
     flags: argparse.Namespace = command.parse_args()
 
+    from jaxrlhf.checkpoint.pretrained import export_converted, is_converted
     from jaxrlhf.controller.policy import export_policy
+    from jaxrlhf.tracking import BytesBar
 
-    step = export_policy(flags.run, flags.directory, step=flags.step, dtype=flags.dtype)
-    print(f"wrote the model of step {step} to {flags.directory}")
+    with BytesBar("writing") as bar:
+        if is_converted(flags.run):
+            if flags.step is not None:
+                raise ValueError(f"--step {flags.step}: {flags.run} is a converted checkpoint, which has no steps")
+            export_converted(flags.run, flags.directory, dtype=flags.dtype, progress=bar)
+            what = "model"
+        else:
+            dtype = flags.dtype or "float32"
+            step = export_policy(flags.run, flags.directory, step=flags.step, dtype=dtype, progress=bar)
+            what = f"model of step {step}"
+    print(f"wrote the {what} to {flags.directory}, {bar.total / 1e9:.3g} GB")
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ def main() -> None:
     command.add_argument("--export", metavar="DIRECTORY", help="write what was trained there, for Hugging Face")
     config, flags = command.parse_config(prepare=on_cluster)
 
-    from jaxrlhf.controller.policy import check_new, export_policy
+    from jaxrlhf.controller.policy import export_policy
     from jaxrlhf.controller.run import run
     from jaxrlhf.hosts import HostFailure
+    from jaxrlhf.models.hf_save import check_new
 
     if flags.export:
         check_new(flags.export)

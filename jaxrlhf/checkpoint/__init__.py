@@ -1,6 +1,7 @@
-"""Saving and restoring everything a run is, with orbax."""
+"""Saving and restoring everything a run is, with orbax, and the weights that runs start from."""
 
 from jaxrlhf.checkpoint.checkpoints import Checkpoints
 from jaxrlhf.checkpoint.items import Item, TreeItem
+from jaxrlhf.checkpoint.pretrained import check_pretrained, convert, load_pretrained
 
-__all__ = ["Checkpoints", "Item", "TreeItem"]
+__all__ = ["Checkpoints", "Item", "TreeItem", "check_pretrained", "convert", "load_pretrained"]

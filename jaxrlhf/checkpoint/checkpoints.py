@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers, handlers
 
-from jaxrlhf.checkpoint.items import Item, TreeItem
+from jaxrlhf.checkpoint.items import Item, TreeItem, read_each
 
 _METRIC = "score"
 _PREFIX = "step"
@@ -199,6 +200,19 @@ class Checkpoints:
         }
         self.restore(step, items)
         return trees
+
+    def read_each(self, step: int, name: str, target: Any) -> Iterator[tuple[str, jax.Array]]:
+        """The arrays of one named tree by their paths, of which one at a time is read into this process.
+
+        Args:
+          target: `jax.ShapeDtypeStruct`s with shardings.
+
+        Raises:
+          ValueError: As in `restore`.
+        """
+        contents = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        self._check(name, step, contents["arrays"], TreeItem(lambda: target, lambda tree: None).describe())
+        return read_each(self.folder(step, name), target)
 
     def _check(self, name: str, step: int, arrays: Mapping[str, dict[str, str]], wanted: Mapping[str, str]) -> None:
         place = f"{self.directory} step {step}"

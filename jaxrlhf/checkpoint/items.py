@@ -1,7 +1,7 @@
 """The trees of arrays in a checkpoint, each written and read by the processes that hold it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,3 +90,36 @@ class TreeItem:
             if isinstance(leaf, jax.Array):
                 leaf.delete()
         self._put(self._handler.restore(epath.Path(directory), args=ocp.args.StandardRestore(target)))
+
+
+def read_each(directory: Path, target: Any) -> Iterator[tuple[str, jax.Array]]:
+    """The arrays of a saved tree by their paths, such as `layers.mlp.up`; one at a time is read.
+
+    Args:
+      target: `jax.ShapeDtypeStruct`s with shardings; what the tree has beyond them is left where it is.
+    """
+    handler = ocp.PyTreeCheckpointHandler()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(target):
+        part = leaf
+        for key in reversed(path):
+            part = {key.key: part}
+        wanted = ocp.checkpoint_utils.construct_restore_args(part)
+        args = ocp.args.PyTreeRestore(item=part, restore_args=wanted, partial_restore=True)
+        (array,) = jax.tree.leaves(handler.restore(epath.Path(directory), args=args))
+        yield jax.tree_util.keystr(path, simple=True, separator="."), array
+
+
+def stored_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every array of a saved tree, by its path; no array is read.
+
+    Raises:
+      ValueError: There is no readable tree.
+    """
+    try:
+        tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(directory)).tree
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(f"{directory} holds no arrays that can be read ({error}); write it again") from error
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }

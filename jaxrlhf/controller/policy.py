@@ -16,19 +16,30 @@ from jaxrlhf.controller.run import CHECKPOINTS, MODEL, load_data, workdir_of
 from jaxrlhf.controller.step import Metrics
 from jaxrlhf.data import decoder, load_tokenizer
 from jaxrlhf.models import read_config, tokenizer_path
-from jaxrlhf.models.hf_save import save_params
+from jaxrlhf.models.hf_load import Progress
+from jaxrlhf.models.hf_save import check_new, save_each
 from jaxrlhf.models.parameters import param_shapes
 from jaxrlhf.tracking import RunConsole, settings_table, show_samples
 from jaxrlhf.workers import Stage, launch, response_texts
 from jaxrlhf.workers.remat import head_of
 
 
-def export_policy(run: str | Path, directory: str | Path, *, step: int | None = None, dtype: str = "float32") -> int:
+def export_policy(
+    run: str | Path,
+    directory: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str = "float32",
+    progress: Progress = lambda done, total: None,
+) -> int:
     """Write the policy of a run, or the reward model that it trained, as a Hugging Face checkpoint with its tokenizer.
+
+    One parameter at a time is in memory.
 
     Args:
       run: Workdir of the run.
       step: Which checkpoint; None is the newest.
+      progress: Told how many bytes are written, and of how many.
 
     Returns:
       The step that was exported.
@@ -48,17 +59,10 @@ def export_policy(run: str | Path, directory: str | Path, *, step: int | None = 
         role = "actor" if checkpoints.folder(step, "actor").is_dir() else "critic"
         shapes = param_shapes(config, head_of(role), jnp.float32)
         target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
-        params = checkpoints.read(step, {role: target})[role]
-    save_params(params, config, directory, dtype=jnp.dtype(dtype), tokenizer=load_tokenizer(str(model)), source=model)
+        arrays = checkpoints.read_each(step, role, target)
+        kept = {"tokenizer": load_tokenizer(str(model)), "source": model}
+        save_each(arrays, config, head_of(role), directory, dtype=dtype, progress=progress, **kept)
     return step
-
-
-def check_new(directory: str | Path) -> Path:
-    """A directory to export to; `ValueError` if it holds files."""
-    directory = Path(directory)
-    if directory.exists() and any(directory.iterdir()):
-        raise ValueError(f"{directory} is not empty; export to a new directory")
-    return directory
 
 
 def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: int) -> Metrics:

@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def save_each(
     Args:
       arrays: Every parameter of `declare(config, head)`, in any order.
       dtype: Of the tensors in the files.
-      tokenizer: Saved beside the model if given.
+      tokenizer: Saved beside the model; None copies the files that the source has of one.
       source: Checkpoint that the model came from: its config.json and generation_config.json are kept.
       max_shard_bytes: A file exceeds it only if one tensor does.
       progress: Called after each tensor.
@@ -102,9 +102,7 @@ def save_each(
             progress(done, total)
     if writer is not None:
         writer.close()
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
-        _write_config(directory, _fields(config, head, dtype, tokenizer, source), source)
+        _describe(directory, _fields(config, head, dtype, tokenizer, source), tokenizer, source)
 
 
 def save_description(
@@ -114,9 +112,7 @@ def save_description(
     if jax.process_index() == 0:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
-        _write_config(directory, _fields(config, "lm", np.dtype(np.float32), tokenizer, source), source)
+        _describe(directory, _fields(config, "lm", np.dtype(np.float32), tokenizer, source), tokenizer, source)
 
 
 def _shapes(declared: dict[str, Param], stored: dict[str, Stored]) -> dict[str, tuple[int, ...]]:
@@ -175,17 +171,18 @@ def _fields(config: ModelConfig, head: Head, dtype: np.dtype, tokenizer: Any, so
     return fields
 
 
-def _write_config(directory: Path, fields: dict, source: str | Path | None) -> None:
+def _describe(directory: Path, fields: dict, tokenizer: Any, source: str | Path | None) -> None:
+    """Write what a checkpoint has beside its weights."""
     if source is not None:
-        generation = resolve(source) / "generation_config.json"
-        if generation.is_file():
-            shutil.copyfile(generation, directory / generation.name)
+        copy_description(resolve(source), directory, HUB_FILES if tokenizer is None else ("generation_config.json",))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
-def copy_description(source: Path, directory: Path) -> None:
+def copy_description(source: Path, directory: Path, patterns: Sequence[str] = HUB_FILES) -> None:
     """Copy what a checkpoint has beside its weights; config.json last, because with it a directory looks complete."""
-    files = {file for pattern in HUB_FILES for file in source.glob(pattern)} - {source / INDEX}
+    files = {file for pattern in patterns for file in source.glob(pattern)} - {source / INDEX}
     for file in sorted(files, key=lambda file: file.name == "config.json"):
         shutil.copyfile(file, directory / file.name)
 

@@ -1,6 +1,6 @@
 """What a run says about itself: metrics, samples, progress, timing and curves."""
 
-from jaxrlhf.tracking.console import RunConsole, default_console, settings_table
+from jaxrlhf.tracking.console import BytesBar, RunConsole, default_console, settings_table
 from jaxrlhf.tracking.device_memory import DevicePeak, bytes_in_use
 from jaxrlhf.tracking.metrics import JsonLines, Logger, MetricsWriter, TensorBoard
 from jaxrlhf.tracking.plots import save_learning_curve
@@ -13,6 +13,7 @@ from jaxrlhf.tracking.timing import CompileCounter, peak_memory_bytes
 
 __all__ = [
     "ON_HOST",
+    "BytesBar",
     "Call",
     "CompileCounter",
     "DevicePeak",

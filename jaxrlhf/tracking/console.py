@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -108,6 +110,32 @@ class RunConsole:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class BytesBar:
+    """How many bytes a command has read or written, and how fast; on a terminal only. A context manager.
+
+    Attributes:
+      total: Bytes, once known.
+    """
+
+    def __init__(self, label: str) -> None:
+        console = default_console()
+        columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._bars = Progress(*columns, console=console, transient=True, disable=not is_live(console))
+        self._bar = self._bars.add_task("", total=None)
+        self.total = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        self.total = total
+        self._bars.update(self._bar, completed=done, total=total)
+
+    def __enter__(self) -> "BytesBar":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
 
 
 def default_console() -> Console:

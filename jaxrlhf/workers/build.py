@@ -46,7 +46,7 @@ from jaxrlhf.workers.model import Progress, layout_of
 from jaxrlhf.workers.protocol import Place
 from jaxrlhf.workers.remat import choose_remat
 from jaxrlhf.workers.roles import Actor, Critic, FrozenActor, ProcessReward, Reference, Reward
-from jaxrlhf.workers.start import copied, initial_adapters, initial_params, saved_params
+from jaxrlhf.workers.start import check_starts, copied, initial_adapters, initial_params, saved_params
 from jaxrlhf.workers.tokens import check_same_tokens, check_vocabulary, stop_tokens
 from jaxrlhf.workers.weights import adapter_layout, frozen_shapes, held_shapes, policy_dims, policy_shapes
 
@@ -190,6 +190,7 @@ class Builder:
 
     def workers(self, stage: Stage, roles: Collection[str]) -> dict[str, Any]:
         """The named roles, all starting from the policy that the stage starts from."""
+        check_starts(self.config, policy=stage.policy)
         workers: dict[str, Any] = {}
         if ROLLOUT in roles:
             assert self.sampler is not None

@@ -9,8 +9,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.batch import Array, Params
+from jaxrlhf.checkpoint import load_pretrained
 from jaxrlhf.data import load_tokenizer
-from jaxrlhf.models import choose_attention, hidden_states, load_params, pipeline_over, read_config, resolve, score
+from jaxrlhf.models import choose_attention, hidden_states, pipeline_over, read_config, resolve, score
 from jaxrlhf.parallel import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES, to_device, to_host
 from jaxrlhf.workers.model import layout_of
 
@@ -48,7 +49,7 @@ class ScoreModel:
     ) -> None:
         self._config = read_config(path)
         self._tokenizer = load_tokenizer(str(resolve(path)))
-        self._params = load_params(
+        self._params = load_pretrained(
             path, self._config, "score", layout_of(mesh, self._config, "score", role="reward model"), dtype=dtype
         )
         self._offload = offload

@@ -9,12 +9,13 @@ import numpy as np
 
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
-from jaxrlhf.checkpoint import TreeItem
-from jaxrlhf.config import FromScratch, Lora, Model
+from jaxrlhf.checkpoint import TreeItem, check_pretrained, load_pretrained
+from jaxrlhf.config import Config, FromScratch, Lora, Model, ModelReward, Pretrained
 from jaxrlhf.models.adapter_files import load_adapters
-from jaxrlhf.models.hf_load import load_params
+from jaxrlhf.models.hf_config import read_config
 from jaxrlhf.models.lora import declare_adapters
 from jaxrlhf.models.parameters import draw, init_params
+from jaxrlhf.workers.remat import head_of
 
 
 def initial_params(model: Model, config: ModelConfig, head: Head, layout: Any, shapes: Any, *, seed: int) -> Params:
@@ -28,7 +29,27 @@ def initial_params(model: Model, config: ModelConfig, head: Head, layout: Any, s
             return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), drawn, dtypes)
 
         return jax.jit(build, out_shardings=layout)(np.uint32(seed))
-    return load_params(model.path, config, head, layout, dtype=dtypes)
+    return load_pretrained(model.path, config, head, layout, dtype=dtypes)
+
+
+def check_starts(config: Config, *, policy: Path | None) -> None:
+    """Refuse checkpoints that no role could start from, before anything is loaded or compiled.
+
+    Args:
+      policy: Where the policy lies that stands in for the configuration's model.
+
+    Raises:
+      ValueError: As `check_pretrained`.
+    """
+    wanted: list[tuple[str, Head]] = []
+    for role in config.algorithm.roles:
+        own = getattr(config.algorithm, f"{role}_model", None)
+        model = config.model if own is None and policy is None else own
+        if isinstance(model, Pretrained):
+            wanted.append((model.path, head_of(role) if own is not None else "lm"))
+    wanted += [(part.path, "score") for part in config.rewards.parts if isinstance(part, ModelReward)]
+    for path, head in dict.fromkeys(wanted):
+        check_pretrained(path, read_config(path), head)
 
 
 def initial_adapters(config: ModelConfig, head: Head, lora: Lora, layout: Any, *, seed: int) -> Params:

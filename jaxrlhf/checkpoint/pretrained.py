@@ -1,0 +1,164 @@
+"""Models to start from: Hugging Face checkpoints, and the same with their weights as orbax keeps them.
+
+A converted checkpoint is a directory with all that a Hugging Face checkpoint has beside its weights,
+and a folder `weights` with one array for each parameter. Every process reads its part of an array from
+chunks that all devices wrote, so it is what several hosts start from fastest.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.batch import Params
+from jaxrlhf.checkpoint.items import TreeItem, read_each, stored_shapes
+from jaxrlhf.models.hf_config import read_config, read_family, resolve
+from jaxrlhf.models.hf_load import Progress, check_head, check_params, load_params
+from jaxrlhf.models.hf_save import check_new, copy_description, save_each
+from jaxrlhf.models.parameters import param_shapes, path_name
+from jaxrlhf.models.tensor_files import TensorFiles
+
+WEIGHTS = "weights"
+
+
+def is_converted(path: str | Path) -> bool:
+    """Whether a path is a converted checkpoint's."""
+    return _weights(path).is_dir()
+
+
+def load_pretrained(
+    path: str | Path, config: ModelConfig, head: Head, shardings: Any, *, dtype: Any = np.float32
+) -> Params:
+    """Parameters of a checkpoint of either kind, in a layout; see `load_params`."""
+    if not is_converted(path):
+        return load_params(path, config, head, shardings, dtype=dtype)
+    check_pretrained(path, config, head)
+    shapes = param_shapes(config, head)
+    dtypes = dtype if isinstance(dtype, dict) else jax.tree.map(lambda _: dtype, shapes)
+    target = jax.tree.map(
+        lambda x, sharding, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding), shapes, shardings, dtypes
+    )
+    saved = {name: part for name, part in target.items() if name not in _begun(path, head)}
+    arrays = dict(read_each(_weights(path), saved))
+
+    def take(place: tuple, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        zeros = np.zeros(wanted.sharding.shard_shape(wanted.shape), wanted.dtype)
+        begun = jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda _: zeros)
+        return arrays.get(path_name(place), begun)
+
+    return jax.tree.map_with_path(take, target)
+
+
+def check_pretrained(path: str | Path, config: ModelConfig, head: Head) -> None:
+    """Refuse what `load_pretrained` could not read, without reading any weights.
+
+    Raises:
+      ValueError: As `check_params`.
+    """
+    if not is_converted(path):
+        return check_params(path, config, head)
+    begun, folder = _begun(path, head), _weights(path)
+    held = stored_shapes(folder)
+    for place, wanted in jax.tree.leaves_with_path(param_shapes(config, head)):
+        name = path_name(place)
+        found = list(held[name].shape) if name in held else "none"
+        if name not in begun and found != list(wanted.shape):
+            raise ValueError(
+                f"array {name!r} in {folder} has shape {found}, config.json and the head asked for make it "
+                f"{list(wanted.shape)}; convert the checkpoint again"
+            )
+
+
+def export_converted(
+    path: str | Path, directory: str | Path, *, dtype: str | None = None, progress: Progress = lambda done, total: None
+) -> None:
+    """Write a converted checkpoint as a Hugging Face one again; one array at a time is in memory.
+
+    Args:
+      dtype: Of the tensors; None is that of the arrays.
+      progress: Told how many bytes are written, and of how many.
+    """
+    config, (_, head) = read_config(path), read_family(path)
+    check_pretrained(path, config, head)
+    held, whole = stored_shapes(_weights(path)), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+
+    def place(path: tuple, _: Any) -> jax.ShapeDtypeStruct:
+        found = held[path_name(path)]
+        return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=whole)
+
+    target = jax.tree.map_with_path(place, param_shapes(config, head))
+    kept = jnp.result_type(*{array.dtype for array in held.values()})
+    arrays = read_each(_weights(path), target)
+    save_each(arrays, config, head, check_new(directory), dtype=dtype or kept, source=path, progress=progress)
+
+
+def convert(
+    source: str | Path,
+    directory: str | Path,
+    *,
+    dtype: str | None = None,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write a converted checkpoint from a Hugging Face one; where there are several processes, all call this.
+
+    Every device reads its share of each tensor, so together the devices hold the model once.
+
+    Args:
+      source: Local directory or hub id.
+      directory: New, on a file system that all processes see.
+      dtype: Of the arrays; None is that of the tensors, or float32 where they differ.
+      progress: Told how many bytes are read, and of how many.
+
+    Raises:
+      ValueError: The directory holds files, or the checkpoint cannot be read.
+    """
+    directory = check_new(directory)
+    config, (_, head) = read_config(source), read_family(source)
+    found = resolve(source, weights=True)
+    if dtype is None:
+        with TensorFiles(found) as files:
+            dtype = files.dtype() or "float32"
+    shapes, mesh = param_shapes(config, head, jnp.dtype(dtype)), Mesh(np.array(jax.devices()), ("device",))
+    layout = jax.tree.map(lambda x: NamedSharding(mesh, _spread(x.shape, mesh.size)), shapes)
+    params = load_params(found, config, head, layout, dtype=jnp.dtype(dtype), progress=progress)
+    _meet("the directory is new for all")
+    _weights(directory).mkdir(parents=True, exist_ok=True)
+    _meet("all see the directory")
+    item = TreeItem(lambda: params, lambda _: None)
+    item.save(_weights(directory))
+    item.finish()
+    _meet("all have written")
+    item.merge()
+    if jax.process_index() == 0:
+        copy_description(found, directory)
+    _meet("the checkpoint is complete")
+
+
+def _weights(path: str | Path) -> Path:
+    return Path(path).expanduser() / WEIGHTS
+
+
+def _begun(path: str | Path, head: Head) -> set[str]:
+    """Parameters that are wanted and not saved, and start at zero."""
+    directory, saved = Path(path).expanduser(), read_family(path)[1]
+    check_head(directory, head, saved)
+    return {"head"} if head != saved and saved == "lm" else set()
+
+
+def _spread(shape: tuple[int, ...], devices: int) -> PartitionSpec:
+    """The longest dimension that splits evenly over the devices is split."""
+    even = [size if size % devices == 0 else 0 for size in shape]
+    chosen = even.index(max(even)) if max(even) else len(shape)
+    return PartitionSpec(*[None] * chosen, "device") if chosen < len(shape) else PartitionSpec()
+
+
+def _meet(point: str) -> None:
+    """Wait for the other processes."""
+    if jax.process_count() > 1:
+        from jax.experimental.multihost_utils import sync_global_devices
+
+        sync_global_devices(point)

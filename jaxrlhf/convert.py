@@ -1,0 +1,38 @@
+"""`python -m jaxrlhf.convert MODEL DIRECTORY`: a Hugging Face checkpoint with its weights as orbax keeps them.
+
+MODEL is a local directory or a hub id. What comes out is a model to start from like any other, `--model.path
+DIRECTORY`, of which every host reads its own part; `python -m jaxrlhf.export` makes it a Hugging Face checkpoint
+again. With `--multihost` it is started once on every host, and each writes what its devices hold.
+"""
+
+import argparse
+
+from jaxrlhf.config import CommandLine, run_command
+
+
+def main() -> None:
+    """The command."""
+    command = CommandLine(
+        prog="python -m jaxrlhf.convert", description="Write the weights of a Hugging Face checkpoint with orbax."
+    )
+    command.add_argument("model", help="local directory or hub id, such as Qwen/Qwen3-0.6B")
+    command.add_argument("directory", help="where the converted checkpoint goes; all hosts have to see it")
+    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as in the files")
+    command.add_argument("--multihost", action="store_true", help="join the hosts on each of which this was started")
+    flags: argparse.Namespace = command.parse_args()
+
+    import jax
+
+    if flags.multihost:
+        jax.distributed.initialize()
+    from jaxrlhf.checkpoint import convert
+    from jaxrlhf.tracking import BytesBar
+
+    with BytesBar("reading") as bar:
+        convert(flags.model, flags.directory, dtype=flags.dtype, progress=bar)
+    if jax.process_index() == 0:
+        print(f"wrote the model to {flags.directory}, {bar.total / 1e9:.3g} GB")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,90 @@
+"""Checkpoints that runs start from: Hugging Face's, and converted ones, there and back."""
+
+import json
+import runpy
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file
+from tiny_checkpoints import build, write
+
+from jaxrlhf import models
+from jaxrlhf.checkpoint import check_pretrained, convert, load_pretrained
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A bfloat16 checkpoint with files beside its weights, some of which nobody here reads."""
+    directory = write(tmp_path_factory.mktemp("source"), build("qwen2").to(torch.bfloat16))
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    (directory / "tokenizer.json").write_text('{"version": "1.0"}')
+    return directory
+
+
+@pytest.fixture(scope="module")
+def converted(source, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("converted") / "model"
+    command("convert", source, directory)
+    return directory
+
+
+def command(module, *arguments):
+    """Run a command line of the package in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [module, *map(str, arguments)])
+        runpy.run_module(f"jaxrlhf.{module}", run_name="__main__")
+
+
+def split_over_all(config, head):
+    """Every parameter's longest dimension over eight devices where it splits evenly."""
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+
+    def place(shape):
+        even = [place for place, size in enumerate(shape.shape) if size % 8 == 0]
+        return NamedSharding(mesh, PartitionSpec(*[None] * even[-1], "all") if even else PartitionSpec())
+
+    return jax.tree.map(place, models.param_shapes(config, head))
+
+
+def same(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for mine, yours in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert mine.dtype == yours.dtype
+        np.testing.assert_array_equal(mine, yours)
+
+
+def test_there_and_back_is_the_same_checkpoint(source, converted, tmp_path, capsys):
+    command("export", converted, tmp_path / "back")
+    assert "GB" in capsys.readouterr().out
+    names = {file.name for file in source.iterdir()}
+    assert names == {file.name for file in (tmp_path / "back").iterdir()} >= {"chat_template.jinja", "tokenizer.json"}
+    for name in names - {"config.json"}:
+        assert (source / name).read_bytes() == (tmp_path / "back" / name).read_bytes(), name
+    assert json.loads((source / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
+
+
+def test_another_dtype_on_the_way_back(source, converted, tmp_path):
+    command("export", converted, tmp_path / "back", "--dtype", "float32")
+    before, after = (load_file(place / "model.safetensors") for place in (source, tmp_path / "back"))
+    assert {tensor.dtype for tensor in after.values()} == {np.dtype(np.float32)}
+    assert all(np.array_equal(tensor.astype(np.float32), after[name]) for name, tensor in before.items())
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_both_kinds_load_the_same_parameters(source, converted, head):
+    config = models.read_config(converted)
+    assert config == models.read_config(source)
+    layout = split_over_all(config, head)
+    ours, theirs = (load_pretrained(place, config, head, layout) for place in (converted, source))
+    same(ours, theirs)
+    assert jax.tree.map(lambda leaf: leaf.sharding, ours) == layout
+    same(
+        load_pretrained(converted, config, head, layout, dtype=jnp.bfloat16)["layers"],
+        jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), theirs["layers"]),
+    )
