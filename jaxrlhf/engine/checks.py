@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.engine.scheduler import Request
+from jaxrlhf.models import AnyModel
 
 
-def check_sizes(config: ModelConfig, *, capacity: int, stop_tokens: tuple[int, ...], **sizes: int) -> None:
+def check_sizes(config: AnyModel, *, capacity: int, stop_tokens: tuple[int, ...], **sizes: int) -> None:
     """Raise `ValueError` if the engine could not generate with this model.
 
     Args:
@@ -27,7 +27,7 @@ def check_sizes(config: ModelConfig, *, capacity: int, stop_tokens: tuple[int, .
         raise ValueError(f"stop_tokens {outside} lie outside the vocabulary of {config.vocab_size}")
 
 
-def check_split(config: ModelConfig, mesh: Mesh, *, kv_head_axis: str | None, stage_axis: str | None) -> None:
+def check_split(config: AnyModel, mesh: Mesh, *, kv_head_axis: str | None, stage_axis: str | None) -> None:
     """Raise `ValueError` if the cache does not split evenly over the mesh."""
     for axis, what, count, size in (
         (kv_head_axis, "key-value heads", config.num_kv_heads, "tensor"),

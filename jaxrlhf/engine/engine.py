@@ -21,7 +21,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrlhf import config as knobs
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.checks import check_keys, check_prompt, check_sizes, check_split
@@ -31,7 +30,7 @@ from jaxrlhf.engine.lengths import busy_buckets, fit, halving_buckets, length_bu
 from jaxrlhf.engine.sampling import settings_of
 from jaxrlhf.engine.scheduler import Completion, Drawn, Placement, Request, Scheduler
 from jaxrlhf.engine.slot_cache import SlotCache
-from jaxrlhf.models import XLA, Attention, pipeline_over
+from jaxrlhf.models import XLA, AnyModel, Attention, pipeline_over
 
 PREFILL_TOKENS = 2048
 """Tokens that one prefill aims at, padding included."""
@@ -82,7 +81,7 @@ class Engine:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: AnyModel,
         mesh: Mesh,
         *,
         slots: int,

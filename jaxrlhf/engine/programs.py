@@ -15,7 +15,6 @@ from jax import lax
 from jaxtyping import Bool, Int
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.engine.sampling import Sampled, Settings, sample, uniforms
 from jaxrlhf.models.cache import Cache
@@ -35,7 +34,7 @@ class Shape:
       attention: Kernels for the engine's mesh.
     """
 
-    config: ModelConfig
+    config: models.AnyModel
     replicas: int
     max_response_tokens: int
     stop_tokens: tuple[int, ...]

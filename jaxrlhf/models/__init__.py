@@ -9,13 +9,16 @@ from jaxrlhf.models.hf_load import load_params
 from jaxrlhf.models.hf_save import save_params
 from jaxrlhf.models.kernel_choice import choose_attention
 from jaxrlhf.models.origin import from_scratch, model_config, tokenizer_path
+from jaxrlhf.models.own_model import AnyModel, OwnModel
 from jaxrlhf.models.parameters import Param, declare, init_params, param_dims, param_shapes
 from jaxrlhf.models.pipeline import Pipeline, pipeline_over
 
 __all__ = [
     "XLA",
+    "AnyModel",
     "Attention",
     "LayerCache",
+    "OwnModel",
     "Param",
     "Pipeline",
     "Prefix",

@@ -12,21 +12,28 @@ from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.linear import transposed_product
+from jaxrlhf.models.own_model import AnyModel, replaceable
 
 CHUNK_TOKENS = 512
 """Tokens of one device whose logits exist at a time: enough for a fast product, and no more."""
 
 
-def logits(params: Params, config: ModelConfig, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
+@replaceable
+def table(params: Params, config: ModelConfig) -> Array:
+    """`[V, D]`: logits are hidden states times its transpose."""
+    return params["embed" if config.tie_embeddings else "head"]
+
+
+def logits(params: Params, config: AnyModel, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
     """Unnormalised log-probabilities of the next token, accumulated in float32."""
-    table_VD = params["embed" if config.tie_embeddings else "head"].astype(hidden_D.dtype)
+    table_VD = table(params, config).astype(hidden_D.dtype)
     logit_V = jnp.einsum("...D,VD->...V", hidden_D, table_VD, preferred_element_type=jnp.float32)
     return _cap(logit_V, config.final_logit_softcapping)
 
 
 def token_logp(
     params: Params,
-    config: ModelConfig,
+    config: AnyModel,
     hidden_RWD: Float[Array, "R W D"],
     token_RW: Int[Array, "R W"],
     wanted_RW: Bool[Array, "R W"] | None = None,
@@ -61,7 +68,7 @@ def token_logp(
     order_RM = jnp.pad(jnp.argsort(~wanted_RW, axis=1, stable=True), ((0, 0), (0, more)))
     place_RW = jnp.argsort(order_RM[:, :width], axis=1)
     target_RM = jnp.take_along_axis(jnp.pad(token_RW[:, 1:], ((0, 0), (0, 1))), order_RM, axis=1)
-    table_VD = params["embed" if config.tie_embeddings else "head"].astype(hidden_RWD.dtype)
+    table_VD = table(params, config).astype(hidden_RWD.dtype)
     plan = _Plan(order_RM, place_RW, target_RM, -(-wanted_RW.sum(axis=1).max() // chunk))
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
     reading = _Reading(chunk, entropy, config.final_logit_softcapping)

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention import DECODE, ROWS, XLA, Attention, DecodeKernel, RowsKernel
+from jaxrlhf.models.own_model import AnyModel, OwnModel
 from jaxrlhf.models.scores import Scores
 
 BEST: dict[str, tuple[RowsKernel, DecodeKernel]] = {"gpu": ("cudnn", "pallas"), "tpu": ("splash", "xla")}
@@ -31,7 +31,7 @@ _WINDOW = 45
 
 
 def choose_attention(
-    config: ModelConfig,
+    config: AnyModel,
     dtype: Any,
     mesh: Mesh,
     *,
@@ -55,7 +55,7 @@ def choose_attention(
     """
     platform = mesh.local_devices[0].platform
     split = Attention(mesh=mesh, row_axes=row_axes, head_axes=head_axes, expert_axes=expert_axes)
-    if wanted == "xla" or platform not in BEST:
+    if wanted == "xla" or platform not in BEST or isinstance(config, OwnModel):
         return XLA if config.experts is None else split
     rows, decode = BEST[platform]
     ways, stages = (math.prod(mesh.shape[axis] for axis in axes) for axes in (head_axes, stage_axes))

@@ -3,15 +3,20 @@
 from collections.abc import Sized
 
 from jaxrlhf.architecture import ModelConfig
-from jaxrlhf.config import Config, FromScratch, Model
+from jaxrlhf.config import Config, FromScratch, Model, Nnx
 from jaxrlhf.models.hf_config import read_config, resolve, scratch_config
+from jaxrlhf.models.own_model import AnyModel
 
 _VOCABULARY_MULTIPLE = 64
 """From-scratch vocabularies are rounded up to this, so that they split over devices."""
 
 
-def model_config(model: Model, tokenizer: Sized) -> ModelConfig:
-    """The decoder that a run trains."""
+def model_config(model: Model, tokenizer: Sized) -> AnyModel:
+    """The model that a run trains."""
+    if isinstance(model, Nnx):
+        from jaxrlhf.models.nnx_model import NnxModel  # flax.nnx takes a second to import
+
+        return NnxModel.of(model)
     if isinstance(model, FromScratch):
         return from_scratch(model, tokens=len(tokenizer))
     return read_config(model.path)

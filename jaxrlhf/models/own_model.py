@@ -28,7 +28,8 @@ class OwnModel(ABC):
       max_positions: Longest sequence that it computes.
       num_layers: Of its cache.
       num_kv_heads: Of its cache.
-      experts: It has none that anybody could count.
+      experts: None that anybody could count.
+      final_logit_softcapping: Logits l become c tanh(l / c); None leaves them.
     """
 
     name: str
@@ -38,6 +39,7 @@ class OwnModel(ABC):
     num_layers: int
     num_kv_heads: int
     experts: ClassVar[None] = None
+    final_logit_softcapping: ClassVar[float | None] = None
 
     @abstractmethod
     def num_parameters(self, head: Head = "lm") -> int:
