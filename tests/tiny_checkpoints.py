@@ -46,10 +46,6 @@ KINDS = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
     "llama": ("Llama", {"tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
     "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _STRETCHED}),
-}
-"""Small in number, for tests of what all families share."""
-
-FAMILY_KINDS = KINDS | {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3-yarn": ("Qwen3", {"head_dim": 16, "rope_parameters": _YARN}),
     "llama-linear": (
@@ -107,7 +103,7 @@ FAMILY_KINDS = KINDS | {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
     "mixtral-window": ("Mixtral", {"num_local_experts": 3, "sliding_window": 6}),
 }
-"""Every family, its flags one way and another."""
+"""Every family, with its flags one way and another."""
 
 _CAUSAL = {"Gemma3Text": "Gemma3"}
 """Names of language models that are not their configuration's."""
@@ -115,7 +111,7 @@ _CAUSAL = {"Gemma3Text": "Gemma3"}
 
 def build(kind, task="ForCausalLM", seed=0, **changes):
     """A transformers model with weights large enough that every part shows in the logits."""
-    name, fields = FAMILY_KINDS[kind]
+    name, fields = KINDS[kind]
     config = getattr(transformers, f"{name}Config")(**{**_SIZES, **fields, **changes})
     torch.manual_seed(seed)
     owner = _CAUSAL.get(name, name) if task == "ForCausalLM" else name

@@ -164,6 +164,8 @@ def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, An
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": dtype,
+        # Or readers would take those of the family's first model, which the tokenizer may not have.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **write_rope(config),
         **family.write(config),
     }
