@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import ROLLOUT, Config, Pretrained, Sampling
+from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Sampling
 from jaxrlhf.controller.evaluation import evaluate
 from jaxrlhf.controller.log import to_samples
 from jaxrlhf.controller.placement import placed_for_evaluation
@@ -49,6 +49,8 @@ def export_policy(
     """
     run, directory = Path(run), check_new(directory)
     model = run / MODEL
+    if not model.is_dir() and (run / CHECKPOINTS).is_dir():
+        raise ValueError(f"{run} trained a module of your own (Nnx), for which there is no Hugging Face format")
     if not model.is_dir():
         raise ValueError(f"{run} is not the workdir of a run: it has no {MODEL} folder")
     config = read_config(model)
@@ -79,10 +81,12 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
             "how it ranks held-out pairs is in the run's metrics"
         )
     place = Path(policy) if policy else workdir_of(config)
-    from_run = (place / MODEL).is_dir()
+    described = (place / MODEL).is_dir()
+    own = isinstance(config.model, Nnx) and not described and (place / CHECKPOINTS).is_dir()
+    from_run = own or described
     if policy is None and not from_run:
         raise ValueError(f"{place} holds no run to evaluate; train first, or name a checkpoint with --policy")
-    model = Pretrained(str(place / MODEL if from_run else policy))
+    model = config.model if own else Pretrained(str(place / MODEL if from_run else policy))
     config = replace(config, model=model, cold_start=None)
     tokenizer = load_tokenizer(tokenizer_path(config))
     if config.placement == "auto":

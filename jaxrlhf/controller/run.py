@@ -10,7 +10,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ROLLOUT, SFT, Checkpointing, Config, Evaluation, Preference, to_json
@@ -20,7 +19,7 @@ from jaxrlhf.controller.placement import Placed, place
 from jaxrlhf.controller.settings import settings_rows
 from jaxrlhf.data import Loaded, Loader, decoder, load_problems, load_tokenizer
 from jaxrlhf.hosts import HostDied, HostHung, HostNotStarted
-from jaxrlhf.models import model_config, tokenizer_path
+from jaxrlhf.models import AnyModel, OwnModel, model_config, tokenizer_path
 from jaxrlhf.models.hf_save import save_description
 from jaxrlhf.parallel import TransferError
 from jaxrlhf.tracking import Logger, MetricsWriter, default_console, settings_table
@@ -123,7 +122,7 @@ class Shared:
 
     run_config: Config
     config: Config
-    model: ModelConfig
+    model: AnyModel
     tokenizer: PreTrainedTokenizerBase
     data: Data
     workdir: Path
@@ -195,6 +194,8 @@ def _describe(shared: Shared) -> None:
     (shared.workdir / "config.json").write_text(json.dumps(to_json(shared.run_config), indent=2) + "\n")
     if shared.placed is not None:
         shared.placed.write(shared.workdir)
+    if isinstance(shared.model, OwnModel):  # which only the configuration's file can make
+        return
     source = getattr(config.model, "path", None)
     save_description(shared.model, shared.workdir / MODEL, tokenizer=shared.tokenizer, source=source)
 

@@ -1,9 +1,9 @@
 """The table of derived settings that a run prints before it starts."""
 
 from jaxrlhf import compilation_cache
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Config, PolicyGradient
 from jaxrlhf.data import Loaded
+from jaxrlhf.models import AnyModel, OwnModel
 from jaxrlhf.workers import Pools, Row
 
 _SHOWN = 5
@@ -12,7 +12,7 @@ _SHOWN = 5
 
 def settings_rows(
     config: Config,
-    model: ModelConfig,
+    model: AnyModel,
     pools: Pools,
     train: Loaded,
     evaluation: Loaded,
@@ -28,7 +28,7 @@ def settings_rows(
     """
     return [
         ("run", "algorithm", type(config.algorithm).__name__, f"{config.steps} steps"),
-        ("run", "model", _count(model.num_parameters()), f"{model.family}, {model.num_layers} layers"),
+        ("run", "model", _count(model.num_parameters()), _kind(model)),
         compilation_cache.settings_row(),
         *_split_rows("training", train, len(train.problems)),
         *_split_rows("held out", evaluation, config.evaluation.problems),
@@ -36,6 +36,10 @@ def settings_rows(
         *_step_rows(config),
         *pools.rows(),
     ]
+
+
+def _kind(model: AnyModel) -> str:
+    return model.name if isinstance(model, OwnModel) else f"{model.family}, {model.num_layers} layers"
 
 
 def _split_rows(name: str, split: Loaded, wanted: int) -> list[Row]:

@@ -169,7 +169,7 @@ def place(
 
     def of_layer(leaf_LPSKH: Array) -> Array:
         stages = 1 if shape.pipeline is None else shape.pipeline.stages
-        by_stage = leaf_LPSKH.reshape(stages, -1, *leaf_LPSKH.shape[1:])
+        by_stage = leaf_LPSKH.reshape(stages, len(leaf_LPSKH) // stages, *leaf_LPSKH.shape[1:])
         return lax.dynamic_index_in_dim(by_stage, layer, axis=1, keepdims=False)
 
     prefix = models.Prefix(*map(of_layer, prefix))

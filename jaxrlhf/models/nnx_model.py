@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,11 @@ class NnxModel(OwnModel):
                 f"Nnx: of one row of two tokens {kind} makes hidden states {hidden.shape}, and its head() is "
                 f"{table.shape}; expected (1, 2, D) and (V, D), whose product the logits are"
             )
+        warnings.warn(
+            f"{kind} keeps no keys and values, so while it generates the whole sequence runs again for every token",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         positions = 2**31 - 1 if settings.max_positions is None else settings.max_positions
         return cls(settings.build, f"{kind}, a module of your own", *table.shape, max_positions=positions)
 

@@ -12,6 +12,7 @@ from jaxrlhf.config import (
     Layout,
     Model,
     ModelReward,
+    Nnx,
     PolicyGradient,
     Preference,
     Pretrained,
@@ -250,7 +251,7 @@ class _Shapes:
 
     def __init__(self, config: Config, vocabulary: int | None) -> None:
         self._config, self._vocabulary = config, vocabulary
-        self._known: dict[FromScratch | str, ModelConfig] = {}
+        self._known: dict[FromScratch | Nnx | str, ModelConfig] = {}
         self.notes: list[str] = []
 
     def __call__(self, model: Model | str) -> ModelConfig:
@@ -259,11 +260,16 @@ class _Shapes:
             self._known[origin] = self._look_up(origin)
         return self._known[origin]
 
-    def _look_up(self, model: FromScratch | str) -> ModelConfig:
+    def _look_up(self, model: FromScratch | Nnx | str) -> ModelConfig:
         if isinstance(model, FromScratch):
             if self._vocabulary is None:
                 self._vocabulary = len(load_tokenizer(tokenizer_path(self._config)))
             return from_scratch(model, tokens=self._vocabulary)
+        if isinstance(model, Nnx):
+            raise ValueError(
+                "a plan counts the matrices of the decoder, and the model is a module of your own (Nnx); "
+                "write layouts yourself, with placement='given'"
+            )
         shape, source = shape_of(model)
         self.notes.append(f"the shape of {model} is from {source}")
         return shape

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrlhf.architecture import Head
 from jaxrlhf.config import CRITICS, ROLLOUT, ModelReward, offloaded
-from jaxrlhf.models import read_config
+from jaxrlhf.models import OwnModel, read_config
 from jaxrlhf.parallel import BATCH_AXES, adapters_held, keeps_activations, training_activation_bytes, weights_held
 from jaxrlhf.workers.model import microbatch_shape, most_of_all_hosts
 
@@ -39,6 +39,13 @@ def choose_remat(builder: "Builder", role: str, roles: Collection[str]) -> Remat
       roles: All that are placed on the pool.
     """
     setting, devices = builder.training(role).remat, builder.pool.devices
+    if isinstance(builder.model_of(role), OwnModel):
+        if setting == "full":
+            raise ValueError(
+                f"{role}.remat='full' is for the layers of the decoder; a model of your own says itself what is "
+                "computed again (nnx.remat), leave remat at 'auto'"
+            )
+        return RematChoice(False, "a model of your own says itself what is computed again")
     if setting != "auto":
         return RematChoice(setting == "full", "as configured")
     if devices[0].platform == "cpu":

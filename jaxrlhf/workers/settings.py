@@ -3,7 +3,10 @@
 import math
 from collections.abc import Collection
 
+import jax
+
 from jaxrlhf.config import ROLLOUT, Layout, PolicyGradient, Preference
+from jaxrlhf.models import OwnModel, empty_cache
 from jaxrlhf.models.lora import adapter_shapes
 from jaxrlhf.parallel import BATCH_AXES, SLOT_AXES, HybridEngine, shard_bytes, training_activation_bytes
 from jaxrlhf.workers.build import Builder
@@ -83,6 +86,14 @@ def _trained_rows(role: str, builder: Builder) -> list[Row]:
     row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.width, role=role)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     per_device = microbatch_rows * row_tokens // shards
+    rows: list[Row] = [
+        (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x stage x tensor"),
+        (role, "microbatch", f"{microbatch_rows} x {row_tokens} tokens", f"{per_device} tokens per device"),
+        (role, "train state", _bytes(weights), _waits(builder, role) or state),
+        (role, "remat", "full" if remat.on else "none", remat.why),
+    ]
+    if isinstance(model, OwnModel):  # what it computes with, and keeps, is its own
+        return rows
     kernel = builder.attention(role).rows
     activations = training_activation_bytes(
         model,
@@ -94,11 +105,8 @@ def _trained_rows(role: str, builder: Builder) -> list[Row]:
         remat=remat.on,
     )
     return [
-        (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x stage x tensor"),
-        (role, "microbatch", f"{microbatch_rows} x {row_tokens} tokens", f"{per_device} tokens per device"),
+        *rows,
         (role, "attention", f"rows={kernel}", _kernels_from(builder)),
-        (role, "train state", _bytes(weights), _waits(builder, role) or state),
-        (role, "remat", "full" if remat.on else "none", remat.why),
         (role, "activations", _bytes(int(activations)), "per device while updating, about, logits included"),
     ]
 
@@ -136,8 +144,9 @@ def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[Row]:
 def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list[Row]:
     model, engine, mesh, layout = builder.model, sampler.engine, sampler.mesh, builder.config.actor.layout
     weights = shard_bytes(builder.generation_shapes(), builder.generation_layout(mesh))
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * builder.dtype.itemsize
-    cache = engine.slots * builder.width * per_token // sampler.island.size
+    sizes = {"slots": engine.slots, "capacity": builder.width, "dtype": builder.dtype}
+    cached = jax.tree.leaves(jax.eval_shape(lambda: empty_cache(model, **sizes)))
+    cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in cached) // sampler.island.size
     split = f"stage {layout.generation_stage} x tensor {layout.generation_tensor}"
     replicas = mesh.size // (layout.generation_stage * layout.generation_tensor)
     here = replicas * sampler.island.size // mesh.size

@@ -10,7 +10,7 @@ import numpy as np
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import TreeItem, check_pretrained, load_pretrained
-from jaxrlhf.config import Config, FromScratch, Lora, Model, ModelReward, Pretrained
+from jaxrlhf.config import Config, Lora, Model, ModelReward, Pretrained
 from jaxrlhf.models.adapter_files import load_adapters
 from jaxrlhf.models.hf_config import read_config
 from jaxrlhf.models.lora import declare_adapters
@@ -21,7 +21,7 @@ from jaxrlhf.workers.remat import head_of
 def initial_params(model: Model, config: ModelConfig, head: Head, layout: Any, shapes: Any, *, seed: int) -> Params:
     """Parameters as the run starts with them, in the given layout and the dtypes of `shapes`."""
     dtypes = jax.tree.map(lambda shape: shape.dtype, shapes)
-    if isinstance(model, FromScratch):
+    if not isinstance(model, Pretrained):
 
         def build(seed: Any) -> Params:
             # The key is made inside, because a program over several processes takes no array of one of them.
