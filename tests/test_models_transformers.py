@@ -16,6 +16,8 @@ from jaxrlhf import models
 from jaxrlhf.config import FromScratch
 
 TOLERANCE = 1e-4
+FAMILIES = list({name: kind for kind, (name, _) in reversed(KINDS.items())}.values())
+"""The first kind of each."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -85,7 +87,7 @@ def our_greedy(params, config, token_PS, length_P):
     return jax.lax.scan(step, (hidden_PD, cache), jnp.arange(8))[1]
 
 
-def test_greedy_decoding_of_an_export_without_its_source(pair, tmp_path):
+def test_export_without_its_source_is_the_same_model(pair, tmp_path):
     theirs, config, params, _ = pair
     models.save_params(params, config, tmp_path)
     assert models.read_config(tmp_path) == config
@@ -94,12 +96,18 @@ def test_greedy_decoding_of_an_export_without_its_source(pair, tmp_path):
     before, after = theirs.state_dict(), again.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    token_RW = tokens((2, 40))
+    np.testing.assert_allclose(their_logits(again, token_RW), their_logits(theirs, token_RW), atol=1e-6)
 
+
+@pytest.mark.parametrize("pair", FAMILIES, indirect=True)
+def test_greedy_decoding_through_the_cache(pair):
+    theirs, config, params, _ = pair
     token_PS, length_P = tokens((2, 12)), np.array([12, 7], np.int32)
     drawn_WP, logit_WPV = our_greedy(params, config, token_PS, length_P)
     for row, length in enumerate(length_P):
         prompt = torch.tensor(token_PS[row : row + 1, :length], dtype=torch.long)
-        whole = again.generate(
+        whole = theirs.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, min_new_tokens=8, do_sample=False
         )
         assert drawn_WP[:, row].tolist() == whole[0, length:].tolist()

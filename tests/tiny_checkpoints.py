@@ -41,12 +41,12 @@ _GEMMA3_ROPE = {
 }
 
 KINDS = {
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
     "llama": ("Llama", {"tie_word_embeddings": False, "rms_norm_eps": 1e-5}),
     "llama3": ("Llama", {"tie_word_embeddings": True, "rope_parameters": _STRETCHED}),
-    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3-yarn": ("Qwen3", {"head_dim": 16, "rope_parameters": _YARN}),
     "llama-linear": (
         "Llama",
