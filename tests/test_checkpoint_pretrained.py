@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from tiny_checkpoints import build, write
 
 from jaxrlhf import models
-from jaxrlhf.checkpoint import check_pretrained, convert, load_pretrained
+from jaxrlhf.checkpoint import load_pretrained
 
 
 @pytest.fixture(scope="module")

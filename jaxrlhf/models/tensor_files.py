@@ -55,6 +55,7 @@ class TensorFiles:
     def _read_index(self) -> dict[str, str]:
         try:
             file_of = dict(json.loads((self.directory / INDEX).read_text())["weight_map"])
+            "".join(file_of.values())  # TypeError where a file is no name
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.directory / INDEX} is no index ({error!r}); download it again") from error
         held: dict[str, set[str]] = {}

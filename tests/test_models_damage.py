@@ -1,0 +1,163 @@
+"""Damaged checkpoints: one line that names the tensor and the file, from headers alone, before anything compiles."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch_file
+from tiny_checkpoints import build, write
+from tiny_runs import get_config, write_policy
+
+from jaxrlhf import models
+from jaxrlhf.config import ModelReward, Pretrained, Rewards
+from jaxrlhf.controller.run import run
+from jaxrlhf.models.hf_load import check_params
+from jaxrlhf.tracking import CompileCounter
+
+INDEX = "model.safetensors.index.json"
+TENSOR = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Of a checkpoint of several files: their contents by name, and the name of the file that has `TENSOR`."""
+    directory = write(tmp_path_factory.mktemp("sharded"), build("qwen2"), max_shard_size="20KB")
+    contents = {file.name: file.read_bytes() for file in directory.iterdir()}
+    return contents, json.loads(contents[INDEX])["weight_map"][TENSOR]
+
+
+def edited(change):
+    """A damage that changes the tensors of a file."""
+
+    def damage(file):
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file)
+
+    return damage
+
+
+def in_dtype(dtype):
+    """A damage that stores one tensor in another dtype."""
+
+    def damage(file):
+        tensors = {name: torch.from_numpy(tensor) for name, tensor in load_file(file).items()}
+        save_torch_file(tensors | {TENSOR: tensors[TENSOR].to(dtype)}, file)
+
+    return damage
+
+
+def bytes_of(change):
+    """A damage that changes the bytes of a file."""
+    return lambda file: file.write_bytes(change(file.read_bytes()))
+
+
+def header(change):
+    """A damage that changes what a file says of its tensors."""
+
+    def damage(file):
+        content = file.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        fields = json.loads(content[8:end])
+        change(fields[TENSOR])
+        text = json.dumps(fields).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+
+    return damage
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n"
+DAMAGES = {
+    "file is missing": (lambda file: file.unlink(), "incomplete"),
+    "file is empty": (bytes_of(lambda content: b""), "damaged or incomplete"),
+    "file ends in its header": (bytes_of(lambda content: content[:100]), "damaged or incomplete"),
+    "file ends in its tensors": (bytes_of(lambda content: content[:-1]), "damaged or incomplete"),
+    "file is longer than its tensors": (bytes_of(lambda content: content + b"\0"), "damaged or incomplete"),
+    "header has no end": (bytes_of(lambda content: b"\xff" * 8 + content[8:]), "damaged or incomplete"),
+    "header is no JSON": (bytes_of(lambda content: content[:8] + b"?" + content[9:]), "damaged or incomplete"),
+    "header has another dtype": (header(lambda tensor: tensor.update(dtype="F16")), "damaged or incomplete"),
+    "header has other offsets": (header(lambda tensor: tensor.update(data_offsets=[0, 4])), "damaged or incomplete"),
+    "file is a pointer to one": (bytes_of(lambda content: POINTER), "damaged or incomplete"),
+    "tensor is missing": (edited(lambda tensors: tensors.pop(TENSOR)), f"where {INDEX} puts it"),
+    "tensor has another shape": (
+        edited(lambda tensors: tensors.update({TENSOR: np.zeros((48, 31), np.float32)})),
+        "has shape [48, 31], config.json and the head asked for make it [48, 32]",
+    ),
+    "tensor is transposed": (
+        edited(lambda tensors: tensors.update({TENSOR: np.zeros((32, 48), np.float32)})),
+        "has shape [32, 48]",
+    ),
+    "tensor has more dimensions": (
+        edited(lambda tensors: tensors.update({TENSOR: np.zeros((48, 32, 1), np.float32)})),
+        "has shape [48, 32, 1]",
+    ),
+    "int8": (in_dtype(torch.int8), "has dtype I8; F32, BF16, F16 are read"),
+    "float8": (in_dtype(torch.float8_e4m3fn), "has dtype F8_E4M3; F32, BF16, F16 are read"),
+    "float64": (in_dtype(torch.float64), "has dtype F64; F32, BF16, F16 are read"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_refused_by_tensor_and_file(files, tmp_path, damage):
+    contents, victim = files
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    change, words = DAMAGES[damage]
+    check_params(tmp_path, models.read_config(tmp_path), "lm")
+    change(tmp_path / victim)
+    config = models.read_config(tmp_path)
+    with CompileCounter() as compiled:
+        for read in (check_params, models.load_params):
+            with pytest.raises(ValueError) as error:
+                read(tmp_path, config, "lm")
+            message = str(error.value)
+            # The first tensor that is wanted of a file stands for all that it holds.
+            held = [name for name, file in json.loads(contents[INDEX])["weight_map"].items() if file == victim]
+            assert any(repr(name) in message for name in held), message
+            assert str(tmp_path / victim) in message and words in message and "\n" not in message, message
+    assert compiled.count == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}'], ids=repr)
+def test_an_index_that_is_none(files, tmp_path, content):
+    contents, _ = files
+    for name, kept in contents.items():
+        (tmp_path / name).write_bytes(kept)
+    (tmp_path / INDEX).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{tmp_path / INDEX} is no index [^\n]*$"):
+        check_params(tmp_path, models.read_config(tmp_path), "lm")
+
+
+def test_a_tensor_that_the_index_forgot(files, tmp_path):
+    contents, _ = files
+    for name, kept in contents.items():
+        (tmp_path / name).write_bytes(kept)
+    index = json.loads(contents[INDEX])
+    del index["weight_map"][TENSOR]
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"^tensor '{TENSOR}' of shape \[48, 32\] is missing from the files in"):
+        check_params(tmp_path, models.read_config(tmp_path), "lm")
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "reward"])
+def test_a_run_refuses_before_it_compiles_anything(tmp_path, role):
+    """Whichever role is to start from the checkpoint, and though others could start."""
+    good, torn = write_policy(tmp_path / "good"), write_policy(tmp_path / "torn")
+    weights = torn / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    place = {name: str(torn if name == role else good) for name in ("actor", "critic", "reward")}
+    config = get_config()
+    config = replace(
+        config,
+        model=Pretrained(place["actor"]),
+        algorithm=replace(config.algorithm, critic_model=Pretrained(place["critic"])),
+        workdir=str(tmp_path / "run"),
+    )
+    if role == "reward":
+        config = replace(config, rewards=Rewards(parts=(ModelReward(path=str(torn), weight=1.0),)))
+    with CompileCounter() as compiled, pytest.raises(ValueError, match=r"torn/model\.safetensors is damaged"):
+        run(config)
+    assert compiled.count == 0
