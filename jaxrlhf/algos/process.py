@@ -48,12 +48,7 @@ def outcome_objective(
     logit = settings.beta * segment_sum(ratio, segment)
     right = selected(fields["outcome"], mask)
     loss = selected(jax.nn.softplus(logit) - right * logit, mask)
-    # A response that the model has no opinion of counts as half right.
-    accuracy = jnp.where(logit == 0, 0.5, (logit > 0) == (right > 0))
-    return Objective(
-        selected(weight, mask) * loss,
-        {"process/loss": loss, "process/accuracy": selected(accuracy.astype(loss.dtype), mask)},
-    )
+    return Objective(selected(weight, mask) * loss, {})
 
 
 def leave_one_out_rewards(
