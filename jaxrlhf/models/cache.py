@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Float, Int
+from jaxtyping import Int, Num
 
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array
@@ -40,7 +40,7 @@ class LayerCache(NamedTuple):
         return self.key_BKHS.shape[3]
 
     def write(
-        self, key_BKH: Float[Array, "B K H"], value_BKH: Float[Array, "B K H"], position_B: Int[Array, "B"]
+        self, key_BKH: Num[Array, "B K H"], value_BKH: Num[Array, "B K H"], position_B: Int[Array, "B"]
     ) -> "LayerCache":
         """One new entry per slot, each at its own position; none where that is the capacity or more."""
         # One update per slot, not one scatter over slots: split over devices, each writes its own.

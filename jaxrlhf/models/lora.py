@@ -10,21 +10,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.architecture import Head
 from jaxrlhf.config import Lora
 from jaxrlhf.models.linear import Adapted, Adapter
+from jaxrlhf.models.own_model import AnyModel, OwnModel
 from jaxrlhf.models.parameters import Param, declare
 
 INPUTS = {"output": 2}
 """Dimensions that a matrix contracts, where that is not one."""
 
 
-def declare_adapters(config: ModelConfig, head: Head, lora: Lora) -> dict[str, Any]:
+def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]:
     """The tree of `Param` that is trained in place of the parameters: adapters, and a value or score head.
 
     Raises:
       ValueError: The model has no such matrix, or one in each expert.
     """
+    if isinstance(config, OwnModel):
+        raise ValueError(f"lora adapts matrices of the decoder, and the model is {config.name}; drop lora")
     declared = declare(config, head)
     rooms = {room: declared["layers"].get(room, {}) for room in ("attention", "mlp")}
     adapters = {
@@ -64,12 +67,12 @@ def _adapter(name: str, param: Param, lora: Lora) -> Adapter:
     )
 
 
-def adapter_dims(config: ModelConfig, head: Head, lora: Lora) -> dict[str, Any]:
+def adapter_dims(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]:
     """As `param_dims`, of what is trained."""
     return jax.tree.map(lambda param: param.dims, declare_adapters(config, head, lora))
 
 
-def adapter_shapes(config: ModelConfig, head: Head, lora: Lora) -> dict[str, Any]:
+def adapter_shapes(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]:
     """As `param_shapes`, of what is trained, in float32."""
     return jax.tree.map(
         lambda param: jax.ShapeDtypeStruct(param.shape, jnp.float32), declare_adapters(config, head, lora)

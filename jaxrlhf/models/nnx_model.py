@@ -104,8 +104,7 @@ class NnxModel(OwnModel):
         **_: Any,
     ) -> Array:
         """As the decoder's. What would be shared with other sequences is laid out with each of them."""
-        if pipeline is not None:
-            raise ValueError(f"{self.name}, has no layers that stages could divide; use layouts with stage=1")
+        assert pipeline is None, "a module has no stages, and workers refuse them"
         rows = token_RW.shape[0]
         if spread is not None:
             source_RE = spread.source_RAS.reshape(rows, -1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.architecture import Head
 from jaxrlhf.batch import Params
 from jaxrlhf.config import CRITICS, ROLLOUT, Config, Lora, ModelReward, Pretrained, Training, offloaded
 from jaxrlhf.data import decoder
@@ -21,6 +21,7 @@ from jaxrlhf.models.hf_config import read_config
 from jaxrlhf.models.kernel_choice import choose_attention
 from jaxrlhf.models.lora import adapter_shapes
 from jaxrlhf.models.origin import model_config
+from jaxrlhf.models.own_model import AnyModel
 from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.parallel import (
     BATCH_AXES,
@@ -266,7 +267,7 @@ class Builder:
             wanted=self.config.attention,
         )
 
-    def model_of(self, role: str) -> ModelConfig:
+    def model_of(self, role: str) -> AnyModel:
         """The shape of a role's decoder."""
         own = self.own_model(role)
         return self.model if own is None else model_config(own, self.tokenizer)

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.architecture import Head
 from jaxrlhf.batch import Array, Params, Sequences
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Training
 from jaxrlhf.models.attention import Attention
 from jaxrlhf.models.decoder import hidden_states
 from jaxrlhf.models.lora import adapted
+from jaxrlhf.models.own_model import AnyModel, OwnModel
 from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.models.pipeline import pipeline_over
 from jaxrlhf.parallel import (
@@ -67,7 +68,7 @@ class ModelWorker(ABC):
     def __init__(
         self,
         role: str,
-        config: ModelConfig,
+        config: AnyModel,
         head: Head,
         mesh: Mesh,
         params: Params,
@@ -255,8 +256,11 @@ def microbatch_shape(training: Training, mesh: Mesh, *, width: int, role: str) -
     return row_tokens, rows
 
 
-def layout_of(mesh: Mesh, config: ModelConfig, head: Head, *, role: str) -> Any:
+def layout_of(mesh: Mesh, config: AnyModel, head: Head, *, role: str) -> Any:
     """The training shardings of a model's parameters, checked to split evenly."""
+    stages = math.prod(mesh.shape[axis] for axis in STAGE_AXES)
+    if isinstance(config, OwnModel) and stages > 1:
+        raise ValueError(f"{role}: {stages} stages divide the layers of the decoder, not {config.name}; use stage=1")
     dims = param_dims(config, head)
     check_divisible(mesh, dims, param_shapes(config, head, jnp.float32), TRAIN, role=role)
     return shardings(mesh, dims, TRAIN)

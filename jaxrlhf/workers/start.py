@@ -7,18 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.architecture import Head
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import TreeItem, check_pretrained, load_pretrained
 from jaxrlhf.config import Config, Lora, Model, ModelReward, Pretrained
 from jaxrlhf.models.adapter_files import load_adapters
 from jaxrlhf.models.hf_config import read_config
 from jaxrlhf.models.lora import declare_adapters
+from jaxrlhf.models.own_model import AnyModel
 from jaxrlhf.models.parameters import draw, init_params
 from jaxrlhf.workers.remat import head_of
 
 
-def initial_params(model: Model, config: ModelConfig, head: Head, layout: Any, shapes: Any, *, seed: int) -> Params:
+def initial_params(model: Model, config: AnyModel, head: Head, layout: Any, shapes: Any, *, seed: int) -> Params:
     """Parameters as the run starts with them, in the given layout and the dtypes of `shapes`."""
     dtypes = jax.tree.map(lambda shape: shape.dtype, shapes)
     if not isinstance(model, Pretrained):
@@ -52,7 +53,7 @@ def check_starts(config: Config, *, policy: Path | None) -> None:
         check_pretrained(path, read_config(path), head)
 
 
-def initial_adapters(config: ModelConfig, head: Head, lora: Lora, layout: Any, *, seed: int) -> Params:
+def initial_adapters(config: AnyModel, head: Head, lora: Lora, layout: Any, *, seed: int) -> Params:
     """Float32 adapters as the run starts with them, in the given layout."""
     if lora.start is not None:
         return load_adapters(lora.start, config, head, lora, layout)

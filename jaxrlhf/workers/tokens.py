@@ -2,13 +2,13 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Config, Pretrained
 from jaxrlhf.data import load_tokenizer
 from jaxrlhf.models.hf_config import read_stop_tokens, resolve
+from jaxrlhf.models.own_model import AnyModel
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelConfig, *, role: str) -> None:
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: AnyModel, *, role: str) -> None:
     """Raise `ValueError` if the tokenizer has ids that the model has no embedding for."""
     if len(tokenizer) > model.vocab_size:
         raise ValueError(
