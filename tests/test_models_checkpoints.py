@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,14 @@ from jaxrlhf.architecture import Llama3Rope
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     return write(tmp_path_factory.mktemp("source"), build("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Ten layers of large tensors, and what their model is."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 10, "num_key_value_heads": 4}
+    directory = write(tmp_path_factory.mktemp("large"), build("llama", **sizes))
+    return directory, models.read_config(directory)
 
 
 @pytest.fixture
@@ -283,3 +292,28 @@ def test_a_hub_out_of_reach_leaves_its_cache(source, tmp_path, monkeypatch):
     np.testing.assert_array_equal(load("org/cached")["embed"], load(source)["embed"])
     with pytest.raises(ValueError, match="no local directory 'org/other' and no reachable hub repository"):
         models.resolve("org/other")
+
+
+@pytest.mark.parametrize("axes", [(), ("embed",), ("layers", "mlp")], ids=["whole", "embed", "layers-mlp"])
+def test_the_host_holds_one_tensor_at_a_time(large, axes):
+    """Of 90 tensors, most of which are stacked into few parameters."""
+    directory, config = large
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    rules = dict(zip(axes, ("a", "b"), strict=False))
+    layout = jax.tree.map(
+        lambda names: NamedSharding(mesh, PartitionSpec(*(rules.get(name) for name in names))),
+        models.param_dims(config, "lm"),
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+    tensors = load_file(directory / "model.safetensors")
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    assert sum(tensor.nbytes for tensor in tensors.values()) > 20 * largest
+    del tensors
+    models.load_params(directory, config, "lm", layout)  # compiles
+    tracemalloc.start()
+    params = models.load_params(directory, config, "lm", layout)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 20 * largest
+    # A device may still hold on to the tensor before.
+    assert largest / 8 < peak < 2.5 * largest, peak / largest

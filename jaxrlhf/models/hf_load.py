@@ -6,6 +6,7 @@ into the parameter, whose layers are stacked. The host never holds more than one
 """
 
 import functools
+import gc
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,7 @@ def load_params(
             for at in np.ndindex(steps):
                 array = put(array, _piece(files, source, param, sharding, at), at)
                 array.block_until_ready()  # or the host would read ahead of its devices
+                gc.collect(0)  # JAX lets go of host buffers when Python collects garbage
                 done += num_bytes // math.prod(steps)
                 progress(done, total)
             return array
