@@ -4,13 +4,14 @@ No token is dropped and no expert has a capacity: assignments are sorted by expe
 expert multiplies as many rows as chose it.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Float, Float32, Int
 
 from jaxrlhf.architecture import Experts
@@ -119,59 +120,51 @@ def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, att
     so are gathered and results scattered. Weights and tokens enter as one copy for each place, so
     that the sums of their gradients are the compiler's.
     """
-    weights = [mlp["experts"][name].astype(normed_RWD.dtype) for name in ("gate", "up", "down")]
-    tokens = normed_RWD, routing.choice_RWk, routing.weight_RWk.astype(normed_RWD.dtype)
-    index_E = jnp.arange(len(weights[0]), dtype=jnp.int32)
-    mesh = attention.mesh
+    dtype, mesh = normed_RWD.dtype, attention.mesh
+    matrices = [mlp["experts"][name].astype(dtype) for name in ("gate", "up", "down")]
+    index_E = jnp.arange(len(matrices[0]), dtype=jnp.int32)
+    weight_RWk = routing.weight_RWk.astype(dtype)
     if mesh is None or mesh.size == 1:
-        return _mix_own(tokens, weights, index_E)
-    split, inner = attention.expert_axes, attention.head_axes
-    row_axes = tuple(axis for axis in attention.row_axes if axis not in split)
-    by_place, by_row = PartitionSpec((*split, *inner), row_axes), PartitionSpec(row_axes, split)
-    wide, tall = PartitionSpec(row_axes, split, None, inner), PartitionSpec(row_axes, split, inner)
+        return _mix_own((normed_RWD, weight_RWk, matrices), (routing.choice_RWk, index_E))
+    inner, parts = attention.head_axes, (*attention.expert_axes, *attention.head_axes)
+    rows = tuple(axis for axis in attention.row_axes if axis not in attention.expert_axes)
+    by_token, of_experts = PartitionSpec(parts, rows), PartitionSpec(rows, attention.expert_axes)
+    wide, tall = PartitionSpec(*of_experts, None, inner), PartitionSpec(*of_experts, inner)
 
-    def on_device(tokens: Any, weights: Any, index_1E: Array) -> Array:
-        tokens, weights = jax.tree.map(lambda leaf: leaf[0], (tokens, weights))
-        return _mix_own(tokens, weights, index_1E[0])[None]
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=((by_token, by_token, [wide, wide, tall]), (by_token, of_experts)),
+        out_specs=by_token,
+    )
+    def run(given: Any, fixed: Any) -> Array:
+        return _mix_own(*jax.tree.map(lambda leaf: leaf[0], (given, fixed)))[None]
 
-    run = attention.on_devices(on_device, (by_place, [wide, wide, tall], by_row), by_place)
-    places = _ways(mesh, (*split, *inner))
-    rows = _ways(mesh, row_axes)
-    gathered = [
-        lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec(*spec[1:])))
-        for weight, spec in zip(weights, (wide, wide, tall), strict=True)
-    ]
-    copies = jax.tree.map(partial(_copies, count=rows), (gathered, index_E))
+    def each(array: Array, axes: tuple[str, ...]) -> Array:
+        return jnp.broadcast_to(array, (math.prod(mesh.shape[axis] for axis in axes), *array.shape))
+
+    tokens = [each(array, parts) for array in (normed_RWD, weight_RWk, routing.choice_RWk)]
+    *matrices, index_1E = (each(array, rows) for array in (*matrices, index_E))
     # Exact enough in the activations' dtype, as the sum over the parts of a dense MLP's width is.
-    return lax.reduce_sum(run(jax.tree.map(partial(_copies, count=places), tokens), *copies), axes=(0,))
+    return lax.reduce_sum(run((*tokens[:2], matrices), (tokens[2], index_1E)), axes=(0,))
 
 
-def _ways(mesh: jax.sharding.Mesh, axes: tuple[str, ...]) -> int:
-    ways = 1
-    for axis in axes:
-        ways *= mesh.shape[axis]
-    return ways
-
-
-def _copies(array: Array, *, count: int) -> Array:
-    return jnp.broadcast_to(array, (count, *array.shape))
-
-
-def _mix_own(tokens: tuple[Array, Array, Array], weights: list[Array], index_E: Array) -> Array:
-    """`mix` by the experts `index_E` alone, which are consecutive."""
-    normed_RWD, choice_RWk, weight_RWk = tokens
-    each, experts = choice_RWk.shape[-1], len(index_E)
+@jax.checkpoint  # or a copy of each token would be kept for each expert that it goes through
+def _mix_own(given: tuple[Array, Array, list[Array]], fixed: tuple[Array, Array]) -> Array:
+    """`mix` of tokens, weights and matrices by choices, by the experts `index_E` alone, which are consecutive."""
+    normed_RWD, weight_RWk, matrices = given
+    choice_RWk, index_E = fixed
+    chosen, experts, width = choice_RWk.shape[-1], len(index_E), normed_RWD.shape[-1]
     # Those of other devices come last, where no expert multiplies them.
     own_A = choice_RWk.reshape(-1) - index_E[0]
     own_A = jnp.where((own_A >= 0) & (own_A < experts), own_A, experts)
     order_A = jnp.argsort(own_A, stable=True)
     place_A = jnp.argsort(order_A)
     size_E = (own_A[:, None] == jnp.arange(experts)[None]).sum(axis=0, dtype=jnp.int32)
-    width = normed_RWD.shape[-1]
-    input_AD = jnp.repeat(normed_RWD.reshape(-1, width), each, axis=0)
-    output_AD = grouped_mlp(_permuted(input_AD, order_A, place_A), *weights, size_E)
-    output_RWkD = _permuted(output_AD, place_A, order_A).reshape(*choice_RWk.shape, width)
-    return jnp.einsum("RWkD,RWk->RWD", output_RWkD, weight_RWk)
+    input_AD = jnp.repeat(normed_RWD.reshape(-1, width), chosen, axis=0)
+    weight_A1 = _permuted(weight_RWk.reshape(-1, 1), order_A, place_A)
+    output_AD = grouped_mlp(_permuted(input_AD, order_A, place_A), *matrices, weight_A1[:, 0], size_E)
+    return _permuted(output_AD, place_A, order_A).reshape(*choice_RWk.shape, width).sum(axis=2)
 
 
 @jax.custom_vjp

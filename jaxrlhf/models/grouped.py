@@ -24,32 +24,36 @@ def grouped_mlp(
     gate_EDF: Float[Array, "E D F"],
     up_EDF: Float[Array, "E D F"],
     down_EFD: Float[Array, "E F D"],
+    weight_A: Float[Array, "A"],
     size_E: Int[Array, "E"],
 ) -> Float[Array, "A D"]:
-    """down(silu(gate(x)) * up(x)) with the weights of the expert that each row belongs to.
+    """weight * down(silu(gate(x)) * up(x)) with the matrices of the expert that each row belongs to.
 
     Args:
       input_AD: Sorted by expert.
       size_E: Rows of each expert, in order; rows past their sum belong to none and give 0.
     """
     if jax.default_backend() == "tpu":
-        return _ragged(input_AD, gate_EDF, up_EDF, down_EFD, size_E)
-    return _in_blocks(block_rows(len(input_AD), len(gate_EDF)), input_AD, gate_EDF, up_EDF, down_EFD, size_E)
+        return _ragged(input_AD, gate_EDF, up_EDF, down_EFD, weight_A, size_E)
+    block = _block_rows(len(input_AD), len(gate_EDF))
+    return _in_blocks(block, input_AD, gate_EDF, up_EDF, down_EFD, weight_A, size_E)
 
 
-def block_rows(rows: int, experts: int) -> int:
+def _block_rows(rows: int, experts: int) -> int:
     """Rows of a block: a power of two, of which an expert has about two."""
     return min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, 1 << (max(1, rows // (2 * experts)).bit_length() - 1)))
 
 
-def _ragged(input_AD: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, size_E: Array) -> Array:
+def _ragged(input_AD: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, weight_A: Array, size_E: Array) -> Array:
     hidden_AF = jax.nn.silu(lax.ragged_dot(input_AD, gate_EDF, size_E)) * lax.ragged_dot(input_AD, up_EDF, size_E)
-    output_AD = lax.ragged_dot(hidden_AF, down_EFD, size_E)
+    output_AD = weight_A[:, None] * lax.ragged_dot(hidden_AF, down_EFD, size_E)
     return jnp.where((jnp.arange(len(input_AD)) < size_E.sum())[:, None], output_AD, 0.0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_blocks(block: int, input_AD: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, size_E: Array) -> Array:
+def _in_blocks(
+    block: int, input_AD: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, weight_A: Array, size_E: Array
+) -> Array:
     """Block after block; the backward pass computes gate and up again, so that nothing but the input is kept."""
     plan_3M, count = _plan(size_E, rows=len(input_AD), block=block)
     padded_AD = _padded(input_AD, block)
@@ -62,7 +66,7 @@ def _in_blocks(block: int, input_AD: Array, gate_EDF: Array, up_EDF: Array, down
         # What a block writes past its expert's last row, the next block writes anew.
         return lax.dynamic_update_slice_in_dim(output_AD, jnp.where(own_C[:, None], output_CD, 0), start, 0)
 
-    return lax.fori_loop(0, count, body, jnp.zeros_like(padded_AD))[: len(input_AD)]
+    return weight_A[:, None] * lax.fori_loop(0, count, body, jnp.zeros_like(padded_AD))[: len(input_AD)]
 
 
 def _in_blocks_forward(block: int, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
@@ -70,30 +74,38 @@ def _in_blocks_forward(block: int, *arrays: Array) -> tuple[Array, tuple[Array, 
 
 
 def _in_blocks_backward(block: int, saved: tuple[Array, ...], change_AD: Array) -> tuple[Any, ...]:
-    input_AD, gate_EDF, up_EDF, down_EFD, size_E = saved
+    input_AD, gate_EDF, up_EDF, down_EFD, weight_A, size_E = saved
     plan_3M, count = _plan(size_E, rows=len(input_AD), block=block)
-    padded_AD, padded_change_AD = _padded(input_AD, block), _padded(change_AD, block)
+    padded_AD, padded_change_AD, padded_A1 = (_padded(rows, block) for rows in (input_AD, change_AD, weight_A[:, None]))
 
     def body(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         expert, start, own_C = _block(plan_3M, index, block)
         input_CD = lax.dynamic_slice_in_dim(padded_AD, start, block)
         change_CD = lax.dynamic_slice_in_dim(padded_change_AD, start, block)
         change_CD = jnp.where(own_C[:, None], change_CD, 0)
+        weight_C1 = lax.dynamic_slice_in_dim(padded_A1, start, block)
         gate_DF, up_DF, down_FD = (_of(expert, weight) for weight in (gate_EDF, up_EDF, down_EFD))
         gated_CF, pull = jax.vjp(lambda gate, up: jax.nn.silu(gate) * up, input_CD @ gate_DF, input_CD @ up_DF)
-        change_gate_CF, change_up_CF = pull(change_CD @ down_FD.T)
+        toward_CF = change_CD @ down_FD.T
+        change_gate_CF, change_up_CF = pull(weight_C1 * toward_CF)
         slope_CD = change_gate_CF @ gate_DF.T + change_up_CF @ up_DF.T
-        products = (input_CD, change_gate_CF), (input_CD, change_up_CF), (gated_CF, change_CD)
-        slope_AD, *slopes = sums
-        return lax.dynamic_update_slice_in_dim(slope_AD, slope_CD, start, 0), *(
-            slope.at[expert].add(transposed_product(*product, jnp.float32))
-            for slope, product in zip(slopes, products, strict=True)
+        slope_C1 = (gated_CF * toward_CF).sum(axis=-1, keepdims=True)
+        products = (input_CD, change_gate_CF), (input_CD, change_up_CF), (weight_C1 * gated_CF, change_CD)
+        slope_AD, slope_A1, *slopes = sums
+        return (
+            lax.dynamic_update_slice_in_dim(slope_AD, slope_CD, start, 0),
+            lax.dynamic_update_slice_in_dim(slope_A1, slope_C1, start, 0),
+            *(
+                slope.at[expert].add(transposed_product(*product, jnp.float32))
+                for slope, product in zip(slopes, products, strict=True)
+            ),
         )
 
-    weights = gate_EDF, up_EDF, down_EFD
-    zeros = jnp.zeros_like(padded_AD), *(jnp.zeros(weight.shape, jnp.float32) for weight in weights)
-    slope_AD, *slopes = lax.fori_loop(0, count, body, zeros)
-    return slope_AD[: len(input_AD)], *(slope.astype(gate_EDF.dtype) for slope in slopes), None
+    matrices = gate_EDF, up_EDF, down_EFD
+    zeros = *map(jnp.zeros_like, (padded_AD, padded_A1)), *(jnp.zeros_like(each, jnp.float32) for each in matrices)
+    slope_AD, slope_A1, *slopes = lax.fori_loop(0, count, body, zeros)
+    rows = len(input_AD)
+    return slope_AD[:rows], *(slope.astype(gate_EDF.dtype) for slope in slopes), slope_A1[:rows, 0], None
 
 
 _in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
@@ -104,7 +116,7 @@ def _plan(size_E: Array, *, rows: int, block: int) -> tuple[Array, Array]:
     blocks_E = -(-size_E // block)
     end_E, last_E = jnp.cumsum(blocks_E), jnp.cumsum(size_E)
     index_M = jnp.arange(rows // block + len(size_E), dtype=jnp.int32)
-    expert_M = jnp.minimum(jnp.searchsorted(end_E, index_M, side="right"), len(size_E) - 1).astype(jnp.int32)
+    expert_M = jnp.minimum((end_E[None] <= index_M[:, None]).sum(axis=1), len(size_E) - 1)
     start_M = (last_E - size_E)[expert_M] + block * (index_M - (end_E - blocks_E)[expert_M])
     return jnp.stack([expert_M, start_M, last_E[expert_M] - start_M]).astype(jnp.int32), end_E[-1]
 

@@ -78,7 +78,7 @@ def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool
     for tensor in _tensors(role, hardware):
         if devices % tensor:
             continue
-        for stage in divisors(model.num_layers):
+        for stage in _stages(role):
             copy = tensor * stage
             if devices % copy or model.vocab_size % copy:
                 continue
@@ -98,7 +98,7 @@ def generation_layouts(
       within: Devices that one process drives, which a replica is part of; None is a machine's.
     """
     for tensor in _tensors(role, hardware):
-        for stage in divisors(role.model.num_layers):
+        for stage in _stages(role):
             replica = tensor * stage
             fits = (within or hardware.devices_per_machine) % replica == 0 and devices % replica == 0
             if fits and role.model.vocab_size % replica == 0:
@@ -117,6 +117,11 @@ def switches(layout: Layout, stage: int, tensor: int, *, within: int) -> bool:
     if layout.stage % stage or layout.tensor % tensor:
         return within % (stage * tensor) == 0
     return (stage == 1 or layout.stage * layout.tensor <= within) and (tensor == 1 or layout.tensor <= within)
+
+
+def _stages(role: Role) -> list[int]:
+    """Ways to divide the layers; those with experts are not divided."""
+    return divisors(role.model.num_layers) if role.model.experts is None else [1]
 
 
 def _tensors(role: Role, hardware: Hardware) -> list[int]:

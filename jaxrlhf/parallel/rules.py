@@ -66,10 +66,20 @@ def cast_shapes(dims: Any, shapes: Any, *, dtype: Any) -> Any:
 
 
 def check_divisible(mesh: Mesh | AbstractMesh, dims: Any, shapes: Any, rules: Rules, *, role: str) -> None:
-    """Raise `ValueError` if a dimension does not split evenly over the axes its rule names, or there are no experts."""
-    experts = math.prod(mesh.shape.get(axis, 1) for axis in EXPERT_AXES)
-    if experts > 1 and not any("experts" in names for names in jax.tree.leaves(dims, is_leaf=_is_dims)):
+    """Refuse a layout that does not fit a model.
+
+    Raises:
+      ValueError: A dimension does not split evenly over the axes its rule names, experts are divided that
+        do not exist, or layers of experts are divided over stages, which JAX cannot differentiate yet.
+    """
+    mixture = any("experts" in names for names in jax.tree.leaves(dims, is_leaf=_is_dims))
+    experts, stages = (math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in (EXPERT_AXES, STAGE_AXES))
+    if experts > 1 and not mixture:
         raise ValueError(f"{role}: expert={experts} divides experts, of which this model has none; use fsdp={experts}")
+    if stages > 1 and mixture:
+        raise ValueError(
+            f"{role}: {stages} stages cannot divide layers with experts; divide the experts: expert={stages}"
+        )
 
     def one(names: tuple[str | None, ...], array: Any) -> None:
         for name, size in zip(names, array.shape, strict=True):
