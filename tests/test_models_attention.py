@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrlhf.models.attention import DECODE, ROWS, Attention, attend, attend_cache
 from jaxrlhf.models.kernels_gpu import pallas_decode
 from jaxrlhf.models.kernels_tpu import splash_rows
+from jaxrlhf.models.scores import PLAIN, Scores
 
 
 @pytest.fixture(autouse=True)
@@ -25,32 +26,43 @@ def softmax(score):
     return weight / weight.sum()
 
 
-def naive_rows(query, key, value, segment, weight):
+def naive_rows(query, key, value, segment, weight, *, divisor=None, cap=np.inf, window=np.inf):
     """The output, and the gradients of its product with `weight`: token by token, in float64."""
     rows, width, heads, head_dim = query.shape
     group = heads // key.shape[2]
+    divisor = divisor or np.sqrt(head_dim)
     out = np.zeros_like(query)
     grads = [np.zeros_like(array) for array in (query, key, value)]
     for r, t, n in np.ndindex(rows, width, heads):
         k = n // group
-        seen = [s for s in range(t + 1) if segment[r, s] == segment[r, t]]
-        chance = softmax(key[r, seen, k] @ query[r, t, n] / np.sqrt(head_dim))
+        seen = [s for s in range(t + 1) if segment[r, s] == segment[r, t] and s > t - window]
+        score, slope = capped(key[r, seen, k] @ query[r, t, n] / divisor, cap)
+        chance = softmax(score)
         out[r, t, n] = chance @ value[r, seen, k]
         pull = value[r, seen, k] @ weight[r, t, n]
-        score = chance * (pull - chance @ pull) / np.sqrt(head_dim)
-        grads[0][r, t, n] += score @ key[r, seen, k]
-        grads[1][r, seen, k] += score[:, None] * query[r, t, n]
+        change = slope * chance * (pull - chance @ pull) / divisor
+        grads[0][r, t, n] += change @ key[r, seen, k]
+        grads[1][r, seen, k] += change[:, None] * query[r, t, n]
         grads[2][r, seen, k] += chance[:, None] * weight[r, t, n]
     return out, *grads
 
 
-def naive_cache(query, key, value, position):
+def capped(score, cap):
+    """Scores under a soft cap, and the slope of the cap."""
+    if cap == np.inf:
+        return score, np.ones_like(score)
+    return cap * np.tanh(score / cap), 1 / np.cosh(score / cap) ** 2
+
+
+def naive_cache(query, key, value, position, *, divisor=None, cap=np.inf, window=np.inf):
     slots, heads, head_dim = query.shape
-    group = heads // key.shape[1]
+    group, capacity = heads // key.shape[1], key.shape[3]
     out = np.zeros_like(query)
     for b, n in np.ndindex(slots, heads):
-        k, filled = n // group, position[b] + 1
-        out[b, n] = softmax(query[b, n] @ key[b, k, :, :filled] / np.sqrt(head_dim)) @ value[b, k][:filled]
+        newest = min(position[b], capacity - 1)
+        k, seen = n // group, slice(int(max(0, newest + 1 - window)), newest + 1)
+        score, _ = capped(query[b, n] @ key[b, k, :, seen] / (divisor or np.sqrt(head_dim)), cap)
+        out[b, n] = softmax(score) @ value[b, k, seen]
     return out
 
 
@@ -63,8 +75,8 @@ def close(ours, theirs, tolerance=1e-5):
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
 
 
-def run_rows(attention, query, key, value, segment, weight):
-    out, pull = jax.vjp(lambda *arrays: attend(*arrays, segment, attention=attention), query, key, value)
+def run_rows(attention, query, key, value, segment, weight, scores=PLAIN):
+    out, pull = jax.vjp(lambda *arrays: attend(*arrays, segment, scores, attention=attention), query, key, value)
     return out, *pull(weight)
 
 
@@ -86,6 +98,52 @@ def test_packed_rows_and_their_gradients_are_those_of_the_naive_reference(kernel
     ours = run(*arrays, segment, np.asarray(weight, np.float32))
     for got, true in zip(ours, naive_rows(query, key, value, segment, weight), strict=True):
         close(got, true)
+
+
+OTHER = {"divisor": 1.3, "cap": 0.8, "window": 6}
+"""Scores that have everything."""
+
+
+def other_scores(slides=None):
+    return Scores(OTHER["divisor"], OTHER["cap"], OTHER["window"], slides)
+
+
+@pytest.mark.parametrize("kernel", ["xla", "splash"])
+def test_rows_under_a_soft_cap_and_a_window_that_a_layer_may_not_have(kernel):
+    query, key, value, weight = drawn(*[(2, 18, count, 16) for count in (2, 1, 1, 2)])
+    segment = np.array(SEGMENTS[18], np.int32)
+    arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
+    run = jax.jit(partial(run_rows, Attention(rows=kernel)))
+    for slides in (True, False):
+        ours = run(*arrays, segment, np.asarray(weight, np.float32), other_scores(jnp.array(slides)))
+        there = OTHER if slides else OTHER | {"window": np.inf}
+        for got, true in zip(ours, naive_rows(query, key, value, segment, weight, **there), strict=True):
+            close(got, true)
+
+
+def test_blocks_leave_out_keys_before_the_window_of_all_layers():
+    query, key, value = (np.asarray(x, np.float32) for x in drawn(*[(1, 150, count, 8) for count in (2, 1, 1)]))
+    segment = np.array([[1] * 100 + [2] * 50], np.int32)
+    run = jax.jit(lambda *arrays: attend(*arrays, segment, other_scores()))
+    out = naive_rows(*(np.float64(array) for array in (query, key, value)), segment, np.zeros((1, 150, 2, 8)), **OTHER)[
+        0
+    ]
+    close(run(query, key, value), out)
+    key[:, :69] = np.nan  # the second block, of 50 queries, begins its keys at 50 - 5; the third at 95
+    assert np.isfinite(run(query, key, value)[:, 100:]).all()
+
+
+@pytest.mark.parametrize("kernel", ["xla", "pallas"])
+def test_a_token_sees_its_cache_under_a_soft_cap_and_inside_its_window(kernel):
+    capacity = 600
+    query, key, value = drawn((6, 2, 16), (6, 1, 16, capacity), (6, 1, capacity, 16))
+    # In the first window, across a tile's edge, across a part's, all of it, and one that has run past it.
+    position = np.array([0, 3, 66, 514, capacity - 1, capacity + 9], np.int32)
+    arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
+    run = jax.jit(partial(attend_cache, attention=Attention(decode=kernel)))
+    for slides in (None, jnp.array(True), jnp.array(False)):
+        there = OTHER | {"window": np.inf} if slides is not None and not slides else OTHER
+        close(run(*arrays, position, other_scores(slides)), naive_cache(query, key, value, position, **there))
 
 
 @pytest.mark.parametrize("kernel", ["xla", "pallas"])
@@ -110,10 +168,10 @@ def test_the_decode_kernel_reads_nothing_past_what_is_filled():
     np.testing.assert_array_equal(run(query, key, value, position), clean)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_splash_attention_is_accepted_by_the_compiler_for_tpu(head_dim):
+@pytest.mark.parametrize(("head_dim", "scores"), [(64, PLAIN), (128, other_scores())], ids=["plain", "other"])
+def test_splash_attention_is_accepted_by_the_compiler_for_tpu(head_dim, scores):
     def loss(query, key, value):
-        return splash_rows(query, key, value, jnp.ones((2, 200), jnp.int32)).astype(jnp.float32).sum()
+        return splash_rows(query, key, value, jnp.ones((2, 200), jnp.int32), scores).astype(jnp.float32).sum()
 
     arrays = [jax.ShapeDtypeStruct((2, 200, count, head_dim), jnp.bfloat16) for count in (14, 2, 2)]
     lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*arrays).lower(lowering_platforms=("tpu",))
@@ -121,11 +179,14 @@ def test_splash_attention_is_accepted_by_the_compiler_for_tpu(head_dim):
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="needs to know the GPU, and warns")
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (128, "float32")])
-def test_the_decode_kernel_is_accepted_by_the_compiler_for_gpu(head_dim, dtype):
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "scores"),
+    [(64, "bfloat16", PLAIN), (128, "float32", PLAIN), (256, "bfloat16", other_scores())],
+)
+def test_the_decode_kernel_is_accepted_by_the_compiler_for_gpu(head_dim, dtype, scores):
     shapes = [(4, 14, head_dim), (4, 2, head_dim, 700), (4, 2, 700, head_dim)]
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    program = jax.jit(pallas_decode).trace(*arrays, jax.ShapeDtypeStruct((4,), jnp.int32))
+    program = jax.jit(pallas_decode).trace(*arrays, jax.ShapeDtypeStruct((4,), jnp.int32), scores)
     assert "xla.gpu.triton" in program.lower(lowering_platforms=("cuda",)).as_text()
 
 

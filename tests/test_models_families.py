@@ -1,0 +1,201 @@
+"""What families differ in, against itself: stages, devices, shared prompts and a cache do not change a number."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrlhf import models
+from jaxrlhf.architecture import LinearRope, ModelConfig
+from jaxrlhf.models.spread import Spread
+from jaxrlhf.parallel.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
+from jaxrlhf.parallel.rules import TRAIN, shardings
+
+GEMMA = ModelConfig(
+    family="gemma3_text",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    tie_embeddings=True,
+    activation="gelu_tanh",
+    norms="sandwich",
+    unit_offset=True,
+    scale_embeddings=True,
+    query_pre_attn_scalar=20,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=3.0,
+    rope_scaling=LinearRope(2.0),
+    sliding_window=4,
+    sliding_layers=(True, False, True, True),
+    sliding_rope_theta=50.0,
+)
+OLMO = ModelConfig(
+    family="olmo2",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    qk_norm_across_heads=True,
+    norms="post",
+    partial_rotary_factor=0.5,
+)
+ROWS, WIDTH = 4, 18
+
+
+def drawn(config):
+    """Weights large enough that every part shows."""
+    rng = np.random.default_rng(0)
+
+    def draw(param):
+        return jnp.asarray((param.init == "ones") + 0.1 * rng.standard_normal(param.shape), jnp.float32)
+
+    return jax.tree.map(draw, models.declare(config, "lm"))
+
+
+def tokens():
+    return np.random.default_rng(1).integers(0, 96, (ROWS, WIDTH), dtype=np.int32)
+
+
+def packed():
+    """Two sequences in each row, and padding."""
+    index_RW = np.broadcast_to(np.arange(WIDTH), (ROWS, WIDTH))
+    cut_R1 = np.array([[7], [9], [5], [12]])
+    position_RW = np.where(index_RW < cut_R1, index_RW, index_RW - cut_R1).astype(np.int32)
+    segment_RW = np.where(index_RW < cut_R1, 1, 2 * (index_RW < WIDTH - 1)).astype(np.int32)
+    return tokens(), position_RW, segment_RW
+
+
+def close(ours, theirs, tolerance=1e-5):
+    """Each array agrees to a fraction of its own largest entry."""
+
+    def one(a, b):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+    jax.tree.map(one, ours, theirs)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def hidden_states(params, config, token_RW, spread=None):
+    """Of rows that hold one sequence each, or what is spread."""
+    position_RW = jnp.broadcast_to(jnp.arange(token_RW.shape[1]), token_RW.shape)
+    return models.hidden_states(params, config, token_RW, position_RW, jnp.ones_like(token_RW), spread=spread)
+
+
+def loss(params, rows, config, **how):
+    hidden_RWD = models.hidden_states(params, config, *rows, **how)
+    output = models.token_logp(params, config, hidden_RWD, rows[0], temperature=0.9, entropy=True, chunk_tokens=16)
+    weight_RW = jnp.sin(jnp.arange(output.logp.size)).reshape(output.logp.shape)
+    return (jnp.where(rows[2] > 0, output.logp + 0.1 * output.entropy, 0.0) * weight_RW).sum(), output.logp
+
+
+@functools.cache
+def gradient(config, **how):
+    return jax.jit(jax.grad(functools.partial(loss, config=config, **how), has_aux=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [(GEMMA, {"fsdp": 2, "stage": 2, "tensor": 2}), (OLMO, {"fsdp": 4, "tensor": 2})],
+    ids=["gemma-stages", "olmo"],
+)
+def test_eight_devices_say_what_one_says(config, sizes):
+    mesh, params, rows = mesh_of(sizes, jax.devices()), drawn(config), packed()
+    by_row = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
+    layout = shardings(mesh, models.param_dims(config, "lm"), TRAIN)
+    many = gradient(config, remat=True, row_sharding=by_row, pipeline=pipeline)
+    close(many(jax.device_put(params, layout), jax.device_put(rows, by_row)), gradient(config)(params, rows))
+
+
+def test_soft_capped_logits_have_the_gradient_of_their_formula():
+    params, rows = drawn(GEMMA), packed()
+
+    def plain(params):
+        hidden_RWD = models.hidden_states(params, GEMMA, *rows)
+        logit_RWV = 3.0 * jnp.tanh(hidden_RWD @ params["embed"].T / 3.0) / 0.9
+        logp_RWV = logit_RWV - jax.nn.logsumexp(logit_RWV, axis=-1, keepdims=True)
+        logp_RW = jnp.take_along_axis(logp_RWV[:, :-1], rows[0][:, 1:, None], axis=-1)[..., 0]
+        entropy_RW = -(jnp.exp(logp_RWV) * logp_RWV).sum(axis=-1)[:, :-1]
+        weight_RW = jnp.sin(jnp.arange(ROWS * WIDTH)).reshape(ROWS, WIDTH)[:, 1:]
+        return (jnp.where(rows[2][:, 1:] > 0, logp_RW + 0.1 * entropy_RW, 0.0) * weight_RW).sum()
+
+    close(gradient(GEMMA)(params, rows)[0], jax.jit(jax.grad(plain))(params))
+
+
+def through_the_cache(params, token_RW, pipeline=None):
+    """Logits of all but the first three tokens, one by one."""
+    each, length_R = jnp.arange(ROWS), jnp.full(ROWS, 3)
+    _, prefix = models.prefill(params, GEMMA, token_RW[:, :3], length_R, pipeline=pipeline)
+    cache = models.empty_cache(GEMMA, slots=ROWS, capacity=WIDTH, pipeline=pipeline)
+    cache = models.insert_prefix(cache, prefix, each, each, pipeline=pipeline)
+    layers = models.unstack_layers(params, GEMMA, pipeline=pipeline)
+
+    def step(cache, place):
+        at_R = jnp.full(ROWS, place)
+        hidden_RD, cache = models.decode(layers, params, GEMMA, token_RW[:, place], at_R, cache, pipeline=pipeline)
+        return cache, models.logits(params, GEMMA, hidden_RD)
+
+    return jnp.swapaxes(jax.lax.scan(step, cache, jnp.arange(3, WIDTH))[1], 0, 1)
+
+
+def test_decoding_through_the_caches_of_two_stages_is_the_full_forward():
+    params, token_RW = drawn(GEMMA), tokens()
+    hidden_RWD = hidden_states(params, GEMMA, token_RW)
+    mesh = mesh_of({"stage": 2}, jax.devices()[:2])
+    pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=())
+    layout = shardings(mesh, models.param_dims(GEMMA, "lm"), TRAIN)
+    run = jax.jit(functools.partial(through_the_cache, pipeline=pipeline))
+    found = run(jax.device_put(params, layout), jax.device_put(token_RW, NamedSharding(mesh, PartitionSpec())))
+    close(found, models.logits(params, GEMMA, hidden_RWD)[:, 3:])
+
+
+def test_windows_count_in_sequences_that_share_their_prompt():
+    """Two responses of 6 tokens to one prompt of 6 in a row: as if each had the prompt before it."""
+    params, token_W = drawn(GEMMA), tokens()[0]
+    prompt, first, second = np.arange(18).reshape(3, 6)
+    each = np.array([np.concatenate([prompt, first]), np.concatenate([prompt, second])])
+    position_1W = np.concatenate([np.arange(12), 6 + np.arange(6)])[None].astype(np.int32)
+    home_1W = np.concatenate([np.arange(12), 12 + 6 + np.arange(6)])[None]
+    segment = np.repeat([1, 2], 12)[None, None]
+    spread = Spread(*(part.astype(np.int32) for part in (each.reshape(1, 1, -1), segment, home_1W)))
+    shared_1WD = jax.jit(models.hidden_states, static_argnums=1)(
+        params, GEMMA, token_W[None], position_1W, np.ones_like(position_1W), spread=spread
+    )
+    close(np.asarray(shared_1WD)[0, each], hidden_states(params, GEMMA, token_W[each]))
+
+
+def test_a_window_hides_what_is_before_it():
+    """Of the last token in a model of one layer, exactly the tokens outside of the window do not matter."""
+    config = dataclasses.replace(GEMMA, num_layers=1, sliding_layers=())
+    token_RW = np.tile(tokens()[0], (WIDTH, 1))
+    token_RW[np.arange(WIDTH), np.arange(WIDTH)] = 95  # row t has another token t
+    token_RW[0, 0] = tokens()[0, 0]  # but the first, which is out of the last one's sight
+    last_RD = np.asarray(hidden_states(drawn(config), config, token_RW))[:, -1]
+    moved_R = np.abs(last_RD - last_RD[:1]).max(axis=1) > 1e-4
+    assert moved_R.tolist() == [False] * (WIDTH - 4) + [True] * 4
+
+
+def test_layers_that_windows_are_not_told_of_are_refused():
+    with pytest.raises(ValueError, match="sliding_layers speaks of 4 layers, num_layers is 3"):
+        dataclasses.replace(GEMMA, num_layers=3)
+    with pytest.raises(ValueError, match=r"head_dim=10 with partial_rotary_factor=0\.5 rotates 5 dimensions"):
+        dataclasses.replace(OLMO, head_dim=10)
+
+
+@pytest.mark.parametrize("config", [GEMMA, OLMO], ids=["gemma", "olmo"])
+def test_the_declaration_counts_what_the_architecture_counts(config):
+    shapes = jax.tree.leaves(models.param_shapes(config, "lm"))
+    assert sum(shape.size for shape in shapes) == config.num_parameters()
