@@ -120,14 +120,15 @@ class NnxModel(OwnModel):
         return hidden_RWD if row_sharding is None else jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
 
     def empty_cache(self, *, slots: int, capacity: int, **_: Any) -> list[LayerCache]:
-        """One layer with one head, whose key at a position is the token there."""
-        key_BKHS = jnp.zeros((slots, 1, 1, capacity), jnp.int32)
-        return [LayerCache(key_BKHS, key_BKHS.reshape(slots, 1, capacity, 1)[..., :0])]
+        """One layer with one head, whose key and value at a position are the token there."""
+        return [
+            LayerCache(jnp.zeros((slots, 1, 1, capacity), jnp.int32), jnp.zeros((slots, 1, capacity, 1), jnp.int32))
+        ]
 
     def prefill(self, params: Params, token_PS: Array, length_P: Array, **how: Any) -> tuple[Array, Prefix]:
         hidden_PD = self._last(params, token_PS, length_P - 1, **how)
-        key_LPSKH = token_PS[None, :, :, None, None]
-        return hidden_PD, Prefix(key_LPSKH, key_LPSKH[..., :0])
+        token_LPSKH = token_PS[None, :, :, None, None]
+        return hidden_PD, Prefix(token_LPSKH, token_LPSKH)
 
     def unstack_layers(self, params: Params, **_: Any) -> list[Params]:
         return []
@@ -141,9 +142,9 @@ class NnxModel(OwnModel):
         cache: list[LayerCache],
         **how: Any,
     ) -> tuple[Array, list[LayerCache]]:
-        token_B11 = token_B[:, None, None]
+        token_BKH = token_B[:, None, None]
         [stored] = cache
-        stored = stored.write(token_B11, token_B11[..., :0], position_B)
+        stored = stored.write(token_BKH, token_BKH, position_B)
         return self._last(params, stored.key_BKHS[:, 0, 0], position_B, **how), [stored]
 
     def _last(self, params: Params, token_BS: Array, last_B: Array, **how: Any) -> Array:
