@@ -201,11 +201,11 @@ def test_config_that_is_not_json(copy):
         {"hidden_act": "gelu"},
         {"quantization_config": {"quant_method": "fp8"}},
         {"layer_types": ["full_attention", "sliding_attention"]},
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "ntk_factor": 2.0}},
         {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}},
         {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}},
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         {"vocab_size": None},
     ],
     ids=lambda fields: "-".join(fields),
@@ -255,7 +255,7 @@ QWEN3 = QWEN2_5 | {
     "num_key_value_heads": 8,
     "rope_scaling": None,
 }
-LLAMA3_2 = QWEN2_5 | {
+LLAMA3_2 = {name: value for name, value in QWEN2_5.items() if "sliding_window" not in name} | {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 128256,
     "hidden_size": 2048,
