@@ -17,6 +17,7 @@ def main() -> None:
     command.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32, or as a checkpoint was converted"
     )
+    command.add_argument("--merge", action="store_true", help="add a run's adapters to the weights they belong to")
     flags: argparse.Namespace = command.parse_args()
 
     from jaxrlhf.checkpoint.pretrained import export_converted, is_converted
@@ -31,7 +32,8 @@ def main() -> None:
             what = "model"
         else:
             dtype = flags.dtype or "float32"
-            step = export_policy(flags.run, flags.directory, step=flags.step, dtype=dtype, progress=bar)
+            chosen = {"step": flags.step, "dtype": dtype, "merge": flags.merge}
+            step = export_policy(flags.run, flags.directory, **chosen, progress=bar)
             what = f"model of step {step}"
     print(f"wrote the {what} to {flags.directory}, {bar.total / 1e9:.3g} GB")
 

@@ -166,10 +166,6 @@ class Config:
         return self.actor.lora is not None and "reference" in self.algorithm.roles and together and alike and not own
 
     def _check_lora(self) -> None:
-        require(
-            self.actor.lora is None or "actor" in self.algorithm.roles,
-            f"actor.lora is given, and {type(self.algorithm).__name__} trains no actor; drop it",
-        )
         waits = [entry for entry in self.offload if entry.partition(".")[0] == "reference"]
         require(
             not (waits and self.reference_is_frozen_actor),

@@ -3,12 +3,13 @@
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Sampling
+from jaxrlhf.controller.adapted_runs import SUFFIX, AdaptedRun, placed
 from jaxrlhf.controller.evaluation import evaluate
 from jaxrlhf.controller.log import to_samples
 from jaxrlhf.controller.placement import placed_for_evaluation
@@ -30,15 +31,17 @@ def export_policy(
     *,
     step: int | None = None,
     dtype: str = "float32",
+    merge: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> int:
     """Write the policy of a run, or the reward model that it trained, as a Hugging Face checkpoint with its tokenizer.
 
-    One parameter at a time is in memory.
+    One parameter at a time is in memory. Adapters are written as `peft` reads them.
 
     Args:
       run: Workdir of the run.
       step: Which checkpoint; None is the newest.
+      merge: Write whole weights, with the adapters that the run trained added to them.
       progress: Told how many bytes are written, and of how many.
 
     Returns:
@@ -54,15 +57,24 @@ def export_policy(
     if not model.is_dir():
         raise ValueError(f"{run} is not the workdir of a run: it has no {MODEL} folder")
     config = read_config(model)
-    whole = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
         step = _chosen(checkpoints, step)
         # What trains no policy trains a reward model, which is a critic without an actor.
-        role = "actor" if checkpoints.folder(step, "actor").is_dir() else "critic"
-        shapes = param_shapes(config, head_of(role), jnp.float32)
-        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
-        arrays = checkpoints.read_each(step, role, target)
+        trained = [item for item in ("actor", f"actor{SUFFIX}") if checkpoints.folder(step, item).is_dir()]
+        role: Literal["actor", "critic"] = "actor" if trained else "critic"
         kept = {"tokenizer": load_tokenizer(str(model)), "source": model}
+        if checkpoints.folder(step, role + SUFFIX).is_dir():
+            adapted = AdaptedRun.of(run, role)
+            adapters = adapted.adapters(checkpoints, step, role, config, head_of(role))
+            if not merge:
+                written = {"tokenizer": kept["tokenizer"], "dtype": dtype, "progress": progress}
+                adapted.save(adapters, config, head_of(role), directory, **written)
+                return step
+            arrays = adapted.merged(adapters, config, head_of(role))
+        elif merge:
+            raise ValueError(f"{run} trained whole weights and no adapters, so there is nothing to merge; drop --merge")
+        else:
+            arrays = checkpoints.read_each(step, role, placed(param_shapes(config, head_of(role), jnp.float32)))
         save_each(arrays, config, head_of(role), directory, dtype=dtype, progress=progress, **kept)
     return step
 
@@ -87,7 +99,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     if policy is None and not from_run:
         raise ValueError(f"{place} holds no run to evaluate; train first, or name a checkpoint with --policy")
     model = config.model if own else Pretrained(str(place / MODEL if from_run else policy))
-    config = replace(config, model=model, cold_start=None)
+    config = replace(config, model=model, cold_start=None, actor=replace(config.actor, lora=None))
     tokenizer = load_tokenizer(tokenizer_path(config))
     if config.placement == "auto":
         config = placed_for_evaluation(config, place)
@@ -95,13 +107,20 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     if not held_out:
         raise ValueError("the configuration's data has no evaluation split; name one in its data settings")
     console = RunConsole(steps=1)
-    start = None
+    start = adapters = None
     if from_run:
         with closing(Checkpoints(place / CHECKPOINTS, read_only=True)) as checkpoints:
-            start = checkpoints.folder(_chosen(checkpoints, None), "actor")
-        if not start.is_dir():
+            step = _chosen(checkpoints, None)
+            start, adapters = (checkpoints.folder(step, item) for item in ("actor", f"actor{SUFFIX}"))
+        if adapters.is_dir():
+            run = AdaptedRun.of(place, "actor")
+            actor = replace(config.actor, lora=run.lora)
+            config, start = replace(config, model=run.model, seed=run.seed, actor=actor), run.trained_weights
+        elif not start.is_dir():
             raise ValueError(f"{place} trained no policy, and evaluation answers problems with one; name another run")
-    stage = Stage(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start)
+        else:
+            adapters = None
+    stage = Stage(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start, adapters=adapters)
     with console, closing(launch(config, tokenizer, progress=console.progress, workdir=None)) as pools:
         with closing(pools.roles(stage)) as roles:
             sampling = config.rollout.sampling if samples > 1 else Sampling(greedy=True)

@@ -1,0 +1,153 @@
+"""Runs that train adapters: killed and resumed, exported, evaluated, with generation on devices apart."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import safetensors.numpy
+import torch
+import transformers
+from placed_runs import assert_same_numbers, compiled_once
+from tiny_runs import get_config, numbers, training, write_policy
+
+import jaxrlhf
+from jaxrlhf.config import GRPO, Checkpointing, Config, Evaluation, KLInLoss, Lora, Pool, Pretrained
+from jaxrlhf.controller.policy import evaluate_policy, export_policy
+from jaxrlhf.data import embedded_tokenizer
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # of transformers, which peft reads
+    ),
+]
+LORA = Lora(rank=2, alpha=4.0, rslora=True)
+APART = (Pool("policy", 4, ("actor", "reference")), Pool("generation", 2, ("rollout", "reward")))
+
+
+def adapting(workdir: Path, model: Path, **layout: int) -> Config:
+    """GRPO that trains adapters of a checkpoint."""
+    tiny = get_config()
+    return replace(
+        tiny,
+        workdir=str(workdir),
+        model=Pretrained(str(model)),
+        algorithm=GRPO(responses_per_update=8, kl=KLInLoss(coefficient=0.05)),
+        cold_start=None,
+        actor=replace(training(**layout), lora=LORA),
+        steps=4,
+        evaluation=Evaluation(every_steps=0, problems=16),
+        checkpoint=Checkpointing(every_steps=2, keep_last=4, keep_best=0),
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory):
+    with compiled_once(tmp_path_factory.mktemp("compiled")):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_policy(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model, tmp_path_factory) -> Path:
+    workdir = tmp_path_factory.mktemp("undisturbed")
+    jaxrlhf.run(adapting(workdir, model))
+    return workdir
+
+
+def test_a_run_that_died_goes_on_with_the_same_numbers(undisturbed, model, tmp_path):
+    def die(number, metrics):
+        if number == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        jaxrlhf.run(adapting(tmp_path, model), on_step=die)
+    jaxrlhf.run(adapting(tmp_path, model))
+    assert numbers(tmp_path / "metrics.jsonl") == numbers(undisturbed / "metrics.jsonl")
+    for name in ("samples.jsonl", "evaluation.jsonl"):
+        assert (tmp_path / name).read_bytes() == (undisturbed / name).read_bytes()
+    drift = [record["kl/ref"] for record in numbers(tmp_path / "metrics.jsonl")]
+    assert drift[0] == 0 < drift[-1]
+
+
+def test_checkpoints_hold_adapters_alone(undisturbed, model):
+    step = undisturbed / "checkpoints" / "step_4"
+    assert {path.name for path in step.iterdir() if path.is_dir()} >= {"actor_adapters", "actor_optimizer"}
+    assert not (step / "actor").exists()
+    arrays = json.loads((step / "host" / "metadata").read_text())["arrays"]["actor_adapters"].values()
+    saved = sum(math.prod(json.loads(text[text.index("[") :])) for text in arrays)
+    weights = sum(array.size for array in safetensors.numpy.load_file(model / "model.safetensors").values())
+    assert 0 < saved < weights / 5
+
+
+def logits(model, token_RW) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor(token_RW)).logits.numpy()
+
+
+def test_adapters_and_whole_weights_are_exported_and_compute_the_same(undisturbed, model, tmp_path):
+    assert export_policy(undisturbed, tmp_path / "adapters") == 4
+    export_policy(undisturbed, tmp_path / "whole", merge=True)
+    token_RW = np.random.default_rng(0).integers(1, 400, (3, 24))
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    before = logits(base, token_RW)
+    theirs = logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapters"), token_RW)
+    whole = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole"), token_RW)
+    np.testing.assert_allclose(whole, theirs, atol=1e-4)
+    assert np.abs(theirs - before).max() > 1e-2
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "adapters").get_vocab()
+
+
+def test_a_run_goes_on_from_adapters_that_it_is_given(undisturbed, model, tmp_path):
+    export_policy(undisturbed, tmp_path / "adapters")
+    config = adapting(tmp_path / "more", model)
+    config = replace(config, steps=1, actor=replace(config.actor, lora=replace(LORA, start=str(tmp_path / "adapters"))))
+    jaxrlhf.run(config)
+    [first] = numbers(tmp_path / "more" / "metrics.jsonl")
+    last = numbers(undisturbed / "metrics.jsonl")[-1]
+    assert first["eval/accuracy_at_start"] == last["eval/accuracy"]
+    assert first["policy/kl_old_first"] == pytest.approx(0, abs=1e-6)
+
+
+def test_a_run_is_evaluated_with_its_adapters(undisturbed, model):
+    metrics = evaluate_policy(adapting(undisturbed, model), policy=None, samples=1, show=0)
+    last = numbers(undisturbed / "metrics.jsonl")[-1]
+    assert {name: metrics[name] for name in last if name in metrics} == {
+        name: last[name] for name in metrics if name in last
+    }
+    assert "eval/accuracy" in metrics
+
+
+def test_generation_on_a_pool_apart_is_sent_the_adapters(undisturbed, model, tmp_path):
+    config = adapting(tmp_path, model, fsdp=2, tensor=2, generation_tensor=2)
+    jaxrlhf.run(replace(config, devices=None, pools=APART))
+    assert_same_numbers(tmp_path, undisturbed)
+
+
+def test_adapters_beside_weights_of_a_cold_start(tmp_path, monkeypatch):
+    config = get_config()
+    config = replace(
+        config,
+        workdir=str(tmp_path / "run"),
+        steps=1,
+        actor=replace(config.actor, lora=LORA),
+        algorithm=replace(config.algorithm, critic=replace(config.algorithm.critic, lora=LORA)),
+    )
+    jaxrlhf.run(config)
+    [record] = numbers(tmp_path / "run" / "metrics.jsonl")
+    saved = {path.name for path in (tmp_path / "run" / "checkpoints" / "step_1").iterdir()}
+    assert saved >= {"actor_adapters", "critic_adapters"}
+    with pytest.raises(ValueError, match="export both as whole weights with --merge"):
+        export_policy(tmp_path / "run", tmp_path / "adapters")
+    export_policy(tmp_path / "run", tmp_path / "whole", merge=True)
+    metrics = evaluate_policy(config, policy=str(tmp_path / "whole"), samples=1, show=0)
+    assert metrics["eval/accuracy"] == record["eval/accuracy"]
+    assert embedded_tokenizer().get_vocab()

@@ -1,0 +1,211 @@
+"""Roles that train adapters: what is trained, what is held, and that layouts change nothing."""
+
+import gc
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_runs import get_config, training
+
+from jaxrlhf.algos import policy_objective, token_weights, value_objective
+from jaxrlhf.batch import Experience, Sequences
+from jaxrlhf.config import Config, Layout, Lora, PolicyLoss, Sampling, ValueLoss
+from jaxrlhf.data import embedded_tokenizer, load_problems
+from jaxrlhf.parallel import ResourcePool, device_bytes
+from jaxrlhf.tracking import bytes_in_use
+from jaxrlhf.workers.build import Builder, Stage
+
+LORA = Lora(rank=2, alpha=4.0)
+POLICY = PolicyLoss()
+ROLES = ("actor", "critic", "reference")
+
+
+def config_of(*, lora: Lora | None = LORA, devices: int = 1, dtype: str = "float32", **layout: int) -> Config:
+    config = get_config()
+    own = training(**{name: size for name, size in layout.items() if not name.startswith("generation")})
+    return replace(
+        config,
+        devices=devices,
+        compute_dtype=dtype,
+        actor=replace(training(**layout), lora=lora),
+        algorithm=replace(config.algorithm, critic=replace(own, lora=lora)),
+        cold_start=None,
+    )
+
+
+def build(config: Config, *roles: str):
+    pool = ResourcePool("all", tuple(jax.devices()[: config.devices]))
+    builder = Builder(config, embedded_tokenizer(), pool, roles, rank=(0, 1), progress=lambda *_: None)
+    return builder, builder.workers(Stage(config, roles, total_updates=1), roles)
+
+
+def experience(rows: int = 8, width: int = 80) -> Experience:
+    rng = np.random.default_rng(0)
+    token_BT = rng.integers(0, 400, (rows, width)).astype(np.int32)
+    mask_BT = np.broadcast_to(np.arange(width) >= width // 2, token_BT.shape)
+    sequences = Sequences(token_BT, np.full(rows, width, np.int32), mask_BT, np.arange(rows))
+    weight_BT = np.asarray(token_weights(mask_BT, np.arange(rows), aggregation="token-mean"))
+    noise_BT = rng.normal(size=weight_BT.shape).astype(np.float32)
+    return Experience(sequences, weight_BT, {"advantage": noise_BT, "old_logp": np.full_like(weight_BT, -6.0)})
+
+
+def values_of(batch: Experience) -> Experience:
+    zeros_BT = np.zeros_like(batch.weight_BT)
+    return replace(batch, fields={"returns": batch.fields["advantage"], "old_value": zeros_BT})
+
+
+def spread(workers) -> None:
+    """Adapters as they are after some training: the same on any devices, and nowhere zero."""
+    rng = np.random.default_rng(3)
+    for worker in workers:
+        drawn = jax.tree.map(
+            lambda leaf: jax.device_put(0.2 * rng.standard_normal(leaf.shape, np.float32), leaf.sharding),
+            worker._parts["adapters"],
+        )
+        worker._parts["adapters"] = drawn
+
+
+def gradients(workers) -> list[np.ndarray]:
+    spread([workers["actor"], workers["critic"]])
+    batch = experience()
+    settings = get_config().algorithm
+    settings = replace(settings, kl=None)
+    actor, _ = workers["actor"].gradient(batch, policy_objective, settings)
+    critic, _ = workers["critic"].gradient(values_of(batch), value_objective, ValueLoss())
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((actor, critic))]
+
+
+def on_host(tree) -> list[np.ndarray]:
+    return [np.array(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def equal(left, right) -> bool:
+    return all(np.array_equal(one, other) for one, other in zip(left, right, strict=True))
+
+
+@pytest.fixture(scope="module")
+def built() -> tuple[dict, int]:
+    """The workers of one device, and the bytes that it has in use for them."""
+    gc.collect()
+    [before] = bytes_in_use(jax.devices()[:1])
+    workers = build(config_of(), *ROLES)[1]
+    gc.collect()
+    [after] = bytes_in_use(jax.devices()[:1])
+    return workers, after - before
+
+
+@pytest.fixture(scope="module")
+def alone(built) -> dict:
+    return built[0]
+
+
+@pytest.fixture(scope="module")
+def plain(alone) -> list[np.ndarray]:
+    return gradients(alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(fsdp=2, stage=2, tensor=2),
+        Layout(fsdp=4, tensor=2),
+    ],
+    ids=str,
+)
+def test_gradients_on_eight_devices_are_those_of_one(plain, layout):
+    sizes = {name: getattr(layout, name) for name in ("fsdp", "stage", "tensor")}
+    _, workers = build(config_of(devices=8, **sizes), *ROLES)
+    adapter = workers["actor"]._parts["adapters"]["layers"]["attention"]["output"]
+    assert adapter.down.sharding.shard_shape(adapter.down.shape) == (2 // layout.stage, 4 // layout.tensor, 8, 2)
+    assert adapter.up.sharding.shard_shape(adapter.up.shape) == (2 // layout.stage, 2, 32 // layout.fsdp)
+    others = gradients(workers)
+    assert any(np.abs(leaf).max() > 1e-3 for leaf in plain)
+    for one, other in zip(plain, others, strict=True):
+        np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6)
+
+
+def test_the_reference_is_the_actor_before_it_learnt_and_holds_no_bytes(built):
+    workers, grown = built
+    actor, reference, sequences = workers["actor"], workers["reference"], experience().sequences
+    parts = [worker._parts[part] for worker in (actor, workers["critic"]) for part in ("parameters", "adapters")]
+    assert grown == sum(leaf.nbytes for leaf in jax.tree.leaves(parts)) > 200_000
+    actor._parts["adapters"] = jax.tree.map(jnp.zeros_like, actor._parts["adapters"])
+    base = np.asarray(actor.compute_log_prob(sequences))
+    assert np.array_equal(reference.compute_ref_log_prob(sequences), base)
+    spread([actor])
+    assert np.array_equal(reference.compute_ref_log_prob(sequences), base)
+    assert np.abs(actor.compute_log_prob(sequences) - base).max() > 0.01
+
+
+def test_an_update_changes_adapters_and_the_value_head_alone(alone):
+    actor, critic, batch = alone["actor"], alone["critic"], experience()
+    spread([actor, critic])
+    frozen = [on_host(worker._parts["parameters"]) for worker in (actor, critic)]
+    learnt = [on_host(worker._parts["adapters"]) for worker in (actor, critic)]
+    settings = replace(get_config().algorithm, kl=None)
+    actor.update_actor([batch], objective=policy_objective, settings=settings)
+    critic.update_critic([values_of(batch)], objective=value_objective, settings=ValueLoss())
+    for worker, old, adapters in zip((actor, critic), frozen, learnt, strict=True):
+        assert equal(on_host(worker._parts["parameters"]), old)
+        assert not any(np.array_equal(*pair) for pair in zip(on_host(worker._parts["adapters"]), adapters, strict=True))
+        moments = sum(leaf.size for leaf in jax.tree.leaves(worker._parts["optimizer"]) if leaf.ndim)
+        assert moments == 2 * sum(leaf.size for leaf in adapters)
+    assert set(actor.items()) == {"actor_adapters", "actor_optimizer"}
+    assert "['head']" in critic.items()["critic_adapters"].describe()
+    assert "head" not in critic._parts["parameters"]
+
+
+@pytest.mark.slow
+def test_what_is_sampled_has_the_log_probabilities_that_are_trained_on():
+    config = config_of(devices=8, fsdp=2, stage=2, tensor=2, generation_tensor=2)
+    builder, workers = build(config, "actor")
+    actor = workers["actor"]
+    spread([actor])
+    problems = load_problems(config.data, builder.tokenizer, split="train", max_prompt_tokens=64).problems[:8]
+    before = on_host(actor.params)
+    rollout = actor.generate_sequences(problems, Sampling(), responses_per_prompt=2, seed=3)
+    assert equal(on_host(actor.params), before)
+    mask_BT = rollout.sequences.mask_BT
+    trained_BT = np.asarray(actor.compute_log_prob(rollout))
+    np.testing.assert_allclose(rollout.sampler_logp_BT[mask_BT], trained_BT[mask_BT], atol=1e-5)
+    alone_BT = np.asarray(actor.frozen_log_prob(rollout.sequences, {}, temperature=None))
+    assert np.abs(alone_BT - trained_BT).max() > 0.1, "the adapters change nothing"
+
+
+@pytest.mark.slow
+def test_weights_are_held_once_in_the_compute_dtype_and_shared_with_generation():
+    builder, workers = build(config_of(dtype="bfloat16"), "actor")
+    actor = workers["actor"]
+    for path, leaf in jax.tree.leaves_with_path(actor._parts["parameters"]):
+        assert leaf.dtype == (jnp.float32 if "norm" in str(path) else jnp.bfloat16) or "bias" in str(path)
+    assert {leaf.dtype for leaf in jax.tree.leaves(actor._parts["adapters"])} == {jnp.dtype("float32")}
+    adapters = sum(leaf.size for leaf in jax.tree.leaves(actor._parts["adapters"]))
+    gc.collect()
+    [idle] = bytes_in_use(jax.devices()[:1])
+    with actor._generating():
+        assert bytes_in_use(jax.devices()[:1]) == [idle + 2 * adapters], "the weights are shared, adapters are cast"
+    assert bytes_in_use(jax.devices()[:1]) == [idle]
+    assert builder.hybrid.copy_bytes_per_device == 2 * adapters
+
+
+@pytest.mark.slow
+def test_weights_wait_in_host_memory_and_adapters_stay():
+    config = replace(config_of(devices=2, dtype="bfloat16", fsdp=2), offload=("actor",))
+    _, workers = build(config, "actor", "reference")
+    actor, sequences = workers["actor"], experience().sequences
+    assert device_bytes(actor._parts["parameters"]) == {}
+    logp = workers["reference"].compute_ref_log_prob(sequences)
+    with actor._generating():
+        pass
+    assert device_bytes(actor._parts["parameters"]) == {}
+    assert np.array_equal(actor.compute_log_prob(sequences), logp)
+    actor.update_actor([experience()], objective=policy_objective, settings=replace(config.algorithm, kl=None))
+    assert device_bytes(actor._parts["parameters"]) == {} == device_bytes(actor._parts["optimizer"])
+
+
+def test_a_reference_without_weights_cannot_wait_in_host_memory():
+    with pytest.raises(ValueError, match="the reference is the actor's own frozen weights"):
+        replace(config_of(), offload=("reference",))
