@@ -4,12 +4,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrlhf.config.check import positive, require, within
+from jaxrlhf.config.check import not_negative, positive, require, within
 
 
 @dataclass(frozen=True)
 class FromScratch:
-    """A randomly initialised Qwen2-shaped decoder over the embedded tokenizer; needs no download."""
+    """A randomly initialised decoder over the embedded tokenizer, shaped like Qwen2, or with experts like Qwen3-MoE.
+
+    It needs no download.
+
+    Attributes:
+      intermediate_size: Of the MLP, or of each expert.
+      experts: In place of each MLP; 0 is none.
+      experts_per_token: Of them, how many a token goes through.
+    """
 
     hidden_size: int = 128
     intermediate_size: int = 384
@@ -17,9 +25,17 @@ class FromScratch:
     num_heads: int = 4
     num_kv_heads: int = 4
     head_dim: int = 32
+    experts: int = 0
+    experts_per_token: int = 2
 
     def __post_init__(self) -> None:
         positive(self, "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        not_negative(self, "experts")
+        positive(self, "experts_per_token")
+        require(
+            self.experts == 0 or self.experts_per_token <= self.experts,
+            f"FromScratch.experts_per_token={self.experts_per_token} of experts={self.experts}; take at most all",
+        )
 
 
 @dataclass(frozen=True)

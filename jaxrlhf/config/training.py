@@ -1,5 +1,6 @@
 """How a role is laid out and trained, and what a step generates."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -119,6 +120,8 @@ class Training:
         input, or `none`, nothing. `auto` is `none` on an accelerator whose memory then has room to spare by the
         estimate that the table of derived settings shows, else `full`; on CPU `full` is faster.
       lora: Train adapters beside frozen weights; None trains the weights.
+      router_loss: Coefficient of the loss that balances the experts of a mixture over each response's tokens, which
+        are weighed as in the main loss; None is the checkpoint's own.
     """
 
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -126,9 +129,14 @@ class Training:
     tokens_per_microbatch: int = 16_384
     remat: Remat = "auto"
     lora: Lora | None = None
+    router_loss: float | None = None
 
     def __post_init__(self) -> None:
         positive(self, "tokens_per_microbatch")
+        require(
+            self.router_loss is None or 0 <= self.router_loss < math.inf,
+            f"Training.router_loss must be 0 or more, or None, got {self.router_loss}",
+        )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.architecture import Experts, Head, ModelConfig
 from jaxrlhf.config import FromScratch
 from jaxrlhf.models.families import FAMILIES, Family, Fields, read_rope, write_rope
 
@@ -175,9 +175,12 @@ def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, An
 
 
 def scratch_config(settings: FromScratch, *, vocab_size: int) -> ModelConfig:
-    """A Qwen2-shaped decoder of the configured size, with tied embeddings."""
+    """A decoder of the configured size, with tied embeddings: Qwen2-shaped, or with experts as Qwen3-MoE."""
+    experts = None
+    if settings.experts:
+        experts = Experts(settings.experts, settings.experts_per_token, settings.intermediate_size)
     return ModelConfig(
-        family="qwen2",
+        family="qwen3_moe" if experts else "qwen2",
         vocab_size=vocab_size,
         hidden_size=settings.hidden_size,
         intermediate_size=settings.intermediate_size,
@@ -185,6 +188,8 @@ def scratch_config(settings: FromScratch, *, vocab_size: int) -> ModelConfig:
         num_heads=settings.num_heads,
         num_kv_heads=settings.num_kv_heads,
         head_dim=settings.head_dim,
-        qkv_bias=True,
+        qkv_bias=experts is None,
+        qk_norm=experts is not None,
         tie_embeddings=True,
+        experts=experts,
     )

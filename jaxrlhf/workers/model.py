@@ -19,7 +19,8 @@ from jaxrlhf.batch import Array, Params, Sequences
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Training
 from jaxrlhf.models.attention import Attention
-from jaxrlhf.models.decoder import hidden_states
+from jaxrlhf.models.decoder import hidden_states, routed_states
+from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
 from jaxrlhf.models.lora import adapted
 from jaxrlhf.models.own_model import AnyModel, OwnModel
 from jaxrlhf.models.parameters import param_dims, param_shapes
@@ -91,7 +92,7 @@ class ModelWorker(ABC):
         self.dtype, self._attention = dtype, attention
         self._progress = progress
         self._width = width
-        self._remat = remat
+        self._remat, self._training = remat, training
         self._batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self.row_shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         self._row_tokens, rows = microbatch_shape(training, mesh, width=width, role=role)
@@ -101,23 +102,26 @@ class ModelWorker(ABC):
         self._send_away("parameters")
 
     @abstractmethod
-    def _output(self, params: Params, rows: Rows, temperature: Array, *, entropy: bool = False) -> Any:
+    def _read(self, params: Params, hidden_RWD: Array, rows: Rows, temperature: Array, *, entropy: bool = False) -> Any:
         """What the head says of the chosen tokens of packed rows, with the entropy of their distributions if asked."""
 
-    def _hidden(self, params: Params, rows: Rows) -> Array:
-        return hidden_states(
-            params,
-            self.config,
-            rows.token_RW,
-            rows.position_RW,
-            rows.segment_RW,
-            spread=rows.spread,
-            remat=self._remat,
-            dtype=self.dtype,
-            attention=self._attention,
-            row_sharding=self._batch_sharding,
-            pipeline=self._pipeline,
-        )
+    def _output(self, params: Params, rows: Rows, temperature: Array) -> Any:
+        return self._read(params, self._hidden(params, rows)[0], rows, temperature)
+
+    def _hidden(self, params: Params, rows: Rows, watched: Watched = UNWATCHED) -> tuple[Array, Routed | None]:
+        """The last hidden states, and what routers did."""
+        tokens = params, self.config, rows.token_RW, rows.position_RW, rows.segment_RW
+        how = {
+            "spread": rows.spread,
+            "remat": self._remat,
+            "dtype": self.dtype,
+            "attention": self._attention,
+            "row_sharding": self._batch_sharding,
+            "pipeline": self._pipeline,
+        }
+        if self.config.experts is None:
+            return hidden_states(*tokens, **how), None
+        return routed_states(*tokens, watched=watched, **how)
 
     def _pack(self, sequences: Sequences) -> Packing:
         """Where the tokens of this process's sequences lie; every process makes the same number of microbatches."""

@@ -26,12 +26,12 @@ from jaxrlhf.workers.trained import Objective, TrainedWorker
 
 
 def _policy_output(
-    worker: ModelWorker, params: Params, rows: Rows, temperature: Array, *, entropy: bool = False
+    worker: ModelWorker, params: Params, hidden_RWD: Array, rows: Rows, temperature: Array, *, entropy: bool = False
 ) -> TokenOutput:
     return token_logp(
         params,
         worker.config,
-        worker._hidden(params, rows),
+        hidden_RWD,
         rows.token_RW,
         rows.mask_RW,
         temperature=temperature,
@@ -80,8 +80,10 @@ class Actor(TrainedWorker):
             "relayout/received_bytes": float(max((switch.bytes_per_device for switch in switches), default=0)),
         }
 
-    def _output(self, params: Params, rows: Rows, temperature: Array, *, entropy: bool = False) -> TokenOutput:
-        return _policy_output(self, params, rows, temperature, entropy=entropy)
+    def _read(
+        self, params: Params, hidden_RWD: Array, rows: Rows, temperature: Array, *, entropy: bool = False
+    ) -> TokenOutput:
+        return _policy_output(self, params, hidden_RWD, rows, temperature, entropy=entropy)
 
     @contextmanager
     def _generating(self) -> Iterator[Sampler]:
@@ -194,9 +196,11 @@ class Actor(TrainedWorker):
 class Critic(TrainedWorker):
     """Estimates the value of every prefix."""
 
-    def _output(self, params: Params, rows: Rows, temperature: Array, *, entropy: bool = False) -> Array:
+    def _read(
+        self, params: Params, hidden_RWD: Array, rows: Rows, temperature: Array, *, entropy: bool = False
+    ) -> Array:
         assert not entropy, "values have no distribution"
-        return values(params, self._hidden(params, rows))
+        return values(params, hidden_RWD)
 
     @verb(THREE_D_PROTO)
     def compute_values(self, rollout: Rollout | Sequences) -> np.ndarray:
@@ -220,8 +224,10 @@ class ProcessReward(TrainedWorker):
         super().__init__(*args, **kwargs)
         self._temperature = temperature
 
-    def _output(self, params: Params, rows: Rows, temperature: Array, *, entropy: bool = False) -> TokenOutput:
-        return _policy_output(self, params, rows, temperature, entropy=entropy)
+    def _read(
+        self, params: Params, hidden_RWD: Array, rows: Rows, temperature: Array, *, entropy: bool = False
+    ) -> TokenOutput:
+        return _policy_output(self, params, hidden_RWD, rows, temperature, entropy=entropy)
 
     @verb(THREE_D_PROTO)
     def compute_log_prob(self, rollout: Rollout) -> Array:
@@ -243,8 +249,10 @@ class Reference(ModelWorker):
         super().__init__(*args, **kwargs)
         self._temperature = temperature
 
-    def _output(self, params: Params, rows: Rows, temperature: Array, *, entropy: bool = False) -> TokenOutput:
-        return _policy_output(self, params, rows, temperature, entropy=entropy)
+    def _read(
+        self, params: Params, hidden_RWD: Array, rows: Rows, temperature: Array, *, entropy: bool = False
+    ) -> TokenOutput:
+        return _policy_output(self, params, hidden_RWD, rows, temperature, entropy=entropy)
 
     @verb(THREE_D_PROTO)
     def compute_ref_log_prob(self, rollout: Rollout | Sequences, *, temperature: float | None = None) -> Array:

@@ -17,6 +17,7 @@ from jaxrlhf.config import Optimizer
 from jaxrlhf.models.lora import adapted
 from jaxrlhf.workers.model import Metrics, ModelWorker, ResidentItem
 from jaxrlhf.workers.packing import Rows
+from jaxrlhf.workers.routers import router_coefficient, router_metrics, watched
 
 Objective = Callable[..., Any]
 """`(output, mask_RW, weight_RW, fields, settings) -> (loss_RW, metrics)`; see `jaxrlhf.algos.objectives`."""
@@ -46,6 +47,7 @@ class TrainedWorker(ModelWorker):
         self, *args: Any, optimizer: Optimizer, total_updates: int, adapters: Params | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._router_loss = router_coefficient(self.config, self._training.router_loss, role=self.role)
         self._trained = "parameters" if adapters is None else "adapters"
         if adapters is not None:
             self._parts["adapters"] = adapters
@@ -127,8 +129,13 @@ class TrainedWorker(ModelWorker):
 
                 def loss(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
                     params = adapted(frozen, trained)
-                    output = self._output(params, rows, temperature, entropy="entropy_weight" in fields)
+                    hidden_RWD, routed = self._hidden(params, rows, watched(rows))
+                    output = self._read(params, hidden_RWD, rows, temperature, entropy="entropy_weight" in fields)
                     token_loss, metrics = objective(output, mask, weight, fields, settings)
+                    if routed is not None:
+                        router_loss = self._router_loss * jnp.where(mask, weight, 0.0) * routed.loss_RW.mean(axis=0)
+                        token_loss += router_loss
+                        metrics = {**metrics, **router_metrics(routed, rows, self.config, role=self.role)}
                     sums = {name: jnp.where(mask, value, 0.0).sum() for name, value in metrics.items()}
                     return token_loss.sum(), {**sums, "tokens": mask.sum(dtype=jnp.float32)}
 

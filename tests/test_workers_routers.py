@@ -1,0 +1,89 @@
+"""Routers of a trained policy: their loss is part of the one sum, and what they do is reported."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrlhf.algos import nll_objective, token_weights
+from jaxrlhf.batch import Experience, Sequences
+from jaxrlhf.config import SFT, Arithmetic, Config, FromScratch, Rollout, Training
+from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.workers.build import Builder, Stage
+
+EXPERTS, EACH, WIDTH = 4, 2, 72
+
+
+def actor(*, tokens: int = 2048, router_loss: float | None = 0.5, experts: int = EXPERTS):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    settings = Config(
+        name="routers",
+        model=FromScratch(**sizes, head_dim=8, experts=experts, experts_per_token=EACH),
+        data=Arithmetic(difficulty=1, train_problems=16, eval_problems=4),
+        algorithm=SFT(examples_per_update=16),
+        actor=Training(tokens_per_microbatch=tokens, remat="none", router_loss=router_loss),
+        rollout=Rollout(max_prompt_tokens=56, max_response_tokens=16),
+        steps=1,
+        devices=1,
+    )
+    pool = ResourcePool("all", tuple(jax.devices()[:1]))
+    builder = Builder(settings, embedded_tokenizer(), pool, ["actor"], rank=(0, 1), progress=lambda *_: None)
+    return builder.workers(Stage(settings, ("actor",), total_updates=1), ["actor"])["actor"]
+
+
+def experience() -> Experience:
+    """Responses of many lengths, the weights of their tokens all alike."""
+    rng = np.random.default_rng(0)
+    length_B = rng.integers(8, WIDTH + 1, 8).astype(np.int32)
+    inside_BT = np.arange(WIDTH) < length_B[:, None]
+    mask_BT = inside_BT & (np.arange(WIDTH) >= rng.integers(1, length_B - 1)[:, None])
+    token_BT = np.where(inside_BT, rng.integers(0, 400, (8, WIDTH)), 0).astype(np.int32)
+    weight_BT = np.asarray(token_weights(mask_BT, np.arange(8), aggregation="token-mean"))
+    return Experience(Sequences(token_BT, length_B, mask_BT, np.arange(8)), weight_BT, {})
+
+
+@pytest.fixture(scope="module")
+def balanced():
+    return actor()
+
+
+@pytest.fixture(scope="module")
+def indifferent():
+    return actor(router_loss=0.0)
+
+
+def gradient(worker):
+    """As arrays by path, and the sums of all microbatches."""
+    found, sums = worker.gradient(experience(), nll_objective, SFT(examples_per_update=16))
+    totals = {name: sum(float(part[name]) for part in sums) for name in sums[0]}
+    leaves = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(found)}
+    return leaves, totals
+
+
+def test_the_loss_that_balances_experts_is_weighed_as_the_main_loss(balanced, indifferent):
+    (with_loss, sums), (without, plain) = gradient(balanced), gradient(indifferent)
+    # All weights are one over the number of tokens, so the sum is the mean.
+    balance = sums["router/actor_loss"] / sums["tokens"]
+    assert EACH <= balance < EXPERTS
+    np.testing.assert_allclose(sums["loss"] - plain["loss"], 0.5 * balance, rtol=1e-5)
+    router = "['layers']['mlp']['router']"
+    assert np.abs(with_loss[router] - without[router]).max() > 1e-4
+    np.testing.assert_array_equal(with_loss["['final_norm']"], without["['final_norm']"])  # nothing flows back to it
+
+
+def test_microbatches_do_not_change_it(balanced):
+    (whole, sums), (parts, of_parts) = gradient(balanced), gradient(actor(tokens=WIDTH))
+    for name, leaf in whole.items():
+        np.testing.assert_allclose(parts[name], leaf, rtol=2e-5, atol=2e-6, err_msg=name)
+    np.testing.assert_allclose(of_parts["router/actor_loss"], sums["router/actor_loss"], rtol=1e-5)
+
+
+def test_an_update_reports_what_routers_did(indifferent):
+    metrics = indifferent.update([experience()], nll_objective, SFT(examples_per_update=16)).metrics
+    assert 0 < metrics["router/actor_entropy"] < np.log(EXPERTS)
+    assert 1 <= metrics["router/actor_imbalance"] <= EXPERTS / EACH
+
+
+def test_a_model_without_experts_has_nothing_to_balance():
+    with pytest.raises(ValueError, match=r"actor\.router_loss=0\.5 balances experts, of which this model has none"):
+        actor(experts=0)
