@@ -16,7 +16,7 @@ from jaxrlhf.config import Layout
 from jaxrlhf.parallel.batches import Batch, batch_of, replicas_of
 from jaxrlhf.parallel.collectives import Group, all_gather_s, all_reduce_s, bytes_per_s, latency_s, send_s
 from jaxrlhf.parallel.hardware import Hardware
-from jaxrlhf.parallel.memory import cache_bytes_per_token, weights_generating, weights_held
+from jaxrlhf.parallel.memory import cache_bytes_per_token, weights_generating, weights_held, weights_learnt
 from jaxrlhf.parallel.plan import Cost
 from jaxrlhf.parallel.workload import Role, Software, Workload, cache_capacities
 
@@ -62,7 +62,7 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     responses = workload.responses * workload.epochs / workload.updates
     batch = batch_of(role, layout, responses, workload, software)
     passes = _pass(role, layout, batch, software, hardware, backward=True) * batch.microbatches
-    held = weights_held(role.model, role.head, layout)
+    held = weights_learnt(role.model, role.head, role.lora, layout)
     sums = batch.microbatches if software.reduces_every_microbatch else 1
     data = Group(replicas_of(layout), layout.copy_devices)
     reduced = sums * all_reduce_s(held * software.gradient_bytes, data, hardware)

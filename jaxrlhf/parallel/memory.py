@@ -84,6 +84,11 @@ def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
     return lora.rank * model.num_layers / layout.stage * sum(each)
 
 
+def weights_learnt(model: ModelConfig, head: Head, lora: Lora | None, layout: Layout) -> float:
+    """Weights of a trained model that have a gradient and moments on one device."""
+    return weights_held(model, head, layout) if lora is None else adapters_held(model, lora, layout)
+
+
 def weights_generating(model: ModelConfig, layout: Layout) -> float:
     """Weights of a policy that one device holds while it generates."""
     split = layout.generation_stage * layout.generation_tensor

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from jaxrlhf.config import Layout, offloaded
 from jaxrlhf.parallel.batches import Batch, batch_of
@@ -18,6 +19,7 @@ from jaxrlhf.parallel.memory import (
     training_activation_bytes,
     weights_generating,
     weights_held,
+    weights_learnt,
 )
 from jaxrlhf.parallel.plan import Cost, Problem, Verb
 from jaxrlhf.parallel.workload import STAGES, Role, Software, Stage
@@ -108,8 +110,7 @@ class Simulator:
         software, hardware = self._problem.software, self.hardware(devices)
         if role.remat is None:
             role = replace(role, remat=self._recomputes(role, layout, offload, hardware))
-        held = weights_held(role.model, role.head, layout)
-        parameters, optimizer = (held * size for size in _parts(role, software).values())
+        parameters, optimizer, gradients = _held_bytes(role, layout, software)
         waits = [offloaded(offload, role.name, part) for part in ("parameters", "optimizer")]
         idle_parameters, idle_optimizer = parameters * (not waits[0]), optimizer * (not waits[1])
         brought, brought_all = parameters * waits[0], parameters * waits[0] + optimizer * waits[1]
@@ -118,9 +119,10 @@ class Simulator:
         generating = 0.0
         if generates:
             copy = weights_generating(role.model, layout) * software.compute_bytes
-            kept = 0.0 if software.trains_in_compute_dtype else idle_parameters
+            as_trained = software.trains_in_compute_dtype or role.lora is not None
+            kept = 0.0 if as_trained else idle_parameters
             generating = kept + copy + idle_optimizer
-            during = copy + idle_optimizer + (0.0 if software.trains_in_compute_dtype else parameters)
+            during = copy + idle_optimizer + (0.0 if as_trained else parameters)
             switch = switch_cost(role.model, layout, software, hardware)
             if switch.seconds:
                 steps.append(Step("generate", "switch", switch, during))
@@ -131,7 +133,6 @@ class Simulator:
             steps += [Step("prepare", "infer", computed.forward, working)] * role.passes
             steps += _moved("prepare", brought * role.passes, hardware, working)
         if computed.update is not None:
-            gradients = held * software.gradient_bytes * (1 + software.adds_gradients)
             working = computed.update_bytes + parameters + optimizer + gradients
             steps.append(Step("update", "update", computed.update, working))
             steps += _moved("update", brought_all, hardware, working)
@@ -143,11 +144,11 @@ class Simulator:
             return True
         software = self._problem.software
         needed = _update_bytes(self._problem, replace(role, remat=False), layout)
-        needed += weights_held(role.model, role.head, layout) * software.gradient_bytes * (1 + software.adds_gradients)
+        needed += _held_bytes(role, layout, software).gradients
         for other in self._problem.roles:
-            held = weights_held(other.model, other.head, layout)
-            for part, size in _parts(other, software).items():
-                needed += held * size * (other.name == role.name or not offloaded(offload, other.name, part))
+            held = _held_bytes(other, layout, software)
+            for part, size in (("parameters", held.parameters), ("optimizer", held.optimizer)):
+                needed += size * (other.name == role.name or not offloaded(offload, other.name, part))
         return not keeps_activations(needed, hardware.memory_bytes)
 
     def rollout(self, role: Role, layout: Layout) -> Simulated:
@@ -180,11 +181,25 @@ class _Computed:
     update_bytes: float
 
 
-def _parts(role: Role, software: Software) -> dict[str, int]:
-    """Bytes of a weight in each part of a role that can wait in host memory."""
+class _Held(NamedTuple):
+    """Bytes of a role on one device: the two parts that can wait in host memory, and gradients while it is updated."""
+
+    parameters: float
+    optimizer: float
+    gradients: float
+
+
+def _held_bytes(role: Role, layout: Layout, software: Software) -> _Held:
+    weights = weights_held(role.model, role.head, layout)
     if not role.trained:
-        return {"parameters": software.compute_bytes, "optimizer": 0}
-    return {"parameters": software.weight_bytes, "optimizer": software.optimizer_bytes}
+        return _Held(weights * software.compute_bytes, 0.0, 0.0)
+    learnt = weights_learnt(role.model, role.head, role.lora, layout)
+    frozen = 0.0 if role.lora is None else weights
+    return _Held(
+        frozen * software.compute_bytes + learnt * software.weight_bytes,
+        learnt * software.optimizer_bytes,
+        learnt * software.gradient_bytes * (1 + software.adds_gradients),
+    )
 
 
 def _moved(stage: Stage, num_bytes: float, hardware: Hardware, held_bytes: float) -> list[Step]:

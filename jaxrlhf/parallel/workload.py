@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxrlhf.architecture import Head, ModelConfig
+from jaxrlhf.config import Lora
 
 Stage = Literal["generate", "prepare", "update"]
 STAGES: tuple[Stage, ...] = ("generate", "prepare", "update")
@@ -52,6 +53,7 @@ class Role:
       remat: Layers are recomputed in the backward pass. None is so unless there is room enough for
         their activations, and always where devices are made up on one processor.
       within_machine: Stages and tensor shards of one copy may not cross machines.
+      lora: Adapters are trained, beside weights in the compute dtype.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Role:
     rows_per_microbatch: int = 1
     remat: bool | None = True
     within_machine: bool = False
+    lora: Lora | None = None
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
                 trained=trained,
                 tokens_per_microbatch=settings.tokens_per_microbatch,
                 remat={"auto": None, "full": True, "none": False}[settings.remat],
+                lora=settings.lora if trained else None,
             )
         )
     for name, index in judges_of(config).items():
