@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from jaxrlhf.architecture import padded_rows
 from jaxrlhf.config import Layout
 from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.plan import Problem
@@ -80,7 +81,7 @@ def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool
             continue
         for stage in _stages(role):
             copy = tensor * stage
-            if devices % copy or model.vocab_size % copy:
+            if devices % copy or padded_rows(model.vocab_size) % copy:
                 continue
             left = devices // copy
             for shards in divisors(left) if fsdp else [1]:
@@ -101,7 +102,7 @@ def generation_layouts(
         for stage in _stages(role):
             replica = tensor * stage
             fits = (within or hardware.devices_per_machine) % replica == 0 and devices % replica == 0
-            if fits and role.model.vocab_size % replica == 0:
+            if fits and padded_rows(role.model.vocab_size) % replica == 0:
                 yield stage, tensor
 
 
