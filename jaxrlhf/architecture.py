@@ -6,8 +6,17 @@ from typing import Literal
 
 Head = Literal["lm", "value", "score"]
 FamilyName = Literal[
-    "qwen2", "qwen3", "llama", "mistral", "phi3", "olmo2", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"
+    *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "phi3", "olmo2", "gemma2", "gemma3_text"),
+    *("deepseek_v2", "deepseek_v3"),
 ]
+
+def padded_rows(vocab_size: int) -> int:
+    """Rows of an embedding or a head: after the last token come zeros up to a multiple of 64, or of 16 if it is tiny.
+
+    So they split over that many devices, and a run's checkpoint is the same whatever its layout.
+    """
+    multiple = 64 if vocab_size >= 512 else 16
+    return -(-vocab_size // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,13 @@ class YarnRope:
     mscale_all_dim: float | None = None
     truncate: bool = True
 
+    def magnitude(self, scale: float = 1.0) -> float:
+        """How much longer queries and keys become with the longer context: 0.1 scale ln(factor) + 1.
+
+        Source: Peng et al. 2023 (arXiv:2309.00071), eq. 22.
+        """
+        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
 
 @dataclass(frozen=True)
 class LongRope:
@@ -71,6 +87,27 @@ class LongRope:
 
 
 RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Keys and values of all heads are made of one short vector for each token, which is what is cached.
+
+    Attributes:
+      rank: Width of that vector.
+      rope_dim: Last part of a query or key that is rotated; that of keys is the same in all heads.
+      value_dim: Width of a head's values.
+      query_rank: Width of a vector that queries are made of; None makes them of the layer's input.
+      interleaved: Neighbours are rotated together, and not halves.
+
+    Source: DeepSeek-AI 2024 (DeepSeek-V2, arXiv:2405.04434), section 2.1.
+    """
+
+    rank: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    interleaved: bool = True
 
 
 @dataclass(frozen=True)
@@ -154,6 +191,8 @@ class ModelConfig:
       sliding_window: How many tokens a token sees, itself included; None is all.
       sliding_layers: Layers that have the window; the others see everything. Empty: all have it.
       sliding_rope_theta: Base of the rotary frequencies in those layers, which are not scaled; None: as the others.
+      latent: How keys and values are made of latents, with queries and keys of width H; None projects them.
+      dense_layers: First layers, that have an MLP where the others have experts.
       max_positions: Longest sequence the checkpoint was made for, in tokens.
       experts: Mixture of experts in place of the MLP; None is a dense MLP.
     """
@@ -184,6 +223,8 @@ class ModelConfig:
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
     sliding_rope_theta: float | None = None
+    latent: LatentAttention | None = None
+    dense_layers: int = 0
     max_positions: int = 32_768
     experts: Experts | None = None
 
@@ -198,6 +239,11 @@ class ModelConfig:
                 f"head_dim={self.head_dim} with partial_rotary_factor={self.partial_rotary_factor} rotates "
                 f"{self.rotary_dim} dimensions; rotary positions need an even number"
             )
+        if self.dense_layers and (self.experts is None or self.dense_layers >= self.num_layers):
+            raise ValueError(
+                f"dense_layers={self.dense_layers} of num_layers={self.num_layers} come before layers with experts; "
+                f"a model without experts has dense_layers=0"
+            )
         if len(self.sliding_layers) not in (0, self.num_layers):
             raise ValueError(
                 f"sliding_layers speaks of {len(self.sliding_layers)} layers, num_layers is {self.num_layers}; "
@@ -207,16 +253,37 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that are rotated."""
+        if self.latent is not None:
+            return self.latent.rope_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def score_divisor(self) -> float:
         """What products of queries and keys are divided by."""
-        return math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+        divisor = math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+        if self.latent is not None and isinstance(self.rope_scaling, YarnRope) and self.rope_scaling.mscale_all_dim:
+            # Here the part that is not rotated grows as well.
+            return divisor / self.rope_scaling.magnitude(self.rope_scaling.mscale_all_dim) ** 2
+        return divisor
+
+    @property
+    def cache_width(self) -> int:
+        """Numbers that the cache holds of a token in each layer."""
+        if self.latent is not None:
+            return self.latent.rank + self.latent.rope_dim
+        return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def attention_parameters(self) -> int:
         """Weights of one layer's attention."""
+        if self.latent is not None:
+            latent, width = self.latent, self.hidden_size
+            key_value = self.head_dim - latent.rope_dim + latent.value_dim
+            down = width * (latent.rank + latent.rope_dim) + latent.rank
+            up = latent.rank * self.num_heads * key_value + self.num_heads * latent.value_dim * width
+            rank = latent.query_rank
+            query = width * rank + rank + rank * self.num_heads * self.head_dim if rank else 0
+            return down + up + (query or width * self.num_heads * self.head_dim)
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = (heads + kv_heads if self.qk_norm_across_heads else 2 * self.head_dim) * self.qk_norm
         biases = (heads + 2 * kv_heads) * self.qkv_bias
@@ -246,5 +313,7 @@ class ModelConfig:
     def num_parameters(self, head: Head = "lm") -> int:
         """Number of weights, the embedding and the given head included."""
         layer = self.attention_parameters + int(self.mlp_parameters()) + self.norm_parameters
+        layers = self.num_layers * layer
+        layers += self.dense_layers * (3 * self.hidden_size * self.intermediate_size - int(self.mlp_parameters()))
         last = 0 if head == "lm" and self.tie_embeddings else self.head_parameters(head)
-        return self.vocab_size * self.hidden_size + self.num_layers * layer + self.hidden_size + last
+        return self.vocab_size * self.hidden_size + layers + self.hidden_size + last

@@ -40,6 +40,22 @@ _GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
 
+_MSCALE = {"mscale": 0.9, "mscale_all_dim": 0.7, "beta_fast": 8, "beta_slow": 2}
+_DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+}
+
 KINDS = {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
@@ -102,6 +118,19 @@ KINDS = {
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
     "mixtral-window": ("Mixtral", {"num_local_experts": 3, "sliding_window": 6}),
+    "deepseek-v2": ("DeepseekV2", _DEEPSEEK | {"q_lora_rank": None, "rope_parameters": _YARN | _MSCALE}),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        _DEEPSEEK | {"q_lora_rank": 10, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        _DEEPSEEK | {"q_lora_rank": 10, "num_hidden_layers": 3, "rope_parameters": _YARN | _MSCALE},
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        _DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_shared_experts": 2},
+    ),
 }
 """Every family, with its flags one way and another."""
 
@@ -117,7 +146,8 @@ def build(kind, task="ForCausalLM", seed=0, **changes):
     owner = _CAUSAL.get(name, name) if task == "ForCausalLM" else name
     model = getattr(transformers, owner + task)(config).eval()
     with torch.no_grad():
-        for weight in model.parameters():
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for weight in [*model.parameters(), *biases]:
             weight.add_(0.1 * torch.randn_like(weight))
     return model
 

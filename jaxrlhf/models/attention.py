@@ -59,12 +59,12 @@ XLA = Attention()
 def attend(
     query_RWNH: Float[Array, "R W N H"],
     key_RWKH: Float[Array, "R W K H"],
-    value_RWKH: Float[Array, "R W K H"],
+    value_RWKU: Float[Array, "R W K U"],
     segment_RW: Int[Array, "R W"],
     scores: Scores = PLAIN,
     *,
     attention: Attention = XLA,
-) -> Float[Array, "R W N H"]:
+) -> Float[Array, "R W N U"]:
     """Causal attention inside each segment of a row; softmax in float32.
 
         out_t = sum_s softmax_s(q_t . k_s / sqrt(H)) v_s    over s <= t with segment_s = segment_t
@@ -73,11 +73,15 @@ def attend(
     of the softmax is empty. A segment's tokens lie side by side, so windows count in its own positions.
     """
     kernel = ROWS[attention.rows]
+    value_dim = value_RWKU.shape[-1]
     if attention.rows != "xla":
+        # Kernels know of one width.
+        more = query_RWNH.shape[-1] - value_dim
+        value_RWKU = jnp.pad(value_RWKU, ((0, 0), (0, 0), (0, 0), (0, more)))
         row = PartitionSpec(attention.row_axes)
         head = PartitionSpec(attention.row_axes, None, attention.head_axes)
         kernel = attention.on_devices(kernel, (head, head, head, row, PartitionSpec()), head)
-    return kernel(query_RWNH, key_RWKH, value_RWKH, segment_RW, scores)
+    return kernel(query_RWNH, key_RWKH, value_RWKU, segment_RW, scores)[..., :value_dim]
 
 
 def attend_cache(

@@ -40,7 +40,7 @@ class LayerCache(NamedTuple):
         return self.key_BKHS.shape[3]
 
     def write(
-        self, key_BKH: Num[Array, "B K H"], value_BKH: Num[Array, "B K H"], position_B: Int[Array, "B"]
+        self, key_BKH: Num[Array, "B K H"], value_BKU: Num[Array, "B K U"], position_B: Int[Array, "B"]
     ) -> "LayerCache":
         """One new entry per slot, each at its own position; none where that is the capacity or more."""
         # One update per slot, not one scatter over slots: split over devices, each writes its own.
@@ -48,7 +48,7 @@ class LayerCache(NamedTuple):
         values = jax.vmap(lambda stored_KSH, new_KH, at: stored_KSH.at[:, at].set(new_KH, mode="drop"))
         return LayerCache(
             keys(self.key_BKHS, key_BKH.astype(self.key_BKHS.dtype), position_B),
-            values(self.value_BKSH, value_BKH.astype(self.value_BKSH.dtype), position_B),
+            values(self.value_BKSH, value_BKU.astype(self.value_BKSH.dtype), position_B),
         )
 
 
@@ -62,8 +62,10 @@ def empty_cache(
     """A cache for `slots` sequences of at most `capacity` tokens. Build it under jit with
     `out_shardings` to have each device allocate its own part."""
     stages = 1 if pipeline is None else pipeline.stages
-    keys = (stages * slots, config.num_kv_heads, config.head_dim, capacity)
-    values = (stages * slots, config.num_kv_heads, capacity, config.head_dim)
+    heads, key_dim, value_dim = config.num_kv_heads, config.head_dim, config.head_dim
+    if config.latent is not None:
+        heads, key_dim, value_dim = 1, config.latent.rope_dim, config.latent.rank
+    keys, values = (stages * slots, heads, key_dim, capacity), (stages * slots, heads, capacity, value_dim)
     return [LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_layers // stages)]
 
 

@@ -17,7 +17,8 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.attention import XLA, Attention
 from jaxrlhf.models.cache import Cache, Prefix
 from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
-from jaxrlhf.models.layer import join_projections, layer_rows, layer_slots, norm
+from jaxrlhf.models.layer import join_projections, layer_rows, layer_slots
+from jaxrlhf.models.norm import norm
 from jaxrlhf.models.own_model import replaceable
 from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
 from jaxrlhf.models.rope import rotations
@@ -86,7 +87,7 @@ def routed_states(
       pipeline: For layers that are divided over stages. Its rows have to split over its row axes.
 
     Returns:
-      Also what routers did, `[L, ...]`; None of a dense model.
+      Also what routers did, `[L, ...]` without the first layers that have none; None of a dense model.
     """
     turn = rotations(config, position_RW)
     hidden_RWD = _embed(params, config, token_RW, dtype)
@@ -105,7 +106,8 @@ def routed_states(
         return jax.lax.scan(body, hidden_RWD, layers)
 
     rows = turn, segment_RW if spread is None else spread, watched
-    hidden_RWD, routed = run_stages(pipeline, stack, _stacked(params, config), hidden_RWD, rows)
+    for layers in _stacks(params, config, pipeline):
+        hidden_RWD, routed = run_stages(pipeline, stack, layers, hidden_RWD, rows)
     return norm(config, hidden_RWD, params["final_norm"]), routed
 
 
@@ -144,7 +146,11 @@ def prefill(
         return jax.lax.scan(step, hidden_PSD, layers)
 
     hidden_PSD = _embed(params, config, token_PS, dtype)
-    hidden_PSD, prefix = run_stages(pipeline, stack, _stacked(params, config), hidden_PSD, (turn, segment_PS))
+    parts: list[Prefix] = []
+    for layers in _stacks(params, config, pipeline):
+        hidden_PSD, part = run_stages(pipeline, stack, layers, hidden_PSD, (turn, segment_PS))
+        parts.append(part)
+    prefix = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts) if len(parts) > 1 else parts[0]
     hidden_P1D = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)
     hidden_PD = norm(config, hidden_P1D, params["final_norm"])[:, 0]
     return hidden_PD, prefix
@@ -208,14 +214,21 @@ def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | 
     if pipeline is not None:
         each = PartitionSpec(pipeline.axes)
         unstack = pipeline.on_stages(unstack, each, each)
-    return unstack(_stacked(params, config))
+    return [layer for layers in _stacks(params, config, pipeline) for layer in unstack(layers)]
 
 
-def _stacked(params: Params, config: ModelConfig) -> Params:
-    """The layers, beside which of them have a window where they differ in it."""
+def _stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> list[Params]:
+    """Layers of one kind after another, beside which of them have a window where they differ in it."""
+    if config.dense_layers:
+        if pipeline is not None:
+            raise ValueError(
+                f"the first {config.dense_layers} of {config.num_layers} layers have no experts, so that layers cannot "
+                f"be divided evenly over {pipeline.stages} stages; use one stage, and tensor or fsdp instead"
+            )
+        return [params["dense_layers"], params["layers"]]
     if config.sliding_window is None or not config.sliding_layers:
-        return params["layers"]
-    return {**params["layers"], "slides": jnp.array(config.sliding_layers)[:, None]}
+        return [params["layers"]]
+    return [{**params["layers"], "slides": jnp.array(config.sliding_layers)[:, None]}]
 
 
 def _embed(params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], dtype: Any) -> Float[Array, "R W D"]:

@@ -64,8 +64,12 @@ def choose_attention(
     window = None if config.sliding_window is None else _WINDOW
     scores = Scores(config.score_divisor, config.attn_logit_softcapping, window)
 
+    obstacle = "it does not run inside pipeline stages" if stages > 1 else None
+
     def usable(use: Literal["rows", "decode"], kernel: str) -> bool:
-        return kernel == "xla" or _usable(use, kernel, platform, heads, scores, name, stages)
+        if use == "decode" and config.latent is not None:
+            return kernel == "xla" or _usable(use, kernel, platform, heads, scores, name, "it reads no latents")
+        return kernel == "xla" or _usable(use, kernel, platform, heads, scores, name, obstacle)
 
     return replace(
         split,
@@ -82,11 +86,10 @@ def _usable(
     heads: tuple[int, int, int],
     scores: Scores,
     dtype: str,
-    stages: int,
+    obstacle: str | None,
 ) -> bool:
     """Whether a kernel can be used; warns, the first time it is asked, where it cannot."""
-    inside = "it does not run inside pipeline stages" if stages > 1 else None
-    objection = inside or _objection(use, kernel, platform, heads, scores, dtype)
+    objection = obstacle or _objection(use, kernel, platform, heads, scores, dtype)
     if objection is not None:
         warnings.warn(
             f"attention kernel {kernel!r} ({use}) is not used on {platform} for heads "

@@ -1,8 +1,6 @@
 """One layer of the decoder: attention and the MLP, each added to the residual stream."""
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Float
 
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
@@ -10,7 +8,9 @@ from jaxrlhf.models import linear
 from jaxrlhf.models.attention import Attention, attend, attend_cache
 from jaxrlhf.models.cache import LayerCache
 from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
+from jaxrlhf.models.latent import attend_latents, expanded, latents
 from jaxrlhf.models.mlp import feed_forward
+from jaxrlhf.models.norm import norm
 from jaxrlhf.models.rope import Rotations, rotate
 from jaxrlhf.models.scores import Scores
 from jaxrlhf.models.spread import Spread, attend_spread
@@ -27,16 +27,19 @@ def layer_rows(
 ):
     """One layer over packed rows, whose tokens see their segment or what is spread.
 
-    Also its keys and values, and what its router did, if it has one.
+    Also its keys and values as the cache keeps them, and what its router did, if it has one.
     """
-    query_RWNH, key_RWKH, value_RWKH = _heads(layer, config, hidden_RWD, turn)
+    query_RWNH, *kept = _heads(layer, config, hidden_RWD, turn)
+    key_RWKH, value_RWKH = kept
+    if config.latent is not None:
+        key_RWKH, value_RWKH = expanded(layer["attention"], config, config.latent, *kept)
     scores = _scores(layer, config)
     if isinstance(seen, Spread):
         mixed_RWNH = attend_spread(query_RWNH, key_RWKH, value_RWKH, seen, scores, attention=attention)
     else:
         mixed_RWNH = attend(query_RWNH, key_RWKH, value_RWKH, seen, scores, attention=attention)
     hidden_RWD, routed = _finish(layer, config, hidden_RWD, mixed_RWNH, attention, watched)
-    return hidden_RWD, key_RWKH, value_RWKH, routed
+    return hidden_RWD, *kept, routed
 
 
 def layer_slots(
@@ -55,15 +58,19 @@ def layer_slots(
     """
     query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, hidden_B1D, turn)
     stored = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B)
-    mixed_BNH = attend_cache(
-        query_B1NH[:, 0], stored.key_BKHS, stored.value_BKSH, position_B, _scores(layer, config), attention=attention
-    )
+    query_BNH, scores = query_B1NH[:, 0], _scores(layer, config)
+    if config.latent is not None:
+        mixed_BNH = attend_latents(layer["attention"], config, config.latent, query_BNH, stored, position_B, scores)
+    else:
+        mixed_BNH = attend_cache(query_BNH, *stored, position_B, scores, attention=attention)
     hidden_B1D, routed = _finish(layer, config, hidden_B1D, mixed_BNH[:, None], attention, UNWATCHED)
     return hidden_B1D, stored, routed
 
 
 def join_projections(attention: Params) -> Params:
     """Queries, keys and values side by side for each key-value head, so that they stay where their head is."""
+    if "key_value" in attention:
+        return attention
 
     def join(parts: list[Array]) -> Array:
         *before, kv_heads, head_dim = parts[1].shape
@@ -76,20 +83,6 @@ def join_projections(attention: Params) -> Params:
     return rest | {"qkv": weight} | ({"qkv_bias": join(biases)} if biases else {})
 
 
-def norm(
-    config: ModelConfig, input_D: Float[Array, "*batch D"], weight_D: Float[Array, "D"]
-) -> Float[Array, "*batch D"]:
-    """x / sqrt(mean(x^2) + eps) * scale over the last dimension, in float32.
-
-    Source: Zhang and Sennrich 2019 (arXiv:1910.07467), eq. 4.
-    """
-    wide_D = input_D.astype(jnp.float32)
-    inverse_1 = jax.lax.rsqrt(jnp.mean(jnp.square(wide_D), axis=-1, keepdims=True) + config.rms_norm_eps)
-    scale_D = weight_D.astype(jnp.float32) + 1.0 if config.unit_offset else weight_D.astype(jnp.float32)
-    scale_D = jnp.expand_dims(scale_D, tuple(range(input_D.ndim - 1)))
-    return (wide_D * inverse_1 * scale_D).astype(input_D.dtype)
-
-
 def _slides(layer: Params) -> Array | None:
     """Whether this layer has the window; None where all layers are alike."""
     return layer["slides"][0] if "slides" in layer else None
@@ -100,9 +93,11 @@ def _scores(layer: Params, config: ModelConfig) -> Scores:
 
 
 def _heads(layer: Params, config: ModelConfig, hidden_RWD: Array, turns: Rotations) -> tuple[Array, Array, Array]:
-    """Input to rotated queries, rotated keys, and values."""
-    attention = layer["attention"]
+    """Input to rotated queries, and to rotated keys and values, or what keeps them."""
+    attention, turn = layer["attention"], turns.of(_slides(layer))
     input_RWD = hidden_RWD if config.norms == "post" else norm(config, hidden_RWD, layer["attention_norm"])
+    if config.latent is not None:
+        return latents(attention, config, config.latent, input_RWD, turn)
 
     def project(name: str) -> Array:
         heads = linear.project(input_RWD, attention[name])
@@ -117,7 +112,6 @@ def _heads(layer: Params, config: ModelConfig, hidden_RWD: Array, turns: Rotatio
     if config.qk_norm:
         query_RWNH = _head_norm(config, query_RWNH, attention["query_norm"])
         key_RWKH = _head_norm(config, key_RWKH, attention["key_norm"])
-    turn = turns.of(_slides(layer))
     return rotate(query_RWNH, turn), rotate(key_RWKH, turn), value_RWKH
 
 

@@ -26,7 +26,7 @@ def feed_forward(
     Args:
       attention: Says what splits a layer over devices.
     """
-    if config.experts is None:
+    if config.experts is None or "router" not in mlp:
         return gated(mlp, config, normed_RWD), None
     routing = route(mlp, config.experts, normed_RWD)
     mixed_RWD = mix(mlp, normed_RWD, routing, attention=attention)

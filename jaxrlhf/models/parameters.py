@@ -5,14 +5,14 @@ initialisation, sharding rules, Hugging Face import and export read it. Layers a
 on a leading `L` dimension so that one scan runs them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, UInt32
 
-from jaxrlhf.architecture import Experts, Head, ModelConfig
+from jaxrlhf.architecture import Experts, Head, LatentAttention, ModelConfig, padded_rows
 from jaxrlhf.batch import Params
 from jaxrlhf.models.own_model import AnyModel, replaceable
 
@@ -54,15 +54,11 @@ def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
     """
     tree: dict[str, Any] = {
         "embed": _table(config),
-        "layers": {
-            **_norms(config),
-            "attention": _attention(config),
-            "mlp": _mlp(config, config.intermediate_size)
-            if config.experts is None
-            else _mixture(config, config.experts),
-        },
+        "layers": _layers(replace(config, num_layers=config.num_layers - config.dense_layers, dense_layers=0)),
         "final_norm": Param((config.hidden_size,), (None,), _unit(config)),
     }
+    if config.dense_layers:
+        tree["dense_layers"] = _layers(replace(config, num_layers=config.dense_layers, dense_layers=0, experts=None))
     if head != "lm":
         tree["head"] = Param((config.hidden_size,), (None,), "zeros")
     elif not config.tie_embeddings:
@@ -72,7 +68,9 @@ def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
 
 def _table(config: ModelConfig) -> Param:
     """Embedding or head: drawn so that logits start with variance 1."""
-    return Param((config.vocab_size, config.hidden_size), ("vocab", "embed"), fan_in=config.hidden_size)
+    rows = padded_rows(config.vocab_size)
+    padding = rows - config.vocab_size
+    return Param((rows, config.hidden_size), ("vocab", "embed"), fan_in=config.hidden_size, padding=padding)
 
 
 def _unit(config: ModelConfig) -> Literal["zeros", "ones"]:
@@ -88,6 +86,35 @@ def _norms(config: ModelConfig) -> dict[str, Param]:
     """Of what attention and the MLP take, of what they give, or of both."""
     kinds = {"pre": ("norm",), "post": ("output_norm",), "sandwich": ("norm", "output_norm")}[config.norms]
     return {f"{part}_{kind}": _norm(config, config.hidden_size) for part in ("attention", "mlp") for kind in kinds}
+
+
+def _layers(config: ModelConfig) -> dict[str, Any]:
+    """All layers of a model whose layers are alike."""
+    experts = config.experts
+    return {
+        **_norms(config),
+        "attention": _attention(config) if config.latent is None else _latent_attention(config, config.latent),
+        "mlp": _mlp(config, config.intermediate_size) if experts is None else _mixture(config, experts),
+    }
+
+
+def _latent_attention(config: ModelConfig, latent: LatentAttention) -> dict[str, Param]:
+    """Both matrices of a product of two that make queries, or keys and values, are split by what they sum over."""
+    layers, width, heads, rank = config.num_layers, config.hidden_size, config.num_heads, latent.rank
+    key_value = config.head_dim - latent.rope_dim + latent.value_dim
+    by_head = ("layers", "embed", "heads", "head_dim")
+    output = (layers, heads, latent.value_dim, width)
+    tree = {
+        "latent": Param((layers, width, rank + latent.rope_dim), ("layers", "embed", None), fan_in=width),
+        "latent_norm": _norm(config, rank),
+        "key_value": Param((layers, rank, heads, key_value), by_head, fan_in=rank),
+        "output": Param(output, ("layers", "heads", "head_dim", "embed"), fan_in=heads * latent.value_dim),
+    }
+    if latent.query_rank is not None:
+        tree["query_down"] = Param((layers, width, latent.query_rank), ("layers", "embed", None), fan_in=width)
+        tree["query_norm"] = _norm(config, latent.query_rank)
+    into = latent.query_rank or width
+    return tree | {"query": Param((layers, into, heads, config.head_dim), by_head, fan_in=into)}
 
 
 def _attention(config: ModelConfig) -> dict[str, Param]:
@@ -159,7 +186,8 @@ def draw(declared: Any, key: PRNGKeyArray | UInt32[Array, "2"]) -> Any:
 def _draw(param: Param, key: PRNGKeyArray | UInt32[Array, "2"]) -> Array:
     match param.init:
         case "normal":
-            return param.fan_in**-0.5 * jax.random.normal(key, param.shape, jnp.float32)
+            drawn = param.fan_in**-0.5 * jax.random.normal(key, param.unpadded, jnp.float32)
+            return jnp.pad(drawn, [(0, param.padding), *[(0, 0)] * (len(param.shape) - 1)])
         case "ones":
             return jnp.ones(param.shape, jnp.float32)
         case "zeros":

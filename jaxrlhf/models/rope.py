@@ -1,7 +1,7 @@
 """Rotary positions.
 
 Source: Su et al. 2021 (arXiv:2104.09864), section 3.2; halves are rotated, not interleaved
-pairs, as checkpoints in Hugging Face format expect.
+pairs, as most checkpoints in Hugging Face format expect.
 """
 
 import math
@@ -48,11 +48,17 @@ def rotations(config: ModelConfig, position_RW: Int[Array, "R W"]) -> Rotations:
     return Rotations(full, None if config.sliding_rope_theta is None else turn(config.sliding_rope_theta, None))
 
 
-def rotate(head_RWNH: Float[Array, "R W N H"], turn: Rotation) -> Float[Array, "R W N H"]:
-    """Rotate each pair (i, i + X) of every head by its position's angle, in float32; what is behind them stays."""
+def rotate(head_RWNH: Float[Array, "R W N H"], turn: Rotation, *, interleaved: bool = False) -> Float[Array, "R W N H"]:
+    """Rotate each pair (i, i + X) of every head by its position's angle, in float32; what is behind them stays.
+
+    Args:
+      interleaved: Pairs come as (2i, 2i + 1), and leave as (i, i + X).
+    """
     half = turn.cos_RWX.shape[-1]
     wide_RWNH = head_RWNH.astype(jnp.float32)
     first, second, rest = wide_RWNH[..., :half], wide_RWNH[..., half : 2 * half], wide_RWNH[..., 2 * half :]
+    if interleaved:
+        first, second = wide_RWNH[..., : 2 * half : 2], wide_RWNH[..., 1 : 2 * half : 2]
     cos, sin = turn.cos_RWX[:, :, None, :], turn.sin_RWX[:, :, None, :]
     turned_RWNH = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
     return turned_RWNH.astype(head_RWNH.dtype)
@@ -75,21 +81,12 @@ def frequencies(dims: int, theta: float, scaling: RopeScaling | None) -> tuple[F
             return frequency_X / np.asarray(scaling.short_factor, np.float32), scaling.attention_factor
 
 
-def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """How much longer queries and keys become with a longer context: 0.1 scale ln(factor) + 1.
-
-    Source: Peng et al. 2023 (arXiv:2309.00071), eq. 22.
-    """
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 def _magnitude(scaling: YarnRope) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        whole = yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
-        return yarn_magnitude(scaling.factor, scaling.mscale) / whole
-    return yarn_magnitude(scaling.factor)
+        return scaling.magnitude(scaling.mscale) / scaling.magnitude(scaling.mscale_all_dim)
+    return scaling.magnitude()
 
 
 def _llama3(frequency_X: Float32[np.ndarray, "X"], scaling: Llama3Rope) -> Float32[np.ndarray, "X"]:

@@ -33,12 +33,12 @@ class Spread:
 def attend_spread(
     query_RWNH: Float[Array, "R W N H"],
     key_RWKH: Float[Array, "R W K H"],
-    value_RWKH: Float[Array, "R W K H"],
+    value_RWKU: Float[Array, "R W K U"],
     spread: Spread,
     scores: Scores = PLAIN,
     *,
     attention: Attention = XLA,
-) -> Float[Array, "R W N H"]:
+) -> Float[Array, "R W N U"]:
     """As `attend`, over the sequences that `spread` makes of each row."""
     rows, attention_rows, row_tokens = spread.source_RAS.shape
     source_RE11 = spread.source_RAS.reshape(rows, -1)[:, :, None, None]
@@ -48,7 +48,7 @@ def attend_spread(
         return spread_RENH.reshape(rows * attention_rows, row_tokens, *head_RWNH.shape[2:])
 
     segment_XS = spread.segment_RAS.reshape(-1, row_tokens)
-    whole = lay_out(query_RWNH), lay_out(key_RWKH), lay_out(value_RWKH)
+    whole = lay_out(query_RWNH), lay_out(key_RWKH), lay_out(value_RWKU)
     mixed_XSNH = attend(*whole, segment_XS, scores, attention=attention)
     mixed_RENH = mixed_XSNH.reshape(rows, attention_rows * row_tokens, *mixed_XSNH.shape[2:])
     return jnp.take_along_axis(mixed_RENH, spread.home_RW[:, :, None, None], axis=1)

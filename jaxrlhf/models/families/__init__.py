@@ -1,5 +1,7 @@
 """Checkpoint families as tables. A new family of the same decoder is one more file and line here."""
 
+from jaxrlhf.models.families.deepseek_v2 import DEEPSEEK_V2
+from jaxrlhf.models.families.deepseek_v3 import DEEPSEEK_V3
 from jaxrlhf.models.families.family import LM_HEAD, SCALAR_HEAD, Family, Stored
 from jaxrlhf.models.families.fields import Fields
 from jaxrlhf.models.families.gemma2 import GEMMA2
@@ -25,6 +27,8 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": GEMMA3,
     "qwen3_moe": QWEN3_MOE,
     "mixtral": MIXTRAL,
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
 }
 
 __all__ = ["FAMILIES", "LM_HEAD", "SCALAR_HEAD", "Family", "Fields", "Stored", "read_rope", "write_rope"]

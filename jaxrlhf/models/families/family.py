@@ -17,6 +17,7 @@ class Stored(NamedTuple):
       dims: Our dimensions in our order, one letter each, the layers dimension left out.
       stored: The same letters in the file's order, a space between the tensor's dimensions;
         `NH D` is a matrix whose rows are heads times head width. `1` is a dimension of size one.
+      layer: First layer that has one.
       start: Row of the tensor at which the parameter begins, where several share the tensor.
       rows: Of that tensor; None where it is the parameter's own.
     """
@@ -26,6 +27,7 @@ class Stored(NamedTuple):
     stored: str
     start: int = 0
     rows: int | None = None
+    layer: int = 0
 
     @property
     def letters(self) -> str:
@@ -40,7 +42,8 @@ class Stored(NamedTuple):
 
     def named(self, at: Sequence[int]) -> str:
         """The tensor's name at a place in the stacked dimensions: of a layer, or of an expert of a layer."""
-        return self.name.format(**dict(zip(("layer", "expert"), at, strict=False)))
+        places = dict(zip(("layer", "expert"), at, strict=False))
+        return self.name.format(**{**places, "layer": places.get("layer", 0) + self.layer})
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape in the file, from the shape of the parameter (or of one layer of it)."""
