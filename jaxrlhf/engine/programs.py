@@ -142,7 +142,7 @@ def prefill(params: Params, token_PS: Int[Array, "P S"], length_P: Int[Array, "P
 def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion, *, shape: Shape) -> Slots:
     """Start responses: draw their first tokens. `place` copies each prompt's cache into its slot."""
     row_I, slot_I = insertion.row_I, insertion.slot_I
-    logits_IV = models.logits(params, shape.config, prompts.hidden_PD)[row_I]
+    logits_IV = models.padded_logits(params, shape.config, prompts.hidden_PD)[row_I]
     drawn_I = jnp.zeros_like(row_I)
     token_I, logp_I = _draw(logits_IV, drawn_I, insertion, shape=shape)
     drawn_I = drawn_I + 1
@@ -253,7 +253,7 @@ def _step(layers: list[Params], params: Params, cache: Cache, slots: Slots, *, s
         attention=shape.attention,
         pipeline=shape.pipeline,
     )
-    token_B, logp_B = _draw(models.logits(params, shape.config, hidden_BD), slots.drawn_B, slots, shape=shape)
+    token_B, logp_B = _draw(models.padded_logits(params, shape.config, hidden_BD), slots.drawn_B, slots, shape=shape)
     active_B = slots.active_B
     drawn_B = slots.drawn_B + active_B
     # The cache of a slot that is not active took a token that nobody reads: the next insertion

@@ -3,7 +3,7 @@
 from jaxrlhf.models.attention import XLA, Attention
 from jaxrlhf.models.cache import LayerCache, Prefix, empty_cache, insert_prefix
 from jaxrlhf.models.decoder import decode, hidden_states, prefill, unstack_layers
-from jaxrlhf.models.heads import TokenOutput, logits, score, token_logp, values
+from jaxrlhf.models.heads import TokenOutput, logits, padded_logits, score, token_logp, values
 from jaxrlhf.models.hf_config import read_config, resolve, scratch_config
 from jaxrlhf.models.hf_load import load_params
 from jaxrlhf.models.hf_save import save_params
@@ -34,6 +34,7 @@ __all__ = [
     "load_params",
     "logits",
     "model_config",
+    "padded_logits",
     "param_dims",
     "param_shapes",
     "pipeline_over",

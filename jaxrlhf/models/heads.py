@@ -17,18 +17,25 @@ from jaxrlhf.models.own_model import AnyModel, replaceable
 CHUNK_TOKENS = 512
 """Tokens of one device whose logits exist at a time: enough for a fast product, and no more."""
 
+_NEVER = -1e9  # the logit of a row that only pads the table: no probability, and finite, so that zero times it is zero
+
 
 @replaceable
 def table(params: Params, config: ModelConfig) -> Array:
-    """`[V, D]`: logits are hidden states times its transpose."""
+    """`[V, D]`: logits are hidden states times its transpose. Rows beyond the vocabulary pad it."""
     return params["embed" if config.tie_embeddings else "head"]
 
 
 def logits(params: Params, config: AnyModel, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
     """Unnormalised log-probabilities of the next token, accumulated in float32."""
+    return padded_logits(params, config, hidden_D)[..., : config.vocab_size]
+
+
+def padded_logits(params: Params, config: AnyModel, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
+    """The same for every row of the table, so that it splits evenly; -inf for those that pad it."""
     table_VD = table(params, config).astype(hidden_D.dtype)
     logit_V = jnp.einsum("...D,VD->...V", hidden_D, table_VD, preferred_element_type=jnp.float32)
-    return _cap(logit_V, config.final_logit_softcapping)
+    return _masked(_cap(logit_V, config.final_logit_softcapping), config.vocab_size, -jnp.inf)
 
 
 def token_logp(
@@ -71,7 +78,7 @@ def token_logp(
     table_VD = table(params, config).astype(hidden_RWD.dtype)
     plan = _Plan(order_RM, place_RW, target_RM, -(-wanted_RW.sum(axis=1).max() // chunk))
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
-    reading = _Reading(chunk, entropy, config.final_logit_softcapping)
+    reading = _Reading(chunk, entropy, config.final_logit_softcapping, config.vocab_size)
     outputs = _read(hidden_RWD, table_VD, scale, plan, reading)
 
     def back(output_RM: Array) -> Array:
@@ -97,11 +104,25 @@ class _Plan(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """What a program is compiled for: tokens of a chunk, whether entropies are asked for, the cap of logits."""
+    """What a program is compiled for.
+
+    Attributes:
+      chunk: Tokens of a chunk.
+      entropy: Whether entropies are asked for.
+      soft_cap: Of logits.
+      vocab: Rows of the table that are tokens.
+    """
 
     chunk: int
     entropy: bool
     soft_cap: float | None
+    vocab: int
+
+    def logits(self, hidden_RCD: Array, table_VD: Array) -> Float32[Array, "R C V"]:
+        """Of a chunk, at temperature 1."""
+        hidden_TD = hidden_RCD.reshape(-1, hidden_RCD.shape[-1])
+        logit_TV = jnp.matmul(hidden_TD, table_VD.T, preferred_element_type=jnp.float32)
+        return _masked(_cap(logit_TV.reshape(*hidden_RCD.shape[:-1], -1), self.soft_cap), self.vocab, _NEVER)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -113,12 +134,12 @@ def _read(hidden_RWD: Array, table_VD: Array, scale: Array, plan: _Plan, reading
 def _read_forward(
     hidden_RWD: Array, table_VD: Array, scale: Array, plan: _Plan, reading: _Reading
 ) -> tuple[list[Array], Any]:
-    chunk, entropy, soft_cap = reading
+    chunk, entropy = reading.chunk, reading.entropy
     hidden_RMD = jnp.take_along_axis(hidden_RWD, plan.order_RM[:, :, None], axis=1)
     zeros_RM = jnp.zeros(plan.order_RM.shape, jnp.float32)
 
     def body(index: Array, outputs: list[Array]) -> list[Array]:
-        logit_RCV = _chunk_logits(_part(hidden_RMD, index, chunk), table_VD, soft_cap) * scale
+        logit_RCV = reading.logits(_part(hidden_RMD, index, chunk), table_VD) * scale
         normalizer_RC = jax.nn.logsumexp(logit_RCV, axis=-1)
         # A masked sum, not a gather: it stays local where the vocabulary is sharded.
         chosen_RC = jnp.sum(jnp.where(_chosen(logit_RCV, _part(plan.target_RM, index, chunk)), logit_RCV, 0.0), axis=-1)
@@ -134,7 +155,7 @@ def _read_forward(
 
 def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple[Array, Array, Array, None]:
     """With p the probabilities: d logp = onehot - p, and d entropy = -p (logp + entropy)."""
-    chunk, entropy, soft_cap = reading
+    chunk, entropy, soft_cap = reading.chunk, reading.entropy, reading.soft_cap
     hidden_RWD, table_VD, scale, plan, normalizer_RM, outputs = saved
     hidden_RMD = jnp.take_along_axis(hidden_RWD, plan.order_RM[:, :, None], axis=1)
 
@@ -145,7 +166,7 @@ def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple
             return _part(array_RM, index, chunk)[:, :, None]
 
         hidden_RCD = _part(hidden_RMD, index, chunk)
-        capped_RCV = _chunk_logits(hidden_RCD, table_VD, soft_cap)
+        capped_RCV = reading.logits(hidden_RCD, table_VD)
         logit_RCV = capped_RCV * scale
         logp_RCV = logit_RCV - part(normalizer_RM)
         slope_RC1 = part(changes[0])
@@ -170,14 +191,17 @@ def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple
 _read.defvjp(_read_forward, _read_backward)
 
 
-def _chunk_logits(hidden_RCD: Array, table_VD: Array, soft_cap: float | None) -> Float32[Array, "R C V"]:
-    hidden_TD = hidden_RCD.reshape(-1, hidden_RCD.shape[-1])
-    logit_TV = jnp.matmul(hidden_TD, table_VD.T, preferred_element_type=jnp.float32)
-    return _cap(logit_TV.reshape(*hidden_RCD.shape[:-1], -1), soft_cap)
-
-
 def _cap(logit_V: Array, soft_cap: float | None) -> Array:
     return logit_V if soft_cap is None else soft_cap * jnp.tanh(logit_V / soft_cap)
+
+
+def _masked(logit_V: Array, vocab: int, never: float) -> Array:
+    """`never` in the place of what lies beyond the vocabulary."""
+    rows = logit_V.shape[-1]
+    if rows == vocab:
+        return logit_V
+    token_V = jnp.arange(rows).reshape((1,) * (logit_V.ndim - 1) + (rows,))
+    return jnp.where(token_V < vocab, logit_V, never)
 
 
 def _chosen(logit_RCV: Array, target_RC: Array) -> Bool[Array, "R C V"]:
