@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.architecture import Experts, LatentAttention, ModelConfig
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.parallel import GENERATE, SLOT_AXES, mesh_of, shardings
@@ -24,15 +24,28 @@ MODEL = ModelConfig(
     head_dim=8,
     qk_norm=True,
 )
+LATENT = ModelConfig(
+    family="deepseek_v3",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    latent=LatentAttention(rank=6, rope_dim=4, value_dim=6, query_rank=10),
+    dense_layers=1,
+    experts=Experts(4, 2, 8, 8, scores="sigmoid", bias=True),
+)
 
 
-def run(**sizes: int):
+def run(model: ModelConfig, **sizes: int):
     mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
-    layout = shardings(mesh, models.param_dims(MODEL, "lm"), GENERATE)
-    params = models.init_params(MODEL, "lm", jax.random.key(3))
+    layout = shardings(mesh, models.param_dims(model, "lm"), GENERATE)
+    params = models.init_params(model, "lm", jax.random.key(3))
     params = jax.tree.map(lambda leaf: 0.2 * leaf / leaf.std() if leaf.std() > 0 else leaf, params)
     engine = Engine(
-        MODEL,
+        model,
         mesh,
         slots=6,
         max_prompt_tokens=12,
@@ -52,7 +65,7 @@ def run(**sizes: int):
 
 @pytest.fixture(scope="module")
 def expected():
-    return run()[1]
+    return run(MODEL)[1]
 
 
 @pytest.mark.parametrize(
@@ -60,8 +73,17 @@ def expected():
     [({"data": 8}, 8), ({"data": 2, "tensor": 2, "micro_tensor": 2}, 4), ({"stage": 2, "micro_stage": 4}, 4)],
 )
 def test_eight_devices_generate_what_one_does(sizes, replicas, expected):
-    engine, completions = run(**sizes)
+    engine, completions = run(MODEL, **sizes)
     assert engine.slots % replicas == 0
+    same(completions, expected)
+
+
+def test_heads_are_split_where_the_cache_is_of_latents_that_serve_all_of_them():
+    _, completions = run(LATENT, data=2, tensor=2)
+    same(completions, run(LATENT)[1])
+
+
+def same(completions, expected):
     for one, other in zip(completions, expected, strict=True):
         assert one.tokens == other.tokens
         assert one.truncated == other.truncated

@@ -12,7 +12,6 @@ lengths they serve, so a call that would recompile anything else is an error ins
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,12 +20,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrlhf import config as knobs
+from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.checks import check_keys, check_prompt, check_sizes, check_split
 from jaxrlhf.engine.compiled import Compiled
 from jaxrlhf.engine.layout import Layout, same_layout
 from jaxrlhf.engine.lengths import busy_buckets, fit, halving_buckets, length_buckets
+from jaxrlhf.engine.prefilled import Prefilled
+from jaxrlhf.engine.routing import RoutingRecord
 from jaxrlhf.engine.sampling import settings_of
 from jaxrlhf.engine.scheduler import Completion, Drawn, Placement, Request, Scheduler
 from jaxrlhf.engine.slot_cache import SlotCache
@@ -39,20 +41,6 @@ FEWEST_SLOTS = 8
 """A token takes hardly less time in fewer slots of one replica."""
 
 MOST_SLOT_COUNTS = 4  # each compiles programs of its own
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """Prompts on the device, ready to be inserted any number of times.
-
-    Attributes:
-      lengths: Tokens of each prompt.
-      version: Of the weights that ran them.
-    """
-
-    prompts: programs.Prompts
-    lengths: tuple[int, ...]
-    version: int
 
 
 class Engine:
@@ -68,6 +56,7 @@ class Engine:
       kv_head_axis: Mesh axis that splits the key-value heads of the cache.
       stage_axis: Mesh axis that divides the layers, of the weights and of the cache.
       attention: Kernels for this mesh.
+      records_routing: Completions say which experts their tokens went through.
 
     Attributes:
       slots: After rounding. Where no request waits for a slot any more, decoding goes on with those in use.
@@ -94,6 +83,7 @@ class Engine:
         kv_head_axis: str | None = None,
         stage_axis: str | None = None,
         attention: Attention = XLA,
+        records_routing: bool = False,
     ) -> None:
         capacity = max_prompt_tokens + max_response_tokens
         check_sizes(
@@ -105,6 +95,8 @@ class Engine:
             max_response_tokens=max_response_tokens,
             decode_tokens_per_dispatch=decode_tokens_per_dispatch,
         )
+        if isinstance(config, ModelConfig) and config.latent is not None:
+            kv_head_axis = None  # a rotated key and a latent serve all heads
         check_split(config, mesh, kv_head_axis=kv_head_axis, stage_axis=stage_axis)
         replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
         self.slots = -(-slots // replicas) * replicas
@@ -120,7 +112,9 @@ class Engine:
             dtype=dtype,
             pipeline=pipeline_over(mesh, (stage_axis,), row_axes=slot_axes) if stage_axis else None,
             attention=attention,
+            records_routing=records_routing,
         )
+        self._routing = RoutingRecord(config, on=records_routing)
         self._prompt_buckets = length_buckets(max_prompt_tokens)
         self._slot_counts = halving_buckets(self.slots // replicas, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
         self._mesh, self.attention = mesh, attention
@@ -250,6 +244,7 @@ class Engine:
             row_I[index], slot_I[index], request_I[index] = row, slot, request_id
             self._fresh_B[slot] = True
             self._cached_B[slot] = prefilled.lengths[row]
+            self._routing.start(slot, prefilled.prompts.choice_PSLk, row, prefilled.lengths[row])
         insertion = programs.Insertion(
             row_I, slot_I, np.full(most, seed, np.uint32), request_I, settings_of(sampling, slots=most)
         )
@@ -289,20 +284,23 @@ class Engine:
             out=(self._layout.cache, self._layout.slots, self._layout.whole),
             donate=(1, 2),
         )
-        token_WB, logp_WB, active_B = jax.device_get(window)
-        if not np.isfinite(logp_WB).all():
+        window = jax.device_get(window)
+        if not np.isfinite(window.logp_WB).all():
             raise FloatingPointError("the policy's logits are not finite: its weights diverged or overflow")
-        return self._read(token_WB, logp_WB, active_B)
+        return self._read(window)
 
-    def _read(self, token_WB: np.ndarray, logp_WB: np.ndarray, active_B: np.ndarray) -> list[Drawn]:
+    def _read(self, window: programs.Window) -> list[Drawn]:
         """Split a window by slot and bring the host's view of the slots up to date."""
+        token_WB, logp_WB, active_B, choice_WBLk = window
         count_B = (token_WB[1:] != programs.NO_TOKEN).sum(axis=0)
         tokens, logps = token_WB.T.tolist(), logp_WB.T.tolist()
         drawn = []
         for row in np.flatnonzero(self._active_B | self._fresh_B).tolist():
             # Row 0 was drawn at the insertion, or was read with the window before.
             span = slice(0 if self._fresh_B[row] else 1, 1 + int(count_B[row]))
-            drawn.append(Drawn(int(self._slot_B[row]), tokens[row][span], logps[row][span], bool(active_B[row])))
+            slot = int(self._slot_B[row])
+            drawn.append(Drawn(slot, tokens[row][span], logps[row][span], bool(active_B[row])))
+            self._routing.add(slot, None if choice_WBLk is None else choice_WBLk[: count_B[row], row])
         self._cached_B += count_B
         self._active_B = np.array(active_B)
         self._fresh_B[:] = False
@@ -372,6 +370,7 @@ class Engine:
                 for slot, tokens, logps, active in self.decode():
                     completion = scheduler.record(slot, tokens, logps, active=active)
                     if completion is not None:
+                        completion = self._routing.complete(slot, completion)
                         completions[completion.request_id] = completion
                         if on_completion is not None:
                             on_completion(completion)

@@ -101,8 +101,9 @@ def weights_generating(model: ModelConfig, layout: Layout) -> float:
 
 def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
     """Keys and values of one token that one device holds."""
-    kept = 2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize
-    return kept / (layout.generation_stage * min(layout.generation_tensor, model.num_kv_heads))
+    kept = model.num_layers * model.cache_width * itemsize / layout.generation_stage
+    # A latent serves all heads, so that every tensor shard keeps it.
+    return kept if model.latent is not None else kept / min(layout.generation_tensor, model.num_kv_heads)
 
 
 def training_activation_bytes(

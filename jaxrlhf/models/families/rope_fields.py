@@ -33,7 +33,12 @@ def parse_rope(rope: Mapping[str, Any], given: Fields) -> dict[str, Any]:
     Raises:
       ValueError: The kind is not computed, or has other fields than it should.
     """
-    rope = {name: value for name, value in rope.items() if value is not None}
+    # All numbers but the lengths of contexts are measures, with or without a point in the file.
+    rope = {
+        name: float(value) if type(value) is int and "max" not in name else value
+        for name, value in rope.items()
+        if value is not None
+    }
     named = {str(rope.pop(name)) for name in ("rope_type", "type") if name in rope} or {"default"}
     kinds = {_OTHER_NAMES.get(name, name) for name in named}
     if len(kinds) > 1 or not kinds <= set(_KINDS):
