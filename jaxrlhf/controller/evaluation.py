@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrlhf.batch import Problem, Rollout, Scores
-from jaxrlhf.config import Sampling
+from jaxrlhf.config import Config, Sampling
 from jaxrlhf.controller.step import Metrics
+from jaxrlhf.rewards.parts import part_names
 from jaxrlhf.workers import Roles
 
 _SEED = 20_000_003
@@ -14,7 +15,7 @@ _SEED = 20_000_003
 
 
 def evaluate(
-    roles: Roles, problems: Sequence[Problem], *, sampling: Sampling | None = None, samples: int = 1
+    roles: Roles, config: Config, problems: Sequence[Problem], *, sampling: Sampling | None = None, samples: int = 1
 ) -> tuple[Metrics, Rollout, Scores]:
     """Answer every problem and score the answers by the first reward.
 
@@ -30,7 +31,8 @@ def evaluate(
     rollout = roles.actor.generate_sequences(problems, sampling, responses_per_prompt=samples, seed=_SEED)
     scores = roles.reward.compute_reward(problems, rollout).result()
     answered = rollout.result()
-    first = np.asarray(next(iter(scores.parts.values())))
+    # By name: scores joined from several processes have their parts in another order.
+    first = np.asarray(scores.parts[part_names(config.rewards.parts)[0]])
     finite = np.isfinite(first)
     length_B = answered.sequences.mask_BT.sum(axis=1)
     metrics = {

@@ -141,7 +141,7 @@ class Loop:
             judge = resolve_dataflow(self.config.algorithm, "evaluation")
             metrics = judge(self.roles, self.config, self.held_out)
             return {**metrics, "time/eval_s": time.perf_counter() - start}
-        metrics, rollout, scores = evaluate(self.roles, self.held_out)
+        metrics, rollout, scores = evaluate(self.roles, self.config, self.held_out)
         seconds = time.perf_counter() - start
         responses = response_texts(rollout, self.decode)
         log.evaluation(to_samples(number, self.held_out, responses, rollout, scores))

@@ -124,7 +124,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     with console, closing(launch(config, tokenizer, progress=console.progress, workdir=None)) as pools:
         with closing(pools.roles(stage)) as roles:
             sampling = config.rollout.sampling if samples > 1 else Sampling(greedy=True)
-            metrics, rollout, scores = evaluate(roles, held_out, sampling=sampling, samples=samples)
+            metrics, rollout, scores = evaluate(roles, config, held_out, sampling=sampling, samples=samples)
         answers = to_samples(0, held_out, response_texts(rollout, decoder(tokenizer)), rollout, scores)
     show_samples(answers[: show * samples : samples])
     rows = [("evaluation", name.removeprefix("eval/"), f"{value:.4g}", "") for name, value in metrics.items()]

@@ -1,0 +1,31 @@
+"""What accuracy on held-out problems is of."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+from made_steps import done, problem, rollout_of
+from tiny_runs import get_config
+
+from jaxrlhf.batch import Scores
+from jaxrlhf.config import ArithmeticReward, FormatReward, Rewards
+from jaxrlhf.controller.evaluation import evaluate
+from jaxrlhf.workers.protocol import join
+
+
+def test_accuracy_is_of_the_first_reward_also_where_several_processes_score():
+    parts = (FormatReward(weight=1.0), ArithmeticReward())
+    config = replace(get_config(), rewards=Rewards(parts=parts))
+
+    def scored(correct: float) -> Scores:
+        own = {"format": np.float32([1.0, 0.0]), "arithmetic": np.float32([correct, correct])}
+        return Scores(np.zeros(2, np.float32), np.ones(2, bool), own)
+
+    def roles(scores: Scores) -> SimpleNamespace:
+        rollout = rollout_of(np.ones((4, 3), bool), range(4))
+        actor = SimpleNamespace(generate_sequences=lambda *_, **__: done(rollout))
+        return SimpleNamespace(actor=actor, reward=SimpleNamespace(compute_reward=lambda *_: done(scores)))
+
+    together = join([scored(0.0), scored(0.25)])
+    metrics, _, _ = evaluate(roles(together), config, [problem(number) for number in range(4)])
+    assert metrics["eval/accuracy"] == 0.5
