@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from cut_runs import whole_and_resumed
 from made_steps import Made, done, rollout_of
-from tiny_runs import training
+from tiny_runs import get_config, training
 
 from jaxrlhf.batch import Scores
-from jaxrlhf.config import PRIME
+from jaxrlhf.config import PRIME, FromScratch, Rollout
 from jaxrlhf.controller.prime import in_band, pair_accuracy
+from jaxrlhf.models import from_scratch
+from jaxrlhf.planning.problem import roles_of
 
 WIDTH = 6
 PLAIN = PRIME(responses_per_update=8, process_reward=training())
@@ -137,6 +139,16 @@ def test_the_accuracy_of_pairs_counts_equals_as_half_and_none_as_unknown():
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         PRIME(**settings)
+
+
+def test_its_second_model_is_planned_as_a_trained_language_model():
+    config = replace(get_config(), algorithm=PLAIN, rollout=Rollout(responses_per_prompt=4), devices=None)
+    found = {role.name: role for role in roles_of(config, lambda _: from_scratch(FromScratch(), tokens=64))}
+    assert [(name, role.head, role.trained) for name, role in found.items()] == [
+        ("actor", "lm", True),
+        ("process_reward", "lm", True),
+        ("reference", "lm", False),
+    ]
 
 
 @pytest.mark.slow

@@ -18,8 +18,10 @@ from jaxrlhf.config import (
     ArithmeticPairs,
     Constraint,
     FormatReward,
+    FromScratch,
     KLInLoss,
     KLInReward,
+    Pool,
     PromptFile,
     Ptx,
     Rewards,
@@ -28,6 +30,8 @@ from jaxrlhf.config import (
 from jaxrlhf.controller import ppo, safe_rlhf
 from jaxrlhf.controller.step import StepInput
 from jaxrlhf.controller.supervised import supervised_batch, with_examples
+from jaxrlhf.models import from_scratch
+from jaxrlhf.planning.problem import roles_of
 
 PARTS = (FormatReward(weight=1.0), FormatReward(pattern="x", weight=0.0))
 MASK = np.array([[0, 1, 1, 1, 0], [0, 1, 0, 1, 1], [0, 1, 1, 0, 0], [0, 1, 1, 1, 1]], bool)
@@ -220,6 +224,20 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
 
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_its_models_are_planned_and_placed_as_two_critics():
+    config = replace(get_config(), algorithm=PLAIN, rewards=Rewards(parts=PARTS), devices=None)
+    found = {role.name: role for role in roles_of(config, lambda _: from_scratch(FromScratch(), tokens=64))}
+    assert {name: (role.head, role.trained, role.passes) for name, role in found.items()} == {
+        "actor": ("lm", True, 1),
+        "critic": ("value", True, 1),
+        "cost_critic": ("value", True, 1),
+    }
+    apart = (Pool("a", 1, ("actor", "critic", "reward")), Pool("b", 1, ("cost_critic",)))
+    assert replace(config, pools=apart, offload=("cost_critic.optimizer",)).pools == apart
+    with pytest.raises(ValueError, match="pools do not place cost_critic"):
+        replace(config, pools=apart[:1])
 
 
 @pytest.mark.slow
