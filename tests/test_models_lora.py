@@ -28,7 +28,10 @@ NAMES |= {name: f"{name}_proj" for name in ("gate", "up", "down")}
 CASES = {
     "every matrix": ("qwen2", Lora(rank=4, alpha=6.0)),
     "queries and values, rank-stabilised": ("llama", Lora(rank=3, alpha=5.0, targets=("query", "value"), rslora=True)),
-    "the output and the MLP": ("qwen3", Lora(rank=2, alpha=8.0, targets=("output", "down"))),
+    "queries over latents, a dense layer first": (
+        "deepseek-v3-halves",
+        Lora(rank=2, alpha=8.0, targets=("query", "output")),
+    ),
 }
 
 
@@ -73,6 +76,11 @@ def case(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def every_matrix(tmp_path_factory):
     return Case("every matrix", tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def two_of_three(tmp_path_factory):
+    return Case("queries and values, rank-stabilised", tmp_path_factory.mktemp("adapters"))
 
 
 def tokens(shape, seed=0):
@@ -135,7 +143,7 @@ def test_files_out_are_files_in_and_peft_loads_them(case, tmp_path):
 
 def test_adapters_start_as_the_model_itself_to_the_last_bit(every_matrix):
     config, params, token_RW = every_matrix.config, every_matrix.params, tokens((3, 20))
-    adapters = draw(declare_adapters(config, "lm", every_matrix.lora), jax.random.key(0))
+    adapters = jax.jit(lambda: draw(declare_adapters(config, "lm", every_matrix.lora), jax.random.key(0)))()
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(adapters)[::2])
     before, after = logits(params, config, token_RW), logits(adapted(params, adapters), config, token_RW)
     np.testing.assert_array_equal(before, after)
@@ -143,7 +151,8 @@ def test_adapters_start_as_the_model_itself_to_the_last_bit(every_matrix):
 
 def test_adapters_start_as_wide_as_those_of_peft():
     config = models.scratch_config(FromScratch(hidden_size=192, num_layers=2), vocab_size=64)
-    adapters = draw(declare_adapters(config, "lm", Lora(rank=64)), jax.random.key(0))
+    lora = Lora(rank=64, targets=("up", "down"))
+    adapters = jax.jit(lambda: draw(declare_adapters(config, "lm", lora), jax.random.key(0)))()
     for inputs, adapter in ((192, adapters["layers"]["mlp"]["up"]), (384, adapters["layers"]["mlp"]["down"])):
         theirs = torch.empty(64, inputs)
         torch.nn.init.kaiming_uniform_(theirs, a=5**0.5)  # as peft's LoraLayer.reset_lora_parameters has it
@@ -160,17 +169,27 @@ def test_merged_is_the_same_function(case):
     np.testing.assert_allclose(logits(whole, case.config, token_RW), beside, atol=5e-5)
 
 
-def test_tokens_decoded_one_by_one_have_the_logits_of_the_whole_sequence(case):
-    params, config, token_PS = adapted(case.params, case.adapters), case.config, tokens((2, 12))
-    hidden_PD, prefix = models.prefill(params, config, token_PS[:, :6], np.full(2, 6, np.int32))
-    cache = models.insert_prefix(models.empty_cache(config, slots=2, capacity=16), prefix, jnp.arange(2), jnp.arange(2))
-    layers = models.unstack_layers(params, config)
-    assert set(layers[0]["attention"]) & {"query", "qkv"} == {"qkv"}
+def test_tokens_decoded_one_by_one_have_the_logits_of_the_whole_sequence(two_of_three):
+    config, token_PS = two_of_three.config, tokens((2, 12))
+    params = adapted(two_of_three.params, two_of_three.adapters)
+
+    @jax.jit
+    def start(params):
+        hidden_PD, prefix = models.prefill(params, config, token_PS[:, :6], np.full(2, 6, np.int32))
+        cache = models.empty_cache(config, slots=2, capacity=16)
+        return hidden_PD, models.insert_prefix(cache, prefix, jnp.arange(2), jnp.arange(2))
+
+    @jax.jit
+    def step(params, token_B, position_B, cache):
+        layers = models.unstack_layers(params, config)
+        assert isinstance(layers[0]["attention"]["qkv"], Adapted) and "query" not in layers[0]["attention"]
+        return models.decode(layers, params, config, token_B, position_B, cache)
+
     whole_PSV = logits(params, config, token_PS)
-    step = jax.jit(lambda token_B, position_B, cache: models.decode(layers, params, config, token_B, position_B, cache))
+    hidden_PD, cache = start(params)
     for position in range(6, 12):
         np.testing.assert_allclose(models.logits(params, config, hidden_PD), whole_PSV[:, position - 1], atol=5e-5)
-        hidden_PD, cache = step(token_PS[:, position], np.full(2, position, np.int32), cache)
+        hidden_PD, cache = step(params, token_PS[:, position], np.full(2, position, np.int32), cache)
 
 
 def test_a_gradient_by_adapters_computes_none_by_the_weights():
@@ -246,3 +265,16 @@ def test_targets_that_are_no_matrices_are_refused():
         Lora(targets=("query", "embed"))
     with pytest.raises(ValueError, match=r"Lora\.targets"):
         Lora(targets=())
+
+
+def test_matrices_that_a_model_does_not_have_are_refused(tmp_path):
+    path = tiny_checkpoints.write(tmp_path / "experts", tiny_checkpoints.build("qwen3-moe"))
+    with pytest.raises(ValueError, match=r"has gate, up, down, and all layers .* have query, key, value, output"):
+        declare_adapters(models.read_config(path), "lm", Lora())
+
+
+def test_a_matrix_that_a_file_keeps_with_others_has_no_adapter_there(tmp_path):
+    config = models.read_config(tiny_checkpoints.write(tmp_path / "phi3", tiny_checkpoints.build("phi3")))
+    shapes = jax.tree.map(lambda param: np.zeros(param.shape), declare_adapters(config, "lm", Lora()))
+    with pytest.raises(ValueError, match=r"keep layers\.attention\.key with others in .*qkv_proj"):
+        save_adapters(shapes, config, "lm", Lora(), tmp_path / "out", model="")

@@ -138,7 +138,7 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _Place]:
     """
     stored = FAMILIES[config.family].stored(config, head)
     places = {}
-    for at, _ in jax.tree.leaves_with_path(adapter_shapes(config, head, lora)):
+    for at, shape in jax.tree.leaves_with_path(adapter_shapes(config, head, lora)):
         path = path_name(at)
         if path == "head":
             places[_HEAD] = _Place(path, None, 1)
@@ -146,14 +146,14 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _Place]:
         weight, _, side = path.rpartition(".")
         inputs = INPUTS.get(weight.rpartition(".")[2], 1)
         tensor = stored[weight]
-        if tensor.stored != f"{tensor.dims[inputs:]} {tensor.dims[:inputs]}":
+        if tensor.rows is not None or tensor.stored != f"{tensor.dims[inputs:]} {tensor.dims[:inputs]}":
             raise ValueError(
                 f"{config.family} checkpoints keep {weight} with others in {tensor.name}, so it has no adapter "
                 f"of its own there; leave it out of lora.targets"
             )
-        for layer, name in enumerate(tensor.names(config.num_layers)):
+        for layer in range(shape.shape[0]):
             part = {"down": "lora_A", "up": "lora_B"}[side]
-            module = name.removesuffix(".weight")
+            module = tensor.named((layer,)).removesuffix(".weight")
             places[f"{_PREFIX}{module}.{part}.weight"] = _Place(path, layer, inputs if side == "down" else 1)
     return places
 

@@ -16,6 +16,9 @@ from jaxrlhf.models.linear import Adapted, Adapter
 from jaxrlhf.models.own_model import AnyModel, OwnModel
 from jaxrlhf.models.parameters import Param, declare
 
+STACKS, ROOMS = ("layers", "dense_layers"), ("attention", "mlp")
+"""Where the matrices of layers are in the tree of parameters."""
+
 INPUTS = {"output": 2}
 """Dimensions that a matrix contracts, where that is not one."""
 
@@ -24,36 +27,38 @@ def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]
     """The tree of `Param` that is trained in place of the parameters: adapters, and a value or score head.
 
     Raises:
-      ValueError: The model has no such matrix, or one in each expert.
+      ValueError: Some layers have no such matrix, or one in each expert, or they are a model's of the user's own.
     """
     if isinstance(config, OwnModel):
         raise ValueError(f"lora adapts matrices of the decoder, and the model is {config.name}; drop lora")
     declared = declare(config, head)
-    rooms = {room: declared["layers"].get(room, {}) for room in ("attention", "mlp")}
-    adapters = {
-        room: {name: _adapter(name, each, lora) for name, each in params.items() if _adaptable(name, each, lora)}
-        for room, params in rooms.items()
-    }
-    missing = set(lora.targets) - {name for room in adapters.values() for name in room}
-    if missing:
-        there = [name for params in rooms.values() for name, each in params.items() if _is_matrix(name, each)]
+    stacks = {name: declared[name] for name in STACKS if name in declared}
+    shared = set.intersection(*map(_matrices, stacks.values()))
+    if missing := [name for name in lora.targets if name not in shared]:
+        there = ", ".join(name for name in Lora.MATRICES if name in shared)
         raise ValueError(
-            f"lora.targets has {', '.join(sorted(missing))}, and of the matrices of a {config.family} decoder "
-            f"{', '.join(there) or 'none'} can have an adapter; choose among those"
+            f"lora.targets has {', '.join(missing)}, and all layers of this model have {there}; choose some"
         )
-    tree: dict[str, Any] = {"layers": {room: found for room, found in adapters.items() if found}}
+    tree: dict[str, Any] = {
+        stack: {room: found for room in ROOMS if (found := _adapters(layer[room], lora))}
+        for stack, layer in stacks.items()
+    }
     return tree if head == "lm" else tree | {"head": declared["head"]}
 
 
-def _adaptable(name: str, param: Any, lora: Lora) -> bool:
-    return name in lora.targets and _is_matrix(name, param)
+def _adapters(params: dict[str, Any], lora: Lora) -> dict[str, Adapter]:
+    """Of a layer's attention or MLP."""
+    return {name: _adapter(name, param, lora) for name, param in params.items() if name in lora.targets}
 
 
-def _is_matrix(name: str, param: Any) -> bool:
-    """Whether it is one product of the layer: no bias, no norm, no stack of experts."""
-    if name not in Lora.MATRICES or not isinstance(param, Param):
-        return False
-    return param.dims[0] == "layers" and math.prod(param.shape[1 : 1 + INPUTS.get(name, 1)]) == param.fan_in
+def _matrices(layer: dict[str, Any]) -> set[str]:
+    """What is one product of each layer: no bias, no norm, no stack of experts."""
+    return {
+        name
+        for room in ROOMS
+        for name, param in layer[room].items()
+        if name in Lora.MATRICES and math.prod(param.shape[1 : 1 + INPUTS.get(name, 1)]) == param.fan_in
+    }
 
 
 def _adapter(name: str, param: Param, lora: Lora) -> Adapter:

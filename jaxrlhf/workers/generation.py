@@ -107,7 +107,7 @@ class Generator:
     def __init__(self, sampler: Sampler, layout: Any, shapes: Any, exchange: Exchange) -> None:
         self.place = Place.of(sampler.mesh)
         self._sampler, self._layout, self._shapes, self._exchange = sampler, layout, shapes, exchange
-        self._weights: Any = None
+        self._weights: dict[str, Any] = {}
         self._version = -1
         self._metrics: Metrics = {}
 
@@ -118,18 +118,25 @@ class Generator:
 
     @verb(ONE_TO_ALL)
     def wanted_weights(self) -> Splits:
-        """How many ways every weight is split here."""
-        return splits_of(self._layout, self._shapes)
+        """How many ways every weight that is to be sent is split here."""
+        return splits_of(*({part: tree[part] for part in self._missing()} for tree in (self._layout, self._shapes)))
+
+    def _missing(self) -> list[str]:
+        """Parts of the weights to be sent: what is trained, and once what is frozen beside it."""
+        trained = "adapters" if "adapters" in self._layout else "parameters"
+        return [part for part in self._layout if part == trained or part not in self._weights]
 
     @verb(ONE_TO_ALL)
     def load_weights(self, offers: Sequence[tuple[int, Offer]]) -> int:
         """Take the weights that every rank of the actor offers; returns their version."""
         self._sampler.engine.unload()
-        if self._weights is not None:
-            jax.tree.map(lambda leaf: leaf.delete(), self._weights)
-            self._weights = None
+        missing = self._missing()
+        for part in missing:
+            jax.tree.map(lambda leaf: leaf.delete(), self._weights.pop(part, {}))
         [version] = {version for version, _ in offers}
-        self._weights, delivery = self._exchange.take([offer for _, offer in offers], self._layout)
+        layout = {part: self._layout[part] for part in missing}
+        taken, delivery = self._exchange.take([offer for _, offer in offers], layout)
+        self._weights |= taken
         self._metrics = {
             "transfer/received_bytes": float(delivery.bytes_per_device),
             "transfer/seconds": delivery.seconds,
@@ -167,6 +174,17 @@ class Generator:
             self._sampler.engine.unload()  # frees the cache; the weights stay
 
 
+def _choices(recorded: Sequence[np.ndarray | None], *, width: int) -> np.ndarray | None:
+    """Experts of every token; -1 where none were recorded, as of the last token of each response."""
+    if not recorded or recorded[0] is None:
+        return None
+    choice_BTLk = np.full((len(recorded), width, *recorded[0].shape[1:]), -1, np.int16)
+    for row, choice_TLk in enumerate(recorded):
+        assert choice_TLk is not None
+        choice_BTLk[row, : len(choice_TLk)] = choice_TLk
+    return choice_BTLk
+
+
 def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> Rollout:
     """Completions as left-aligned arrays of `width` columns."""
     count = len(completions)
@@ -181,7 +199,13 @@ def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *,
         mask_BT[row, start:end] = True
         length_B[row] = end
     return Rollout(
-        sequences=Sequences(token_BT, length_B, mask_BT, np.array([p.prompt_id for p in prompts], np.int64)),
+        sequences=Sequences(
+            token_BT,
+            length_B,
+            mask_BT,
+            np.array([p.prompt_id for p in prompts], np.int64),
+            _choices([completion.choice_TLk for completion in completions], width=width),
+        ),
         sampler_logp_BT=logp_BT,
         truncated_B=np.array([c.truncated for c in completions]),
         version_B=np.array([c.version for c in completions], np.int32),

@@ -5,6 +5,7 @@ Source: HybridFlow (arXiv:2409.19256), Table 4 of the appendix (model classes an
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -49,6 +50,8 @@ class Actor(TrainedWorker):
       exchange: Offers the weights to a pool apart.
       temperature: Of the rollout; the trained log-probabilities are at this temperature.
     """
+
+    _replays = True
 
     def __init__(
         self,
@@ -155,7 +158,9 @@ class Actor(TrainedWorker):
         with self.on_devices("parameters"):
             # What is sent back to the host after this would be gone before it is taken.
             keep = "parameters" not in self._offload
-            return self.version, self._exchange.offer(self._weights, wanted[0], keep=keep)
+            paths = [grid.path for grid in wanted[0].grids]
+            asked = {part: self._weights[part] for part in self._weights if any(part in path for path in paths)}
+            return self.version, self._exchange.offer(asked, wanted[0], keep=keep)
 
     @verb(THREE_D_PROTO)
     def compute_log_prob(self, rollout: Rollout | Sequences, *, temperature: float | None = None) -> Array:
@@ -275,7 +280,9 @@ class FrozenActor:
     @verb(THREE_D_PROTO)
     def compute_ref_log_prob(self, rollout: Rollout | Sequences, *, temperature: float | None = None) -> Array:
         """As of any reference."""
-        return self._actor.frozen_log_prob(sequences_of(rollout), self._adapters, temperature=temperature)
+        # Other weights than those that sampled; their routers choose for themselves.
+        sequences = replace(sequences_of(rollout), choice_BTLk=None)
+        return self._actor.frozen_log_prob(sequences, self._adapters, temperature=temperature)
 
 
 class Reward:
