@@ -91,7 +91,7 @@ class Simulator:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._hardware: dict[int, Hardware] = {}
-        self._computed: dict[tuple[str, bool | None, int, int, int, int], _Computed] = {}
+        self._computed: dict[tuple[str, bool | None, int, int, int, int, int], _Computed] = {}
 
     def hardware(self, devices: int) -> Hardware:
         """As a pool of that many devices sees it."""
