@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 from learning_run import learning
 from made_plans import machines
-from tiny_runs import get_config, numbers, records
+from tiny_runs import get_config, numbers, records, training
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, PPO, Layout, Lora, Nnx, Training
+from jaxrlhf.config import GRPO, PPO, Layout, Lora, Nnx, PromptFile, Training
 from jaxrlhf.controller.policy import evaluate_policy, export_policy
 from jaxrlhf.models import init_params, model_config, param_dims, param_shapes, token_logp
 from jaxrlhf.models.decoder import hidden_states
@@ -213,13 +213,18 @@ def test_it_is_not_planned(own):
 # In a run.
 
 
-def test_it_is_sampled_from_and_trained_on_a_mesh(own, tmp_path):
-    config = replace(learning(GRPO, old_logp="trainer"), model=own, steps=2, devices=2)
+def test_it_is_sampled_from_and_trained(own, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"  # short ones, so that little has to be compiled
+    prompts.write_text("".join(json.dumps({"prompt": f"{left} + {right}"}) + "\n" for left in "123" for right in "456"))
+    config = learning(GRPO, old_logp="trainer")
     config = replace(
         config,
+        model=own,
+        data=PromptFile(str(prompts), answer_key=None),
         algorithm=replace(config.algorithm, responses_per_update=8),
-        actor=replace(config.actor, layout=Layout(fsdp=2), tokens_per_microbatch=1024),
-        rollout=replace(config.rollout, prompts_per_step=2, responses_per_prompt=4),
+        actor=replace(config.actor, tokens_per_microbatch=1024),
+        rollout=replace(config.rollout, prompts_per_step=2, responses_per_prompt=4, max_prompt_tokens=10),
+        steps=2,
     )
     logged = run(config, tmp_path)
     assert [record["step"] for record in logged] == [1, 2]
@@ -252,8 +257,8 @@ def test_it_learns_goes_on_from_a_checkpoint_and_is_evaluated(own, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_a_critic_starts_from_it(own, tmp_path):
-    config = replace(get_config(), model=own, steps=2)
+def test_a_critic_starts_from_it_on_a_mesh(own, tmp_path):
+    config = replace(get_config(), model=own, steps=2, devices=4, actor=training(fsdp=2))
     logged = run(config, tmp_path)
     assert isinstance(config.algorithm, PPO)
     assert all(np.isfinite(record["critic/loss"]) for record in logged)
