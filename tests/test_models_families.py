@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf import models
-from jaxrlhf.architecture import LinearRope, ModelConfig
+from jaxrlhf.architecture import Experts, LatentAttention, LinearRope, ModelConfig, YarnRope
 from jaxrlhf.models.spread import Spread
 from jaxrlhf.parallel.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.parallel.rules import TRAIN, shardings
@@ -52,6 +53,21 @@ OLMO = ModelConfig(
     norms="post",
     partial_rotary_factor=0.5,
 )
+DEEPSEEK = ModelConfig(
+    family="deepseek_v3",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=12,
+    rope_scaling=YarnRope(4.0, 8, mscale_all_dim=1.0),
+    latent=LatentAttention(rank=8, rope_dim=4, value_dim=6, query_rank=16),
+    dense_layers=1,
+    experts=Experts(8, 2, 16, 16, scores="sigmoid", bias=True, groups=4, groups_per_token=2, group_best=2),
+)
+QUERIES_AT_ONCE = dataclasses.replace(DEEPSEEK, latent=LatentAttention(rank=8, rope_dim=4, value_dim=6))
 ROWS, WIDTH = 4, 18
 
 
@@ -108,8 +124,12 @@ def gradient(config, **how):
 
 @pytest.mark.parametrize(
     ("config", "sizes"),
-    [(GEMMA, {"fsdp": 2, "stage": 2, "tensor": 2}), (OLMO, {"fsdp": 4, "tensor": 2})],
-    ids=["gemma-stages", "olmo"],
+    [
+        (GEMMA, {"fsdp": 2, "stage": 2, "tensor": 2}),
+        (OLMO, {"fsdp": 4, "tensor": 2}),
+        (DEEPSEEK, {"fsdp": 4, "tensor": 2}),
+    ],
+    ids=["gemma-stages", "olmo", "deepseek"],
 )
 def test_eight_devices_say_what_one_says(config, sizes):
     mesh, params, rows = mesh_of(sizes, jax.devices()), drawn(config), packed()
@@ -188,6 +208,14 @@ def test_a_window_hides_what_is_before_it():
     assert moved_R.tolist() == [False] * (WIDTH - 4) + [True] * 4
 
 
+def test_layers_of_two_kinds_are_not_divided_over_stages():
+    pipeline = models.pipeline_over(mesh_of({"stage": 2}, jax.devices()[:2]), STAGE_AXES, row_axes=())
+    with pytest.raises(ValueError, match=r"first 1 of 3 layers have no experts.* over 2 stages"):
+        jax.eval_shape(lambda params: models.unstack_layers(params, DEEPSEEK, pipeline=pipeline), drawn(DEEPSEEK))
+    with pytest.raises(ValueError, match="dense_layers=3 of num_layers=3 come before layers with experts"):
+        dataclasses.replace(DEEPSEEK, dense_layers=3)
+
+
 def test_layers_that_windows_are_not_told_of_are_refused():
     with pytest.raises(ValueError, match="sliding_layers speaks of 4 layers, num_layers is 3"):
         dataclasses.replace(GEMMA, num_layers=3)
@@ -195,7 +223,8 @@ def test_layers_that_windows_are_not_told_of_are_refused():
         dataclasses.replace(OLMO, head_dim=10)
 
 
-@pytest.mark.parametrize("config", [GEMMA, OLMO], ids=["gemma", "olmo"])
+@pytest.mark.parametrize("config", [GEMMA, OLMO, DEEPSEEK, QUERIES_AT_ONCE], ids=["gemma", "olmo", "latent", "short"])
 def test_the_declaration_counts_what_the_architecture_counts(config):
-    shapes = jax.tree.leaves(models.param_shapes(config, "lm"))
-    assert sum(shape.size for shape in shapes) == config.num_parameters()
+    for head in ("lm", "value"):
+        declared = jax.tree.leaves(models.declare(config, head))
+        assert sum(math.prod(param.unpadded) for param in declared) == config.num_parameters(head)
