@@ -8,17 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_runs import get_config, training
+from unit_machines import DENSE, UNIT, WORK
 
 from jaxrlhf.algos import policy_objective, token_weights, value_objective
 from jaxrlhf.batch import Experience, Sequences
-from jaxrlhf.config import Config, Layout, Lora, PolicyLoss, Sampling, ValueLoss
+from jaxrlhf.config import Config, FromScratch, Layout, Lora, Sampling, ValueLoss
 from jaxrlhf.data import embedded_tokenizer, load_problems
-from jaxrlhf.parallel import ResourcePool, device_bytes
+from jaxrlhf.models import scratch_config
+from jaxrlhf.models.lora import adapter_shapes
+from jaxrlhf.parallel import ResourcePool, device_bytes, factored_mesh, shard_bytes
+from jaxrlhf.parallel.memory import weights_learnt
+from jaxrlhf.parallel.plan import Problem
+from jaxrlhf.parallel.simulate import Simulator
+from jaxrlhf.parallel.workload import Role, Software
 from jaxrlhf.tracking import bytes_in_use
 from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.weights import adapter_layout
 
 LORA = Lora(rank=2, alpha=4.0)
-POLICY = PolicyLoss()
 ROLES = ("actor", "critic", "reference")
 
 
@@ -209,3 +216,34 @@ def test_weights_wait_in_host_memory_and_adapters_stay():
 def test_a_reference_without_weights_cannot_wait_in_host_memory():
     with pytest.raises(ValueError, match="the reference is the actor's own frozen weights"):
         replace(config_of(), offload=("reference",))
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(), Layout(fsdp=2, stage=2, tensor=2), Layout(fsdp=4), Layout(tensor=4)], ids=str
+)
+def test_the_estimate_counts_what_a_device_holds_of_adapters(layout):
+    config = scratch_config(FromScratch(hidden_size=32, num_layers=4, num_kv_heads=4), vocab_size=512)
+    lora = Lora(rank=4, targets=("query", "key", "output", "down"))
+    mesh = factored_mesh(layout, jax.devices()[: layout.fsdp * layout.stage * layout.tensor])
+    shapes = adapter_shapes(config, "lm", lora)
+    held = shard_bytes(shapes, adapter_layout(mesh, config, "lm", lora, role="actor")) / 4
+    assert weights_learnt(config, "lm", lora, layout) == held
+
+
+def test_the_search_counts_moments_and_gradients_of_adapters_alone():
+    role = Role("actor", DENSE, "lm", passes=1, trained=True, remat=True)
+    problem = Problem(roles=(role,), workload=WORK, software=Software(), hardware=UNIT)
+
+    def held(role: Role):
+        simulated = Simulator(problem).role(role, Layout(1), 1, (), generates=False)
+        update = next(step for step in simulated.steps if step.verb == "update")
+        return simulated.idle_bytes, update.held_bytes - simulated.idle_bytes
+
+    lora = Lora(rank=1, targets=("query",))
+    heads = DENSE.num_heads * DENSE.head_dim
+    learnt = DENSE.num_layers * (DENSE.hidden_size + heads)
+    whole, adapters = held(role), held(replace(role, lora=lora))
+    weights = DENSE.num_parameters("lm")
+    assert whole[0] == weights * (4 + 8)
+    assert adapters[0] == weights * 2 + learnt * (4 + 8)
+    assert whole[1] - adapters[1] == (weights - learnt) * 8
