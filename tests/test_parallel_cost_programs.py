@@ -42,7 +42,7 @@ def test_a_device_computes_whole_rows_of_the_longest_length(
 @pytest.mark.parametrize("responses", [1, 7, 64, 300])
 @pytest.mark.parametrize("layout", [Layout(1), Layout(8), Layout(3, 4), Layout(1, 2, 2), Layout(2, 1, 4, 2)])
 def test_microbatches_are_those_that_the_workers_make(layout: Layout, responses: int) -> None:
-    sizes = {axis: getattr(layout, axis) for axis in ("data", "fsdp", "stage", "tensor")}
+    sizes = {axis: getattr(layout, axis) for axis in ("data", "fsdp", "expert", "stage", "tensor")}
     mesh, shards = AbstractMesh(tuple(sizes.values()), tuple(sizes)), layout.data * layout.fsdp
     seen = set()
     for budget in (2048, 8192, 16_384, 50_000):
@@ -66,7 +66,7 @@ def test_microbatches_are_those_that_the_workers_make(layout: Layout, responses:
 @pytest.mark.parametrize("layout", [Layout(1), Layout(8), Layout(2, 2), Layout(1, 1, 2)])
 @pytest.mark.parametrize("responses", [2, 5, 8])
 def test_microbatches_with_shared_prompts_are_those_that_the_workers_make(layout: Layout, responses: int) -> None:
-    sizes = {axis: getattr(layout, axis) for axis in ("data", "fsdp", "stage", "tensor")}
+    sizes = {axis: getattr(layout, axis) for axis in ("data", "fsdp", "expert", "stage", "tensor")}
     mesh, shards = AbstractMesh(tuple(sizes.values()), tuple(sizes)), layout.data * layout.fsdp
     fewer = set()
     for prompts, prompt_tokens, own, width in itertools.product((3, 16), (32, 100, 256), (20, 64), (160, 320)):
@@ -78,7 +78,14 @@ def test_microbatches_with_shared_prompts_are_those_that_the_workers_make(layout
         mask_BT = np.broadcast_to((np.arange(width) >= prompt_tokens) & (np.arange(width) < length), token_BT.shape)
         every_B = np.arange(len(token_BT))
         alike = Sequences(token_BT, np.full(len(every_B), length), mask_BT, every_B // responses)
-        packed = Packing(alike, rows=rows // shards, row_tokens=row_tokens, devices=shards, stages=layout.stage)
+        packed = Packing(
+            alike,
+            rows=rows // shards,
+            row_tokens=row_tokens,
+            devices=shards,
+            stages=layout.stage,
+            longest_response=width - prompt_tokens,
+        )
         work = Workload(prompts, len(every_B), prompt_tokens, own, width)
         role = trained(DENSE, tokens_per_microbatch=training.tokens_per_microbatch)
         batch = batch_of(role, layout, len(every_B), work, replace(HALVES, shares_prompts=True))

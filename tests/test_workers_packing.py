@@ -162,7 +162,7 @@ def test_processes_agree_on_one_shape() -> None:
     alone = apart_of(groups(3, prompts=3, responses=2, width=400))
     # Of another process: it shares prompts, needs five microbatches, has a long sequence in the second of them, and
     # nine attention rows in the third.
-    theirs = iter([np.array([0, 1]), np.array(5), np.array([0, 400, 0, 0, 0]), np.array([0, 0, 9, 0, 0, 1])])
+    theirs = iter([np.array([0, 0, 1]), np.array(5), np.array([0, 400, 0, 0, 0]), np.array([0, 0, 9, 0, 0, 1])])
     packing = Packing(alone, rows=2, row_tokens=400, agree=lambda own: np.maximum(own, next(theirs)))
     batches = list(packing.rows())
     assert [rows.token_RW.shape for rows in batches] == [(1, 800)] * 5
@@ -206,3 +206,15 @@ def test_attention_rows_only_grow() -> None:
 def test_a_sequence_longer_than_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="9 tokens does not fit a row of 8"):
         first_fit_decreasing(np.array([9]), row_tokens=8)
+
+
+def test_a_microbatch_is_no_longer_than_its_prompts_and_the_longest_responses_to_them() -> None:
+    sequences = groups(0, prompts=2, responses=4, width=120)
+    shape = {}
+    for longest_response in (None, 40, 119):
+        packing = Packing(sequences, rows=40, row_tokens=240, longest_response=longest_response)
+        (rows,) = packing.rows()
+        shape[longest_response] = rows.token_RW.shape
+        np.testing.assert_array_equal(packing.unpack(packing.pack(sequences.token_BT)), sequences.token_BT)
+    # Two prompts of at most 79 tokens, the last of which each of eight responses has for itself, in whole 64s.
+    assert shape == {None: (1, 2400), 40: (1, 512), 119: (1, 960)}

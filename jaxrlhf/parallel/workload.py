@@ -148,25 +148,36 @@ class MicrobatchShape:
 
 
 _SIZES = 4
+_ROUND_TOKENS = 64
 _PIPELINE_PARTS_PER_STAGE = 4
 WORTH_SHARING = 0.1
 """Of the tokens. Laying out attention apart costs about half of that."""
 
 
 def microbatch_shape_of(
-    rows: int, row_tokens: int, *, sequences: int, longest: int, stages: int, shares: bool
+    rows: int,
+    row_tokens: int,
+    *,
+    sequences: int,
+    longest: int,
+    stages: int,
+    shares: bool,
+    prompts: int = 0,
+    longest_response: int | None = None,
 ) -> MicrobatchShape:
     """The shape of the microbatches that so many sequences are cut into.
 
     It goes by how many there are and how long they may be, not by how long they are, so that no
     step compiles what an earlier one did not. Four sizes: few sequences are not padded to the
     largest microbatch. Where prompts are shared rows become one, or as many as keep a pipeline busy,
-    which so holds more responses to a prompt.
+    which so holds more responses to a prompt, and is no longer than all of them can be.
 
     Args:
       rows: On one data-parallel device, at most.
       sequences: On one data-parallel device.
       longest: Tokens that a sequence may have; `row_tokens` is a multiple.
+      prompts: Of the sequences; read where they are shared.
+      longest_response: Tokens of it; None is not known.
     """
     rows = rows // stages * stages if rows > stages else rows
     sizes = {-(-rows * part // _SIZES) for part in range(1, _SIZES + 1)}
@@ -176,7 +187,14 @@ def microbatch_shape_of(
     size = min((size for size in sizes if size >= needed), default=rows)
     if not shares:
         return MicrobatchShape(size, row_tokens)
-    most = 1 if stages == 1 else min(size, _PIPELINE_PARTS_PER_STAGE * stages)
+    if stages == 1:
+        tokens = size * row_tokens
+        if longest_response is not None:
+            own, shared = longest_response + 1, longest - longest_response - 1
+            most = -(-(sequences * own + prompts * shared) // _ROUND_TOKENS) * _ROUND_TOKENS
+            tokens = min(tokens, max(row_tokens, most))
+        return MicrobatchShape(1, tokens)
+    most = min(size, _PIPELINE_PARTS_PER_STAGE * stages)
     kept = next(count for count in range(most, 0, -1) if size % count == 0)
     return MicrobatchShape(kept, row_tokens * (size // kept))
 

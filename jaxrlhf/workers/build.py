@@ -153,6 +153,7 @@ class Builder:
             max_response_tokens=rollout.max_response_tokens,
             stop_tokens=stop_tokens(config, self.tokenizer),
             decode_tokens_per_dispatch=rollout.decode_tokens_per_dispatch,
+            records_routing=rollout.replay_routing,
             dtype=self.dtype,
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
@@ -294,6 +295,7 @@ class Builder:
         return {
             "remat": role in self.remat and self.remat[role].on,
             "width": self.width,
+            "longest_response": self.config.rollout.max_response_tokens,
             "dtype": self.dtype,
             "attention": self.attention(role),
             "progress": self._progress,

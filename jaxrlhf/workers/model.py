@@ -5,9 +5,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,7 @@ class ModelWorker(ABC):
       training: Of the role; a frozen role is given its actor's.
       remat: Each layer is computed again in the backward pass.
       width: T, columns of the `[B, T]` arrays it is given.
+      longest_response: Tokens of it; the rest of the width is the longest prompt's.
       dtype: Of activations.
       attention: Kernels for `mesh`.
       progress: Told how many microbatches and minibatches were started.
@@ -65,6 +67,9 @@ class ModelWorker(ABC):
     Attributes:
       place: Of this process in the mesh. The arrays that it is given are its own part of a batch.
     """
+
+    _replays: ClassVar[bool] = False
+    """Whether tokens go through the experts that they were sampled with, where those were recorded."""
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class ModelWorker(ABC):
         *,
         remat: bool,
         width: int,
+        longest_response: int | None = None,
         dtype: jnp.dtype,
         attention: Attention,
         progress: Progress,
@@ -91,7 +97,7 @@ class ModelWorker(ABC):
         self._pipeline = pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
         self.dtype, self._attention = dtype, attention
         self._progress = progress
-        self._width = width
+        self._width, self._longest_response = width, longest_response
         self._remat, self._training = remat, training
         self._batch_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self.row_shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -121,17 +127,18 @@ class ModelWorker(ABC):
         }
         if self.config.experts is None:
             return hidden_states(*tokens, **how), None
-        return routed_states(*tokens, watched=watched, **how)
+        return routed_states(*tokens, watched=watched._replace(replayed=rows.choice_RWLk), **how)
 
     def _pack(self, sequences: Sequences) -> Packing:
         """Where the tokens of this process's sequences lie; every process makes the same number of microbatches."""
         _, parts = self.place.part(BATCH_AXES)
         return Packing(
-            sequences,
+            sequences if self._replays else replace(sequences, choice_BTLk=None),
             rows=self._rows,
             row_tokens=self._row_tokens,
             devices=self.row_shards // parts,
             stages=1 if self._pipeline is None else self._pipeline.stages,
+            longest_response=self._longest_response,
             attention_rows=self._attention_rows,
             agree=most_of_all_hosts,
         )

@@ -32,6 +32,7 @@ class Rows:
       segment_RW: int32, 0 is padding, sequences count from 1 in each row. A prompt in common has the
         segment of one of its responses.
       mask_RW: bool, tokens that something is to be said of; those that the policy chose.
+      choice_RWLk: int16, experts to take again, negative where routers choose; None leaves all to them.
       spread: Where responses share prompts, how attention sees them; None is as they lie.
     """
 
@@ -39,6 +40,7 @@ class Rows:
     position_RW: Array
     segment_RW: Array
     mask_RW: Array
+    choice_RWLk: Array | None = None
     spread: Spread | None = None
 
 
@@ -104,6 +106,7 @@ class Packing:
       row_tokens: Columns of one row, a multiple of the longest sequence.
       devices: Data-parallel devices of this process.
       stages: Of the pipeline.
+      longest_response: Tokens of it; None is not known.
       attention_rows: How many there are of each width, over all batches so far; grows where one needs more.
       agree: Given numbers, the largest of each that any process gives: processes that run one program together have to
         make the same number of microbatches of the same shapes.
@@ -117,14 +120,25 @@ class Packing:
         row_tokens: int,
         devices: int = 1,
         stages: int = 1,
+        longest_response: int | None = None,
         attention_rows: dict[int, int] | None = None,
         agree: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
     ) -> None:
         length_B = np.asarray(sequences.length_B).astype(np.int64)
         shared_B = shared_prefixes(sequences)
-        each, shares = agree(np.array([-(-len(length_B) // devices), _worth_sharing(sequences, shared_B)])).tolist()
+        counts = len(length_B), len(np.unique(np.asarray(sequences.prompt_id_B)))
+        each, prompts, shares = agree(
+            np.array([*(-(-count // devices) for count in counts), _worth_sharing(sequences, shared_B)])
+        ).tolist()
         shape = microbatch_shape_of(
-            rows, row_tokens, sequences=each, longest=sequences.token_BT.shape[1], stages=stages, shares=bool(shares)
+            rows,
+            row_tokens,
+            sequences=each,
+            longest=sequences.token_BT.shape[1],
+            stages=stages,
+            shares=bool(shares),
+            prompts=prompts,
+            longest_response=longest_response,
         )
         if shares:
             width_B = _attention_widths(length_B, row_tokens)
@@ -195,9 +209,10 @@ class Packing:
     def pack(self, array_BT: Array) -> np.ndarray:
         """`[B, T]` to `[microbatches, R, W]`; padding is 0. Of tokens in common, one sequence's value is taken."""
         array_BT = np.asarray(array_BT)
-        packed = np.zeros(int(np.prod(self._packed_shape)), array_BT.dtype)
+        more = array_BT.shape[2:]
+        packed = np.zeros((int(np.prod(self._packed_shape)), *more), array_BT.dtype)
         packed[self._target] = array_BT[self._source]
-        return packed.reshape(self._packed_shape)
+        return packed.reshape(*self._packed_shape, *more)
 
     def unpack(self, packed: Array) -> np.ndarray:
         """`[microbatches, R, W]` back to `[B, T]`; what lies past a length is 0."""
@@ -209,6 +224,7 @@ class Packing:
     def rows(self) -> Iterator[Rows]:
         """The packed tokens, one microbatch after another."""
         b, position = self._source
+        choice_BTLk = self._sequences.choice_BTLk
         position_BT, segment_BT = np.zeros((2, *self._shape), np.int32)
         position_BT[self._source] = position
         segment_BT[self._source] = self._segment_B[b]
@@ -217,6 +233,7 @@ class Packing:
             position_RW=self.pack(position_BT),
             segment_RW=self.pack(segment_BT),
             mask_RW=self.pack(self._sequences.mask_BT),
+            choice_RWLk=None if choice_BTLk is None else self.pack(choice_BTLk + 1) - 1,  # -1 in padding
         )
         for index in range(self.microbatches):
             rows = jax.tree.map(lambda array, i=index: array[i], packed)
