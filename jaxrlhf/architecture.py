@@ -290,6 +290,12 @@ class ModelConfig:
         return self.hidden_size * (heads + 2 * kv_heads) + heads * self.hidden_size + biases + norms
 
     @property
+    def routed_choices(self) -> tuple[int, int]:
+        """Layers with experts, and experts that a token goes through in each."""
+        assert self.experts is not None
+        return self.num_layers - self.dense_layers, self.experts.per_token
+
+    @property
     def norm_parameters(self) -> int:
         """Weights of one layer's norms before and after attention and MLP."""
         return (4 if self.norms == "sandwich" else 2) * self.hidden_size
@@ -305,6 +311,15 @@ class ModelConfig:
         counted = self.experts.count if experts is None else experts
         inner = counted * self.experts.intermediate_size + self.experts.shared_intermediate_size
         return 3 * self.hidden_size * inner + (self.hidden_size + self.experts.bias) * self.experts.count
+
+    def layer_parameters(self, *, experts: float | None = None) -> float:
+        """Weights of attention and MLP, on average over the layers.
+
+        Args:
+          experts: As for `mlp_parameters`.
+        """
+        first, last = 3 * self.hidden_size * self.intermediate_size, self.mlp_parameters(experts=experts)
+        return self.attention_parameters + last + (first - last) * self.dense_layers / self.num_layers
 
     def head_parameters(self, head: Head = "lm") -> int:
         """Weights that the last hidden state is read with; the embedding's where they are tied."""

@@ -72,12 +72,15 @@ class Sequences:
       length_B: int32 tokens of prompt and response together.
       mask_BT: bool, tokens to train on.
       prompt_id_B: int64 group key.
+      choice_BTLk: int16, the k experts that a token went through in each layer while it was sampled, negative where
+        that is not known; None if it was not recorded.
     """
 
     token_BT: Array
     length_B: Array
     mask_BT: Array
     prompt_id_B: Array
+    choice_BTLk: Array | None = None
 
 
 @struct.dataclass

@@ -31,7 +31,9 @@ def test_grpo_teaches_a_mixture_of_experts(tmp_path: Path) -> None:
         rewards=Rewards(parts=(FormatReward(pattern=r"(?s)[0-9].*", weight=1.0),)),
         cold_start=None,
         algorithm=GRPO(responses_per_update=64),
-        rollout=replace(tiny.rollout, prompts_per_step=8, responses_per_prompt=8, max_response_tokens=4),
+        rollout=replace(
+            tiny.rollout, prompts_per_step=8, responses_per_prompt=8, max_response_tokens=4, replay_routing=True
+        ),
         actor=Training(
             Optimizer(learning_rate=1e-2, weight_decay=0.0),
             tokens_per_microbatch=8192,
@@ -48,5 +50,6 @@ def test_grpo_teaches_a_mixture_of_experts(tmp_path: Path) -> None:
     assert first["score/mean"] <= 0.2
     assert last["score/mean"] >= 0.9
     assert first["sampler/logp_gap_mean"] < 1e-5, "sampler and trainer choose the same experts"
+    assert first["router/actor_disagreement"] == 0 and "router/actor_disagreement" in last
     assert 1 <= last["router/actor_imbalance"] < EXPERTS / EACH
     assert last["router/actor_loss"] < 0.9 * max(record["router/actor_loss"] for record in logged)

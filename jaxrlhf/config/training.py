@@ -185,6 +185,8 @@ class Rollout:
       max_response_tokens: Longer responses are cut and marked truncated.
       slots: Responses decoded at once; None is all of a step's.
       decode_tokens_per_dispatch: Tokens decoded by one program call before finished slots refill.
+      replay_routing: The experts that each token went through while it was sampled are recorded, and the policy's
+        tokens go through the same when they are trained on.
     """
 
     prompts_per_step: int = 64
@@ -194,6 +196,7 @@ class Rollout:
     sampling: Sampling = field(default_factory=Sampling)
     slots: int | None = None
     decode_tokens_per_dispatch: int = 16
+    replay_routing: bool = False
 
     def __post_init__(self) -> None:
         positive(self, "prompts_per_step", "responses_per_prompt", "max_prompt_tokens", "max_response_tokens")

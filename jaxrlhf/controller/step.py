@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrlhf.algos import (
@@ -121,7 +122,7 @@ def minibatches(
     for epoch in range(settings.epochs_per_step):
         order = np.random.default_rng([step.seed, epoch]).permutation(count)
         for rows in order.reshape(-1, settings.responses_per_update):
-            part = Sequences(*(np.asarray(x)[rows] for x in _arrays(sequences)))
+            part = jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], sequences)
             weight_BT = np.asarray(
                 token_weights(part.mask_BT, part.prompt_id_B, aggregation=aggregation, horizon=horizon)
             )
@@ -132,10 +133,6 @@ def minibatches(
             chosen: dict[str, Array] = {name: np.asarray(value, np.float32)[rows] for name, value in fields.items()}
             batches.append(Experience(part, weight_BT, {**chosen, **extra}))
     return batches
-
-
-def _arrays(sequences: Sequences) -> tuple[Array, ...]:
-    return (sequences.token_BT, sequences.length_B, sequences.mask_BT, sequences.prompt_id_B)
 
 
 def policy_minibatches(
@@ -205,7 +202,7 @@ def next_state(step: StepInput, metrics: Metrics, *, sequences: int) -> State:
 def scored(sequences: Sequences, scores: Scores) -> Sequences:
     """The sequences with unscorable rows taken out of the training mask."""
     mask_BT = np.asarray(sequences.mask_BT) & np.asarray(scores.scorable_B)[:, None]
-    return Sequences(sequences.token_BT, sequences.length_B, mask_BT, sequences.prompt_id_B)
+    return replace(sequences, mask_BT=mask_BT)
 
 
 def old_log_prob(roles: Roles, step: StepInput, rollout: Any) -> Any:

@@ -27,7 +27,8 @@ class Layout:
 
         self.whole = sharding()
         self.rows = sharding(slot_axes)
-        self.prompts = programs.Prompts(self.whole, sharding(stages or None, None, None, kv_head_axis), self.whole)
+        prefix = sharding(stages or None, None, None, kv_head_axis)
+        self.prompts = programs.Prompts(self.whole, prefix, self.whole, self.whole)
         self.slots = programs.Slots(*[sharding(slot_axes)] * len(programs.Slots._fields))
         self.cache = sharding((*stages, *slot_axes), kv_head_axis)
 

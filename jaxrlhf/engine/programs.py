@@ -15,6 +15,7 @@ from jax import lax
 from jaxtyping import Bool, Int
 
 from jaxrlhf import models
+from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.engine.sampling import Sampled, Settings, sample, uniforms
 from jaxrlhf.models.cache import Cache
@@ -32,6 +33,7 @@ class Shape:
       dtype: Of activations and of the cache.
       pipeline: How layers are divided over stages; None where they are not.
       attention: Kernels for the engine's mesh.
+      records_routing: Which experts tokens go through is kept.
     """
 
     config: models.AnyModel
@@ -42,14 +44,20 @@ class Shape:
     dtype: Any
     pipeline: models.Pipeline | None = None
     attention: models.Attention = models.XLA
+    records_routing: bool = False
 
 
 class Prompts(NamedTuple):
-    """Prefilled prompts: what predicts each one's first response token, and its keys and values."""
+    """Prefilled prompts: what predicts each one's first response token, and its keys and values.
+
+    Attributes:
+      choice_PSLk: int16, the experts that their tokens went through; None if not recorded.
+    """
 
     hidden_PD: Array
     prefix: models.Prefix
     length_P: Array
+    choice_PSLk: Array | None = None
 
 
 class Insertion(NamedTuple):
@@ -93,11 +101,13 @@ class Window(NamedTuple):
     Attributes:
       token_WB: int32; `NO_TOKEN` where a slot drew nothing.
       active_B: Whether the response goes on.
+      choice_WBLk: int16, the experts that the token went through to draw the next one; None if not recorded.
     """
 
     token_WB: Array
     logp_WB: Array
     active_B: Array
+    choice_WBLk: Array | None = None
 
 
 def empty_cache(*, slots: int, capacity: int, shape: Shape) -> Cache:
@@ -127,15 +137,11 @@ def empty_slots(*, slots: int, shape: Shape) -> Slots:
 
 def prefill(params: Params, token_PS: Int[Array, "P S"], length_P: Int[Array, "P"], *, shape: Shape) -> Prompts:
     """Run prompts once; their responses, however many, start from the result."""
-    hidden_PD, prefix = models.prefill(
-        params,
-        shape.config,
-        token_PS,
-        length_P,
-        dtype=shape.dtype,
-        attention=shape.attention,
-        pipeline=shape.pipeline,
-    )
+    how = {"dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
+    if shape.records_routing:
+        hidden_PD, prefix, choice_PSLk = models.routed_prefill(params, _routed(shape), token_PS, length_P, **how)
+        return Prompts(hidden_PD, prefix, length_P, choice_PSLk)
+    hidden_PD, prefix = models.prefill(params, shape.config, token_PS, length_P, **how)
     return Prompts(hidden_PD, prefix, length_P)
 
 
@@ -219,6 +225,7 @@ def decode(params: Params, cache: Cache, slots: Slots, *, shape: Shape) -> tuple
         jnp.full((width + 1, count), NO_TOKEN, jnp.int32).at[0].set(slots.token_B),
         jnp.zeros((width + 1, count), jnp.float32).at[0].set(slots.logp_B),
         slots.active_B,
+        jnp.zeros((width, count, *_routed(shape).routed_choices), jnp.int16) if shape.records_routing else None,
     )
 
     def more(carry):
@@ -228,11 +235,13 @@ def decode(params: Params, cache: Cache, slots: Slots, *, shape: Shape) -> tuple
     def step(carry):
         count, cache, slots, window = carry
         drawing_B = slots.active_B
-        cache, slots = _step(layers, params, cache, slots, shape=shape)
+        cache, slots, choice_BLk = _step(layers, params, cache, slots, shape=shape)
+        choice_WBLk = window.choice_WBLk
         window = Window(
             window.token_WB.at[count + 1].set(jnp.where(drawing_B, slots.token_B, NO_TOKEN)),
             window.logp_WB.at[count + 1].set(jnp.where(drawing_B, slots.logp_B, 0.0)),
             slots.active_B,
+            None if choice_WBLk is None else choice_WBLk.at[count].set(choice_BLk),
         )
         return count + 1, cache, slots, window
 
@@ -240,31 +249,35 @@ def decode(params: Params, cache: Cache, slots: Slots, *, shape: Shape) -> tuple
     return cache, slots, window
 
 
-def _step(layers: list[Params], params: Params, cache: Cache, slots: Slots, *, shape: Shape) -> tuple[Cache, Slots]:
-    """One token in every active slot."""
-    hidden_BD, cache = models.decode(
-        layers,
-        params,
-        shape.config,
-        slots.token_B,
-        slots.cached_B,
-        cache,
-        dtype=shape.dtype,
-        attention=shape.attention,
-        pipeline=shape.pipeline,
-    )
+def _step(
+    layers: list[Params], params: Params, cache: Cache, slots: Slots, *, shape: Shape
+) -> tuple[Cache, Slots, Array | None]:
+    """One token in every active slot; also the experts that the token before it went through, if recorded."""
+    state = slots.token_B, slots.cached_B, cache
+    how = {"dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
+    choice_BLk = None
+    if shape.records_routing:
+        hidden_BD, cache, choice_BLk = models.routed_decode(layers, params, _routed(shape), *state, **how)
+    else:
+        hidden_BD, cache = models.decode(layers, params, shape.config, *state, **how)
     token_B, logp_B = _draw(models.padded_logits(params, shape.config, hidden_BD), slots.drawn_B, slots, shape=shape)
     active_B = slots.active_B
     drawn_B = slots.drawn_B + active_B
     # The cache of a slot that is not active took a token that nobody reads: the next insertion
     # overwrites it or the mask of later positions hides it.
-    return cache, slots._replace(
+    slots = slots._replace(
         token_B=jnp.where(active_B, token_B, slots.token_B),
         logp_B=jnp.where(active_B, logp_B, slots.logp_B),
         cached_B=slots.cached_B + active_B,
         drawn_B=drawn_B,
         active_B=active_B & ~_ended(token_B, drawn_B, shape=shape),
     )
+    return cache, slots, choice_BLk
+
+
+def _routed(shape: Shape) -> ModelConfig:
+    assert isinstance(shape.config, ModelConfig), "no other model has experts"
+    return shape.config
 
 
 def _draw(logits_BV: Array, position_B: Array, of: Slots | Insertion, *, shape: Shape) -> Sampled:

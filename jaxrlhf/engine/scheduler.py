@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Completion:
       logps: Log-probability of each token at the sampling temperature.
       truncated: Ended by the length limit, not by a stop token.
       version: Version of the weights that drew it.
+      choice_TLk: Experts that the prompt's and the response's tokens went through, all but the last; None if not asked.
     """
 
     request_id: int
@@ -45,6 +46,7 @@ class Completion:
     logps: tuple[float, ...]
     truncated: bool
     version: int
+    choice_TLk: Any = field(default=None, compare=False, repr=False)
 
 
 class Placement(NamedTuple):

@@ -2,7 +2,7 @@
 
 from jaxrlhf.models.attention import XLA, Attention
 from jaxrlhf.models.cache import LayerCache, Prefix, empty_cache, insert_prefix
-from jaxrlhf.models.decoder import decode, hidden_states, prefill, unstack_layers
+from jaxrlhf.models.decoder import decode, hidden_states, prefill, routed_decode, routed_prefill, unstack_layers
 from jaxrlhf.models.heads import TokenOutput, logits, padded_logits, score, token_logp, values
 from jaxrlhf.models.hf_config import read_config, resolve, scratch_config
 from jaxrlhf.models.hf_load import load_params
@@ -41,6 +41,8 @@ __all__ = [
     "prefill",
     "read_config",
     "resolve",
+    "routed_decode",
+    "routed_prefill",
     "save_params",
     "score",
     "scratch_config",

@@ -97,13 +97,18 @@ def routed_states(
     def stack(layers, hidden_RWD, rows):
         turn, seen, watched = rows
 
-        def step(hidden_RWD, layer):
-            hidden_RWD, _, _, routed = layer_rows(layer, config, hidden_RWD, turn, seen, attention, watched)
+        def step(hidden_RWD, each):
+            layer, replayed_RWk = each
+            asked = watched._replace(replayed=replayed_RWk)
+            hidden_RWD, _, _, routed = layer_rows(layer, config, hidden_RWD, turn, seen, attention, asked)
             return hidden_RWD, routed
 
         # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
         body = jax.checkpoint(step, prevent_cse=False) if remat else step
-        return jax.lax.scan(body, hidden_RWD, layers)
+        replayed_LRWk = None
+        if watched.replayed is not None and "router" in layers["mlp"]:
+            replayed_LRWk = jnp.moveaxis(watched.replayed, 2, 0)
+        return jax.lax.scan(body, hidden_RWD, (layers, replayed_LRWk))
 
     rows = turn, segment_RW if spread is None else spread, watched
     for layers in _stacks(params, config, pipeline):
@@ -122,6 +127,21 @@ def prefill(
     attention: Attention = XLA,
     pipeline: Pipeline | None = None,
 ) -> tuple[Float[Array, "P D"], Prefix]:
+    """As `routed_prefill`, without the experts."""
+    how = {"dtype": dtype, "attention": attention, "pipeline": pipeline}
+    return routed_prefill(params, config, token_PS, length_P, **how)[:2]
+
+
+def routed_prefill(
+    params: Params,
+    config: ModelConfig,
+    token_PS: Int[Array, "P S"],
+    length_P: Int[Array, "P"],
+    *,
+    dtype: Any = jnp.float32,
+    attention: Attention = XLA,
+    pipeline: Pipeline | None = None,
+) -> tuple[Float[Array, "P D"], Prefix, Int[Array, "P S L k"] | None]:
     """Run left-aligned prompts once; returns what predicts their next token, and their keys and values.
 
     Args:
@@ -130,7 +150,8 @@ def prefill(
 
     Returns:
       The hidden state of each prompt's last token after the final norm, and the prefix to
-      insert into a cache. Prefix entries past a prompt's length are meaningless.
+      insert into a cache. Prefix entries past a prompt's length are meaningless. And the experts
+      that each token went through; None of a dense model.
     """
     position_PS = jnp.broadcast_to(jnp.arange(token_PS.shape[1]), token_PS.shape)
     segment_PS = (position_PS < length_P[:, None]).astype(jnp.int32)
@@ -140,20 +161,22 @@ def prefill(
         turn, segment_PS = rows
 
         def step(hidden_PSD, layer):
-            hidden_PSD, key_PSKH, value_PSKH, _ = layer_rows(layer, config, hidden_PSD, turn, segment_PS, attention)
-            return hidden_PSD, Prefix(key_PSKH, value_PSKH)
+            hidden_PSD, key_PSKH, value_PSKH, routed = layer_rows(
+                layer, config, hidden_PSD, turn, segment_PS, attention
+            )
+            return hidden_PSD, (Prefix(key_PSKH, value_PSKH), None if routed is None else routed.choice_RWk)
 
         return jax.lax.scan(step, hidden_PSD, layers)
 
     hidden_PSD = _embed(params, config, token_PS, dtype)
     parts: list[Prefix] = []
     for layers in _stacks(params, config, pipeline):
-        hidden_PSD, part = run_stages(pipeline, stack, layers, hidden_PSD, (turn, segment_PS))
+        hidden_PSD, (part, choice_LPSk) = run_stages(pipeline, stack, layers, hidden_PSD, (turn, segment_PS))
         parts.append(part)
     prefix = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts) if len(parts) > 1 else parts[0]
     hidden_P1D = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)
     hidden_PD = norm(config, hidden_P1D, params["final_norm"])[:, 0]
-    return hidden_PD, prefix
+    return hidden_PD, prefix, None if choice_LPSk is None else jnp.moveaxis(choice_LPSk, 0, 2).astype(jnp.int16)
 
 
 @replaceable
@@ -169,6 +192,23 @@ def decode(
     attention: Attention = XLA,
     pipeline: Pipeline | None = None,
 ) -> tuple[Float[Array, "B D"], Cache]:
+    """As `routed_decode`, without the experts."""
+    how = {"dtype": dtype, "attention": attention, "pipeline": pipeline}
+    return routed_decode(layers, params, config, token_B, position_B, cache, **how)[:2]
+
+
+def routed_decode(
+    layers: list[Params],
+    params: Params,
+    config: ModelConfig,
+    token_B: Int[Array, "B"],
+    position_B: Int[Array, "B"],
+    cache: Cache,
+    *,
+    dtype: Any = jnp.float32,
+    attention: Attention = XLA,
+    pipeline: Pipeline | None = None,
+) -> tuple[Float[Array, "B D"], Cache, Int[Array, "B L k"] | None]:
     """One token for every slot: write its keys and values at its position, attend up to it.
 
     Args:
@@ -179,9 +219,10 @@ def decode(
       pipeline: For layers and a cache that are divided over stages.
 
     Returns:
-      The hidden state after the final norm, which predicts the next token, and the new cache.
+      The hidden state after the final norm, which predicts the next token, and the new cache. And the
+      experts that the token went through; None of a dense model.
     """
-    turn = rotations(config, position_B[:, None])
+    turn, chosen = rotations(config, position_B[:, None]), []
 
     def stack(layers, cache, hidden_B1D, slots, own=True):
         turn, position_B = slots
@@ -189,13 +230,18 @@ def decode(
         entry_B = position_B if own is True else jnp.where(own, position_B, cache[0].capacity)
         written = []
         for layer, stored in zip(layers, cache, strict=True):
-            hidden_B1D, stored, _ = layer_slots(layer, config, hidden_B1D, turn, position_B, entry_B, stored, attention)
+            hidden_B1D, stored, routed = layer_slots(
+                layer, config, hidden_B1D, turn, position_B, entry_B, stored, attention
+            )
             written.append(stored)
+            if routed is not None:  # so there are no stages, in which this would not get out
+                chosen.append(routed.choice_RWk[:, 0].astype(jnp.int16))
         return hidden_B1D, written
 
     state = layers, cache, _embed(params, config, token_B[:, None], dtype), (turn, position_B)
     hidden_B1D, written = stack(*state) if pipeline is None else relay(pipeline, stack, *state)
-    return norm(config, hidden_B1D, params["final_norm"])[:, 0], written
+    choice_BLk = jnp.stack(chosen, axis=1) if chosen else None
+    return norm(config, hidden_B1D, params["final_norm"])[:, 0], written, choice_BLk
 
 
 @replaceable

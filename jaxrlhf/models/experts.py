@@ -42,9 +42,12 @@ class Watched(NamedTuple):
     Attributes:
       counted_RW: int32, which sequence of its row a token counts for in the balance of experts, from 1; 0 is
         none. None asks for nothing.
+      replayed: Choices to take instead of the router's, `[R, W, L, k]`, or of one layer `[R, W, k]`;
+        negative where it has to choose itself.
     """
 
     counted_RW: Array | None = None
+    replayed: Array | None = None
 
 
 UNWATCHED = Watched()
@@ -152,7 +155,7 @@ def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, att
 @jax.checkpoint  # or a copy of each token would be kept for each expert that it goes through
 def _mix_own(given: tuple[Array, Array, list[Array]], fixed: tuple[Array, Array]) -> Array:
     """`mix` of tokens, weights and matrices by choices, by the experts `index_E` alone, which are consecutive."""
-    normed_RWD, weight_RWk, matrices = given
+    normed_RWD, weight_RWk, (gate_EDF, up_EDF, down_EFD) = given
     choice_RWk, index_E = fixed
     chosen, experts, width = choice_RWk.shape[-1], len(index_E), normed_RWD.shape[-1]
     # Those of other devices come last, where no expert multiplies them.
@@ -163,7 +166,8 @@ def _mix_own(given: tuple[Array, Array, list[Array]], fixed: tuple[Array, Array]
     size_E = (own_A[:, None] == jnp.arange(experts)[None]).sum(axis=0, dtype=jnp.int32)
     input_AD = jnp.repeat(normed_RWD.reshape(-1, width), chosen, axis=0)
     weight_A1 = _permuted(weight_RWk.reshape(-1, 1), order_A, place_A)
-    output_AD = grouped_mlp(_permuted(input_AD, order_A, place_A), *matrices, weight_A1[:, 0], size_E)
+    sorted_AD = _permuted(input_AD, order_A, place_A)
+    output_AD = grouped_mlp(sorted_AD, gate_EDF, up_EDF, down_EFD, weight_A1[:, 0], size_E)
     return _permuted(output_AD, place_A, order_A).reshape(*choice_RWk.shape, width).sum(axis=2)
 
 

@@ -45,9 +45,11 @@ def _block_rows(rows: int, experts: int) -> int:
 
 
 def _ragged(input_AD: Array, gate_EDF: Array, up_EDF: Array, down_EFD: Array, weight_A: Array, size_E: Array) -> Array:
-    hidden_AF = jax.nn.silu(lax.ragged_dot(input_AD, gate_EDF, size_E)) * lax.ragged_dot(input_AD, up_EDF, size_E)
-    output_AD = weight_A[:, None] * lax.ragged_dot(hidden_AF, down_EFD, size_E)
-    return jnp.where((jnp.arange(len(input_AD)) < size_E.sum())[:, None], output_AD, 0.0)
+    def product(rows_A: Array, matrix_E: Array) -> jax.Array:
+        return lax.ragged_dot(jnp.asarray(rows_A), jnp.asarray(matrix_E), jnp.asarray(size_E))
+
+    output_AD = product(jax.nn.silu(product(input_AD, gate_EDF)) * product(input_AD, up_EDF), down_EFD)
+    return jnp.where((jnp.arange(len(input_AD)) < size_E.sum())[:, None], weight_A[:, None] * output_AD, 0.0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -78,7 +80,7 @@ def _in_blocks_backward(block: int, saved: tuple[Array, ...], change_AD: Array) 
     plan_3M, count = _plan(size_E, rows=len(input_AD), block=block)
     padded_AD, padded_change_AD, padded_A1 = (_padded(rows, block) for rows in (input_AD, change_AD, weight_A[:, None]))
 
-    def body(index: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    def body(index: Array, sums: tuple[jax.Array, ...]) -> tuple[Array, ...]:
         expert, start, own_C = _block(plan_3M, index, block)
         input_CD = lax.dynamic_slice_in_dim(padded_AD, start, block)
         change_CD = lax.dynamic_slice_in_dim(padded_change_AD, start, block)

@@ -43,10 +43,17 @@ def router_metrics(routed: Routed, rows: Rows, config: AnyModel, *, role: str) -
         chosen = jnp.broadcast_to(rows.mask_RW[:, :, None], choice_RWk.shape).astype(jnp.float32)
         return jnp.zeros(count).at[choice_RWk.reshape(-1)].add(chosen.reshape(-1))
 
+    replay = {}
+    if rows.choice_RWLk is not None:
+        used_LRWk = jnp.moveaxis(rows.choice_RWLk, 2, 0)
+        kept_LRWk = (routed.choice_RWk[..., :, None] == used_LRWk[..., None, :]).any(axis=-1)
+        changed_LRWk = ~kept_LRWk & (used_LRWk[..., :1] >= 0)
+        replay = {f"router/{role}_disagreement": changed_LRWk.mean(axis=(0, 3))}
     load_LE = jax.vmap(load)(routed.choice_RWk)
     busiest = (count * load_LE.max(axis=1) / jnp.maximum(load_LE.sum(axis=1), 1.0)).mean()
     return {
         f"router/{role}_loss": jax.lax.stop_gradient(routed.loss_RW.mean(axis=0)),
         f"router/{role}_entropy": routed.entropy_RW.mean(axis=0),
         f"router/{role}_imbalance": jnp.broadcast_to(busiest, rows.mask_RW.shape),
+        **replay,
     }

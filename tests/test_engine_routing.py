@@ -1,0 +1,149 @@
+"""Choices of experts recorded while sampling, and taken again by the trainer."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf import models
+from jaxrlhf.architecture import Experts, ModelConfig
+from jaxrlhf.batch import Problem
+from jaxrlhf.config import Sampling
+from jaxrlhf.engine import Engine, Request
+from jaxrlhf.models.decoder import routed_states
+from jaxrlhf.models.experts import Watched
+from jaxrlhf.parallel import mesh_of
+from jaxrlhf.workers.generation import to_rollout
+from jaxrlhf.workers.packing import Packing
+from jaxrlhf.workers.routers import router_metrics, watched
+
+MODEL = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    experts=Experts(6, 2, 8),
+)
+WIDTH = 20
+
+
+@pytest.fixture(scope="module")
+def params():
+    drawn = models.init_params(MODEL, "lm", jax.random.key(3))
+    return jax.tree.map(lambda leaf: leaf if leaf.std() == 0 else 0.4 * leaf / leaf.std(), drawn)
+
+
+def engine(model=MODEL, **options):
+    return Engine(
+        model,
+        mesh_of({}, jax.devices()[:1]),
+        slots=5,
+        max_prompt_tokens=10,
+        max_response_tokens=10,
+        stop_tokens=(3,),
+        decode_tokens_per_dispatch=3,
+        dtype=jnp.float32,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def rollout(params):
+    """Ten responses in five slots to four prompts, most of which several share; lengths differ."""
+    sampler = engine(records_routing=True)
+    sampler.load(params, version=0)
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(4, 32, length).tolist()) for length in (1, 4, 7, 10)]
+    asked = [prompts[index % 4] for index in range(10)]
+    requests = [Request(index, prompt, index % 4) for index, prompt in enumerate(asked)]
+    completions = sampler.generate(requests, Sampling(), seed=1)
+    assert len({len(completion.tokens) for completion in completions}) > 2
+    problems = [Problem(index % 4, "", prompt) for index, prompt in enumerate(asked)]
+    return to_rollout(problems, completions, width=WIDTH)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def forward(params, rows, config=MODEL):
+    return routed_states(
+        params,
+        config,
+        rows.token_RW,
+        rows.position_RW,
+        rows.segment_RW,
+        spread=rows.spread,
+        watched=watched(rows)._replace(replayed=rows.choice_RWLk),
+    )
+
+
+def packed(sequences):
+    packing = Packing(sequences, rows=16, row_tokens=WIDTH)
+    assert packing.microbatches == 1
+    return next(packing.rows()), packing
+
+
+def test_what_is_recorded_is_what_a_trainer_chooses_itself(params, rollout):
+    sequences = rollout.sequences
+    assert sequences.choice_BTLk.shape == (10, WIDTH, 2, 2)
+    known_BT = np.arange(WIDTH) < sequences.length_B[:, None] - 1
+    assert (sequences.choice_BTLk[known_BT] >= 0).all() and (sequences.choice_BTLk[~known_BT] == -1).all()
+    rows, packing = packed(sequences.replace(choice_BTLk=None))
+    _, routed = forward(params, rows)
+    for layer in range(2):
+        for k in range(2):
+            own_BT = packing.unpack(np.asarray(routed.choice_RWk)[None, layer, :, :, k])
+            np.testing.assert_array_equal(own_BT[known_BT], sequences.choice_BTLk[known_BT][:, layer, k])
+
+
+def test_replaying_what_the_trainer_chooses_changes_nothing_and_other_choices_do(params, rollout):
+    sequences = rollout.sequences
+    plain, _ = packed(sequences.replace(choice_BTLk=None))
+    rows, _ = packed(sequences)
+    expected, _ = forward(params, plain)
+    same, routed = forward(params, rows)
+    np.testing.assert_allclose(same, expected, atol=1e-6)
+    assert not disagreement(routed, rows).any()
+    others = np.where(sequences.choice_BTLk < 0, -1, (sequences.choice_BTLk + 3) % 6).astype(np.int16)
+    changed, routed = forward(params, packed(sequences.replace(choice_BTLk=others))[0])
+    assert np.abs(np.asarray(changed - expected)[np.asarray(rows.mask_RW)]).max() > 0.1
+    rows, packing = packed(sequences.replace(choice_BTLk=others))
+    share_BT = packing.unpack(np.asarray(disagreement(routed, rows))[None])
+    last_BT = np.arange(WIDTH) == sequences.length_B[:, None] - 1
+    assert not share_BT[last_BT].any(), "nothing was recorded of a response's last token"
+    naive = naive_disagreement(routed, rows, packing, others)
+    np.testing.assert_allclose(share_BT[sequences.mask_BT & ~last_BT], naive[sequences.mask_BT & ~last_BT], atol=1e-6)
+
+
+def disagreement(routed, rows):
+    return router_metrics(routed, rows, MODEL, role="actor")["router/actor_disagreement"]
+
+
+def naive_disagreement(routed, rows, packing, used_BTLk):
+    """Share of a token's own choices, over layers, that were not among those used; counted one by one."""
+    own = [
+        [packing.unpack(np.asarray(routed.choice_RWk)[None, layer, :, :, k]) for k in range(2)] for layer in range(2)
+    ]
+    share_BT = np.zeros(used_BTLk.shape[:2])
+    for b, t in np.ndindex(share_BT.shape):
+        misses = [own[layer][k][b, t] not in used_BTLk[b, t, layer] for layer in range(2) for k in range(2)]
+        share_BT[b, t] = sum(misses) / 4
+    return share_BT
+
+
+def test_a_model_without_experts_has_no_routing_to_record():
+    dense = ModelConfig("qwen3", 32, 16, 32, 2, 4, 2, 8)
+    with pytest.raises(ValueError, match="replay_routing records choices of experts, of which this model has none"):
+        engine(dense, records_routing=True)
+
+
+def test_nothing_is_recorded_unless_asked(params):
+    sampler = engine()
+    sampler.load(params, version=0)
+    [completion] = sampler.generate([Request(0, (5, 6), 0)], Sampling(), seed=1)
+    assert completion.choice_TLk is None
+    assert Watched().replayed is None
