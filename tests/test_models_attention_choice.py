@@ -1,5 +1,6 @@
 """The choice of attention kernels: what computes the same is used, what does not is replaced loudly."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from tiny_runs import get_config
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.architecture import LatentAttention, ModelConfig
 from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.engine import programs
 from jaxrlhf.models import kernel_choice
@@ -127,6 +128,25 @@ def test_cudnn_is_refused_where_there_is_none(monkeypatch):
         assert choose(dtype="bfloat16") == ("xla", "xla")
 
 
+def test_soft_caps_are_computed_where_the_kernel_has_none(monkeypatch):
+    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("cudnn", "xla"))
+    with pytest.warns(RuntimeWarning, match="'cudnn'.*has no soft cap of scores"):
+        assert choose(replace(CONFIG, attn_logit_softcapping=2.0)) == ("xla", "xla")
+
+
+def test_a_kernel_is_tried_with_the_windows_of_the_model(monkeypatch):
+    monkeypatch.setitem(ROWS, "splash", lambda *arrays: xla_rows(*arrays[:4]))
+    assert choose(decodes=False)[0] == "splash"
+    with pytest.warns(RuntimeWarning, match="'splash'.*its output is off by"):
+        assert choose(replace(CONFIG, sliding_window=1000), decodes=False)[0] == "xla"
+
+
+def test_latents_are_decoded_by_the_kernel_that_reads_them():
+    latent = LatentAttention(rank=8, rope_dim=4, value_dim=12)
+    with pytest.warns(RuntimeWarning, match=r"'pallas' \(decode\) is not used .* it reads no latents"):
+        assert choose(replace(CONFIG, latent=latent)) == ("splash", "xla")
+
+
 def test_stages_keep_the_kernel_that_the_compiler_splits():
     with pytest.warns(RuntimeWarning, match="inside pipeline stages") as caught:
         assert choose(shape=(1, 2, 1)) == ("xla", "xla")
@@ -165,8 +185,9 @@ def test_programs_compute_with_the_kernels_they_are_given(program, kernel, monke
         shape = programs.Shape(config=CONFIG, **sizes, dtype=jnp.float32, attention=attention)
         rows, length = jnp.ones((2, 16), jnp.int32), jnp.ones(2, jnp.int32)
         if program == "packed":
-            run = partial(models.hidden_states, config=CONFIG, attention=attention)
-            run = partial(run, token_RW=rows, position_RW=rows, segment_RW=rows)
+
+            def run(params):
+                return models.hidden_states(params, CONFIG, rows, rows, rows, attention=attention)
         elif program == "prefill":
             run = partial(programs.prefill, token_PS=rows, length_P=length, shape=shape)
         else:
