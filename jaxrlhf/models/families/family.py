@@ -17,9 +17,9 @@ class Stored(NamedTuple):
       dims: Our dimensions in our order, one letter each, the layers dimension left out.
       stored: The same letters in the file's order, a space between the tensor's dimensions;
         `NH D` is a matrix whose rows are heads times head width. `1` is a dimension of size one.
-      layer: First layer that has one.
       start: Row of the tensor at which the parameter begins, where several share the tensor.
       rows: Of that tensor; None where it is the parameter's own.
+      layer: First layer that has one.
     """
 
     name: str
@@ -33,12 +33,6 @@ class Stored(NamedTuple):
     def letters(self) -> str:
         """Our dimensions in the file's order."""
         return self.stored.replace(" ", "").replace("1", "")
-
-    def names(self, num_layers: int) -> list[str]:
-        """The tensor's name, or its name in each layer."""
-        if "{layer}" not in self.name:
-            return [self.name]
-        return [self.name.format(layer=layer) for layer in range(num_layers)]
 
     def named(self, at: Sequence[int]) -> str:
         """The tensor's name at a place in the stacked dimensions: of a layer, or of an expert of a layer."""
