@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxrlhf.algos import nll_objective, token_weights
-from jaxrlhf.batch import Experience, Problem, Sequences
+from jaxrlhf.batch import Array, Experience, Problem, Sequences
 from jaxrlhf.controller.step import StepInput, StepResult, merged
 from jaxrlhf.workers import Roles
 
@@ -52,15 +52,24 @@ def with_examples(
 def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: float) -> Experience:
     examples = supervised_batch(problems, width=batch.sequences.token_BT.shape[1])
     # The prompts are of another source, so their ids are none of the responses'.
-    own = replace(examples.sequences, prompt_id_B=-1 - np.asarray(examples.sequences.prompt_id_B))
+    own = replace(
+        examples.sequences,
+        prompt_id_B=-1 - np.asarray(examples.sequences.prompt_id_B),
+        choice_BTLk=_no_choice(batch.sequences.choice_BTLk, rows=len(problems)),
+    )
     tokens = [np.sum(part.mask_BT) for part in (batch.sequences, own)]
     sampled, taught = (
         np.full_like(part.weight_BT, sum(tokens) / max(count, 1))
         for part, count in zip((batch, examples), tokens, strict=True)
     )
     unsaid = np.zeros_like(taught)
-    fields = {name: np.concatenate([value, unsaid]) for name, value in batch.fields.items()}
+    fields: dict[str, Array] = {name: np.concatenate([value, unsaid]) for name, value in batch.fields.items()}
     fields["example_weight"] = np.concatenate([np.zeros_like(sampled), coefficient * examples.weight_BT])
     fields["metric_weight"] = np.concatenate([sampled, taught])
     sequences = jax.tree.map(lambda *parts: np.concatenate(parts), batch.sequences, own)
     return Experience(sequences, np.concatenate([batch.weight_BT, unsaid]), fields)
+
+
+def _no_choice(choice_BTLk: Array | None, *, rows: int) -> Array | None:
+    """Of tokens that no policy sampled, where those of others are recorded."""
+    return None if choice_BTLk is None else np.full((rows, *choice_BTLk.shape[1:]), -1, np.asarray(choice_BTLk).dtype)
