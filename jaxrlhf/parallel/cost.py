@@ -22,7 +22,7 @@ from jaxrlhf.parallel.workload import Role, Software, Workload, cache_capacities
 
 
 def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
-    """Of one layer's forward pass.
+    """Of one layer's forward pass, on average over the layers.
 
         2 (attention + mlp weights that a token meets) + 4 N H context, per token
 
@@ -32,8 +32,9 @@ def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
     Source: Kaplan et al. 2020 (arXiv:2001.08361), table 1; grouped queries do not change the scores' cost.
     """
     routed = None if model.experts is None else model.experts.per_token
-    weights = model.attention_parameters + model.mlp_parameters(experts=routed)
-    return tokens * (2 * weights + 4 * model.num_heads * model.head_dim * context)
+    value_dim = model.head_dim if model.latent is None else model.latent.value_dim
+    scored = 2 * model.num_heads * (model.head_dim + value_dim) * context
+    return tokens * (2 * model.layer_parameters(experts=routed) + scored)
 
 
 def head_flops(model: ModelConfig, head: Head, *, tokens: float) -> float:
@@ -209,7 +210,7 @@ def _decode(
     steps = full_steps + last_steps
 
     routed = None if model.experts is None else model.experts.per_token
-    met = model.num_layers * (model.attention_parameters + model.mlp_parameters(experts=routed))
+    met = model.num_layers * model.layer_parameters(experts=routed)
     head = model.head_parameters("lm")
     compute = 2 * tokens * (met + head) / tensor / flops_per_s
     read = full_steps * _weights_read(model, each / how.waves) + last_steps * _weights_read(model, 1)
@@ -254,7 +255,7 @@ def _capacity_read(workload: Workload) -> float:
 
 def _weights_read(model: ModelConfig, tokens: float) -> float:
     """Weights that one step of decoding reads for that many responses."""
-    layer = model.attention_parameters + model.mlp_parameters(experts=experts_read(model, tokens))
+    layer = model.layer_parameters(experts=experts_read(model, tokens))
     return model.num_layers * layer + model.head_parameters("lm")
 
 

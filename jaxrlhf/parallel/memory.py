@@ -95,7 +95,7 @@ def weights_generating(model: ModelConfig, layout: Layout) -> float:
     if model.experts is None:
         return model.num_parameters("lm") / split
     each = 3 * model.hidden_size * model.experts.intermediate_size
-    routed = model.num_layers * model.experts.count * each
+    routed = model.routed_choices[0] * model.experts.count * each
     return (model.num_parameters("lm") - routed + routed / layout.expert) / split
 
 
