@@ -6,9 +6,20 @@ from typing import Literal
 
 Head = Literal["lm", "value", "score"]
 FamilyName = Literal[
-    *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "phi3", "olmo2", "gemma2", "gemma3_text"),
-    *("deepseek_v2", "deepseek_v3"),
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "olmo2",
+    "gemma2",
+    "gemma3_text",
+    "deepseek_v2",
+    "deepseek_v3",
 ]
+
 
 def padded_rows(vocab_size: int) -> int:
     """Rows of an embedding or a head: after the last token come zeros up to a multiple of 64, or of 16 if it is tiny.

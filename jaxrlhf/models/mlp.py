@@ -1,5 +1,6 @@
 """What a layer does to each token by itself."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -10,7 +11,10 @@ from jaxrlhf.models import linear
 from jaxrlhf.models.attention import XLA, Attention
 from jaxrlhf.models.experts import UNWATCHED, Routed, Watched, mix, report, route
 
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 def feed_forward(
