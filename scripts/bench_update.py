@@ -9,6 +9,7 @@ forward pass's for an update), causal attention, and the head where a token is t
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -98,7 +99,9 @@ def main() -> None:
     prompts, prompt_tokens = flags.sequences // flags.responses, flags.tokens - flags.trained
     workload = bench.Workload(flags.preset, prompts, flags.responses, prompt_tokens, flags.trained)
     model = bench.checkpoint(flags.preset, flags.models)
-    config = config_of(workload, model, steps=1, tokens_per_microbatch=flags.tokens_per_microbatch, remat=flags.remat)
+    settings = {"tokens_per_microbatch": flags.tokens_per_microbatch, "remat": flags.remat}
+    # GRPO samples groups; which prompts the sequences here have is no matter of its configuration.
+    config = config_of(replace(workload, responses=max(2, flags.responses)), model, steps=1, **settings)
     with bench.Memory() as memory:
         figures = measure(workload, config, repeats=flags.repeats)
     device = jax.devices()[0].device_kind

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import bench_peers
+import bench_update
 import bench_workload as bench
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,15 @@ def test_a_tail_response_ends_with_the_same_probability_at_every_step(tmp_path, 
     assert end_RW.mean() == pytest.approx(1 / 64, rel=0.1)
     by_position = end_RW.reshape(8, 8, 8).mean(axis=(0, 2))
     np.testing.assert_allclose(by_position, by_position.mean(), rtol=0.15)
+
+
+def test_an_update_is_measured_of_sequences_that_share_no_prompt(tmp_path):
+    sizes = ["--preset", "tiny", "--sequences", "4", "--tokens", "12", "--trained", "8", "--repeats", "1"]
+    command = [bench_update.__file__, *sizes, "--models", str(tmp_path)]
+    done = subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True)
+    found = json.loads(done.stdout)
+    assert found["tokens"] == 48 and found["responses"] == 1
+    assert found["tokens_per_s"] == pytest.approx(48 / found["update_s"], rel=0.01)
 
 
 @pytest.mark.parametrize("outside", [True, False])
