@@ -19,7 +19,8 @@ from jaxrlhf.config.training import Layout, Optimizer, Rollout, Training
 class ColdStart:
     """A short supervised stage before the main one, for policies that know nothing yet.
 
-    It trains the actor in the actor's layout and microbatches, with an optimizer of its own.
+    It trains the actor in the actor's layout and microbatches, with an optimizer of its own: all its
+    weights, also where the main stage then trains adapters beside them.
     """
 
     steps: int
