@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny_checkpoints import build, write
 
 from jaxrlhf import models
 from jaxrlhf.architecture import Experts, LatentAttention, LinearRope, ModelConfig, YarnRope
@@ -118,26 +119,28 @@ def loss(params, rows, config, **how):
 
 
 @functools.cache
-def gradient(config, **how):
-    return jax.jit(jax.grad(functools.partial(loss, config=config, **how), has_aux=True))
+def program(config, gradients, **how):
+    function = functools.partial(loss, config=config, **how)
+    return jax.jit(jax.grad(function, has_aux=True) if gradients else function)
 
 
 @pytest.mark.parametrize(
-    ("config", "sizes"),
+    ("config", "sizes", "gradients"),
     [
-        (GEMMA, {"fsdp": 2, "stage": 2, "tensor": 2}),
-        (OLMO, {"fsdp": 4, "tensor": 2}),
-        (DEEPSEEK, {"fsdp": 4, "tensor": 2}),
+        (GEMMA, {"fsdp": 2, "stage": 2, "tensor": 2}, True),
+        (OLMO, {"fsdp": 4, "tensor": 2}, False),
+        (DEEPSEEK, {"fsdp": 4, "tensor": 2}, False),
     ],
     ids=["gemma-stages", "olmo", "deepseek"],
 )
-def test_eight_devices_say_what_one_says(config, sizes):
+def test_eight_devices_say_what_one_says(config, sizes, gradients):
     mesh, params, rows = mesh_of(sizes, jax.devices()), drawn(config), packed()
     by_row = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
     pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
     layout = shardings(mesh, models.param_dims(config, "lm"), TRAIN)
-    many = gradient(config, remat=True, row_sharding=by_row, pipeline=pipeline)
-    close(many(jax.device_put(params, layout), jax.device_put(rows, by_row)), gradient(config)(params, rows))
+    many = program(config, gradients, remat=True, row_sharding=by_row, pipeline=pipeline)
+    found = many(jax.device_put(params, layout), jax.device_put(rows, by_row))
+    close(found, program(config, gradients)(params, rows))
 
 
 def test_soft_capped_logits_have_the_gradient_of_their_formula():
@@ -152,7 +155,7 @@ def test_soft_capped_logits_have_the_gradient_of_their_formula():
         weight_RW = jnp.sin(jnp.arange(ROWS * WIDTH)).reshape(ROWS, WIDTH)[:, 1:]
         return (jnp.where(rows[2][:, 1:] > 0, logp_RW + 0.1 * entropy_RW, 0.0) * weight_RW).sum()
 
-    close(gradient(GEMMA)(params, rows)[0], jax.jit(jax.grad(plain))(params))
+    close(program(GEMMA, True)(params, rows)[0], jax.jit(jax.grad(plain))(params))
 
 
 def through_the_cache(params, token_RW, pipeline=None):
@@ -206,6 +209,20 @@ def test_a_window_hides_what_is_before_it():
     last_RD = np.asarray(hidden_states(drawn(config), config, token_RW))[:, -1]
     moved_R = np.abs(last_RD - last_RD[:1]).max(axis=1) > 1e-4
     assert moved_R.tolist() == [False] * (WIDTH - 4) + [True] * 4
+
+
+@pytest.mark.parametrize("kind", ["phi3", "deepseek-v3"])
+def test_every_device_reads_its_part_of_shared_tensors_and_of_first_layers(kind, tmp_path):
+    source = write(tmp_path, build(kind))
+    config = models.read_config(source)
+    whole = models.load_params(source, config, "lm")
+    layout = shardings(mesh_of({"fsdp": 4, "tensor": 2}, jax.devices()), models.param_dims(config, "lm"), TRAIN)
+
+    def same(leaf, expected):
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(expected)[shard.index])
+
+    jax.tree.map(same, models.load_params(source, config, "lm", layout), whole)
 
 
 def test_layers_of_two_kinds_are_not_divided_over_stages():
