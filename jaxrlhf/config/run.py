@@ -163,8 +163,12 @@ class Config:
         """Whether the reference is the actor as it was before its adapters were trained, without weights of its own."""
         together = not self.pools or any({"actor", "reference"} <= set(pool.roles) for pool in self.pools)
         alike = self.reference_layout in (None, self.actor.layout)
-        own = getattr(self.algorithm, "reference_model", None) is not None
-        return self.actor.lora is not None and "reference" in self.algorithm.roles and together and alike and not own
+        return self.actor.lora is not None and self._refers_to_start and together and alike
+
+    @property
+    def _refers_to_start(self) -> bool:
+        """Whether there is a reference, and it is the policy that the run starts from."""
+        return "reference" in self.algorithm.roles and getattr(self.algorithm, "reference_model", None) is None
 
     def _check_lora(self) -> None:
         waits = [entry for entry in self.offload if entry.partition(".")[0] == "reference"]
@@ -172,6 +176,12 @@ class Config:
             not (waits and self.reference_is_frozen_actor),
             f"offload: {', '.join(waits)}, and with actor.lora the reference is the actor's own frozen weights; "
             "write actor.parameters",
+        )
+        given = self.actor.lora is not None and self.actor.lora.start is not None
+        require(
+            not (given and self._refers_to_start) or self.reference_is_frozen_actor,
+            "actor.lora.start gives adapters that the reference starts with too, and it has them only on the actor's "
+            "pool and in its layout; place it there, or merge them into the model and drop start",
         )
 
     def _check_search(self) -> None:
