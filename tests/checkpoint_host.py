@@ -18,7 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.checkpoint import TreeItem
+from jaxrlhf import models
+from jaxrlhf.checkpoint import TreeItem, convert, load_pretrained
 
 Layout = tuple[tuple[int, ...], dict[str, tuple[str | None, ...]]]
 """Sizes of the mesh axes `x` and `y`, and how some arrays are split over them; the others are on every device."""
@@ -63,6 +64,18 @@ class Host:
         """No file of that host may grow beyond a size in bytes, as if its disk were full; -1 lifts the limit."""
         if jax.process_index() == host:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1))
+
+    def convert(self, source: Path, converted: Path, exported: Path) -> None:
+        """From Hugging Face to orbax and back, with the matrices split over all devices of the world."""
+        convert(source, converted)
+        config, mesh = models.read_config(converted), Mesh(np.array(jax.devices()), ("x",))
+
+        def place(shape: jax.ShapeDtypeStruct) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*[None] * (len(shape.shape) - 1), "x"))
+
+        layout = jax.tree.map(place, models.param_shapes(config, "lm"))
+        params = load_pretrained(converted, config, "lm", layout)
+        models.save_params(params, config, exported, dtype="bfloat16", source=source)
 
     def item(self, name: str, method: str, *directory: Path):
         return getattr(self.items[name], method)(*directory)

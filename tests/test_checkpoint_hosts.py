@@ -18,10 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tiny_checkpoints
+import torch
 from checkpoint_host import placed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.checkpoint import Checkpoints, TreeItem
+from jaxrlhf.checkpoint.pretrained import export_converted
 
 STATE = {"step": 3}
 STARTS_S, ANSWERS_S = 120, 60
@@ -212,6 +215,17 @@ def test_two_hosts_write_what_one_reads_and_back(pair, checkpoints):
     checkpoints.wait()
     assert checkpoints.restore(2, {"actor": item}) == STATE
     assert_holds(pair, "actor", tree(2))
+
+
+def test_two_hosts_convert_load_and_export_a_model(pair, tmp_path):
+    source = tiny_checkpoints.write(tmp_path / "source", tiny_checkpoints.build("qwen2").to(torch.bfloat16))
+    pair.call("convert", source, tmp_path / "converted", tmp_path / "exported")
+    assert len(list((tmp_path / "converted" / "weights").glob("ocdbt.process_*"))) == 2
+    export_converted(tmp_path / "converted", tmp_path / "by_one")
+    for place in ("exported", "by_one"):
+        assert {file.name for file in (tmp_path / place).iterdir()} == {file.name for file in source.iterdir()}
+        for file in source.glob("*.safetensors"):
+            assert (tmp_path / place / file.name).read_bytes() == file.read_bytes()
 
 
 def test_hosts_refuse_other_arrays_before_they_touch_theirs(pair, checkpoints):
