@@ -48,9 +48,11 @@ def test_safe_rlhf_meets_its_limit_and_keeps_the_reward(learnt, seed):
     assert last(safe, "cost/unsafe_fraction") == pytest.approx(last(safe, "cost/mean"))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_prime_fails_less_often_than_rloo_after_as_many_steps(learnt, seed):
-    prime, rloo = learnt("PRIME", seed), learnt("RLOO", seed)
-    for logged in (prime, rloo):
-        assert last(logged[:8], "score/mean") <= 0.5
-    assert 1 - last(prime, "score/mean", steps=20) <= 0.5 * (1 - last(rloo, "score/mean", steps=20))
+def test_prime_fails_half_as_often_as_rloo_after_as_many_steps(learnt):
+    failed = {}
+    for name in ("PRIME", "RLOO"):
+        of_seeds = [learnt(name, seed) for seed in range(3)]
+        assert all(last(logged[:8], "score/mean") <= 0.5 for logged in of_seeds)
+        failed[name] = [1 - last(logged, "score/mean", steps=20) for logged in of_seeds]
+    # One seed can be lucky or not: its first right responses come sooner or later.
+    assert np.mean(failed["PRIME"]) <= 0.5 * np.mean(failed["RLOO"])
