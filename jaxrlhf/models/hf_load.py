@@ -71,7 +71,7 @@ def load_params(
             if source is None:
                 zeros = np.zeros(sharding.shard_shape(param.shape), dtype)
                 return jax.make_array_from_callback(param.shape, sharding, lambda _: zeros)
-            array = None
+            array: Any = None
             shard = sharding.shard_shape(param.shape)
             steps = shard[: len(shard) - len(source.dims)]
             order = tuple(source.letters.index(letter) for letter in source.dims)
@@ -105,7 +105,8 @@ def _piece(files: TensorFiles, source: Stored, param: Param, sharding: Sharding,
     """
     stacked = len(at)
     holders: dict[Ranges, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(param.shape).items():
+    held: Any = sharding.addressable_devices_indices_map(param.shape)
+    for device, index in held.items():
         ranges = tuple(part.indices(size)[:2] for part, size in zip(index, param.shape, strict=True))
         holders.setdefault(ranges, []).append(device)
     blocks: list[jax.Array] = []

@@ -62,7 +62,7 @@ class OwnModel(ABC):
         """For every token of every packed row what predicts its next one, `[R, W, D]`."""
 
     @abstractmethod
-    def empty_cache(self, **sizes: Any) -> Any:
+    def empty_cache(self, *, slots: int, capacity: int, **how: Any) -> Any:
         """A list of `LayerCache`."""
 
     @abstractmethod

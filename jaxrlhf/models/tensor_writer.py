@@ -64,7 +64,7 @@ class TensorWriter:
         place = self._places[name]
         with (self._directory / (place.file + _UNFINISHED)).open("r+b") as file:
             file.seek(place.start + start * (rows.nbytes // len(rows)))
-            file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+            file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
         self._unwritten[name] -= len(rows)
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
             stages=layout.stage,
             shares=shares,
             prompts=math.ceil(prompts / shards),
-            longest_response=workload.longest_tokens - workload.prompt_tokens,
+            longest_response=math.ceil(workload.longest_tokens - workload.prompt_tokens),
         )
         if shares:
             own, shared = workload.response_tokens + 1, workload.prompt_tokens - 1

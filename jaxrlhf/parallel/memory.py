@@ -1,5 +1,7 @@
 """What a device holds, in bytes."""
 
+from typing import Protocol
+
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.config import Layout, Lora
 
@@ -65,7 +67,14 @@ def _inner(model: ModelConfig) -> int:
     return model.experts.per_token * model.experts.intermediate_size + model.experts.shared_intermediate_size
 
 
-def weights_held(model: ModelConfig, head: Head, layout: Layout) -> float:
+class Counted(Protocol):
+    """A model whose weights can be counted, the decoder's or another."""
+
+    def num_parameters(self, head: Head = "lm") -> int:
+        """Number of weights, the given head included."""
+
+
+def weights_held(model: Counted, head: Head, layout: Layout) -> float:
     """Weights of a model that one device holds in the training layout."""
     return model.num_parameters(head) / layout.copy_devices
 

@@ -116,8 +116,8 @@ class ModelWorker(ABC):
 
     def _hidden(self, params: Params, rows: Rows, watched: Watched = UNWATCHED) -> tuple[Array, Routed | None]:
         """The last hidden states, and what routers did."""
-        tokens = params, self.config, rows.token_RW, rows.position_RW, rows.segment_RW
-        how = {
+        tokens = rows.token_RW, rows.position_RW, rows.segment_RW
+        how: dict[str, Any] = {
             "spread": rows.spread,
             "remat": self._remat,
             "dtype": self.dtype,
@@ -126,8 +126,8 @@ class ModelWorker(ABC):
             "pipeline": self._pipeline,
         }
         if self.config.experts is None:
-            return hidden_states(*tokens, **how), None
-        return routed_states(*tokens, watched=watched._replace(replayed=rows.choice_RWLk), **how)
+            return hidden_states(params, self.config, *tokens, **how), None
+        return routed_states(params, self.config, *tokens, watched=watched._replace(replayed=rows.choice_RWLk), **how)
 
     def _pack(self, sequences: Sequences) -> Packing:
         """Where the tokens of this process's sequences lie; every process makes the same number of microbatches."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
-from jaxrlhf.architecture import Head
+from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.config import CRITICS, ROLLOUT, ModelReward, offloaded
 from jaxrlhf.models import OwnModel, read_config
 from jaxrlhf.parallel import BATCH_AXES, adapters_held, keeps_activations, training_activation_bytes, weights_held
@@ -68,6 +68,7 @@ def device_memory(devices: Sequence[jax.Device]) -> int | None:
 def update_bytes(builder: "Builder", role: str, roles: Collection[str]) -> float:
     """Bytes that a device of the pool holds while the role is updated and keeps all activations, about."""
     training, model, head = builder.training(role), builder.model_of(role), head_of(role)
+    assert isinstance(model, ModelConfig), "models of a user's own choose for themselves"
     row_tokens, rows = microbatch_shape(training, builder.mesh(role), width=builder.width, role=role)
     shards = math.prod(builder.mesh(role).shape[axis] for axis in BATCH_AXES)
     activations = training_activation_bytes(
@@ -104,6 +105,7 @@ def _held_bytes(builder: "Builder", role: str, *, updates: bool) -> float:
     model, layout = builder.model_of(role), builder.training(role).layout
     frozen, learnt = weights_held(model, head_of(role), layout), 0.0
     if training is not None and training.lora is not None and config.cold_start is None:  # which trains all weights
+        assert isinstance(model, ModelConfig), "adapters are of the decoder"
         learnt = adapters_held(model, training.lora, layout)
     elif training is not None:
         frozen, learnt = 0.0, frozen

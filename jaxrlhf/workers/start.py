@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.architecture import Head
+from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import TreeItem, check_pretrained, load_pretrained
 from jaxrlhf.config import Config, Lora, Model, ModelReward, Pretrained
@@ -30,6 +30,7 @@ def initial_params(model: Model, config: AnyModel, head: Head, layout: Any, shap
             return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), drawn, dtypes)
 
         return jax.jit(build, out_shardings=layout)(np.uint32(seed))
+    assert isinstance(config, ModelConfig), "a checkpoint is of the decoder"
     return load_pretrained(model.path, config, head, layout, dtype=dtypes)
 
 
@@ -56,6 +57,7 @@ def check_starts(config: Config, *, policy: Path | None) -> None:
 def initial_adapters(config: AnyModel, head: Head, lora: Lora, layout: Any, *, seed: int) -> Params:
     """Float32 adapters as the run starts with them, in the given layout."""
     if lora.start is not None:
+        assert isinstance(config, ModelConfig), "adapters are of the decoder"
         return load_adapters(lora.start, config, head, lora, layout)
     declared = declare_adapters(config, head, lora)
     build = jax.jit(lambda seed: draw(declared, jax.random.fold_in(jax.random.key(seed), 1)), out_shardings=layout)
