@@ -294,7 +294,7 @@ def test_a_hub_out_of_reach_leaves_its_cache(source, tmp_path, monkeypatch):
         models.resolve("org/other")
 
 
-@pytest.mark.parametrize("axes", [(), ("embed",), ("layers", "mlp")], ids=["whole", "embed", "layers-mlp"])
+@pytest.mark.parametrize("axes", [(), ("layers", "mlp")], ids=["whole", "layers-mlp"])
 def test_the_host_holds_one_tensor_at_a_time(large, axes):
     """Of 90 tensors, most of which are stacked into few parameters."""
     directory, config = large
