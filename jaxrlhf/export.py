@@ -26,8 +26,8 @@ def main() -> None:
 
     with BytesBar("writing") as bar:
         if is_converted(flags.run):
-            if flags.step is not None:
-                raise ValueError(f"--step {flags.step}: {flags.run} is a converted checkpoint, which has no steps")
+            if flags.step is not None or flags.merge:
+                raise ValueError(f"{flags.run} is a converted checkpoint: it has no steps or adapters; drop the flags")
             export_converted(flags.run, flags.directory, dtype=flags.dtype, progress=bar)
             what = "model"
         else:
