@@ -1,6 +1,9 @@
 """Eight CPU devices, strict JAX, checked annotations."""
 
 import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 # XLA:CPU can deadlock when collectives of eight devices queue on few threads; the thread
 # pool is sized from this variable, which has to be set before JAX starts.
@@ -10,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing of one test reaches another, or the user's own cache
 
+import pytest
 from jaxtyping import install_import_hook
 
 # Every annotated call in these rooms is checked while tests run. `batch` is left out: JAX
@@ -22,3 +26,31 @@ import jax  # noqa: E402 - after its environment is set and the hook is in place
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+_LONGEST = (
+    *("test_learning", "test_run_ray_failures", "test_algorithms_learn", "test_run_ray", "test_run_auto"),
+    *("test_learning_preference", "test_run_pools", "test_run_devices", "test_run_resume_algorithms"),
+)
+"""Files that take minutes, the longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files in the order in which workers shall take them: what takes minutes does not begin when all else is done."""
+    tests = Counter(item.path.stem for item in items)
+    rank = {name: place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: (rank.get(item.path.stem, len(rank)), -tests[item.path.stem]))
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of what this worker's whole runs have compiled."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def programs(compiled: Path) -> Iterator[None]:
+    """In modules that ask for this, programs that one of them compiled are loaded, in child processes too."""
+    from placed_runs import compiled_once
+
+    with compiled_once(compiled):
+        yield

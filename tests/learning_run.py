@@ -1,19 +1,12 @@
-"""A program that lets one algorithm learn the smallest task there is: `learning_run.py ALGORITHM WORKDIR [STEP]`.
+"""A run that learns from random weights on: 1 for a response that begins with a digit, 0 for any other.
 
-The algorithm is one of the package or that of a configuration file. With a step the run dies after it.
-
-A transformer of random weights earns 1 for a response that begins with a digit, which one token in
-about thirty of its vocabulary is, and 0 for any other.
+One token in about thirty of the vocabulary is a digit.
 """
 
-import os
-import sys
 from dataclasses import replace
 
 from tiny_runs import get_config
 
-import jaxrlhf
-from jaxrlhf import config
 from jaxrlhf.config import Checkpointing, Config, Evaluation, FormatReward, Optimizer, PolicyGradient, Rewards, Training
 
 
@@ -32,13 +25,4 @@ def learning(algorithm: type[PolicyGradient], **settings: object) -> Config:
         steps=24,
         evaluation=Evaluation(every_steps=0, problems=16),
         checkpoint=Checkpointing(every_steps=2),
-    )
-
-
-if __name__ == "__main__":
-    name, workdir, *last = sys.argv[1:]
-    algorithm = type(jaxrlhf.load(name).algorithm) if name.endswith(".py") else getattr(config, name)
-    jaxrlhf.run(
-        replace(learning(algorithm), workdir=workdir),
-        on_step=lambda number, metrics: os._exit(9) if [str(number)] == last else None,
     )

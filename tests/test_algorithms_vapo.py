@@ -1,15 +1,16 @@
-"""VAPO: what a critic-and-imitation step makes of a rollout, and a whole run of it."""
+"""VAPO: what a critic-and-imitation step makes of a rollout.
+
+It learns in `test_algorithms_learn.py`, and is killed and goes on in `test_run_resume_algorithms.py`.
+"""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_runs import get_config, numbers, records, training
+from tiny_runs import get_config, training
 
-import jaxrlhf
 from jaxrlhf.algos import imitating_objective, policy_objective
 from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Rollout, Scores, Sequences
@@ -87,25 +88,3 @@ def test_the_objective_adds_the_imitated_tokens_to_the_policy_loss() -> None:
 def test_settings_out_of_range_are_refused(setting) -> None:
     with pytest.raises(ValueError, match=next(iter(setting))):
         VAPO(**setting)
-
-
-@pytest.mark.slow
-def test_a_run_warms_the_critic_up_and_goes_on_with_the_same_numbers(tmp_path) -> None:
-    config = get_config()
-    algorithm = VAPO(responses_per_update=8, critic=training(), critic_warmup_steps=2, length_scale=0.2)
-    config = replace(config, algorithm=algorithm, cold_start=None, steps=5)
-    stop = SimpleNamespace(at=3)
-
-    def interrupt(step: int, _) -> None:
-        if step == stop.at:
-            raise KeyboardInterrupt
-
-    assert jaxrlhf.run(replace(config, workdir=str(tmp_path / "whole"))).finished
-    whole = numbers(tmp_path / "whole" / "metrics.jsonl")
-    assert ["vapo/imitation_loss" in record for record in whole] == [False, False, True, True, True]
-    assert all(0 < record["vapo/lambda_mean"] < 1 for record in whole)
-    with pytest.raises(KeyboardInterrupt):
-        jaxrlhf.run(replace(config, workdir=str(tmp_path / "cut")), on_step=interrupt)
-    assert jaxrlhf.run(replace(config, workdir=str(tmp_path / "cut"))).finished
-    assert numbers(tmp_path / "cut" / "metrics.jsonl") == whole
-    assert len(records(tmp_path / "cut" / "metrics.jsonl")) == 5

@@ -1,0 +1,145 @@
+"""The smallest task on which every algorithm shows that it learns: three digits are given, say the first.
+
+    <|user|>385<|assistant|>3
+
+All but supervised training start from a policy that says the first or, more often, the last. What tells it
+better is all that there is to learn. The slow tests and `compare_algorithms.py` share the task.
+"""
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jaxrlhf
+from jaxrlhf.config import (
+    CISPO,
+    DAPO,
+    DPO,
+    GPG,
+    GRPO,
+    GSPO,
+    IPO,
+    OPO,
+    PPO,
+    RLOO,
+    RPO,
+    SAPO,
+    SFT,
+    VAPO,
+    Algorithm,
+    Checkpointing,
+    Config,
+    CostModel,
+    DrGRPO,
+    Evaluation,
+    FromScratch,
+    Gsm8kReward,
+    Model,
+    Optimizer,
+    PairFile,
+    PolicyGradient,
+    Preference,
+    Pretrained,
+    PromptFile,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+    RewardModel,
+    Rewards,
+    Rollout,
+    Training,
+)
+from jaxrlhf.controller.policy import export_policy
+
+STEPS = 30
+"""Of what generates: 8 problems x 8 responses and one update each."""
+
+HELD_OUT = 64
+TINY = FromScratch(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=8)
+
+
+def training(learning_rate: float, **settings: Any) -> Training:
+    """Of a model this small."""
+    optimizer = Optimizer(learning_rate=learning_rate, weight_decay=0.0, **settings)
+    return Training(optimizer, tokens_per_microbatch=1024, remat="none")
+
+
+def generating() -> dict[str, PolicyGradient]:
+    """The algorithms that learn from scores of what they generate, by name."""
+    grouped = (GRPO, DrGRPO, DAPO, GSPO, CISPO, SAPO, RLOO, OPO, GPG)
+    others = (ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax)
+    critic = training(5e-3)
+    with_critic = {"PPO": PPO(critic=critic), "VAPO": VAPO(critic=critic, critic_warmup_steps=4, length_scale=2.0)}
+    return with_critic | {kind.__name__: kind() for kind in (*grouped, *others)}
+
+
+def from_pairs() -> dict[str, Preference]:
+    """The algorithms that learn from preference pairs, by name."""
+    critic = training(5e-3, decay="linear")
+    judges = {kind.__name__: kind(pairs_per_update=64, critic=critic) for kind in (RewardModel, CostModel)}
+    return {kind.__name__: kind() for kind in (DPO, IPO, RPO)} | judges
+
+
+def write_records(folder: Path) -> Path:
+    """Write problems of both splits, each with the answer, a guess at it and a wrong answer."""
+    rng = random.Random(0)
+    prompts = ["".join(digits) for digits in itertools.permutations("0123456789", 3)]
+    rng.shuffle(prompts)
+    records = [
+        {
+            "prompt": prompt,
+            "answer": prompt[0],
+            "guess": rng.choices(prompt, weights=(1, 0, 2))[0],
+            "wrong": rng.choice(prompt[1:]),
+            "answer_is_safe": True,
+            "wrong_is_safe": False,
+        }
+        for prompt in prompts
+    ]
+    for split, part in (("evaluation", records[:HELD_OUT]), ("train", records[HELD_OUT:])):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in part))
+    return folder
+
+
+def task(folder: Path, algorithm: Algorithm, model: Model, *, solution: str | None = None, **changes: Any) -> Config:
+    """A run on the records of a folder.
+
+    Args:
+      solution: Field that supervised training imitates.
+    """
+    files = {"train": str(folder / "train.jsonl"), "evaluation": str(folder / "evaluation.jsonl")}
+    settings: dict[str, Any] = {
+        "name": type(algorithm).__name__,
+        "steps": STEPS,
+        "data": PromptFile(**files, solution_key=solution),
+        "rewards": Rewards(parts=(Gsm8kReward(method="flexible"),), workers=1),
+        "rollout": Rollout(prompts_per_step=8, responses_per_prompt=8, max_prompt_tokens=8, max_response_tokens=4),
+        "actor": training(4e-3),
+        "evaluation": Evaluation(every_steps=0, problems=HELD_OUT),
+        "checkpoint": Checkpointing(every_steps=0, keep_best=0),
+        "compute_dtype": "float32",
+        "devices": 1,
+    }
+    if isinstance(algorithm, Preference):
+        safe = ("answer_is_safe", "wrong_is_safe") if isinstance(algorithm, CostModel) else None
+        pairs = PairFile(**files, chosen_key="answer", rejected_key="wrong", safe_keys=safe)
+        settings |= {"data": pairs, "rewards": Rewards()}
+    if isinstance(algorithm, RewardModel):
+        settings |= {"actor": Training(), "steps": 150}  # it has no actor, and learns what a token is equal to
+    return Config(algorithm=algorithm, model=model, **settings | changes)
+
+
+def supervised(folder: Path, solution: str, **changes: Any) -> Config:
+    """A model that knows nothing imitates a field of the records."""
+    settings = {"steps": 100, "actor": training(5e-3)} | changes
+    return task(folder, SFT(examples_per_update=64), TINY, solution=solution, **settings)
+
+
+def exported(folder: Path, solution: str, *, seed: int) -> Pretrained:
+    """The policy of such a run."""
+    name = f"{solution}_{seed}"
+    jaxrlhf.run(supervised(folder, solution, seed=seed, workdir=str(folder / f"{name}_run")))
+    export_policy(folder / f"{name}_run", folder / name)
+    return Pretrained(str(folder / name))

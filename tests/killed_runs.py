@@ -1,0 +1,137 @@
+"""Runs algorithms that carry something from step to step: each whole, and each killed and gone on with.
+
+    python killed_runs.py FOLDER
+
+FOLDER/NAME/whole and FOLDER/NAME/cut are the workdirs, FOLDER/NAME/ends.json says how the three runs ended. Each is
+a fork of this process, which has imported everything and started no device.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jax._src import xla_bridge
+from learning_run import learning
+from test_extending import readmes_algorithm
+from tiny_runs import training
+
+import jaxrlhf
+from jaxrlhf.config import (
+    DAPO,
+    DPO,
+    GRPO,
+    VAPO,
+    AdaptiveKL,
+    Algorithm,
+    ArithmeticPairs,
+    Checkpointing,
+    Config,
+    Evaluation,
+    KLInLoss,
+    Preference,
+    RewardModel,
+    Rewards,
+    Training,
+)
+from jaxrlhf.controller.run import run
+from jaxrlhf.workers.trained import TrainedWorker
+
+STEPS = 6
+SAVED_EVERY = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """An algorithm and when its run dies: at the so many-th gradient of a role, computed and not applied yet."""
+
+    algorithm: Algorithm
+    role: str = "actor"
+    gradients: int = 5
+
+
+def cases(folder: Path) -> dict[str, Case]:
+    """By name; the file that README shows is written to the folder."""
+    adaptive = KLInLoss(adaptive=AdaptiveKL(target=0.01, horizon=200))
+    own = jaxrlhf.load(readmes_algorithm(folder)).algorithm
+    return {
+        "a KL coefficient that adapts": Case(GRPO(responses_per_update=64, kl=adaptive)),
+        # In step 4, the first that trains the policy; what is saved is of step 2.
+        "VAPO": Case(
+            VAPO(responses_per_update=64, critic=training(), critic_warmup_steps=3, length_scale=1.0), gradients=1
+        ),
+        "DAPO": Case(DAPO(responses_per_update=64)),
+        "DPO": Case(DPO(pairs_per_update=8)),
+        "RewardModel": Case(RewardModel(pairs_per_update=8, critic=training()), role="critic"),
+        "the file that README shows": Case(replace(own, responses_per_update=64)),
+    }
+
+
+def config_of(algorithm: Algorithm) -> Config:
+    """Six steps on what `learning_run.py` learns, or on pairs."""
+    tiny = replace(learning(GRPO), steps=STEPS, evaluation=Evaluation(every_steps=0, problems=8))
+    tiny = replace(tiny, checkpoint=Checkpointing(every_steps=SAVED_EVERY, keep_last=3, keep_best=0))
+    if not isinstance(algorithm, Preference):
+        return replace(tiny, algorithm=algorithm)
+    pairs = {
+        "data": ArithmeticPairs(difficulty=1, train_problems=60, eval_problems=8),
+        "rewards": Rewards(),
+        "rollout": replace(tiny.rollout, max_response_tokens=24),
+    }
+    if isinstance(algorithm, RewardModel):
+        pairs["actor"] = Training()  # it has none
+    return replace(tiny, algorithm=algorithm, **pairs)
+
+
+def die_at(case: Case, workdir: Path) -> None:
+    """Have this process killed at the case's moment, when something is saved."""
+    original, left = TrainedWorker.gradient, case.gradients
+
+    def gradient(self, *args, **kwargs):
+        nonlocal left
+        result = original(self, *args, **kwargs)
+        left -= self.role == case.role
+        if left == 0:
+            while not (workdir / "checkpoints" / f"step_{SAVED_EVERY}").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    TrainedWorker.gradient = gradient
+
+
+def forked(case: Case, workdir: Path, *, dies: bool) -> int:
+    """How a run in a process of its own ends: 0, 1, or minus the signal."""
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    try:
+        if dies:
+            die_at(case, workdir)
+        code = 0 if run(replace(config_of(case.algorithm), workdir=str(workdir))).finished else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    """All cases, one after another."""
+    folder = Path(sys.argv[1])
+    every = cases(folder)
+    assert not xla_bridge.backends_are_initialized(), "threads of a device do not survive a fork"
+    for name, case in every.items():
+        own = folder / name
+        own.mkdir()
+        ends = [forked(case, own / "whole", dies=False)]
+        ends += [forked(case, own / "cut", dies=dies) for dies in (True, False)]
+        (own / "ends.json").write_text(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main()

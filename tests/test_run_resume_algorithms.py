@@ -1,0 +1,49 @@
+"""Whatever an algorithm carries from step to step: killed and gone on with, its run gives the same numbers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import killed_runs
+import pytest
+from tiny_runs import numbers
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+MOVES = {
+    "a KL coefficient that adapts": lambda logged: len({record["kl/coefficient"] for record in logged}) > 3,
+    "VAPO": lambda logged: (
+        ["vapo/imitation_loss" in record for record in logged] == [False] * 3 + [True] * 3
+        and all(0 < record["vapo/lambda_mean"] < 1 for record in logged)
+    ),
+    "DAPO": lambda logged: max(record["group/generated"] for record in logged[:2]) > 8,
+    "DPO": lambda logged: len({record["preference/margin"] for record in logged}) > 3,
+    "RewardModel": lambda logged: len({record["preference/margin"] for record in logged}) > 3,
+    "the file that README shows": lambda logged: len({record["score/mean"] for record in logged}) > 2,
+}
+"""What shows in the numbers of a case, so that a run which had lost it would have others."""
+
+
+@pytest.fixture(scope="module")
+def folder(programs, tmp_path_factory) -> Path:
+    """All cases, run by one process and its forks."""
+    folder = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, str(Path(killed_runs.__file__)), str(folder)]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is done, going on from there") == len(MOVES), done.stdout
+    return folder
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_run_that_was_killed_goes_on_with_the_same_numbers(name, folder):
+    whole, cut = folder / name / "whole", folder / name / "cut"
+    assert json.loads((folder / name / "ends.json").read_text()) == [0, -signal.SIGKILL, 0]
+    logged = numbers(whole / "metrics.jsonl")
+    assert MOVES[name](logged)
+    assert numbers(cut / "metrics.jsonl") == logged
+    assert [record["step"] for record in logged] == [1, 2, 3, 4, 5, 6]
+    for file in ("samples.jsonl", "evaluation.jsonl"):
+        assert (cut / file).read_bytes() == (whole / file).read_bytes()
