@@ -6,6 +6,8 @@ import pytest
 from placed_runs import assert_same_numbers, run
 from tiny_runs import numbers
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+
 STEPS = 4
 
 
@@ -14,14 +16,12 @@ def alone(tmp_path_factory):
     return run(tmp_path_factory.mktemp("alone"), steps=STEPS)
 
 
-@pytest.mark.slow
 def test_eight_devices(alone, tmp_path):
     layout = {"fsdp": 4, "tensor": 2, "generation_tensor": 1}
     run(tmp_path, devices=8, actor=layout, critic=layout, steps=STEPS)
     assert_same_numbers(tmp_path, alone)
 
 
-@pytest.mark.slow
 def test_eight_devices_go_on_from_the_checkpoint_of_one(alone, tmp_path):
     workdir = tmp_path / "moved"
     shutil.copytree(alone, workdir)

@@ -36,6 +36,7 @@ def test_the_advantage_is_how_much_likelier_the_teacher_finds_each_token_scored_
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs")
 def test_a_student_comes_closer_to_a_teacher_of_another_shape(tmp_path):
     teacher = write_policy(tmp_path / "teacher")
     tiny = tiny_runs.get_config()

@@ -74,7 +74,7 @@ def test_pass_at_k_of_many_samples():
 
 
 @pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
+def workdir(programs, tmp_path_factory):
     """A finished run."""
     workdir = tmp_path_factory.mktemp("trained")
     run(replace(get_config(), steps=4, workdir=str(workdir)))

@@ -13,6 +13,7 @@ _WEIGHTS = {"correction/weight_mean", "correction/effective_fraction", "correcti
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize(
     "algorithm, own",
     [

@@ -184,6 +184,7 @@ def test_a_margin_is_asked_of_the_pair_that_names_it(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs")
 def test_dpo_runs_and_its_policy_is_exported(tmp_path):
     run(config(DPO(pairs_per_update=8), steps=4, workdir=str(tmp_path / "run")))
     first, *_, last = records(tmp_path / "run/metrics.jsonl")

@@ -11,7 +11,7 @@ import numpy as np
 import odd_hosts
 import pytest
 import ray
-from placed_runs import APART, SPLIT, assert_same_numbers, compiled_once, placed, run
+from placed_runs import APART, SPLIT, assert_same_numbers, placed, run
 from tiny_runs import numbers, records
 
 from jaxrlhf.config import FunctionReward, RayCluster, Rewards, Sampling
@@ -20,7 +20,7 @@ from jaxrlhf.hosts import connect, disconnect, stored
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers import Stage, launch, ray_backend, response_texts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
 
 STEPS = 3
 CLUSTER = RayCluster(devices_per_host=4, platform="cpu", call_timeout_s=300.0)
@@ -29,13 +29,7 @@ HALVES = {"actor": {"fsdp": 2, "tensor": 2, "generation_tensor": 1}, "critic": {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with compiled_once(tmp_path_factory.mktemp("compiled")):
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def connection():
+def connection(programs):
     connection = connect(CLUSTER)
     yield
     disconnect(connection)

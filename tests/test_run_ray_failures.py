@@ -15,7 +15,7 @@ from pathlib import Path
 import odd_hosts
 import pytest
 import ray_world
-from placed_runs import compiled_once, placed
+from placed_runs import placed
 from tiny_runs import numbers
 
 import jaxrlhf
@@ -25,7 +25,7 @@ from jaxrlhf.hosts import HostDied, HostFailure, HostHung, HostProcesses, connec
 from jaxrlhf.hosts.failure import Host
 from jaxrlhf.workers import ray_backend
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
 
 TESTS = Path(__file__).parent
 STEPS = 4
@@ -35,12 +35,6 @@ CLUSTER = RayCluster(devices_per_host=1, platform="cpu", call_timeout_s=300.0)
 POOLS = (Pool("policy", 1, ("actor",)), Pool("value", 1, ("critic", "reference", "reward")))
 MOMENTS = {"start": 1, "generate_sequences": 2, "update_actor": 2, "save": 6, "any call": 20}
 """Calls that a host is killed in, or soon after; and how many of them to choose from after a launch."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs(tmp_path_factory):
-    with compiled_once(tmp_path_factory.mktemp("compiled")):
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -14,22 +14,14 @@ KILLED = -signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
+def start(programs):
     """Starts `jaxrlhf.train`, or `dying_run.py` when a signal is given, and waits for its end."""
-    environment = {
-        **os.environ,
-        # The first run compiles; the others load the very same programs.
-        "JAX_ENABLE_COMPILATION_CACHE": "true",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
-    }
 
     def run(workdir: Path, *dying: object, settings: str = "") -> subprocess.CompletedProcess:
         program = [str(TESTS / "dying_run.py"), *map(str, dying)] if dying else ["-m", "jaxrlhf.train"]
         arguments = ["--config", str(TESTS / "tiny_runs.py"), "--workdir", str(workdir), *settings.split()]
         command = [sys.executable, *program, *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        return subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
 
     return run
 
