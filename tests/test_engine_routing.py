@@ -13,7 +13,6 @@ from jaxrlhf.batch import Problem
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.decoder import routed_states
-from jaxrlhf.models.experts import Watched
 from jaxrlhf.parallel import mesh_of
 from jaxrlhf.workers.generation import to_rollout
 from jaxrlhf.workers.packing import Packing
@@ -139,11 +138,3 @@ def test_a_model_without_experts_has_no_routing_to_record():
     dense = ModelConfig("qwen3", 32, 16, 32, 2, 4, 2, 8)
     with pytest.raises(ValueError, match="replay_routing records choices of experts, of which this model has none"):
         engine(dense, records_routing=True)
-
-
-def test_nothing_is_recorded_unless_asked(params):
-    sampler = engine()
-    sampler.load(params, version=0)
-    [completion] = sampler.generate([Request(0, (5, 6), 0)], Sampling(), seed=1)
-    assert completion.choice_TLk is None
-    assert Watched().replayed is None

@@ -105,7 +105,6 @@ def expected(params, rows):
 
 
 LAYOUTS = {
-    "experts": Layout(expert=8),
     "experts and tensor": Layout(data=1, fsdp=2, expert=2, tensor=2),
     "tensor and fsdp": Layout(fsdp=4, tensor=2, generation_tensor=2),
 }
