@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+import jaxrlhf
+
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
 
 
 def readme_block(mark: str) -> str:
@@ -34,28 +37,46 @@ def own_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("NPROC", "JAX_PLATFORMS")}
 
 
-def test_readmes_main_job_learns(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def readmes_job(programs: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Its workdir, and what it printed."""
     *_, command = readme_block("train").split(" && ")
     program, *arguments = shlex.split(command)
     assert program == ".venv/bin/python"
+    folder = tmp_path_factory.mktemp("readme")
     done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=tmp_path,
+        cwd=folder,
         env=own_environment(),
         capture_output=True,
         text=True,
         timeout=1200,
         check=True,
     )
-    start, end = accuracies(tmp_path / "runs/ppo_arithmetic/metrics.jsonl")
+    return folder / "runs/ppo_arithmetic", done.stdout
+
+
+def test_readmes_main_job_learns(readmes_job: tuple[Path, str]) -> None:
+    workdir, printed = readmes_job
+    start, end = accuracies(workdir / "metrics.jsonl")
     assert start <= 0.5
     assert end >= 0.9
-    assert len(re.findall(r"^--- step 20 · score", done.stdout, re.MULTILINE)) == 5
-    assert "learning curve: runs/ppo_arithmetic/curve.png" in done.stdout
-    assert (tmp_path / "runs/ppo_arithmetic/curve.png").stat().st_size > 10_000
+    assert len(re.findall(r"^--- step 20 · score", printed, re.MULTILINE)) == 5
+    assert "learning curve: runs/ppo_arithmetic/curve.png" in printed
+    assert (workdir / "curve.png").stat().st_size > 10_000
 
 
-def test_the_notebook_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cold_start_of(name: str) -> tuple[object, ...]:
+    """All that the cold start of a shipped configuration depends on."""
+    config = jaxrlhf.load(name)
+    longest = (config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
+    return config.model, config.data, config.cold_start, config.actor, config.compute_dtype, config.seed, longest
+
+
+def test_the_notebook_learns(readmes_job: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its cold start is the one that README's job has just made, and takes a minute: it goes on from there.
+    assert cold_start_of("grpo_arithmetic") == cold_start_of("ppo_arithmetic")
+    shutil.copytree(readmes_job[0] / "cold_start", tmp_path / "runs/quickstart/cold_start")
     notebook = nbformat.read(ROOT / "notebooks/quickstart.ipynb", as_version=4)
     assert len(notebook.cells) <= 15
     for name in ("NPROC", "JAX_PLATFORMS"):
