@@ -78,8 +78,9 @@ def generating() -> dict[str, PolicyGradient]:
 def from_pairs() -> dict[str, Preference]:
     """The algorithms that learn from preference pairs, by name."""
     critic = training(5e-3, decay="linear")
-    judges = {kind.__name__: kind(pairs_per_update=64, critic=critic) for kind in (RewardModel, CostModel)}
-    return {kind.__name__: kind() for kind in (DPO, IPO, RPO)} | judges
+    judges = (RewardModel(pairs_per_update=64, critic=critic), CostModel(pairs_per_update=64, critic=critic))
+    every: tuple[Preference, ...] = (DPO(), IPO(), RPO(), *judges)
+    return {type(one).__name__: one for one in every}
 
 
 def write_records(folder: Path) -> Path:
@@ -109,7 +110,7 @@ def task(folder: Path, algorithm: Algorithm, model: Model, *, solution: str | No
     Args:
       solution: Field that supervised training imitates.
     """
-    files = {"train": str(folder / "train.jsonl"), "evaluation": str(folder / "evaluation.jsonl")}
+    files: dict[str, Any] = {"train": str(folder / "train.jsonl"), "evaluation": str(folder / "evaluation.jsonl")}
     settings: dict[str, Any] = {
         "name": type(algorithm).__name__,
         "steps": STEPS,
