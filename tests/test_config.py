@@ -194,7 +194,7 @@ def test_override_switches_a_variant():
             "actor.optimizer.decay must be one of 'constant', 'linear', 'cosine'",
         ),
         ({"rollout.sampling.stop_tokens": "x"}, "rollout.sampling.stop_tokens must be a tuple of str, got 'x'"),
-        ({"model": Arithmetic()}, "model must be FromScratch or Pretrained, got Arithmetic("),
+        ({"model": Arithmetic()}, "model must be FromScratch or Pretrained or Nnx, got Arithmetic("),
         ({"steps": 0}, "Config.steps must be above 0, got 0"),
         ({"rollout.prompts_per_step": 60}, "algorithm.responses_per_update=64 does not divide the 60 responses"),
     ],

@@ -65,7 +65,7 @@ def refused(message: str):
         ],
         (lambda: a_config(steps="3"), "Config.steps must be int, got '3'"),
         (lambda: a_config(steps=True), "Config.steps must be int, got True"),
-        (lambda: a_config(model="Qwen"), "Config.model must be FromScratch or Pretrained, got 'Qwen'"),
+        (lambda: a_config(model="Qwen"), "Config.model must be FromScratch or Pretrained or Nnx, got 'Qwen'"),
         (lambda: a_config(compute_dtype="fp8"), "Config.compute_dtype must be one of 'auto', 'float32', 'bfloat16'"),
         (lambda: a_config(workdir=Path("runs")), "Config.workdir must be str or None, got"),
         (lambda: a_config(resume=1), "Config.resume must be True or False, got 1"),
