@@ -165,12 +165,9 @@ class Preferences(SFT):
 def test_roles_of_algorithms_to_come():
     found = roles(a_config(algorithm=Debate(responses_per_update=32), rewards=FUNCTIONS))
     opponent, audience = found["opponent"], found["audience"]
-    assert (opponent.head, opponent.trained, opponent.passes, opponent.tokens_per_microbatch) == (
-        "value",
-        True,
-        1,
-        2048,
-    )
+    # Its head is what workers give it: only critics have values.
+    assert (opponent.head, opponent.trained, opponent.passes) == ("lm", True, 1)
+    assert opponent.tokens_per_microbatch == 2048
     assert opponent.model.hidden_size == 2560
     assert (audience.head, audience.trained, audience.passes, audience.generates) == ("lm", False, 1, False)
     found = roles(a_config(algorithm=Preferences(), rewards=FUNCTIONS))
