@@ -151,7 +151,7 @@ def test_sharded_half_precision_round_trip(kind, tmp_path):
 def test_from_scratch_loads_in_transformers(tmp_path):
     settings = FromScratch(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
     config = models.scratch_config(settings, vocab_size=VOCAB)
-    params = models.init_params(config, "lm", jax.random.key(0))
+    params = jax.jit(functools.partial(models.init_params, config, "lm"))(jax.random.key(0))
     models.save_params(params, config, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     token_RW = tokens((2, 30))
@@ -169,7 +169,8 @@ def test_score_head(tmp_path):
     token_RW, length_R = tokens((3, 20)), np.array([20, 5, 13])
     position_RW, segment_RW = plain(token_RW)
     real_RW = position_RW < length_R[:, None]
-    hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, segment_RW * real_RW)
+    states = jax.jit(models.hidden_states, static_argnums=1)
+    hidden_RWD = states(params, config, token_RW, position_RW, segment_RW * real_RW)
     ours = models.score(params, hidden_RWD, jnp.arange(3), length_R - 1)
     expected = their_logits(theirs, np.where(real_RW, token_RW, 0), real_RW.astype(np.int64))[:, 0]
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE)
