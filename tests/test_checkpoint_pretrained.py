@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,12 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 from tiny_checkpoints import build, write
+from tiny_runs import get_config, numbers, write_policy
 
 from jaxrlhf import models
 from jaxrlhf.checkpoint import load_pretrained
+from jaxrlhf.config import Evaluation, Pretrained
+from jaxrlhf.controller.run import run
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +92,22 @@ def test_both_kinds_load_the_same_parameters(source, converted, head):
         load_pretrained(converted, config, head, layout, dtype=jnp.bfloat16)["layers"],
         jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), theirs["layers"]),
     )
+
+
+@pytest.mark.slow
+def test_a_run_from_the_converted_checkpoint_is_the_same_run(tmp_path):
+    """Actor, reference and critic start from it; tokenizer and end of sequence are its own."""
+    write_policy(tmp_path / "source")
+    command("convert", tmp_path / "source", tmp_path / "converted")
+    for place in ("source", "converted"):
+        config = replace(
+            get_config(),
+            model=Pretrained(str(tmp_path / place)),
+            cold_start=None,
+            steps=1,
+            evaluation=Evaluation(every_steps=0, problems=1),
+            workdir=str(tmp_path / "runs" / place),
+        )
+        assert run(config).finished
+    ours, theirs = (numbers(tmp_path / "runs" / place / "metrics.jsonl") for place in ("converted", "source"))
+    assert len(ours) == 1 and ours[0]["actor/grad_norm"] > 0 and ours == theirs

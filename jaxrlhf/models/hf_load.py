@@ -164,9 +164,12 @@ def _read(tensor: Any, source: Stored, shape: tuple[int, ...], ranges: Ranges) -
             continue
         first, merged = there[group[0]], group[1:]
         width = math.prod(size[letter] for letter in merged)
-        outer.append(slice(first.start * width, first.stop * width))
-        unmerged += [first.stop - first.start, *(size[letter] for letter in merged)]
-        inner += [slice(None), *(there[letter] for letter in merged)]
+        count = first.stop - first.start
+        # A shard of padding alone has nothing in the file, which refuses to be asked for nothing.
+        start = first.start if count else 0
+        outer.append(slice(start * width, (start + max(1, count)) * width))
+        unmerged += [max(1, count), *(size[letter] for letter in merged)]
+        inner += [slice(count), *(there[letter] for letter in merged)]
     outer[0] = slice(outer[0].start + source.start, outer[0].stop + source.start)
     block = tensor[tuple(outer)].reshape(unmerged)[tuple(inner)]
     widths = [stop - start for start, stop in (wanted[letter] for letter in source.letters)]
