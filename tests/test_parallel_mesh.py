@@ -118,13 +118,19 @@ def test_a_dimension_that_does_not_split_is_named() -> None:
 
 def test_rules_name_axes_by_dimension() -> None:
     mesh = mesh_of({"data": 8}, jax.devices())
-    dims = {"query": ("layers", "embed", "heads", None), "table": ("vocab", "embed")}
+    dims = {
+        "query": ("layers", "embed", "heads", None),
+        "table": ("vocab", "embed"),
+        "gate": ("layers", "experts", "expert_embed", "mlp"),
+    }
     train, generate = shardings(mesh, dims, TRAIN), shardings(mesh, dims, GENERATE)
-    stages, tensors = ("stage", "micro_stage"), ("tensor", "micro_tensor")
-    assert train["query"].spec == PartitionSpec(stages, "fsdp", tensors, None)
+    stages, weights, tensors = ("stage", "micro_stage"), ("fsdp", "expert"), ("tensor", "micro_tensor")
+    assert train["query"].spec == PartitionSpec(stages, weights, tensors, None)
     assert generate["query"].spec == PartitionSpec("stage", None, "tensor", None)
-    assert train["table"].spec == PartitionSpec(("stage", "tensor", "micro_stage", "micro_tensor"), "fsdp")
+    assert train["table"].spec == PartitionSpec(("stage", "tensor", "micro_stage", "micro_tensor"), weights)
     assert generate["table"].spec == PartitionSpec(("stage", "tensor"), None)
+    assert train["gate"].spec == PartitionSpec(stages, ("expert",), "fsdp", tensors)
+    assert generate["gate"].spec == PartitionSpec("stage", ("expert",), None, "tensor")
 
 
 def test_every_rule_names_axes_of_the_mesh() -> None:
