@@ -89,6 +89,12 @@ def refused(message: str):
         (lambda: Optimizer(weight_decay=-0.1), "Optimizer.weight_decay must be 0 or more, got -0.1"),
         (lambda: Training(tokens_per_microbatch=0), "Training.tokens_per_microbatch must be above 0, got 0"),
         (lambda: Layout(fsdp=0), "Layout.fsdp must be above 0, got 0"),
+        (lambda: Layout(expert=0), "Layout.expert must be above 0, got 0"),
+        (lambda: Training(router_loss=-0.1), "Training.router_loss must be 0 or more, or None, got -0.1"),
+        (
+            lambda: FromScratch(experts=2, experts_per_token=3),
+            "FromScratch.experts_per_token=3 of experts=2; take at most all",
+        ),
         (lambda: Layout(data=0), "Layout.data must be above 0 or None, got 0"),
         (lambda: Layout(generation_stage=0), "Layout.generation_stage must be above 0, got 0"),
         (
