@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import build, write
 
@@ -317,3 +318,32 @@ def test_the_host_holds_one_tensor_at_a_time(large, axes):
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) > 20 * largest
     # A device may still hold on to the tensor before.
     assert largest / 8 < peak < 2.5 * largest, peak / largest
+
+
+def test_other_loaders_find_what_they_look_for(source, tmp_path):
+    """Every file by its pattern, its format, where each tensor is, and how much there is to load."""
+    config = models.read_config(source)
+    models.save_params(load(source), config, tmp_path, dtype=jnp.bfloat16, source=source, max_shard_bytes=20_000)
+    files = sorted(file.name for file in tmp_path.glob("model-*-of-*.safetensors"))
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)] and files[1:]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    found = {}
+    for name in files:
+        with safe_open(tmp_path / name, framework="numpy") as file:
+            assert file.metadata() == {"format": "pt"}
+            names = list(file.keys())
+            found |= {tensor: (name, file.get_tensor(tensor)) for tensor in names}
+    assert index["weight_map"] == {tensor: name for tensor, (name, _) in found.items()}
+    assert index["metadata"]["total_size"] == sum(array.nbytes for _, array in found.values())
+    assert {str(array.dtype) for _, array in found.values()} == {"bfloat16"}
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (tmp_path / "generation_config.json").is_file()
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_weights_that_float16_cannot_hold_are_not_exported_as_infinite(source, tmp_path):
+    params = load(source)
+    params["final_norm"] = params["final_norm"].at[3].set(70_000.0)
+    with pytest.raises(ValueError, match=r"tensor 'model\.norm\.weight' has weights beyond float16's 65504; export as"):
+        models.save_params(params, models.read_config(source), tmp_path, dtype=jnp.float16)
+    assert not list(tmp_path.glob("*.safetensors")) and not (tmp_path / "config.json").exists()
