@@ -167,7 +167,7 @@ def test_microbatches_keep_stages_busy_and_divide_the_rows():
     mesh = mesh_of({"data": 4, "stage": 2}, jax.devices())
     pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES)
     assert [pipeline.microbatches(4 * rows) for rows in (1, 3, 8, 12, 16, 64)] == [1, 3, 8, 6, 8, 8]
-    with pytest.raises(ValueError, match="10 rows do not split 4 ways over mesh axes data x fsdp; use a multiple"):
+    with pytest.raises(ValueError, match="10 rows do not split 4 ways over mesh axes data; use a multiple of 4"):
         pipeline.microbatches(10)
 
 

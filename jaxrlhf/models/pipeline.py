@@ -65,10 +65,8 @@ class Pipeline:
         """
         ways = self.size(self.row_axes)
         if rows % ways:
-            raise ValueError(
-                f"{rows} rows do not split {ways} ways over mesh axes {' x '.join(self.row_axes)}; "
-                f"use a multiple of {ways}"
-            )
+            axes = " x ".join(axis for axis in self.row_axes if self.mesh.shape[axis] > 1)
+            raise ValueError(f"{rows} rows do not split {ways} ways over mesh axes {axes}; use a multiple of {ways}")
         most = min(rows // ways, _MICROBATCHES_PER_STAGE * self.stages)
         return next(count for count in range(most, 0, -1) if rows // ways % count == 0)
 
