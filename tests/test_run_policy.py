@@ -144,7 +144,7 @@ def test_every_form_of_the_policy_has_the_accuracy_of_its_run(workdir, exported,
     [
         (("{workdir}/tensorboard", "{new}"), "tensorboard is not the workdir of a run: it has no model folder"),
         (("{workdir}", "{new}", "--step", "3"), "has no checkpoint of step 3; it has [2, 4]"),
-        (("{workdir}", "{exported}"), "is not empty; export to a new directory"),
+        (("{workdir}", "{exported}"), "is not empty; choose a new directory"),
     ],
 )
 def test_export_refuses(arguments, message, workdir, exported, tmp_path, monkeypatch, capsys):
