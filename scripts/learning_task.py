@@ -23,6 +23,7 @@ from jaxrlhf.config import (
     IPO,
     OPO,
     PPO,
+    PRIME,
     RLOO,
     RPO,
     SAPO,
@@ -72,7 +73,8 @@ def generating() -> dict[str, PolicyGradient]:
     others = (ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax)
     critic = training(5e-3)
     with_critic = {"PPO": PPO(critic=critic), "VAPO": VAPO(critic=critic, critic_warmup_steps=4, length_scale=2.0)}
-    return with_critic | {kind.__name__: kind() for kind in (*grouped, *others)}
+    process = PRIME(process_reward=training(3e-4), gamma=0.0, least_accuracy=0.0, most_accuracy=1.0)
+    return with_critic | {kind.__name__: kind() for kind in (*grouped, *others)} | {"PRIME": process}
 
 
 def from_pairs() -> dict[str, Preference]:
