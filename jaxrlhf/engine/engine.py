@@ -7,7 +7,8 @@ lengths they serve, so a call that would recompile anything else is an error ins
     engine.load(params, version=7)
     completions = engine.generate(requests, sampling, seed=0)
 
-`generate` is made of `prefill`, `insert`, `decode` and `free`, which a server can drive itself.
+`generate` is made of `prefill`, `insert`, `dispatch`, `read` and `free`, which a server can drive itself;
+`decode` is `dispatch` and `read`.
 """
 
 import math
@@ -31,6 +32,7 @@ from jaxrlhf.engine.prefilled import Prefilled
 from jaxrlhf.engine.routing import RoutingRecord
 from jaxrlhf.engine.sampling import settings_of
 from jaxrlhf.engine.scheduler import Completion, Drawn, Placement, Request, Scheduler
+from jaxrlhf.engine.slot_book import SlotBook
 from jaxrlhf.engine.slot_cache import SlotCache
 from jaxrlhf.models import XLA, AnyModel, Attention, pipeline_over
 
@@ -141,7 +143,7 @@ class Engine:
     @property
     def active(self) -> int:
         """Slots whose response goes on or was not read yet."""
-        return int((self._active_B | self._fresh_B).sum())
+        return int(self._book.taken_B.sum())
 
     def load(self, params: Params, version: int) -> None:
         """Set the weights, already in the generation layout.
@@ -179,11 +181,10 @@ class Engine:
         self._cache.free()
         self._slots: programs.Slots | None = None
         self._cache_version: int | None = None
-        # What the host knows of every row of the device's arrays, and which slot it is.
-        self._slot_B = np.arange(self.slots)
-        self._active_B = np.zeros(self.slots, bool)
-        self._fresh_B = np.zeros(self.slots, bool)
-        self._cached_B = np.zeros(self.slots, np.int64)
+        self._book = self._blank_book()
+
+    def _blank_book(self) -> SlotBook:
+        return SlotBook(slots=self.slots, tokens_per_dispatch=self._shape.tokens_per_dispatch)
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
         """Run once every program that prompts of these lengths need; buckets that they seldom fill are given up."""
@@ -197,7 +198,7 @@ class Engine:
                 self._cache.hold(capacity, slots=self.slots)
                 self.insert(prefilled, [Placement(0, 0, 0)], knobs.Sampling(), seed=0)
                 self.decode()
-                self._active_B[:] = False
+                self._book = self._blank_book()
             self.free()
 
     def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
@@ -233,17 +234,16 @@ class Engine:
         assert prefilled.version == version, (
             f"prompts prefilled by version {prefilled.version} cannot be continued by version {version}"
         )
-        assert len(self._slot_B) == self.slots, "slots that are no longer computed cannot take a response"
+        assert len(self._book.slot_B) == self.slots, "slots that are no longer computed cannot take a response"
+        assert not self._book.unread, "a window that was not read yet may hold the last of a slot; read it first"
         most = self.prefill_prompts
         assert len(placements) <= most, f"an insertion takes {most} placements, got {len(placements)}"
         row_I = np.zeros(most, np.int32)
         slot_I = np.full(most, self.slots, np.int32)
         request_I = np.zeros(most, np.uint32)
         for index, (row, slot, request_id) in enumerate(placements):
-            assert not (self._active_B[slot] or self._fresh_B[slot]), f"slot {slot} is taken"
             row_I[index], slot_I[index], request_I[index] = row, slot, request_id
-            self._fresh_B[slot] = True
-            self._cached_B[slot] = prefilled.lengths[row]
+            self._book.start(slot, prefilled.lengths[row], limit=self._shape.max_response_tokens)
             self._routing.start(slot, prefilled.prompts.choice_PSLk, row, prefilled.lengths[row])
         insertion = programs.Insertion(
             row_I, slot_I, np.full(most, seed, np.uint32), request_I, settings_of(sampling, slots=most)
@@ -260,15 +260,8 @@ class Engine:
         )
         self._cache.place(prefilled.prompts, row_I, slot_I)
 
-    def decode(self) -> list[Drawn]:
-        """Draw up to `decode_tokens_per_dispatch` tokens in every active slot, and read them.
-
-        Returns:
-          One entry for each slot that drew, counting the first token of new responses.
-
-        Raises:
-          FloatingPointError: The policy's logits are not finite.
-        """
+    def dispatch(self) -> None:
+        """Have up to `decode_tokens_per_dispatch` tokens drawn in every active slot; returns at once."""
         params, version = self._loaded()
         assert self._slots is not None, "nothing was inserted"
         assert self._cache_version == version, (
@@ -276,7 +269,7 @@ class Engine:
         )
         self._make_room()
         self._cache.layers, self._slots, window = self._compiled.run(
-            ("decode", len(self._slot_B), self._cache.capacity),
+            ("decode", len(self._book.slot_B), self._cache.capacity),
             programs.decode,
             params,
             self._cache.layers,
@@ -284,47 +277,41 @@ class Engine:
             out=(self._layout.cache, self._layout.slots, self._layout.whole),
             donate=(1, 2),
         )
-        window = jax.device_get(window)
-        if not np.isfinite(window.logp_WB).all():
-            raise FloatingPointError("the policy's logits are not finite: its weights diverged or overflow")
-        return self._read(window)
+        self._book.dispatched(window)
 
-    def _read(self, window: programs.Window) -> list[Drawn]:
-        """Split a window by slot and bring the host's view of the slots up to date."""
-        token_WB, logp_WB, active_B, choice_WBLk = window
-        count_B = (token_WB[1:] != programs.NO_TOKEN).sum(axis=0)
-        tokens, logps = token_WB.T.tolist(), logp_WB.T.tolist()
-        drawn = []
-        for row in np.flatnonzero(self._active_B | self._fresh_B).tolist():
-            # Row 0 was drawn at the insertion, or was read with the window before.
-            span = slice(0 if self._fresh_B[row] else 1, 1 + int(count_B[row]))
-            slot = int(self._slot_B[row])
-            drawn.append(Drawn(slot, tokens[row][span], logps[row][span], bool(active_B[row])))
-            self._routing.add(slot, None if choice_WBLk is None else choice_WBLk[: count_B[row], row])
-        self._cached_B += count_B
-        self._active_B = np.array(active_B)
-        self._fresh_B[:] = False
-        return drawn
+    def read(self) -> list[Drawn]:
+        """Wait for the oldest dispatch that was not read yet.
+
+        Returns:
+          One entry for each slot that drew, counting the first token of new responses.
+
+        Raises:
+          FloatingPointError: The policy's logits are not finite.
+        """
+        return self._book.read(self._routing)
+
+    def decode(self) -> list[Drawn]:
+        """`dispatch` and `read`."""
+        self.dispatch()
+        return self.read()
 
     def _make_room(self, *, at_least: int = 0) -> None:
         """Have a cache that holds what the next dispatch may write, and that many tokens."""
-        longest = int(self._cached_B[self._active_B | self._fresh_B].max(initial=0))
-        self._cache.hold(max(at_least, longest + self._shape.tokens_per_dispatch), slots=len(self._slot_B))
+        self._cache.hold(max(at_least, self._book.longest_next), slots=len(self._book.slot_B))
 
     def _leave_idle_slots(self) -> None:
         """Go on with as few slots as hold those in use; no response can be inserted afterwards."""
         replicas = self._shape.replicas
-        busy_GB = (self._active_B | self._fresh_B).reshape(replicas, -1)
+        slot_B = self._book.slot_B
+        busy_GB = self._book.taken_B[slot_B].reshape(replicas, -1)
         count = fit(int(busy_GB.sum(axis=1).max()), self._slot_counts)
         if not busy_GB.any() or count >= busy_GB.shape[1]:
             return
         row_GB = np.argsort(~busy_GB, axis=1, kind="stable")[:, :count].astype(np.int32)
-        self._cache.keep(row_GB, slots=len(self._slot_B))
-        sizes = ("keep", len(self._slot_B), row_GB.size)
+        self._cache.keep(row_GB, slots=len(slot_B))
+        sizes = ("keep", len(slot_B), row_GB.size)
         self._slots = self._compiled.run(sizes, programs.keep_rows, self._slots, row_GB, out=self._layout.slots)
-        kept = (row_GB + np.arange(replicas)[:, None] * busy_GB.shape[1]).reshape(-1)
-        for name in ("_slot_B", "_active_B", "_fresh_B", "_cached_B"):
-            setattr(self, name, getattr(self, name)[kept])
+        self._book.keep((row_GB + np.arange(replicas)[:, None] * busy_GB.shape[1]).reshape(-1))
 
     def generate(
         self,
@@ -340,7 +327,7 @@ class Engine:
         Args:
           seed: In [0, 2**32). A response depends on it, on its request_id and prompt, and on
             nothing else of the call.
-          progress: Called after every dispatch with the completions so far and in all.
+          progress: Called after every read with the completions so far and in all.
           on_completion: Called with each completion as it is read.
 
         Returns:
@@ -367,7 +354,12 @@ class Engine:
                             prefilled = self.prefill(scheduler.take_prompts(self.prefill_prompts))
                         assert prefilled is not None, "a request was placed before its prompt was prefilled"
                         self.insert(prefilled, scheduler.place(self.prefill_prompts), sampling, seed=seed)
-                for slot, tokens, logps, active in self.decode():
+                if not self._book.unread:
+                    self.dispatch()
+                # Where no slot can be refilled the devices go on meanwhile; else slots would wait a window for it.
+                if not scheduler.waiting and self._book.outlasts:
+                    self.dispatch()
+                for slot, tokens, logps, active in self.read():
                     completion = scheduler.record(slot, tokens, logps, active=active)
                     if completion is not None:
                         completion = self._routing.complete(slot, completion)

@@ -1,0 +1,99 @@
+"""What the host knows of the slots, and the windows that were dispatched and not read yet."""
+
+from collections import deque
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrlhf.engine import programs
+from jaxrlhf.engine.routing import RoutingRecord
+from jaxrlhf.engine.scheduler import Drawn
+
+
+class _Unread(NamedTuple):
+    """A window on its way: which slot each of its rows is, and which of them drew their first token before it."""
+
+    window: programs.Window
+    slot_B: np.ndarray
+    fresh_B: np.ndarray
+
+
+class SlotBook:
+    """Slots as of the last window that was read.
+
+    Args:
+      tokens_per_dispatch: Most tokens that a window adds to a slot.
+
+    Attributes:
+      slot_B: Which slot each row of the device's arrays is.
+    """
+
+    def __init__(self, *, slots: int, tokens_per_dispatch: int) -> None:
+        self._window_tokens = tokens_per_dispatch
+        self._unread: deque[_Unread] = deque()
+        self.slot_B = np.arange(slots)
+        # These are by slot, not by row.
+        self._active_B, self._fresh_B = np.zeros(slots, bool), np.zeros(slots, bool)
+        self._cached_B, self._limit_B = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+
+    @property
+    def taken_B(self) -> np.ndarray:
+        """Slots whose response goes on or was not read yet."""
+        return self._active_B | self._fresh_B
+
+    @property
+    def unread(self) -> int:
+        """Windows that were dispatched and not read."""
+        return len(self._unread)
+
+    @property
+    def longest_next(self) -> int:
+        """Most tokens that a slot may hold after the next window."""
+        return int(self._cached_B[self.taken_B].max(initial=0)) + (self.unread + 1) * self._window_tokens
+
+    @property
+    def outlasts(self) -> bool:
+        """Whether a response may go on after the windows that were not read."""
+        return bool((self._cached_B + self.unread * self._window_tokens < self._limit_B)[self.taken_B].any())
+
+    def start(self, slot: int, prompt_tokens: int, *, limit: int) -> None:
+        """A response of at most `limit` tokens takes a slot, and its first token is drawn."""
+        assert not self.taken_B[slot], f"slot {slot} is taken"
+        self._fresh_B[slot] = True
+        self._cached_B[slot] = prompt_tokens
+        self._limit_B[slot] = prompt_tokens + limit - 1  # the last token is drawn and never run
+
+    def dispatched(self, window: programs.Window) -> None:
+        """A window is on its way."""
+        self._unread.append(_Unread(window, self.slot_B, self._fresh_B[self.slot_B]))
+        self._active_B |= self._fresh_B
+        self._fresh_B[:] = False
+
+    def keep(self, row_B: np.ndarray) -> None:
+        """The device's arrays have only these rows from now on."""
+        self.slot_B = self.slot_B[row_B]
+
+    def read(self, routing: RoutingRecord) -> list[Drawn]:
+        """Wait for the oldest window, and split it by slot.
+
+        Raises:
+          FloatingPointError: The policy's logits are not finite.
+        """
+        assert self._unread, "nothing was dispatched"
+        device_window, slot_B, fresh_B = self._unread.popleft()
+        token_WB, logp_WB, active_B, choice_WBLk = jax.device_get(device_window)
+        if not np.isfinite(logp_WB).all():
+            raise FloatingPointError("the policy's logits are not finite: its weights diverged or overflow")
+        count_B = (token_WB[1:] != programs.NO_TOKEN).sum(axis=0)
+        tokens, logps = token_WB.T.tolist(), logp_WB.T.tolist()
+        drawn = []
+        for row in np.flatnonzero(self._active_B[slot_B]).tolist():
+            # Row 0 was drawn at the insertion, or was read with the window before.
+            span = slice(0 if fresh_B[row] else 1, 1 + int(count_B[row]))
+            slot = int(slot_B[row])
+            drawn.append(Drawn(slot, tokens[row][span], logps[row][span], bool(active_B[row])))
+            routing.add(slot, None if choice_WBLk is None else choice_WBLk[: count_B[row], row])
+        self._cached_B[slot_B] += count_B
+        self._active_B[slot_B] = active_B
+        return drawn
