@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Float32, Int
 
 from jaxrlhf.architecture import Experts
 from jaxrlhf.batch import Array, Params
-from jaxrlhf.models.attention import Attention
+from jaxrlhf.models.attention import XLA, Attention
 from jaxrlhf.models.grouped import grouped_mlp
 
 
@@ -68,7 +68,12 @@ class Routed(NamedTuple):
 
 
 def route(
-    mlp: Params, experts: Experts, normed_RWD: Float[Array, "R W D"], *, replayed_RWk: Int[Array, "R W k"] | None = None
+    mlp: Params,
+    experts: Experts,
+    normed_RWD: Float[Array, "R W D"],
+    *,
+    replayed_RWk: Int[Array, "R W k"] | None = None,
+    attention: Attention = XLA,
 ) -> Routing:
     """The experts of each token, and their weights.
 
@@ -81,6 +86,7 @@ def route(
 
     Args:
       replayed_RWk: Choices to take instead of the router's; negative where it has to choose itself.
+      attention: Says what splits rows over devices.
 
     Source: Shazeer et al. 2017 (arXiv:1701.06538), section 2.1; groups and bias: DeepSeek-AI 2024
     (DeepSeek-V3, arXiv:2412.19437), eq. 12 to 16.
@@ -91,7 +97,9 @@ def route(
     ranked_RWE = lax.stop_gradient(score_RWE)
     if experts.bias:
         ranked_RWE = ranked_RWE + mlp["router_bias"].astype(jnp.float32)[None, None]
-    _, own_RWk = lax.top_k(_in_best_groups(ranked_RWE, experts), experts.per_token)
+    # The compiler would gather the scores of all rows to choose among them.
+    row = PartitionSpec(attention.row_axes)
+    own_RWk = attention.on_devices(partial(_best, experts=experts), row, row)(ranked_RWE)
     choice_RWk = own_RWk if replayed_RWk is None else jnp.where(replayed_RWk < 0, own_RWk, replayed_RWk)
     weight_RWk = jnp.take_along_axis(score_RWE, choice_RWk, axis=-1)
     if experts.normalised:
@@ -100,6 +108,11 @@ def route(
     if experts.scores == "sigmoid":
         probability_RWE = score_RWE / (score_RWE.sum(axis=-1, keepdims=True) + 1e-20)
     return Routing(choice_RWk, experts.scaling * weight_RWk, probability_RWE, own_RWk)
+
+
+def _best(ranked_RWE: Array, experts: Experts) -> Array:
+    """The experts that a token goes through, best first."""
+    return lax.top_k(_in_best_groups(ranked_RWE, experts), experts.per_token)[1]
 
 
 def _in_best_groups(ranked_RWE: Array, experts: Experts) -> Array:
@@ -129,9 +142,11 @@ def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, att
     weight_RWk = routing.weight_RWk.astype(dtype)
     if mesh is None or mesh.size == 1:
         return _mix_own((normed_RWD, weight_RWk, matrices), (routing.choice_RWk, index_E))
-    inner, parts = attention.head_axes, (*attention.expert_axes, *attention.head_axes)
-    rows = tuple(axis for axis in attention.row_axes if axis not in attention.expert_axes)
-    by_token, of_experts = PartitionSpec(parts, rows), PartitionSpec(rows, attention.expert_axes)
+    inner, outer = attention.head_axes, attention.expert_axes
+    rows = tuple(axis for axis in attention.row_axes if axis not in outer)
+    # Sums over the width take the rows of one device, and not of all that share experts.
+    by_row = NamedSharding(mesh, PartitionSpec(inner, attention.row_axes))
+    by_token, of_experts = PartitionSpec(outer, inner, rows), PartitionSpec(rows, outer)
     wide, tall = PartitionSpec(*of_experts, None, inner), PartitionSpec(*of_experts, inner)
 
     @partial(
@@ -141,15 +156,21 @@ def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, att
         out_specs=by_token,
     )
     def run(given: Any, fixed: Any) -> Array:
-        return _mix_own(*jax.tree.map(lambda leaf: leaf[0], (given, fixed)))[None]
+        *tokens, choice_RWk = (leaf[0, 0] for leaf in (*given[:2], fixed[0]))
+        *matrices, index_E = (leaf[0] for leaf in (*given[2], fixed[1]))
+        return _mix_own((*tokens, matrices), (choice_RWk, index_E))[None, None]
 
     def each(array: Array, axes: tuple[str, ...]) -> Array:
         return jnp.broadcast_to(array, (math.prod(mesh.shape[axis] for axis in axes), *array.shape))
 
-    tokens = [each(array, parts) for array in (normed_RWD, weight_RWk, routing.choice_RWk)]
+    def gathered(array: Array) -> Array:
+        return each(lax.with_sharding_constraint(each(array, inner), by_row), outer)
+
+    tokens, weights, choices = map(gathered, (normed_RWD, weight_RWk, routing.choice_RWk))
     *matrices, index_1E = (each(array, rows) for array in (*matrices, index_E))
     # Exact enough in the activations' dtype, as the sum over the parts of a dense MLP's width is.
-    return lax.reduce_sum(run((*tokens[:2], matrices), (tokens[2], index_1E)), axes=(0,))
+    parts = lax.reduce_sum(run((tokens, weights, matrices), (choices, index_1E)), axes=(0,))
+    return lax.reduce_sum(lax.with_sharding_constraint(parts, by_row), axes=(0,))
 
 
 @jax.checkpoint  # or a copy of each token would be kept for each expert that it goes through

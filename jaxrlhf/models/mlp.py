@@ -32,7 +32,7 @@ def feed_forward(
     """
     if config.experts is None or "router" not in mlp:
         return gated(mlp, config, normed_RWD), None
-    routing = route(mlp, config.experts, normed_RWD, replayed_RWk=watched.replayed)
+    routing = route(mlp, config.experts, normed_RWD, replayed_RWk=watched.replayed, attention=attention)
     mixed_RWD = mix(mlp, normed_RWD, routing, attention=attention)
     if "shared" in mlp:
         mixed_RWD += gated(mlp["shared"], config, normed_RWD)
