@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from tiny_runs import get_config, numbers, write_policy
 
 from jaxrlhf import models
 from jaxrlhf.checkpoint import load_pretrained
+from jaxrlhf.checkpoint.pretrained import export_converted
 from jaxrlhf.config import Evaluation, Pretrained
 from jaxrlhf.controller.run import run
 
@@ -35,6 +37,33 @@ def converted(source, tmp_path_factory):
     directory = tmp_path_factory.mktemp("converted") / "model"
     command("convert", source, directory)
     return directory
+
+
+@pytest.fixture(scope="module", params=["1GB", "20KB"], ids=["one-file", "several"])
+def mixed(request, tmp_path_factory):
+    """A bfloat16 mixture with a float32 bias in its routers, and others of another dtype in one layer only."""
+    model = build("deepseek-v3").to(torch.bfloat16)
+    layers = model.model.layers
+    for layer in layers[1:]:
+        router = layer.mlp.gate
+        router.e_score_correction_bias = 1 + 0.01 * torch.randn(router.e_score_correction_bias.shape)
+    layers[2].input_layernorm.weight.data = 1 + 0.01 * torch.randn(32)
+    layers[1].self_attn.o_proj.weight.data = layers[1].self_attn.o_proj.weight.data.to(torch.float16)
+    directory = write(tmp_path_factory.mktemp("mixed"), model, max_shard_size=request.param)
+    assert (directory / "model.safetensors").is_file() == (request.param == "1GB")
+    return directory
+
+
+def tensors(directory):
+    """Of all files, by name."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same_tensors(ours, theirs):
+    ours, theirs = tensors(ours), tensors(theirs)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].tobytes()) == (tensor.dtype, tensor.tobytes()), name
 
 
 def command(module, *arguments):
@@ -78,6 +107,38 @@ def test_another_dtype_on_the_way_back(source, converted, tmp_path):
     assert {tensor.dtype for tensor in after.values()} == {np.dtype(np.float32)}
     assert all(np.array_equal(tensor.astype(np.float32), after[name]) for name, tensor in before.items())
     assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"
+
+
+def test_each_tensor_keeps_its_dtype(mixed, tmp_path):
+    """Through memory and through orbax; a file of them all has the same bytes."""
+    assert {str(tensor.dtype) for tensor in tensors(mixed).values()} == {"bfloat16", "float32", "float16"}
+    config = models.read_config(mixed)
+    models.save_params(models.load_params(mixed, config, "lm"), config, tmp_path / "saved", source=mixed)
+    command("convert", mixed, tmp_path / "converted")
+    command("export", tmp_path / "converted", tmp_path / "back")
+    for place in ("saved", "back"):
+        same_tensors(tmp_path / place, mixed)
+        assert json.loads((tmp_path / place / "config.json").read_text())["dtype"] == "bfloat16"
+        if (mixed / "model.safetensors").is_file():
+            for name in ("model.safetensors", "config.json"):
+                ours, theirs = (directory / name for directory in (tmp_path / place, mixed))
+                assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_the_dtype_that_was_converted_to_stays(source, tmp_path):
+    command("convert", source, tmp_path / "converted", "--dtype", "float32")
+    command("export", tmp_path / "converted", tmp_path / "back")
+    back = tensors(tmp_path / "back")
+    assert {str(tensor.dtype) for tensor in back.values()} == {"float32"}
+    assert all(np.array_equal(tensor.astype(np.float32), back[name]) for name, tensor in tensors(source).items())
+
+
+def test_a_converted_checkpoint_that_does_not_say_its_dtypes(converted, tmp_path):
+    shutil.copytree(converted, tmp_path / "converted")
+    (tmp_path / "converted/weights/dtypes.json").unlink()
+    with pytest.raises(ValueError, match=r"dtypes\.json is missing or damaged .*; convert the checkpoint again"):
+        export_converted(tmp_path / "converted", tmp_path / "back")
+    assert not list((tmp_path / "back").glob("*"))
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])

@@ -2,14 +2,15 @@
 
 A converted checkpoint is a directory with all that a Hugging Face checkpoint has beside its weights,
 and a folder `weights` with one array for each parameter. Every process reads its part of an array from
-chunks that all devices wrote, so it is what several hosts start from fastest.
+chunks that all devices wrote, so it is what several hosts start from fastest. Beside the arrays stands
+what each tensor of the files was stored in, because those of one array may differ.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -18,11 +19,11 @@ from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint.items import TreeItem, read_each, stored_shapes
 from jaxrlhf.models.hf_config import read_config, read_family, resolve
 from jaxrlhf.models.hf_load import Progress, check_head, check_params, load_params
-from jaxrlhf.models.hf_save import check_new, copy_description, save_each
+from jaxrlhf.models.hf_save import check_new, copy_description, read_dtypes, save_each
 from jaxrlhf.models.parameters import param_shapes, path_name
-from jaxrlhf.models.tensor_files import TensorFiles
 
 WEIGHTS = "weights"
+_DTYPES = "dtypes.json"
 
 
 def is_converted(path: str | Path) -> bool:
@@ -79,9 +80,13 @@ def export_converted(
     """Write a converted checkpoint as a Hugging Face one again; one array at a time is in memory.
 
     Args:
-      dtype: Of the tensors; None is that of the arrays.
+      dtype: Of the tensors; None is what each was converted in.
       progress: Told how many bytes are written, and of how many.
+
+    Raises:
+      ValueError: The directory holds files, or the checkpoint cannot be read.
     """
+    directory = check_new(directory)
     config, (_, head) = read_config(path), read_family(path)
     check_pretrained(path, config, head)
     held, whole = stored_shapes(_weights(path)), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -91,9 +96,9 @@ def export_converted(
         return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=whole)
 
     target = jax.tree.map_with_path(place, param_shapes(config, head))
-    kept = jnp.result_type(*{array.dtype for array in held.values()})
     arrays = read_each(_weights(path), target)
-    save_each(arrays, config, head, check_new(directory), dtype=dtype or kept, source=path, progress=progress)
+    kept = dtype or _kept_dtypes(path)
+    save_each(arrays, config, head, directory, dtype=kept, source=path, progress=progress)
 
 
 def convert(
@@ -110,7 +115,7 @@ def convert(
     Args:
       source: Local directory or hub id.
       directory: New, on a file system that all processes see.
-      dtype: Of the arrays; None is that of the tensors, or float32 where they differ.
+      dtype: Of the arrays; None is that of their tensors.
       progress: Told how many bytes are read, and of how many.
 
     Raises:
@@ -119,12 +124,12 @@ def convert(
     directory = check_new(directory)
     config, (_, head) = read_config(source), read_family(source)
     found = resolve(source, weights=True)
-    if dtype is None:
-        with TensorFiles(found) as files:
-            dtype = files.dtype() or "float32"
-    shapes, mesh = param_shapes(config, head, jnp.dtype(dtype)), Mesh(np.array(jax.devices()), ("device",))
+    shapes, mesh = param_shapes(config, head), Mesh(np.array(jax.devices()), ("device",))
     layout = jax.tree.map(lambda x: NamedSharding(mesh, _spread(x.shape, mesh.size)), shapes)
-    params = load_params(found, config, head, layout, dtype=jnp.dtype(dtype), progress=progress)
+    params = load_params(found, config, head, layout, dtype=dtype, progress=progress)
+    dtypes = read_dtypes(found)
+    if dtype is not None:
+        dtypes = dict.fromkeys(dtypes, dtype)
     _meet("the directory is new for all")
     _weights(directory).mkdir(parents=True, exist_ok=True)
     _meet("all see the directory")
@@ -134,8 +139,18 @@ def convert(
     _meet("all have written")
     item.merge()
     if jax.process_index() == 0:
+        (_weights(directory) / _DTYPES).write_text(json.dumps(dtypes, indent=0, sort_keys=True) + "\n")
         copy_description(found, directory)
     _meet("the checkpoint is complete")
+
+
+def _kept_dtypes(path: str | Path) -> dict[str, str]:
+    """What each tensor was converted in, by its name."""
+    file = _weights(path) / _DTYPES
+    try:
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is missing or damaged ({error}); convert the checkpoint again") from error
 
 
 def _weights(path: str | Path) -> Path:

@@ -48,7 +48,8 @@ def load_params(
       path: Checkpoint directory or hub id.
       config: From `read_config` of the same path.
       shardings: Tree of `NamedSharding` like the parameters; None loads onto one device.
-      dtype: Of the result, whatever the files hold: one, or a tree of them like the parameters.
+      dtype: Of the result, whatever the files hold: one, or a tree of them like the parameters. None is as in
+        the files, for each parameter the narrowest that holds all of its tensors.
       progress: Called after each tensor.
 
     Raises:
@@ -58,12 +59,14 @@ def load_params(
     if shardings is None:
         device = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: device, declared)
-    dtypes = dtype if isinstance(dtype, dict) else jax.tree.map(lambda _: dtype, declared)
-    sizes = jax.tree.map(lambda param, dtype: math.prod(param.shape) * np.dtype(dtype).itemsize, declared, dtypes)
-    total, done = sum(jax.tree.leaves(sizes)), 0
 
     with TensorFiles(resolve(path, weights=True)) as files:
         stored = _check(files, config, head)
+        if dtype is None:
+            dtype = _dtypes(files, declared, stored)
+        dtypes = dtype if isinstance(dtype, dict) else jax.tree.map(lambda _: dtype, declared)
+        sizes = jax.tree.map(lambda param, dtype: math.prod(param.shape) * np.dtype(dtype).itemsize, declared, dtypes)
+        total, done = sum(jax.tree.leaves(sizes)), 0
 
         def load(path: tuple, param: Param, sharding: Sharding, dtype: Any, num_bytes: int) -> jax.Array:
             nonlocal done
@@ -73,7 +76,7 @@ def load_params(
                 return jax.make_array_from_callback(param.shape, sharding, lambda _: zeros)
             array: Any = None
             shard = sharding.shard_shape(param.shape)
-            steps = shard[: len(shard) - len(source.dims)]
+            steps = source.stacked(shard)
             order = tuple(source.letters.index(letter) for letter in source.dims)
             put = _put(order, param.shape, np.dtype(dtype), sharding)
             for at in np.ndindex(steps):
@@ -178,6 +181,19 @@ def _read(tensor: Any, source: Stored, shape: tuple[int, ...], ranges: Ranges) -
     return np.pad(block, [(0, width - have) for width, have in zip(widths, block.shape, strict=True)])
 
 
+def _dtypes(files: TensorFiles, declared: dict, stored: dict[str, Stored]) -> dict:
+    """Of each parameter, what holds all of its tensors without a change."""
+    kinds = files.dtypes()
+
+    def widest(path: tuple, param: Param) -> np.dtype:
+        source = stored.get(path_name(path))
+        if source is None:
+            return np.dtype(np.float32)
+        return jnp.result_type(*{kinds[source.named(at)] for at in np.ndindex(source.stacked(param.shape))})
+
+    return jax.tree.map_with_path(widest, declared)
+
+
 def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Stored]:
     """Where each parameter lies that the files have; ValueError as `check_params`."""
     stored = FAMILIES[config.family].stored(config, head)
@@ -203,9 +219,9 @@ def _check_tensors(files: TensorFiles, config: ModelConfig, declared: dict, stor
     expected: dict[str, tuple[int, ...]] = {}
     for path, param in jax.tree.leaves_with_path(declared):
         if source := stored.get(path_name(path)):
-            stacked = len(param.shape) - len(source.dims)
-            shape = source.tensor_shape(param.unpadded[stacked:])
-            expected |= {source.named(at): shape for at in np.ndindex(param.shape[:stacked])}
+            stacked = source.stacked(param.shape)
+            shape = source.tensor_shape(param.unpadded[len(stacked) :])
+            expected |= {source.named(at): shape for at in np.ndindex(stacked)}
     for name, shape in expected.items():
         if name not in files.file_of:
             raise ValueError(f"tensor {name!r} of shape {list(shape)} is missing from the files in {files.directory}")

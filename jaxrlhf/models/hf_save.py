@@ -1,9 +1,8 @@
 """Parameters out to a Hugging Face directory that transformers loads with the same logits."""
 
 import json
-import math
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from jaxrlhf.models.families import FAMILIES, Stored
 from jaxrlhf.models.hf_config import HUB_FILES, read_fields, resolve, write_fields
 from jaxrlhf.models.hf_load import Progress
 from jaxrlhf.models.parameters import Param, declare, path_name
-from jaxrlhf.models.tensor_files import INDEX
+from jaxrlhf.models.tensor_files import INDEX, TensorFiles
 from jaxrlhf.models.tensor_writer import TensorWriter
 
 
@@ -28,7 +27,7 @@ def save_params(
     config: ModelConfig,
     directory: str | Path,
     *,
-    dtype: Any = jnp.float32,
+    dtype: Any = None,
     tokenizer: Any = None,
     source: str | Path | None = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -36,7 +35,12 @@ def save_params(
     """Write config.json and safetensors, sharded behind an index when they are larger than one file.
 
     As `save_each`, of parameters that are all there.
+
+    Args:
+      dtype: Of the tensors in the files; None is what each is in the source, or float32 without one.
     """
+    if dtype is None:
+        dtype = jnp.float32 if source is None else read_dtypes(source)
     arrays = ((path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(params))
     head: Head = "score" if "head" in params and params["head"].ndim == 1 else "lm"
     save_each(
@@ -57,7 +61,7 @@ def save_each(
     head: Head,
     directory: str | Path,
     *,
-    dtype: Any = jnp.float32,
+    dtype: Any,
     tokenizer: Any = None,
     source: str | Path | None = None,
     max_shard_bytes: int = 5_000_000_000,
@@ -72,7 +76,8 @@ def save_each(
 
     Args:
       arrays: Every parameter of `declare(config, head)`, in any order.
-      dtype: Of the tensors in the files.
+      dtype: Of the tensors in the files: one, or each one's by its name, and float32 of what has none. Then
+        config.json keeps what the source's says.
       tokenizer: Saved beside the model; None copies the files that the source has of one.
       source: Checkpoint that the model came from: its config.json and generation_config.json are kept.
       max_shard_bytes: A file exceeds it only if one tensor does.
@@ -81,28 +86,38 @@ def save_each(
     Raises:
       ValueError: The directory already holds safetensors, or a weight lies beyond what the dtype can hold.
     """
-    directory, dtype = Path(directory), np.dtype(dtype)
+    directory = Path(directory)
     if list(directory.glob("*.safetensors")):
         raise ValueError(f"{directory} already holds safetensors, which might be mixed up; export to a new directory")
     declared = {path_name(path): param for path, param in jax.tree.leaves_with_path(declare(config, head))}
     stored = FAMILIES[config.family].stored(config, head)
+    shapes = _shapes(declared, stored)
+    dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
+    tensors = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, "float32")) for name, shape in shapes.items()}
     writer = None
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        writer = TensorWriter(directory, _shapes(declared, stored), dtype, max_file_bytes=max_shard_bytes)
-    total = sum(math.prod(param.unpadded) for param in declared.values()) * dtype.itemsize
+        writer = TensorWriter(directory, tensors, max_file_bytes=max_shard_bytes)
+    total = sum(tensor.size * tensor.dtype.itemsize for tensor in tensors.values())
     done = 0
     for path, array in arrays:
         lies, param = stored[path], declared[path]
-        for at in np.ndindex(_stacked(lies, param)):
-            tensor = _fetch(array, lies, param, at, dtype)
+        for at in np.ndindex(lies.stacked(param.shape)):
+            tensor = _fetch(array, lies, param, at, tensors[lies.named(at)].dtype)
             if writer is not None:
                 writer.write(lies.named(at), tensor, start=lies.start)
             done += tensor.nbytes
             progress(done, total)
     if writer is not None:
         writer.close()
-        _describe(directory, _fields(config, head, dtype, tokenizer, source), tokenizer, source)
+        one = None if isinstance(dtype, Mapping) else np.dtype(dtype).name
+        _describe(directory, _fields(config, head, one, tokenizer, source), tokenizer, source)
+
+
+def read_dtypes(path: str | Path) -> dict[str, str]:
+    """What each tensor of a Hugging Face checkpoint is stored in, by its name."""
+    with TensorFiles(resolve(path, weights=True)) as files:
+        return files.dtypes()
 
 
 def save_description(
@@ -112,23 +127,18 @@ def save_description(
     if jax.process_index() == 0:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        _describe(directory, _fields(config, "lm", np.dtype(np.float32), tokenizer, source), tokenizer, source)
+        _describe(directory, _fields(config, "lm", "float32", tokenizer, source), tokenizer, source)
 
 
 def _shapes(declared: dict[str, Param], stored: dict[str, Stored]) -> dict[str, tuple[int, ...]]:
     """Every tensor's shape, those of a layer behind one another."""
     layers: dict[int, dict[str, tuple[int, ...]]] = {}
     for path, param in declared.items():
-        stacked = _stacked(stored[path], param)
+        stacked = stored[path].stacked(param.shape)
         shape = stored[path].tensor_shape(param.unpadded[len(stacked) :])
         for at in np.ndindex(stacked):
             layers.setdefault(at[0] if at else -1, {})[stored[path].named(at)] = shape
     return {name: shape for layer in sorted(layers) for name, shape in layers[layer].items()}
-
-
-def _stacked(stored: Stored, param: Param) -> tuple[int, ...]:
-    """Sizes of the parameter's first dimensions, along which each entry has a tensor of its own."""
-    return param.shape[: len(param.shape) - len(stored.dims)]
 
 
 def _fetch(array: jax.Array, stored: Stored, param: Param, at: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -156,15 +166,19 @@ def _taken(array: Array, at: tuple[Any, ...], order: tuple[int, ...], dtype: np.
     return array.transpose(order).astype(dtype)
 
 
-def _fields(config: ModelConfig, head: Head, dtype: np.dtype, tokenizer: Any, source: str | Path | None) -> dict:
-    """config.json: the source's own fields where there is a source, else built from the shape."""
-    fields = write_fields(config, head, dtype=dtype.name)
+def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, source: str | Path | None) -> dict:
+    """config.json: the source's own fields where there is a source, else built from the shape.
+
+    Args:
+      dtype: None where tensors differ, or may.
+    """
+    fields = write_fields(config, head, dtype=dtype or "float32")
     if source is not None:
         kept = read_fields(source)
         written = {name: fields[name] for name in ("architectures", "id2label", "label2id") if name in fields}
         # Older files call it torch_dtype.
         kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}
-        return kept | written | dict.fromkeys(kinds, dtype.name)
+        return kept | written | ({} if dtype is None else dict.fromkeys(kinds, dtype))
     if tokenizer is not None:
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         fields |= {name: value for name, value in ids.items() if value is not None}

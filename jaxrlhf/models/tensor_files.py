@@ -7,7 +7,7 @@ from typing import Any
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""What weights are read and written in, and its name in the files."""
+"""What weights are read and written in, and its name in the files; in the order that files keep tensors in."""
 
 
 class TensorFiles:
@@ -47,10 +47,11 @@ class TensorFiles:
         """File of a tensor, for messages."""
         return str(self.directory / self.file_of[name])
 
-    def dtype(self) -> str | None:
-        """What all tensors are stored in; None if they differ, or in something that is not read."""
-        kinds = {self[name].get_dtype() for name in self.file_of}
-        return next((dtype for dtype, kind in DTYPES.items() if kinds == {kind}), None)
+    def dtypes(self) -> dict[str, str]:
+        """What each tensor is stored in, of those that are stored in something that is read."""
+        ours = {kind: dtype for dtype, kind in DTYPES.items()}
+        kinds = {name: self[name].get_dtype() for name in self.file_of}
+        return {name: ours[kind] for name, kind in kinds.items() if kind in ours}
 
     def _read_index(self) -> dict[str, str]:
         try:

@@ -1,11 +1,11 @@
 """Safetensors files whose tensors come one by one, in any order, so that none of them waits in memory."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from jaxrlhf.models.tensor_files import DTYPES, INDEX, SINGLE
@@ -28,19 +28,16 @@ class TensorWriter:
     interrupted export leaves nothing that looks like a checkpoint.
 
     Args:
-      shapes: Of every tensor, in the order in which they are shared out to files.
-      dtype: Of all of them.
+      tensors: Shape and dtype of each, in the order in which they are shared out to files.
       max_file_bytes: A file exceeds it only if one tensor does.
 
     Source: https://github.com/huggingface/safetensors, section Format.
     """
 
-    def __init__(
-        self, directory: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, *, max_file_bytes: int
-    ) -> None:
-        self._directory, self._shapes, self._dtype = directory, dict(shapes), dtype
+    def __init__(self, directory: Path, tensors: Mapping[str, jax.ShapeDtypeStruct], *, max_file_bytes: int) -> None:
+        self._directory, self._tensors = directory, dict(tensors)
         self._places: dict[str, _Place] = {}
-        self._unwritten = {name: shape[0] for name, shape in shapes.items()}  # rows
+        self._unwritten = {name: tensor.shape[0] for name, tensor in tensors.items()}  # rows
         files = self._shared_out(max_file_bytes)
         self._files = [
             SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -52,7 +49,7 @@ class TensorWriter:
     @property
     def num_bytes(self) -> int:
         """Of all tensors."""
-        return sum(map(self._num_bytes, self._shapes))
+        return sum(map(self._num_bytes, self._tensors))
 
     def write(self, name: str, rows: np.ndarray, *, start: int = 0) -> None:
         """Put a tensor into its file, or some of its rows.
@@ -60,7 +57,8 @@ class TensorWriter:
         Args:
           start: Row at which they begin.
         """
-        assert rows.shape[1:] == self._shapes[name][1:] and rows.dtype == self._dtype, name
+        wanted = self._tensors[name]
+        assert rows.shape[1:] == wanted.shape[1:] and rows.dtype == wanted.dtype, name
         place = self._places[name]
         with (self._directory / (place.file + _UNFINISHED)).open("r+b") as file:
             file.seek(place.start + start * (rows.nbytes // len(rows)))
@@ -74,18 +72,19 @@ class TensorWriter:
         for file in self._files:
             (self._directory / (file + _UNFINISHED)).rename(self._directory / file)
         if len(self._files) > 1:
-            counted = {"total_parameters": sum(map(math.prod, self._shapes.values())), "total_size": self.num_bytes}
+            parameters = sum(tensor.size for tensor in self._tensors.values())
+            counted = {"total_parameters": parameters, "total_size": self.num_bytes}
             index = {"metadata": counted, "weight_map": {name: place.file for name, place in self._places.items()}}
             (self._directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def _num_bytes(self, name: str) -> int:
-        return math.prod(self._shapes[name]) * self._dtype.itemsize
+        return self._tensors[name].size * self._tensors[name].dtype.itemsize
 
     def _shared_out(self, max_file_bytes: int) -> list[list[str]]:
         """The tensors of each file."""
         files: list[list[str]] = [[]]
         room = max_file_bytes
-        for name in self._shapes:
+        for name in self._tensors:
             if files[-1] and self._num_bytes(name) > room:
                 files.append([])
                 room = max_file_bytes
@@ -97,10 +96,13 @@ class TensorWriter:
         """Write the header, and make the file as long as it will be."""
         header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for name in sorted(names):
+        kinds = list(DTYPES)
+        # Wider ones first, so that each lies at a multiple of its width.
+        for name in sorted(names, key=lambda name: (kinds.index(self._tensors[name].dtype.name), name)):
             start, end = end, end + self._num_bytes(name)
-            shape = list(self._shapes[name])
-            header[name] = {"dtype": DTYPES[self._dtype.name], "shape": shape, "data_offsets": [start, end]}
+            tensor = self._tensors[name]
+            kind, shape = DTYPES[tensor.dtype.name], list(tensor.shape)
+            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         data = _ALIGNMENT + len(text)

@@ -34,6 +34,10 @@ class Stored(NamedTuple):
         """Our dimensions in the file's order."""
         return self.stored.replace(" ", "").replace("1", "")
 
+    def stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a parameter's shape the first dimensions, along which each entry has a tensor of its own."""
+        return shape[: len(shape) - len(self.dims)]
+
     def named(self, at: Sequence[int]) -> str:
         """The tensor's name at a place in the stacked dimensions: of a layer, or of an expert of a layer."""
         places = dict(zip(("layer", "expert"), at, strict=False))
