@@ -23,12 +23,14 @@ class RoutingRecord:
         if on and config.experts is None:
             raise ValueError("replay_routing records choices of experts, of which this model has none; leave it out")
         self.on = on
+        self._prompts: dict[int, tuple[Array, int, int]] = {}
         self._parts: dict[int, list[np.ndarray]] = {}
 
     def start(self, slot: int, choice_PSLk: Array | None, row: int, length: int) -> None:
         """A response to the prompt of a row takes the slot."""
         if choice_PSLk is not None:
-            self._parts[slot] = [np.asarray(choice_PSLk[row, :length])]
+            # Read when the response ends: nothing waits for the prefill.
+            self._prompts[slot], self._parts[slot] = (choice_PSLk, row, length), []
 
     def add(self, slot: int, choice_WLk: Array | None) -> None:
         """What the tokens that a window ran in the slot went through."""
@@ -37,4 +39,8 @@ class RoutingRecord:
 
     def complete(self, slot: int, completion: Completion) -> Completion:
         """The completion with its record; its last token was drawn and never run."""
-        return replace(completion, choice_TLk=np.concatenate(self._parts.pop(slot))) if self.on else completion
+        if not self.on:
+            return completion
+        choice_PSLk, row, length = self._prompts.pop(slot)
+        prompt_SLk = np.asarray(choice_PSLk)[row, :length]
+        return replace(completion, choice_TLk=np.concatenate([prompt_SLk, *self._parts.pop(slot)]))

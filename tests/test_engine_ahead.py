@@ -1,0 +1,169 @@
+"""The engine dispatches a window of tokens before it reads the one before, and draws what it draws otherwise."""
+
+from collections import Counter
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf import models
+from jaxrlhf.architecture import Experts, ModelConfig
+from jaxrlhf.config import Sampling
+from jaxrlhf.engine import Engine, Placement, Request
+from jaxrlhf.engine.slot_book import SlotBook
+from jaxrlhf.parallel import GENERATE, SLOT_AXES, mesh_of, shardings
+
+MODEL = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    experts=Experts(4, 2, 8),
+)
+SLOTS, TOKENS = 16, 12
+STOP = (3, 5, 7)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Two replicas of a mixture of experts that record its choices, and go down from 8 slots each to 4."""
+    mesh = mesh_of({"data": 2}, jax.devices()[:2])
+    layout = shardings(mesh, models.param_dims(MODEL, "lm"), GENERATE)
+    params = models.init_params(MODEL, "lm", jax.random.key(3))
+    params = jax.tree.map(lambda leaf: 0.2 * leaf / leaf.std() if leaf.std() > 0 else leaf, params)
+    with mock.patch("jaxrlhf.engine.engine.FEWEST_SLOTS", 4):
+        engine = Engine(
+            MODEL,
+            mesh,
+            slots=SLOTS,
+            max_prompt_tokens=6,
+            max_response_tokens=TOKENS,
+            stop_tokens=STOP,
+            decode_tokens_per_dispatch=2,
+            dtype=jnp.float32,
+            slot_axes=SLOT_AXES,
+            records_routing=True,
+        )
+    engine.load(jax.device_put(params, layout), version=0)
+    return engine
+
+
+@pytest.fixture
+def events(engine, monkeypatch):
+    """What was dispatched (`decode`, `insert`, ...) and what was read, in order."""
+    events: list[str] = []
+    run, read = engine._compiled.run, SlotBook.read
+
+    def recorded_run(sizes, *args, **kwargs):
+        events.append(sizes[0])
+        return run(sizes, *args, **kwargs)
+
+    def recorded_read(book, routing):
+        events.append("read")
+        return read(book, routing)
+
+    monkeypatch.setattr(engine._compiled, "run", recorded_run)
+    monkeypatch.setattr(SlotBook, "read", recorded_read)
+    return events
+
+
+def requests_of(count: int) -> list[Request]:
+    return [Request(index, tuple(range(8, 9 + index % 6)), index) for index in range(count)]
+
+
+def unread(events: list[str]) -> list[tuple[str, int]]:
+    """Each event, and how many windows were dispatched and not read before it."""
+    count = Counter()
+    seen = []
+    for event in events:
+        seen.append((event, count["decode"] - count["read"]))
+        count[event] += 1
+    return seen
+
+
+def test_the_next_window_is_dispatched_before_the_last_is_read(engine, events):
+    completions = engine.generate(requests_of(SLOTS), Sampling(), seed=0)
+    longest = max(len(completion.tokens) for completion in completions)
+    assert longest > 6, "a long tail is wanted"
+    reads = [before for event, before in unread(events) if event == "read"]
+    assert len(reads) == -(-(longest - 1) // 2), "every window is read once"
+    # The last window of a response that reaches the limit has none after it.
+    assert reads[:-1] == [2] * (len(reads) - 1)
+    assert any(event == "keep" for event in events), "idle slots are left"
+
+
+def test_windows_of_responses_that_reach_the_limit_together_are_as_many_as_they_need(engine, events):
+    engine.generate(requests_of(SLOTS), Sampling(min_tokens=TOKENS), seed=0)
+    assert Counter(events)["decode"] == Counter(events)["read"] == -(-(TOKENS - 1) // 2)
+
+
+def test_while_requests_wait_every_window_is_read_at_once(engine, events):
+    engine.generate(requests_of(3 * SLOTS), Sampling(), seed=0)
+    last = max(place for place, event in enumerate(events) if event == "insert")
+    counted = unread(events)
+    assert {before for event, before in counted[:last] if event == "read"} == {1}
+    assert {before for event, before in counted if event == "insert"} == {0}
+    assert {before for event, before in counted[last:] if event == "read"} >= {2}
+
+
+@pytest.mark.parametrize("count", [SLOTS - 5, 2 * SLOTS])
+def test_what_is_drawn_is_what_is_drawn_one_window_after_another(engine, events, count, monkeypatch):
+    for seed in range(3):
+        ahead = engine.generate(requests_of(count), Sampling(temperature=0.9), seed=seed)
+        with monkeypatch.context() as patched:
+            patched.setattr(SlotBook, "outlasts", False)
+            events.clear()
+            in_turn = engine.generate(requests_of(count), Sampling(temperature=0.9), seed=seed)
+            assert {before for event, before in unread(events) if event == "read"} == {1}
+        assert ahead == in_turn, "tokens and log-probabilities, to the bit"
+        for one, other in zip(ahead, in_turn, strict=True):
+            np.testing.assert_array_equal(one.choice_TLk, other.choice_TLk)
+            assert len(one.choice_TLk) == 1 + one.request_id % 6 + len(one.tokens) - 1
+
+
+def test_a_server_may_go_ahead_too_and_reads_in_order(engine):
+    requests = requests_of(3)
+    drawn = {}
+    for ahead in (0, 1, 2):
+        prefilled = engine.prefill([request.prompt_tokens for request in requests])
+        engine.insert(prefilled, [Placement(row, 5 * row, row) for row in range(3)], Sampling(), seed=1)
+        for _ in range(ahead):
+            engine.dispatch()
+        tokens = {0: [], 5: [], 10: []}
+        while engine.active:
+            for slot, new, _, _ in engine.decode():
+                tokens[slot] += new
+        drawn[ahead] = tokens
+        engine.free()
+    assert drawn[0] == drawn[1] == drawn[2]
+    expected = engine.generate(requests, Sampling(), seed=1)
+    assert [tuple(tokens) for tokens in drawn[0].values()] == [completion.tokens for completion in expected]
+
+
+def test_nothing_is_inserted_before_all_windows_are_read(engine):
+    prefilled = engine.prefill([(9, 9)])
+    engine.insert(prefilled, [Placement(0, 0, 0)], Sampling(), seed=1)
+    engine.dispatch()
+    with pytest.raises(AssertionError, match="not read yet"):
+        engine.insert(prefilled, [Placement(0, 1, 1)], Sampling(), seed=1)
+    engine.read()
+    engine.insert(prefilled, [Placement(0, 1, 1)], Sampling(), seed=1)
+    engine.free()
+
+
+def test_weights_that_diverge_are_reported_however_many_windows_are_on_their_way(engine, events):
+    params, version = engine._weights
+    spoilt = jax.tree.map(lambda leaf: jax.device_put(np.full(leaf.shape, np.nan, leaf.dtype), leaf.sharding), params)
+    engine.load(spoilt, version=1)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        engine.generate(requests_of(4), Sampling(min_tokens=TOKENS), seed=0)
+    assert Counter(events)["decode"] == 2 and Counter(events)["read"] == 1
+    engine.load(params, version)
+    assert len(engine.generate(requests_of(4), Sampling(), seed=0)) == 4
