@@ -15,8 +15,8 @@ from jaxrlhf.architecture import LatentAttention, ModelConfig
 from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.engine import programs
 from jaxrlhf.models import kernel_choice
-from jaxrlhf.models.attention import DECODE, ROWS, Attention
-from jaxrlhf.models.kernels_gpu import pallas_decode
+from jaxrlhf.models.attention import DECODE, PAGES, ROWS, Attention
+from jaxrlhf.models.kernels_gpu import pallas_decode, pallas_pages
 from jaxrlhf.models.kernels_tpu import splash_rows
 from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.workers.build import Builder
@@ -32,15 +32,16 @@ CONFIG = ModelConfig(
     num_kv_heads=2,
     head_dim=16,
 )
-xla_rows, xla_decode = ROWS["xla"], DECODE["xla"]
+xla_rows, xla_decode, xla_pages = ROWS["xla"], DECODE["xla"], PAGES["xla"]
 
 
 @pytest.fixture(autouse=True)
 def untried(monkeypatch):
     """A process that has tried nothing, whose CPU has kernels of its own: those of `xla` under other names."""
-    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("splash", "pallas"))
+    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("splash", "pallas", "pallas"))
     monkeypatch.setitem(ROWS, "splash", xla_rows)
     monkeypatch.setitem(DECODE, "pallas", xla_decode)
+    monkeypatch.setitem(PAGES, "pallas", xla_pages)
     kernel_choice._usable.cache_clear()
     yield
     kernel_choice._usable.cache_clear()
@@ -52,7 +53,7 @@ def choose(config=CONFIG, dtype=jnp.float32, shape=(1, 1, 1), decodes=True, **se
     axes = {"row_axes": ("data",), "head_axes": ("tensor",), "stage_axes": ("stage",)}
     chosen = models.choose_attention(config, dtype, mesh, **axes, decodes=decodes, **settings)
     assert chosen == Attention() or (chosen.mesh, chosen.row_axes, chosen.head_axes) == (mesh, ("data",), ("tensor",))
-    return chosen.rows, chosen.decode
+    return (chosen.rows, chosen.decode) if settings.get("cache") is None else (chosen.decode, chosen.pages)
 
 
 def raises(*arrays):
@@ -123,13 +124,13 @@ def test_a_broken_decode_kernel_is_replaced_loudly(reason, monkeypatch):
 
 
 def test_cudnn_is_refused_where_there_is_none(monkeypatch):
-    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("cudnn", "xla"))
+    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("cudnn", "xla", "xla"))
     with pytest.warns(RuntimeWarning, match="'cudnn'"):
         assert choose(dtype="bfloat16") == ("xla", "xla")
 
 
 def test_soft_caps_are_computed_where_the_kernel_has_none(monkeypatch):
-    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("cudnn", "xla"))
+    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("cudnn", "xla", "xla"))
     with pytest.warns(RuntimeWarning, match="'cudnn'.*has no soft cap of scores"):
         assert choose(replace(CONFIG, attn_logit_softcapping=2.0)) == ("xla", "xla")
 
@@ -145,6 +146,48 @@ def test_latents_are_decoded_by_the_kernel_that_reads_them():
     latent = LatentAttention(rank=8, rope_dim=4, value_dim=12)
     with pytest.warns(RuntimeWarning, match=r"'pallas' \(decode\) is not used .* it reads no latents"):
         assert choose(replace(CONFIG, latent=latent)) == ("splash", "xla")
+
+
+def test_a_cache_lies_in_pages_where_a_kernel_reads_them(monkeypatch):
+    assert choose(cache="auto") == ("xla", "pallas")
+    assert choose(cache="slots") == ("pallas", None)
+    assert choose(cache="auto", decodes=False) == ("xla", None)
+    monkeypatch.setitem(PAGES, "pallas", partial(pallas_pages, interpret=True))
+    kernel_choice._usable.cache_clear()
+    assert choose(cache="pages", dtype="bfloat16") == ("xla", "pallas")
+
+
+BROKEN_PAGES = {
+    "NotImplementedError": raises,
+    "its output is off by": lambda *arrays: xla_pages(*arrays[:3], arrays[3] // 2, *arrays[4:]),
+    "its output is off by nan": lambda *arrays: xla_pages(*arrays) * jnp.nan,
+}
+
+
+@pytest.mark.parametrize("reason", BROKEN_PAGES)
+def test_a_broken_kernel_of_pages_gives_slots_back_loudly(reason, monkeypatch):
+    monkeypatch.setitem(PAGES, "pallas", BROKEN_PAGES[reason])
+    with pytest.warns(RuntimeWarning, match=rf"attention kernel 'pallas' \(pages\) is not used .*{reason}"):
+        assert choose(cache="auto") == ("pallas", None)
+    assert choose(cache="pages") == ("xla", "xla")  # who insists gets what is right
+
+
+def test_pages_that_nothing_reads_fast_are_had_by_those_who_ask_for_them(monkeypatch):
+    assert choose(wanted="xla", cache="auto") == ("xla", None)
+    assert choose(wanted="xla", cache="pages") == ("xla", "xla")
+    monkeypatch.delitem(kernel_choice.BEST, "cpu")
+    assert choose(cache="auto") == ("xla", None)
+    assert choose(cache="pages") == ("xla", "xla")
+
+
+def test_latents_and_stages_stay_in_slots(recwarn):
+    latent = replace(CONFIG, latent=LatentAttention(rank=8, rope_dim=4, value_dim=12))
+    assert choose(latent, cache="auto") == choose(shape=(1, 2, 1), cache="auto") == ("xla", None)
+    assert not any("(pages)" in str(warning.message) for warning in recwarn)
+    with pytest.raises(ValueError, match="cache='pages' cannot be had, because latents do not lie in pages"):
+        choose(latent, cache="pages")
+    with pytest.raises(ValueError, match="layers that are divided over stages have theirs in slots"):
+        choose(shape=(1, 2, 1), cache="pages")
 
 
 def test_stages_keep_the_kernel_that_the_compiler_splits():

@@ -1,7 +1,7 @@
 """Attention of packed rows to themselves, and of one new token to its cache.
 
-`attend` and `attend_cache` are the interface behind which kernels live; every kernel computes
-the same function. `kernel_choice` finds the best ones that a backend computes right.
+`attend`, `attend_cache` and `attend_pages` are the interface behind which kernels live; every kernel
+computes the same function. `kernel_choice` finds the best ones that a backend computes right.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,16 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.blockwise import attend_blocks
-from jaxrlhf.models.scores import PLAIN, Scores
+from jaxrlhf.models.scores import LOWEST, PLAIN, Scores
 
 RowsKernel = Literal["xla", "cudnn", "splash"]
 DecodeKernel = Literal["xla", "pallas"]
+PagesKernel = Literal["xla", "pallas", "ragged"]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Which kernels compute attention, and what splits the arrays of a layer over devices.
+    """Which kernels compute attention, how the cache lies, and what splits the arrays of a layer over devices.
 
     The compiler splits `xla` by itself. It would gather the arrays of any other kernel, so that one
     runs on each device of `mesh` with the rows and the heads that are there.
@@ -31,6 +32,7 @@ class Attention:
     Attributes:
       rows: Of `attend`.
       decode: Of `attend_cache`.
+      pages: Of `attend_pages`; None where a cache does not lie in pages.
       mesh: Auto axes; None is one device.
       row_axes: Mesh axes that split rows (or slots), evenly.
       head_axes: Mesh axes that split query heads, key-value heads and the width of MLPs, evenly.
@@ -39,6 +41,7 @@ class Attention:
 
     rows: RowsKernel = "xla"
     decode: DecodeKernel = "xla"
+    pages: PagesKernel | None = None
     mesh: Mesh | None = None
     row_axes: tuple[str, ...] = ()
     head_axes: tuple[str, ...] = ()
@@ -106,6 +109,41 @@ def attend_cache(
     return kernel(query_BNH, key_BKHS, value_BKSH, position_B, scores)
 
 
+def attend_pages(
+    query_BNH: Float[Array, "B N H"],
+    pages_ZSJU: Float[Array, "Z S J U"],
+    table_BQ: Int[Array, "B Q"],
+    position_B: Int[Array, "B"],
+    scores: Scores = PLAIN,
+    *,
+    attention: Attention,
+) -> Float[Array, "B N H"]:
+    """As `attend_cache`, over the pages that the table names; each device has pages and numbers of its own.
+
+    Args:
+      pages_ZSJU: Of S positions: for each key-value head its key, then its value, maybe wider than queries are.
+      table_BQ: Pages of each slot in order; numbers past the last page are none.
+    """
+    assert attention.pages is not None, "the cache does not lie in pages"
+    head_dim, width = query_BNH.shape[-1], pages_ZSJU.shape[-1]
+    scores = scores.replace(divisor=scores.divide_by(head_dim))
+    kernel = PAGES[attention.pages]
+
+    def run(query_BNH, pages_ZSJU, table_BQ, position_B, scores):
+        pages, page_tokens, _, _ = pages_ZSJU.shape
+        # A slot that is done may have run past its pages, and have none; it still sees something.
+        held_B = (table_BQ < pages).sum(axis=1, dtype=jnp.int32) * page_tokens
+        newest_B = jnp.clip(position_B, 0, jnp.maximum(held_B - 1, 0))
+        return kernel(query_BNH, pages_ZSJU, jnp.minimum(table_BQ, pages - 1), newest_B, scores)
+
+    slot, every = PartitionSpec(attention.row_axes), PartitionSpec()
+    head = PartitionSpec(attention.row_axes, attention.head_axes)
+    page = PartitionSpec(attention.row_axes, None, attention.head_axes)
+    query_BNH = jnp.pad(query_BNH, ((0, 0), (0, 0), (0, width - head_dim)))
+    run = attention.on_devices(run, (head, page, slot, slot, every), head)
+    return run(query_BNH, pages_ZSJU, table_BQ, position_B, scores)[..., :head_dim]
+
+
 def widen(arrays: tuple[Array, ...], *, multiple: int) -> tuple[Array, ...]:
     """`[R, W, ...]` arrays padded to a multiple of positions, which causal attention before them does not see."""
     more = -arrays[0].shape[1] % multiple
@@ -123,6 +161,31 @@ def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B
     weight_BKGS = jax.nn.softmax(jnp.where(seen_BS[:, None, None, :], score_BKGS, -jnp.inf), axis=-1)
     mixed_BKGH = jnp.einsum("BKGS,BKSH->BKGH", weight_BKGS.astype(value_BKSH.dtype), value_BKSH)
     return mixed_BKGH.reshape(query_BNH.shape)
+
+
+def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: Array, scores: Scores) -> Array:
+    """A page of every slot at a time, up to the longest slot's last."""
+    slots, _, width = query_BNH.shape
+    _, page_tokens, both, _ = pages_ZSJH.shape
+    query_BKGH = query_BNH.reshape(slots, both // 2, -1, width)
+
+    def body(index, carry):
+        out_BKGH, sum_BKG, most_BKG = carry
+        page_BSKYH = pages_ZSJH[table_BQ[:, index]].reshape(slots, page_tokens, both // 2, 2, width)
+        key_BSKH, value_BSKH = page_BSKYH[:, :, :, 0], page_BSKYH[:, :, :, 1]
+        logit_BKGS = jnp.einsum("BKGH,BSKH->BKGS", query_BKGH, key_BSKH, preferred_element_type=jnp.float32)
+        seen_BS = scores.sees(newest_B[:, None] - (index * page_tokens + jnp.arange(page_tokens))[None, :])
+        score_BKGS = scores.cap(logit_BKGS / scores.divide_by(width))
+        score_BKGS = jnp.where(seen_BS[:, None, None, :], score_BKGS, LOWEST)
+        next_BKG = jnp.maximum(most_BKG, score_BKGS.max(axis=-1))
+        kept_BKG, weight_BKGS = jnp.exp(most_BKG - next_BKG), jnp.exp(score_BKGS - next_BKG[..., None])
+        new_BKGH = jnp.einsum("BKGS,BSKH->BKGH", weight_BKGS.astype(value_BSKH.dtype), value_BSKH)
+        return kept_BKG[..., None] * out_BKGH + new_BKGH, kept_BKG * sum_BKG + weight_BKGS.sum(axis=-1), next_BKG
+
+    zero_BKG = jnp.zeros(query_BKGH.shape[:3], jnp.float32)
+    begun = jnp.zeros(query_BKGH.shape, jnp.float32), zero_BKG, zero_BKG + LOWEST
+    out_BKGH, sum_BKG, _ = jax.lax.fori_loop(0, newest_B.max() // page_tokens + 1, body, begun)
+    return (out_BKGH / sum_BKG[..., None]).astype(query_BNH.dtype).reshape(query_BNH.shape)
 
 
 # Imported where they are called: a JAX that has no such kernel still has the others.
@@ -146,5 +209,21 @@ def _decode_pallas(*arrays: Any) -> Array:
     return pallas_decode(*arrays)
 
 
+def _pages_pallas(*arrays: Any) -> Array:
+    from jaxrlhf.models.kernels_gpu import pallas_pages
+
+    return pallas_pages(*arrays)
+
+
+def _pages_ragged(*arrays: Any) -> Array:
+    from jaxrlhf.models.kernels_tpu import ragged_pages
+
+    return ragged_pages(*arrays)
+
+
 ROWS: dict[str, Callable[..., Array]] = {"xla": attend_blocks, "cudnn": _rows_cudnn, "splash": _rows_splash}
 DECODE: dict[str, Callable[..., Array]] = {"xla": _decode_xla, "pallas": _decode_pallas}
+PAGES: dict[str, Callable[..., Array]] = {"xla": _pages_xla, "pallas": _pages_pallas, "ragged": _pages_ragged}
+
+LANES: dict[str, int] = {"ragged": 128}
+"""What the width of heads in pages is a multiple of, where a kernel wants that."""

@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Int, Num
+from jaxtyping import Float, Int, Num
 
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array
+from jaxrlhf.models.attention import XLA, Attention, attend_cache
 from jaxrlhf.models.own_model import replaceable
+from jaxrlhf.models.pages import LayerPages
 from jaxrlhf.models.pipeline import Pipeline
+from jaxrlhf.models.scores import Scores
 
 
 class Prefix(NamedTuple):
@@ -40,9 +43,15 @@ class LayerCache(NamedTuple):
         return self.key_BKHS.shape[3]
 
     def write(
-        self, key_BKH: Num[Array, "B K H"], value_BKU: Num[Array, "B K U"], position_B: Int[Array, "B"]
+        self,
+        key_BKH: Num[Array, "B K H"],
+        value_BKU: Num[Array, "B K U"],
+        position_B: Int[Array, "B"],
+        *,
+        attention: Attention = XLA,
     ) -> "LayerCache":
         """One new entry per slot, each at its own position; none where that is the capacity or more."""
+        del attention  # the compiler splits this by itself
         # One update per slot, not one scatter over slots: split over devices, each writes its own.
         keys = jax.vmap(lambda stored_KHS, new_KH, at: stored_KHS.at[:, :, at].set(new_KH, mode="drop"))
         values = jax.vmap(lambda stored_KSH, new_KH, at: stored_KSH.at[:, at].set(new_KH, mode="drop"))
@@ -51,14 +60,21 @@ class LayerCache(NamedTuple):
             values(self.value_BKSH, value_BKU.astype(self.value_BKSH.dtype), position_B),
         )
 
+    def attend(
+        self, query_BNH: Float[Array, "B N H"], position_B: Int[Array, "B"], scores: Scores, *, attention: Attention
+    ) -> Float[Array, "B N H"]:
+        """As `attend_cache`."""
+        return attend_cache(query_BNH, *self, position_B, scores, attention=attention)
 
-Cache = list[LayerCache]
+
+Cache = list[LayerCache] | list[LayerPages]
+"""Of every layer; what follows here is of those that have no pages."""
 
 
 @replaceable
 def empty_cache(
     config: ModelConfig, *, slots: int, capacity: int, dtype: Any = jnp.float32, pipeline: Pipeline | None = None
-) -> Cache:
+) -> list[LayerCache]:
     """A cache for `slots` sequences of at most `capacity` tokens. Build it under jit with
     `out_shardings` to have each device allocate its own part."""
     stages = 1 if pipeline is None else pipeline.stages
@@ -70,13 +86,13 @@ def empty_cache(
 
 
 def insert_prefix(
-    cache: Cache,
+    cache: list[LayerCache],
     prefix: Prefix,
     row_I: Int[Array, "I"],
     slot_I: Int[Array, "I"],
     *,
     pipeline: Pipeline | None = None,
-) -> Cache:
+) -> list[LayerCache]:
     """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; several slots may take one prompt.
 
     A slot index at or past the number of slots is skipped, so a program compiled for I

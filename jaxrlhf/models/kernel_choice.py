@@ -2,6 +2,9 @@
 
 A kernel is tried once, on small random arrays with the model's heads and scores, before anything is
 compiled with it. One that fails or gives other numbers is replaced by `xla` with a warning.
+
+A cache lies in pages where a kernel reads them, so that memory follows tokens. `xla` can compute with pages,
+too, but would rather have each slot's positions side by side: on CPU, slots of one capacity are faster.
 """
 
 import functools
@@ -17,12 +20,29 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention import DECODE, ROWS, XLA, Attention, DecodeKernel, RowsKernel
+from jaxrlhf.models.attention import (
+    DECODE,
+    LANES,
+    PAGES,
+    ROWS,
+    XLA,
+    Attention,
+    DecodeKernel,
+    PagesKernel,
+    RowsKernel,
+)
 from jaxrlhf.models.own_model import AnyModel, OwnModel
+from jaxrlhf.models.pages import PAGE_TOKENS
 from jaxrlhf.models.scores import Scores
 
-BEST: dict[str, tuple[RowsKernel, DecodeKernel]] = {"gpu": ("cudnn", "pallas"), "tpu": ("splash", "xla")}
+BEST: dict[str, tuple[RowsKernel, DecodeKernel, PagesKernel]] = {
+    "gpu": ("cudnn", "pallas", "pallas"),
+    "tpu": ("splash", "xla", "ragged"),
+}
 """By platform; others have `xla` alone."""
+
+_Use = Literal["rows", "decode", "pages"]
+_Problem = tuple[list[np.ndarray], tuple[np.ndarray, ...]]
 
 _WIDTH, _CAPACITY = 199, 700
 """Of the arrays: no multiple of any tile."""
@@ -41,6 +61,7 @@ def choose_attention(
     stage_axes: tuple[str, ...] = (),
     decodes: bool = False,
     wanted: Literal["auto", "xla"] = "auto",
+    cache: Literal["auto", "slots", "pages"] = "slots",
 ) -> Attention:
     """The kernels for a model on a mesh. Call it outside of traced functions.
 
@@ -52,35 +73,55 @@ def choose_attention(
       stage_axes: Mesh axes that divide the layers; only `xla` can be used inside one of several stages.
       decodes: Whether a decode kernel is needed as well.
       wanted: `xla` tries nothing.
+      cache: How it lies where a decode kernel is needed; `auto` is in pages where a kernel for them is used.
+
+    Raises:
+      ValueError: Pages are asked for where nothing can compute with them.
     """
     platform = mesh.local_devices[0].platform
     split = Attention(mesh=mesh, row_axes=row_axes, head_axes=head_axes, expert_axes=expert_axes)
-    if wanted == "xla" or platform not in BEST or isinstance(config, OwnModel):
-        return XLA if config.experts is None else split
-    rows, decode = BEST[platform]
     ways, stages = (math.prod(mesh.shape[axis] for axis in axes) for axes in (head_axes, stage_axes))
+    pageless = _pageless(config, stages)
+    if cache == "pages" and decodes and pageless is not None:
+        raise ValueError(f"cache='pages' cannot be had, because {pageless}; use 'auto' or 'slots'")
+    if wanted == "xla" or platform not in BEST or isinstance(config, OwnModel):
+        if cache == "pages" and decodes:
+            return replace(split, pages="xla")
+        return XLA if config.experts is None else split
+    rows, decode, pages = BEST[platform]
     heads = config.num_heads // ways, config.num_kv_heads // ways, config.head_dim
     name = jnp.dtype(dtype).name
     window = None if config.sliding_window is None else _WINDOW
     scores = Scores(config.score_divisor, config.attn_logit_softcapping, window)
 
-    obstacle = "it does not run inside pipeline stages" if stages > 1 else None
-
-    def usable(use: Literal["rows", "decode"], kernel: str) -> bool:
-        if use == "decode" and config.latent is not None:
-            return kernel == "xla" or _usable(use, kernel, platform, heads, scores, name, "it reads no latents")
+    def usable(use: _Use, kernel: str, obstacle: str | None = None) -> bool:
         return kernel == "xla" or _usable(use, kernel, platform, heads, scores, name, obstacle)
 
+    inside = "it does not run inside pipeline stages" if stages > 1 else None
+    paged: PagesKernel | None = None
+    if decodes and cache != "slots" and pageless is None:
+        paged = pages if usable("pages", pages) else "xla" if cache == "pages" else None
+    no_latents = None if config.latent is None else "it reads no latents"
     return replace(
         split,
-        rows=rows if usable("rows", rows) else "xla",
-        decode=decode if decodes and usable("decode", decode) else "xla",
+        rows=rows if usable("rows", rows, inside) else "xla",
+        decode=decode if decodes and paged is None and usable("decode", decode, no_latents or inside) else "xla",
+        pages=paged,
     )
+
+
+def _pageless(config: AnyModel, stages: int) -> str | None:
+    """Why a cache cannot lie in pages."""
+    if isinstance(config, OwnModel):
+        return "a model with functions of its own has a cache of its own"
+    if config.latent is not None:
+        return "latents do not lie in pages"
+    return "layers that are divided over stages have theirs in slots" if stages > 1 else None
 
 
 @functools.cache
 def _usable(
-    use: Literal["rows", "decode"],
+    use: _Use,
     kernel: str,
     platform: str,
     heads: tuple[int, int, int],
@@ -93,7 +134,7 @@ def _usable(
     if objection is not None:
         warnings.warn(
             f"attention kernel {kernel!r} ({use}) is not used on {platform} for heads "
-            f"{' x '.join(map(str, heads))} in {dtype}, but the slower 'xla': {objection}",
+            f"{' x '.join(map(str, heads))} in {dtype}, which costs speed: {objection}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -101,7 +142,7 @@ def _usable(
 
 
 def _objection(
-    use: Literal["rows", "decode"],
+    use: _Use,
     kernel: str,
     platform: str,
     heads: tuple[int, int, int],
@@ -110,8 +151,10 @@ def _objection(
 ) -> str | None:
     """What speaks against a kernel: that it raises, or how far it is from `xla` in float32."""
     device = jax.local_devices(backend=platform)[0]
-    table, problem = (ROWS, _rows_problem) if use == "rows" else (DECODE, _decode_problem)
+    table, problem = _TRIED[use]
     arrays, rest = problem(*heads)
+    if use == "pages":
+        arrays = [_wide(array, LANES.get(kernel, 1)) for array in arrays]
     # Rounded before either kernel sees them, so that the difference is the kernel's own.
     arrays = [np.asarray(array, dtype) for array in arrays]
     # Half precision rounds weights, products and results in turn; what is wrong is far beyond it.
@@ -135,31 +178,55 @@ def _objection(
 
 @functools.partial(jax.jit, static_argnames=("kernel", "gradients"))
 def _results(
-    arrays: list[Array], rest: Array, scores: Scores, *, kernel: Callable[..., Array], gradients: bool
+    arrays: list[Array], rest: tuple[Array, ...], scores: Scores, *, kernel: Callable[..., Array], gradients: bool
 ) -> tuple[Array, ...]:
     """The kernel's output and, if asked for, the gradients of a weighted sum of it."""
     if not gradients:
-        return (kernel(*arrays, rest, scores),)
-    out, pull = jax.vjp(lambda *arrays: kernel(*arrays, rest, scores), *arrays)
+        return (kernel(*arrays, *rest, scores),)
+    out, pull = jax.vjp(lambda *arrays: kernel(*arrays, *rest, scores), *arrays)
     # Neither constant nor symmetric, or errors could cancel.
     weight = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype)
     return out, *pull(weight)
 
 
-def _rows_problem(heads: int, kv_heads: int, head_dim: int) -> tuple[list[np.ndarray], np.ndarray]:
+def _rows_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
     """Two rows: three segments and padding; one segment."""
     draw = np.random.default_rng(0).standard_normal
     shapes = [(2, _WIDTH, count, head_dim) for count in (heads, kv_heads, kv_heads)]
     segment_RW = np.ones((2, _WIDTH), np.int32)
     segment_RW[0] = np.searchsorted([70, 71, 150], np.arange(_WIDTH), side="right") + 1
     segment_RW[0, 180:] = 0
-    return [draw(shape, np.float32) for shape in shapes], segment_RW
+    return [draw(shape, np.float32) for shape in shapes], (segment_RW,)
 
 
-def _decode_problem(heads: int, kv_heads: int, head_dim: int) -> tuple[list[np.ndarray], np.ndarray]:
+def _decode_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
     """Five slots: from one filled entry to all, and one whose position has run past its cache."""
     draw = np.random.default_rng(0).standard_normal
     position_B = np.array([0, 63, 512, _CAPACITY - 1, _CAPACITY + 9], np.int32)
     slots = len(position_B)
     shapes = [(slots, heads, head_dim), (slots, kv_heads, head_dim, _CAPACITY), (slots, kv_heads, _CAPACITY, head_dim)]
-    return [draw(shape, np.float32) for shape in shapes], position_B
+    return [draw(shape, np.float32) for shape in shapes], (position_B,)
+
+
+def _pages_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
+    """Four slots, from one filled entry to all, whose pages lie about; two share their first."""
+    rng = np.random.default_rng(0)
+    columns = -(-_CAPACITY // PAGE_TOKENS)
+    newest_B = np.array([0, 63, 512, columns * PAGE_TOKENS - 1], np.int32)
+    table_BQ = rng.permutation(len(newest_B) * columns).astype(np.int32).reshape(-1, columns)
+    table_BQ[1, 0] = table_BQ[2, 0]
+    shapes = [(len(newest_B), heads, head_dim), (table_BQ.size, PAGE_TOKENS, 2 * kv_heads, head_dim)]
+    return [rng.standard_normal(shape, np.float32) for shape in shapes], (table_BQ, newest_B)
+
+
+def _wide(array: np.ndarray, multiple: int) -> np.ndarray:
+    """Heads as wide as they are in pages."""
+    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, -array.shape[-1] % multiple)])
+
+
+_TRIED: dict[_Use, tuple[dict[str, Callable[..., Array]], Callable[[int, int, int], _Problem]]] = {
+    "rows": (ROWS, _rows_problem),
+    "decode": (DECODE, _decode_problem),
+    "pages": (PAGES, _pages_problem),
+}
+"""What has kernels, and what they are tried on: arrays, and what says which of their entries are seen."""

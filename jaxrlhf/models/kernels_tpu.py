@@ -1,9 +1,6 @@
-"""Attention kernels of TPUs, in the signature of `attend`.
+"""Attention kernels of TPUs, in the signatures of `attend` and `attend_pages`.
 
 Each computes on the arrays of one device. `kernel_choice` decides whether it is used.
-
-Decoding has none: the paged kernels that JAX ships want head width last and both keys and values
-in pages, a copy of the cache at every token.
 """
 
 import math
@@ -12,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
@@ -23,6 +21,9 @@ _LANES = 128
 
 _LARGEST_BLOCK = 512
 """Positions of a tile. Larger ones read keys less often and skip less above the diagonal."""
+
+_PAGES_BLOCK, _QUERIES_BLOCK = 512, 8
+"""Positions that the paged kernel reads at once, and slots whose queries lie side by side in it."""
 
 
 def splash_rows(
@@ -78,3 +79,34 @@ def _tiles(size: int) -> splash.BlockSizes:
         block_q_dq=size,
         block_kv_dq=size,
     )
+
+
+def ragged_pages(
+    query_BNH: Float[Array, "B N H"],
+    pages_ZSJH: Float[Array, "Z S J H"],
+    table_BQ: Int[Array, "B Q"],
+    newest_B: Int[Array, "B"],
+    scores: Scores = PLAIN,
+) -> Float[Array, "B N H"]:
+    """Ragged paged attention with one query to a slot; heads are a multiple of 128 wide.
+
+    Block sizes are given: the kernel's own table is of prefills and decoding together.
+    """
+    slots, _, head_dim = query_BNH.shape
+    arrays = query_BNH, pages_ZSJH, newest_B + 1, table_BQ
+
+    def run(window: int | None) -> Callable[..., Array]:
+        return lambda *arrays: ragged_paged_attention(
+            *arrays,
+            jnp.arange(slots + 1, dtype=jnp.int32),
+            jnp.array([slots], jnp.int32),
+            sm_scale=1 / scores.divide_by(head_dim),
+            sliding_window=window,
+            soft_cap=scores.soft_cap,
+            num_kv_pages_per_block=min(table_BQ.shape[1], max(1, _PAGES_BLOCK // pages_ZSJH.shape[1])),
+            num_queries_per_block=_QUERIES_BLOCK,
+        )
+
+    if scores.window is None or scores.slides is None:
+        return run(scores.window)(*arrays)
+    return jax.lax.cond(scores.slides, run(scores.window), run(None), *arrays)

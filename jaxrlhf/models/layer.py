@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
-from jaxrlhf.models.attention import Attention, attend, attend_cache
+from jaxrlhf.models.attention import Attention, attend
 from jaxrlhf.models.cache import LayerCache
 from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
 from jaxrlhf.models.latent import attend_latents, expanded, latents
 from jaxrlhf.models.mlp import feed_forward
 from jaxrlhf.models.norm import norm
+from jaxrlhf.models.pages import LayerPages
 from jaxrlhf.models.rope import Rotations, rotate
 from jaxrlhf.models.scores import Scores
 from jaxrlhf.models.spread import Spread, attend_spread
@@ -49,7 +50,7 @@ def layer_slots(
     turn: Rotations,
     position_B: Array,
     entry_B: Array,
-    stored: LayerCache,
+    stored: LayerCache | LayerPages,
     attention: Attention,
 ):
     """One layer over one token per slot, whose keys and values become the cache's entry `entry`.
@@ -57,12 +58,13 @@ def layer_slots(
     Also what its router did, if it has one.
     """
     query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, hidden_B1D, turn)
-    stored = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B)
+    stored = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B, attention=attention)
     query_BNH, scores = query_B1NH[:, 0], _scores(layer, config)
     if config.latent is not None:
+        assert isinstance(stored, LayerCache), "latents do not lie in pages"
         mixed_BNH = attend_latents(layer["attention"], config, config.latent, query_BNH, stored, position_B, scores)
     else:
-        mixed_BNH = attend_cache(query_BNH, *stored, position_B, scores, attention=attention)
+        mixed_BNH = stored.attend(query_BNH, position_B, scores, attention=attention)
     hidden_B1D, routed = _finish(layer, config, hidden_B1D, mixed_BNH[:, None], attention, UNWATCHED)
     return hidden_B1D, stored, routed
 

@@ -45,3 +45,6 @@ class Scores:
 
 PLAIN = Scores()
 """q . k / sqrt(H), of everything before."""
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+"""Score of what is not seen, where maxima are subtracted as they come: minus infinity less itself is not a number."""
