@@ -111,14 +111,11 @@ class Loop:
             result = resolve_dataflow(self.config.algorithm)(
                 self.roles, StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
             )
+            self._keep_responses(number, problems, result, log)  # models may be trained meanwhile
+            result = result.settled()
             step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
         log.step_calls(step)
         metrics = {**result.metrics, **sent, **self._timing(step, result)}
-        if result.rollout is not None and result.scores is not None:
-            responses = response_texts(result.rollout, self.decode)
-            asked = problems if result.problems is None else result.problems
-            samples = to_samples(number, asked, responses, result.rollout, result.scores, logp_BT=result.logp_BT)
-            log.rollout(samples)
         if _due(number, self.config.evaluation.every_steps, self.config.steps):
             metrics |= self._evaluate(number, log)
         if before:
@@ -127,6 +124,13 @@ class Loop:
         if self.on_step is not None:
             self.on_step(number, metrics)
         return result.state, metrics
+
+    def _keep_responses(self, number: int, problems: Sequence[Problem], result: StepResult, log: StageLog) -> None:
+        if result.rollout is not None and result.scores is not None:
+            responses = response_texts(result.rollout, self.decode)
+            asked = problems if result.problems is None else result.problems
+            samples = to_samples(number, asked, responses, result.rollout, result.scores, logp_BT=result.logp_BT)
+            log.rollout(samples)
 
     def _profiled(self, number: int, log: StageLog) -> AbstractContextManager[None]:
         """Traces what devices do in the block, if the configuration asks for that of this step."""

@@ -45,11 +45,9 @@ def step(roles: Roles, work: StepInput) -> StepResult:
         prepared.outcomes, objective=algos.outcome_objective, settings=settings
     )
     actor = roles.actor.update_actor(prepared.policy, objective=algos.policy_objective, settings=settings)
-    metrics = shared.merged(prepared.metrics, process, actor)
-    metrics |= found.metrics() | {"group/kept": float(batch.teaches_P.sum())}
-    return StepResult(
-        metrics, prepared.state, batch.rollout, batch.scores, shared.value_of(old_logp), problems=batch.problems
-    )
+    metrics = prepared.metrics | found.metrics() | {"group/kept": float(batch.teaches_P.sum())}
+    generated = (batch.rollout, batch.scores, shared.value_of(old_logp), batch.problems)
+    return StepResult(metrics, prepared.state, *generated, updates=(process, actor))
 
 
 def in_band(settings: PRIME, scores: Scores, prompt_id_B: Array) -> Array:

@@ -62,6 +62,7 @@ class StepResult:
       scores: Of that rollout.
       logp_BT: The trainer's log-probabilities of it.
       problems: That the rollout answers; None is those of the step's input.
+      updates: What models report that may still be trained; it joins the metrics.
     """
 
     metrics: Metrics
@@ -70,6 +71,11 @@ class StepResult:
     scores: Scores | None = None
     logp_BT: Array | None = None
     problems: Sequence[Problem] | None = None
+    updates: Sequence[Metrics | Future[Metrics]] = ()
+
+    def settled(self) -> "StepResult":
+        """The same once all models are trained, with what they report among the metrics."""
+        return replace(self, metrics=merged(self.metrics, *self.updates), updates=())
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+"""The loop around a step: what it does while models are trained, and in what order things are said and saved."""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from made_steps import done, problem, rollout_of
+
+from jaxrlhf.batch import Scores
+from jaxrlhf.config import GRPO, Arithmetic, Config, FromScratch, Rollout
+from jaxrlhf.controller.loop import Loop
+from jaxrlhf.tracking import Call
+
+PATIENCE_S = 60.0
+PROMPTS, COPIES = 2, 2
+
+
+class Log:
+    """Notes in `events` what a stage's log is given, and in `written` that responses were."""
+
+    def __init__(self, events: list, written: threading.Event) -> None:
+        self._events, self._written = events, written
+
+    def rollout(self, samples) -> None:
+        self._events.append(("responses", samples[0].step, len(samples)))
+        self._written.set()
+
+    def step(self, number, metrics) -> None:
+        self._events.append(("metrics", number, metrics["actor/loss"]))
+
+    def close(self) -> None:
+        self._events.append("closed")
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+class Roles:
+    """Actor, reward and reference; the update goes on, on a thread, until the step's responses are written down."""
+
+    def __init__(self, events: list, written: threading.Event, fails_at: int | None) -> None:
+        self.actor = self.reward = self.reference = self.timeline = self
+        self._events, self._written, self._fails_at = events, written, fails_at
+        self._thread = ThreadPoolExecutor(1)
+        self._updates, self._calls = 0, []
+
+    def generate_sequences(self, problems, sampling, *, responses_per_prompt, seed) -> Future:
+        mask_BT = np.ones((PROMPTS * COPIES, 3), bool)
+        mask_BT[:, 0] = False
+        return done(rollout_of(mask_BT, [0, 0, 1, 1]))
+
+    def compute_reward(self, problems, rollout) -> Future:
+        score_B = np.array([0, 1, 1, 0], np.float32)
+        return done(Scores(score_B, np.ones(4, bool), {}))
+
+    def compute_ref_log_prob(self, rollout) -> Future:
+        return done(rollout.result().sampler_logp_BT)
+
+    compute_log_prob = compute_ref_log_prob
+
+    def update_actor(self, minibatches, *, objective, settings) -> Future:
+        self._updates += 1
+        number = self._updates
+        self._events.append(("dispatched", number))
+
+        def end() -> dict[str, float]:
+            assert self._written.wait(PATIENCE_S), "the responses wait for the update's metrics"
+            self._written.clear()
+            self._events.append(("trained", number))
+            self._calls.append(Call("actor", "update_actor", 0.0, 1.0, "pool"))
+            if number == self._fails_at:
+                raise FloatingPointError("actor: gradient norms are [nan]")
+            return {"actor/loss": float(number), "actor/tokens": 8.0}
+
+        return self._thread.submit(end)
+
+    def take(self) -> list[Call]:
+        calls, self._calls = self._calls, []
+        return [*calls, Call("actor", "generate_sequences", 0.0, 1.0, "pool")]
+
+    def take_metrics(self):
+        return {}, {}
+
+    def items(self):
+        return {}
+
+    counters = items
+
+
+def run(events: list, *, fails_at: int | None = None, steps: int = 2) -> None:
+    written = threading.Event()
+    config = Config(
+        name="made",
+        algorithm=GRPO(responses_per_update=PROMPTS * COPIES),
+        steps=steps,
+        model=FromScratch(),
+        data=Arithmetic(),
+        rollout=Rollout(prompts_per_step=PROMPTS, responses_per_prompt=COPIES),
+    )
+    loop = Loop(
+        config=config,
+        roles=Roles(events, written, fails_at),
+        loader=SimpleNamespace(next=lambda: [problem(number) for number in range(PROMPTS)], state=dict),
+        held_out=(),
+        checkpoints=SimpleNamespace(
+            latest=lambda: None, save=lambda number, *_, **__: events.append(("saved", number)), wait=lambda: None
+        ),
+        log=lambda done: Log(events, written),
+        decode=str,
+    )
+    assert loop.run()
+
+
+def test_responses_are_written_down_while_the_models_are_trained():
+    events = []
+    run(events)
+    step = [("dispatched", 1), ("responses", 1, 4), ("trained", 1), ("metrics", 1, 1.0)]
+    later = [("dispatched", 2), ("responses", 2, 4), ("trained", 2), ("metrics", 2, 2.0)]
+    assert [event for event in events if event[0] != "saved"] == [*step, *later, "closed"]
+    assert events.index(("saved", 2)) > events.index(("metrics", 2, 2.0))
+
+
+def test_an_update_that_diverged_ends_its_step_before_anything_is_saved_or_generated():
+    events = []
+    with pytest.raises(FloatingPointError, match=r"gradient norms are \[nan\]"):
+        run(events, fails_at=1)
+    # What the policy had answered is there to be looked at, as the message says.
+    assert events == [("dispatched", 1), ("responses", 1, 4), ("trained", 1), "closed"]
