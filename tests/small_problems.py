@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.architecture import Experts, ModelConfig
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.parallel import Hardware
 from jaxrlhf.parallel.cost import decoding, generation_cost, move_cost
@@ -149,13 +149,13 @@ class Exhaustive:
         fit = math.floor((room - own.generating_bytes) / (row * software.cache_copies))
         if fit < 1:
             return math.inf
-        sizes = own.layout.generation_stage, own.layout.generation_tensor
+        sizes = own.layout.expert, own.layout.generation_stage, own.layout.generation_tensor
         return self._generation(sizes, min(fit, work.responses), devices, moved == ROLLOUT)
 
     @functools.cache  # noqa: B019 - lives as long as the test
-    def _generation(self, sizes: tuple[int, int], fit: int, devices: int, moved: bool) -> float:
+    def _generation(self, sizes: tuple[int, int, int], fit: int, devices: int, moved: bool) -> float:
         work, software, model = self.problem.workload, self.problem.software, self.generator.model
-        layout = Layout(1, 1, 1, 1, *sizes)
+        layout = Layout(1, 1, 1, 1, *sizes[1:], expert=sizes[0])
         seen = self.hardware
         if devices <= seen.devices_per_machine:
             seen = replace(seen, machines=1)
@@ -199,6 +199,7 @@ def roles_of(dataflow: str, draw: random.Random) -> tuple[Role, ...]:
     """The roles of an algorithm, with tiny models."""
     policy, judge = a_model(draw, scale=draw.choice([1, 2, 4])), a_model(draw, scale=draw.choice([1, 2, 4]))
     large = a_model(draw, scale=6)
+    routed = replace(policy, hidden_size=policy.hidden_size // 5 * 8, experts=Experts(4, 2, 4))
     cut = {"remat": draw.random() < 0.5, "rows_per_microbatch": draw.choice([1, 2, 8])}
     cut["tokens_per_microbatch"] = draw.choice([None, 16, 40])
     actor = Role("actor", policy, "lm", generates=True, trained=True, passes=draw.choice([0, 1, 2]), **cut)
@@ -213,6 +214,7 @@ def roles_of(dataflow: str, draw: random.Random) -> tuple[Role, ...]:
         "sft": (replace(actor, generates=False),),
         "large critic": ppo,
         "safe": (*ppo, replace(critic, name="cost_critic"), replace(reward, name="cost")),
+        "mixture": tuple(replace(role, model=routed) for role in (actor, reference)),
         "judges": (actor, reference, *(replace(reward, name=f"reward_{n}", model=a_model(draw)) for n in (1, 2))),
     }[dataflow]
 

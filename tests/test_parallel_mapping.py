@@ -71,6 +71,18 @@ def test_layouts_that_are_given_hold_for_a_rollout_apart():
     assert min(apart - others, others) >= 10
 
 
+def test_experts_are_divided_where_that_is_cheapest():
+    divided = []
+    for seed in range(2000, 2024):
+        problem = a_problem(seed, "mixture", (1, 4) if seed % 2 else (2, 2))
+        problem, expected, found = solve(replace(problem, rollout_apart=False, pools=None, layouts=None, fsdp=True))
+        finds_the_cheapest(problem, expected, found)
+        for plan in found.plans if found else ():
+            layouts = {role: layout for pool in plan.pools for role, layout in pool.layouts.items()}
+            divided.append(layouts["actor"].expert)
+    assert {1, 2, 4} <= set(divided)
+
+
 @pytest.mark.parametrize(
     ("shape", "some", "allowed"), [((1, 6), {2, 4, 6}, {1, 2, 3, 4, 5, 6}), ((2, 6), {3, 6}, {1, 3, 6, 12})]
 )

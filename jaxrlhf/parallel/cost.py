@@ -16,7 +16,13 @@ from jaxrlhf.config import Layout
 from jaxrlhf.parallel.batches import Batch, batch_of, replicas_of
 from jaxrlhf.parallel.collectives import Group, all_gather_s, all_reduce_s, bytes_per_s, latency_s, send_s
 from jaxrlhf.parallel.hardware import Hardware
-from jaxrlhf.parallel.memory import cache_bytes_per_token, weights_generating, weights_held, weights_learnt
+from jaxrlhf.parallel.memory import (
+    cache_bytes_per_token,
+    routed_weights,
+    weights_generating,
+    weights_held,
+    weights_learnt,
+)
 from jaxrlhf.parallel.plan import Cost
 from jaxrlhf.parallel.workload import Role, Software, Workload, cache_capacities
 
@@ -118,11 +124,13 @@ def _pass(
         whole_bytes = batch.tokens * model.hidden_size * software.compute_bytes
         stage_s += (1 + backward) * all_reduce_s(whole_bytes, Group(stages, tensor), hardware)
 
-    fsdp = Group(layout.fsdp * layout.expert, stages * tensor)
-    held = model.num_parameters(role.head) / (stages * tensor)
-    gathered = ticks if stages > 1 else 1  # as many times, and gradients are scattered as often
-    shard_s = (1 + backward) * gathered * all_gather_s(held * software.compute_bytes, fsdp, hardware)
-    shard_s += backward * gathered * all_gather_s(held * software.gradient_bytes, fsdp, hardware)
+    gathers = ticks if stages > 1 else 1  # as many times, and gradients are scattered as often
+    shard_s = gathers * _gather_s(role, layout, software, hardware, backward=backward)
+    # Tokens are gathered and results scattered; backward their gradients the other way, and tokens again if recomputed.
+    exchanges = 2 if not backward else 4 + role.remat
+    sharing = Group(layout.expert, stages * tensor)
+    exchange_s = exchanges * _exchange_s(model, sharing, part_tokens, software, hardware)
+    expert_s = exchange_s * _mixtures(model) / stages * batch.parts
 
     runs = (1 if not backward else 3 + role.remat) * model.num_layers / stages * batch.parts
     overhead = runs * hardware.layer_overhead_s + hardware.dispatch_overhead_s
@@ -130,9 +138,36 @@ def _pass(
     idle = busy * (stages - 1) / batch.parts  # Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1
     if software.head_on_last_stage:
         idle += head_s * (stages - 1)  # the others wait for the last stage at every part
-    return Cost(
-        compute_s=layers_s + head_s, collective_s=tensor_s + stage_s + shard_s, idle_s=idle, overhead_s=overhead
-    )
+    collective = tensor_s + stage_s + shard_s + expert_s
+    return Cost(compute_s=layers_s + head_s, collective_s=collective, idle_s=idle, overhead_s=overhead)
+
+
+def _gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware, *, backward: bool) -> float:
+    """Gathers of the weights that are split over data-parallel devices, in each pass, and scatters of their gradients.
+
+    Experts are not gathered along the axis that divides them.
+    """
+    shard = layout.stage * layout.tensor
+    whole, divided = role.model.num_parameters(role.head), routed_weights(role.model) if layout.expert > 1 else 0
+    seconds = 0.0
+    for weights, group in (
+        (whole - divided, Group(layout.fsdp * layout.expert, shard)),
+        (divided / layout.expert, Group(layout.fsdp if divided else 1, shard * layout.expert)),
+    ):
+        held = weights / shard
+        seconds += (1 + backward) * all_gather_s(held * software.compute_bytes, group, hardware)
+        seconds += backward * all_gather_s(held * software.gradient_bytes, group, hardware)
+    return seconds
+
+
+def _exchange_s(model: ModelConfig, sharing: Group, tokens: float, software: Software, hardware: Hardware) -> float:
+    """In one layer, the tokens of all devices that share its experts come to each of them, or the results go back."""
+    return all_gather_s(sharing.size * tokens * model.hidden_size * software.compute_bytes, sharing, hardware)
+
+
+def _mixtures(model: ModelConfig) -> int:
+    """Layers with experts."""
+    return 0 if model.experts is None else model.routed_choices[0]
 
 
 @dataclass(frozen=True)
@@ -192,6 +227,8 @@ def _prefill(
     compute = flops / tensor / (hardware.matmul_flops_per_s * hardware.matmul_efficiency)
     sent = tokens * model.hidden_size * software.compute_bytes
     collective = 2 * model.num_layers * all_reduce_s(sent, Group(tensor, 1), hardware)
+    sharing = Group(layout.expert, stages * tensor)
+    collective += 2 * _mixtures(model) * _exchange_s(model, sharing, tokens, software, hardware)
     overhead = model.num_layers * hardware.layer_overhead_s * how.waves
     return Cost(compute / stages, 0.0, collective, compute * (stages - 1) / stages, 0.0, overhead)
 
@@ -213,7 +250,7 @@ def _decode(
     met = model.num_layers * model.layer_parameters(experts=routed)
     head = model.head_parameters("lm")
     compute = 2 * tokens * (met + head) / tensor / flops_per_s
-    read = full_steps * _weights_read(model, each / how.waves) + last_steps * _weights_read(model, 1)
+    read = full_steps * _weights_read(model, layout, each / how.waves) + last_steps * _weights_read(model, layout, 1)
     weights = read * software.compute_bytes / tensor / read_per_s
 
     context = workload.prompt_tokens + workload.response_tokens / 2
@@ -229,6 +266,9 @@ def _decode(
     pipeline = Group(stages, tensor)
     waiting = send_s(0.0, pipeline, hardware)
     collective += (stages - 1) * (send_s(sent, pipeline, hardware) + (steps - 1) * waiting)
+    sharing = Group(layout.expert, stages * tensor)
+    exchanged, waiting = (_exchange_s(model, sharing, count, software, hardware) for count in (tokens, 0.0))
+    collective += 2 * _mixtures(model) * (exchanged + (steps - 1) * waiting)
     return Cost(
         compute_s=compute / stages,
         memory_s=(max(0.0, weights - compute) + cache) / stages,
@@ -253,9 +293,10 @@ def _capacity_read(workload: Workload) -> float:
     return read / workload.response_tokens
 
 
-def _weights_read(model: ModelConfig, tokens: float) -> float:
-    """Weights that one step of decoding reads for that many responses."""
-    layer = model.layer_parameters(experts=experts_read(model, tokens))
+def _weights_read(model: ModelConfig, layout: Layout, tokens: float) -> float:
+    """Weights that one step of decoding reads for that many responses of each device that shares experts."""
+    experts = experts_read(model, tokens * layout.expert)
+    layer = model.layer_parameters(experts=None if experts is None else experts / layout.expert)
     return model.num_layers * layer + model.head_parameters("lm")
 
 
@@ -317,9 +358,8 @@ def move_cost(
       source: Devices that send.
       devices: Devices that receive.
     """
-    replicas = devices // (layout.generation_stage * layout.generation_tensor)
-    whole = model.num_parameters("lm") * software.compute_bytes
-    busiest = max(whole * replicas / source, weights_generating(model, layout) * software.compute_bytes)
+    each = weights_generating(model, layout) * software.compute_bytes
+    busiest = max(each * devices / source, each)
     near = source + devices <= hardware.devices_per_machine
     rate = (hardware.link_bytes_per_s if near else hardware.network_bytes_per_s) * hardware.link_efficiency
     latency = hardware.link_latency_s if near else hardware.network_latency_s

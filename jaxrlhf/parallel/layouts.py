@@ -73,7 +73,7 @@ def pool_sizes(hardware: Hardware, *, devices_per_host: int = 1) -> list[int]:
 def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool) -> Iterator[Layout]:
     """Ways to train or score a model on `devices` devices that split its dimensions evenly.
 
-    Source: HybridFlow (arXiv:2409.19256), algorithm 2, with `fsdp` added.
+    Source: HybridFlow (arXiv:2409.19256), algorithm 2, with `fsdp` and `expert` added.
     """
     model, machine = role.model, hardware.devices_per_machine
     for tensor in _tensors(role, hardware):
@@ -86,8 +86,12 @@ def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool
             left = devices // copy
             for shards in divisors(left) if fsdp else [1]:
                 inside = machine % (copy * shards) == 0 or not role.within_machine
-                if inside and model.hidden_size % shards == 0:
-                    yield Layout(data=left // shards, fsdp=shards, stage=stage, tensor=tensor)
+                if not inside or model.hidden_size % shards:
+                    continue
+                for expert in _experts(role):
+                    if shards % expert == 0:
+                        data, rest = left // shards, shards // expert
+                        yield Layout(data=data, fsdp=rest, stage=stage, tensor=tensor, expert=expert)
 
 
 def generation_layouts(
@@ -116,13 +120,20 @@ def switches(layout: Layout, stage: int, tensor: int, *, within: int) -> bool:
       within: Devices of a process.
     """
     if layout.stage % stage or layout.tensor % tensor:
-        return within % (stage * tensor) == 0
+        return within % (layout.expert * stage * tensor) == 0
+    if layout.expert > 1:
+        return within % (layout.expert * layout.stage * layout.tensor) == 0
     return (stage == 1 or layout.stage * layout.tensor <= within) and (tensor == 1 or layout.tensor <= within)
 
 
 def _stages(role: Role) -> list[int]:
     """Ways to divide the layers; those with experts are not divided."""
     return divisors(role.model.num_layers) if role.model.experts is None else [1]
+
+
+def _experts(role: Role) -> list[int]:
+    """Ways to divide the experts of every layer."""
+    return divisors(role.model.experts.count) if role.model.experts else [1]
 
 
 def _tensors(role: Role, hardware: Hardware) -> list[int]:

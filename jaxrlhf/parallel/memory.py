@@ -24,19 +24,27 @@ def keeps_activations(needed_bytes: float, memory_bytes: float) -> bool:
     return needed_bytes < FILLED_SHARE * memory_bytes
 
 
-def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1) -> float:
+def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1, expert: int = 1) -> float:
     """Bytes that one layer keeps of one token for its backward pass, about, scores not included.
 
     The residual stream and what its norms keep, six times in float32 and six times as an
     activation; queries, keys, values and mixed heads; and of the MLP the gate, up, their product
-    and what the gate's activation keeps, six in all.
+    and what the gate's activation keeps, six in all. Experts keep the tokens that they are given,
+    those of all devices that share them.
 
     Args:
       itemsize: Bytes of an activation.
       tensor: Ways the layer is split. The residual stream is whole on every device.
+      expert: Ways its experts are divided.
     """
     split = (_heads(model) + 6 * _inner(model)) * itemsize / tensor
-    return 6 * model.hidden_size * (4 + itemsize) + split
+    given = 0 if model.experts is None else expert * model.hidden_size * itemsize
+    return 6 * model.hidden_size * (4 + itemsize) + split + given
+
+
+def sorted_bytes(model: ModelConfig, *, itemsize: int, expert: int = 1) -> float:
+    """Bytes of one token, and of those that come to its experts, once for each expert that they go through."""
+    return 0.0 if model.experts is None else expert * model.experts.per_token * model.hidden_size * itemsize
 
 
 def score_bytes(model: ModelConfig, *, row_tokens: int, itemsize: int, tensor: int = 1) -> float:
@@ -61,10 +69,8 @@ def _heads(model: ModelConfig) -> int:
 
 
 def _inner(model: ModelConfig) -> int:
-    """Width of the MLP that a token meets."""
-    if model.experts is None:
-        return model.intermediate_size
-    return model.experts.per_token * model.experts.intermediate_size + model.experts.shared_intermediate_size
+    """Width of the MLP that a token meets; experts go through their tokens in blocks, of which none is kept."""
+    return model.intermediate_size if model.experts is None else model.experts.shared_intermediate_size
 
 
 class Counted(Protocol):
@@ -77,6 +83,14 @@ class Counted(Protocol):
 def weights_held(model: Counted, head: Head, layout: Layout) -> float:
     """Weights of a model that one device holds in the training layout."""
     return model.num_parameters(head) / layout.copy_devices
+
+
+def routed_weights(model: ModelConfig) -> int:
+    """Weights of all experts of all layers; 0 of a dense model."""
+    if model.experts is None:
+        return 0
+    each = 3 * model.hidden_size * model.experts.intermediate_size
+    return model.routed_choices[0] * model.experts.count * each
 
 
 def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
@@ -101,10 +115,7 @@ def weights_learnt(model: ModelConfig, head: Head, lora: Lora | None, layout: La
 def weights_generating(model: ModelConfig, layout: Layout) -> float:
     """Weights of a policy that one device holds while it generates."""
     split = layout.generation_stage * layout.generation_tensor
-    if model.experts is None:
-        return model.num_parameters("lm") / split
-    each = 3 * model.hidden_size * model.experts.intermediate_size
-    routed = model.routed_choices[0] * model.experts.count * each
+    routed = routed_weights(model)
     return (model.num_parameters("lm") - routed + routed / layout.expert) / split
 
 
@@ -128,10 +139,12 @@ def training_activation_bytes(
       row_tokens: As for `score_bytes`.
     """
     layers = model.num_layers / layout.stage
-    layer = layer_activation_bytes(model, itemsize=itemsize, tensor=layout.tensor)
+    layer = layer_activation_bytes(model, itemsize=itemsize, tensor=layout.tensor, expert=layout.expert)
     scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
     kept = layers * model.hidden_size * itemsize + layer if remat else layers * layer
     kept += scores * (1 + (1 if remat or row_tokens >= LONG_ROW else layers))
+    # Sorted by expert: tokens, their gradients, and what comes of them.
+    kept += 3 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)
     return tokens * kept + 2 * _logits(model, head, layout, tokens=tokens)
 
 
@@ -141,7 +154,9 @@ def inference_activation_bytes(
     """Activations and logits of one device in a forward pass: of one layer, its attention or its MLP, about."""
     scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
     attention = _heads(model) * itemsize / layout.tensor + scores
-    layer = 2 * model.hidden_size * itemsize + max(attention, 3 * _inner(model) * itemsize / layout.tensor)
+    mlp = 3 * _inner(model) * itemsize / layout.tensor
+    mlp += 2 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)  # before and after experts
+    layer = 2 * model.hidden_size * itemsize + max(attention, mlp)
     return tokens * layer + _logits(model, head, layout, tokens=tokens)
 
 

@@ -94,7 +94,7 @@ class PoolOptions:
         self._role_options: dict[tuple[str, int, bool], list[Simulated]] = {}
         self._choices: dict[tuple[tuple[str, ...], int], _Choices] = {}
         self._all_points: dict[tuple[str, ...], list[Point]] = {}
-        self._generations: dict[tuple[str, int, int, int, int], Generation] = {}
+        self._generations: dict[tuple[str, int, tuple[int, int, int], int], Generation] = {}
         self.simulated = 0
 
     def all_points(self, roles: tuple[str, ...]) -> list[Point]:
@@ -141,11 +141,11 @@ class PoolOptions:
         if not len(own_J):
             return []
         responses = self._problem.workload.responses
-        stage_M = np.array([own.layout.generation_stage for own in options])
-        tensor_M = np.array([own.layout.generation_tensor for own in options])
-        most_M = -(-responses * stage_M * tensor_M // devices)
+        replica_M3 = np.array([_replica(own.layout) for own in options])
+        _, alike_M = np.unique(replica_M3, axis=0, return_inverse=True)
+        most_M = -(-responses * replica_M3[:, 1] * replica_M3[:, 2] // devices)
         fit_J = np.minimum(fit_MK[own_J, way_J], most_M[own_J]).astype(np.int64)
-        key_J = (stage_M[own_J] * (devices + 1) + tensor_M[own_J]) * (responses + 1) + fit_J
+        key_J = alike_M[own_J] * (responses + 1) + fit_J
         _, first, inverse_J = np.unique(key_J, return_index=True, return_inverse=True)
         generations = [self._generation(name, options[own_J[j]].layout, int(fit_J[j]), devices) for j in first]
         generate_J = generate_M[own_J] + np.array([generation.seconds for generation in generations])[inverse_J]
@@ -169,7 +169,7 @@ class PoolOptions:
 
     def _generation(self, name: str, layout: Layout, fit: int, devices: int) -> Generation:
         """How a layout generates with room for `fit` responses in a replica's cache."""
-        key = (name, devices, layout.generation_stage, layout.generation_tensor, fit)
+        key = (name, devices, _replica(layout), fit)
         if key not in self._generations:
             problem, generator = self._problem, self._generator
             assert generator is not None
@@ -221,7 +221,7 @@ class PoolOptions:
     def _simulate(self, name: str, devices: int, *, generates: bool) -> list[Simulated]:
         role = self._roles.get(name) or self._generator
         assert role is not None
-        found: dict[tuple[int, int], list[Simulated]] = {}
+        found: dict[tuple[int, int, int], list[Simulated]] = {}
         for layout in role_layouts(self._problem, role, devices, trains=name != ROLLOUT, generates=generates):
             self.simulated += 1
             if name == ROLLOUT:
@@ -229,10 +229,15 @@ class PoolOptions:
             else:
                 option = self._simulator.role(role, layout, devices, self._offload, generates=generates)
             if option.idle_bytes + option.excess_bytes <= self._usable_bytes:
-                found.setdefault((layout.generation_stage, layout.generation_tensor), []).append(option)
+                found.setdefault(_replica(layout), []).append(option)
         # Layouts are compared only with those that generate alike: what generation takes depends on other roles.
         kept = []
         for group in found.values():
             value_K6 = [(*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes) for own in group]
             kept += [group[index] for index in undominated(np.array(value_K6))]
         return kept
+
+
+def _replica(layout: Layout) -> tuple[int, int, int]:
+    """What a layout generates by: ways that experts are divided, stages and tensor shards."""
+    return layout.expert, layout.generation_stage, layout.generation_tensor

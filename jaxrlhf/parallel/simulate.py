@@ -16,6 +16,7 @@ from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.memory import (
     inference_activation_bytes,
     keeps_activations,
+    routed_weights,
     training_activation_bytes,
     weights_generating,
     weights_held,
@@ -241,10 +242,12 @@ def _update_bytes(problem: Problem, role: Role, layout: Layout) -> float:
 
 
 def _gathered_bytes(problem: Problem, role: Role, layout: Layout) -> float:
-    """Two layers' and the embedding's weights, whole but for tensor shards, where `fsdp` and `expert` split them."""
+    """Two layers' and the embedding's weights, gathered where they are split; experts of other devices are not."""
     if layout.fsdp * layout.expert == 1:
         return 0.0
     model = role.model
     layer = model.attention_parameters + model.mlp_parameters()
+    if model.experts is not None:
+        layer -= routed_weights(model) / model.routed_choices[0] * (1 - 1 / layout.expert)
     table = model.vocab_size * model.hidden_size / layout.stage
     return (2 * layer + table) / layout.tensor * problem.software.compute_bytes
