@@ -13,7 +13,7 @@ from tiny_checkpoints import build, write
 
 from jaxrlhf import models
 from jaxrlhf.architecture import Experts, LatentAttention, LinearRope, ModelConfig, YarnRope
-from jaxrlhf.models.spread import Spread
+from jaxrlhf.models.spread import AttentionRows, Spread
 from jaxrlhf.parallel.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.parallel.rules import TRAIN, shardings
 
@@ -191,9 +191,9 @@ def test_windows_count_in_sequences_that_share_their_prompt():
     prompt, first, second = np.arange(18).reshape(3, 6)
     each = np.array([np.concatenate([prompt, first]), np.concatenate([prompt, second])])
     position_1W = np.concatenate([np.arange(12), 6 + np.arange(6)])[None].astype(np.int32)
-    home_1W = np.concatenate([np.arange(12), 12 + 6 + np.arange(6)])[None]
+    tells = np.concatenate([np.arange(12) >= 0, np.arange(12) >= 6])[None, None]
     segment = np.repeat([1, 2], 12)[None, None]
-    spread = Spread(*(part.astype(np.int32) for part in (each.reshape(1, 1, -1), segment, home_1W)))
+    spread = Spread((AttentionRows(each.reshape(1, 1, -1).astype(np.int32), segment, tells, None),))
     shared_1WD = jax.jit(models.hidden_states, static_argnums=1)(
         params, GEMMA, token_W[None], position_1W, np.ones_like(position_1W), spread=spread
     )

@@ -21,7 +21,6 @@ from jaxrlhf.config import GRPO, PPO, Layout, Lora, Nnx, PromptFile, Training
 from jaxrlhf.controller.policy import evaluate_policy, export_policy
 from jaxrlhf.models import init_params, model_config, param_dims, param_shapes, token_logp
 from jaxrlhf.models.decoder import hidden_states
-from jaxrlhf.models.spread import Spread
 from jaxrlhf.parallel import TRAIN, factored_mesh, shardings
 from jaxrlhf.planning import problem_of
 
@@ -75,19 +74,19 @@ def alone(module, *sequences: list[int]) -> np.ndarray:
     return np.asarray(read(module))
 
 
-def logp(model, params, token_RW, position_RW, segment_RW, spread=None) -> np.ndarray:
+def logp(model, params, token_RW, position_RW, segment_RW) -> np.ndarray:
     """Of every token, by what workers call."""
 
-    def read(params, *rows, spread):
-        return token_logp(params, model, hidden_states(params, model, *rows, spread=spread), rows[0]).logp
+    def read(params, *rows):
+        return token_logp(params, model, hidden_states(params, model, *rows), rows[0]).logp
 
-    return np.asarray(jax.jit(read)(params, token_RW, position_RW, segment_RW, spread=spread))
+    return np.asarray(jax.jit(read)(params, token_RW, position_RW, segment_RW))
 
 
 # As functions.
 
 
-def test_packed_and_shared_sequences_are_what_the_module_says_of_each(readmes, model, params):
+def test_packed_sequences_are_what_the_module_says_of_each(readmes, model, params):
     module = nnx.eval_shape(lambda: readmes.model.build(nnx.Rngs(0), width=32, layers=1))
     for path, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Param):
@@ -100,18 +99,6 @@ def test_packed_and_shared_sequences_are_what_the_module_says_of_each(readmes, m
     packed_W = logp(model, params, token_RW, position_RW, segment_RW)[0]
     np.testing.assert_allclose(packed_W[1:4], first, atol=1e-5)
     np.testing.assert_allclose(packed_W[5:9], second, atol=1e-5)
-
-    # The first token once; each response has the prompt's last token, which predicts it, for itself.
-    token_RW = jnp.array([[5, 9, 2, 7, 9, 3, 8, 1]])
-    position_RW = jnp.array([[0, 1, 2, 3, 1, 2, 3, 4]])
-    spread = Spread(
-        source_RAS=jnp.array([[[0, 1, 2, 3, 0, 0], [0, 4, 5, 6, 7, 0]]]),
-        segment_RAS=jnp.array([[[1, 1, 1, 1, 0, 0], [2, 2, 2, 2, 2, 0]]]),
-        home_RW=jnp.array([[0, 1, 2, 3, 7, 8, 9, 10]]),
-    )
-    shared_W = logp(model, params, token_RW, position_RW, jnp.ones_like(token_RW), spread)[0]
-    np.testing.assert_allclose(shared_W[2:4], first[1:], atol=1e-5)
-    np.testing.assert_allclose(shared_W[5:8], second[1:], atol=1e-5)
 
 
 def test_a_value_head_is_one_vector_more(model):

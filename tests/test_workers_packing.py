@@ -104,25 +104,23 @@ def test_a_row_holds_a_prompt_once_and_attention_sees_every_sequence_whole(seed:
     seen = []
     for rows in batches:
         assert rows.token_RW.shape == (4 // merged, 40 * merged) and rows.spread is not None
-        for token_W, position_W, segment_W, source_AS, segment_AS, home_W in zip(
-            rows.token_RW,
-            rows.position_RW,
-            rows.segment_RW,
-            rows.spread.source_RAS,
-            rows.spread.segment_RAS,
-            rows.spread.home_RW,
-            strict=True,
+        for row, (token_W, position_W, segment_W) in enumerate(
+            zip(rows.token_RW, rows.position_RW, rows.segment_RW, strict=True)
         ):
-            for source_S, spread_S in zip(source_AS, segment_AS, strict=True):
-                for segment in range(1, spread_S.max() + 1):
-                    (where,) = np.nonzero(spread_S == segment)
-                    if len(where):
-                        np.testing.assert_array_equal(position_W[source_S[where]], np.arange(len(where)))
-                        assert (np.diff(where) == 1).all()
-                        seen.append(tuple(token_W[source_S[where]]))
-            real = segment_W > 0
-            np.testing.assert_array_equal(source_AS.reshape(-1)[home_W[real]], np.flatnonzero(real))
-            np.testing.assert_array_equal(segment_AS.reshape(-1)[home_W[real]] > 0, True)
+            told = np.zeros(len(token_W), int)
+            for part in rows.spread.parts:
+                source_AS, segment_AS = part.source_RAS[row], part.segment_RAS[row]
+                assert not segment_AS[part.used_R[row] :].any() and segment_AS[: part.used_R[row]].any(axis=1).all()
+                for source_S, spread_S in zip(source_AS, segment_AS, strict=True):
+                    for segment in range(1, spread_S.max() + 1):
+                        (where,) = np.nonzero(spread_S == segment)
+                        if len(where):
+                            np.testing.assert_array_equal(position_W[source_S[where]], np.arange(len(where)))
+                            assert (np.diff(where) == 1).all()
+                            seen.append(tuple(token_W[source_S[where]]))
+                assert not part.tells_RAS[row][segment_AS == 0].any()
+                np.add.at(told, source_AS[part.tells_RAS[row]], 1)
+            np.testing.assert_array_equal(told, segment_W > 0)
     whole = [tuple(t[:n]) for t, n in zip(sequences.token_BT, sequences.length_B, strict=True)]
     assert sorted(seen) == sorted(whole)
     packed, alone = (sum(int((rows.segment_RW > 0).sum()) for rows in p.rows()) for p in (packing, plain))
@@ -160,28 +158,58 @@ def test_prompts_are_shared_where_that_is_worth_it() -> None:
 
 def test_processes_agree_on_one_shape() -> None:
     alone = apart_of(groups(3, prompts=3, responses=2, width=400))
-    # Of another process: it shares prompts, needs five microbatches, has a long sequence in the second of them, and
-    # nine attention rows in the third.
-    theirs = iter([np.array([0, 0, 1]), np.array(5), np.array([0, 400, 0, 0, 0]), np.array([0, 0, 9, 0, 0, 1])])
+    # Of another process: it shares prompts, needs five microbatches and 33 of the narrower attention rows in one of
+    # them, and its sequences are not all equally long.
+    theirs = iter([np.array([0, 0, 1]), np.array(5), np.array([33, 0, 1])])
     packing = Packing(alone, rows=2, row_tokens=400, agree=lambda own: np.maximum(own, next(theirs)))
     batches = list(packing.rows())
     assert [rows.token_RW.shape for rows in batches] == [(1, 800)] * 5
-    shapes = [rows.spread.source_RAS.shape for rows in batches if rows.spread]
-    widths = [int(shape[2]) for shape in shapes]
-    assert widths[1] == 400 and widths[2:] == [200] * 3
-    assert [shape[1] for shape in shapes[2:]] == [12] * 3  # nine and two more; eleven is no shape that is compiled
+    for rows in batches:
+        assert rows.spread is not None
+        assert [part.source_RAS.shape for part in rows.spread.parts] == [(1, 64, 200), (1, 8, 400)]
+        assert [part.used_R is None for part in rows.spread.parts] == [False, False]
     assert packing.pack(alone.token_BT).shape == (5, 1, 800)
 
 
-def test_short_sequences_are_attended_to_in_narrow_rows() -> None:
+def test_short_sequences_are_attended_to_in_narrow_rows_unless_a_wide_one_has_a_gap() -> None:
     sequences = groups(5, prompts=40, responses=4, width=400)
-    packing = Packing(sequences, rows=4, row_tokens=400)
-    widths = [rows.spread.source_RAS.shape[2] for rows in packing.rows() if rows.spread]
-    assert set(widths) == {200, 400} and widths == sorted(widths, reverse=True)
-    for rows in packing.rows():
+    for rows in Packing(sequences, rows=4, row_tokens=400).rows():
         assert rows.spread is not None
-        longest = int(rows.position_RW.max()) + 1
-        assert rows.spread.source_RAS.shape[2] == (200 if longest <= 200 else 400)
+        narrow, wide = rows.spread.parts
+        assert (narrow.source_RAS.shape[2], wide.source_RAS.shape[2]) == (200, 400)
+        filled = []  # width, tokens, first sequence
+        for part in (narrow, wide):
+            for segment_S in part.segment_RAS[0, : part.used_R[0]]:
+                filled.append((len(segment_S), int((segment_S > 0).sum()), int((segment_S == segment_S[0]).sum())))
+        assert all((first > 200) == (width == 400) for width, _, first in filled)
+        for width, taken, first in filled:
+            assert all(later > width - taken for _, _, later in filled if later < first)
+
+
+def test_what_attention_is_compiled_for_does_not_follow_the_lengths() -> None:
+    attention_rows: dict[int, int] = {}
+    for seed in range(1, 9):
+        sequences = groups(seed, prompts=6, responses=4, width=90)
+        for rows in Packing(sequences, rows=4, row_tokens=90, attention_rows=attention_rows).rows():
+            assert rows.spread is not None
+            assert [part.source_RAS.shape for part in rows.spread.parts] == [(1, 16, 90)]
+    many = groups(1, prompts=1, responses=80, width=90)
+    short = Sequences(many.token_BT, many.mask_BT.argmax(axis=1) + 1, many.mask_BT, many.prompt_id_B)
+    short.length_B[0] += 1
+    list(Packing(short, rows=4, row_tokens=90, attention_rows=attention_rows).rows())
+    assert attention_rows[90] in (32, 64)
+    before = dict(attention_rows)
+    list(Packing(sequences, rows=4, row_tokens=90, attention_rows=attention_rows).rows())
+    assert attention_rows == before
+
+
+def test_sequences_of_one_length_need_no_room() -> None:
+    many = groups(1, prompts=1, responses=12, width=90)
+    alike = Sequences(many.token_BT, many.mask_BT.argmax(axis=1) + 1, many.mask_BT, many.prompt_id_B)
+    (rows,) = Packing(alike, rows=4, row_tokens=90).rows()
+    assert rows.spread is not None
+    (part,) = rows.spread.parts
+    assert part.used_R is None and (part.segment_RAS[0] > 0).any(axis=1).all()
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 4), (4, 4), (5, 8), (8, 8), (9, 12), (17, 16)])
@@ -189,18 +217,6 @@ def test_a_small_batch_is_not_padded_to_the_largest_microbatch(count: int, rows:
     for longest in (20, 3):  # how long they are has no say, so that no step compiles anew
         alone = apart(np.full(count, longest, np.int32), 20)
         assert {len(packed.token_RW) for packed in Packing(alone, rows=16, row_tokens=20).rows()} == {rows}
-
-
-def test_attention_rows_only_grow() -> None:
-    attention_rows: dict[int, int] = {}
-    seen = []
-    for seed in (1, 2, 3, 1):
-        sequences = groups(seed, prompts=6, responses=4, width=90)
-        batches = Packing(sequences, rows=4, row_tokens=90, attention_rows=attention_rows).rows()
-        seen.append({rows.spread.source_RAS.shape[1:] for rows in batches if rows.spread})
-    assert all(len(shapes) == 1 for shapes in seen)
-    counts = [next(iter(shapes))[0] for shapes in seen]
-    assert counts == sorted(counts) and attention_rows == {90: counts[-1]}
 
 
 def test_a_sequence_longer_than_a_row_is_refused() -> None:

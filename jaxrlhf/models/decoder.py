@@ -22,7 +22,7 @@ from jaxrlhf.models.norm import norm
 from jaxrlhf.models.own_model import replaceable
 from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
 from jaxrlhf.models.rope import rotations
-from jaxrlhf.models.spread import Spread
+from jaxrlhf.models.spread import ATTENDED, Spread
 
 
 @replaceable
@@ -104,7 +104,8 @@ def routed_states(
             return hidden_RWD, routed
 
         # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
-        body = jax.checkpoint(step, prevent_cse=False) if remat else step
+        kept = jax.checkpoint_policies.save_only_these_names(ATTENDED)
+        body = jax.checkpoint(step, prevent_cse=False, policy=kept) if remat else step
         replayed_LRWk = None
         if watched.replayed is not None and "router" in layers["mlp"]:
             replayed_LRWk = jnp.moveaxis(watched.replayed, 2, 0)

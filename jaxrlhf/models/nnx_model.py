@@ -104,20 +104,10 @@ class NnxModel(OwnModel):
         pipeline: Any = None,
         **_: Any,
     ) -> Array:
-        """As the decoder's. What would be shared with other sequences is laid out with each of them."""
+        """As the decoder's, of whole sequences."""
         assert pipeline is None, "a module has no stages, and workers refuse them"
-        rows = token_RW.shape[0]
-        if spread is not None:
-            source_RE = spread.source_RAS.reshape(rows, -1)
-            token_RW, position_RW = (
-                jnp.take_along_axis(array_RW, source_RE, axis=1).reshape(-1, spread.source_RAS.shape[2])
-                for array_RW in (token_RW, position_RW)
-            )
-            segment_RW = spread.segment_RAS.reshape(token_RW.shape)
+        assert spread is None, "a module attends by itself, so workers do not share prompts"
         hidden_RWD = self._module(params, dtype)(token_RW, position_RW, segment_RW).astype(dtype)
-        if spread is not None:
-            hidden_RED = hidden_RWD.reshape(rows, -1, hidden_RWD.shape[2])
-            hidden_RWD = jnp.take_along_axis(hidden_RED, spread.home_RW[:, :, None], axis=1)
         return hidden_RWD if row_sharding is None else jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
 
     def empty_cache(self, *, slots: int, capacity: int, **_: Any) -> list[LayerCache]:

@@ -139,6 +139,7 @@ class ModelWorker(ABC):
             devices=self.row_shards // parts,
             stages=1 if self._pipeline is None else self._pipeline.stages,
             longest_response=self._longest_response,
+            shares=not isinstance(self.config, OwnModel),
             attention_rows=self._attention_rows,
             agree=most_of_all_hosts,
         )

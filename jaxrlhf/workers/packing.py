@@ -15,11 +15,9 @@ from flax import struct
 from jaxrlhf.batch import Array, Sequences
 from jaxrlhf.models.spread import Spread
 from jaxrlhf.parallel import microbatch_shape_of
-from jaxrlhf.parallel.workload import SMALLEST_ROW, WORTH_SHARING
+from jaxrlhf.parallel.workload import WORTH_SHARING
+from jaxrlhf.workers.attention_rows import AttentionPlaces
 from jaxrlhf.workers.prompts import shared_prefixes, units_of
-
-_ATTENTION_ROWS = sorted({count * 2**power for count in (4, 5, 6, 7) for power in range(12)} | {1, 2, 3})
-"""Few shapes to compile."""
 
 
 @struct.dataclass
@@ -44,13 +42,8 @@ class Rows:
     spread: Spread | None = None
 
 
-def first_fit_decreasing(
-    length_B: np.ndarray, *, row_tokens: int, width_B: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray, int]:
+def first_fit_decreasing(length_B: np.ndarray, *, row_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Row and offset of each sequence, and the number of rows.
-
-    Args:
-      width_B: Goes before the length in the order in which sequences are placed.
 
     Raises:
       ValueError: A sequence is longer than a row.
@@ -59,8 +52,7 @@ def first_fit_decreasing(
         raise ValueError(f"a sequence of {length_B.max()} tokens does not fit a row of {row_tokens}")
     row_B, offset_B = np.zeros(len(length_B), np.int64), np.zeros(len(length_B), np.int64)
     used: list[int] = []
-    widest_first = -length_B if width_B is None else np.lexsort((-length_B, -width_B)).argsort()
-    for b in np.argsort(widest_first, kind="stable"):
+    for b in np.argsort(-length_B, kind="stable"):
         length = int(length_B[b])
         row = next((r for r, filled in enumerate(used) if filled + length <= row_tokens), len(used))
         if row == len(used):
@@ -80,21 +72,11 @@ def _worth_sharing(sequences: Sequences, shared_B: np.ndarray) -> bool:
 class _Plan:
     """Which sequences lie in which row. Each needs its own tokens there, and its prompt once those in common."""
 
-    def __init__(self, sequences: Sequences, shared_B: np.ndarray, width_B: np.ndarray, row_tokens: int) -> None:
+    def __init__(self, sequences: Sequences, shared_B: np.ndarray, row_tokens: int) -> None:
         length_B, prompt_id_B = np.asarray(sequences.length_B).astype(np.int64), np.asarray(sequences.prompt_id_B)
-        self.units = units_of(length_B, shared_B, prompt_id_B, width_B, row_tokens=row_tokens)
+        self.units = units_of(length_B, shared_B, prompt_id_B, row_tokens=row_tokens)
         total_U = np.array([shared_B[unit[0]] + (length_B - shared_B)[unit].sum() for unit in self.units], np.int64)
-        width_U = np.array([width_B[unit[0]] for unit in self.units], np.int64)
-        self.row_U, self.offset_U, self.rows = first_fit_decreasing(total_U, row_tokens=row_tokens, width_B=width_U)
-
-
-def _attention_widths(length_B: np.ndarray, longest: int) -> np.ndarray:
-    """For each sequence, the narrowest attention row that holds it: `longest`, or that halved some times."""
-    width_B = np.full(len(length_B), longest, np.int64)
-    while longest % 2 == 0 and longest // 2 >= SMALLEST_ROW:
-        longest //= 2
-        width_B[length_B <= longest] = longest
-    return width_B
+        self.row_U, self.offset_U, self.rows = first_fit_decreasing(total_U, row_tokens=row_tokens)
 
 
 class Packing:
@@ -107,7 +89,8 @@ class Packing:
       devices: Data-parallel devices of this process.
       stages: Of the pipeline.
       longest_response: Tokens of it; None is not known.
-      attention_rows: How many there are of each width, over all batches so far; grows where one needs more.
+      shares: Prompts that responses share lie in a row once, if that is worth it.
+      attention_rows: Room for each width of them, over all batches so far; grows where one needs more.
       agree: Given numbers, the largest of each that any process gives: processes that run one program together have to
         make the same number of microbatches of the same shapes.
     """
@@ -121,15 +104,15 @@ class Packing:
         devices: int = 1,
         stages: int = 1,
         longest_response: int | None = None,
+        shares: bool = True,
         attention_rows: dict[int, int] | None = None,
         agree: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
     ) -> None:
         length_B = np.asarray(sequences.length_B).astype(np.int64)
         shared_B = shared_prefixes(sequences)
         counts = len(length_B), len(np.unique(np.asarray(sequences.prompt_id_B)))
-        each, prompts, shares = agree(
-            np.array([*(-(-count // devices) for count in counts), _worth_sharing(sequences, shared_B)])
-        ).tolist()
+        worth = shares and _worth_sharing(sequences, shared_B)
+        each, prompts, shares = agree(np.array([*(-(-count // devices) for count in counts), worth])).tolist()
         shape = microbatch_shape_of(
             rows,
             row_tokens,
@@ -140,17 +123,10 @@ class Packing:
             prompts=prompts,
             longest_response=longest_response,
         )
-        if shares:
-            width_B = _attention_widths(length_B, row_tokens)
-        else:
-            shared_B, width_B = np.zeros_like(shared_B), np.full_like(length_B, row_tokens)
-        plan, rows, width = (
-            _Plan(sequences, shared_B, width_B, shape.row_tokens),
-            shape.rows * devices,
-            shape.row_tokens,
-        )
+        if not shares:
+            shared_B = np.zeros_like(shared_B)
+        plan, rows, width = _Plan(sequences, shared_B, shape.row_tokens), shape.rows * devices, shape.row_tokens
         self.microbatches = int(agree(np.array(max(1, -(-plan.rows // rows)))))
-        self._attention_rows = {} if attention_rows is None else attention_rows
         self._sequences, self._shape = sequences, np.shape(sequences.token_BT)
         self._packed_shape = (self.microbatches, rows, width)
         self._row_B, prompt_B, own_B = np.zeros((3, len(length_B)), np.int64)
@@ -166,45 +142,18 @@ class Packing:
         self._source = b, position = np.nonzero(inside_BT)
         place = np.where(position < shared_B[b], prompt_B[b] + position, own_B[b] + position - shared_B[b])
         self._target = self._row_B[b] * width + place
-        self._spread = self._spread_out(length_B, width_B, place, agree) if shares else None
-
-    def _spread_out(
-        self, length_B: np.ndarray, width_B: np.ndarray, place: np.ndarray, agree: Callable[[np.ndarray], np.ndarray]
-    ) -> list[Spread]:
-        """For each microbatch every sequence whole, in attention rows of the row that it is packed in."""
-        microbatches, rows, width = self._packed_shape
-        width_M = np.full(microbatches, width_B.min())
-        np.maximum.at(width_M, self._row_B // rows, width_B)
-        width_M = agree(width_M)
-        attention_row_B, offset_B, count_M = np.zeros_like(length_B), np.zeros_like(length_B), np.ones_like(width_M)
-        for row in np.unique(self._row_B):
-            (members,), microbatch = np.nonzero(self._row_B == row), row // rows
-            attention_row_B[members], offset_B[members], count = first_fit_decreasing(
-                length_B[members], row_tokens=int(width_M[microbatch])
+        self._place = place
+        self._attention: AttentionPlaces | None = None
+        if shares:
+            self._attention = AttentionPlaces(
+                length_B,
+                self._row_B,
+                rows=self.microbatches * rows,
+                row_tokens=width,
+                longest=row_tokens,
+                room={} if attention_rows is None else attention_rows,
+                agree=agree,
             )
-            count_M[microbatch] = max(count_M[microbatch], count)
-        # Where lengths vary a later batch may need more, and its program would be compiled in the middle of the run.
-        *counts, varies = agree(np.array([*count_M, length_B.min() < length_B.max()]))
-        count_M = np.array(counts)
-        for row_width in np.unique(width_M).tolist():
-            wanted = int(count_M[width_M == row_width].max())
-            if wanted > self._attention_rows.get(row_width, 0):
-                roomy = wanted + varies * (1 + wanted // 8)
-                self._attention_rows[row_width] = next(count for count in _ATTENTION_ROWS if count >= roomy)
-        b, position = self._source
-        row_width_B = width_M[self._row_B // rows]
-        entry = attention_row_B[b] * row_width_B[b] + offset_B[b] + position
-        spreads = []
-        for microbatch, row_width in enumerate(width_M):
-            shape = rows, self._attention_rows[int(row_width)], int(row_width)
-            inside = self._row_B[b] // rows == microbatch
-            row, here, there = self._row_B[b][inside] % rows, place[inside], entry[inside]
-            source, segment = np.zeros((2, rows, shape[1] * shape[2]), np.int32)
-            home = np.zeros((rows, width), np.int32)
-            source[row, there], home[row, here] = here, there
-            segment[row, there] = self._segment_B[b][inside]
-            spreads.append(Spread(source.reshape(shape), segment.reshape(shape), home))
-        return spreads
 
     def pack(self, array_BT: Array) -> np.ndarray:
         """`[B, T]` to `[microbatches, R, W]`; padding is 0. Of tokens in common, one sequence's value is taken."""
@@ -235,6 +184,13 @@ class Packing:
             mask_RW=self.pack(self._sequences.mask_BT),
             choice_RWLk=None if choice_BTLk is None else self.pack(choice_BTLk + 1) - 1,  # -1 in padding
         )
+        first = np.zeros(len(b), bool)
+        first[np.unique(self._target, return_index=True)[1]] = True  # of all copies of a token
+        _, count, _ = self._packed_shape
         for index in range(self.microbatches):
             rows = jax.tree.map(lambda array, i=index: array[i], packed)
-            yield rows if self._spread is None else rows.replace(spread=self._spread[index])
+            if self._attention is not None:
+                part = range(index * count, (index + 1) * count)
+                spread = self._attention.spread(part, self._source, self._place, self._segment_B, first)
+                rows = rows.replace(spread=spread)
+            yield rows

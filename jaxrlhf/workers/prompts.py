@@ -35,13 +35,12 @@ def groups_of(prompt_id_B: np.ndarray) -> list[np.ndarray]:
 
 
 def units_of(
-    length_B: np.ndarray, shared_B: np.ndarray, prompt_id_B: np.ndarray, width_B: np.ndarray, *, row_tokens: int
+    length_B: np.ndarray, shared_B: np.ndarray, prompt_id_B: np.ndarray, *, row_tokens: int
 ) -> list[np.ndarray]:
     """Sequences that go into one row together: those of a prompt, or as many as fit, the longest first.
 
     Args:
       shared_B: Tokens that a sequence has in common with its prompt's others; 0 makes it a unit of its own.
-      width_B: Sequences that differ in it do not go together.
     """
     units = []
     for group in groups_of(prompt_id_B):
@@ -49,11 +48,11 @@ def units_of(
         if not shared:
             units += [group[index : index + 1] for index in range(len(group))]
             continue
-        order = np.lexsort((-length_B[group], -width_B[group]))
+        order = np.argsort(-length_B[group], kind="stable")
         start = used = 0
         for index, member in enumerate(members := group[order]):
             own = int(length_B[member]) - shared
-            if index > start and (shared + used + own > row_tokens or width_B[member] != width_B[members[start]]):
+            if index > start and shared + used + own > row_tokens:
                 units.append(members[start:index])
                 start, used = index, 0
             used += own

@@ -1,0 +1,115 @@
+"""Attention rows: every sequence of a packed row whole, beside others of like length."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxrlhf.models.spread import AttentionRows, Spread
+from jaxrlhf.parallel.workload import SMALLEST_ROW
+
+_ROOM = 4
+"""Times a packed row's tokens that there is room for in each width from the start; it doubles where that is too few."""
+
+
+class AttentionPlaces:
+    """Where every sequence of a batch lies for attention.
+
+    Costs follow what is used, not the room there is. Where all sequences are equally long nothing is left over, and
+    no room is needed.
+
+    Args:
+      row_B: The packed row of each sequence, of so many.
+      row_tokens: Of a packed row.
+      longest: Tokens of the widest attention row.
+      room: Attention rows of each width, over all batches so far; grows where one needs more.
+      agree: Given a number, the largest that any process gives.
+    """
+
+    def __init__(
+        self,
+        length_B: np.ndarray,
+        row_B: np.ndarray,
+        *,
+        rows: int,
+        row_tokens: int,
+        longest: int,
+        room: dict[int, int],
+        agree: Callable[[np.ndarray], np.ndarray],
+    ) -> None:
+        self._row_B, widths = row_B, attention_widths(longest)
+        self._width_B, self._attention_row_B, self._offset_B = np.zeros((3, len(length_B)), np.int64)
+        for row in np.unique(row_B):
+            (members,) = np.nonzero(row_B == row)
+            placed = place(length_B[members], widths)
+            self._width_B[members], self._attention_row_B[members], self._offset_B[members] = placed
+        used = np.zeros((len(widths), rows), np.int32)
+        for used_R, width in zip(used, widths, strict=True):
+            np.maximum.at(used_R, row_B, np.where(self._width_B == width, self._attention_row_B + 1, 0))
+        *most, vary = agree(np.array([*used.max(axis=1), length_B.min() < length_B.max()])).tolist()
+        self._parts: list[tuple[int, int, np.ndarray | None]] = []  # width, attention rows, how many are used
+        for width, needed, used_R in zip(widths, most, used, strict=True):
+            if vary:
+                room.setdefault(width, -(-_ROOM * row_tokens // width))
+                while room[width] < needed:
+                    room[width] *= 2
+                self._parts.append((width, room[width], used_R))
+            elif needed:
+                self._parts.append((width, needed, None))
+
+    def spread(
+        self,
+        rows: range,
+        token: tuple[np.ndarray, np.ndarray],
+        source: np.ndarray,
+        segment_B: np.ndarray,
+        tells: np.ndarray,
+    ) -> Spread:
+        """Of some packed rows.
+
+        Args:
+          token: Sequence and position of every token of the batch.
+          source: Each one's place in its packed row.
+          tells: Whether the token of the packed row takes its result from this one.
+        """
+        b, position = token
+        parts = []
+        for width, count, used_R in self._parts:
+            row = self._row_B[b] - rows.start
+            inside = (self._width_B[b] == width) & (row >= 0) & (row < len(rows))
+            shape = len(rows), count, width
+            at = (row, self._attention_row_B[b], self._offset_B[b] + position)
+            tables = []
+            for values in (source.astype(np.int32), segment_B[b], tells):
+                table = np.zeros(shape, values.dtype)
+                table[tuple(index[inside] for index in at)] = values[inside]
+                tables.append(table)
+            parts.append(AttentionRows(*tables, None if used_R is None else used_R[rows.start : rows.stop]))
+        return Spread(tuple(parts))
+
+
+def attention_widths(longest: int) -> list[int]:
+    """The longest sequence's, and that halved some times; ascending."""
+    widths = [longest]
+    while widths[0] % 2 == 0 and widths[0] // 2 >= SMALLEST_ROW:
+        widths.insert(0, widths[0] // 2)
+    return widths
+
+
+def place(length_N: np.ndarray, widths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Width, number among those of the width, and offset of each sequence's attention row.
+
+    By decreasing length into the first row with room, whose width is the narrowest for its longest sequence.
+    """
+    width_N, row_N, offset_N = np.zeros((3, len(length_N)), np.int64)
+    opened = dict.fromkeys(widths, 0)
+    rows: list[list[int]] = []  # width, number, tokens taken
+    for n in np.argsort(-length_N, kind="stable"):
+        length = int(length_N[n])
+        row = next((row for row in rows if row[2] + length <= row[0]), None)
+        if row is None:
+            width = next(width for width in widths if width >= length)
+            rows.append(row := [width, opened[width], 0])
+            opened[width] += 1
+        width_N[n], row_N[n], offset_N[n] = row
+        row[2] += length
+    return width_N, row_N, offset_N

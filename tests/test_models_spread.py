@@ -1,0 +1,119 @@
+"""Attention over what is spread is attention over each sequence by itself."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf.batch import Sequences
+from jaxrlhf.models.scores import Scores
+from jaxrlhf.models.spread import ATTENDED, Spread, attend_spread
+from jaxrlhf.workers.packing import Packing
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+
+
+def responses(seed: int, *, alike: bool = False) -> Sequences:
+    """Twelve to each of three prompts."""
+    draw = np.random.default_rng(seed)
+    prompt_id_B = np.repeat(np.arange(3), 12)
+    prompt_B = draw.integers(60, 110, 3)[prompt_id_B] if not alike else np.full(36, 70)
+    length_B = prompt_B + (draw.integers(1, 270, 36) if not alike else 50)
+    mask_BT = np.arange(384) >= prompt_B[:, None]
+    token_BT = np.where(mask_BT, draw.integers(0, 99, mask_BT.shape), prompt_id_B[:, None])
+    return Sequences(token_BT, length_B.astype(np.int32), mask_BT, prompt_id_B)
+
+
+def drawn(shape, seed):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def naive(query_TNH, key_TKH, value_TKH, window):
+    """Of one sequence, head by head."""
+    heads = []
+    for head in range(HEADS):
+        key_TH, value_TH = (array[:, head // (HEADS // KV_HEADS)] for array in (key_TKH, value_TKH))
+        ago = np.arange(len(key_TH))[:, None] - np.arange(len(key_TH))
+        score = jnp.where((ago >= 0) & (ago < window), query_TNH[:, head] @ key_TH.T / np.sqrt(WIDTH), -jnp.inf)
+        heads.append(jax.nn.softmax(score, axis=1) @ value_TH)
+    return jnp.stack(heads, axis=1)
+
+
+def naive_rows(query, key, value, rows, whole, window):
+    """`whole`: for each sequence its places in the packed row."""
+    mixed = jnp.zeros_like(query)
+    for places in whole:
+        mixed = mixed.at[0, places].set(naive(query[0, places], key[0, places], value[0, places], window))
+    return mixed
+
+
+def places_of(rows):
+    """Of every sequence in a packed row: found by its segment and, before it, by the prompt that its tokens say."""
+    token_W, position_W, segment_W = rows.token_RW[0], rows.position_RW[0], rows.segment_RW[0]
+    whole = []
+    for part in rows.spread.parts:
+        for source_S, segment_S in zip(part.source_RAS[0], part.segment_RAS[0], strict=True):
+            whole += [source_S[segment_S == segment] for segment in sorted(set(segment_S) - {0})]
+    for places in whole:
+        np.testing.assert_array_equal(position_W[places], np.arange(len(places)))
+        assert (segment_W[places] > 0).all() and len(token_W)
+    return whole
+
+
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("alike", [False, True])
+def test_results_and_gradients_are_those_of_each_sequence_alone(window: int | None, alike: bool) -> None:
+    batches = list(Packing(responses(2, alike=alike), rows=14, row_tokens=384).rows())
+    used = [None if part.used_R is None else part.used_R.max() for part in batches[0].spread.parts]
+    assert used == [None] if alike else used[0] > 4 and used[1] > 2  # more than a loop takes at a time
+    scores = Scores(window=window)
+    for index, rows in enumerate(batches):
+        whole, size = places_of(rows), rows.token_RW.shape[1]
+        arrays = [drawn((1, size, heads, WIDTH), index + n) for n, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
+        weight = drawn((1, size, HEADS, WIDTH), 9) * (rows.segment_RW > 0)[:, :, None, None]
+
+        def ours(*arrays, rows=rows):
+            return attend_spread(*arrays, jax.tree.map(jnp.asarray, rows.spread), scores)
+
+        expected = partial(naive_rows, rows=rows, whole=whole, window=window or 10**6)
+        found, change = (
+            jax.jit(lambda *arrays, f=f, weight=weight: (f(*arrays), jax.vjp(f, *arrays)[1](weight)))(*arrays)
+            for f in (ours, expected)
+        )
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(change), strict=True):
+            np.testing.assert_allclose(a, b, atol=3e-5)
+
+
+def test_rows_that_are_not_used_are_not_computed() -> None:
+    rows = next(Packing(responses(2), rows=14, row_tokens=384).rows())
+    narrow, wide = rows.spread.parts
+    arrays = [np.ones((1, rows.token_RW.shape[1], heads, WIDTH), np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    both = attend_spread(*arrays, rows.spread)
+    np.testing.assert_allclose(both[rows.segment_RW > 0], 1, rtol=1e-6)
+    assert not both[rows.segment_RW == 0].any()
+    none = Spread((narrow, wide._replace(used_R=np.zeros(1, np.int32))))
+    told_W = np.zeros(rows.token_RW.shape[1], bool)
+    told_W[narrow.source_RAS[0][narrow.tells_RAS[0]]] = True
+    assert not np.asarray(attend_spread(*arrays, none))[0, ~told_W].any() and told_W.any()
+
+
+def test_layers_that_are_computed_again_do_not_attend_again() -> None:
+    rows = next(Packing(responses(2), rows=14, row_tokens=384).rows())
+    array = np.ones((1, rows.token_RW.shape[1], KV_HEADS, WIDTH), np.float32)
+
+    def loops(**policy):
+        def layer(array, factor, spread):
+            return jnp.sin(attend_spread(factor * array, array, array, spread)), None
+
+        def total(array, factor_L, spread):
+            body = jax.checkpoint(lambda *carry: layer(*carry, spread), prevent_cse=False, **policy)
+            return jax.lax.scan(body, array, factor_L)[0].sum()
+
+        program = jax.jit(jax.grad(total)).lower(array, np.ones(3, np.float32), rows.spread).compile()
+        return program.as_text().count(" while(")
+
+    kept = jax.checkpoint_policies.save_only_these_names(ATTENDED)
+    # Over layers and, inside, over chunks of two widths: forward, backward, and again if nothing is kept.
+    assert (loops(policy=kept), loops()) == (2 + 4, 2 + 6)
