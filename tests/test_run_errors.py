@@ -147,7 +147,7 @@ def test_refusal_is_quick(case, files, tmp_path):
 @pytest.mark.parametrize("case", [case for case in CASES if "shaped like a hub id" in case])
 def test_a_silent_hub_is_not_waited_for(case, files, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("jaxrlhf.models.hf_config._HUB_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("jaxrlhf.models.hub._TIMEOUT_S", 0.5)
     start = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as hub:  # takes requests and never answers
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")

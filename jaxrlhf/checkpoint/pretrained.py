@@ -17,9 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint.items import TreeItem, read_each, stored_shapes
-from jaxrlhf.models.hf_config import read_config, read_family, resolve
-from jaxrlhf.models.hf_load import Progress, check_head, check_params, load_params
+from jaxrlhf.models.hf_config import read_config, read_family
+from jaxrlhf.models.hf_load import Keep, Progress, check_head, check_params, load_params
 from jaxrlhf.models.hf_save import check_new, copy_description, read_dtypes, save_each
+from jaxrlhf.models.hub import resolve
 from jaxrlhf.models.parameters import param_shapes, path_name
 
 WEIGHTS = "weights"
@@ -32,11 +33,17 @@ def is_converted(path: str | Path) -> bool:
 
 
 def load_pretrained(
-    path: str | Path, config: ModelConfig, head: Head, shardings: Any, *, dtype: Any = np.float32
+    path: str | Path,
+    config: ModelConfig,
+    head: Head,
+    shardings: Any,
+    *,
+    dtype: Any = np.float32,
+    keep: Keep = lambda name, array: array,
 ) -> Params:
     """Parameters of a checkpoint of either kind, in a layout; see `load_params`."""
     if not is_converted(path):
-        return load_params(path, config, head, shardings, dtype=dtype)
+        return load_params(path, config, head, shardings, dtype=dtype, keep=keep)
     check_pretrained(path, config, head)
     shapes = param_shapes(config, head)
     dtypes = dtype if isinstance(dtype, dict) else jax.tree.map(lambda _: dtype, shapes)
@@ -44,9 +51,9 @@ def load_pretrained(
         lambda x, sharding, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding), shapes, shardings, dtypes
     )
     saved = {name: part for name, part in target.items() if name not in _begun(path, head)}
-    arrays = dict(read_each(_weights(path), saved))
+    arrays = {name: keep(name, array) for name, array in read_each(_weights(path), saved)}
 
-    def take(place: tuple, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    def take(place: tuple, wanted: jax.ShapeDtypeStruct) -> Any:
         zeros = np.zeros(wanted.sharding.shard_shape(wanted.shape), wanted.dtype)
         begun = jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda _: zeros)
         return arrays.get(path_name(place), begun)

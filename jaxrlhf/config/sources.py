@@ -43,7 +43,7 @@ class Pretrained:
     """A Hugging Face checkpoint; its tokenizer and chat template come with it.
 
     Attributes:
-      path: Local directory, or hub id such as `Qwen/Qwen2.5-0.5B-Instruct`.
+      path: Local directory, or hub id such as `Qwen/Qwen2.5-0.5B-Instruct`; `...@v1.0` is a branch, tag or commit.
     """
 
     path: str

@@ -4,9 +4,10 @@ from jaxrlhf.models.attention import XLA, Attention
 from jaxrlhf.models.cache import LayerCache, Prefix, empty_cache, insert_prefix
 from jaxrlhf.models.decoder import decode, hidden_states, prefill, routed_decode, routed_prefill, unstack_layers
 from jaxrlhf.models.heads import TokenOutput, logits, padded_logits, score, token_logp, values
-from jaxrlhf.models.hf_config import read_config, resolve, scratch_config
+from jaxrlhf.models.hf_config import read_config, scratch_config
 from jaxrlhf.models.hf_load import load_params
 from jaxrlhf.models.hf_save import save_params
+from jaxrlhf.models.hub import resolve
 from jaxrlhf.models.kernel_choice import choose_attention
 from jaxrlhf.models.origin import from_scratch, model_config, tokenizer_path
 from jaxrlhf.models.own_model import AnyModel, OwnModel

@@ -1,75 +1,20 @@
-"""`config.json` to `ModelConfig` and back, and where a checkpoint is found.
+"""`config.json` to `ModelConfig` and back.
 
 A field that changes what the model computes is either understood or refused; nothing is
 read as "probably the default".
 """
 
-import functools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from jaxrlhf.architecture import Experts, Head, ModelConfig
 from jaxrlhf.config import FromScratch
 from jaxrlhf.models.families import FAMILIES, Family, Fields, read_rope, write_rope
-
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
-_WEIGHT_FILES = ("model*.safetensors",)  # some repositories hold the weights once more, under other names
-_HUB_TIMEOUT_S = 5.0
+from jaxrlhf.models.hub import resolve
 
 # Their names for the gate's activation, and ours.
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
-def resolve(path: str | Path, *, weights: bool = False) -> Path:
-    """Directory of a checkpoint: a local one as it is, a hub id downloaded to the hub's cache.
-
-    `a/b` beside an existing directory `a` is a local path, whatever the hub has.
-
-    Args:
-      weights: Download the tensors of a hub id too.
-
-    Raises:
-      ValueError: There is no such directory, nor a reachable hub repository of that name.
-    """
-    directory, name = Path(path).expanduser(), str(path)
-    if directory.is_dir():
-        return directory
-    if not _HUB_ID.fullmatch(name) or ("/" in name and directory.parent.is_dir()):
-        raise ValueError(
-            f"no directory {name!r}; give a local checkpoint directory or a hub id such as Qwen/Qwen3-0.6B"
-        )
-    return _download(name, weights=weights)
-
-
-@functools.cache
-def _download(hub_id: str, *, weights: bool) -> Path:
-    """The hub's cache of a repository, brought up to date if the hub answers at once."""
-    import huggingface_hub
-    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
-
-    files = [*HUB_FILES, *(_WEIGHT_FILES if weights else ())]
-    try:
-        huggingface_hub.HfApi().model_info(hub_id, timeout=_HUB_TIMEOUT_S)
-    except (HTTPError, OSError, HFValidationError) as error:
-        try:
-            return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=files, local_files_only=True))
-        except (LocalEntryNotFoundError, HFValidationError):
-            raise _not_found(hub_id, error) from error
-    try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=files))
-    except (HTTPError, OSError) as error:
-        raise _not_found(hub_id, error) from error
-
-
-def _not_found(hub_id: str, error: Exception) -> ValueError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ValueError(
-        f"no local directory {hub_id!r} and no reachable hub repository of that name; "
-        f"check the spelling, the network or the login ({reason})"
-    )
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:

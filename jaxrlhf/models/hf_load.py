@@ -21,13 +21,16 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.families import FAMILIES, Stored
-from jaxrlhf.models.hf_config import read_family, resolve
+from jaxrlhf.models.hf_config import read_family
+from jaxrlhf.models.hub import resolve
 from jaxrlhf.models.parameters import Param, declare, path_name
 from jaxrlhf.models.tensor_files import DTYPES, TensorFiles
 
 Ranges = tuple[tuple[int, int], ...]
 Progress = Callable[[int, int], None]
 """Told how many bytes of the parameters are there, and how many there will be."""
+Keep = Callable[[str, jax.Array], Any]
+"""Given a parameter and its path, says what stands in its place in the tree."""
 
 
 def load_params(
@@ -38,6 +41,7 @@ def load_params(
     *,
     dtype: Any = jnp.float32,
     progress: Progress = lambda done, total: None,
+    keep: Keep = lambda name, array: array,
 ) -> Params:
     """Parameters of a checkpoint, each shard read straight onto its device.
 
@@ -51,6 +55,7 @@ def load_params(
       dtype: Of the result, whatever the files hold: one, or a tree of them like the parameters. None is as in
         the files, for each parameter the narrowest that holds all of its tensors.
       progress: Called after each tensor.
+      keep: Called with each parameter before the next one is read.
 
     Raises:
       ValueError: As `check_params`.
@@ -87,7 +92,9 @@ def load_params(
                 progress(done, total)
             return array
 
-        return jax.tree.map_with_path(load, declared, shardings, dtypes, sizes)
+        return jax.tree.map_with_path(
+            lambda path, *how: keep(path_name(path), load(path, *how)), declared, shardings, dtypes, sizes
+        )
 
 
 def check_params(path: str | Path, config: ModelConfig, head: Head) -> None:

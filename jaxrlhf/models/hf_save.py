@@ -15,8 +15,9 @@ from jax import lax
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.families import FAMILIES, Stored
-from jaxrlhf.models.hf_config import HUB_FILES, read_fields, resolve, write_fields
+from jaxrlhf.models.hf_config import read_fields, write_fields
 from jaxrlhf.models.hf_load import Progress
+from jaxrlhf.models.hub import HUB_FILES, resolve
 from jaxrlhf.models.parameters import Param, declare, path_name
 from jaxrlhf.models.tensor_files import INDEX, TensorFiles
 from jaxrlhf.models.tensor_writer import TensorWriter

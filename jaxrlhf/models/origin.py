@@ -4,7 +4,8 @@ from collections.abc import Sized
 
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Config, FromScratch, Model, Nnx
-from jaxrlhf.models.hf_config import read_config, resolve, scratch_config
+from jaxrlhf.models.hf_config import read_config, scratch_config
+from jaxrlhf.models.hub import resolve
 from jaxrlhf.models.own_model import AnyModel
 
 _VOCABULARY_MULTIPLE = 64

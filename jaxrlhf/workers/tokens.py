@@ -4,7 +4,8 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.config import Config, Pretrained
 from jaxrlhf.data import load_tokenizer
-from jaxrlhf.models.hf_config import read_stop_tokens, resolve
+from jaxrlhf.models.hf_config import read_stop_tokens
+from jaxrlhf.models.hub import resolve
 from jaxrlhf.models.own_model import AnyModel
 
 

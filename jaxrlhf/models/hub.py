@@ -1,0 +1,85 @@
+"""Where a checkpoint is found: a directory, or a repository of the hub, downloaded to the hub's cache."""
+
+import functools
+import re
+from pathlib import Path
+
+_HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
+HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+_WEIGHT_FILES = ("model*.safetensors",)  # some repositories hold the weights once more, under other names
+_TIMEOUT_S = 5.0
+
+
+def resolve(path: str | Path, *, weights: bool = False) -> Path:
+    """Directory of a checkpoint: a local one as it is, a hub id downloaded to the hub's cache.
+
+    `a/b` beside an existing directory `a` is a local path, whatever the hub has. A hub id may end in a branch,
+    tag or commit: `a/b@v1.0`.
+
+    Args:
+      weights: Download the tensors of a hub id too.
+
+    Raises:
+      ValueError: There is no such directory, nor a reachable hub repository of that name.
+    """
+    directory, name = Path(path).expanduser(), str(path)
+    if directory.is_dir():
+        return directory
+    found = _HUB_ID.fullmatch(name)
+    if found is None or ("/" in name and directory.parent.is_dir()):
+        raise ValueError(
+            f"no directory {name!r}; give a local checkpoint directory or a hub id such as Qwen/Qwen3-0.6B"
+        )
+    return _download(found["name"], found["revision"], weights=weights)
+
+
+@functools.cache
+def _download(hub_id: str, revision: str | None, *, weights: bool) -> Path:
+    """The hub's cache of a repository, brought up to date if the hub answers at once."""
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
+
+    files = [*HUB_FILES, *(_WEIGHT_FILES if weights else ())]
+    snapshot = functools.partial(huggingface_hub.snapshot_download, hub_id, revision=revision, allow_patterns=files)
+    try:
+        huggingface_hub.HfApi().model_info(hub_id, revision=revision, timeout=_TIMEOUT_S)
+    except (HTTPError, OSError, HFValidationError) as error:
+        try:
+            return Path(snapshot(local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError):
+            raise _not_found(hub_id, revision, error) from error
+    try:
+        return Path(snapshot())
+    except (HTTPError, OSError) as error:
+        raise _broken_off(hub_id, error) from error
+
+
+def _not_found(hub_id: str, revision: str | None, error: Exception) -> ValueError:
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    if isinstance(error, RevisionNotFoundError):
+        return ValueError(f"hub repository {hub_id!r} has no branch, tag or commit {revision!r}; check the spelling")
+    return ValueError(
+        f"no local directory {hub_id!r} and no reachable hub repository of that name; "
+        f"check the spelling, the network or the login ({_reason(error)})"
+    )
+
+
+def _broken_off(hub_id: str, error: Exception) -> ValueError:
+    """Of a repository that is there, and whose files do not come."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError
+
+    if isinstance(error, GatedRepoError):
+        return ValueError(
+            f"hub repository {hub_id!r} is gated: ask for access at {constants.ENDPOINT}/{hub_id}, "
+            f"then log in with `hf auth login` or HF_TOKEN"
+        )
+    return ValueError(
+        f"the download of {hub_id!r} from the hub broke off ({_reason(error)}); "
+        f"start again, files that are complete are not downloaded twice"
+    )
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
