@@ -98,6 +98,12 @@ def test_loading_a_configuration_is_light():
     assert loaded_by("import jaxrlhf; jaxrlhf.load('ppo_gsm8k')") & HEAVY == set()
 
 
+def test_a_run_from_scratch_loads_no_torch():
+    # Its import takes as many seconds as all that a run needs, in every process of it.
+    tokenized = "import jaxrlhf.controller.run, jaxrlhf.data; jaxrlhf.data.load_tokenizer(None)"
+    assert "torch" not in loaded_by(tokenized)
+
+
 def test_every_configuration_has_a_golden():
     assert sorted(shipped()) == sorted(path.stem for path in GOLDENS.glob("*.json"))
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jaxrlhf.data.arithmetic import lexicon
 
@@ -35,6 +35,8 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
     """
     if path is None:
         return embedded_tokenizer()
+    from transformers import AutoTokenizer, PreTrainedConfig  # import torch where it is installed: seconds
+
     try:
         # The blank configuration keeps AutoTokenizer from picking a class by the model's
         # config.json, whatever the tokenizer's own files say; for Qwen2 it does.
