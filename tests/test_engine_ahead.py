@@ -50,6 +50,7 @@ def engine():
             dtype=jnp.float32,
             slot_axes=SLOT_AXES,
             records_routing=True,
+            goes_ahead=True,
         )
     engine.load(jax.device_put(params, layout), version=0)
     return engine

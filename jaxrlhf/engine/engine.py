@@ -59,6 +59,8 @@ class Engine:
       stage_axis: Mesh axis that divides the layers, of the weights and of the cache.
       attention: Kernels for this mesh.
       records_routing: Completions say which experts their tokens went through.
+      goes_ahead: Where no request waits for a slot, dispatch the next tokens before the last are read. Idle slots are
+        then left later; None does not where the host would only share its cores with the devices, on CPU.
 
     Attributes:
       slots: After rounding. Where no request waits for a slot any more, decoding goes on with those in use.
@@ -86,6 +88,7 @@ class Engine:
         stage_axis: str | None = None,
         attention: Attention = XLA,
         records_routing: bool = False,
+        goes_ahead: bool | None = None,
     ) -> None:
         capacity = max_prompt_tokens + max_response_tokens
         check_sizes(
@@ -117,6 +120,7 @@ class Engine:
             records_routing=records_routing,
         )
         self._routing = RoutingRecord(config, on=records_routing)
+        self._goes_ahead = mesh.devices.flat[0].platform != "cpu" if goes_ahead is None else goes_ahead
         self._prompt_buckets = length_buckets(max_prompt_tokens)
         self._slot_counts = halving_buckets(self.slots // replicas, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
         self._mesh, self.attention = mesh, attention
@@ -356,8 +360,8 @@ class Engine:
                         self.insert(prefilled, scheduler.place(self.prefill_prompts), sampling, seed=seed)
                 if not self._book.unread:
                     self.dispatch()
-                # Where no slot can be refilled the devices go on meanwhile; else slots would wait a window for it.
-                if not scheduler.waiting and self._book.outlasts:
+                # While requests wait, slots that become free would wait for them a window longer.
+                if self._goes_ahead and not scheduler.waiting and self._book.outlasts:
                     self.dispatch()
                 for slot, tokens, logps, active in self.read():
                     completion = scheduler.record(slot, tokens, logps, active=active)
