@@ -33,7 +33,12 @@ from jaxrlhf.parallel import (
 from jaxrlhf.parallel.cost import Decoding, forward_cost, generation_cost, move_cost, switch_bytes, update_cost
 from jaxrlhf.parallel.islands import island_of
 from jaxrlhf.parallel.layouts import generation_layouts, switches, training_layouts
-from jaxrlhf.parallel.memory import weights_generating, weights_held
+from jaxrlhf.parallel.memory import (
+    inference_activation_bytes,
+    training_activation_bytes,
+    weights_generating,
+    weights_held,
+)
 from jaxrlhf.parallel.workload import Role
 
 MODEL = ModelConfig("qwen3_moe", 64, 32, 48, 2, 4, 4, 8, experts=Experts(4, 2, 16))
@@ -54,6 +59,25 @@ def accepted(check, *arguments, **named) -> bool:
     except ValueError:
         return False
     return True
+
+
+def compiled(model: ModelConfig, layout: Layout, shape: tuple[int, int], *, backward: bool = True, remat: bool = False):
+    """A pass over packed rows on eight devices, with logits as they are trained on."""
+    mesh = factored_mesh(layout, jax.devices())
+    axes = {"row_axes": BATCH_AXES, "head_axes": TENSOR_AXES, "expert_axes": EXPERT_AXES}
+    attention = models.choose_attention(model, jnp.float32, mesh, **axes)
+    how = shardings(mesh, models.param_dims(model, "lm"), TRAIN)
+    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    token_RW = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
+
+    def total(params, *ints):
+        given = {"remat": remat, "attention": attention, "row_sharding": rows}
+        hidden_RWD = models.hidden_states(params, model, *ints, **given)
+        return models.token_logp(params, model, hidden_RWD, ints[0]).logp.sum()
+
+    program = jax.jit(jax.grad(total), out_shardings=how) if backward else jax.jit(total)
+    params = laid_out(models.param_shapes(model, "lm"), how)
+    return program.lower(params, token_RW, token_RW, token_RW).compile()
 
 
 def actor(model: ModelConfig) -> Role:
@@ -125,6 +149,16 @@ def test_a_switch_moves_no_experts_along_the_axis_that_divides_them(layout):
         assert switch_bytes(MODEL, layout, itemsize=2) == pytest.approx(REST * 3 / 4 * 2)
 
 
+@pytest.mark.parametrize("expert", [1, 8])
+def test_experts_hold_the_tokens_of_all_who_share_them_about_as_xla_allocates(expert):
+    model = ModelConfig("qwen3_moe", 512, 128, 256, 2, 4, 4, 32, experts=Experts(8, 4, 16))
+    layout, sizes = Layout(8 // expert, expert=expert), {"tokens": 512, "row_tokens": 128, "itemsize": 4}
+    programs = compiled(model, layout, (32, 128), remat=True), compiled(model, layout, (32, 128), backward=False)
+    trains, scores = (program.memory_analysis().temp_size_in_bytes for program in programs)
+    assert 0.7 < training_activation_bytes(model, "lm", layout, **sizes, remat=True) / trains < 1.5
+    assert 0.7 < inference_activation_bytes(model, "lm", layout, **sizes) / scores < 1.5
+
+
 def test_a_pool_that_generates_is_sent_each_expert_once_for_all_that_share_it():
     cost = move_cost(MODEL, 2, Layout(1, generation_tensor=2, expert=4), 8, HALVES, UNIT)
     assert cost.collective_s == pytest.approx((4 * REST + ROUTED) / 2 * 2)
@@ -135,31 +169,17 @@ def test_a_pool_that_generates_is_sent_each_expert_once_for_all_that_share_it():
 
 def exchanged(layout: Layout, *, backward: bool, remat: bool = False) -> list[tuple[str, int]]:
     """Kind and bytes, in 4 a number, of each collective of tokens among devices that share experts: of one layer."""
-    mesh = factored_mesh(layout, jax.devices())
-    axes = {"row_axes": BATCH_AXES, "head_axes": TENSOR_AXES, "expert_axes": EXPERT_AXES}
-    attention = models.choose_attention(MODEL, jnp.float32, mesh, **axes)
-    how = shardings(mesh, models.param_dims(MODEL, "lm"), TRAIN)
-    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-    token_RW = jax.ShapeDtypeStruct((8, 24), jnp.int32, sharding=rows)
-
-    def total(params, *ints):
-        given = {"remat": remat, "attention": attention, "row_sharding": rows}
-        return jnp.square(models.hidden_states(params, MODEL, *ints, **given)).sum()
-
-    program = jax.jit(jax.grad(total), out_shardings=how) if backward else jax.jit(total)
-    params = laid_out(models.param_shapes(MODEL, "lm"), how)
-    lines = program.lower(params, token_RW, token_RW, token_RW).compile().as_text().splitlines()
-    position = {device.id: place for place, device in enumerate(mesh.devices.flat)}
-    stride = layout.tensor
-    sharing = {frozenset(first + stride * n for n in range(layout.expert)) for first in _firsts(layout)}
+    position = {device.id: place for place, device in enumerate(jax.devices())}
+    sharing = {frozenset(first + layout.tensor * n for n in range(layout.expert)) for first in _firsts(layout)}
     found = []
-    for match in filter(None, map(_INSTRUCTION.search, lines)):
-        if "replica_groups" not in match["rest"] or "while/body" not in match["rest"]:
+    for line in compiled(MODEL, layout, (8, 24), backward=backward, remat=remat).as_text().splitlines():
+        match = _INSTRUCTION.search(line)
+        if match is None or "replica_groups" not in match["rest"] or "while/body" not in match["rest"]:
             continue
         groups = {frozenset(position[device] for device in group) for group in _groups(match["rest"])}
-        for rows_, width, hidden in re.findall(r"f32\[(?:1,)?(\d+),(\d+),(\d+)\]", match["result"]):
+        for rows, width, hidden in re.findall(r"f32\[(?:1,)?(\d+),(\d+),(\d+)\]", match["result"]):
             if groups == sharing and (int(width), int(hidden)) == (24, 32):
-                found.append((match["kind"], int(rows_) * 24 * 32 * 4))
+                found.append((match["kind"], int(rows) * 24 * 32 * 4))
     return found
 
 

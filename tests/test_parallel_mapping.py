@@ -80,7 +80,7 @@ def test_experts_are_divided_where_that_is_cheapest():
         for plan in found.plans if found else ():
             layouts = {role: layout for pool in plan.pools for role, layout in pool.layouts.items()}
             divided.append(layouts["actor"].expert)
-    assert {1, 2, 4} <= set(divided)
+    assert min(divided.count(1), divided.count(2)) >= 5
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import runpy
 import sys
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jaxrlhf.parallel import (
     cast_shapes,
     check_divisible,
     laid_out,
+    layouts,
     shardings,
 )
 from jaxrlhf.parallel.mapping import search
@@ -49,11 +51,8 @@ BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
 
 def a_run(path: str):
-    """GRPO with a reference, 1280 responses of up to 1024 tokens; the search divides no experts, so a layout does."""
-    run = {"model.path": path, "actor.tokens_per_microbatch": 131_072}
-    if path == QWEN:
-        run["actor.layout"] = Layout(fsdp=16, expert=2, tensor=4, generation_tensor=4)
-    return override(load("grpo_gsm8k"), run)
+    """GRPO with a reference, 1280 responses of up to 1024 tokens."""
+    return override(load("grpo_gsm8k"), {"model.path": path, "actor.tokens_per_microbatch": 131_072})
 
 
 @pytest.fixture(scope="module", params=[(LLAMA, "v5p-128"), (LLAMA, "h100x16x8"), (QWEN, "h200x16x8")], ids="-".join)
@@ -158,7 +157,29 @@ def test_no_table_is_whole_on_any_device(planned):
             for table in ("embed", "head"):
                 assert shapes[table].shape == {LLAMA: (128_256, 8192), QWEN: (151_936, 4096)}[name]
                 assert math.prod(ways(shards[table], dim) for dim in (0, 1)) == expected
-        assert split[0] >= 4 and (split[1] >= 4 or role.name == "reference")
+        assert split[0] >= 4 and (split[1] > 1 or role.name == "reference")
+
+
+@pytest.mark.parametrize(
+    ("machines", "usable", "generates"), [("h100x16x8", 0.9, True), ("h100x16x8", 0.7, False), ("v5p-128", 0.9, False)]
+)
+def test_a_mixture_is_planned_with_its_experts_divided_and_is_slower_or_too_large_without(machines, usable, generates):
+    """Generation takes 470 GB in one process: a machine of H100 that is filled to nine tenths, no host of a v5p."""
+    config = a_run(QWEN)
+    problem = question_of(config, replace(hardware_of(config, machines), usable_memory=usable)).problem
+    if not generates:
+        actor, reference = problem.roles
+        problem = replace(problem, roles=(replace(actor, generates=False), reference))
+    divided = search(problem, keep=1).plans[0]
+    layout = divided.pools[0].layouts["actor"]
+    assert layout.expert > 1
+    without = mock.patch.object(layouts, "_experts", return_value=[1])
+    with without, mock.patch("jaxrlhf.parallel.mapping.shortage", return_value="nothing fits"):
+        if generates:
+            with pytest.raises(ValueError, match="nothing fits"):
+                search(problem, keep=1)
+        else:
+            assert search(problem, keep=1).plans[0].seconds > 1.02 * divided.seconds
 
 
 def test_a_step_of_training_has_the_shapes_of_its_state(planned):

@@ -101,7 +101,7 @@ def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     inner = {"query": heads, "key": kv_heads, "value": kv_heads, "output": heads}
     each = [
-        model.hidden_size / layout.fsdp + inner.get(name, model.intermediate_size) / layout.tensor
+        model.hidden_size / (layout.fsdp * layout.expert) + inner.get(name, model.intermediate_size) / layout.tensor
         for name in lora.targets
     ]
     return lora.rank * model.num_layers / layout.stage * sum(each)
