@@ -28,12 +28,13 @@ def main() -> None:
     from jaxrlhf.controller.run import run
     from jaxrlhf.hosts import HostFailure
     from jaxrlhf.models.hf_save import check_new
+    from jaxrlhf.rewards import RewardsFailing
 
     if flags.export:
         check_new(flags.export)
     try:
         result = run(config, dry_run=flags.dry_run)
-    except HostFailure as failure:
+    except (HostFailure, RewardsFailing) as failure:
         if os.environ.get("JAXRLHF_DEBUG") == "1":
             raise
         print(f"error: {failure}", file=sys.stderr)

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxrlhf.config.check import positive, require
+from jaxrlhf.config.check import not_negative, positive, require
 from jaxrlhf.config.training import Layout
 
 JUDGE_TEMPLATE = """Rate how well the response below answers the prompt: whether it is right, helpful and clear.
@@ -273,14 +273,18 @@ class Rewards:
       workers: Processes that run reward functions.
       timeout_s: Wall-clock limit of one call; past it the process is killed and the
         response is unscorable.
+      failures_in_a_row: Responses on which one function times out, crashes or raises, with no answer
+        in between, before the run is stopped; 0 never stops it.
     """
 
     parts: tuple[RewardPart, ...] = (ArithmeticReward(),)
     workers: int = 2
     timeout_s: float = 30.0
+    failures_in_a_row: int = 100
 
     def __post_init__(self) -> None:
         positive(self, "workers", "timeout_s")
+        not_negative(self, "failures_in_a_row")
         require(len(self.parts) > 0, "Rewards.parts is empty; name at least one reward")
         for part in self.parts:
             total_s = getattr(part, "total_s", 0.0)

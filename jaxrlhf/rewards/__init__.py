@@ -6,9 +6,9 @@ Worker processes and users' reward files import this room, so it loads nothing h
 
 import importlib
 
-from jaxrlhf.rewards.protocol import Failure, RewardFunction, batched
+from jaxrlhf.rewards.protocol import Failure, RewardFunction, RewardsFailing, batched
 
-__all__ = ["Failure", "RewardFunction", "Scorer", "batched"]
+__all__ = ["Failure", "RewardFunction", "RewardsFailing", "Scorer", "batched"]
 
 
 def __getattr__(name: str):

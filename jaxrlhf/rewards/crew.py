@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from socket import socketpair
 
-from jaxrlhf.rewards.protocol import Cause, Function
+from jaxrlhf.rewards.protocol import Cause, Function, RewardsFailing
 from jaxrlhf.rewards.worker import SLACK_S, Answer, Message, Ready, Refused, Split
 
 CHUNK_SIZE = 64  # groups in one message
@@ -29,6 +29,7 @@ START_LIMIT_S = 120.0  # for importing the functions' modules
 START_ATTEMPTS = 3
 GRACE_S = 1.0  # after the limit; a process normally ends itself at the limit
 STDERR = 2
+FAILURES: tuple[Cause, ...] = ("timeout", "crash", "exception")  # other causes are answers of a function that works
 
 
 @dataclass(eq=False)
@@ -97,6 +98,7 @@ class Crew:
       functions: Loaded in every process when it starts.
       workers: Number of processes.
       timeout_s: Wall-clock limit of one call.
+      failures_in_a_row: Of one function, with no answer in between, that end the crew; 0 is never.
       output: File that receives what the functions print; None is the standard error stream.
 
     Raises:
@@ -104,10 +106,19 @@ class Crew:
       RuntimeError: If processes keep dying while they start.
     """
 
-    def __init__(self, functions: Sequence[Function], *, workers: int, timeout_s: float, output: Path | None) -> None:
+    def __init__(
+        self,
+        functions: Sequence[Function],
+        *,
+        workers: int,
+        timeout_s: float,
+        failures_in_a_row: int,
+        output: Path | None,
+    ) -> None:
         self._functions = tuple(functions)
         self._timeout_s = timeout_s
         self._output = output
+        self._most_failures, self._failed = failures_in_a_row, [0] * len(self._functions)
         self._failed_starts = 0
         self._takes_groups: tuple[bool, ...] = ()
         self._queues: list[deque[Call]] = [deque() for _ in functions]
@@ -134,6 +145,7 @@ class Crew:
         """Queue calls and return at once.
 
         Raises:
+          RewardsFailing: If too many calls of a function failed in a row.
           RuntimeError: If the crew has ended, or its processes keep dying while they start.
         """
         with self._lock:
@@ -185,7 +197,9 @@ class Crew:
                 call.answer.set_exception(self._closed())
             self._end_workers()
 
-    def _closed(self) -> RuntimeError:
+    def _closed(self) -> BaseException:
+        if isinstance(self._over, RewardsFailing):
+            return self._over
         error = RuntimeError(f"reward functions cannot be called: {self._over}")
         error.__cause__ = self._over
         return error
@@ -276,9 +290,10 @@ class Crew:
                 self._retry_singly(worker.groups.popleft())
             case Answer(number):
                 group = worker.groups[0]
-                group.calls.pop(number).answer.set_result(message)
+                call = group.calls.pop(number)
                 if not group.calls:
                     worker.groups.popleft()
+                self._answer(call, message)
 
     def _bury(self, worker: _Worker, *, patience_s: float) -> None:
         """Replace a process that died or hangs; blame the example it was at and requeue the others."""
@@ -300,7 +315,24 @@ class Crew:
         cause: Cause = "timeout" if late else "crash"
         lost = f"no result within {self._timeout_s:g} s; its process was ended" if late else f"its process {ended}"
         for number, call in blamed.calls.items():
-            call.answer.set_result(Answer(number, None, cause, lost))
+            self._answer(call, Answer(number, None, cause, lost))
+
+    def _answer(self, call: Call, answer: Answer) -> None:
+        """Hand an answer over, unless it is one failure too many."""
+        failed = self._failed[call.function] + 1 if answer.cause in FAILURES else 0
+        self._failed[call.function] = failed
+        if not failed or failed != self._most_failures:
+            call.answer.set_result(answer)
+            return
+        function = self._functions[call.function]
+        error = RewardsFailing(
+            f"reward {function.name!r} ({function.reference}) failed on {failed} responses in a row and gave no answer "
+            f"in between; the last time: {answer.cause}: {answer.detail}. Repair it, or what it depends on, and start "
+            "the run again, which goes on from its last checkpoint; rewards.failures_in_a_row says how many are too "
+            "many, and 0 never stops a run"
+        )
+        call.answer.set_exception(error)
+        raise error
 
     def _retry_singly(self, group: _Group) -> None:
         for call in group.calls.values():

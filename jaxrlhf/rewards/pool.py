@@ -41,6 +41,7 @@ class Pool:
       functions: Loaded in every process when it starts.
       workers: Number of processes.
       timeout_s: Wall-clock limit of one call.
+      failures_in_a_row: Of one function, with no answer in between, that end the pool; 0 is never.
       output: File that receives what the functions print; None is the standard error stream.
 
     Raises:
@@ -49,10 +50,18 @@ class Pool:
     """
 
     def __init__(
-        self, functions: Sequence[Function], *, workers: int, timeout_s: float, output: Path | None = None
+        self,
+        functions: Sequence[Function],
+        *,
+        workers: int,
+        timeout_s: float,
+        failures_in_a_row: int = 0,
+        output: Path | None = None,
     ) -> None:
         self._functions = tuple(functions)
-        self._crew = Crew(functions, workers=workers, timeout_s=timeout_s, output=output)
+        self._crew = Crew(
+            functions, workers=workers, timeout_s=timeout_s, failures_in_a_row=failures_in_a_row, output=output
+        )
         # Runs at close(), at garbage collection and at exit, whichever comes first.
         self._finalizer = weakref.finalize(self, self._crew.end)
 
@@ -70,6 +79,7 @@ class Pool:
         """Have every function run on examples; returns at once.
 
         Raises:
+          RewardsFailing: If too many calls of a function failed in a row.
           RuntimeError: If the pool is closed, or its processes keep dying while they start.
         """
         begun = [self._calls(packed) for packed in examples]
@@ -94,6 +104,7 @@ class Pool:
         Whoever stops listening drops what is not there yet.
 
         Raises:
+          RewardsFailing: If too many calls of a function fail in a row.
           RuntimeError: If the pool is closed meanwhile, or its processes keep dying while they start.
         """
         asked = {call.answer: (index, call.function) for index, calls in enumerate(begun) for call in calls}
@@ -108,7 +119,7 @@ class Pool:
         """Every function on every example, in the order of completion.
 
         Raises:
-          RuntimeError: As `begin` and `finish`.
+          RewardsFailing, RuntimeError: As `begin` and `finish`.
         """
         yield from self.finish(self.begin(map(pack, examples)))
 

@@ -60,6 +60,10 @@ class Failure:
     detail: str
 
 
+class RewardsFailing(RuntimeError):
+    """A reward function answers no call any more, so that a run would go on without learning anything."""
+
+
 @dataclass(frozen=True)
 class Function:
     """A reward function by reference, so that only worker processes run user code.

@@ -69,9 +69,15 @@ class Scorer:
             else:
                 functions.append(reward_function(name, part, workers=rewards.workers))
         self._functions = [function.name for function in functions]
-        self._pool = (
-            Pool(functions, workers=rewards.workers, timeout_s=rewards.timeout_s, output=output) if functions else None
-        )
+        self._pool: Pool | None = None
+        if functions:
+            self._pool = Pool(
+                functions,
+                workers=rewards.workers,
+                timeout_s=rewards.timeout_s,
+                failures_in_a_row=rewards.failures_in_a_row,
+                output=output,
+            )
         # Only this thread touches what is begun, so that whoever begins a response does not wait.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="begin rewards")
         self._batches: deque[dict[Packed, list[Begun]]] = deque([defaultdict(list)])
@@ -122,6 +128,9 @@ class Scorer:
         Args:
           finished: Whether a response came to its end, for models; None is that all did.
           progress: Called now and then with the number of finished function calls and their total.
+
+        Raises:
+          RewardsFailing: If too many calls of a function fail in a row.
         """
         ended = [True] * len(prompts) if finished is None else finished
         counts = [len(column) for column in (prompts, responses, answers, records, ended)]

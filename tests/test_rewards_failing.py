@@ -1,0 +1,156 @@
+"""A reward function that fails again and again stops the run; one that fails now and then does not."""
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_runs
+
+from jaxrlhf import config
+from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.config import Checkpointing, Evaluation
+from jaxrlhf.controller.run import CHECKPOINTS, run
+from jaxrlhf.rewards import RewardsFailing, Scorer
+from jaxrlhf.rewards.pool import Pool
+from jaxrlhf.rewards.protocol import Example, Function
+
+FUNCTIONS = """
+import os
+import time
+from pathlib import Path
+
+from jaxrlhf.rewards import batched
+
+
+def moody(prompt, response, answer, record):
+    if response == "raise":
+        raise OSError("the verifier is down")
+    if response == "hang":
+        time.sleep(1000)
+    if response == "crash":
+        os._exit(3)
+    return {"none": None, "nan": float("nan")}.get(response, 1.0)
+
+
+def fine(prompt, response, answer, record):
+    return 2.0
+
+
+@batched
+def together(prompts, responses, answers, records):
+    raise OSError("the service is down")
+
+
+def breaks(prompt, response, answer, record):
+    if Path(__file__).with_name("broken").exists():
+        raise OSError("the verifier is down")
+    return float(len(response) % 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def functions(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("functions") / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def pool_of(functions: Path, *names: str, failures_in_a_row: int, timeout_s: float = 60.0) -> Pool:
+    wanted = [Function(name, f"{functions}:{name}") for name in names]
+    return Pool(wanted, workers=1, timeout_s=timeout_s, failures_in_a_row=failures_in_a_row)
+
+
+def examples(*responses: str) -> list[Example]:
+    return [Example("p", response, None, {}) for response in responses]
+
+
+@pytest.mark.parametrize(
+    ("response", "says"),
+    [
+        ("hang", r"timeout: no result within 0\.5 s"),
+        ("crash", "crash: its process exited with status 3"),
+        ("raise", "exception: OSError: the verifier is down"),
+    ],
+)
+def test_a_function_that_always_fails_ends_the_pool(functions, response, says):
+    with pool_of(functions, "moody", failures_in_a_row=3, timeout_s=0.5 if response == "hang" else 60.0) as pool:
+        begun = pool.begin(pickle.dumps(example) for example in examples(*[response] * 20))
+        with pytest.raises(RewardsFailing, match=rf"'moody' \(.*functions\.py:moody\) failed on 3 .*{says}") as caught:
+            list(pool.finish(begun))
+        assert "rewards.failures_in_a_row" in str(caught.value)
+        calls = [call.answer for calls in begun for call in calls]
+        assert sum(call.exception() is None for call in calls) == 2, "the other calls are not tried any more"
+        with pytest.raises(RewardsFailing):
+            pool.begin([pickle.dumps(examples("good")[0])])
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("answer", ["good", "none", "nan"])
+def test_an_answer_in_between_counts_anew(functions, answer):
+    responses = ["raise", "crash", answer] * 3 + ["raise", "raise"]
+    with pool_of(functions, "moody", failures_in_a_row=3) as pool:
+        outcomes = sorted(pool.run(examples(*responses)), key=lambda outcome: outcome.index)
+        failed = [
+            outcome.failure is not None and outcome.failure.cause in ("exception", "crash") for outcome in outcomes
+        ]
+        assert failed == [response != answer for response in responses]
+        with pytest.raises(RewardsFailing, match="failed on 3"):
+            list(pool.run(examples("raise")))  # of one row with those before
+
+
+def test_each_function_is_counted_by_itself(functions):
+    with pool_of(functions, "fine", "moody", failures_in_a_row=4) as pool:
+        assert len(list(pool.run(examples("raise", "raise", "raise")))) == 6
+        with pytest.raises(RewardsFailing, match="'moody'"):
+            list(pool.run(examples("raise")))
+
+
+def test_a_batch_that_fails_counts_once_for_each_of_its_examples(functions):
+    with pool_of(functions, "together", failures_in_a_row=6) as pool:
+        assert len(list(pool.run(examples(*"abcde")))) == 5
+        with pytest.raises(RewardsFailing, match=r"'together'.* failed on 6"):
+            list(pool.run(examples("f", "g")))
+
+
+def test_none_is_too_many_where_it_is_turned_off(functions):
+    with pool_of(functions, "moody", failures_in_a_row=0) as pool:
+        outcomes = list(pool.run(examples(*["raise"] * 150)))
+        assert len(outcomes) == 150 and all(outcome.failure is not None for outcome in outcomes)
+
+
+def test_scoring_stops_with_what_stopped_the_functions(functions):
+    rewards = config.Rewards(parts=(config.FunctionReward(f"{functions}:moody"),), failures_in_a_row=5)
+    with Scorer(rewards) as scorer:
+        scorer.open_batch()
+        for _ in range(10):
+            scorer.begin("p", lambda: "raise", "7", {})
+        with pytest.raises(RewardsFailing, match="failed on 5 responses in a row"):
+            scorer.score(["p"] * 10, ["raise"] * 10, ["7"] * 10, [{}] * 10)
+    with pytest.raises(ValueError, match="failures_in_a_row"):
+        config.Rewards(failures_in_a_row=-1)
+
+
+@pytest.mark.slow
+def test_a_run_whose_reward_breaks_stops_and_goes_on_from_its_checkpoint(functions, tmp_path):
+    broken = functions.with_name("broken")
+    wanted = replace(
+        tiny_runs.get_config(),
+        rewards=config.Rewards(parts=(config.FunctionReward(f"{functions}:breaks"),), failures_in_a_row=10),
+        cold_start=None,
+        steps=4,
+        evaluation=Evaluation(every_steps=4, problems=8),
+        checkpoint=Checkpointing(every_steps=2),
+        workdir=str(tmp_path / "run"),
+    )
+
+    def on_step(number, metrics):
+        if number == 3:
+            broken.touch()
+
+    with pytest.raises(RewardsFailing, match=r"'breaks'.* failed on 10 responses in a row"):
+        run(wanted, on_step=on_step)
+    assert Checkpoints(tmp_path / "run" / CHECKPOINTS, read_only=True).steps() == [2]
+    broken.unlink()
+    assert run(wanted).finished
+    assert [record["step"] for record in tiny_runs.records(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
