@@ -78,8 +78,8 @@ def learn(
     ref_logp = shared.ref_log_prob(roles, work, rollout)
     prepared = shared.call(partial(prepare, work, advantage, trained_B), rollout, scores, old_logp, ref_logp)
     actor = roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=work.config.algorithm)
-    generated = map(shared.value_of, (rollout, scores, old_logp))
-    return StepResult(prepared.metrics, prepared.state, *generated, updates=(actor,))
+    rollout, scores, old_logp = map(shared.value_of, (rollout, scores, old_logp))
+    return StepResult(prepared.metrics, prepared.state, rollout, scores, old_logp, updates=(actor,))
 
 
 def prepare(

@@ -31,8 +31,8 @@ def step(roles: Roles, work: StepInput) -> StepResult:
     teacher_logp = roles.reference.compute_ref_log_prob(rollout)
     prepared = shared.call(partial(prepare, work), rollout, scores, old_logp, teacher_logp)
     actor = roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=work.config.algorithm)
-    generated = map(shared.value_of, (rollout, scores, old_logp))
-    return StepResult(prepared.metrics, prepared.state, *generated, updates=(actor,))
+    rollout, scores, old_logp = map(shared.value_of, (rollout, scores, old_logp))
+    return StepResult(prepared.metrics, prepared.state, rollout, scores, old_logp, updates=(actor,))
 
 
 def prepare(

@@ -36,8 +36,8 @@ def learn(roles: Roles, work: StepInput, prepare: Callable[..., Prepared], objec
     actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # while the critic warms up, the policy rests
     if work.index >= settings.critic_warmup_steps:
         actor = roles.actor.update_actor(prepared.policy, objective=objective, settings=settings)
-    generated = map(shared.value_of, (rollout, scores, old_logp))
-    return StepResult(prepared.metrics, prepared.state, *generated, updates=(critic, actor))
+    rollout, scores, old_logp = map(shared.value_of, (rollout, scores, old_logp))
+    return StepResult(prepared.metrics, prepared.state, rollout, scores, old_logp, updates=(critic, actor))
 
 
 def prepare(

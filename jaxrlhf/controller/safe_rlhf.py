@@ -50,8 +50,8 @@ def step(roles: Roles, work: StepInput) -> StepResult:
         objective = policy_objective if settings.ptx is None else algos.mixed_objective
         actor = roles.actor.update_actor(prepared.policy, objective=objective, settings=settings)
     of_costs = {name.replace("value/", "cost_value/"): value for name, value in cost_critic.result().items()}
-    generated = map(shared.value_of, (rollout, scores, old_logp))
-    return StepResult(prepared.metrics, prepared.state, *generated, updates=(critic, of_costs, actor))
+    rollout, scores, old_logp = map(shared.value_of, (rollout, scores, old_logp))
+    return StepResult(prepared.metrics, prepared.state, rollout, scores, old_logp, updates=(critic, of_costs, actor))
 
 
 def prepare(
