@@ -11,6 +11,7 @@ FLOORS = {
     "architecture": 0,
     "batch": 0,
     "compilation_cache": 0,
+    "free_memory": 0,
     "environment": 0,
     "algos": 1,
     "data": 1,

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import Config
+from jaxrlhf.free_memory import return_free_memory
 from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.tracking import CompileCounter, DevicePeak, peak_memory_bytes
 from jaxrlhf.workers.build import Builder, Stage
@@ -108,6 +109,7 @@ class Host:
             with DevicePeak(self.pool.devices) as peak:
                 result = method(*args, **named)
         self._peaks[verb] = max(self._peaks.get(verb, 0), peak.bytes)
+        return_free_memory()
         return result
 
     def start_trace(self, folder: Path) -> None:

@@ -1,0 +1,27 @@
+"""What was freed is the system's again."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from jaxrlhf.free_memory import return_free_memory
+
+
+def resident_mb() -> int:
+    return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]) // 1024
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
+def test_freed_memory_below_what_is_in_use_is_given_back() -> None:
+    blocks = [bytes(4000) for _ in range(50_000)]
+    kept = blocks[::1000]  # all over the heap, so that its end cannot just be cut off
+    full = resident_mb()
+    del blocks
+    return_free_memory()
+    assert full - resident_mb() > 150 and len(kept) == 50
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    return_free_memory()
