@@ -12,10 +12,11 @@ from jaxrlhf.config import GRPO, KLInLoss, Lora
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("programs")
-def test_it_learns_by_adapters_from_scores(tmp_path):
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_it_learns_by_adapters_from_scores(quantize, tmp_path):
     folder = task.write_records(tmp_path)
     guessing = task.exported(folder, "guess", seed=0)
-    actor = replace(task.training(2e-2), lora=Lora(rank=4, alpha=8.0))
+    actor = replace(task.training(2e-2), lora=Lora(rank=4, alpha=8.0, quantize=quantize))
     algorithm = GRPO(kl=KLInLoss(coefficient=1e-3))
     config = task.task(folder, algorithm, guessing, actor=actor, workdir=str(tmp_path / "run"))
     assert jaxrlhf.run(config).finished

@@ -26,7 +26,7 @@ from jaxrlhf.config.critic_free import (
 )
 from jaxrlhf.config.distillation import Distillation
 from jaxrlhf.config.load import load, shipped
-from jaxrlhf.config.lora import Lora
+from jaxrlhf.config.lora import Lora, Quantization
 from jaxrlhf.config.losses import AdaptiveKL, Aggregation, KLEstimator, KLInLoss, KLInReward, ValueLoss
 from jaxrlhf.config.override import override
 from jaxrlhf.config.placement import CRITICS, ROLLOUT, Pool, offloaded
@@ -133,6 +133,7 @@ __all__ = [
     "Pretrained",
     "PromptFile",
     "Ptx",
+    "Quantization",
     "RatioLoss",
     "RayCluster",
     "ReMax",

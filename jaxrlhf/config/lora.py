@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from jaxrlhf.config.check import finite, positive, require
+
+Quantization = Literal["int8", "nf4"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Lora:
       rank: r, columns of A and rows of B.
       targets: Matrices of every layer that get an adapter.
       rslora: scale = alpha / sqrt(rank), which keeps its size as the rank grows (Kalajdzievski 2023, arXiv:2312.03732).
+      quantize: Kind of the frozen matrices of all layers, with or without an adapter: 8 bits, or the 4 of QLoRA
+        (Dettmers et al. 2023, arXiv:2305.14314). None leaves them in the compute dtype.
       start: Directory of adapters as `peft` writes them, to start from; it has to have this rank, scale and targets.
     """
 
@@ -33,6 +37,7 @@ class Lora:
     alpha: float = 32.0
     targets: tuple[str, ...] = MATRICES
     rslora: bool = False
+    quantize: Quantization | None = None
     start: str | None = None
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ import jax.numpy as jnp
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import FromScratch, Lora, Model, Pretrained
+from jaxrlhf.config import FromScratch, Lora, Model, Pretrained, Quantization
 from jaxrlhf.controller.run import CHECKPOINTS, COLD_START
 from jaxrlhf.models.adapter_files import WEIGHTS, save_adapters
 from jaxrlhf.models.hf_load import Progress, load_params
 from jaxrlhf.models.linear import Adapter
-from jaxrlhf.models.lora import adapter_shapes, change_of
+from jaxrlhf.models.lora import adapter_shapes, change_of, is_matrix
 from jaxrlhf.models.parameters import init_params, param_shapes, path_name
+from jaxrlhf.models.quantized import quantize
 
 SUFFIX = "_adapters"
 """Of the item of a checkpoint that holds a role's adapters in place of its weights."""
@@ -80,11 +82,13 @@ class AdaptedRun:
         yield from ((path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(params))
 
     def merged(self, adapters: Params, config: ModelConfig, head: Head) -> Iterator[tuple[str, jax.Array]]:
-        """Each weight with its adapter's change added, with its path."""
+        """Each weight, as the adapters were trained beside it, with its adapter's change added, with its path."""
         trained = jax.tree.leaves_with_path(adapters, is_leaf=lambda node: isinstance(node, Adapter))
         changes = {path_name(path): node for path, node in trained}
         for path, weight in self.weights(config, head):
             change = changes.get(path)
+            if self.lora.quantize is not None and is_matrix(path):
+                weight = _rounded(weight, self.lora.quantize)
             if isinstance(change, Adapter):
                 yield path, weight + change_of(change)
             else:
@@ -126,6 +130,12 @@ class AdaptedRun:
         if step is None:
             raise ValueError(f"{checkpoints.directory} is gone, and with it the weights that the adapters belong to")
         return step
+
+
+@partial(jax.jit, static_argnums=1)
+def _rounded(weight: jax.Array, kind: Quantization) -> jax.Array:
+    """The floats that a quantised weight stands for, made a layer at a time, because XLA takes much room for it."""
+    return jax.lax.map(lambda layer: quantize(layer, kind).astype(layer.dtype), weight)
 
 
 def placed(shapes: Any) -> Any:

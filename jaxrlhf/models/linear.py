@@ -1,4 +1,4 @@
-"""Products of activations with weights, which may have an adapter."""
+"""Products of activations with weights, which may be quantised and may have an adapter."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +9,7 @@ from flax import struct
 from jax import lax
 
 from jaxrlhf.batch import Array
+from jaxrlhf.models.quantized import Quantized
 
 
 @struct.dataclass
@@ -33,7 +34,7 @@ class Adapted:
     adapter: Adapter
 
 
-def project(input_D: Array, weight: Array | Adapted, *, dims: int = 1) -> Array:
+def project(input_D: Array, weight: Array | Quantized | Adapted, *, dims: int = 1) -> Array:
     """Contract the last `dims` dimensions of the input with the first of the weight, in the input's dtype.
 
     An adapter is applied beside its weight; their sum is never made:
@@ -52,11 +53,17 @@ def project(input_D: Array, weight: Array | Adapted, *, dims: int = 1) -> Array:
     size = 1
     for each in inner:
         size *= each
-    matrix_DF = weight.astype(input_D.dtype).reshape(size, -1)
-    return _product(input_D.reshape(-1, size), matrix_DF).reshape(*kept, *weight.shape[dims:])
+    input_TD = input_D.reshape(-1, size)
+    if isinstance(weight, Quantized):
+        output_TF = _frozen_product(input_TD, weight)
+    else:
+        output_TF = _product(input_TD, weight.astype(input_D.dtype).reshape(size, -1))
+    return output_TF.reshape(*kept, *weight.shape[dims:])
 
 
-def side_by_side(weights: Sequence[Array | Adapted], join: Callable[[list[Array]], Array]) -> Array | Adapted:
+def side_by_side(
+    weights: Sequence[Array | Quantized | Adapted], join: Callable[[list[Array]], Array]
+) -> Array | Quantized | Adapted:
     """Weights of one input as one; the ranks of their adapters lie one after another.
 
     Args:
@@ -64,8 +71,9 @@ def side_by_side(weights: Sequence[Array | Adapted], join: Callable[[list[Array]
     """
     own = {place: weight.adapter for place, weight in enumerate(weights) if isinstance(weight, Adapted)}
     plain = [weight.weight if isinstance(weight, Adapted) else weight for weight in weights]
+    joined = jax.tree.map(lambda *parts: join(list(parts)), *plain)
     if not own:
-        return join(plain)
+        return joined
 
     def up(place: int) -> Array:
         """Zero in the outputs of the others."""
@@ -75,7 +83,27 @@ def side_by_side(weights: Sequence[Array | Adapted], join: Callable[[list[Array]
 
     [scale] = {adapter.scale for adapter in own.values()}
     down = jnp.concatenate([adapter.down for adapter in own.values()], axis=-1)
-    return Adapted(join(plain), Adapter(down, jnp.concatenate([up(place) for place in own], axis=0), scale))
+    return Adapted(joined, Adapter(down, jnp.concatenate([up(place) for place in own], axis=0), scale))
+
+
+@jax.custom_vjp
+def _frozen_product(input_TD: Array, weight: Quantized) -> Array:
+    # Tied to the input, or a loop over tokens would be given the floats of all layers at once.
+    weight, input_TD = lax.optimization_barrier((weight, input_TD))
+    return jnp.matmul(input_TD, weight.astype(input_TD.dtype).reshape(input_TD.shape[-1], -1))
+
+
+def _frozen_forward(input_TD: Array, weight: Quantized) -> tuple[Array, Quantized]:
+    return _frozen_product(input_TD, weight), weight
+
+
+def _frozen_backward(weight: Quantized, change_TF: Array) -> tuple[Array, None]:
+    # Its floats are made again, so that none wait for the backward pass.
+    weight_DF = weight.astype(change_TF.dtype).reshape(-1, change_TF.shape[-1])
+    return jnp.matmul(change_TF, weight_DF.T), None
+
+
+_frozen_product.defvjp(_frozen_forward, _frozen_backward)
 
 
 @jax.custom_vjp

@@ -5,16 +5,18 @@ with what is trained whole beside them. `adapted` lays that tree over the parame
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrlhf.architecture import Head
-from jaxrlhf.config import Lora
+from jaxrlhf.config import Lora, Quantization
 from jaxrlhf.models.linear import Adapted, Adapter
 from jaxrlhf.models.own_model import AnyModel, OwnModel
-from jaxrlhf.models.parameters import Param, declare
+from jaxrlhf.models.parameters import Param, declare, path_name
+from jaxrlhf.models.quantized import Quantized, quantize
 
 STACKS, ROOMS = ("layers", "dense_layers"), ("attention", "mlp")
 """Where the matrices of layers are in the tree of parameters."""
@@ -92,6 +94,28 @@ def adapted(params: Any, adapters: Any) -> Any:
         return adapters
     params = params or {}
     return {**params, **{name: adapted(params.get(name), part) for name, part in adapters.items()}}
+
+
+def is_matrix(path: str) -> bool:
+    """Whether the parameter is a matrix of layers, experts' included."""
+    names = path.split(".")
+    return names[0] in STACKS and names[-1] in Lora.MATRICES
+
+
+def quantized(tree: Any, kind: Quantization, one: Callable[[Any], Quantized] | None = None, is_leaf: Any = None) -> Any:
+    """The parameters, or a tree like them, with what `is_matrix` quantised.
+
+    Args:
+      one: What becomes of such a leaf, where the tree is not one of arrays.
+      is_leaf: As in `jax.tree.map`.
+    """
+
+    def each(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not is_matrix(path_name(path)):
+            return leaf
+        return quantize(leaf, kind) if one is None else one(leaf)
+
+    return jax.tree.map_with_path(each, tree, is_leaf=is_leaf)
 
 
 def merged(params: Any) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.parallel.mesh import EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES
@@ -55,12 +56,13 @@ def cast_shapes(dims: Any, shapes: Any, *, dtype: Any) -> Any:
     """Shapes of a copy of the parameters in `dtype`.
 
     Vectors, which are the scales of norms, stay as they are: a model multiplies by them in
-    float32, and a rounded scale would give a copy other numbers than its master.
+    float32, and a rounded scale would give a copy other numbers than its master. So do integers.
     """
 
     def one(names: tuple[str | None, ...], array: Any) -> Any:
         matrix = len([name for name in names if name != "layers"]) > 1
-        return jax.ShapeDtypeStruct(array.shape, dtype if matrix else array.dtype)
+        cast = matrix and jnp.issubdtype(array.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(array.shape, dtype if cast else array.dtype)
 
     return jax.tree.map(one, dims, shapes, is_leaf=_is_dims)
 

@@ -37,19 +37,20 @@ from jaxrlhf.parallel import (
     check_divisible,
     factored_mesh,
     generation_mesh,
+    laid_out,
     local_island,
     replica_mesh,
     shardings,
 )
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.generation import Ends, Generator, Sampler
-from jaxrlhf.workers.model import Progress, layout_of
+from jaxrlhf.workers.model import Progress
 from jaxrlhf.workers.protocol import Place
 from jaxrlhf.workers.remat import choose_remat
 from jaxrlhf.workers.roles import Actor, Critic, FrozenActor, ProcessReward, Reference, Reward
-from jaxrlhf.workers.start import check_starts, copied, initial_adapters, initial_params, saved_params
+from jaxrlhf.workers.start import check_starts, copied, initial_adapters, initial_params, quantized_each, saved_params
 from jaxrlhf.workers.tokens import check_same_tokens, check_vocabulary, stop_tokens
-from jaxrlhf.workers.weights import adapter_layout, frozen_shapes, held_shapes, policy_dims, policy_shapes
+from jaxrlhf.workers.weights import adapter_layout, check_tiles, frozen, held, policy_dims, policy_shapes
 
 
 def compute_dtype(config: Config, devices: Sequence[jax.Device]) -> jnp.dtype:
@@ -121,12 +122,12 @@ class Builder:
         self.sampler: Sampler | None = None
         if "actor" in roles:
             mesh = factored_mesh(layout, pool.devices)
-            layout_of(mesh, self.model, "lm", role="actor")
+            held(mesh, self.model, "lm", config.actor.lora, dtype=self.dtype, role="actor")  # or it is refused here
             if not apart:
                 generation, dims = generation_mesh(layout, pool.devices), policy_dims(self.model, config.actor.lora)
+                self.sampler = self._sampler(generation)
                 shapes = policy_shapes(self.model, config.actor.lora, dtype=self.dtype)
                 self.hybrid = HybridEngine.by_rules(mesh, generation, dims, shapes, dtype=self.dtype)
-                self.sampler = self._sampler(generation)
         if ROLLOUT in roles:
             self.sampler = self._sampler(
                 replica_mesh(config.actor.layout, pool.devices, role=f"rollout on pool {pool.name!r}")
@@ -143,6 +144,7 @@ class Builder:
     def _sampler(self, mesh: Mesh) -> Sampler:
         config, rollout = self.config, self.config.rollout
         check_divisible(mesh, param_dims(self.model, "lm"), self.shapes, GENERATE, role="generation")
+        check_tiles(mesh, self.model, "lm", config.actor.lora, GENERATE, role="generation")
         island = local_island(mesh)
         share = island.size / mesh.size
         engine = Engine(
@@ -203,8 +205,9 @@ class Builder:
             workers["reward"], self._ends.listen = reward, reward.listen
         if not set(roles) - {ROLLOUT, "reward"}:
             return workers
-        start = self._policy(stage, roles)
         frozen_actor = stage.config.reference_is_frozen_actor
+        copying = {"process_reward", *CRITICS, *([] if frozen_actor else ["reference"])}
+        start = self._policy(stage, roles, copied=bool(copying & set(roles)))
         if "reference" in roles and not frozen_actor:
             workers["reference"] = self._reference(start)
         for role in CRITICS:
@@ -230,16 +233,19 @@ class Builder:
         """Shardings of the policy's weights as it generates on a mesh."""
         return shardings(mesh, policy_dims(self.model, self.config.actor.lora), GENERATE)
 
-    def _policy(self, stage: Stage, roles: Collection[str]) -> Params:
-        """The policy's parameters before the stage, in the training layout and dtypes of a role that needs them."""
+    def _policy(self, stage: Stage, roles: Collection[str], *, copied: bool) -> Params:
+        """The policy's parameters before the stage, in the training layout and dtypes of a role that needs them.
+
+        If no other role copies them, they may be quantised as they are loaded.
+        """
         role = next(name for name in ("actor", "reference", "process_reward", *CRITICS) if name in roles)
-        mesh = self.mesh(role)
-        layout = layout_of(mesh, self.model, "lm", role=role)
         lora = stage.config.actor.lora if role == "actor" else None
-        shapes = held_shapes(self.model, "lm", lora, dtype=self.dtype)
+        if lora is not None and (copied or stage.policy is not None):
+            lora = replace(lora, quantize=None)
+        target = held(self.mesh(role), self.model, "lm", lora, dtype=self.dtype, role=role)
         if stage.policy is None:
-            return initial_params(self.config.model, self.model, "lm", layout, shapes, seed=self.config.seed)
-        return saved_params(stage.policy, shapes, layout)
+            return initial_params(self.config.model, self.model, "lm", target, seed=self.config.seed)
+        return saved_params(stage.policy, target)
 
     def _adapters(self, role: str, head: Head, lora: Lora | None, saved: Path | None = None) -> Params | None:
         """What is trained beside a role's frozen parameters, as it starts; None where they are trained themselves."""
@@ -248,7 +254,7 @@ class Builder:
         config = self.model_of(role)
         layout = adapter_layout(self.mesh(role), config, head, lora, role=role)
         if saved is not None:
-            return saved_params(saved, adapter_shapes(config, head, lora), layout)
+            return saved_params(saved, laid_out(adapter_shapes(config, head, lora), layout))
         return initial_adapters(config, head, lora, layout, seed=self.config.seed)
 
     def mesh(self, role: str) -> Mesh:
@@ -303,12 +309,13 @@ class Builder:
         }
 
     def _actor(self, start: Params, stage: Stage) -> Actor:
+        target = held(self.mesh("actor"), self.model, "lm", stage.config.actor.lora, dtype=self.dtype, role="actor")
         return Actor(
             "actor",
             self.model,
             "lm",
             self.mesh("actor"),
-            start,
+            quantized_each(start, target),
             self.config.actor,
             **self._shared("actor"),
             optimizer=stage.config.actor.optimizer,
@@ -322,18 +329,18 @@ class Builder:
 
     def _reference(self, start: Params) -> Reference:
         mesh, config, own = self.mesh("reference"), self.model_of("reference"), self.own_model("reference")
-        layout = layout_of(mesh, config, "lm", role="reference")
-        shapes = frozen_shapes(config, "lm", dtype=self.dtype)
+        lora = self.config.actor.lora if own is None else None
+        target = frozen(mesh, config, "lm", lora, dtype=self.dtype, role="reference")
         if own is not None:
             check_vocabulary(self.tokenizer, config, role="reference")
             check_same_tokens(self.tokenizer, own.path)
-            start = initial_params(own, config, "lm", layout, shapes, seed=self.config.seed)
+            start = initial_params(own, config, "lm", target, seed=self.config.seed)
         return Reference(
             "reference",
             config,
             "lm",
             mesh,
-            copied(start, layout, shapes),
+            copied(start, target),
             self.training("reference"),
             **self._shared("reference"),
             temperature=self.config.rollout.sampling.temperature,
@@ -344,13 +351,12 @@ class Builder:
         mesh, lora = self.mesh(role), training.lora
         config = self.model_of(role)
         check_vocabulary(self.tokenizer, config, role=role)
-        layout = layout_of(mesh, config, "value", role=role)
-        shapes = held_shapes(config, "value", lora, dtype=self.dtype)
+        target = held(mesh, config, "value", lora, dtype=self.dtype, role=role)
         if own is None:
             trunk = {name: leaf for name, leaf in start.items() if name != "head"}
-            params = copied(trunk, layout, shapes)
+            params = copied(trunk, target)
         else:
-            params = initial_params(own, config, "value", layout, shapes, seed=self.config.seed)
+            params = initial_params(own, config, "value", target, seed=self.config.seed)
         adapters = self._adapters(role, "value", lora)
         if adapters is not None and lora is not None:
             head = params.pop("head")  # trained whole, and so among the adapters
@@ -370,13 +376,13 @@ class Builder:
 
     def _process_reward(self, start: Params, stage: Stage) -> ProcessReward:
         training, mesh = self.training("process_reward"), self.mesh("process_reward")
-        layout = layout_of(mesh, self.model, "lm", role="process_reward")
+        target = held(mesh, self.model, "lm", training.lora, dtype=self.dtype, role="process_reward")
         return ProcessReward(
             "process_reward",
             self.model,
             "lm",
             mesh,
-            copied(start, layout, held_shapes(self.model, "lm", training.lora, dtype=self.dtype)),
+            copied(start, target),
             training,
             **self._shared("process_reward"),
             optimizer=training.optimizer,

@@ -11,10 +11,10 @@ from jaxrlhf.models.lora import adapter_shapes
 from jaxrlhf.parallel import BATCH_AXES, SLOT_AXES, HybridEngine, shard_bytes, training_activation_bytes
 from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.generation import Sampler
-from jaxrlhf.workers.model import layout_of, microbatch_shape
+from jaxrlhf.workers.model import microbatch_shape
 from jaxrlhf.workers.protocol import Place
 from jaxrlhf.workers.remat import head_of
-from jaxrlhf.workers.weights import adapter_layout, frozen_shapes, held_shapes
+from jaxrlhf.workers.weights import adapter_layout, frozen, held, layout_in
 
 Row = tuple[str, str, str, str]
 """Section, name, value, and what the value follows from."""
@@ -36,12 +36,13 @@ def pool_rows(builder: Builder, roles: Collection[str]) -> list[Row]:
         rows += _trained_rows(role, builder)
     if "reference" in roles:
         model = builder.model_of("reference")
-        layout = layout_of(builder.mesh("reference"), model, "lm", role="reference")
-        held = _bytes(shard_bytes(frozen_shapes(model, "lm", dtype=builder.dtype), layout))
+        lora = builder.config.actor.lora if builder.own_model("reference") is None else None
+        weights = frozen(builder.mesh("reference"), model, "lm", lora, dtype=builder.dtype, role="reference")
+        size = _bytes(shard_bytes(weights, layout_in(weights)))
         where = _waits(builder, "reference") or "per device"
         if builder.config.reference_is_frozen_actor:
-            held, where = "none", "the actor's own, without what its adapters learnt"
-        rows.append(("reference", "weights", held, where))
+            size, where = "none", "the actor's own, without what its adapters learnt"
+        rows.append(("reference", "weights", size, where))
     if builder.hybrid is not None:
         rows += _switch_rows(builder.hybrid, builder)
     if builder.sampler is not None:
@@ -114,11 +115,14 @@ def _trained_rows(role: str, builder: Builder) -> list[Row]:
 def _train_state(builder: Builder, role: str) -> tuple[int, str]:
     """Bytes of a device for what a role trains, and what they are of."""
     mesh, model, head, lora = builder.mesh(role), builder.model_of(role), head_of(role), builder.training(role).lora
-    held = shard_bytes(held_shapes(model, head, lora, dtype=builder.dtype), layout_of(mesh, model, head, role=role))
+    weights = held(mesh, model, head, lora, dtype=builder.dtype, role=role)
+    weights_bytes = shard_bytes(weights, layout_in(weights))
     if lora is None:
-        return 4 * held, "per device: float32 weights, gradient, two Adam moments"
+        return 4 * weights_bytes, "per device: float32 weights, gradient, two Adam moments"
     trained = shard_bytes(adapter_shapes(model, head, lora), adapter_layout(mesh, model, head, lora, role=role))
-    return held + 4 * trained, f"per device: frozen weights, and {_bytes(4 * trained)} for adapters of rank {lora.rank}"
+    kind = "frozen" if lora.quantize is None else lora.quantize
+    adapters = f"{_bytes(4 * trained)} for adapters of rank {lora.rank}"
+    return weights_bytes + 4 * trained, f"per device: {kind} weights, and {adapters}"
 
 
 def _waits(builder: Builder, role: str) -> str:

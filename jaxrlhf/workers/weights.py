@@ -1,38 +1,74 @@
 """The trees of weights that roles hold: frozen, trained, and as they generate."""
 
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrlhf.architecture import Head
-from jaxrlhf.config import Lora
-from jaxrlhf.models.lora import adapter_dims, adapter_shapes
+from jaxrlhf.config import Lora, Quantization
+from jaxrlhf.models.lora import adapter_dims, adapter_shapes, quantized
 from jaxrlhf.models.own_model import AnyModel
 from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.parallel import TRAIN, cast_shapes, check_divisible, shardings
+from jaxrlhf.models.quantized import TILE, Quantized
+from jaxrlhf.parallel import TRAIN, cast_shapes, check_divisible, laid_out, shardings
+from jaxrlhf.parallel.rules import Rules
+from jaxrlhf.workers.model import layout_of
 
 
-def held_shapes(config: AnyModel, head: Head, lora: Lora | None, *, dtype: Any) -> Any:
-    """Shapes of the parameters of a trained role: float32 masters, or frozen where adapters are trained."""
-    return param_shapes(config, head, jnp.float32) if lora is None else frozen_shapes(config, head, dtype=dtype)
+def held(mesh: Mesh, config: AnyModel, head: Head, lora: Lora | None, *, dtype: Any, role: str) -> Any:
+    """The parameters of a trained role, as shapes with shardings: masters, or frozen where adapters are trained."""
+    if lora is not None:
+        return frozen(mesh, config, head, lora, dtype=dtype, role=role)
+    return laid_out(param_shapes(config, head, jnp.float32), layout_of(mesh, config, head, role=role))
 
 
-def frozen_shapes(config: AnyModel, head: Head, *, dtype: Any) -> Any:
-    """Shapes of parameters that are not trained."""
-    return cast_shapes(param_dims(config, head), param_shapes(config, head, jnp.float32), dtype=dtype)
+def frozen(mesh: Mesh, config: AnyModel, head: Head, lora: Lora | None, *, dtype: Any, role: str) -> Any:
+    """Parameters that are not trained, as shapes with shardings.
+
+    Args:
+      lora: Of the adapters beside them, or of the policy that they are a copy of.
+    """
+    layout = layout_of(mesh, config, head, role=role)
+    shapes = _frozen_shapes(config, head, lora, dtype=dtype)
+    if lora is not None and lora.quantize is not None:
+        check_tiles(mesh, config, head, lora, TRAIN, role=role)
+        layout = shardings(mesh, _frozen_dims(config, head, lora), TRAIN)
+    return laid_out(shapes, layout)
+
+
+def layout_in(tree: Any) -> Any:
+    """The shardings of arrays, or of shapes with shardings."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def check_tiles(mesh: Mesh, config: AnyModel, head: Head, lora: Lora | None, rules: Rules, *, role: str) -> None:
+    """Raise `ValueError` if quantised weights that share a scale would be parted."""
+    shapes = _frozen_shapes(config, head, lora, dtype=jnp.float32)
+    try:
+        check_divisible(mesh, _frozen_dims(config, head, lora), shapes, rules, role=role)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; it counts what shares a scale, up to {TILE} neighbours, which lora.quantize keeps together"
+        ) from error
 
 
 def policy_dims(config: AnyModel, lora: Lora | None) -> dict[str, Any]:
     """Names of the dimensions of a policy's weights: of its parameters and, where it has some, its adapters."""
     adapters = {} if lora is None else {"adapters": adapter_dims(config, "lm", lora)}
-    return {"parameters": param_dims(config, "lm"), **adapters}
+    return {"parameters": _frozen_dims(config, "lm", lora), **adapters}
 
 
 def policy_shapes(config: AnyModel, lora: Lora | None, *, dtype: Any) -> dict[str, Any]:
     """Shapes of a policy's weights as they are trained."""
-    adapters = {} if lora is None else {"adapters": adapter_shapes(config, "lm", lora)}
-    return {"parameters": held_shapes(config, "lm", lora, dtype=dtype), **adapters}
+    if lora is None:
+        return {"parameters": param_shapes(config, "lm", jnp.float32)}
+    return {
+        "parameters": _frozen_shapes(config, "lm", lora, dtype=dtype),
+        "adapters": adapter_shapes(config, "lm", lora),
+    }
 
 
 def adapter_layout(mesh: Mesh, config: AnyModel, head: Head, lora: Lora, *, role: str) -> Any:
@@ -40,3 +76,21 @@ def adapter_layout(mesh: Mesh, config: AnyModel, head: Head, lora: Lora, *, role
     dims = adapter_dims(config, head, lora)
     check_divisible(mesh, dims, adapter_shapes(config, head, lora), TRAIN, role=role)
     return shardings(mesh, dims, TRAIN)
+
+
+def _frozen_shapes(config: AnyModel, head: Head, lora: Lora | None, *, dtype: Any) -> Any:
+    shapes = cast_shapes(param_dims(config, head), param_shapes(config, head, jnp.float32), dtype=dtype)
+    kind = _kind(lora)
+    return shapes if kind is None else jax.eval_shape(partial(quantized, kind=kind), shapes)
+
+
+def _frozen_dims(config: AnyModel, head: Head, lora: Lora | None) -> dict[str, Any]:
+    """Names of dimensions; the last of a scale counts tiles."""
+    dims, kind = param_dims(config, head), _kind(lora)
+    if kind is None:
+        return dims
+    return quantized(dims, kind, lambda names: Quantized(names, names, kind), is_leaf=lambda x: isinstance(x, tuple))
+
+
+def _kind(lora: Lora | None) -> Quantization | None:
+    return None if lora is None else lora.quantize

@@ -1,0 +1,80 @@
+"""Frozen matrices of few bits, which are floats again only where they are used.
+
+QLoRA (Dettmers et al. 2023, arXiv:2305.14314) without its second quantisation, that of the scales. `qwix`
+knows the levels; it is given one tile at a time, since of a whole array it makes a vector, which the
+compiler would have to gather from all devices.
+"""
+
+import math
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+
+from jaxrlhf.batch import Array
+from jaxrlhf.config import Quantization
+
+TILE = 32
+"""Weights of the last dimension that share a scale, at most."""
+
+
+@struct.dataclass
+class Quantized:
+    """A weight in the weight's place in the tree: `level[value] * scale`.
+
+    Attributes:
+      value: int8 as they are; of nf4 uint8, with the codes of two neighbours in the last dimension.
+      scale: One for each tile of the last dimension, in the dtype that the weight had.
+    """
+
+    value: Any
+    scale: Any
+    kind: Quantization = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        *before, last = self.value.shape
+        return (*before, last if self.kind == "int8" else 2 * last)
+
+    def astype(self, dtype: Any) -> Array:
+        """The weight as floats."""
+        qwix, code = _qwix(), self.value
+        if self.kind == "nf4":
+            code = jnp.stack([code & 15, code >> 4], axis=-1)
+
+        def one(code_W: Array, scale_1: Array) -> Array:
+            return qwix.dequantize(qwix.QArray(code_W, scale_1, None, self.kind))
+
+        tiles = jnp.vectorize(one, signature="(w),(s)->(w)")(code.reshape(*self.scale.shape, -1), self.scale[..., None])
+        return tiles.reshape(self.shape).astype(dtype)
+
+
+def quantize(weight: Array, kind: Quantization) -> Quantized:
+    """The nearest levels, with the largest weight of each tile at the last level."""
+    qwix, (*before, last) = _qwix(), weight.shape
+    tile = math.gcd(TILE, last)
+    if tile % 2:
+        raise ValueError(f"lora.quantize is for matrices with an even last dimension, got {weight.shape}; drop it")
+
+    def one(weight_W: Array) -> tuple[Array, Array]:
+        tile = qwix.quantize(weight_W, kind)
+        return tile.qvalue, tile.scale
+
+    tiles = weight.astype(jnp.float32).reshape(*before, -1, tile)
+    code, scale = jnp.vectorize(one, signature="(w)->(w),(s)")(tiles)
+    value = code.reshape(*before, last)
+    if kind == "nf4":
+        # XLA:CPU gives a 4-bit integer a byte, and not every path between devices knows of less.
+        value = value.astype(jnp.uint8)
+        value = value[..., 0::2] | value[..., 1::2] << 4
+    return Quantized(value, scale[..., 0].astype(weight.dtype), kind)
+
+
+def _qwix() -> ModuleType:
+    try:
+        import qwix
+    except ImportError as error:
+        raise ValueError(f"lora.quantize needs qwix ({error}): pip install 'jaxrlhf[quantized]'") from error
+    return qwix
