@@ -149,7 +149,7 @@ def test_a_switch_moves_no_experts_along_the_axis_that_divides_them(layout):
         assert switch_bytes(MODEL, layout, itemsize=2) == pytest.approx(REST * 3 / 4 * 2)
 
 
-@pytest.mark.parametrize("expert", [1, 8])
+@pytest.mark.parametrize("expert", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_experts_hold_the_tokens_of_all_who_share_them_about_as_xla_allocates(expert):
     model = ModelConfig("qwen3_moe", 512, 128, 256, 2, 4, 4, 32, experts=Experts(8, 4, 16))
     layout, sizes = Layout(8 // expert, expert=expert), {"tokens": 512, "row_tokens": 128, "itemsize": 4}
@@ -188,9 +188,14 @@ def _firsts(layout: Layout) -> list[int]:
     return [start + shard for start in range(0, 8, block) for shard in range(layout.tensor)]
 
 
-@pytest.mark.parametrize(("layout", "backward", "remat"), [
-    (Layout(2, expert=4), False, False), (Layout(2, expert=4), True, True), (Layout(1, 2, 1, 2, 1, 1, 2), True, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "backward", "remat"),
+    [
+        pytest.param(Layout(2, expert=4), False, False, marks=pytest.mark.slow),
+        (Layout(2, expert=4), True, True),
+        (Layout(1, 2, 1, 2, 1, 1, 2), True, False),
+    ],
+)
 def test_tokens_go_to_their_experts_and_back_as_often_as_xla_says(layout, backward, remat):
     found = exchanged(layout, backward=backward, remat=remat)
     # Where every device then takes its own rows of a sum, accelerators scatter it.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from made_plans import machines
 from tiny_runs import get_config, training
 from unit_machines import DENSE, UNIT, WORK
 
@@ -21,6 +22,7 @@ from jaxrlhf.parallel.memory import weights_learnt
 from jaxrlhf.parallel.plan import Problem
 from jaxrlhf.parallel.simulate import Simulator
 from jaxrlhf.parallel.workload import Role, Software
+from jaxrlhf.planning import problem_of
 from jaxrlhf.tracking import bytes_in_use
 from jaxrlhf.workers.build import Builder, Stage
 from jaxrlhf.workers.weights import adapter_layout
@@ -138,6 +140,17 @@ def test_the_reference_is_the_actor_before_it_learnt_and_holds_no_bytes(built):
     spread([actor])
     assert np.array_equal(reference.compute_ref_log_prob(sequences), base)
     assert np.abs(actor.compute_log_prob(sequences) - base).max() > 0.01
+
+
+def test_the_search_counts_the_bytes_that_actor_and_reference_hold(built):
+    tokens = len(embedded_tokenizer())
+    problem = problem_of(config_of(), machines(), vocabulary=tokens)
+    assert "reference" not in {role.name for role in problem.roles}
+    [actor] = [role for role in problem.roles if role.name == "actor"]
+    held = Simulator(problem).role(replace(actor, remat=True), Layout(1), 1, (), generates=True).idle_bytes
+    # The moments come with the first update.
+    moments = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(built[0]["actor"]._parts["adapters"]))
+    assert held == pytest.approx(built[1] + moments, rel=1e-3)
 
 
 def assert_only_adapters_learn(worker, update) -> None:

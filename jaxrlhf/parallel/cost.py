@@ -12,11 +12,12 @@ import math
 from dataclasses import dataclass
 
 from jaxrlhf.architecture import Head, ModelConfig
-from jaxrlhf.config import Layout
-from jaxrlhf.parallel.batches import Batch, batch_of, replicas_of
+from jaxrlhf.config import Layout, Lora
+from jaxrlhf.parallel.batches import Batch, batch_of, replicas_of, shards_of
 from jaxrlhf.parallel.collectives import Group, all_gather_s, all_reduce_s, bytes_per_s, latency_s, send_s
 from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.memory import (
+    adapters_held,
     cache_bytes_per_token,
     routed_weights,
     weights_generating,
@@ -43,6 +44,11 @@ def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
     return tokens * (2 * model.layer_parameters(experts=routed) + scored)
 
 
+def adapter_flops(model: ModelConfig, lora: Lora | None, *, tokens: float) -> float:
+    """Of one layer's adapters, in a forward pass."""
+    return 0.0 if lora is None else 2 * tokens * adapters_held(model, lora, Layout(1)) / model.num_layers
+
+
 def head_flops(model: ModelConfig, head: Head, *, tokens: float) -> float:
     """Of the head's forward pass."""
     return 2 * tokens * model.head_parameters(head)
@@ -61,7 +67,9 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     """All updates of one step: forward, backward, gradient sums and optimizer.
 
     A backward pass costs two forward passes, and one more of the layers where they are recomputed.
-    Gradients are summed over `data` by all-reduce, over `fsdp` by reduce-scatter.
+    Gradients are summed over `data` by all-reduce, over `fsdp` by reduce-scatter. Where adapters are
+    trained, products with frozen weights cost half of that: activations alone have gradients. Those
+    of adapters are summed over all data-parallel devices.
 
     Source: Narayanan et al. 2021 (arXiv:2104.04473), sections 2 and 3 and appendix; Rajbhandari et
     al. 2020 (ZeRO, arXiv:1910.02054), section 7.
@@ -71,7 +79,8 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     passes = _pass(role, layout, batch, software, hardware, backward=True) * batch.microbatches
     held = weights_learnt(role.model, role.head, role.lora, layout)
     sums = batch.microbatches if software.reduces_every_microbatch else 1
-    data = Group(replicas_of(layout), layout.copy_devices)
+    shard = layout.stage * layout.tensor
+    data = Group(replicas_of(layout), layout.copy_devices) if role.lora is None else Group(shards_of(layout), shard)
     reduced = sums * all_reduce_s(held * software.gradient_bytes, data, hardware)
     # The optimizer reads the gradient, and reads and writes weights and moments.
     touched = held * (software.gradient_bytes + 2 * software.weight_bytes + 2 * software.optimizer_bytes)
@@ -95,13 +104,16 @@ def _pass(
     assert role.remat is not None, "the simulator settles it first"
     model, stages, tensor = role.model, layout.stage, layout.tensor
     context = batch.row_tokens / 2 if software.skips_masked else batch.row_tokens
-    # In forward passes' worth of products.
-    layer_passes = 1 if not backward else 3 + role.remat
+    # In forward passes' worth of products; those with weights, of which frozen ones have no gradient, and others.
+    frozen = backward and role.lora is not None
+    passes = 1 if not backward else 3 + role.remat
     head_passes = 1 if not backward else 3 + (software.recomputes_logits and role.head == "lm")
+    head_passes -= frozen and role.head == "lm"
     attention = layer_flops(model, tokens=batch.attended_tokens, context=context)
     attention -= layer_flops(model, tokens=batch.attended_tokens, context=0)
-    layer = layer_flops(model, tokens=batch.tokens, context=0) + attention
-    layers = layer_passes * model.num_layers * layer
+    attention += adapter_flops(model, role.lora, tokens=batch.tokens)
+    layer = layer_flops(model, tokens=batch.tokens, context=0)
+    layers = model.num_layers * ((passes - frozen) * layer + passes * attention)
     # A head of one number is read of all tokens.
     read_tokens = batch.read_tokens if role.head == "lm" else batch.tokens
     head = head_passes * head_flops(model, role.head, tokens=read_tokens)
@@ -111,8 +123,7 @@ def _pass(
     part_tokens = batch.tokens / batch.parts
     part_bytes = part_tokens * model.hidden_size * software.compute_bytes
     # Two all-reduces a layer, after attention and after the MLP, in each pass over it.
-    passes = 1 if not backward else 2 + role.remat
-    reduces = 2 * passes * model.num_layers / stages * batch.parts
+    reduces = 2 * (1 if not backward else 2 + role.remat) * model.num_layers / stages * batch.parts
     tensor_s = reduces * all_reduce_s(part_bytes, Group(tensor, 1), hardware)
 
     # At each of parts + stages - 1 ticks every stage works on a part, or idles.
@@ -132,7 +143,7 @@ def _pass(
     exchange_s = exchanges * _exchange_s(model, sharing, part_tokens, software, hardware)
     expert_s = exchange_s * _mixtures(model) / stages * batch.parts
 
-    runs = (1 if not backward else 3 + role.remat) * model.num_layers / stages * batch.parts
+    runs = passes * model.num_layers / stages * batch.parts
     overhead = runs * hardware.layer_overhead_s + hardware.dispatch_overhead_s
     busy = layers_s + tensor_s + runs * hardware.layer_overhead_s
     idle = busy * (stages - 1) / batch.parts  # Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1
@@ -156,7 +167,8 @@ def _gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware
     ):
         held = weights / shard
         seconds += (1 + backward) * all_gather_s(held * software.compute_bytes, group, hardware)
-        seconds += backward * all_gather_s(held * software.gradient_bytes, group, hardware)
+        if backward and role.lora is None:
+            seconds += all_gather_s(held * software.gradient_bytes, group, hardware)
     return seconds
 
 

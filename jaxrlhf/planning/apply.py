@@ -45,7 +45,9 @@ def planned_settings(config: Config, plan: Plan) -> dict[str, Any]:
         layout = _generating(layouts, config) if role == "actor" else layouts[role]
         settings |= {f"{name}.layout": _open(layout)}
         settings |= {f"{name}.tokens_per_microbatch": _budget(training, layouts[role], config)}
-    if "reference" in known:
+    if config.reference_is_frozen_actor:
+        settings["reference_layout"] = None
+    elif "reference" in known:
         own = _open(layouts["reference"])
         settings["reference_layout"] = None if own == _trains(settings["actor.layout"]) else own  # None is the actor's
     settings |= {f"rewards.parts.{index}.layout": _open(layouts[name]) for name, index in judges.items()}
@@ -109,12 +111,14 @@ def _pools(config: Config, plan: Plan, judges: Mapping[str, int]) -> tuple[Pool,
     planned = {(frozenset(pool.roles), pool.devices) for pool in plan.pools}
     if {(frozenset(roles), devices) for roles, devices in written_pools(config) or ()} == planned:
         return config.pools
-    return tuple(_pool(pool, judges, alone=len(plan.pools) == 1) for pool in plan.pools)
+    return tuple(_pool(pool, config, judges, alone=len(plan.pools) == 1) for pool in plan.pools)
 
 
-def _pool(pool: PlannedPool, judges: Mapping[str, int], *, alone: bool) -> Pool:
-    roles = tuple(dict.fromkeys("reward" if role in judges else role for role in pool.roles))
-    return Pool("all" if alone else pool_name(roles), pool.devices, roles)
+def _pool(pool: PlannedPool, config: Config, judges: Mapping[str, int], *, alone: bool) -> Pool:
+    roles = list(dict.fromkeys("reward" if role in judges else role for role in pool.roles))
+    if config.reference_is_frozen_actor and "actor" in roles:
+        roles.insert(roles.index("actor") + 1, "reference")
+    return Pool("all" if alone else pool_name(tuple(roles)), pool.devices, tuple(roles))
 
 
 def _layouts(plan: Plan) -> dict[str, Layout]:

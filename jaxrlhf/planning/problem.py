@@ -106,7 +106,8 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
     A step that scores has sampled: its actor generates, and every role makes one forward pass over
     the responses, the actor only where its sampler's log-probabilities do not serve. One on
     preference pairs reads both answers with every role. Otherwise the step is an update, and
-    before it only frozen roles compute anything.
+    before it only frozen roles compute anything. A reference that is the actor without its adapters
+    is no role: the actor makes its passes.
 
     Args:
       shapes: Of a model, or of the checkpoint at a path.
@@ -115,7 +116,7 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
     samples = generates(config)
     found = []
     for name in algorithm.roles:
-        if name == "reward":
+        if name in _unplaced(config):
             continue
         trained = name in training
         settings: Training = training.get(name, config.actor)
@@ -145,15 +146,22 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
 
 def _passes(config: Config, role: str) -> int:
     algorithm = config.algorithm
+    others = _passes(config, "reference") if role == "actor" and config.reference_is_frozen_actor else 0
     if role == "actor" and isinstance(algorithm, PolicyGradient) and algorithm.trusts_sampler(config):
-        return 0
+        return others
     reads = generates(config) or isinstance(algorithm, Preference)
-    return int(reads or role not in algorithm.training(config))
+    return others + (reads or role not in algorithm.training(config))
+
+
+def _unplaced(config: Config) -> tuple[str, ...]:
+    """Roles that a plan does not place: judges stand for rewards, and the actor for what it is without its adapters."""
+    return ("reward", "reference") if config.reference_is_frozen_actor else ("reward",)
 
 
 def placed_roles(config: Config) -> tuple[str, ...]:
-    """The names of all roles that have a model."""
-    return (*(role for role in config.algorithm.roles if role != "reward"), *judges_of(config))
+    """The names of all roles that have weights of their own."""
+    unplaced = _unplaced(config)
+    return (*(role for role in config.algorithm.roles if role not in unplaced), *judges_of(config))
 
 
 def generates(config: Config) -> bool:
@@ -215,13 +223,14 @@ def written_layouts(config: Config) -> dict[str, Layout]:
     judges = {name: config.rewards.parts[index] for name, index in judges_of(config).items()}
     layouts = {role: training.layout for role, training in config.algorithm.training(config).items()}
     layouts |= {name: part.layout for name, part in judges.items() if isinstance(part, ModelReward)}
-    if "reference" in config.algorithm.roles:
+    if "reference" in placed_roles(config):
         trains = replace(config.actor.layout, generation_stage=1, generation_tensor=1)
         layouts["reference"] = config.reference_layout or trains
     if config.pools:
         return layouts
     chosen = {role: layout for role, layout in layouts.items() if layout != Layout()}
-    return chosen | ({"reference": config.reference_layout} if config.reference_layout else {})
+    given = config.reference_layout if "reference" in layouts else None
+    return chosen | ({"reference": given} if given else {})
 
 
 def written_pools(config: Config) -> tuple[tuple[tuple[str, ...], int], ...] | None:
@@ -233,7 +242,7 @@ def written_pools(config: Config) -> tuple[tuple[tuple[str, ...], int], ...] | N
     pools = []
     for index, pool in enumerate(config.pools):
         scores = "reward" in pool.roles or (index == 0 and not placed)
-        roles = (*(role for role in pool.roles if role != "reward"), *(judges if scores else ()))
+        roles = (*(role for role in pool.roles if role not in _unplaced(config)), *(judges if scores else ()))
         pools += [(roles, pool.devices)] if roles else []
     return tuple(pools)
 
