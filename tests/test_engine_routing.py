@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from jaxrlhf import models
-from jaxrlhf.architecture import Experts, ModelConfig
+from jaxrlhf.architecture import Experts, LatentAttention, ModelConfig
 from jaxrlhf.batch import Problem
-from jaxrlhf.config import Sampling
+from jaxrlhf.config import Lora, Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.decoder import routed_states
+from jaxrlhf.models.lora import adapted, declare_adapters
 from jaxrlhf.parallel import mesh_of
 from jaxrlhf.workers.generation import to_rollout
 from jaxrlhf.workers.packing import Packing
@@ -132,6 +133,51 @@ def naive_disagreement(routed, rows, packing, used_BTLk):
         misses = [own[layer][k][b, t] not in used_BTLk[b, t, layer] for layer in range(2) for k in range(2)]
         share_BT[b, t] = sum(misses) / 4
     return share_BT
+
+
+DEEPSEEK = ModelConfig(
+    family="deepseek_v3",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=12,
+    latent=LatentAttention(rank=8, rope_dim=4, value_dim=8),
+    dense_layers=1,
+    experts=Experts(
+        8, 2, 8, shared_intermediate_size=8, scores="sigmoid", bias=True, groups=4, groups_per_token=2, group_best=2
+    ),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["deepseek", "adapters"])
+def test_replay_agrees_on_equal_weights_and_not_on_others(kind):
+    model = DEEPSEEK if kind == "deepseek" else MODEL
+    lora = Lora(rank=2, targets=("query", "output"))
+    declared = [models.declare(model, "lm"), *([declare_adapters(model, "lm", lora)] if kind == "adapters" else [])]
+    rng = np.random.default_rng(5)
+    # Adapters are drawn as large as they would be after long training.
+    drawn = jax.tree.map(lambda param: jnp.asarray(0.4 * rng.standard_normal(param.shape), jnp.float32), declared)
+    params = adapted(*drawn) if kind == "adapters" else drawn[0]
+    sampler = engine(model, records_routing=True)
+    sampler.load(params, version=0)
+    prompts = [tuple(rng.integers(4, 32, length).tolist()) for length in (2, 9)]
+    completions = sampler.generate([Request(n, prompts[n % 2], n % 2) for n in range(6)], Sampling(), seed=1)
+    problems = [Problem(n % 2, "", prompts[n % 2]) for n in range(6)]
+    sequences = to_rollout(problems, completions, width=WIDTH).sequences
+    assert sequences.choice_BTLk.shape[2:] == (2, 2), "layers with experts, and experts of a token"
+    rows, _ = packed(sequences)
+    expected, _ = forward(params, packed(sequences.replace(choice_BTLk=None))[0], model)
+    same, routed = forward(params, rows, model)
+    np.testing.assert_allclose(same, expected, atol=1e-5)
+    assert not np.asarray(router_metrics(routed, rows, model, role="actor")["router/actor_disagreement"]).any()
+    # Without its adapters, or with routers that changed, the same model chooses others.
+    drawn[0]["layers"]["mlp"]["router"] *= 1 if kind == "adapters" else -1
+    _, routed = forward(drawn[0], rows, model)
+    assert np.asarray(router_metrics(routed, rows, model, role="actor")["router/actor_disagreement"]).max() > 0.2
 
 
 def test_a_model_without_experts_has_no_routing_to_record():
