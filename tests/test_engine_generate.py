@@ -173,7 +173,7 @@ def test_decoding_over_part_of_the_cache_and_compiling_ahead_change_nothing(para
     engine.generate([Request(0, (1,) * 20, 0)], Sampling(min_tokens=12), seed=0)  # as long as it gets
     assert set(engine._compiled._programs) == ahead
     assert engine.compilations <= engine.most_compilations
-    assert engine._cache.capacities == (4, 8, 12, 16, 20, 24, 28, 32)
+    assert engine._cache.sizes == (4, 8, 12, 16, 20, 24, 28, 32)
 
 
 def test_responses_that_go_on_in_fewer_slots_stay_the_same(params, monkeypatch):

@@ -28,12 +28,14 @@ from jaxrlhf.engine.checks import check_keys, check_prompt, check_sizes, check_s
 from jaxrlhf.engine.compiled import Compiled
 from jaxrlhf.engine.layout import Layout, same_layout
 from jaxrlhf.engine.lengths import busy_buckets, fit, halving_buckets, length_buckets
+from jaxrlhf.engine.page_cache import PageCache
 from jaxrlhf.engine.prefilled import Prefilled
 from jaxrlhf.engine.routing import RoutingRecord
 from jaxrlhf.engine.sampling import settings_of
 from jaxrlhf.engine.scheduler import Completion, Drawn, Placement, Request, Scheduler
 from jaxrlhf.engine.slot_book import SlotBook
 from jaxrlhf.engine.slot_cache import SlotCache
+from jaxrlhf.free_memory import return_free_memory
 from jaxrlhf.models import XLA, AnyModel, Attention, pipeline_over
 
 PREFILL_TOKENS = 2048
@@ -126,7 +128,10 @@ class Engine:
         self._mesh, self.attention = mesh, attention
         self._layout = Layout(mesh, slot_axes, kv_head_axis, self._shape.pipeline)
         self._compiled = Compiled(self._shape, self._layout.whole)
-        self._cache = SlotCache(self._compiled, self._layout, longest=capacity)
+        sizes = {"slots": self.slots, "longest": capacity}
+        self._cache: SlotCache | PageCache = SlotCache(self._compiled, self._layout, **sizes)
+        if attention.pages is not None:
+            self._cache = PageCache(self._compiled, self._layout, replicas=replicas, **sizes)
         self._weights: tuple[Params, int] | None = None
         self._signature: Any = None
         self.free()
@@ -139,10 +144,9 @@ class Engine:
     @property
     def most_compilations(self) -> int:
         """Bound on `compilations`, whatever is generated."""
-        prompts, capacities, counts = map(len, (self._prompt_buckets, self._cache.capacities, self._slot_counts))
-        growing, shrinking = (capacities - 1) * counts, counts * (counts - 1) // 2
-        states = 2 + 2 * prompts + shrinking
-        return states + capacities * (prompts + counts + shrinking) + growing
+        prompts, counts = len(self._prompt_buckets), len(self._slot_counts)
+        states = 1 + 2 * prompts + counts * (counts - 1) // 2
+        return states + self._cache.most_compilations(prompts=prompts, counts=counts)
 
     @property
     def active(self) -> int:
@@ -196,13 +200,12 @@ class Engine:
         shortest = {fit(length, self._prompt_buckets): length for length in sorted(prompt_lengths, reverse=True)}
         for length in shortest.values():
             prefilled = self.prefill([(0,) * length])
-            for capacity in self._cache.capacities:
-                if capacity < length:
-                    continue
-                self._cache.hold(capacity, slots=self.slots)
+            for size in self._cache.sizes_for(length):
+                self._cache.grow(size)
                 self.insert(prefilled, [Placement(0, 0, 0)], knobs.Sampling(), seed=0)
                 self.decode()
                 self._book = self._blank_book()
+                return_free_memory()  # compilers leave much
             self.free()
 
     def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
@@ -224,7 +227,7 @@ class Engine:
         rows = jax.device_put((token_PS, length_P), self._layout.rows)
         self.prefilled_prompts += len(prompts)
         result = self._compiled.run(("prefill", width), programs.prefill, params, *rows, out=self._layout.prompts)
-        return Prefilled(result, tuple(map(len, prompts)), version)
+        return Prefilled(result, tuple(prompts), version)
 
     def insert(
         self, prefilled: Prefilled, placements: Sequence[Placement], sampling: knobs.Sampling, *, seed: int
@@ -247,13 +250,13 @@ class Engine:
         request_I = np.zeros(most, np.uint32)
         for index, (row, slot, request_id) in enumerate(placements):
             row_I[index], slot_I[index], request_I[index] = row, slot, request_id
-            self._book.start(slot, prefilled.lengths[row], limit=self._shape.max_response_tokens)
-            self._routing.start(slot, prefilled.prompts.choice_PSLk, row, prefilled.lengths[row])
+            prompt_tokens = len(prefilled.tokens[row])
+            self._book.start(slot, prompt_tokens, limit=self._shape.max_response_tokens)
+            self._routing.start(slot, prefilled.prompts.choice_PSLk, row, prompt_tokens)
         insertion = programs.Insertion(
             row_I, slot_I, np.full(most, seed, np.uint32), request_I, settings_of(sampling, slots=most)
         )
         width = prefilled.prompts.prefix.key_LPSKH.shape[2]
-        self._make_room(at_least=width)
         if self._slots is None:
             empty = partial(programs.empty_slots, slots=self.slots)
             self._slots = self._compiled.run(("empty slots",), empty, out=self._layout.slots)
@@ -262,7 +265,7 @@ class Engine:
         self._slots = self._compiled.run(
             ("insert", width), programs.insert, *arguments, out=self._layout.slots, donate=1
         )
-        self._cache.place(prefilled.prompts, row_I, slot_I)
+        self._cache.place(prefilled, row_I, slot_I)
 
     def dispatch(self) -> None:
         """Have up to `decode_tokens_per_dispatch` tokens drawn in every active slot; returns at once."""
@@ -271,14 +274,14 @@ class Engine:
         assert self._cache_version == version, (
             f"the cache of version {self._cache_version} cannot be continued by version {version}"
         )
-        self._make_room()
-        self._cache.layers, self._slots, window = self._compiled.run(
-            ("decode", len(self._book.slot_B), self._cache.capacity),
+        self._cache.hold(self._book.next_tokens_B, self._book.slot_B)
+        self._cache.arrays, self._slots, window = self._compiled.run(
+            ("decode", len(self._book.slot_B), self._cache.size),
             programs.decode,
             params,
-            self._cache.layers,
+            self._cache.arrays,
             self._slots,
-            out=(self._layout.cache, self._layout.slots, self._layout.whole),
+            out=(self._cache.layout, self._layout.slots, self._layout.whole),
             donate=(1, 2),
         )
         self._book.dispatched(window)
@@ -299,10 +302,6 @@ class Engine:
         self.dispatch()
         return self.read()
 
-    def _make_room(self, *, at_least: int = 0) -> None:
-        """Have a cache that holds what the next dispatch may write, and that many tokens."""
-        self._cache.hold(max(at_least, self._book.longest_next), slots=len(self._book.slot_B))
-
     def _leave_idle_slots(self) -> None:
         """Go on with as few slots as hold those in use; no response can be inserted afterwards."""
         replicas = self._shape.replicas
@@ -312,7 +311,7 @@ class Engine:
         if not busy_GB.any() or count >= busy_GB.shape[1]:
             return
         row_GB = np.argsort(~busy_GB, axis=1, kind="stable")[:, :count].astype(np.int32)
-        self._cache.keep(row_GB, slots=len(slot_B))
+        self._cache.keep(row_GB)
         sizes = ("keep", len(slot_B), row_GB.size)
         self._slots = self._compiled.run(sizes, programs.keep_rows, self._slots, row_GB, out=self._layout.slots)
         self._book.keep((row_GB + np.arange(replicas)[:, None] * busy_GB.shape[1]).reshape(-1))

@@ -6,6 +6,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.engine import programs
 from jaxrlhf.models import Pipeline
+from jaxrlhf.models.pages import PagedCache
 
 
 class Layout:
@@ -31,6 +32,7 @@ class Layout:
         self.prompts = programs.Prompts(self.whole, prefix, self.whole, self.whole)
         self.slots = programs.Slots(*[sharding(slot_axes)] * len(programs.Slots._fields))
         self.cache = sharding((*stages, *slot_axes), kv_head_axis)
+        self.pages = PagedCache(sharding(slot_axes, None, kv_head_axis), sharding(slot_axes))
 
 
 def same_layout(old: list, new: list) -> bool:

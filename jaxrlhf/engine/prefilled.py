@@ -10,10 +10,10 @@ class Prefilled:
     """Prompts on the device, ready to be inserted any number of times.
 
     Attributes:
-      lengths: Tokens of each prompt.
+      tokens: Of each prompt.
       version: Of the weights that ran them.
     """
 
     prompts: programs.Prompts
-    lengths: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
     version: int

@@ -18,9 +18,13 @@ from jaxrlhf import models
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.engine.sampling import Sampled, Settings, sample, uniforms
-from jaxrlhf.models.cache import Cache
+from jaxrlhf.models.cache import LayerCache
+from jaxrlhf.models.pages import PagedCache, insert_pages
+from jaxrlhf.models.pages import empty_pages as pages_of_layers
 
 NO_TOKEN = -1
+
+Cache = list[LayerCache] | PagedCache
 
 
 @dataclass(frozen=True)
@@ -110,9 +114,15 @@ class Window(NamedTuple):
     choice_WBLk: Array | None = None
 
 
-def empty_cache(*, slots: int, capacity: int, shape: Shape) -> Cache:
+def empty_cache(*, slots: int, capacity: int, shape: Shape) -> list[LayerCache]:
     """A cache that nothing was written to."""
     return models.empty_cache(shape.config, slots=slots, capacity=capacity, dtype=shape.dtype, pipeline=shape.pipeline)
+
+
+def empty_pages(*, pages: int, shape: Shape) -> list[jax.Array]:
+    """As many pages for every layer, of all replicas together."""
+    assert isinstance(shape.config, ModelConfig), "no other model's cache lies in pages"
+    return pages_of_layers(shape.config, pages=pages, dtype=shape.dtype, attention=shape.attention)
 
 
 def empty_slots(*, slots: int, shape: Shape) -> Slots:
@@ -200,6 +210,21 @@ def resize(stored: models.LayerCache, row_GB: Array | None, *, capacity: int, sh
     return models.LayerCache(key_BKHS[..., :capacity], value_BKSH[:, :, :capacity])
 
 
+def place_in_pages(
+    pages_ZSJU: Array, prefix: models.Prefix, layer: Array, row_I: Array, page_GIQ: Array, *, shape: Shape
+) -> jax.Array:
+    """Copy a layer of prompt `row_I[i]` into pages `page_GIQ[g, i]` of replica g, for each i."""
+    key_value = (lax.dynamic_index_in_dim(leaf_LPSKH, layer, keepdims=False) for leaf_LPSKH in prefix)
+    return insert_pages(pages_ZSJU, *key_value, row_I, page_GIQ, attention=shape.attention)
+
+
+def add_pages(pages_ZSJU: Array, *, pages: int, shape: Shape) -> jax.Array:
+    """A layer with so many more pages in each replica."""
+    parts_GZSJU = pages_ZSJU.reshape(shape.replicas, -1, *pages_ZSJU.shape[1:])
+    parts_GZSJU = jnp.pad(parts_GZSJU, ((0, 0), (0, pages), (0, 0), (0, 0), (0, 0)))
+    return parts_GZSJU.reshape(-1, *pages_ZSJU.shape[1:])
+
+
 def keep_rows(slots: Slots, row_GB: Array, *, shape: Shape) -> Slots:
     """The state of some slots only."""
     return jax.tree.map(lambda leaf: take_rows(leaf, row_GB), slots)
@@ -215,7 +240,7 @@ def decode(params: Params, cache: Cache, slots: Slots, *, shape: Shape) -> tuple
     """Draw up to `tokens_per_dispatch` tokens in every active slot; stops early when none is left.
 
     Args:
-      cache: Donate it. Active slots must not outgrow it.
+      cache: Donate it. Active slots must not outgrow it, or their pages.
       slots: Donate it.
     """
     width, count = shape.tokens_per_dispatch, len(slots.token_B)
@@ -253,13 +278,14 @@ def _step(
     layers: list[Params], params: Params, cache: Cache, slots: Slots, *, shape: Shape
 ) -> tuple[Cache, Slots, Array | None]:
     """One token in every active slot; also the experts that the token before it went through, if recorded."""
-    state = slots.token_B, slots.cached_B, cache
+    state = slots.token_B, slots.cached_B, cache.split() if isinstance(cache, PagedCache) else cache
     how = {"dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
     choice_BLk = None
     if shape.records_routing:
-        hidden_BD, cache, choice_BLk = models.routed_decode(layers, params, _routed(shape), *state, **how)
+        hidden_BD, written, choice_BLk = models.routed_decode(layers, params, _routed(shape), *state, **how)
     else:
-        hidden_BD, cache = models.decode(layers, params, shape.config, *state, **how)
+        hidden_BD, written = models.decode(layers, params, shape.config, *state, **how)
+    cache = cache.joined(written) if isinstance(cache, PagedCache) else written
     token_B, logp_B = _draw(models.padded_logits(params, shape.config, hidden_BD), slots.drawn_B, slots, shape=shape)
     active_B = slots.active_B
     drawn_B = slots.drawn_B + active_B

@@ -48,9 +48,10 @@ class SlotBook:
         return len(self._unread)
 
     @property
-    def longest_next(self) -> int:
-        """Most tokens that a slot may hold after the next window."""
-        return int(self._cached_B[self.taken_B].max(initial=0)) + (self.unread + 1) * self._window_tokens
+    def next_tokens_B(self) -> np.ndarray:
+        """Most tokens that each slot may hold after the next window; by slot."""
+        cached_B = self._cached_B + (self.unread + 1) * self._window_tokens
+        return np.where(self.taken_B, np.minimum(cached_B, self._limit_B), 0)
 
     @property
     def outlasts(self) -> bool:

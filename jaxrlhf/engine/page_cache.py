@@ -1,0 +1,115 @@
+"""The keys and values of all slots in pages: as many as their tokens need."""
+
+from functools import partial
+
+import jax
+import numpy as np
+
+from jaxrlhf.engine import programs
+from jaxrlhf.engine.compiled import Compiled
+from jaxrlhf.engine.layout import Layout
+from jaxrlhf.engine.lengths import fit
+from jaxrlhf.engine.page_book import PageBook
+from jaxrlhf.engine.prefilled import Prefilled
+from jaxrlhf.models.pages import NO_PAGE, PAGE_TOKENS, PagedCache
+
+_SIXTEENTHS = (2, 3, 4, 6, 8, 12, 16)
+"""Of the pages that there would be if every slot held the longest sequence: at most a third is unused."""
+
+
+class PageCache:
+    """As `SlotCache`, in pages. Each replica has its own; all have as many as the fullest one needs.
+
+    Memory follows the sum of the lengths, where slots of one capacity take the longest for each. A response that
+    ends gives its pages to others, and responses to one prompt share those that it fills.
+
+    Args:
+      replicas: Parts that the slots are split into.
+      longest: Tokens of the longest sequence.
+
+    Attributes:
+      arrays: What `decode` takes, and gives back; no layers as long as nothing is cached.
+      size: Pages of a replica; 0 without a cache.
+      sizes: That it may be, ascending.
+    """
+
+    def __init__(self, compiled: Compiled, layout: Layout, *, slots: int, replicas: int, longest: int) -> None:
+        self._compiled, self._slots, self._replicas = compiled, slots, replicas
+        self._columns = -(-longest // PAGE_TOKENS)
+        most = slots // replicas * self._columns
+        self.sizes = tuple(sorted({-(-most * part // 16) for part in _SIXTEENTHS}))
+        self.layout = layout.pages
+        self.free()
+
+    def most_compilations(self, *, prompts: int, counts: int) -> int:
+        """Bound on programs of the cache and of decoding, for so many widths of prompts and counts of slots."""
+        return len(self.sizes) * (1 + prompts + counts)
+
+    def free(self) -> None:
+        """Drop everything."""
+        self.arrays = PagedCache([], np.zeros((0, self._columns), np.int32))
+        self._books = [
+            PageBook(slots=self._slots // self._replicas, page_tokens=PAGE_TOKENS) for _ in range(self._replicas)
+        ]
+        self.size = 0
+
+    def sizes_for(self, tokens: int) -> tuple[int, ...]:
+        """Those that hold a sequence of so many tokens."""
+        return tuple(size for size in self.sizes if size * PAGE_TOKENS >= tokens)
+
+    def grow(self, size: int) -> None:
+        """Be one of `sizes`, at least: step by step, so that every step is compiled once."""
+        layers, where = self.arrays.layers, self.layout.layers
+        if not layers:
+            self.size = self.sizes[0]
+            empty = partial(programs.empty_pages, pages=self._replicas * self.size)
+            layers.extend(self._compiled.run(("empty pages",), empty, out=where))
+        while self.size < size:
+            larger = self.sizes[self.sizes.index(self.size) + 1]
+            program = partial(programs.add_pages, pages=larger - self.size)
+            for layer, pages in enumerate(layers):
+                layers[layer] = self._compiled.run(("add pages", self.size), program, pages, out=where)
+            self.size = larger
+
+    def hold(self, tokens_B: np.ndarray, slot_B: np.ndarray) -> None:
+        """Have room for so many tokens in each slot; a slot of none gives its pages back.
+
+        Args:
+          tokens_B: By slot.
+          slot_B: The slots that are computed, in the order of their rows.
+        """
+        for slot, tokens in enumerate(tokens_B.tolist()):
+            replica, own = self._place_of(slot)
+            self._books[replica].hold(own, tokens)
+        self._grow_to_fit()
+        table_BQ = np.full((len(slot_B), self._columns), NO_PAGE, np.int32)
+        for row, slot in enumerate(slot_B.tolist()):
+            replica, own = self._place_of(slot)
+            pages = self._books[replica].held(own)
+            table_BQ[row, : len(pages)] = pages
+        self.arrays = PagedCache(self.arrays.layers, jax.device_put(table_BQ, self.layout.table_BQ))
+
+    def place(self, prefilled: Prefilled, row_I: np.ndarray, slot_I: np.ndarray) -> None:
+        """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; a slot past the last is skipped."""
+        width = prefilled.prompts.prefix.key_LPSKH.shape[2]
+        page_GIQ = np.full((self._replicas, len(row_I), -(-width // PAGE_TOKENS)), NO_PAGE, np.int32)
+        for index, (row, slot) in enumerate(zip(row_I.tolist(), slot_I.tolist(), strict=True)):
+            if slot < self._slots:
+                replica, own = self._place_of(slot)
+                pages = self._books[replica].place(own, prefilled.tokens[row])
+                page_GIQ[replica, index, : len(pages)] = pages
+        self._grow_to_fit()
+        layers, sizes, program = self.arrays.layers, ("place", width, self.size), programs.place_in_pages
+        for layer, pages in enumerate(layers):
+            arguments = (pages, prefilled.prompts.prefix, np.int32(layer), row_I, page_GIQ)
+            layers[layer] = self._compiled.run(sizes, program, *arguments, out=self.layout.layers, donate=0)
+
+    def keep(self, row_GB: np.ndarray) -> None:
+        """Only these rows of each replica go on: their pages stay where they are."""
+
+    def _place_of(self, slot: int) -> tuple[int, int]:
+        """The replica that has a slot, and which of its slots it is."""
+        return divmod(slot, self._slots // self._replicas)
+
+    def _grow_to_fit(self) -> None:
+        self.grow(fit(max(book.numbered for book in self._books), self.sizes))

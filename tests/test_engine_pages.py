@@ -1,0 +1,193 @@
+"""A cache in pages: the same responses, memory that follows tokens, and no page that is lost."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf import models
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.config import Sampling
+from jaxrlhf.engine import Engine, Placement, Request
+from jaxrlhf.engine.page_book import PageBook
+from jaxrlhf.models.pages import NO_PAGE, PAGE_TOKENS
+from jaxrlhf.parallel import GENERATE, SLOT_AXES, mesh_of, shardings
+
+MODEL = ModelConfig(
+    family="qwen3",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    sliding_window=40,
+    sliding_layers=(True, False),
+)
+LONGEST_PROMPT, LONGEST_RESPONSE = 72, 96
+
+
+def build(*, pages: bool, slots: int = 10, **sizes: int) -> Engine:
+    """Few sizes of the cache, so that little is compiled."""
+    mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
+    axes = {"row_axes": SLOT_AXES, "head_axes": ("tensor",)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxrlhf.parallel.workload.CAPACITY_STEP", LONGEST_PROMPT + LONGEST_RESPONSE)
+        patch.setattr("jaxrlhf.engine.page_cache._SIXTEENTHS", (4, 6, 16))
+        patch.setattr("jaxrlhf.engine.engine.FEWEST_SLOTS", 3)
+        engine = Engine(
+            MODEL,
+            mesh,
+            slots=slots,
+            max_prompt_tokens=LONGEST_PROMPT,
+            max_response_tokens=LONGEST_RESPONSE,
+            stop_tokens=(3,),
+            decode_tokens_per_dispatch=8,
+            dtype=jnp.float32,
+            slot_axes=SLOT_AXES,
+            kv_head_axis="tensor",
+            attention=models.Attention(pages="xla", mesh=mesh, **axes) if pages else models.XLA,
+        )
+    engine.load(jax.device_put(weights(), shardings(mesh, models.param_dims(MODEL, "lm"), GENERATE)), version=0)
+    return engine
+
+
+@functools.cache
+def weights():
+    rng = np.random.default_rng(3)
+    shapes = models.param_shapes(MODEL, "lm")
+    return jax.tree.map(lambda leaf: np.float32(0.3 * rng.standard_normal(leaf.shape)), shapes)
+
+
+def requests() -> list[Request]:
+    """Groups with prompts of two pages and a part, less than a page, a page; three of them begin alike."""
+    rng = np.random.default_rng(0)
+    example = tuple(rng.integers(0, 32, 40).tolist())
+    prompts = [(*example, *range(4, 30)), example[:5], example[:PAGE_TOKENS], (*example, 7, 8)]
+    return [Request(4 * group + i, prompt, group) for group, prompt in enumerate(prompts) for i in range(4)]
+
+
+def generate(engine: Engine):
+    """Also the most bytes that the cache had."""
+    most, hold = [0], engine._cache.hold
+
+    def watched(*given):
+        hold(*given)
+        most.append(sum(leaf.nbytes for leaf in jax.tree.leaves(engine._cache.arrays)))
+
+    engine._cache.hold = watched
+    completions = engine.generate(requests(), Sampling(temperature=1.1), seed=SEED)
+    engine._cache.hold = hold
+    return completions, max(most)
+
+
+SEED = 3
+BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4
+"""Layers, keys and values, heads, width, bytes."""
+
+
+@pytest.fixture(scope="module")
+def slots():
+    return generate(build(pages=False))
+
+
+@pytest.fixture(scope="module")
+def paged():
+    """Two replicas with pages of their own, whose heads are split."""
+    return build(pages=True, data=2, tensor=2)
+
+
+def test_refilled_slots_and_long_tails_give_what_slots_give_in_less_memory(paged, slots):
+    (expected, slot_bytes), (completions, page_bytes) = slots, generate(paged)
+    for one, other in zip(completions, expected, strict=True):
+        assert (one.tokens, one.truncated) == (other.tokens, other.truncated)
+        np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+    lengths = sorted(len(completion.tokens) for completion in completions)
+    assert lengths[7] <= PAGE_TOKENS and lengths[-1] > 2 * PAGE_TOKENS, "the example has no long tail"
+    assert slot_bytes == 10 * (LONGEST_PROMPT + LONGEST_RESPONSE) * BYTES_PER_TOKEN
+    table_bytes = 10 * 6 * 4
+    assert page_bytes == 2 * 12 * PAGE_TOKENS * BYTES_PER_TOKEN + table_bytes
+    assert page_bytes < 0.5 * slot_bytes
+    assert {sizes[1] for sizes in paged._compiled._programs if sizes[0] == "decode"} == {10, 6}, "no slot was left"
+
+
+def test_nothing_but_decoding_in_fewer_slots_compiles_after_compiling_ahead(paged):
+    paged.compile_ahead([len(request.prompt_tokens) for request in requests()])
+    before = set(paged._compiled._programs)
+    generate(paged)
+    assert {sizes[:2] for sizes in set(paged._compiled._programs) - before} <= {("keep", 10), ("decode", 6)}
+    assert paged.compilations <= paged.most_compilations
+
+
+def test_responses_to_a_prompt_share_the_pages_that_it_fills(paged):
+    prompt = tuple(range(4, 24)) * 3
+    prefilled = paged.prefill([prompt, (*prompt[:40], 1)])
+    paged.insert(prefilled, [Placement(row, slot, slot) for slot, row in enumerate((0, 0, 0, 1))], Sampling(), seed=0)
+    book, other = paged._cache._books
+    assert (book.in_use, other.in_use) == (1 + 4, 0)  # the first page, and for each slot what comes after it
+    assert len({book.held(slot)[0] for slot in range(4)}) == 1
+    paged.free()
+
+
+def test_every_page_is_given_back_when_its_responses_end(paged):
+    prefilled = paged.prefill([requests()[0].prompt_tokens])
+    paged.insert(prefilled, [Placement(0, 2, 0), Placement(0, 7, 1), Placement(0, 9, 2)], Sampling(), seed=4)
+    while paged.active:
+        paged.decode()
+        assert sum(book.in_use for book in paged._cache._books)
+    paged._cache.hold(paged._book.next_tokens_B, paged._book.slot_B)
+    assert [book.in_use for book in paged._cache._books] == [0, 0]
+    assert (np.asarray(paged._cache.arrays.table_BQ) == NO_PAGE).all()
+    paged.free()
+    assert not jax.tree.leaves(paged._cache.arrays.layers)
+
+
+def test_pages_are_shared_while_somebody_reads_them_and_reused_when_nobody_does():
+    book = PageBook(slots=3, page_tokens=2)
+    assert book.place(0, (1, 2, 3, 4, 5)) == [0, 1, 2]
+    assert book.place(1, (1, 2, 3, 4, 5)) == [NO_PAGE, NO_PAGE, 3]
+    assert book.place(2, (3, 4, 1, 2)) == [4, 5]  # the same tokens after others are others
+    assert (list(book.held(1)), book.in_use, book.numbered) == ([0, 1, 3], 6, 6)
+    book.hold(0, 0)
+    assert (list(book.held(0)), book.in_use) == ([], 5)
+    book.hold(1, 9)
+    assert list(book.held(1)) == [0, 1, 3, 2, 6]
+    book.hold(1, 0)
+    assert book.place(0, (1, 2)) != [NO_PAGE]  # nobody had it any more
+    for slot in range(3):
+        book.hold(slot, 0)
+    assert (book.in_use, book.numbered) == (0, 7)
+
+
+def test_any_course_of_slots_leaves_every_page_to_one_slot_or_to_those_that_share_its_tokens():
+    rng = np.random.default_rng(0)
+    book, tokens = PageBook(slots=5, page_tokens=3), {}
+    most = 0
+    for _ in range(400):
+        slot = int(rng.integers(5))
+        if slot in tokens and rng.random() < 0.7:
+            more = 0 if rng.random() < 0.3 else len(tokens[slot]) + int(rng.integers(7))
+            book.hold(slot, more)
+            tokens[slot] = [*tokens[slot], *[(slot, i) for i in range(len(tokens[slot]), more)]]
+            if not more:
+                del tokens[slot]
+        else:
+            prompt = rng.integers(0, 2, rng.integers(1, 12)).tolist()
+            book.place(slot, prompt)
+            full = len(prompt) // 3 * 3
+            tokens[slot] = [*prompt[:full], *[(slot, i) for i in range(full, len(prompt))]]
+        held: dict[int, set] = {}
+        for other, all_tokens in tokens.items():
+            pages = list(book.held(other))
+            assert len(pages) == math.ceil(len(all_tokens) / 3)
+            for at, page in enumerate(pages):
+                held.setdefault(page, set()).add(str(all_tokens[: 3 * at + 3]))
+        assert all(len(seen) == 1 for seen in held.values()), "a page is two slots' that differ before its end"
+        assert book.in_use == len(held)
+        most = max(most, len(held))
+    assert book.numbered == most
