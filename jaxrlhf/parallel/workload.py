@@ -147,7 +147,7 @@ class MicrobatchShape:
         return self.rows * self.row_tokens
 
 
-_SIZES = 4
+_SIZES = 8
 _ROUND_TOKENS = 64
 _PIPELINE_PARTS_PER_STAGE = 4
 WORTH_SHARING = 0.1
@@ -168,8 +168,8 @@ def microbatch_shape_of(
     """The shape of the microbatches that so many sequences are cut into.
 
     It goes by how many there are and how long they may be, not by how long they are, so that no
-    step compiles what an earlier one did not. Four sizes: few sequences are not padded to the
-    largest microbatch. Where prompts are shared rows become one, or as many as keep a pipeline busy,
+    step compiles what an earlier one did not. Eight sizes: few sequences are not padded to the largest
+    microbatch, and of those that fill several the last is not nearly empty. Where prompts are shared rows become one, or as many as keep a pipeline busy,
     which so holds more responses to a prompt, and is no longer than all of them can be.
 
     Args:
@@ -184,9 +184,10 @@ def microbatch_shape_of(
     if rows > stages:
         sizes = {-(-size // stages) * stages for size in sizes}
     needed = -(-sequences // (row_tokens // longest))
-    size = min((size for size in sizes if size >= needed), default=rows)
     if not shares:
-        return MicrobatchShape(size, row_tokens)
+        microbatches = -(-needed // rows)
+        return MicrobatchShape(min(size for size in sizes if size * microbatches >= needed), row_tokens)
+    size = min((size for size in sizes if size >= needed), default=rows)
     if stages == 1:
         tokens = size * row_tokens
         if longest_response is not None:
