@@ -15,7 +15,10 @@ from jaxrlhf.models.lora import adapted, adapter_shapes
 from jaxrlhf.parallel.cost import forward_cost, update_cost
 from jaxrlhf.parallel.mapping import search
 from jaxrlhf.parallel.memory import adapters_held
+from jaxrlhf.parallel.plan import Problem
+from jaxrlhf.parallel.simulate import Simulator
 from jaxrlhf.planning import planned_config, problem_of
+from jaxrlhf.workers.weights import policy_shapes
 
 LORA = Lora(rank=8)
 # XLA counts the body of a loop once: one layer of two. Of one, whose input needs no gradient, it would drop some.
@@ -65,6 +68,22 @@ def test_gradients_of_frozen_weights_go_nowhere():
     assert update_cost(role, Layout(8), WORK, HALVES, STEPS).collective_s == 2 * 7
     held = adapters_held(DENSE, LORA, Layout(8))
     assert update_cost(role, Layout(8), WORK, HALVES, UNIT).collective_s == pytest.approx(2 * 7 / 8 * held * 2)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("nf4", 4)])
+@pytest.mark.parametrize(("dtype", "itemsize"), [(jnp.float32, 4), (jnp.bfloat16, 2)])
+def test_matrices_of_few_bits_take_what_they_take(kind, bits, dtype, itemsize):
+    lora = replace(LORA, quantize=kind)
+    role, software = trained(MODEL, lora=lora), replace(HALVES, compute_bytes=itemsize)
+    problem = Problem((role,), WORK, software, UNIT)
+    held = Simulator(problem).role(role, Layout(1), 1, (), generates=False).idle_bytes
+    shapes = policy_shapes(MODEL, lora, dtype=dtype)["parameters"]
+    frozen = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    vectors = 2 * 2 * 256 + 256
+    own = adapters_held(MODEL, lora, Layout(1)) * (software.weight_bytes + software.optimizer_bytes)
+    assert abs(held - own - frozen) <= vectors * 4
+    matrices = 2 * (256 * (256 + 2 * 128 + 256) + 3 * 256 * 768)
+    assert frozen < matrices * (bits / 8 + itemsize / 32) + (2 * 512 * 256 + vectors) * itemsize + vectors * 4
 
 
 # Plans.

@@ -11,6 +11,9 @@ LOGIT_CHUNK_TOKENS = 512
 LONG_ROW = 1024
 """From this width on attention keeps no scores for the backward pass, as `models` has it."""
 
+QUANTIZED_TILE = 32
+"""Weights that share a scale, as `models` has it."""
+
 FILLED_SHARE = 0.6
 """Of a device's memory, up to which activations are kept rather than computed again; estimates are rough."""
 
@@ -105,6 +108,19 @@ def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
         for name in lora.targets
     ]
     return lora.rank * model.num_layers / layout.stage * sum(each)
+
+
+def bytes_per_weight(model: ModelConfig, lora: Lora | None, *, itemsize: int) -> float:
+    """Of weights that are not trained, on average: with adapters the matrices of layers may have fewer bits.
+
+    Args:
+      lora: Of the adapters beside them.
+      itemsize: Bytes of weights in the compute dtype, and of scales.
+    """
+    if lora is None or lora.quantize is None:
+        return itemsize
+    few = {"int8": 1.0, "nf4": 0.5}[lora.quantize] + itemsize / QUANTIZED_TILE
+    return itemsize + (few - itemsize) * model.num_layers * model.layer_parameters() / model.num_parameters("lm")
 
 
 def weights_learnt(model: ModelConfig, head: Head, lora: Lora | None, layout: Layout) -> float:

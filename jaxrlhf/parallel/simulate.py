@@ -14,6 +14,7 @@ from jaxrlhf.parallel.cost import (
 )
 from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.memory import (
+    bytes_per_weight,
     inference_activation_bytes,
     keeps_activations,
     routed_weights,
@@ -119,7 +120,8 @@ class Simulator:
         steps: list[Step] = []
         generating = 0.0
         if generates:
-            copy = weights_generating(role.model, layout) * software.compute_bytes
+            each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
+            copy = weights_generating(role.model, layout) * each
             as_trained = software.trains_in_compute_dtype or role.lora is not None
             kept = 0.0 if as_trained else idle_parameters
             generating = kept + copy + idle_optimizer
@@ -197,7 +199,8 @@ def _held_bytes(role: Role, layout: Layout, software: Software) -> _Held:
     learnt = weights_learnt(role.model, role.head, role.lora, layout)
     frozen = 0.0 if role.lora is None else weights
     return _Held(
-        frozen * software.compute_bytes + learnt * software.weight_bytes,
+        frozen * bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
+        + learnt * software.weight_bytes,
         learnt * software.optimizer_bytes,
         learnt * software.gradient_bytes * (1 + software.adds_gradients),
     )
