@@ -43,7 +43,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         stop_tokens=(bench.END,) if preset.ends else (),
         decode_tokens_per_dispatch=16,
         dtype=dtype,
-        attention=choose_attention(config, dtype, mesh, row_axes=(), head_axes=(), decodes=True),
+        attention=choose_attention(config, dtype, mesh, row_axes=(), head_axes=(), decodes=True, cache=flags.cache),
     )
     engine.load(jax.tree.map(lambda leaf: leaf.astype(dtype), weights), version=0)
     groups = -(-flags.sequences // flags.responses)
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--slots", type=int, help="responses decoded together; all of them if not given")
+    parser.add_argument("--cache", choices=("auto", "slots", "pages"), default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--models", type=Path, default=Path("bench_models"), help="where checkpoints are kept")
     flags = parser.parse_args()

@@ -196,10 +196,11 @@ def test_stages_keep_the_kernel_that_the_compiler_splits():
     assert len(caught) == 2
 
 
-def table():
+def table(cache="slots"):
     """Name to value and what it follows from, of each section of a pool with an actor."""
-    pool = ResourcePool("all", tuple(jax.devices()[:1]))
-    builder = Builder(get_config(), embedded_tokenizer(), pool, ("actor",), rank=(0, 1), progress=lambda *_: None)
+    pool, config = ResourcePool("all", tuple(jax.devices()[:1])), get_config()
+    config = replace(config, rollout=replace(config.rollout, cache=cache))
+    builder = Builder(config, embedded_tokenizer(), pool, ("actor",), rank=(0, 1), progress=lambda *_: None)
     return {(section, name): rest for section, name, *rest in pool_rows(builder, ("actor",))}
 
 
@@ -208,6 +209,7 @@ def test_a_run_tries_kernels_when_its_workers_are_built_and_its_table_names_them
     fast = table()
     assert fast["actor", "attention"] == ["rows=splash", why]
     assert fast["generation", "attention"] == ["rows=splash, decode=pallas", why]
+    assert table("auto")["generation", "attention"] == ["rows=splash, pages=pallas", why]
     kernel_choice._usable.cache_clear()
     monkeypatch.setitem(ROWS, "splash", raises)
     with pytest.warns(RuntimeWarning, match="'splash'"):

@@ -187,6 +187,9 @@ class Rollout:
       decode_tokens_per_dispatch: Tokens decoded by one program call before finished slots refill.
       replay_routing: The experts that each token went through while it was sampled are recorded, and the policy's
         tokens go through the same when they are trained on.
+      cache: How keys and values lie while tokens are decoded. `slots` gives every slot the capacity of the longest
+        response; in `pages` a response takes what it needs, and responses to one prompt share the pages that it
+        fills. `auto` is `pages` where this backend has a kernel that reads them (GPU and TPU), else `slots`.
     """
 
     prompts_per_step: int = 64
@@ -197,6 +200,7 @@ class Rollout:
     slots: int | None = None
     decode_tokens_per_dispatch: int = 16
     replay_routing: bool = False
+    cache: Literal["auto", "slots", "pages"] = "auto"
 
     def __post_init__(self) -> None:
         positive(self, "prompts_per_step", "responses_per_prompt", "max_prompt_tokens", "max_response_tokens")

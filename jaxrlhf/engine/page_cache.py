@@ -100,8 +100,8 @@ class PageCache:
                 page_GIQ[replica, index, : len(pages)] = pages
         self._grow_to_fit()
         layers, sizes, program = self.arrays.layers, ("place", width, self.size), programs.place_in_pages
-        for layer, pages in enumerate(layers):
-            arguments = (pages, prefilled.prompts.prefix, np.int32(layer), row_I, page_GIQ)
+        for layer, stored in enumerate(layers):
+            arguments = (stored, prefilled.prompts.prefix, np.int32(layer), row_I, page_GIQ)
             layers[layer] = self._compiled.run(sizes, program, *arguments, out=self.layout.layers, donate=0)
 
     def keep(self, row_GB: np.ndarray) -> None:

@@ -119,8 +119,8 @@ def empty_cache(*, slots: int, capacity: int, shape: Shape) -> list[LayerCache]:
     return models.empty_cache(shape.config, slots=slots, capacity=capacity, dtype=shape.dtype, pipeline=shape.pipeline)
 
 
-def empty_pages(*, pages: int, shape: Shape) -> list[jax.Array]:
-    """As many pages for every layer, of all replicas together."""
+def empty_pages(*, pages: int, shape: Shape) -> list[Array]:
+    """So many pages for every layer, in all replicas together."""
     assert isinstance(shape.config, ModelConfig), "no other model's cache lies in pages"
     return pages_of_layers(shape.config, pages=pages, dtype=shape.dtype, attention=shape.attention)
 
@@ -212,13 +212,13 @@ def resize(stored: models.LayerCache, row_GB: Array | None, *, capacity: int, sh
 
 def place_in_pages(
     pages_ZSJU: Array, prefix: models.Prefix, layer: Array, row_I: Array, page_GIQ: Array, *, shape: Shape
-) -> jax.Array:
+) -> Array:
     """Copy a layer of prompt `row_I[i]` into pages `page_GIQ[g, i]` of replica g, for each i."""
-    key_value = (lax.dynamic_index_in_dim(leaf_LPSKH, layer, keepdims=False) for leaf_LPSKH in prefix)
-    return insert_pages(pages_ZSJU, *key_value, row_I, page_GIQ, attention=shape.attention)
+    key_PSKH, value_PSKH = (lax.dynamic_index_in_dim(leaf_LPSKH, layer, keepdims=False) for leaf_LPSKH in prefix)
+    return insert_pages(pages_ZSJU, key_PSKH, value_PSKH, row_I, page_GIQ, attention=shape.attention)
 
 
-def add_pages(pages_ZSJU: Array, *, pages: int, shape: Shape) -> jax.Array:
+def add_pages(pages_ZSJU: Array, *, pages: int, shape: Shape) -> Array:
     """A layer with so many more pages in each replica."""
     parts_GZSJU = pages_ZSJU.reshape(shape.replicas, -1, *pages_ZSJU.shape[1:])
     parts_GZSJU = jnp.pad(parts_GZSJU, ((0, 0), (0, pages), (0, 0), (0, 0), (0, 0)))
@@ -280,6 +280,7 @@ def _step(
     """One token in every active slot; also the experts that the token before it went through, if recorded."""
     state = slots.token_B, slots.cached_B, cache.split() if isinstance(cache, PagedCache) else cache
     how = {"dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
+    written: Any  # what the layers of this kind of cache are
     choice_BLk = None
     if shape.records_routing:
         hidden_BD, written, choice_BLk = models.routed_decode(layers, params, _routed(shape), *state, **how)
@@ -290,7 +291,7 @@ def _step(
     active_B = slots.active_B
     drawn_B = slots.drawn_B + active_B
     # The cache of a slot that is not active took a token that nobody reads: the next insertion
-    # overwrites it or the mask of later positions hides it.
+    # overwrites it or the mask of later positions hides it; a slot that has no page for it drops it.
     slots = slots._replace(
         token_B=jnp.where(active_B, token_B, slots.token_B),
         logp_B=jnp.where(active_B, logp_B, slots.logp_B),

@@ -5,7 +5,7 @@ computes the same function. `kernel_choice` finds the best ones that a backend c
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -126,7 +126,7 @@ def attend_pages(
     """
     assert attention.pages is not None, "the cache does not lie in pages"
     head_dim, width = query_BNH.shape[-1], pages_ZSJU.shape[-1]
-    scores = scores.replace(divisor=scores.divide_by(head_dim))
+    scores = replace(scores, divisor=scores.divide_by(head_dim))
     kernel = PAGES[attention.pages]
 
     def run(query_BNH, pages_ZSJU, table_BQ, position_B, scores):

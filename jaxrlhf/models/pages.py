@@ -10,7 +10,6 @@ Split over devices, each one's slots have their pages on it, under numbers that 
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int, Num
@@ -30,7 +29,7 @@ NO_PAGE = 2**31 - 1
 class LayerPages(NamedTuple):
     """One layer's Z pages, and which of them B slots have."""
 
-    pages_ZSJU: jax.Array
+    pages_ZSJU: Array
     table_BQ: Array
 
     @property
@@ -70,7 +69,7 @@ class LayerPages(NamedTuple):
 class PagedCache(NamedTuple):
     """The pages of every layer, and the table of B slots."""
 
-    layers: list[jax.Array]
+    layers: list[Array]
     table_BQ: Array
 
     def split(self) -> list[LayerPages]:
@@ -82,7 +81,7 @@ class PagedCache(NamedTuple):
         return self._replace(layers=[stored.pages_ZSJU for stored in layers])
 
 
-def empty_pages(config: ModelConfig, *, pages: int, dtype: Any, attention: Attention) -> list[jax.Array]:
+def empty_pages(config: ModelConfig, *, pages: int, dtype: Any, attention: Attention) -> list[Array]:
     """So many pages for every layer. Build them under jit with `out_shardings` to have each device allocate its own.
 
     Heads are as wide as the kernel of `attention` wants them.
@@ -94,14 +93,14 @@ def empty_pages(config: ModelConfig, *, pages: int, dtype: Any, attention: Atten
 
 
 def insert_pages(
-    pages_ZSJU: jax.Array,
+    pages_ZSJU: Float[Array, "Z S J U"],
     key_PWKH: Num[Array, "P W K H"],
     value_PWKH: Num[Array, "P W K H"],
     row_I: Int[Array, "I"],
     page_GIQ: Int[Array, "G I Q"],
     *,
     attention: Attention,
-) -> jax.Array:
+) -> Float[Array, "Z S J U"]:
     """Copy prompt `row_I[i]` into pages `page_GIQ[g, i]` of each of the G parts that slots are split into.
 
     A number at or past the number of pages is skipped. Pure; donate the pages to write in place.
@@ -127,7 +126,7 @@ def page_spec(attention: Attention) -> PartitionSpec:
     return PartitionSpec(attention.row_axes, None, attention.head_axes)
 
 
-def _entries(key: Array, value: Array, *, like: jax.Array) -> Array:
+def _entries(key: Array, value: Array, *, like: Array) -> Array:
     """`[..., K, H]` keys and values as a page holds them: `[..., 2 K, U]`."""
     *before, kv_heads, head_dim = key.shape
     both = jnp.stack([key, value], axis=-2).reshape(*before, 2 * kv_heads, head_dim)

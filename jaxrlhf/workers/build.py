@@ -170,6 +170,7 @@ class Builder:
                 stage_axes=("stage",),
                 decodes=True,
                 wanted=config.attention,
+                cache=rollout.cache,
             ),
         )
         return Sampler(engine, mesh, island, self.width, self._progress, self._ends)

@@ -154,14 +154,16 @@ def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list
     split = f"stage {layout.generation_stage} x tensor {layout.generation_tensor}"
     replicas = mesh.size // (layout.generation_stage * layout.generation_tensor)
     here = replicas * sampler.island.size // mesh.size
-    attention = f"rows={engine.attention.rows}, decode={engine.attention.decode}"
+    kernels, pages = engine.attention, engine.attention.pages
+    attention = f"rows={kernels.rows}, " + (f"decode={kernels.decode}" if pages is None else f"pages={pages}")
+    freed = "freed after generation" if pages is None else "pages as responses need them, freed as they end"
     where = "weights are sent by the actor" if apart else "on the actor's devices"
     return [
         ("generation", "layout", f"{replicas} replicas x {split}", where),
         ("generation", "slots", f"{engine.slots * replicas // here}", f"{engine.slots // here} per replica"),
         ("generation", "attention", attention, _kernels_from(builder)),
         ("generation", "weights", _bytes(weights), "per device while generating"),
-        ("generation", "cache", _bytes(cache), "per device at capacity, freed after generation"),
+        ("generation", "cache", _bytes(cache), f"per device at capacity, {freed}"),
     ]
 
 
