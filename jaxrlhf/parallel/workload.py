@@ -169,8 +169,9 @@ def microbatch_shape_of(
 
     It goes by how many there are and how long they may be, not by how long they are, so that no
     step compiles what an earlier one did not. Eight sizes: few sequences are not padded to the largest
-    microbatch, and of those that fill several the last is not nearly empty. Where prompts are shared rows become one, or as many as keep a pipeline busy,
-    which so holds more responses to a prompt, and is no longer than all of them can be.
+    microbatch, and of those that fill several the last is not nearly empty. Where prompts are shared
+    rows become one, or as many as keep a pipeline busy, which so holds more responses to a prompt, and
+    is no longer than the longest of them would fill.
 
     Args:
       rows: On one data-parallel device, at most.
@@ -192,8 +193,10 @@ def microbatch_shape_of(
         tokens = size * row_tokens
         if longest_response is not None:
             own, shared = longest_response + 1, longest - longest_response - 1
-            most = -(-(sequences * own + prompts * shared) // _ROUND_TOKENS) * _ROUND_TOKENS
-            tokens = min(tokens, max(row_tokens, most))
+            group = shared + -(-sequences // prompts) * own
+            groups, rest = divmod(min(tokens, prompts * group), group)
+            filled = groups * group + (shared + (rest - shared) // own * own if rest >= shared + own else 0)
+            tokens = min(tokens, max(row_tokens, -(-filled // _ROUND_TOKENS) * _ROUND_TOKENS))
         return MicrobatchShape(1, tokens)
     most = min(size, _PIPELINE_PARTS_PER_STAGE * stages)
     kept = next(count for count in range(most, 0, -1) if size % count == 0)
