@@ -139,7 +139,7 @@ def test_a_run_whose_reward_breaks_stops_and_goes_on_from_its_checkpoint(functio
         rewards=config.Rewards(parts=(config.FunctionReward(f"{functions}:breaks"),), failures_in_a_row=10),
         cold_start=None,
         steps=4,
-        evaluation=Evaluation(every_steps=4, problems=8),
+        evaluation=Evaluation(every_steps=2, problems=8),
         checkpoint=Checkpointing(every_steps=2),
         workdir=str(tmp_path / "run"),
     )

@@ -186,21 +186,22 @@ class TrainedWorker(ModelWorker):
                 sums.append(metrics)
                 norms.append(norm)
                 self._progress(f"{self.role} update", len(norms), len(minibatches))
-            norms = [float(norm) for norm in jax.device_get(norms)]
+            # In one go: what the first microbatches report is copied while the last are under way.
+            rate, norms, sums = jax.device_get((self._schedule(self.updates), norms, sums))
+        norms = [float(norm) for norm in norms]
         if not np.all(np.isfinite(norms)):
             raise FloatingPointError(
                 f"{self.role}: gradient norms of the last {len(norms)} updates are {norms}; the weights in memory are "
                 f"spoilt, resume from the last checkpoint with a lower learning rate or look at samples.jsonl"
             )
-        rate = float(self._schedule(self.updates))
         self.updates += len(minibatches)
-        totals = [_totals(parts) for parts in jax.device_get(sums)]
+        totals = [_totals(parts) for parts in sums]
         means = _means(totals)
         tokens = sum(total["tokens"] for total in totals)
         own = {
             f"{self.role}/loss": means.pop("loss") * max(tokens, 1) / len(minibatches),
             f"{self.role}/grad_norm": float(np.mean(norms)),
-            f"{self.role}/learning_rate": rate,
+            f"{self.role}/learning_rate": float(rate),
             f"{self.role}/tokens": tokens,
         }
         return Updated({**means, **own}, _means(totals[:1]))
