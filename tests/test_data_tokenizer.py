@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jaxrlhf.data.arithmetic import LEVELS, arithmetic_records
-from jaxrlhf.data.tokenizer import build_embedded_tokenizer, embedded_tokenizer, load_tokenizer
+from jaxrlhf.data.tokenizer import build_embedded_tokenizer, embedded_tokenizer, load_tokenizer, misread
 
 TEXTS = [
     "Mia has 12 marbles.\nShe finds 5 more.",
@@ -87,6 +87,22 @@ def test_a_model_beside_it_does_not_change_its_ids(tokenizer, saved, tmp_path, m
     build_embedded_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     assert load_tokenizer(str(tmp_path)).encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "word"), [("qwen2", "makes a Qwen2Tokenizer with other ids"), ("qwen3_moe", None), ("llama", None)]
+)
+def test_where_auto_tokenizer_makes_another_one_of_it_that_is_said(tokenizer, tmp_path, model_type, word):
+    build_embedded_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    same = AutoTokenizer.from_pretrained(tmp_path).encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
+    note = misread(tmp_path)
+    assert same == (note is None) == (word is None)
+    if note is not None:
+        assert word in note and "\n" not in note
+        assert f"PreTrainedTokenizerFast.from_pretrained({str(tmp_path)!r})" in note
+        advised = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+        assert advised.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
 
 
 def edit_config(directory, **changes):

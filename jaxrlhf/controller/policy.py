@@ -15,12 +15,12 @@ from jaxrlhf.controller.log import to_samples
 from jaxrlhf.controller.placement import placed_for_evaluation
 from jaxrlhf.controller.run import CHECKPOINTS, MODEL, load_data, workdir_of
 from jaxrlhf.controller.step import Metrics
-from jaxrlhf.data import decoder, load_tokenizer
+from jaxrlhf.data import decoder, load_tokenizer, misread
 from jaxrlhf.models import read_config, tokenizer_path
 from jaxrlhf.models.hf_load import Progress
 from jaxrlhf.models.hf_save import check_new, save_each
 from jaxrlhf.models.parameters import param_shapes
-from jaxrlhf.tracking import RunConsole, settings_table, show_samples
+from jaxrlhf.tracking import RunConsole, default_console, settings_table, show_samples
 from jaxrlhf.workers import Stage, launch, response_texts
 from jaxrlhf.workers.remat import head_of
 
@@ -36,7 +36,8 @@ def export_policy(
 ) -> int:
     """Write the policy of a run, or the reward model that it trained, as a Hugging Face checkpoint with its tokenizer.
 
-    One parameter at a time is in memory. Adapters are written as `peft` reads them.
+    One parameter at a time is in memory. Adapters are written as `peft` reads them. A line is printed
+    where `AutoTokenizer` would not load the tokenizer as it is.
 
     Args:
       run: Workdir of the run.
@@ -62,12 +63,11 @@ def export_policy(
         # What trains no policy trains a reward model, which is a critic without an actor.
         trained = [item for item in ("actor", f"actor{SUFFIX}") if checkpoints.folder(step, item).is_dir()]
         role: Literal["actor", "critic"] = "actor" if trained else "critic"
-        kept = {"tokenizer": load_tokenizer(str(model)), "source": model}
         if checkpoints.folder(step, role + SUFFIX).is_dir():
             adapted = AdaptedRun.of(run, role)
             adapters = adapted.adapters(checkpoints, step, role, config, head_of(role))
             if not merge:
-                written = {"tokenizer": kept["tokenizer"], "dtype": dtype, "progress": progress}
+                written = {"tokenizer": load_tokenizer(str(model)), "dtype": dtype, "progress": progress}
                 adapted.save(adapters, config, head_of(role), directory, **written)
                 return step
             arrays = adapted.merged(adapters, config, head_of(role))
@@ -75,7 +75,9 @@ def export_policy(
             raise ValueError(f"{run} trained whole weights and no adapters, so there is nothing to merge; drop --merge")
         else:
             arrays = checkpoints.read_each(step, role, placed(param_shapes(config, head_of(role), jnp.float32)))
-        save_each(arrays, config, head_of(role), directory, dtype=dtype, progress=progress, **kept)
+        save_each(arrays, config, head_of(role), directory, dtype=dtype, progress=progress, source=model)
+    if note := misread(directory):
+        default_console().print(note, markup=False, highlight=False, soft_wrap=True)
     return step
 
 

@@ -200,7 +200,9 @@ def _describe(shared: Shared) -> None:
     if isinstance(shared.model, OwnModel):  # which only the configuration's file can make
         return
     source = getattr(config.model, "path", None)
-    save_description(shared.model, shared.workdir / MODEL, tokenizer=shared.tokenizer, source=source)
+    # A checkpoint's own tokenizer is copied as it is.
+    tokenizer = None if source is not None and config.tokenizer is None else shared.tokenizer
+    save_description(shared.model, shared.workdir / MODEL, tokenizer=tokenizer, source=source)
 
 
 def _run_stages(shared: Shared) -> bool:

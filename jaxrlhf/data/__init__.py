@@ -15,6 +15,7 @@ _LAZY = {
     "embedded_tokenizer": "jaxrlhf.data.tokenizer",
     "load_problems": "jaxrlhf.data.sources",
     "load_tokenizer": "jaxrlhf.data.tokenizer",
+    "misread": "jaxrlhf.data.tokenizer",
 }
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "embedded_tokenizer",
     "load_problems",
     "load_tokenizer",
+    "misread",
 ]
 
 

@@ -50,6 +50,24 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def misread(directory: str | Path) -> str | None:
+    """What users of a checkpoint have to know of its tokenizer; None if `AutoTokenizer` loads it as it is.
+
+    For some models, Qwen2 among them, transformers builds the family's own tokenizer over the vocabulary,
+    whatever else the files say.
+    """
+    from transformers import AutoTokenizer
+
+    ids = load_tokenizer(str(directory)).encode(_PROBE)
+    try:
+        found = AutoTokenizer.from_pretrained(directory)
+        wrong = None if found.encode(_PROBE) == ids else f"makes a {type(found).__name__} with other ids of it"
+    except (OSError, ValueError) as error:
+        wrong = f"cannot load it ({_first_line(error)})"
+    advice = f"load it with transformers.PreTrainedTokenizerFast.from_pretrained({str(directory)!r})"
+    return None if wrong is None else f"of the tokenizer: transformers.AutoTokenizer {wrong}; {advice}"
+
+
 def embedded_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer made for the arithmetic problems that takes any text, built from code alone.
 
