@@ -1,16 +1,21 @@
 """Checkpoints of a hub: what is downloaded, and one line that says what to do where nothing comes."""
 
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import tiny_hub
+from peft import LoraConfig
 from tiny_checkpoints import build, write
 
 from jaxrlhf import models
+from jaxrlhf.config import Lora
 from jaxrlhf.data import build_embedded_tokenizer, load_tokenizer
 from jaxrlhf.models import hub
+from jaxrlhf.models.adapter_files import save_adapters
+from jaxrlhf.models.lora import adapter_shapes
 
 MODEL = "org/model"
 
@@ -102,6 +107,23 @@ def test_a_branch_a_tag_or_a_commit(contents, source):
         assert (found / "generation_config.json").read_bytes() == files["generation_config.json"]
     same(load(f"{MODEL}@v1"), load(source))
     refuses("hub repository 'org/model' has no branch, tag or commit 'v2'", name=f"{MODEL}@v2")
+
+
+@pytest.mark.parametrize("revision", [None, "v1"])
+def test_adapters_say_of_which_revision_their_model_is(source, tmp_path, revision):
+    config, lora = models.read_config(source), Lora(rank=2, alpha=4.0)
+    adapters = jax.tree.map(lambda shape: np.zeros(shape.shape, np.float32), adapter_shapes(config, "lm", lora))
+    model = MODEL if revision is None else f"{MODEL}@{revision}"
+    save_adapters(adapters, config, "lm", lora, tmp_path, model=model)
+    fields = LoraConfig.from_pretrained(tmp_path)
+    assert (fields.base_model_name_or_path, fields.revision) == (MODEL, revision)
+
+
+def test_a_directory_may_have_a_name_like_a_hub_id(tmp_path, monkeypatch):
+    (tmp_path / "model@v1").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert hub.without_revision("model@v1") == ("model@v1", None)
+    assert models.resolve("model@v1") == Path("model@v1")
 
 
 def test_a_repository_that_is_not_there(contents):

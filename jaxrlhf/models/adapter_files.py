@@ -13,6 +13,7 @@ from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.config import Lora
 from jaxrlhf.models.families import FAMILIES
+from jaxrlhf.models.hub import without_revision
 from jaxrlhf.models.lora import INPUTS, adapter_shapes
 from jaxrlhf.models.parameters import path_name
 
@@ -76,10 +77,12 @@ def save_adapters(
         block = place.of(arrays)
         tensors[name] = np.ascontiguousarray(block.reshape(place.shape(block)[::-1]).T.astype(dtype))
     save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    name, revision = without_revision(model)
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
-        "base_model_name_or_path": model,
+        "base_model_name_or_path": name,
+        "revision": revision,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,

@@ -33,6 +33,14 @@ def resolve(path: str | Path, *, weights: bool = False) -> Path:
     return _download(found["name"], found["revision"], weights=weights)
 
 
+def without_revision(path: str) -> tuple[str, str | None]:
+    """A hub id and the branch, tag or commit that it ends in, or None; a directory as it is, and None."""
+    found = _HUB_ID.fullmatch(path)
+    if found is None or Path(path).expanduser().is_dir():
+        return path, None
+    return found["name"], found["revision"]
+
+
 @functools.cache
 def _download(hub_id: str, revision: str | None, *, weights: bool) -> Path:
     """The hub's cache of a repository, brought up to date if the hub answers at once."""
