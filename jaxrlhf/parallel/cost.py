@@ -138,10 +138,8 @@ def _pass(
     gathers = ticks if stages > 1 else 1  # as many times, and gradients are scattered as often
     shard_s = gathers * _gather_s(role, layout, software, hardware, backward=backward)
     # Tokens are gathered and results scattered; backward their gradients the other way, and tokens again if recomputed.
-    exchanges = 2 if not backward else 4 + role.remat
-    sharing = Group(layout.expert, stages * tensor)
-    exchange_s = exchanges * _exchange_s(model, sharing, part_tokens, software, hardware)
-    expert_s = exchange_s * _mixtures(model) / stages * batch.parts
+    exchanges = (2 if not backward else 4 + role.remat) * _mixtures(model) / stages * batch.parts
+    expert_s = exchanges * _exchange_s(model, layout, stages * tensor, part_tokens, software, hardware)
 
     runs = passes * model.num_layers / stages * batch.parts
     overhead = runs * hardware.layer_overhead_s + hardware.dispatch_overhead_s
@@ -159,22 +157,28 @@ def _gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware
     Experts are not gathered along the axis that divides them.
     """
     shard = layout.stage * layout.tensor
-    whole, divided = role.model.num_parameters(role.head), routed_weights(role.model) if layout.expert > 1 else 0
-    seconds = 0.0
-    for weights, group in (
-        (whole - divided, Group(layout.fsdp * layout.expert, shard)),
-        (divided / layout.expert, Group(layout.fsdp if divided else 1, shard * layout.expert)),
-    ):
+    divided = routed_weights(role.model) if layout.expert > 1 else 0
+    scattered = software.gradient_bytes * (backward and role.lora is None)
+
+    def gathered_s(weights: float, group: Group) -> float:
         held = weights / shard
-        seconds += (1 + backward) * all_gather_s(held * software.compute_bytes, group, hardware)
-        if backward and role.lora is None:
-            seconds += all_gather_s(held * software.gradient_bytes, group, hardware)
+        seconds = (1 + backward) * all_gather_s(held * software.compute_bytes, group, hardware)
+        return seconds + (all_gather_s(held * scattered, group, hardware) if scattered else 0.0)
+
+    seconds = gathered_s(role.model.num_parameters(role.head) - divided, Group(layout.fsdp * layout.expert, shard))
+    if divided:
+        seconds += gathered_s(divided / layout.expert, Group(layout.fsdp, shard * layout.expert))
     return seconds
 
 
-def _exchange_s(model: ModelConfig, sharing: Group, tokens: float, software: Software, hardware: Hardware) -> float:
+def _exchange_s(
+    model: ModelConfig, layout: Layout, stride: int, tokens: float, software: Software, hardware: Hardware
+) -> float:
     """In one layer, the tokens of all devices that share its experts come to each of them, or the results go back."""
-    return all_gather_s(sharing.size * tokens * model.hidden_size * software.compute_bytes, sharing, hardware)
+    if layout.expert == 1:
+        return 0.0
+    gathered = layout.expert * tokens * model.hidden_size * software.compute_bytes
+    return all_gather_s(gathered, Group(layout.expert, stride), hardware)
 
 
 def _mixtures(model: ModelConfig) -> int:
@@ -239,8 +243,7 @@ def _prefill(
     compute = flops / tensor / (hardware.matmul_flops_per_s * hardware.matmul_efficiency)
     sent = tokens * model.hidden_size * software.compute_bytes
     collective = 2 * model.num_layers * all_reduce_s(sent, Group(tensor, 1), hardware)
-    sharing = Group(layout.expert, stages * tensor)
-    collective += 2 * _mixtures(model) * _exchange_s(model, sharing, tokens, software, hardware)
+    collective += 2 * _mixtures(model) * _exchange_s(model, layout, stages * tensor, tokens, software, hardware)
     overhead = model.num_layers * hardware.layer_overhead_s * how.waves
     return Cost(compute / stages, 0.0, collective, compute * (stages - 1) / stages, 0.0, overhead)
 
@@ -278,8 +281,9 @@ def _decode(
     pipeline = Group(stages, tensor)
     waiting = send_s(0.0, pipeline, hardware)
     collective += (stages - 1) * (send_s(sent, pipeline, hardware) + (steps - 1) * waiting)
-    sharing = Group(layout.expert, stages * tensor)
-    exchanged, waiting = (_exchange_s(model, sharing, count, software, hardware) for count in (tokens, 0.0))
+    exchanged, waiting = (
+        _exchange_s(model, layout, stages * tensor, count, software, hardware) for count in (tokens, 0.0)
+    )
     collective += 2 * _mixtures(model) * (exchanged + (steps - 1) * waiting)
     return Cost(
         compute_s=compute / stages,

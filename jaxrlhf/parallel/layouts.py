@@ -75,7 +75,7 @@ def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool
 
     Source: HybridFlow (arXiv:2409.19256), algorithm 2, with `fsdp` and `expert` added.
     """
-    model, machine = role.model, hardware.devices_per_machine
+    model, machine, experts = role.model, hardware.devices_per_machine, _experts(role)
     for tensor in _tensors(role, hardware):
         if devices % tensor:
             continue
@@ -88,7 +88,7 @@ def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool
                 inside = machine % (copy * shards) == 0 or not role.within_machine
                 if not inside or model.hidden_size % shards:
                     continue
-                for expert in _experts(role):
+                for expert in experts:
                     if shards % expert == 0:
                         data, rest = left // shards, shards // expert
                         yield Layout(data=data, fsdp=rest, stage=stage, tensor=tensor, expert=expert)

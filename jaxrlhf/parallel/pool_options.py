@@ -141,9 +141,10 @@ class PoolOptions:
         if not len(own_J):
             return []
         responses = self._problem.workload.responses
-        replica_M3 = np.array([_replica(own.layout) for own in options])
-        _, alike_M = np.unique(replica_M3, axis=0, return_inverse=True)
-        most_M = -(-responses * replica_M3[:, 1] * replica_M3[:, 2] // devices)
+        number: dict[tuple[int, int, int], int] = {}
+        alike_M = np.array([number.setdefault(_replica(own.layout), len(number)) for own in options])
+        sharing_M = np.array([own.layout.generation_stage * own.layout.generation_tensor for own in options])
+        most_M = -(-responses * sharing_M // devices)
         fit_J = np.minimum(fit_MK[own_J, way_J], most_M[own_J]).astype(np.int64)
         key_J = alike_M[own_J] * (responses + 1) + fit_J
         _, first, inverse_J = np.unique(key_J, return_index=True, return_inverse=True)
