@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import to_read
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf import models
@@ -134,7 +135,7 @@ def program(params, rows):
     layers, others = params["layers"], {name: leaf for name, leaf in params.items() if name != "layers"}
     whole = {name: NamedSharding(row_sharding.mesh, PartitionSpec()) for name in others}
     arguments = jax.device_put((layers, others, rows), (layout["layers"], whole, row_sharding))
-    return jax.jit(jax.grad(total)).lower(*arguments).compile()
+    return to_read(jax.jit(jax.grad(total)).lower(*arguments))
 
 
 def test_each_stage_runs_its_own_layers_for_every_microbatch(program):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled import to_read
 from unit_machines import (
     DENSE,
     FREE,
@@ -62,7 +63,7 @@ def test_the_forward_pass_multiplies_as_often_as_xla_says(kv_heads: int) -> None
     def forward(params, token, position, segment):
         return models.logits(params, config, models.hidden_states(params, config, token, position, segment))
 
-    compiled = jax.jit(forward).lower(models.param_shapes(config, "lm"), ints, ints, ints).compile()
+    compiled = to_read(jax.jit(forward).lower(models.param_shapes(config, "lm"), ints, ints, ints))
     counted = compiled.cost_analysis()["flops"]
     tokens = rows * width
     head = head_flops(config, "lm", tokens=tokens)
@@ -105,7 +106,7 @@ def test_chunks_of_logits_are_computed_as_often_as_xla_says(chunk_tokens: int | 
         return jnp.sum(models.token_logp(params, config, hidden, token, chunk_tokens=chunk_tokens).logp ** 2)
 
     shapes = models.param_shapes(config, "lm")
-    compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(shapes, hidden, ints).compile()
+    compiled = to_read(jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(shapes, hidden, ints))
     counted = compiled.cost_analysis()["flops"]
     # XLA counts the body of a loop once: one chunk forward and one back.
     at_once = chunk_tokens or rows * width

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled import to_read
 from unit_machines import ALL_SPLIT, DENSE, HALVES, ROUTED, UNIT, WORK, weights_of
 
 from jaxrlhf import models
@@ -32,6 +33,14 @@ from jaxrlhf.parallel.workload import Role
 ALONE = Layout(1)
 
 
+def test_a_program_to_read_says_what_the_one_to_run_says() -> None:
+    program = jax.jit(lambda x: jnp.tanh(x @ x).sum()).lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
+    read, run = to_read(program), program.compile()
+    assert read.as_text() == run.as_text()
+    assert str(read.memory_analysis()) == str(run.memory_analysis())
+    assert read.cost_analysis() == run.cost_analysis()
+
+
 @pytest.mark.parametrize("remat", [False, True])
 def test_activations_and_logits_are_about_what_xla_allocates(remat: bool) -> None:
     config = ModelConfig("qwen2", 512, 128, 384, 6, 4, 4, 32, qkv_bias=True, tie_embeddings=True)
@@ -43,7 +52,7 @@ def test_activations_and_logits_are_about_what_xla_allocates(remat: bool) -> Non
         return models.token_logp(params, config, hidden, token, temperature=1.0).logp.sum()
 
     shapes = models.param_shapes(config, "lm")
-    compiled = jax.jit(jax.value_and_grad(loss)).lower(shapes, ints, ints, ints).compile()
+    compiled = to_read(jax.jit(jax.value_and_grad(loss)).lower(shapes, ints, ints, ints))
     allocated = compiled.memory_analysis().temp_size_in_bytes
     sizes = {"tokens": rows * width, "row_tokens": width, "itemsize": 4, "remat": remat}
     assert 0.7 < training_activation_bytes(config, "lm", ALONE, **sizes) / allocated < 1.5
@@ -129,7 +138,7 @@ def test_scoring_holds_about_what_xla_allocates() -> None:
         hidden = models.hidden_states(params, config, token, position, segment, dtype=jnp.float32)
         return models.token_logp(params, config, hidden, token).logp
 
-    compiled = jax.jit(forward).lower(models.param_shapes(config, "lm"), ints, ints, ints).compile()
+    compiled = to_read(jax.jit(forward).lower(models.param_shapes(config, "lm"), ints, ints, ints))
     allocated = compiled.memory_analysis().temp_size_in_bytes
     estimated = inference_activation_bytes(config, "lm", ALONE, tokens=rows * width, row_tokens=width, itemsize=4)
     assert 0.5 < estimated / allocated < 2
@@ -147,7 +156,7 @@ def test_scores_of_long_rows_are_about_what_xla_allocates(dtype: Any, remat: boo
         return models.token_logp(params, config, hidden, token).logp.sum()
 
     def allocated(program: Any) -> int:
-        compiled = jax.jit(program).lower(shapes, ints, ints, ints).compile()
+        compiled = to_read(jax.jit(program).lower(shapes, ints, ints, ints))
         return compiled.memory_analysis().temp_size_in_bytes
 
     estimated = training_activation_bytes(config, "lm", ALONE, **sizes, remat=remat)
@@ -171,9 +180,9 @@ def test_adding_a_microbatchs_gradient_takes_a_second_gradient() -> None:
     def add(params, gradient, *rows):
         return jax.tree.map(jnp.add, gradient, jax.grad(loss)(params, *rows))
 
-    alone = jax.jit(jax.grad(loss)).lower(shapes, ints, ints, ints).compile().memory_analysis()
+    alone = to_read(jax.jit(jax.grad(loss)).lower(shapes, ints, ints, ints)).memory_analysis()
     # As the workers do: the sum so far is given away, and the new one lies in its place.
-    added = jax.jit(add, donate_argnums=1).lower(shapes, shapes, ints, ints, ints).compile().memory_analysis()
+    added = to_read(jax.jit(add, donate_argnums=1).lower(shapes, shapes, ints, ints, ints)).memory_analysis()
     gradient = 4 * weights_of(config)
     assert added.alias_size_in_bytes == gradient
     assert 0.9 * gradient < added.temp_size_in_bytes - alone.temp_size_in_bytes < 1.05 * gradient

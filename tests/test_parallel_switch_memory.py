@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled import collectives, live_bytes
+from compiled import collectives, live_bytes, to_read
 from switched import NOT_REFINING, REFINING, STAGES, grown, model_engine, model_params, rows_engine, rows_params
 
 from jaxrlhf.config import Layout
@@ -104,7 +104,7 @@ def test_beside_the_target_there_are_the_sources_of_one_bucket(leaves_per_bucket
 
 def temporaries(programs: list[jax.stages.Lowered]) -> list[int]:
     """Bytes that each program takes per device beside what it is given and what it returns."""
-    return [program.compile().memory_analysis().temp_size_in_bytes for program in programs]
+    return [to_read(program).memory_analysis().temp_size_in_bytes for program in programs]
 
 
 @pytest.mark.parametrize("layout", [REFINING, STAGES, NOT_REFINING], ids=["refining", "stages", "not-refining"])
