@@ -28,10 +28,13 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _LONGEST = (
-    *("test_learning", "test_run_ray_failures", "test_algorithms_learn", "test_run_ray", "test_run_auto"),
-    *("test_learning_preference", "test_run_pools", "test_run_devices", "test_run_resume_algorithms"),
+    *("test_learning", "test_run_ray_failures", "test_run_ray", "test_learning_rivals", "test_algorithms_learn"),
+    *("test_run_resume", "test_learning_preference", "test_run_resume_algorithms", "test_run_lora", "test_run_pools"),
+    *("test_workers_lora", "test_models_families", "test_models_transformers", "test_run_auto", "test_own_model"),
+    *("test_algorithms_prime", "test_run_devices", "test_checkpoint_pretrained", "test_algorithms_safe_rlhf"),
+    *("test_workers_gradient", "test_run_gsm8k", "test_run_policy", "test_models_experts", "test_run_policy_losses"),
 )
-"""Files that take minutes, the longest first."""
+"""Files that take long in either tier, the longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
