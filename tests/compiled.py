@@ -55,6 +55,8 @@ def _collective(kind: str, result_bytes: int, rest: str) -> Collective:
         return Collective(kind, frozenset(pairs), result_bytes if any(len(pair) == 2 for pair in pairs) else 0)
     groups = _groups(rest)
     (size,) = {len(group) for group in groups}
+    if kind == "all-reduce":  # around a ring, once to add up and once to tell
+        return Collective(kind, groups, 2 * result_bytes * (size - 1) // size)
     # Of the result, a device of a group of n had its own n-th part.
     assert kind == "all-gather" or kind == "all-to-all", f"no rule for the bytes of {kind}"
     return Collective(kind, groups, result_bytes * (size - 1) // size)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
@@ -42,7 +42,7 @@ class Attention:
     rows: RowsKernel = "xla"
     decode: DecodeKernel = "xla"
     pages: PagesKernel | None = None
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     row_axes: tuple[str, ...] = ()
     head_axes: tuple[str, ...] = ()
     expert_axes: tuple[str, ...] = ()

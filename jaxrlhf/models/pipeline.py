@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxrlhf.batch import Array
 
@@ -36,7 +36,7 @@ class Pipeline:
         others weights are whole, and their gradient is summed once instead of for every microbatch.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
     row_axes: tuple[str, ...]
     weight_axes: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ class Pipeline:
 
 
 def pipeline_over(
-    mesh: Mesh, axes: tuple[str, ...], *, row_axes: tuple[str, ...], weight_axes: tuple[str, ...] = ()
+    mesh: Mesh | AbstractMesh, axes: tuple[str, ...], *, row_axes: tuple[str, ...], weight_axes: tuple[str, ...] = ()
 ) -> Pipeline | None:
     """The pipeline whose stages are the devices along `axes`; None where that is one stage.
 

@@ -22,7 +22,10 @@ AXES = ("data", "fsdp", "expert", "context", "stage", "micro_stage", "tensor", "
 WEIGHT_AXES = ("fsdp", "expert")
 """Axes that split rows, and in training weights as well: experts over `expert`, all others over both."""
 
-BATCH_AXES = ("data", *WEIGHT_AXES)
+REPLICA_AXES = ("data",)
+"""Axes that split rows alone: weights are whole along them."""
+
+BATCH_AXES = (*REPLICA_AXES, *WEIGHT_AXES)
 """Axes that split the rows of a training batch."""
 
 # Experts last in both, so that the tokens of an expert's devices are a block, which one gather brings together.

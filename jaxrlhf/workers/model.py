@@ -40,6 +40,7 @@ from jaxrlhf.parallel import (
 )
 from jaxrlhf.workers.packing import Packing, Rows
 from jaxrlhf.workers.protocol import Place
+from jaxrlhf.workers.replicas import replicas_of
 
 Metrics = dict[str, float]
 Progress = Callable[[str, int, int], None]
@@ -66,6 +67,7 @@ class ModelWorker(ABC):
 
     Attributes:
       place: Of this process in the mesh. The arrays that it is given are its own part of a batch.
+      replicas: Of the weights, each of which runs the role's programs over its own rows.
     """
 
     _replays: ClassVar[bool] = False
@@ -94,8 +96,10 @@ class ModelWorker(ABC):
         self._layout = jax.tree.map(lambda x: x.sharding, params)
         self._offload, self._users = frozenset(offload), Counter[str]()
         self._moves: list[Moved] = []
-        self._pipeline = pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
-        self.dtype, self._attention = dtype, attention
+        self.replicas = replicas_of(mesh)
+        inner, row_axes = self.replicas.inner_mesh, self.replicas.row_axes
+        self._pipeline = pipeline_over(inner, STAGE_AXES, row_axes=row_axes, weight_axes=WEIGHT_AXES)
+        self.dtype, self._attention = dtype, replace(attention, mesh=inner, row_axes=row_axes)
         self._progress = progress
         self._width, self._longest_response = width, longest_response
         self._remat, self._training = remat, training
@@ -104,7 +108,9 @@ class ModelWorker(ABC):
         self._row_tokens, rows = microbatch_shape(training, mesh, width=width, role=role)
         self._rows = rows // self.row_shards
         self._attention_rows: dict[int, int] = {}
-        self._forward = jax.jit(self._output, out_shardings=self._batch_sharding)
+        whole, each = PartitionSpec(), self.replicas.each
+        forward = self.replicas.run(self._output, (whole, each, whole), each)
+        self._forward = jax.jit(forward, out_shardings=self._batch_sharding)
         self._send_away("parameters")
 
     @abstractmethod
@@ -122,7 +128,7 @@ class ModelWorker(ABC):
             "remat": self._remat,
             "dtype": self.dtype,
             "attention": self._attention,
-            "row_sharding": self._batch_sharding,
+            "row_sharding": self.replicas.row_sharding,
             "pipeline": self._pipeline,
         }
         if self.config.experts is None:

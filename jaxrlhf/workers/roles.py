@@ -37,7 +37,7 @@ def _policy_output(
         rows.mask_RW,
         temperature=temperature,
         entropy=entropy,
-        chunk_tokens=CHUNK_TOKENS * worker.row_shards,
+        chunk_tokens=CHUNK_TOKENS * worker.replicas.row_shards,
     )
 
 

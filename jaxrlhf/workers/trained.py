@@ -63,7 +63,6 @@ class TrainedWorker(ModelWorker):
             ),
         )
         layout = self._layout if adapters is None else jax.tree.map(lambda x: x.sharding, adapters)
-        self._trained_layout = layout
         self._whole = whole = NamedSharding(self.mesh, PartitionSpec())
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._parts[self._trained])
         state = jax.eval_shape(self._optimizer.init, shapes)
@@ -71,7 +70,12 @@ class TrainedWorker(ModelWorker):
             self._optimizer, lambda _, sharding: sharding, state, layout, transform_non_params=lambda _: whole
         )
         self.updates = 0
-        self._zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), out_shardings=layout)
+        replicas = self.replicas.count
+        self._stacked = jax.tree.map(self.replicas.stacked, layout)
+        self._zeros = jax.jit(
+            partial(jax.tree.map, lambda x: jnp.zeros((replicas, *x.shape), x.dtype)), out_shardings=self._stacked
+        )
+        self._sum = jax.jit(partial(jax.tree.map, lambda parts: parts.sum(axis=0)), out_shardings=layout)
         self._apply = jax.jit(
             self._apply_gradient, donate_argnums=(0, 1), out_shardings=(layout, self._state_layout, whole)
         )
@@ -116,7 +120,7 @@ class TrainedWorker(ModelWorker):
         return optax.apply_updates(trained, changes), state, optax.tree.norm(gradient)
 
     def _accumulator(self, objective: Objective, settings: Hashable) -> Any:
-        """The program that adds one microbatch's gradient, compiled once per objective."""
+        """The program that adds one microbatch's gradient to each replica's, compiled once per objective."""
         key = (objective, settings)
         if key not in self._accumulate:
 
@@ -141,9 +145,12 @@ class TrainedWorker(ModelWorker):
                     return token_loss.sum(), {**sums, "tokens": mask.sum(dtype=jnp.float32)}
 
                 (total, sums), change = jax.value_and_grad(loss, has_aux=True)(trained)
-                return jax.tree.map(jnp.add, gradient, change), {**sums, "loss": total}
+                gradient = jax.tree.map(lambda parts, part: parts + part[None], gradient, change)
+                return gradient, jax.lax.psum({**sums, "loss": total}, self.replicas.axes)
 
-            self._accumulate[key] = jax.jit(add, donate_argnums=2, out_shardings=(self._trained_layout, self._whole))
+            whole, each = PartitionSpec(), self.replicas.each
+            program = self.replicas.run(add, (whole, whole, each, each, each, whole), (each, whole))
+            self._accumulate[key] = jax.jit(program, donate_argnums=2, out_shardings=(self._stacked, self._whole))
         return self._accumulate[key]
 
     def gradient(
@@ -161,7 +168,7 @@ class TrainedWorker(ModelWorker):
                 trained, self._frozen, gradient, self._on_mesh(rows), self._on_mesh(part), np.float32(temperature)
             )
             sums.append(metrics)
-        return gradient, sums
+        return self._sum(gradient), sums
 
     def update(
         self,
