@@ -137,6 +137,36 @@ def test_generation_on_a_pool_apart_is_sent_the_weights_once_and_then_the_adapte
     assert 0 < sent[-1] < 4 * adapters < (model / "model.safetensors").stat().st_size / 5
 
 
+def test_adapters_beside_quantised_weights_anywhere_and_exported(model, tmp_path):
+    def config_of(name: str, **layout: int) -> Config:
+        config = adapting(tmp_path / name, model, **layout)
+        return replace(config, steps=2, actor=replace(config.actor, lora=replace(LORA, quantize="nf4")))
+
+    jaxrlhf.run(config_of("run"))
+    jaxrlhf.run(replace(config_of("apart", stage=2), devices=None, pools=APART))
+    assert_same_numbers(tmp_path / "apart", tmp_path / "run")
+    first, *_, last = numbers(tmp_path / "run" / "metrics.jsonl")
+    assert first["kl/ref"] == pytest.approx(0, abs=1e-9)
+    assert evaluate_policy(config_of("run"), policy=None, samples=1, show=0)["eval/accuracy"] == last["eval/accuracy"]
+    export_policy(tmp_path / "run", tmp_path / "adapters")
+    export_policy(tmp_path / "run", tmp_path / "whole", merge=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    float_weights = {name: weight.numpy().copy() for name, weight in base.state_dict().items()}
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload().state_dict()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
+    for name, weight in float_weights.items():
+        rounded = whole[name].numpy() - (theirs[name].numpy() - weight)  # without what the adapters add
+        if not name.endswith("_proj.weight"):
+            np.testing.assert_array_equal(rounded, weight)
+            continue
+        # Of outputs: those of a head, a third of the MLP's 48, and all 32 of the residual stream.
+        tile = {"q": 8, "k": 8, "v": 8, "gate": 16, "up": 16}.get(name.split(".")[-2].removesuffix("_proj"), 32)
+        tiles = rounded.T.reshape(-1, tile)
+        levels = np.round(tiles / np.abs(tiles).max(axis=1, keepdims=True), 4)
+        assert len(np.unique(levels)) == 16 and levels.max() == 1 and levels.min() == -1
+        assert 0.01 < np.abs(rounded - weight).max() / np.abs(weight).max() < 0.16
+
+
 def test_adapters_beside_weights_of_a_cold_start(tmp_path):
     config = get_config()
     config = replace(
