@@ -224,6 +224,7 @@ def test_it_is_sampled_from_and_trained(own, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs")
 def test_it_learns_goes_on_from_a_checkpoint_and_is_evaluated(own, tmp_path, capsys):
     config = replace(learning(GRPO, old_logp="trainer"), model=own)
     logged = run(config, tmp_path / "whole")
