@@ -116,6 +116,12 @@ def test_refilled_slots_and_long_tails_give_what_slots_give_in_less_memory(paged
     assert {sizes[1] for sizes in paged._compiled._programs if sizes[0] == "decode"} == {10, 6}, "no slot was left"
 
 
+def test_pages_of_a_response_that_ended_unread_are_nobody_elses_yet(paged, slots, monkeypatch):
+    monkeypatch.setattr(paged, "_goes_ahead", True)
+    for one, other in zip(generate(paged)[0], slots[0], strict=True):
+        assert one.tokens == other.tokens
+
+
 def test_nothing_but_decoding_in_fewer_slots_compiles_after_compiling_ahead(paged):
     paged.compile_ahead([len(request.prompt_tokens) for request in requests()])
     before = set(paged._compiled._programs)

@@ -3,8 +3,8 @@
 A kernel is tried once, on small random arrays with the model's heads and scores, before anything is
 compiled with it. One that fails or gives other numbers is replaced by `xla` with a warning.
 
-A cache lies in pages where a kernel reads them, so that memory follows tokens. `xla` can compute with pages,
-too, but would rather have each slot's positions side by side: on CPU, slots of one capacity are faster.
+A cache lies in pages where a kernel reads them, so that memory follows tokens. `xla` can compute with pages, too,
+but copies every page that it reads: there a cache lies in pages for those who ask for it.
 """
 
 import functools
