@@ -118,7 +118,7 @@ def mixture(tmp_path_factory):
     return Case("deepseek-v3-halves", "int8", tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(params=["dense", "mixture"])
+@pytest.fixture(params=["dense", pytest.param("mixture", marks=pytest.mark.slow)])
 def case(request):
     return request.getfixturevalue(request.param)
 
@@ -161,6 +161,7 @@ def test_changes_through_a_frozen_matrix_are_those_of_its_floats():
     np.testing.assert_allclose(change(few_bits), change(few_bits.astype(jnp.float32)), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_tokens_decoded_one_by_one_have_the_logits_of_the_whole_sequence(dense):
     config, token_PS = dense.config, tokens((2, 12))
     declared = declare_adapters(config, "lm", Lora(rank=2, targets=("query", "output")))

@@ -69,7 +69,8 @@ def test_the_reference_is_the_quantised_actor_before_it_learnt_and_holds_no_byte
     assert np.array_equal(actor.compute_log_prob(sequences), base)
 
 
-@pytest.mark.parametrize("converted", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("converted", [False, True], ids=["safetensors", "arrays"])
 def test_a_matrix_is_quantised_before_the_next_is_loaded(converted, tmp_path, monkeypatch):
     path = write_policy(tmp_path)
     if converted:
