@@ -66,14 +66,15 @@ def planned(request):
 
 def mesh_of(layout: Layout, devices: int, *, generates: bool = False) -> AbstractMesh:
     """The factored mesh, without devices."""
-    stage, tensor = layout.generation_stage, layout.generation_tensor
+    stage, tensor, expert = layout.generation_stage, layout.generation_tensor, layout.expert
     if layout.refines:
-        sizes = {"data": layout.data, "fsdp": layout.fsdp, "expert": layout.expert, "stage": stage, "tensor": tensor}
+        sizes = {"data": layout.data, "fsdp": layout.fsdp, "expert": expert, "stage": stage, "tensor": tensor}
         sizes |= {"micro_stage": layout.stage // stage, "micro_tensor": layout.tensor // tensor}
     elif generates:
-        sizes = {"data": devices // (stage * tensor), "stage": stage, "tensor": tensor}
+        sizes = {"data": devices // (expert * stage * tensor), "expert": expert, "stage": stage, "tensor": tensor}
     else:
-        sizes = {"data": layout.data, "fsdp": layout.fsdp, "stage": layout.stage, "tensor": layout.tensor}
+        sizes = {"data": layout.data, "fsdp": layout.fsdp, "expert": expert}
+        sizes |= {"stage": layout.stage, "tensor": layout.tensor}
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
     assert math.prod(shape) == devices
     return AbstractMesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
