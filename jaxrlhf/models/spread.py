@@ -7,6 +7,7 @@ one program serves batches of all lengths and costs what their lengths cost.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ def attend_spread(
     attention: Attention = XLA,
 ) -> Float[Array, "R W N U"]:
     """As `attend`, over the sequences that `spread` makes of each row; 0 in padding."""
-    how = scores.replace(slides=None), attention
+    how = replace(scores, slides=None), attention
     mixed_RWNU = _attend(query_RWNH, key_RWKH, value_RWKU, spread, scores.slides, how)
     return checkpoint_name(mixed_RWNU, ATTENDED)
 
@@ -78,15 +79,15 @@ def _attend(query: Array, key: Array, value: Array, spread: Spread, slides: Arra
 def _forward(
     query: Array, key: Array, value: Array, spread: Spread, slides: Array | None, how: _How
 ) -> tuple[Array, Any]:
-    scores, attention = how[0].replace(slides=slides), how[1]
+    scores, attention = replace(how[0], slides=slides), how[1]
     mixed_RWNU = _zeros(query, value.shape[-1], value.dtype)
     for part in spread.parts:
         chunks = _Chunks(part, attention)
 
         def put(index: Array, mixed_RWNU: Array, chunks: _Chunks = chunks) -> Array:
             source_RE, segment_XS, tells_RE = chunks.at(index)
-            whole = (chunks.lay_out(array, source_RE) for array in (query, key, value))
-            part_RENU = chunks.back(attend(*whole, segment_XS, scores, attention=attention))
+            query_X, key_X, value_X = (chunks.lay_out(array, source_RE) for array in (query, key, value))
+            part_RENU = chunks.back(attend(query_X, key_X, value_X, segment_XS, scores, attention=attention))
             target_RE = jnp.where(tells_RE, source_RE, mixed_RWNU.shape[1])
             return jax.vmap(lambda mixed, at, new: mixed.at[at].set(new, mode="drop"))(mixed_RWNU, target_RE, part_RENU)
 
@@ -97,7 +98,7 @@ def _forward(
 def _backward(how: _How, saved: Any, change_RWNU: Array) -> tuple[Any, ...]:
     """Each chunk is attended to again; what copies of a token ask for is summed in float32."""
     *arrays, spread, slides = saved
-    scores, attention = how[0].replace(slides=slides), how[1]
+    scores, attention = replace(how[0], slides=slides), how[1]
     sums = [_zeros(array, array.shape[-1], jnp.float32) for array in arrays]
     for part in spread.parts:
         chunks = _Chunks(part, attention)
@@ -105,7 +106,7 @@ def _backward(how: _How, saved: Any, change_RWNU: Array) -> tuple[Any, ...]:
         def add(index: Array, sums: list[Array], chunks: _Chunks = chunks) -> list[Array]:
             source_RE, segment_XS, tells_RE = chunks.at(index)
             whole = [chunks.lay_out(array, source_RE) for array in arrays]
-            _, pull = jax.vjp(lambda *whole: attend(*whole, segment_XS, scores, attention=attention), *whole)
+            _, pull = jax.vjp(lambda q, k, v: attend(q, k, v, segment_XS, scores, attention=attention), *whole)
             change_XSNU = chunks.lay_out(change_RWNU, source_RE) * tells_RE.reshape(segment_XS.shape)[..., None, None]
             plus = jax.vmap(lambda total, at, more: total.at[at].add(more))
             changes = map(chunks.back, pull(change_XSNU))
@@ -122,6 +123,8 @@ class _Chunks:
     """Attention rows, some of each packed row at a time; E are the places of a chunk, X its rows."""
 
     def __init__(self, part: AttentionRows, attention: Attention) -> None:
+        self._rows: int
+        self._width: int
         self._rows, count, self._width = part.source_RAS.shape
         self._used_R, self._size = part.used_R, count
         if part.used_R is not None:

@@ -59,7 +59,7 @@ class AttentionPlaces:
     def spread(
         self,
         rows: range,
-        token: tuple[np.ndarray, np.ndarray],
+        token: tuple[np.ndarray, ...],
         source: np.ndarray,
         segment_B: np.ndarray,
         tells: np.ndarray,
@@ -77,14 +77,23 @@ class AttentionPlaces:
             row = self._row_B[b] - rows.start
             inside = (self._width_B[b] == width) & (row >= 0) & (row < len(rows))
             shape = len(rows), count, width
-            at = (row, self._attention_row_B[b], self._offset_B[b] + position)
-            tables = []
-            for values in (source.astype(np.int32), segment_B[b], tells):
-                table = np.zeros(shape, values.dtype)
-                table[tuple(index[inside] for index in at)] = values[inside]
-                tables.append(table)
-            parts.append(AttentionRows(*tables, None if used_R is None else used_R[rows.start : rows.stop]))
+            at = tuple(index[inside] for index in (row, self._attention_row_B[b], self._offset_B[b] + position))
+            parts.append(
+                AttentionRows(
+                    source_RAS=_table(source.astype(np.int32)[inside], at, shape),
+                    segment_RAS=_table(segment_B[b][inside], at, shape),
+                    tells_RAS=_table(tells[inside], at, shape),
+                    used_R=None if used_R is None else used_R[rows.start : rows.stop],
+                )
+            )
         return Spread(tuple(parts))
+
+
+def _table(entries: np.ndarray, at: tuple[np.ndarray, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """Entries in their places, zeros between."""
+    table = np.zeros(shape, entries.dtype)
+    table[at] = entries
+    return table
 
 
 def attention_widths(longest: int) -> list[int]:
