@@ -191,6 +191,25 @@ def test_gradients_are_summed_over_replicas_in_a_microbatch_or_an_update(every: 
     assert wide.collective_s == pytest.approx(2 * cost.collective_s)
 
 
+@pytest.mark.parametrize(
+    ("layout", "every"),
+    [
+        (Layout(4), False),
+        (Layout(2, 2), False),
+        (Layout(2, 1, 2, 2), False),
+        (Layout(2, 2, 1, 2), True),
+        (Layout(2, 2, 2, 1), True),
+    ],
+)
+def test_weights_split_both_ways_have_their_gradients_summed_in_each_microbatch(layout: Layout, every: bool) -> None:
+    ours, as_told = (
+        update_cost(trained(DENSE), layout, WORK, replace(HALVES, reduces_every_microbatch=told), UNIT)
+        for told in (None, every)
+    )
+    other = update_cost(trained(DENSE), layout, WORK, replace(HALVES, reduces_every_microbatch=not every), UNIT)
+    assert ours == as_told != other
+
+
 def test_sharded_weights_move_three_times_where_replicas_move_twice() -> None:
     """ZeRO (arXiv:1910.02054), section 7: 3 psi for stage 3 and 2 psi for plain data parallelism."""
     role = trained(DENSE, rows_per_microbatch=64)

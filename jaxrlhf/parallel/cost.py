@@ -78,8 +78,11 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     batch = batch_of(role, layout, responses, workload, software)
     passes = _pass(role, layout, batch, software, hardware, backward=True) * batch.microbatches
     held = weights_learnt(role.model, role.head, role.lora, layout)
-    sums = batch.microbatches if software.reduces_every_microbatch else 1
     shard = layout.stage * layout.tensor
+    every = software.reduces_every_microbatch
+    if every is None:
+        every = layout.fsdp * layout.expert > 1 and shard > 1
+    sums = batch.microbatches if every else 1
     data = Group(replicas_of(layout), layout.copy_devices) if role.lora is None else Group(shards_of(layout), shard)
     reduced = sums * all_reduce_s(held * software.gradient_bytes, data, hardware)
     # The optimizer reads the gradient, and reads and writes weights and moments.

@@ -78,8 +78,8 @@ class Software:
       gradient_bytes: Of a weight's gradient.
       optimizer_bytes: Of what the optimizer keeps for a weight.
       compute_bytes: Of an activation, a cached key, a frozen or generating weight.
-      reduces_every_microbatch: Gradients are summed over data-parallel devices at every
-        microbatch, and not once in an update.
+      reduces_every_microbatch: Gradients are summed over replicas at every microbatch, and not once in
+        an update. None: only where weights are split by width and also by stage or tensor.
       pipeline_parts_per_stage: Into how many parts for each stage a microbatch is cut; None has a
         pipeline run through all microbatches of an update (1F1B) before it is drained.
       scatters_between_stages: Each tensor shard sends its part of the residual stream to the next
@@ -98,7 +98,7 @@ class Software:
     gradient_bytes: int = 4
     optimizer_bytes: int = 8
     compute_bytes: int = 2
-    reduces_every_microbatch: bool = True
+    reduces_every_microbatch: bool | None = None
     pipeline_parts_per_stage: int | None = 4
     scatters_between_stages: bool = False
     head_on_last_stage: bool = False
