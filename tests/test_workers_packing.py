@@ -212,6 +212,19 @@ def test_sequences_of_one_length_need_no_room() -> None:
     assert part.used_R is None and (part.segment_RAS[0] > 0).any(axis=1).all()
 
 
+def test_once_lengths_have_varied_an_even_batch_compiles_nothing() -> None:
+    many = groups(1, prompts=1, responses=12, width=90)
+    alike = Sequences(many.token_BT, many.mask_BT.argmax(axis=1) + 1, many.mask_BT, many.prompt_id_B)
+    attention_rows: dict[int, int] = {}
+    varied, even = (
+        next(Packing(sequences, rows=4, row_tokens=90, attention_rows=attention_rows).rows()).spread
+        for sequences in (many, alike)
+    )
+    assert varied is not None and even is not None
+    assert [part.source_RAS.shape for part in varied.parts] == [part.source_RAS.shape for part in even.parts]
+    assert [part.used_R is None for part in even.parts] == [False]
+
+
 @pytest.mark.parametrize(("count", "rows"), [(1, 2), (4, 4), (5, 6), (8, 8), (9, 10), (17, 10), (33, 12)])
 def test_a_small_batch_is_not_padded_to_the_largest_microbatch(count: int, rows: int) -> None:
     for longest in (20, 3):  # how long they are has no say, so that no step compiles anew

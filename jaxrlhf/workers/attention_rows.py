@@ -14,8 +14,8 @@ _ROOM = 4
 class AttentionPlaces:
     """Where every sequence of a batch lies for attention.
 
-    Costs follow what is used, not the room there is. Where all sequences are equally long nothing is left over, and
-    no room is needed.
+    Costs follow what is used, not the room there is. As long as all sequences are equally long nothing is left over,
+    and no room is needed.
 
     Args:
       row_B: The packed row of each sequence, of so many.
@@ -45,7 +45,8 @@ class AttentionPlaces:
         used = np.zeros((len(widths), rows), np.int32)
         for used_R, width in zip(used, widths, strict=True):
             np.maximum.at(used_R, row_B, np.where(self._width_B == width, self._attention_row_B + 1, 0))
-        *most, vary = agree(np.array([*used.max(axis=1), length_B.min() < length_B.max()])).tolist()
+        # Once lengths have varied there is room, and a batch that happens to be even compiles nothing of its own.
+        *most, vary = agree(np.array([*used.max(axis=1), bool(room) or length_B.min() < length_B.max()])).tolist()
         self._parts: list[tuple[int, int, np.ndarray | None]] = []  # width, attention rows, how many are used
         for width, needed, used_R in zip(widths, most, used, strict=True):
             if vary:
