@@ -66,8 +66,8 @@ def places_of(rows):
 @pytest.mark.parametrize("alike", [False, True])
 def test_results_and_gradients_are_those_of_each_sequence_alone(window: int | None, alike: bool) -> None:
     batches = list(Packing(responses(2, alike=alike), rows=14, row_tokens=384).rows())
-    used = [None if part.used_R is None else part.used_R.max() for part in batches[0].spread.parts]
-    assert used == [None] if alike else used[0] > 4 and used[1] > 2  # more than a loop takes at a time
+    used = [part.used_R.max() for part in batches[0].spread.parts]
+    assert used[0] > 4 and used[1] > (-1 if alike else 2)  # more than a loop takes at a time
     scores = Scores(window=window)
     for index, rows in enumerate(batches):
         whole, size = places_of(rows), rows.token_RW.shape[1]

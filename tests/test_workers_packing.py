@@ -158,16 +158,14 @@ def test_prompts_are_shared_where_that_is_worth_it() -> None:
 
 def test_processes_agree_on_one_shape() -> None:
     alone = apart_of(groups(3, prompts=3, responses=2, width=400))
-    # Of another process: it shares prompts, needs five microbatches and 33 of the narrower attention rows in one of
-    # them, and its sequences are not all equally long.
-    theirs = iter([np.array([0, 0, 1]), np.array(5), np.array([33, 0, 1])])
+    # Of another process: it shares prompts, needs five microbatches and 33 narrow attention rows in one of them.
+    theirs = iter([np.array([0, 0, 1]), np.array(5), np.array([33, 0])])
     packing = Packing(alone, rows=2, row_tokens=400, agree=lambda own: np.maximum(own, next(theirs)))
     batches = list(packing.rows())
     assert [rows.token_RW.shape for rows in batches] == [(1, 800)] * 5
     for rows in batches:
         assert rows.spread is not None
         assert [part.source_RAS.shape for part in rows.spread.parts] == [(1, 64, 200), (1, 8, 400)]
-        assert [part.used_R is None for part in rows.spread.parts] == [False, False]
     assert packing.pack(alone.token_BT).shape == (5, 1, 800)
 
 
@@ -193,6 +191,10 @@ def test_what_attention_is_compiled_for_does_not_follow_the_lengths() -> None:
         for rows in Packing(sequences, rows=4, row_tokens=90, attention_rows=attention_rows).rows():
             assert rows.spread is not None
             assert [part.source_RAS.shape for part in rows.spread.parts] == [(1, 16, 90)]
+    alike = groups(1, prompts=6, responses=4, width=90)
+    even = Sequences(alike.token_BT, np.full(24, 46, np.int32), alike.mask_BT, alike.prompt_id_B)
+    for rows in Packing(even, rows=4, row_tokens=90, attention_rows=attention_rows).rows():
+        assert rows.spread is not None and [part.source_RAS.shape for part in rows.spread.parts] == [(1, 16, 90)]
     many = groups(1, prompts=1, responses=80, width=90)
     short = Sequences(many.token_BT, many.mask_BT.argmax(axis=1) + 1, many.mask_BT, many.prompt_id_B)
     short.length_B[0] += 1
@@ -201,28 +203,6 @@ def test_what_attention_is_compiled_for_does_not_follow_the_lengths() -> None:
     before = dict(attention_rows)
     list(Packing(sequences, rows=4, row_tokens=90, attention_rows=attention_rows).rows())
     assert attention_rows == before
-
-
-def test_sequences_of_one_length_need_no_room() -> None:
-    many = groups(1, prompts=1, responses=12, width=90)
-    alike = Sequences(many.token_BT, many.mask_BT.argmax(axis=1) + 1, many.mask_BT, many.prompt_id_B)
-    (rows,) = Packing(alike, rows=4, row_tokens=90).rows()
-    assert rows.spread is not None
-    (part,) = rows.spread.parts
-    assert part.used_R is None and (part.segment_RAS[0] > 0).any(axis=1).all()
-
-
-def test_once_lengths_have_varied_an_even_batch_compiles_nothing() -> None:
-    many = groups(1, prompts=1, responses=12, width=90)
-    alike = Sequences(many.token_BT, many.mask_BT.argmax(axis=1) + 1, many.mask_BT, many.prompt_id_B)
-    attention_rows: dict[int, int] = {}
-    varied, even = (
-        next(Packing(sequences, rows=4, row_tokens=90, attention_rows=attention_rows).rows()).spread
-        for sequences in (many, alike)
-    )
-    assert varied is not None and even is not None
-    assert [part.source_RAS.shape for part in varied.parts] == [part.source_RAS.shape for part in even.parts]
-    assert [part.used_R is None for part in even.parts] == [False]
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 2), (4, 4), (5, 6), (8, 8), (9, 10), (17, 10), (33, 12)])

@@ -37,13 +37,13 @@ class AttentionRows(NamedTuple):
       segment_RAS: int32, sequences count from 1; 0 is padding.
       tells_RAS: bool, whether the token takes its result from here: of a token in common one copy does, and
         all are alike.
-      used_R: int32, attention rows that hold anything; they come first. None: all are attended to, at once.
+      used_R: int32, attention rows that hold anything; they come first.
     """
 
     source_RAS: Array
     segment_RAS: Array
     tells_RAS: Array
-    used_R: Array | None
+    used_R: Array
 
 
 class Spread(NamedTuple):
@@ -126,18 +126,15 @@ class _Chunks:
         self._rows: int
         self._width: int
         self._rows, count, self._width = part.source_RAS.shape
-        self._used_R, self._size = part.used_R, count
-        if part.used_R is not None:
-            tokens = _CHUNK_TOKENS.get(attention.rows, _MOST_CHUNK_TOKENS)
-            self._size = min(count, max(1, tokens // self._width))
+        tokens = _CHUNK_TOKENS.get(attention.rows, _MOST_CHUNK_TOKENS)
+        self._size = min(count, max(1, tokens // self._width))
+        self._chunks = -(-part.used_R.max() // self._size)
         more = ((0, 0), (0, -count % self._size), (0, 0))
         self._tables = [jnp.pad(table, more) for table in (part.source_RAS, part.segment_RAS, part.tells_RAS)]
 
     def over(self, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         """What is carried through the body of every chunk that holds anything."""
-        if self._used_R is None:
-            return body(jnp.int32(0), carry)
-        return lax.fori_loop(0, -(-self._used_R.max() // self._size), body, carry)
+        return lax.fori_loop(0, self._chunks, body, carry)
 
     def at(self, index: Array) -> tuple[Array, Array, Array]:
         """Sources and whether they tell, `[R, E]`, and the segments between them, `[X, S]`."""

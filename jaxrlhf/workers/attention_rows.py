@@ -12,10 +12,7 @@ _ROOM = 4
 
 
 class AttentionPlaces:
-    """Where every sequence of a batch lies for attention.
-
-    Costs follow what is used, not the room there is. As long as all sequences are equally long nothing is left over,
-    and no room is needed.
+    """Where every sequence of a batch lies for attention. Costs follow what is used, not the room there is.
 
     Args:
       row_B: The packed row of each sequence, of so many.
@@ -45,17 +42,12 @@ class AttentionPlaces:
         used = np.zeros((len(widths), rows), np.int32)
         for used_R, width in zip(used, widths, strict=True):
             np.maximum.at(used_R, row_B, np.where(self._width_B == width, self._attention_row_B + 1, 0))
-        # Once lengths have varied there is room, and a batch that happens to be even compiles nothing of its own.
-        *most, vary = agree(np.array([*used.max(axis=1), bool(room) or length_B.min() < length_B.max()])).tolist()
-        self._parts: list[tuple[int, int, np.ndarray | None]] = []  # width, attention rows, how many are used
-        for width, needed, used_R in zip(widths, most, used, strict=True):
-            if vary:
-                room.setdefault(width, -(-_ROOM * row_tokens // width))
-                while room[width] < needed:
-                    room[width] *= 2
-                self._parts.append((width, room[width], used_R))
-            elif needed:
-                self._parts.append((width, needed, None))
+        self._parts: list[tuple[int, int, np.ndarray]] = []  # width, attention rows, how many are used
+        for width, needed, used_R in zip(widths, agree(used.max(axis=1)).tolist(), used, strict=True):
+            room.setdefault(width, -(-_ROOM * row_tokens // width))
+            while room[width] < needed:
+                room[width] *= 2
+            self._parts.append((width, room[width], used_R))
 
     def spread(
         self,
@@ -84,7 +76,7 @@ class AttentionPlaces:
                     source_RAS=_table(source.astype(np.int32)[inside], at, shape),
                     segment_RAS=_table(segment_B[b][inside], at, shape),
                     tells_RAS=_table(tells[inside], at, shape),
-                    used_R=None if used_R is None else used_R[rows.start : rows.stop],
+                    used_R=used_R[rows.start : rows.stop],
                 )
             )
         return Spread(tuple(parts))
