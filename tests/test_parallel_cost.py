@@ -192,14 +192,7 @@ def test_gradients_are_summed_over_replicas_in_a_microbatch_or_an_update(every: 
 
 
 @pytest.mark.parametrize(
-    ("layout", "every"),
-    [
-        (Layout(4), False),
-        (Layout(2, 2), False),
-        (Layout(2, 1, 2, 2), False),
-        (Layout(2, 2, 1, 2), True),
-        (Layout(2, 2, 2, 1), True),
-    ],
+    ("layout", "every"), [(Layout(2, 2), False), (Layout(2, 1, 2, 2), False), (Layout(2, 2, 1, 2), True)]
 )
 def test_weights_split_both_ways_have_their_gradients_summed_in_each_microbatch(layout: Layout, every: bool) -> None:
     ours, as_told = (
