@@ -15,12 +15,12 @@ from jaxrlhf.workers.packing import Packing
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 
-def responses(seed: int, *, alike: bool = False) -> Sequences:
+def responses(seed: int) -> Sequences:
     """Twelve to each of three prompts."""
     draw = np.random.default_rng(seed)
     prompt_id_B = np.repeat(np.arange(3), 12)
-    prompt_B = draw.integers(60, 110, 3)[prompt_id_B] if not alike else np.full(36, 70)
-    length_B = prompt_B + (draw.integers(1, 270, 36) if not alike else 50)
+    prompt_B = draw.integers(60, 110, 3)[prompt_id_B]
+    length_B = prompt_B + draw.integers(1, 270, 36)
     mask_BT = np.arange(384) >= prompt_B[:, None]
     token_BT = np.where(mask_BT, draw.integers(0, 99, mask_BT.shape), prompt_id_B[:, None])
     return Sequences(token_BT, length_B.astype(np.int32), mask_BT, prompt_id_B)
@@ -50,24 +50,23 @@ def naive_rows(query, key, value, rows, whole, window):
 
 
 def places_of(rows):
-    """Of every sequence in a packed row: found by its segment and, before it, by the prompt that its tokens say."""
-    token_W, position_W, segment_W = rows.token_RW[0], rows.position_RW[0], rows.segment_RW[0]
+    """Of every sequence, its places in the packed row."""
+    position_W, segment_W = rows.position_RW[0], rows.segment_RW[0]
     whole = []
     for part in rows.spread.parts:
         for source_S, segment_S in zip(part.source_RAS[0], part.segment_RAS[0], strict=True):
             whole += [source_S[segment_S == segment] for segment in sorted(set(segment_S) - {0})]
     for places in whole:
         np.testing.assert_array_equal(position_W[places], np.arange(len(places)))
-        assert (segment_W[places] > 0).all() and len(token_W)
+        assert (segment_W[places] > 0).all()
     return whole
 
 
 @pytest.mark.parametrize("window", [None, 37])
-@pytest.mark.parametrize("alike", [False, True])
-def test_results_and_gradients_are_those_of_each_sequence_alone(window: int | None, alike: bool) -> None:
-    batches = list(Packing(responses(2, alike=alike), rows=14, row_tokens=384).rows())
+def test_results_and_gradients_are_those_of_each_sequence_alone(window: int | None) -> None:
+    batches = list(Packing(responses(2), rows=14, row_tokens=384).rows())
     used = [part.used_R.max() for part in batches[0].spread.parts]
-    assert used[0] > 4 and used[1] > (-1 if alike else 2)  # more than a loop takes at a time
+    assert used[0] > 4 and used[1] > 2  # more than a loop takes at a time
     scores = Scores(window=window)
     for index, rows in enumerate(batches):
         whole, size = places_of(rows), rows.token_RW.shape[1]

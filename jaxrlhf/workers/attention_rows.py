@@ -19,7 +19,7 @@ class AttentionPlaces:
       row_tokens: Of a packed row.
       longest: Tokens of the widest attention row.
       room: Attention rows of each width, over all batches so far; grows where one needs more.
-      agree: Given a number, the largest that any process gives.
+      agree: Given numbers, the largest of each that any process gives.
     """
 
     def __init__(
