@@ -149,9 +149,15 @@ def about(measured: Measured) -> str:
     with_ = [f"{name} {versions[who][what]}" for who, what, name in names if what in versions.get(who, {})]
     runs = [len(kept) for name in workloads(measured) for kept in measured["runs"][name].values()]
     spread = f"{min(runs)}" if min(runs) == max(runs) else f"{min(runs)} to {max(runs)}"
+    at: dict[str, list[str]] = {}
+    for name in workloads(measured):
+        for kept in measured["runs"][name].get(OURS, []):
+            if name not in (measured_at := at.setdefault(kept["commit"], [])):
+                measured_at.append(name)
+    commits = ", ".join(f"`{commit}` for {' and '.join(names)}" for commit, names in at.items())
     return (
-        f"{measured['machine']['processor']}, float32; {', '.join(with_)}; {measured['date'][:10]}, "
-        f"commit `{measured['commit']}`; medians, runs of each: {spread}."
+        f"{measured['machine']['processor']}, float32; {', '.join(with_)}; until {measured['date'][:10]}; ours at "
+        f"commit {commits}; medians, runs of each: {spread}."
     )
 
 
