@@ -42,12 +42,12 @@ def _check_picture(path: Path) -> None:
         raise ValueError(f"--picture {path} must end with one of {', '.join(_PICTURES)}, in a folder that exists")
 
 
-def _plan(config: Config, flags: Namespace) -> None:
+def _plan(written: Config, flags: Namespace) -> None:
     from jaxrlhf import planning
     from jaxrlhf.parallel.mapping import search
     from jaxrlhf.tracking import default_console
 
-    config = planning.freed(config) if flags.afresh else config
+    config = planning.freed(written) if flags.afresh else written
     hardware = planning.hardware_of(config, flags.hardware)
     lengths = planning.Lengths(flags.prompt_tokens, flags.response_tokens)
     question = planning.question_of(config, hardware, lengths=lengths)
@@ -56,7 +56,7 @@ def _plan(config: Config, flags: Namespace) -> None:
     picture = flags.picture or (None if flags.json else f"plan_{config.name}.png")
     if picture is not None:
         planning.save_timeline(best, Path(picture), title=planning.timeline_title(config, hardware))
-    code = planning.snippet(config, best)
+    code = planning.snippet(written, best)  # it is pasted into what is written, not into what was freed
     if flags.json:
         rows = {
             "config": config.name,
