@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxrlhf.rewards import crew
 from jaxrlhf.rewards.functions import resolve
 from jaxrlhf.rewards.pool import Pool
 from jaxrlhf.rewards.protocol import Example, Function
@@ -41,13 +42,20 @@ def misbehave(response):
     if kind == "scribble":  # into every open file descriptor, the pipe's among them
         for descriptor in range(3, 64):
             try:
-                os.write(descriptor, b"\\0\\0\\0\\4oops")
+                os.write(descriptor, b"a text" if detail == "text" else b"\\0\\0\\0\\4oops")
             except OSError:
                 pass
         return 1.0
     if kind == "closeall":
         os.closerange(3, 64)
         return 1.0
+    if kind == "fork":  # and let the child return too
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+        elif detail == "raise":
+            raise RuntimeError("in the child")
+        return 6.0
     if kind == "exit":
         os._exit(3)
     if kind == "segfault":
@@ -216,9 +224,18 @@ def test_printing_does_not_disturb_the_pipe(hostile):
 
 
 def test_a_function_that_destroys_the_pipe_costs_its_example(hostile):
-    values, failures, _ = run(hostile, "single", ["value 0", "scribble", "value 2", "closeall", "value 4"])
+    responses = ["value 0", "scribble", "value 2", "closeall", "value 4", "scribble text"]
+    values, failures, _ = run(hostile, "single", responses)
     assert values == {0: 0.0, 2: 2.0, 4: 4.0}
-    assert {index: failure.cause for index, failure in failures.items()} == {1: "crash", 3: "crash"}
+    assert {index: failure.cause for index, failure in failures.items()} == dict.fromkeys((1, 3, 5), "crash")
+
+
+@pytest.mark.parametrize("name", ["single", "many", "waits"])
+def test_only_the_parent_of_a_fork_answers(hostile, name):
+    responses = [f"value {index}" for index in range(20)]
+    responses[3], responses[8] = "fork", "fork raise"
+    values, failures, _ = run(hostile, name, responses, workers=1)
+    assert values == {**{index: float(index) for index in range(20)}, 3: 6.0, 8: 6.0} and not failures
 
 
 def test_results_stream(hostile):
@@ -267,6 +284,14 @@ def test_functions_that_do_not_load(hostile, tmp_path):
     deadly.write_text("import os\nos._exit(7)\n")
     with pytest.raises(RuntimeError, match=r"deadly.py:f: the last one exited with status 7"):
         Pool([Function("f", f"{deadly}:f")], workers=1, timeout_s=1.0)
+
+
+def test_a_function_that_takes_for_ever_to_load(tmp_path, monkeypatch):
+    monkeypatch.setattr(crew, "START_LIMIT_S", 0.2)
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\ntime.sleep(1000)\n")
+    with pytest.raises(RuntimeError, match=r"slow.py:f: the last one was not done after 0.2 s"):
+        Pool([Function("f", f"{slow}:f")], workers=1, timeout_s=1.0)
 
 
 def test_workers_load_nothing_heavy_and_start_fast(hostile):

@@ -7,6 +7,7 @@ queue.
 
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from jaxrlhf.rewards.protocol import Cause, Function, RewardsFailing
 from jaxrlhf.rewards.worker import SLACK_S, Answer, Message, Ready, Refused, Split
 
 CHUNK_SIZE = 64  # groups in one message
+LARGEST_MESSAGE_BYTES = 1 << 20  # of a process; text that a function wrote into the pipe reads as a greater length
 START_LIMIT_S = 120.0  # for importing the functions' modules
 START_ATTEMPTS = 3
 GRACE_S = 1.0  # after the limit; a process normally ends itself at the limit
@@ -276,7 +278,7 @@ class Crew:
 
     def _receive(self, worker: _Worker) -> None:
         try:
-            message: Message = worker.connection.recv()
+            message: Message = pickle.loads(worker.connection.recv_bytes(LARGEST_MESSAGE_BYTES))
         except Exception:  # closed, or a function wrote into the pipe: either way nothing more can be understood
             self._bury(worker, patience_s=GRACE_S)
             return
@@ -298,13 +300,15 @@ class Crew:
     def _bury(self, worker: _Worker, *, patience_s: float) -> None:
         """Replace a process that died or hangs; blame the example it was at and requeue the others."""
         # The clock here starts when the answer before arrived, a little after the call began.
-        late = worker.idle_s() >= 0.9 * self._timeout_s
+        late = worker.idle_s() >= 0.9 * (self._timeout_s if worker.ready else START_LIMIT_S)
         groups = worker.groups
         ended = self._replace(worker, patience_s=patience_s)
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= START_ATTEMPTS:
                 names = ", ".join(function.reference for function in self._functions)
+                if late:
+                    ended = f"was not done after {START_LIMIT_S:g} s"
                 raise RuntimeError(f"reward processes do not survive loading {names}: the last one {ended}")
             return
         blamed = groups.popleft()

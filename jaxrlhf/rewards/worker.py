@@ -79,8 +79,15 @@ def main(fd: int, parent: int) -> None:
             connection.send(Refused(str(error)))
             return
         connection.send(Ready(tuple(is_batched(call) or is_async(call) for call in loaded)))
+        own = os.getpid()
+
+        def send(message: Message) -> None:
+            if os.getpid() != own:  # a fork that a function let return; the answer is its parent's to give
+                os._exit(0)
+            connection.send(message)
+
         with asyncio.Runner() as runner:  # one loop for life: async clients are bound to the loop that made them
-            caller = _Caller(connection.send, runner, timeout_s)
+            caller = _Caller(send, runner, timeout_s)
             while _wait_for_work(connection, parent):
                 for function, examples in connection.recv():
                     caller.run(loaded[function], examples)
