@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -89,12 +90,12 @@ class Roles:
     counters = items
 
 
-def run(events: list, *, fails_at: int | None = None, steps: int = 2) -> None:
+def run(events: list, *, fails_at: int | None = None, saved: int | None = None, algorithm=GRPO, held_out=()) -> None:
     written = threading.Event()
     config = Config(
         name="made",
-        algorithm=GRPO(responses_per_update=PROMPTS * COPIES),
-        steps=steps,
+        algorithm=algorithm(responses_per_update=PROMPTS * COPIES),
+        steps=2,
         model=FromScratch(),
         data=Arithmetic(),
         rollout=Rollout(prompts_per_step=PROMPTS, responses_per_prompt=COPIES),
@@ -103,9 +104,12 @@ def run(events: list, *, fails_at: int | None = None, steps: int = 2) -> None:
         config=config,
         roles=Roles(events, written, fails_at),
         loader=SimpleNamespace(next=lambda: [problem(number) for number in range(PROMPTS)], state=dict),
-        held_out=(),
+        held_out=held_out,
         checkpoints=SimpleNamespace(
-            latest=lambda: None, save=lambda number, *_, **__: events.append(("saved", number)), wait=lambda: None
+            directory="checkpoints",
+            latest=lambda: saved,
+            save=lambda number, *_, **__: events.append(("saved", number)),
+            wait=lambda: None,
         ),
         log=lambda done: Log(events, written),
         decode=str,
@@ -128,3 +132,23 @@ def test_an_update_that_diverged_ends_its_step_before_anything_is_saved_or_gener
         run(events, fails_at=1)
     # What the policy had answered is there to be looked at, as the message says.
     assert events == [("dispatched", 1), ("responses", 1, 4), ("trained", 1), "closed"]
+
+
+def test_a_stage_is_not_asked_for_fewer_steps_than_are_done():
+    events = []
+    with pytest.raises(ValueError, match="checkpoints is at step 3, past the 2 steps of made; raise them"):
+        run(events, saved=3)
+    assert not events
+
+
+@dataclass(frozen=True)
+class CountsWords(GRPO):
+    """With an evaluation of its own, which knows of no accuracy."""
+
+    evaluation = staticmethod(lambda roles, config, problems: {"eval/words": float(len(problems))})
+
+
+def test_an_evaluation_of_ones_own_has_metrics_of_its_own():
+    events = []
+    run(events, algorithm=CountsWords, held_out=[problem(7)])
+    assert [event[1:] for event in events if event[0] == "metrics"] == [(1, 1.0), (2, 2.0)]

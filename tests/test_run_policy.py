@@ -165,7 +165,9 @@ def test_resuming_refuses_another_run_and_leaves_this_one_alone(workdir):
     for changes, message in (
         ({"seed": 1}, "the saved data position has seed=0 and this run has seed=1"),
         ({"resume": False}, "already holds a run and resume is off"),
-        ({"model": replace(config.model, num_layers=3)}, r"this run needs float32\[3, "),
+        ({"model": replace(config.model, num_layers=3)}, "of num_layers=2, and the configuration has num_layers=3"),
+        ({"cold_start": None}, "with cold_start of steps=2, and the configuration has none"),
+        ({"steps": 3}, "is at step 4, past the 3 steps of tiny"),
     ):
         with pytest.raises(ValueError, match=message):
             run(replace(config, **changes))

@@ -1,14 +1,16 @@
-"""A run is not resumed with adapters that mean something else."""
+"""A run is not resumed with what makes other numbers of its checkpoints."""
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
+from flax import nnx
 from tiny_runs import get_config
 
 import jaxrlhf
-from jaxrlhf.config import Config, Lora, to_json
-from jaxrlhf.controller.resumed import check_same_adapters
+from jaxrlhf.config import ColdStart, Config, FromScratch, Lora, Nnx, Pretrained, to_json
+from jaxrlhf.controller.resumed import check_same_start
 
 LORA = Lora(rank=2, alpha=4.0)
 
@@ -38,28 +40,77 @@ def trained(workdir, config: Config):
 )
 def test_changed_adapters_are_refused(changed, words, tmp_path):
     with pytest.raises(ValueError, match=words):
-        check_same_adapters(trained(tmp_path, adapting()), adapting(replace(LORA, **changed)))
+        check_same_start(trained(tmp_path, adapting()), adapting(replace(LORA, **changed)))
 
 
 def test_adapters_that_come_or_go_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"with actor\.lora of rank=2, .* and the configuration has none"):
-        check_same_adapters(trained(tmp_path / "had", adapting()), adapting(None))
+        check_same_start(trained(tmp_path / "had", adapting()), adapting(None))
     with pytest.raises(ValueError, match=r"with critic\.lora of none, and the configuration has rank=2"):
-        check_same_adapters(trained(tmp_path / "has", adapting()), adapting(critic=LORA))
+        check_same_start(trained(tmp_path / "has", adapting()), adapting(critic=LORA))
+
+
+def small(experts: int = 0, **model: int) -> FromScratch:
+    return FromScratch(hidden_size=32, num_layers=2, experts=experts, **model)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "words"),
+    [
+        (Pretrained("a"), Pretrained("b"), "with model of path='a', and the configuration has path='b'"),
+        (
+            small(4, experts_per_token=2),
+            small(4, experts_per_token=1),
+            r"of experts_per_token=2, .* experts_per_token=1",
+        ),
+        (small(), Pretrained("a"), r"of .*class='FromScratch'.* has .*path='a'"),
+        (Nnx(nnx.Linear), small(), "of class='Nnx', and the configuration has class='FromScratch', .*num_layers=2"),
+    ],
+    ids=["another path", "other experts", "another kind", "no longer one's own"],
+)
+def test_another_model_is_refused(was, now, words, tmp_path):
+    trained(tmp_path, replace(adapting(None), model=was))
+    with pytest.raises(ValueError, match=words):
+        check_same_start(tmp_path, replace(adapting(None), model=now))
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "words"),
+    [
+        (ColdStart(2), ColdStart(3), "with cold_start of steps=2, and the configuration has steps=3"),
+        (ColdStart(2), None, "with cold_start of steps=2, and the configuration has none"),
+        (None, ColdStart(2), "with cold_start of none, and the configuration has steps=2"),
+    ],
+    ids=["longer", "none", "one"],
+)
+def test_another_cold_start_is_refused(was, now, words, tmp_path):
+    trained(tmp_path, replace(adapting(None), cold_start=was))
+    with pytest.raises(ValueError, match=words):
+        check_same_start(tmp_path, replace(adapting(None), cold_start=now))
+
+
+def test_a_model_of_ones_own_is_the_same_wherever_its_function_lies(tmp_path):
+    first, second = (replace(adapting(None), model=Nnx(partial(nnx.Linear, 2, 3))) for _ in range(2))
+    described = to_json(first)
+    described["model"]["build"] += "at another address"
+    trained(tmp_path, first)
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    check_same_start(tmp_path, second)
 
 
 def test_what_is_the_same_is_not_refused(tmp_path):
-    check_same_adapters(trained(tmp_path, adapting(critic=LORA)), adapting(critic=LORA))
+    check_same_start(trained(tmp_path, adapting(critic=LORA)), adapting(critic=LORA))
     described = json.loads((tmp_path / "config.json").read_text())
-    del described["actor"]["lora"]["quantize"]  # as a version wrote it that had no such setting
+    # As a version wrote it that had no such settings.
+    del described["actor"]["lora"]["quantize"], described["model"]["experts"]
     (tmp_path / "config.json").write_text(json.dumps(described))
-    check_same_adapters(tmp_path, adapting(critic=LORA))
+    check_same_start(tmp_path, adapting(critic=LORA))
 
 
 def test_adapters_whose_settings_are_gone_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json is gone, .* scale of actor's adapters"):
-        check_same_adapters(tmp_path, adapting())
-    check_same_adapters(tmp_path, adapting(None))
+        check_same_start(tmp_path, adapting())
+    check_same_start(tmp_path, adapting(None))
 
 
 def test_a_run_is_refused_before_it_begins(tmp_path):

@@ -118,7 +118,7 @@ class Loop:
         metrics = {**result.metrics, **sent, **self._timing(step, result)}
         if _due(number, self.config.evaluation.every_steps, self.config.steps):
             metrics |= self._evaluate(number, log)
-        if before:
+        if "eval/accuracy" in before:  # an evaluation of one's own may know of none
             metrics["eval/accuracy_at_start"] = before["eval/accuracy"]
         log.step(number, metrics)
         if self.on_step is not None:
@@ -186,6 +186,11 @@ class Loop:
         latest = self.checkpoints.latest()
         if latest is None:
             return 0, self.config.algorithm.initial_state()
+        if latest > self.config.steps:
+            raise ValueError(
+                f"{self.checkpoints.directory} is at step {latest}, past the {self.config.steps} steps of "
+                f"{self.config.name}; raise them, or choose another workdir"
+            )
         host = self.checkpoints.restore(latest, self.roles.items())
         self.roles.set_counters(host["counters"])
         self.loader.restore(host["loader"])

@@ -16,7 +16,7 @@ from jaxrlhf.config import ROLLOUT, SFT, Checkpointing, Config, Evaluation, Pref
 from jaxrlhf.controller.log import StageLog
 from jaxrlhf.controller.loop import Loop, OnStep, resolve_dataflow, stop_on_sigterm
 from jaxrlhf.controller.placement import Placed, place
-from jaxrlhf.controller.resumed import check_same_adapters
+from jaxrlhf.controller.resumed import check_same_start
 from jaxrlhf.controller.settings import settings_rows
 from jaxrlhf.data import Loaded, Loader, decoder, load_problems, load_tokenizer
 from jaxrlhf.hosts import HostDied, HostHung, HostNotStarted
@@ -188,7 +188,7 @@ def _check_workdir(workdir: Path, config: Config) -> None:
             f"{workdir} already holds a run and resume is off; choose another workdir, delete it, or resume"
         )
     if any(workdir.glob(f"{CHECKPOINTS}/*")):
-        check_same_adapters(workdir, config)
+        check_same_start(workdir, config)
 
 
 def _describe(shared: Shared) -> None:
