@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tokenizers import normalizers
 
 from jaxrlhf.config import Arithmetic, Gsm8k, PromptFile
 from jaxrlhf.data import embedded_tokenizer, load_problems
@@ -177,6 +178,15 @@ def test_without_a_chat_template_prompts_are_plain(plain_tokenizer, tmp_path):
     assert list(problem.prompt_tokens) == plain_tokenizer.encode("1+1?")
 
 
+def test_a_prompt_that_is_nothing_to_the_tokenizer_is_refused(plain_tokenizer, tmp_path):
+    plain_tokenizer.backend_tokenizer.normalizer = normalizers.Strip()
+    data = prompt_file(write(tmp_path / "p.jsonl", [{"prompt": "1+1?"}, {"prompt": " \n"}]), answer_key=None)
+    one_line_error(
+        lambda: load_problems(data, plain_tokenizer, split="train", max_prompt_tokens=9),
+        r"p\.jsonl, line 2: the tokenizer makes no tokens of the prompt ' \\n'",
+    )
+
+
 def test_a_chat_needs_a_template(plain_tokenizer, tmp_path):
     data = prompt_file(write(tmp_path / "p.jsonl", [{"prompt": CHAT}]), answer_key=None)
     one_line_error(
@@ -240,6 +250,11 @@ def test_nothing_fits(load, tmp_path):
             "a.jsonl",
             '{"prompt": "x", "answer": "1"}\n{"question": "x", "b": 1}\n',
             r"line 2: no key 'prompt'; .*\['b', 'question'\]",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt": "x \\ud83d", "answer": "1"}\n',
+            r"line 1: a text holds '\\ud83d', half of a surrogate pair",
         ),
         ("a.jsonl", '{"prompt": 5}\n', "line 1: 'prompt' must be a text or a list of messages, got 5"),
         ("a.jsonl", '{"prompt": ""}\n', "line 1: 'prompt' must be a text"),

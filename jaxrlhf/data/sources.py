@@ -200,6 +200,8 @@ def _tokenize(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> li
     if not examples:
         return []
     prompts = [_prompt_text(example, tokenizer) for example in examples]
+    for example, prompt in zip(examples, prompts, strict=True):
+        _check_encodes(example, prompt)
     # A chat template writes its special tokens itself; plain text gets the tokenizer's.
     prompt_ids = tokenizer(prompts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
     solution_ids = tokenizer([example.solution or "" for example in examples], add_special_tokens=False)["input_ids"]
@@ -207,6 +209,10 @@ def _tokenize(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> li
     rejected_ids = tokenizer(rejected, add_special_tokens=False)["input_ids"]
     problems = []
     for n, example in enumerate(examples):
+        if not prompt_ids[n]:
+            raise ValueError(
+                f"{example.place}: the tokenizer makes no tokens of the prompt {prompts[n]!r:.80}; leave it out"
+            )
         kind, more = Problem, {}
         if example.pair is not None:
             ends = {"rejected_tokens": (*rejected_ids[n], tokenizer.eos_token_id)}
@@ -223,6 +229,18 @@ def _tokenize(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> li
             )
         )
     return problems
+
+
+def _check_encodes(example: Example, prompt: str) -> None:
+    rejected = example.pair.rejected if example.pair else ""
+    try:
+        "".join((prompt, example.solution or "", rejected)).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(
+            f"{example.place}: a text holds {half!r}, half of a surrogate pair, of which no tokenizer makes tokens; "
+            "write the whole character or leave it out"
+        ) from error
 
 
 def _prompt_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
