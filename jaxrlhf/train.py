@@ -24,7 +24,7 @@ def main() -> None:
     command.add_argument("--export", metavar="DIRECTORY", help="write what was trained there, for Hugging Face")
     config, flags = command.parse_config(prepare=on_cluster)
 
-    from jaxrlhf.controller.policy import export_policy
+    from jaxrlhf.controller.policy import check_exportable, export_policy
     from jaxrlhf.controller.run import run
     from jaxrlhf.hosts import HostFailure
     from jaxrlhf.models.hf_save import check_new
@@ -32,6 +32,7 @@ def main() -> None:
 
     if flags.export:
         check_new(flags.export)
+        check_exportable(config)  # now, and not after the training
     try:
         result = run(config, dry_run=flags.dry_run)
     except (HostFailure, RewardsFailing) as failure:

@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file
 from tiny_runs import get_config, records, write_policy
 
 from jaxrlhf import models
-from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import Pretrained
+from jaxrlhf.checkpoint import Checkpoints, convert
+from jaxrlhf.config import Lora, Pretrained
+from jaxrlhf.controller.adapted_runs import AdaptedRun
 from jaxrlhf.controller.evaluation import pass_at_k
 from jaxrlhf.controller.policy import evaluate_policy
 from jaxrlhf.controller.run import run
+from jaxrlhf.models import read_config
 from jaxrlhf.tracking import CompileCounter
 
 CONFIG = Path(__file__).parent / "tiny_runs.py"
@@ -51,6 +54,43 @@ def test_dry_run_of_a_checkpoint_reads_no_weights(tmp_path, monkeypatch, capsys)
     assert not run(config, dry_run=True).finished
     assert "qwen2, 2 layers" in capsys.readouterr().out
     assert not (tmp_path / "workdir").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("actor=replace(config.actor, lora=Lora(rank=2))", "the adapters belong to weights that this run made"),
+        ("model=Nnx(lambda rngs: None)", "the run trains a module of your own (Nnx), for which there is no Hugging"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_before_it_is_trained(settings, message, tmp_path, monkeypatch, capsys):
+    text = CONFIG.read_text().replace("def get_config()", "def tiny()") + (
+        "\n\nfrom dataclasses import replace\nfrom jaxrlhf.config import Lora, Nnx\n"
+        f"def get_config():\n    config = tiny()\n    return replace(config, {settings})\n"
+    )
+    (tmp_path / "mine.py").write_text(text)
+    arguments = ("--config", tmp_path / "mine.py", "--workdir", tmp_path / "run", "--export", tmp_path / "exported")
+    with pytest.raises(SystemExit) as end:
+        command(monkeypatch, "train", *arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file cannot be made: .*File exists.*; choose another"):
+        run(replace(get_config(), workdir=str(tmp_path / "file")))
+
+
+def test_adapters_were_trained_beside_the_weights_of_a_converted_checkpoint(tmp_path):
+    model = write_policy(tmp_path / "model")
+    convert(model, tmp_path / "converted")
+    expected = load_file(model / "model.safetensors")
+    run = AdaptedRun(Lora(rank=2), Pretrained(str(tmp_path / "converted")), seed=0, cold_start=None)
+    weights = dict(run.weights(read_config(model), "lm"))
+    np.testing.assert_array_equal(weights["embed"], expected["model.embed_tokens.weight"])
+    assert sum(weight.size for weight in weights.values()) == sum(weight.size for weight in expected.values())
 
 
 # pass@k.

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.checkpoint.pretrained import load_pretrained
 from jaxrlhf.config import FromScratch, Lora, Model, Pretrained, Quantization
 from jaxrlhf.controller.run import CHECKPOINTS, COLD_START
 from jaxrlhf.models.adapter_files import WEIGHTS, save_adapters
-from jaxrlhf.models.hf_load import Progress, load_params
+from jaxrlhf.models.hf_load import Progress
 from jaxrlhf.models.linear import Adapter
 from jaxrlhf.models.lora import adapter_shapes, change_of, is_matrix
 from jaxrlhf.models.parameters import init_params, param_shapes, path_name
@@ -76,7 +77,7 @@ class AdaptedRun:
         with jax.default_device(next(iter(whole.device_set))):
             if isinstance(self.model, Pretrained):
                 shardings = jax.tree.map(lambda _: whole, param_shapes(config, head, jnp.float32))
-                params = load_params(self.model.path, config, head, shardings)
+                params = load_pretrained(self.model.path, config, head, shardings)
             else:
                 params = init_params(config, head, jax.random.key(self.seed))
         yield from ((path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(params))
@@ -115,11 +116,7 @@ class AdaptedRun:
         Raises:
           ValueError: The weights that they belong to are in no checkpoint but the run's.
         """
-        if self.cold_start is not None or not isinstance(self.model, Pretrained):
-            raise ValueError(
-                "the adapters belong to weights that this run made, and are of no use without them; "
-                "export both as whole weights with --merge"
-            )
+        check_shared(self.model, cold_start=self.cold_start is not None)
         save_adapters(adapters, config, head, self.lora, directory, model=self.model.path, dtype=jnp.dtype(dtype))
         tokenizer.save_pretrained(directory)
         size = (directory / WEIGHTS).stat().st_size
@@ -130,6 +127,15 @@ class AdaptedRun:
         if step is None:
             raise ValueError(f"{checkpoints.directory} is gone, and with it the weights that the adapters belong to")
         return step
+
+
+def check_shared(model: Model, *, cold_start: bool) -> None:
+    """Raise `ValueError` if adapters alone are of no use, because the weights beside them are in one run only."""
+    if cold_start or not isinstance(model, Pretrained):
+        raise ValueError(
+            "the adapters belong to weights that this run made, and are of no use without them; "
+            "export both as whole weights with --merge of `python -m jaxrlhf.export`"
+        )
 
 
 @partial(jax.jit, static_argnums=1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Sampling
-from jaxrlhf.controller.adapted_runs import SUFFIX, AdaptedRun, placed
+from jaxrlhf.controller.adapted_runs import SUFFIX, AdaptedRun, check_shared, placed
 from jaxrlhf.controller.evaluation import evaluate
 from jaxrlhf.controller.log import to_samples
 from jaxrlhf.controller.placement import placed_for_evaluation
@@ -23,6 +23,8 @@ from jaxrlhf.models.parameters import param_shapes
 from jaxrlhf.tracking import RunConsole, default_console, settings_table, show_samples
 from jaxrlhf.workers import Stage, launch, response_texts
 from jaxrlhf.workers.remat import head_of
+
+_NO_FORMAT = "a module of your own (Nnx), for which there is no Hugging Face format"
 
 
 def export_policy(
@@ -54,7 +56,7 @@ def export_policy(
     run, directory = Path(run), check_new(directory)
     model = run / MODEL
     if not model.is_dir() and (run / CHECKPOINTS).is_dir():
-        raise ValueError(f"{run} trained a module of your own (Nnx), for which there is no Hugging Face format")
+        raise ValueError(f"{run} trained {_NO_FORMAT}")
     if not model.is_dir():
         raise ValueError(f"{run} is not the workdir of a run: it has no {MODEL} folder")
     config = read_config(model)
@@ -79,6 +81,16 @@ def export_policy(
     if note := misread(directory):
         default_console().print(note, markup=False, highlight=False, soft_wrap=True)
     return step
+
+
+def check_exportable(config: Config) -> None:
+    """Raise `ValueError` if `export_policy` would refuse what a run of the configuration trains."""
+    if isinstance(config.model, Nnx):
+        raise ValueError(f"the run trains {_NO_FORMAT}")
+    training = config.algorithm.training(config)
+    role = "actor" if "actor" in training else "critic"
+    if training[role].lora is not None:
+        check_shared(config.model, cold_start=config.cold_start is not None)
 
 
 def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: int) -> Metrics:
@@ -138,5 +150,6 @@ def _chosen(checkpoints: Checkpoints, step: int | None) -> int:
     """The step asked for, or the newest."""
     chosen = checkpoints.latest() if step is None else step
     if chosen is None or chosen not in checkpoints.steps():
-        raise ValueError(f"{checkpoints.directory} has no checkpoint of step {chosen}; it has {checkpoints.steps()}")
+        which = "" if chosen is None else f" of step {chosen}"
+        raise ValueError(f"{checkpoints.directory} has no checkpoint{which}; it has {checkpoints.steps()}")
     return chosen

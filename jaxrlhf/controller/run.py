@@ -91,7 +91,10 @@ def run(
     placed = place(config, workdir, vocabulary=len(tokenizer)) if config.placement == "auto" else None
     display, launched = Display(), config if placed is None else placed.config
     if not dry_run:
-        workdir.mkdir(parents=True, exist_ok=True)
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"workdir {workdir} cannot be made: {error}; choose another") from error
     shared = Shared(config, launched, model, tokenizer, data, workdir, display, on_step, loggers, placed)
     try:
         return RunResult(workdir, finished=_with_restarts(shared, dry_run=dry_run))
