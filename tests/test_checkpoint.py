@@ -306,3 +306,20 @@ def test_array_left_over(stored):
 def test_host_state_is_json(stored, tmp_path):
     [file] = (tmp_path / "checkpoints" / "step_5" / "host").glob("metadata")
     assert json.loads(file.read_text())["state"] == STATE
+
+
+@pytest.mark.parametrize("damaged", ["host/metadata", "actor/_METADATA", "actor/manifest.ocdbt"])
+def test_damage_names_the_folder_and_what_to_do(stored, tmp_path, damaged):
+    file = tmp_path / "checkpoints" / "step_5" / damaged
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(Exception) as caught:
+        stored.restore(5, held(actor=tree()))
+    [note] = caught.value.__notes__
+    assert f"while reading {file.parent};" in note and "delete the checkpoint" in note
+
+
+def test_damage_of_a_metric_names_the_directory(stored, opened, tmp_path):
+    (tmp_path / "checkpoints" / "step_5" / "metrics" / "metrics").write_text("")
+    with pytest.raises(ValueError) as caught:
+        opened()
+    assert f"while reading {tmp_path / 'checkpoints'};" in caught.value.__notes__[0]

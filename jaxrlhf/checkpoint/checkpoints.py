@@ -104,6 +104,19 @@ class _ItemHandler(handlers.AsyncCheckpointHandler):
         return handlers.StandardCheckpointHandler.typestr()
 
 
+@contextmanager
+def _naming(place: Path) -> Iterator[None]:
+    """What is raised within says where it read; libraries' errors do not."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            f"raised while reading {place}; if a file there is damaged, delete the checkpoint that it belongs to, and "
+            "a run that is resumed goes on from the one before"
+        )
+        raise
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -131,7 +144,8 @@ class Checkpoints:
         self._handler = _ItemHandler()
         registry.add(None, _ItemArgs, self._handler)
         self.directory = directory.absolute()
-        self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
+        with _naming(self.directory):
+            self._manager = ocp.CheckpointManager(self.directory, options=options, handler_registry=registry)
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint."""
@@ -177,12 +191,12 @@ class Checkpoints:
           ValueError: An item is missing, or a stored array has another shape or dtype than it
             has now (orbax would cast in silence). No array is touched then.
         """
-        contents = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        contents = self._host_state(step)
         for name, item in items.items():
             self._check(name, step, contents["arrays"], item.describe())
-        if items:
-            args = {name: _ItemArgs(item) for name, item in items.items()}
-            self._manager.restore(step, args=ocp.args.Composite(**args))
+        for name, item in items.items():
+            with _naming(self.folder(step, name)):
+                self._manager.restore(step, args=ocp.args.Composite(**{name: _ItemArgs(item)}))
         return contents["state"]
 
     def read(self, step: int, targets: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,9 +224,14 @@ class Checkpoints:
         Raises:
           ValueError: As in `restore`.
         """
-        contents = self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        contents = self._host_state(step)
         self._check(name, step, contents["arrays"], TreeItem(lambda: target, lambda tree: None).describe())
         return read_each(self.folder(step, name), target)
+
+    def _host_state(self, step: int) -> dict[str, Any]:
+        """What `save` wrote beside the arrays, and their dtypes and shapes."""
+        with _naming(self.folder(step, "host")):
+            return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 
     def _check(self, name: str, step: int, arrays: Mapping[str, dict[str, str]], wanted: Mapping[str, str]) -> None:
         place = f"{self.directory} step {step}"
