@@ -140,11 +140,12 @@ def test_every_logger_is_given_everything_and_closed():
     assert first.seen == second.seen == [(1, {"a": 1.0}), "closed"]
 
 
-def test_tensorboard_has_the_numbers(tmp_path):
+@pytest.mark.parametrize(("resumed_step", "hidden_from"), [(4, 5), (None, 0)])
+def test_tensorboard_has_the_numbers_and_hides_those_of_a_run_that_was_here_before(tmp_path, resumed_step, hidden_from):
     from tensorboardX.proto import event_pb2
     from tensorboardX.record_writer import masked_crc32c  # noqa: F401  the format is that of TFRecord files
 
-    board = TensorBoard(tmp_path, resumed_step=4)
+    board = TensorBoard(tmp_path, resumed_step=resumed_step)
     board.log(5, {"score/mean": 0.25, "kl/ref": float("nan")})
     board.close()
     (file,) = tmp_path.iterdir()
@@ -155,7 +156,8 @@ def test_tensorboard_has_the_numbers(tmp_path):
         data = data[16 + length :]
     values = {(event.step, value.tag): value.simple_value for event in events for value in event.summary.value}
     assert values == {(5, "score/mean"): 0.25}
-    assert any(event.session_log.status == event.session_log.START and event.step == 5 for event in events)
+    [begun] = [event for event in events if event.session_log.status == event.session_log.START]
+    assert begun.step == hidden_from
 
 
 def sample(step: int, number: int, **fields) -> Sample:

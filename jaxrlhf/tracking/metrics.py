@@ -63,14 +63,13 @@ class TensorBoard:
     """Event files for TensorBoard; numbers that are not finite are left out.
 
     Args:
-      resumed_step: TensorBoard hides what was logged after this step; None hides nothing.
+      resumed_step: TensorBoard hides what was logged into the directory after this step; None hides all of it.
     """
 
     def __init__(self, directory: Path, *, resumed_step: int | None = None) -> None:
         from tensorboardX import SummaryWriter
 
-        purge_step = None if resumed_step is None else resumed_step + 1
-        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+        self._writer = SummaryWriter(str(directory), purge_step=0 if resumed_step is None else resumed_step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
