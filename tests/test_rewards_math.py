@@ -33,6 +33,8 @@ from jaxrlhf.rewards.mathematics import same_answer
         ("(1,2]", r"\boxed{(1,2)}", 0),
         (r"\{1,2\}", r"\boxed{\{2,1\}}", 1),
         ("$18", "$18 in all", 1),
+        (r"\$18{,}000", r"\boxed{\$18,000}", 1),
+        (r"\$18", r"\boxed{19}", 0),
         ("7", r"\boxed{x=7}", 1),
     ],
 )

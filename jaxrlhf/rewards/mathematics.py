@@ -5,6 +5,7 @@ only a main thread may set; they are off here, since the pool limits every call.
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ except ModuleNotFoundError as error:
     raise ValueError(f"MathReward needs math-verify ({error}): pip install 'jaxrlhf[math]'") from error
 
 BOX = r"\boxed"
+DELIMITER = re.compile(r"(?<!\\)\$")  # of a formula; `\$` is the sign of dollars
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns that it has no time limit
 
@@ -32,7 +34,7 @@ def same_answer(prompt: str, response: str, answer: str | None, record: Mapping[
     """
     if answer is None:
         raise ValueError("this reward compares with a reference answer, and the record has none")
-    enclosed = answer if BOX in answer or "$" in answer else f"{BOX}{{{answer}}}"
+    enclosed = answer if BOX in answer or DELIMITER.search(answer) else f"{BOX}{{{answer}}}"
     expected = parse(enclosed, parsing_timeout=None)
     if not expected:
         raise ValueError(f"math-verify cannot read the reference answer {answer[:80]!r}")

@@ -81,7 +81,7 @@ def last_program(response: str) -> str | None:
     for line in response.split("\n"):
         fence = line.strip()
         if block is None:
-            if fence.startswith(FENCE):
+            if fence.startswith(FENCE) and "`" not in fence.removeprefix(FENCE):  # else it is code within a line
                 block, language = [], fence.removeprefix(FENCE).strip().lower()
         elif fence == FENCE:
             found = "\n".join(block) if language in LANGUAGES else found
