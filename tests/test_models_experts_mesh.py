@@ -15,6 +15,7 @@ from jaxrlhf.config import Layout, Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.decoder import routed_states
 from jaxrlhf.models.experts import Watched
+from jaxrlhf.models.quantized import quantize
 from jaxrlhf.parallel import (
     BATCH_AXES,
     EXPERT_AXES,
@@ -75,6 +76,28 @@ def attention_of(mesh, **changes):
         head_axes=TENSOR_AXES,
         expert_axes=EXPERT_AXES,
     )
+
+
+@pytest.mark.parametrize("layout", [None, Layout(1, 8), Layout(2, expert=4)], ids=["alone", "fsdp", "expert"])
+@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "nf4"])
+def test_no_copy_of_the_experts_waits_for_the_backward_pass(layout, quantized) -> None:
+    attention = models.XLA if layout is None else attention_of(factored_mesh(layout, jax.devices()))
+    params, tokens = models.param_shapes(MODEL, "lm"), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.int32)
+    experts = params["layers"]["mlp"]["experts"]
+    if quantized:
+        experts |= jax.eval_shape(functools.partial(jax.tree.map, lambda leaf: quantize(leaf, "nf4")), experts)
+
+    def derivative(params, tokens):
+        def forward(embed):
+            whole = {**params, "embed": embed}
+            return models.hidden_states(whole, MODEL, tokens, tokens, tokens, dtype=jnp.bfloat16, attention=attention)
+
+        return jax.vjp(forward, params["embed"])[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(derivative, params, tokens))
+    assert (MODEL.num_layers, ROWS, WIDTH, MODEL.hidden_size) in {leaf.shape for leaf in kept}  # activations are
+    found = [leaf for leaf in kept if leaf.shape[-2:] in ((16, 8), (8, 16)) and leaf.size >= 2 * 8 * 16 * 8]
+    assert {(leaf.ndim, leaf.dtype.name) for leaf in found} == (set() if quantized else {(4, "float32")})
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))

@@ -5,6 +5,7 @@ expert multiplies as many rows as chose it.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -137,11 +138,9 @@ def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, att
     that the sums of their gradients are the compiler's.
     """
     dtype, mesh = normed_RWD.dtype, attention.mesh
-    matrices = [mlp["experts"][name].astype(dtype) for name in ("gate", "up", "down")]
-    index_E = jnp.arange(len(matrices[0]), dtype=jnp.int32)
     weight_RWk = routing.weight_RWk.astype(dtype)
     if mesh is None or mesh.size == 1:
-        return _mix_own((normed_RWD, weight_RWk, matrices), (routing.choice_RWk, index_E))
+        return _mix_all(_mix_own, lambda array: array, mlp["experts"], normed_RWD, weight_RWk, routing.choice_RWk)
     inner, outer = attention.head_axes, attention.expert_axes
     rows = tuple(axis for axis in attention.row_axes if axis not in outer)
     # Sums over the width take the rows of one device, and not of all that share experts.
@@ -166,14 +165,29 @@ def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, att
     def gathered(array: Array) -> Array:
         return each(lax.with_sharding_constraint(each(array, inner), by_row), outer)
 
-    tokens, weights, choices = map(gathered, (normed_RWD, weight_RWk, routing.choice_RWk))
-    *matrices, index_1E = (each(array, rows) for array in (*matrices, index_E))
+    tokens = map(gathered, (normed_RWD, weight_RWk, routing.choice_RWk))
+    parts = _mix_all(run, lambda array: each(array, rows), mlp["experts"], *tokens)
     # Exact enough in the activations' dtype, as the sum over the parts of a dense MLP's width is.
-    parts = lax.reduce_sum(run((tokens, weights, matrices), (choices, index_1E)), axes=(0,))
+    parts = lax.reduce_sum(parts, axes=(0,))
     return lax.reduce_sum(lax.with_sharding_constraint(parts, by_row), axes=(0,))
 
 
-@jax.checkpoint  # or a copy of each token would be kept for each expert that it goes through
+# Or all experts would be kept for the backward pass as they are multiplied: gathered, cast, no longer quantised.
+@partial(jax.checkpoint, static_argnums=(0, 1))
+def _mix_all(
+    run: Callable[..., Array],
+    place: Callable[[Array], Array],
+    experts: Params,
+    tokens: Array,
+    weights: Array,
+    choices: Array,
+) -> Array:
+    """`_mix_own` of all experts, by `run`, which takes them as `place` lays them out."""
+    matrices = [experts[name].astype(tokens.dtype) for name in ("gate", "up", "down")]
+    index_E = jnp.arange(len(matrices[0]), dtype=jnp.int32)
+    return run((tokens, weights, list(map(place, matrices))), (choices, place(index_E)))
+
+
 def _mix_own(given: tuple[Array, Array, list[Array]], fixed: tuple[Array, Array]) -> Array:
     """`mix` of tokens, weights and matrices by choices, by the experts `index_E` alone, which are consecutive."""
     normed_RWD, weight_RWk, (gate_EDF, up_EDF, down_EFD) = given
