@@ -2,6 +2,7 @@
 
 import itertools
 import runpy
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -79,8 +80,27 @@ def test_what_cannot_be_exported_is_refused_before_it_is_trained(settings, messa
 
 def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"file cannot be made: .*File exists.*; choose another"):
+    with pytest.raises(ValueError, match=r"file cannot be written to: .*File exists.*; choose another"):
         run(replace(get_config(), workdir=str(tmp_path / "file")))
+
+
+def test_two_runs_do_not_share_a_workdir(tmp_path):
+    config = replace(get_config(), workdir=str(tmp_path))
+    (tmp_path / "checkpoints" / "step_2").mkdir(parents=True)
+    other = (
+        "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.flock(lock, fcntl.LOCK_EX); "
+        "print('held', flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", other, tmp_path / "lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=r"another run is at work in .*; wait for its end"):
+            run(config)
+        assert not run(config, dry_run=True).finished
+        holder.kill()
+    with pytest.raises(ValueError, match="already holds a run and resume is off"):  # past the lock of a killed run
+        run(replace(config, resume=False))
 
 
 def test_adapters_were_trained_beside_the_weights_of_a_converted_checkpoint(tmp_path):

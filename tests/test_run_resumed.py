@@ -113,6 +113,13 @@ def test_adapters_whose_settings_are_gone_are_refused(tmp_path):
     check_same_start(tmp_path, adapting(None))
 
 
+def test_settings_that_are_torn_are_refused(tmp_path):
+    file = trained(tmp_path, adapting(None)) / "config.json"
+    file.write_text(file.read_text()[:100])
+    with pytest.raises(ValueError, match=r"config\.json cannot be read .*; mend it"):
+        check_same_start(tmp_path, adapting(None))
+
+
 def test_a_run_is_refused_before_it_begins(tmp_path):
     before = (trained(tmp_path, adapting()) / "config.json").read_bytes()
     with pytest.raises(ValueError, match=r"has alpha=8\.0; resume with what it was"):

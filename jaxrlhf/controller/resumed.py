@@ -19,14 +19,20 @@ def check_same_start(workdir: Path, config: Config) -> None:
       workdir: Of the run, whose checkpoints go with its config.json.
 
     Raises:
-      ValueError: `model`, `cold_start` or a role's `lora` is not what it was, or no config.json says what adapters are.
+      ValueError: `model`, `cold_start` or a role's `lora` is not what it was, or config.json is damaged, or gone though
+        it says what adapters are.
     """
     file, trained = workdir / "config.json", config.algorithm.training(config)
     if not file.exists():
         if adapting := [role for role, training in trained.items() if training.lora is not None]:
             raise ValueError(f"{file} is gone, and with it the scale of {', '.join(adapting)}'s adapters; put it back")
         return
-    saved = json.loads(file.read_text())
+    try:
+        saved = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{file} cannot be read ({error}), and says what the checkpoints belong to; mend it"
+        ) from error
     _check_same(workdir, "model", _model(saved["model"]), _model(to_json(config.model)))
     _check_same(workdir, "cold_start", _cold_start(saved["cold_start"]), _cold_start(to_json(config.cold_start)))
     for role, training in trained.items():

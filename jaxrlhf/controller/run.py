@@ -1,9 +1,10 @@
 """A whole run: from a configuration to a trained policy."""
 
+import fcntl
 import json
 import threading
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from jaxrlhf.workers import Pools, Stage, launch
 COLD_START = "cold_start"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
+LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,31 @@ def run(
     workdir = workdir_of(config)
     placed = place(config, workdir, vocabulary=len(tokenizer)) if config.placement == "auto" else None
     display, launched = Display(), config if placed is None else placed.config
-    if not dry_run:
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"workdir {workdir} cannot be made: {error}; choose another") from error
     shared = Shared(config, launched, model, tokenizer, data, workdir, display, on_step, loggers, placed)
     try:
-        return RunResult(workdir, finished=_with_restarts(shared, dry_run=dry_run))
+        with nullcontext() if dry_run else _held(workdir):
+            return RunResult(workdir, finished=_with_restarts(shared, dry_run=dry_run))
     finally:
         MetricsWriter(loggers).close()
+
+
+@contextmanager
+def _held(workdir: Path) -> Iterator[None]:
+    """Makes the folder, and keeps other runs out of it: they would cut off this one's metrics and clear its saves."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = open(workdir / LOCK, "w")  # noqa: SIM115  open until the end of the block
+    except OSError as error:
+        raise ValueError(f"workdir {workdir} cannot be written to: {error}; choose another") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another run is at work in {workdir}; wait for its end, or choose another") from error
+        except OSError as error:
+            text = f"{workdir} is on a file system without locks ({error}); see to it that no other run uses it"
+            default_console().print(text, markup=False, highlight=False, soft_wrap=True)
+        yield
 
 
 class Display:
@@ -197,7 +214,10 @@ def _check_workdir(workdir: Path, config: Config) -> None:
 def _describe(shared: Shared) -> None:
     """Write what the run is: its configuration, its placement, and its model but for the weights."""
     config = shared.config
-    (shared.workdir / "config.json").write_text(json.dumps(to_json(shared.run_config), indent=2) + "\n")
+    described = shared.workdir / "config.json"
+    written = described.with_suffix(".tmp")  # a kill or a full disk leaves what a resume reads whole
+    written.write_text(json.dumps(to_json(shared.run_config), indent=2) + "\n")
+    written.replace(described)
     if shared.placed is not None:
         shared.placed.write(shared.workdir)
     if isinstance(shared.model, OwnModel):  # which only the configuration's file can make
