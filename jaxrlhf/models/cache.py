@@ -78,11 +78,15 @@ def empty_cache(
     """A cache for `slots` sequences of at most `capacity` tokens. Build it under jit with
     `out_shardings` to have each device allocate its own part."""
     stages = 1 if pipeline is None else pipeline.stages
-    heads, key_dim, value_dim = config.num_kv_heads, config.head_dim, config.head_dim
-    if config.latent is not None:
-        heads, key_dim, value_dim = 1, config.latent.rope_dim, config.latent.rank
+    heads, key_dim, value_dim = _widths(config)
     keys, values = (stages * slots, heads, key_dim, capacity), (stages * slots, heads, capacity, value_dim)
     return [LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_layers // stages)]
+
+
+def empty_prefix(config: ModelConfig, *, prompts: int, width: int, dtype: Any) -> Prefix:
+    """Of prompts of `width` tokens, to be written part by part."""
+    heads, *dims = _widths(config)
+    return Prefix(*(jnp.zeros((config.num_layers, prompts, width, heads, dim), dtype) for dim in dims))
 
 
 def insert_prefix(
@@ -124,3 +128,10 @@ def _place(stored: jax.Array, block: Array, slot_I: Array) -> jax.Array:
     """Write each block at the start of its slot."""
     _, _, first, second = block.shape
     return stored.at[slot_I, :, :first, :second].set(block.astype(stored.dtype), mode="drop")
+
+
+def _widths(config: ModelConfig) -> tuple[int, int, int]:
+    """Heads, and the widths of a key and of a value."""
+    if config.latent is not None:
+        return 1, config.latent.rope_dim, config.latent.rank
+    return config.num_kv_heads, config.head_dim, config.head_dim
