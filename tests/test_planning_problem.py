@@ -14,12 +14,14 @@ from made_plans import a_config, machines
 from tiny_runs import write_policy
 
 from jaxrlhf.config import (
+    DAPO,
     GRPO,
     PPO,
     SFT,
     Algorithm,
     ArithmeticReward,
     ColdStart,
+    FormatReward,
     Gsm8k,
     KLInLoss,
     KLInReward,
@@ -27,9 +29,12 @@ from jaxrlhf.config import (
     ModelReward,
     Pool,
     Pretrained,
+    Ptx,
     RayCluster,
+    ReMax,
     Rewards,
     Rollout,
+    SafeRLHF,
     Training,
 )
 from jaxrlhf.parallel.workload import Software, Workload
@@ -308,6 +313,26 @@ def test_the_notes_say_what_is_an_estimate():
     assert "the shape of Qwen/Qwen2.5-0.5B is from built-in table" in notes
     for words in ("as long as they may be", "rewards are functions", "cold start"):
         assert words not in notes
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        (ReMax(), "greedy answers, evaluation and checkpoints are not counted"),
+        (DAPO(), "each further round generates as much again"),
+        (SafeRLHF(ptx=Ptx()), "the algorithm's own examples, evaluation and checkpoints are not counted"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Algorithm) else "",
+)
+def test_the_notes_say_what_is_left_out_of_an_algorithm(algorithm, words):
+    config = a_config(
+        algorithm=algorithm,
+        rollout=replace(a_config().rollout, prompts_per_step=8, responses_per_prompt=8),
+        rewards=Rewards((ArithmeticReward(), FormatReward(weight=0.0))),
+    )
+    assert words in "\n".join(question_of(config, machines(), vocabulary=100).notes)
+    plain = "\n".join(question_of(a_config(), machines(), vocabulary=100).notes)
+    assert words not in plain and "; evaluation and checkpoints are not counted" in plain
 
 
 # Hardware.

@@ -30,9 +30,7 @@ def check_same_start(workdir: Path, config: Config) -> None:
     try:
         saved = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(
-            f"{file} cannot be read ({error}), and says what the checkpoints belong to; mend it"
-        ) from error
+        raise ValueError(f"{file} cannot be read ({error}), and says what its checkpoints are; mend it") from error
     _check_same(workdir, "model", _model(saved["model"]), _model(to_json(config.model)))
     _check_same(workdir, "cold_start", _cold_start(saved["cold_start"]), _cold_start(to_json(config.cold_start)))
     for role, training in trained.items():

@@ -16,6 +16,7 @@ from jaxrlhf.config import (
     PolicyGradient,
     Preference,
     Pretrained,
+    ReMax,
     Training,
 )
 from jaxrlhf.data import load_tokenizer
@@ -302,6 +303,10 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
         )
     if generates(config) and not config.rewards.by_model:
         notes.append("rewards are functions: their seconds on the hosts are not counted")
-    left_out = ["evaluation", "checkpoints", *(["the cold start"] if config.cold_start else [])]
+    if getattr(config.algorithm, "max_rounds", 1) > 1:
+        notes.append("prompts are taken to be drawn once in a step; each further round generates as much again")
+    left_out = ["greedy answers"] if isinstance(config.algorithm, ReMax) else []
+    left_out += ["the algorithm's own examples"] if config.algorithm.examples(config) is not None else []
+    left_out += ["evaluation", "checkpoints", *(["the cold start"] if config.cold_start else [])]
     notes.append(f"only steps are planned for; {', '.join(left_out[:-1])} and {left_out[-1]} are not counted")
     return notes
