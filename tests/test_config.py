@@ -244,6 +244,7 @@ def test_a_resumed_run_follows_the_settings_it_has_now():
     adaptive = PPO(kl=KLInReward(coefficient=0.5, adaptive=AdaptiveKL()))
     assert adaptive.resumed_state({"kl_coefficient": 0.3}) == {"kl_coefficient": 0.3}
     assert adaptive.resumed_state({"kl_coefficient": 0.0}) == {"kl_coefficient": 0.5}
+    assert adaptive.resumed_state({}) == {"kl_coefficient": 0.5}, "after a run on pairs, which carries no such number"
 
 
 # What algorithms make of the rest.

@@ -103,7 +103,7 @@ class PolicyGradient(Algorithm):
         return {"kl_coefficient": self.kl.coefficient if self.kl else 0.0}
 
     def resumed_state(self, saved: Mapping[str, float]) -> dict[str, float]:
-        adapted = self.kl is not None and self.kl.adaptive is not None and saved["kl_coefficient"] > 0
+        adapted = self.kl is not None and self.kl.adaptive is not None and saved.get("kl_coefficient", 0.0) > 0
         return dict(saved) if adapted else self.initial_state()
 
     def updates_per_step(self, config: Config) -> int:
