@@ -10,7 +10,7 @@ from compiled import to_read
 from unit_machines import ALL_SPLIT, DENSE, HALVES, ROUTED, UNIT, WORK, weights_of
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.architecture import Experts, ModelConfig
 from jaxrlhf.config import Layout
 from jaxrlhf.models.blockwise import attend_blocks
 from jaxrlhf.models.heads import CHUNK_TOKENS
@@ -64,7 +64,26 @@ def test_layers_keep_about_what_their_derivative_takes_over_from_the_forward_pas
     dtype: Any, itemsize: int, rows: int, width: int
 ) -> None:
     config = ModelConfig("qwen2", 512, 128, 384, 6, 4, 4, 32, qkv_bias=True)
-    ints = jax.ShapeDtypeStruct((rows, width), jnp.int32)
+    estimated = layer_activation_bytes(config, itemsize=itemsize)
+    if width < LONG_ROW:
+        estimated += score_bytes(config, row_tokens=width, itemsize=itemsize)
+    assert 0.75 < estimated / kept_bytes(config, dtype, rows, width) < 1.1
+
+
+@pytest.mark.parametrize("config", [
+    ModelConfig("qwen3", 512, 128, 384, 6, 8, 2, 32, qk_norm=True),
+    ModelConfig("olmo2", 512, 128, 384, 6, 4, 4, 32, norms="post", qk_norm=True, qk_norm_across_heads=True),
+    ModelConfig("gemma2", 512, 128, 384, 6, 4, 4, 32, norms="sandwich", activation="gelu_tanh"),
+    ModelConfig("qwen3_moe", 512, 128, 384, 6, 4, 4, 32, qk_norm=True, experts=Experts(8, 2, 32)),
+], ids=lambda config: config.family)  # fmt: skip
+def test_what_layers_keep_knows_of_every_norm_and_of_experts(config: ModelConfig) -> None:
+    estimated = layer_activation_bytes(config, itemsize=2) + score_bytes(config, row_tokens=256, itemsize=2)
+    assert 0.85 < estimated / kept_bytes(config, jnp.bfloat16, 8, 256) < 1.1
+
+
+def kept_bytes(config: ModelConfig, dtype: Any, rows: int, width: int) -> float:
+    """Of a token and one of six layers, what the derivative by their weights takes over from the forward pass."""
+    ints, shapes = jax.ShapeDtypeStruct((rows, width), jnp.int32), models.param_shapes(config, "lm")
 
     def derivative(params, token, position, segment):
         def forward(layers):
@@ -72,14 +91,12 @@ def test_layers_keep_about_what_their_derivative_takes_over_from_the_forward_pas
 
         return jax.vjp(forward, params["layers"])[1]
 
-    kept = jax.eval_shape(derivative, models.param_shapes(config, "lm"), ints, ints, ints)
-    # Stacked over the layers; what has no token in it is weights.
-    arrays = [leaf for leaf in jax.tree.leaves(kept) if leaf.shape[:1] == (6,) and leaf.size >= 6 * rows * width]
-    found = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
-    estimated = layer_activation_bytes(config, itemsize=itemsize)
-    if width < LONG_ROW:
-        estimated += score_bytes(config, row_tokens=width, itemsize=itemsize)
-    assert 0.75 < 6 * rows * width * estimated / found < 1.1
+    kept = jax.eval_shape(derivative, shapes, ints, ints, ints)
+    # Stacked over the layers; what has fewer numbers than there are tokens, or is a weight, is left out.
+    weights = {leaf.shape for leaf in jax.tree.leaves(shapes)}
+    arrays = [leaf for leaf in jax.tree.leaves(kept) if leaf.shape[:1] == (6,) and leaf.shape not in weights]
+    found = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays if leaf.size >= 6 * rows * width)
+    return found / (6 * rows * width)
 
 
 @pytest.mark.parametrize(("width", "keeps"), [(LONG_ROW - 1, True), (LONG_ROW, False)])

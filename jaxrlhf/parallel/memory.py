@@ -30,19 +30,21 @@ def keeps_activations(needed_bytes: float, memory_bytes: float) -> bool:
 def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1, expert: int = 1) -> float:
     """Bytes that one layer keeps of one token for its backward pass, about, scores not included.
 
-    The residual stream and what its norms keep, six times in float32 and six times as an
-    activation; queries, keys, values and mixed heads; and of the MLP the gate, up, their product
-    and what the gate's activation keeps, six in all. Experts keep the tokens that they are given,
-    those of all devices that share them.
+    The residual stream six times as an activation, and what each norm keeps, three times its width in
+    float32; queries, keys, values and mixed heads; and of the MLP the gate, up, their product and what
+    the gate's activation keeps, six in all, or eight with a tanh in it. Experts keep the tokens that
+    they are given, those of all devices that share them.
 
     Args:
       itemsize: Bytes of an activation.
       tensor: Ways the layer is split. The residual stream is whole on every device.
       expert: Ways its experts are divided.
     """
-    split = (_heads(model) + 6 * _inner(model)) * itemsize / tensor
+    inner = (8 if model.activation == "gelu_tanh" else 6) * _inner(model)
+    split = (_heads(model) + inner) * itemsize
+    split += 3 * 4 * (model.num_heads + model.num_kv_heads) * model.head_dim * model.qk_norm
     given = 0 if model.experts is None else expert * model.hidden_size * itemsize
-    return 6 * model.hidden_size * (4 + itemsize) + split + given
+    return 6 * model.hidden_size * itemsize + 3 * 4 * model.norm_parameters + split / tensor + given
 
 
 def sorted_bytes(model: ModelConfig, *, itemsize: int, expert: int = 1) -> float:
