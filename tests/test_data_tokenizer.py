@@ -143,7 +143,7 @@ def test_one_that_loses_text_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("content", [None, "{"])
+@pytest.mark.parametrize("content", [None, "{", "{}", '{"added_tokens": [], "model": {"type": "Later"}}'])
 def test_nothing_to_load(tmp_path, content):
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)

@@ -41,7 +41,7 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
         # The blank configuration keeps AutoTokenizer from picking a class by the model's
         # config.json, whatever the tokenizer's own files say; for Qwen2 it does.
         tokenizer = AutoTokenizer.from_pretrained(path, config=PreTrainedConfig())
-    except (OSError, ValueError) as error:
+    except Exception as error:  # what tokenizers raises of a file that it cannot read has no class of its own
         raise ValueError(
             f"no tokenizer could be loaded from {path!r} ({_first_line(error)}); give a directory with "
             "tokenizer.json and tokenizer_config.json, or a hub id that can be reached"
@@ -62,7 +62,7 @@ def misread(directory: str | Path) -> str | None:
     try:
         found = AutoTokenizer.from_pretrained(directory)
         wrong = None if found.encode(_PROBE) == ids else f"makes a {type(found).__name__} with other ids of it"
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever the family's own class makes of the files
         wrong = f"cannot load it ({_first_line(error)})"
     advice = f"load it with transformers.PreTrainedTokenizerFast.from_pretrained({str(directory)!r})"
     return None if wrong is None else f"of the tokenizer: transformers.AutoTokenizer {wrong}; {advice}"
