@@ -102,6 +102,14 @@ def test_there_and_back_is_the_same_checkpoint(source, converted, tmp_path, caps
     assert json.loads((source / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
 
 
+def test_directories_may_be_relative(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command("convert", source, "models/converted")
+    command("export", "models/converted", "back")
+    before, after = tensors(source), tensors(tmp_path / "back")
+    assert before.keys() == after.keys() and all(np.array_equal(before[name], after[name]) for name in before)
+
+
 def test_another_dtype_on_the_way_back(source, converted, tmp_path):
     command("export", converted, tmp_path / "back", "--dtype", "float32")
     before, after = (load_file(place / "model.safetensors") for place in (source, tmp_path / "back"))

@@ -161,7 +161,7 @@ def _kept_dtypes(path: str | Path) -> dict[str, str]:
 
 
 def _weights(path: str | Path) -> Path:
-    return Path(path).expanduser() / WEIGHTS
+    return Path(path).expanduser().absolute() / WEIGHTS  # orbax takes no other
 
 
 def _begun(path: str | Path, head: Head) -> set[str]:
