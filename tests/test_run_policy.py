@@ -20,7 +20,7 @@ from jaxrlhf.checkpoint import Checkpoints, convert
 from jaxrlhf.config import Lora, Pretrained
 from jaxrlhf.controller.adapted_runs import AdaptedRun
 from jaxrlhf.controller.evaluation import pass_at_k
-from jaxrlhf.controller.policy import evaluate_policy
+from jaxrlhf.controller.policy import evaluate_policy, export_policy
 from jaxrlhf.controller.run import run
 from jaxrlhf.models import read_config
 from jaxrlhf.tracking import CompileCounter
@@ -82,6 +82,22 @@ def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file cannot be written to: .*File exists.*; choose another"):
         run(replace(get_config(), workdir=str(tmp_path / "file")))
+
+
+def test_a_workdir_may_be_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home = replace(get_config(), workdir="~/runs")
+    (tmp_path / "runs" / "checkpoints" / "step_2").mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"{tmp_path}/runs already holds a run"):
+        run(replace(home, resume=False))
+    (tmp_path / "runs" / "model").mkdir()
+    for reads in (
+        lambda: export_policy("~/runs", tmp_path / "exported"),
+        lambda: evaluate_policy(home, policy="~/runs", samples=1, show=0),
+        lambda: evaluate_policy(home, policy=None, samples=1, show=0),
+    ):
+        with pytest.raises(ValueError, match=f"{tmp_path}/runs/model"):
+            reads()
 
 
 def test_two_runs_do_not_share_a_workdir(tmp_path):

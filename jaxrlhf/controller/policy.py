@@ -53,7 +53,7 @@ def export_policy(
     Raises:
       ValueError: No run, no such checkpoint, or the directory already holds files.
     """
-    run, directory = Path(run), check_new(directory)
+    run, directory = Path(run).expanduser(), check_new(directory)
     model = run / MODEL
     if not model.is_dir() and (run / CHECKPOINTS).is_dir():
         raise ValueError(f"{run} trained {_NO_FORMAT}")
@@ -106,7 +106,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
             f"evaluation answers problems with a policy, and {type(config.algorithm).__name__} trains none; "
             "how it ranks held-out pairs is in the run's metrics"
         )
-    place = Path(policy) if policy else workdir_of(config)
+    place = Path(policy).expanduser() if policy else workdir_of(config)
     described = (place / MODEL).is_dir()
     own = isinstance(config.model, Nnx) and not described and (place / CHECKPOINTS).is_dir()
     from_run = own or described

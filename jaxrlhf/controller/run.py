@@ -65,7 +65,7 @@ class RunResult:
 
 def workdir_of(config: Config) -> Path:
     """Where the run's files go."""
-    return Path(config.workdir) if config.workdir else Path("runs") / config.name
+    return Path(config.workdir).expanduser() if config.workdir else Path("runs") / config.name
 
 
 def run(
