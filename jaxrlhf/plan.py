@@ -56,7 +56,7 @@ def _plan(written: Config, flags: Namespace) -> None:
     picture = flags.picture or (None if flags.json else f"plan_{config.name}.png")
     if picture is not None:
         planning.save_timeline(best, Path(picture), title=planning.timeline_title(config, hardware))
-    code = planning.snippet(written, best)  # it is pasted into what is written, not into what was freed
+    code = planning.snippet(config, best, written=written)  # it is pasted into what is written
     if flags.json:
         rows = {
             "config": config.name,

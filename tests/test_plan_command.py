@@ -133,6 +133,32 @@ def test_pools_that_are_given_are_costed_as_they_are_unless_afresh(tmp_path, mon
     assert names["config"] == planned_config(load("mine"), plan_from_json(afresh["plans"][0]))
 
 
+ADAPTERS = """
+from dataclasses import replace
+from jaxrlhf.config import KLInLoss, Lora, Pool, load
+
+def get_config():
+    config = load("grpo_gsm8k")
+    return replace(
+        config,
+        algorithm=replace(config.algorithm, kl=KLInLoss()),
+        actor=replace(config.actor, lora=Lora(rank=4)),
+        pools=(Pool("policy", 4, ("actor",)), Pool("start", 4, ("reference", "reward"))),
+    )
+"""
+
+
+def test_a_reference_apart_from_its_adapters_may_be_none_of_its_own_in_a_search_afresh(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(ADAPTERS)
+    plan(monkeypatch, "--config", "mine", "--hardware", "h100", "--json", "--afresh")
+    names = {"config": load("mine"), "override": override, "Pool": Pool, "Layout": Layout}
+    exec(json.loads(capsys.readouterr().out)["settings"], names)
+    [pool] = names["config"].pools
+    assert (pool.devices, pool.roles) == (8, ("actor", "reference"))
+    assert names["config"].reference_is_frozen_actor and not load("mine").reference_is_frozen_actor
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

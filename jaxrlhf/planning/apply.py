@@ -18,11 +18,15 @@ def planned_config(config: Config, plan: Plan) -> Config:
     return override(config, planned_settings(config, plan))
 
 
-def planned_settings(config: Config, plan: Plan) -> dict[str, Any]:
-    """What the plan sets, by dotted name, where it differs from what the configuration says.
+def planned_settings(config: Config, plan: Plan, *, written: Config | None = None) -> dict[str, Any]:
+    """What the plan sets, by dotted name, where it differs from what is written.
 
     Layouts leave `data` to the devices that are there. A microbatch that gives a row to each
     data-parallel device is the smallest there can be, so a token budget below that is raised.
+
+    Args:
+      config: That was planned.
+      written: What the settings are to change, if that is not what was planned but what was freed for it.
 
     Raises:
       ValueError: The plan places other roles than the configuration has.
@@ -54,7 +58,7 @@ def planned_settings(config: Config, plan: Plan) -> dict[str, Any]:
     if plan.slots is not None and plan.slots < (config.rollout.slots or config.rollout.responses_per_step):
         settings["rollout.slots"] = plan.slots
     settings["offload"] = tuple(dict.fromkeys(_by_setting(entry, judges) for entry in plan.offload))
-    return {name: value for name, value in settings.items() if _current(config, name) != value}
+    return {name: value for name, value in settings.items() if _current(written or config, name) != value}
 
 
 def freed(config: Config) -> Config:
@@ -65,9 +69,9 @@ def freed(config: Config) -> Config:
     return override(config, {"pools": (), "reference_layout": None, "offload": (), **layouts})
 
 
-def snippet(config: Config, plan: Plan) -> str:
-    """Python that makes the planned configuration out of `config`; empty if it is that already."""
-    settings = planned_settings(config, plan)
+def snippet(config: Config, plan: Plan, *, written: Config | None = None) -> str:
+    """Python with the settings of `planned_settings`; empty if there are none to change."""
+    settings = planned_settings(config, plan, written=written)
     if not settings:
         return ""
     lines = [f"    {name!r}: {_python(value)}," for name, value in settings.items()]
