@@ -39,7 +39,10 @@ from jaxrlhf.free_memory import return_free_memory
 from jaxrlhf.models import XLA, AnyModel, Attention, pipeline_over
 
 PREFILL_TOKENS = 2048
-"""Tokens that one prefill aims at, padding included."""
+"""Tokens that one prefill aims at, padding included; a longer prompt is run chunk by chunk."""
+
+CHUNK_TOKENS = 512
+"""Of such a prompt, run together: enough to fill products, and few of its last chunk are padding."""
 
 FEWEST_SLOTS = 8
 """A token takes hardly less time in fewer slots of one replica."""
@@ -226,7 +229,8 @@ class Engine:
             length_P[row] = len(prompt)
         rows = jax.device_put((token_PS, length_P), self._layout.rows)
         self.prefilled_prompts += len(prompts)
-        result = self._compiled.run(("prefill", width), programs.prefill, params, *rows, out=self._layout.prompts)
+        program = partial(programs.prefill, chunk_tokens=CHUNK_TOKENS if width > PREFILL_TOKENS else None)
+        result = self._compiled.run(("prefill", width), program, params, *rows, out=self._layout.prompts)
         return Prefilled(result, tuple(prompts), version)
 
     def insert(

@@ -145,9 +145,20 @@ def empty_slots(*, slots: int, shape: Shape) -> Slots:
     )
 
 
-def prefill(params: Params, token_PS: Int[Array, "P S"], length_P: Int[Array, "P"], *, shape: Shape) -> Prompts:
-    """Run prompts once; their responses, however many, start from the result."""
-    how = {"dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
+def prefill(
+    params: Params,
+    token_PS: Int[Array, "P S"],
+    length_P: Int[Array, "P"],
+    *,
+    chunk_tokens: int | None = None,
+    shape: Shape,
+) -> Prompts:
+    """Run prompts once; their responses, however many, start from the result.
+
+    Args:
+      chunk_tokens: As `models.prefill` takes it. A model of one's own may run prompts whole all the same.
+    """
+    how = {"chunk_tokens": chunk_tokens, "dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
     if shape.records_routing:
         hidden_PD, prefix, choice_PSLk = models.routed_prefill(params, _routed(shape), token_PS, length_P, **how)
         return Prompts(hidden_PD, prefix, length_P, choice_PSLk)

@@ -15,7 +15,8 @@ from jaxtyping import Float, Int
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.attention import XLA, Attention
-from jaxrlhf.models.cache import Cache, Prefix
+from jaxrlhf.models.cache import Cache, Prefix, empty_prefix
+from jaxrlhf.models.chunks import Chunk, written
 from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
 from jaxrlhf.models.layer import join_projections, layer_rows, layer_slots
 from jaxrlhf.models.norm import norm
@@ -124,12 +125,13 @@ def prefill(
     token_PS: Int[Array, "P S"],
     length_P: Int[Array, "P"],
     *,
+    chunk_tokens: int | None = None,
     dtype: Any = jnp.float32,
     attention: Attention = XLA,
     pipeline: Pipeline | None = None,
 ) -> tuple[Float[Array, "P D"], Prefix]:
     """As `routed_prefill`, without the experts."""
-    how = {"dtype": dtype, "attention": attention, "pipeline": pipeline}
+    how = {"chunk_tokens": chunk_tokens, "dtype": dtype, "attention": attention, "pipeline": pipeline}
     return routed_prefill(params, config, token_PS, length_P, **how)[:2]
 
 
@@ -139,6 +141,7 @@ def routed_prefill(
     token_PS: Int[Array, "P S"],
     length_P: Int[Array, "P"],
     *,
+    chunk_tokens: int | None = None,
     dtype: Any = jnp.float32,
     attention: Attention = XLA,
     pipeline: Pipeline | None = None,
@@ -147,13 +150,37 @@ def routed_prefill(
 
     Args:
       length_P: Tokens of each prompt, at least 1; the rest of its row is padding.
+      chunk_tokens: Of each prompt, run together where prompts are longer: memory is that of a chunk, and
+        chunks past the longest prompt's end are not run. None runs prompts whole.
       pipeline: For layers that are divided over stages; the prefix then is, too.
 
     Returns:
       The hidden state of each prompt's last token after the final norm, and the prefix to
       insert into a cache. Prefix entries past a prompt's length are meaningless. And the experts
       that each token went through; None of a dense model.
+
+    Raises:
+      ValueError: A chunk has no tokens.
     """
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to run prompts whole")
+    how = params, config, token_PS, length_P, dtype, attention, pipeline
+    if chunk_tokens is None or chunk_tokens >= token_PS.shape[1]:
+        hidden_PD, prefix, choice_PSLk = _prefill_whole(*how)
+    else:
+        hidden_PD, prefix, choice_PSLk = _prefill_chunks(*how, chunk_tokens)
+    return norm(config, hidden_PD, params["final_norm"]), prefix, choice_PSLk
+
+
+def _prefill_whole(
+    params: Params,
+    config: ModelConfig,
+    token_PS: Array,
+    length_P: Array,
+    dtype: Any,
+    attention: Attention,
+    pipeline: Pipeline | None,
+) -> tuple[Array, Prefix, Array | None]:
     position_PS = jnp.broadcast_to(jnp.arange(token_PS.shape[1]), token_PS.shape)
     segment_PS = (position_PS < length_P[:, None]).astype(jnp.int32)
     turn = rotations(config, position_PS)
@@ -175,9 +202,65 @@ def routed_prefill(
         hidden_PSD, (part, choice_LPSk) = run_stages(pipeline, stack, layers, hidden_PSD, (turn, segment_PS))
         parts.append(part)
     prefix = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts) if len(parts) > 1 else parts[0]
-    hidden_P1D = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)
-    hidden_PD = norm(config, hidden_P1D, params["final_norm"])[:, 0]
+    hidden_PD = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)[:, 0]
     return hidden_PD, prefix, None if choice_LPSk is None else jnp.moveaxis(choice_LPSk, 0, 2).astype(jnp.int16)
+
+
+def _prefill_chunks(
+    params: Params,
+    config: ModelConfig,
+    token_PS: Array,
+    length_P: Array,
+    dtype: Any,
+    attention: Attention,
+    pipeline: Pipeline | None,
+    chunk_tokens: int,
+) -> tuple[Array, Prefix, Array | None]:
+    """One chunk after another, each through stage after stage; the row's last one may begin in the one before."""
+    prompts, width = token_PS.shape
+    stacks = _stacks(params, config, pipeline)
+
+    def stack(layers, kept, hidden_PCD, place, own=True, first=0):
+        (turn, start), (prefix, choice_PSLk) = place, kept
+        index_L = first + jnp.arange(len(jax.tree.leaves(layers)[0]))
+
+        def step(hidden_PCD, each):
+            layer, index = each
+            chunk = Chunk(prefix, index, start)
+            hidden_PCD, key, value, routed = layer_rows(layer, config, hidden_PCD, turn, chunk, attention)
+            return hidden_PCD, (Prefix(key, value), None if routed is None else routed.choice_RWk)
+
+        hidden_PCD, (new, choice_LPCk) = jax.lax.scan(step, hidden_PCD, (layers, index_L))
+        prefix = written(prefix, new, first, start, own=own)
+        if choice_LPCk is not None:
+            choice_PCLk = jnp.moveaxis(choice_LPCk, 0, 2).astype(jnp.int16)
+            choice_PSLk = jax.lax.dynamic_update_slice_in_dim(choice_PSLk, choice_PCLk, start, axis=1)
+        return hidden_PCD, (prefix, choice_PSLk)
+
+    def body(count, carry):
+        last_PD, kept = carry
+        start = jnp.minimum(count * chunk_tokens, width - chunk_tokens)
+        token_PC = jax.lax.dynamic_slice_in_dim(token_PS, start, chunk_tokens, axis=1)
+        place = rotations(config, jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)), start
+        hidden_PCD, first = _embed(params, config, token_PC, dtype), 0
+        for layers in stacks:
+            if pipeline is None:
+                hidden_PCD, kept = stack(layers, kept, hidden_PCD, place, first=first)
+            else:
+                hidden_PCD, kept = relay(pipeline, stack, layers, kept, hidden_PCD, place)
+            first += len(jax.tree.leaves(layers)[0])
+        # Of a prompt that goes on after this chunk, the next one replaces it.
+        last_P = length_P - 1 - start
+        here_P1D = jnp.take_along_axis(hidden_PCD, jnp.clip(last_P, 0, chunk_tokens - 1)[:, None, None], axis=1)
+        return jnp.where((last_P >= 0)[:, None], here_P1D[:, 0], last_PD), kept
+
+    choice_PSLk = None
+    if config.experts is not None:
+        choice_PSLk = jnp.zeros((prompts, width, *config.routed_choices), jnp.int16)
+    kept = empty_prefix(config, prompts=prompts, width=width, dtype=dtype), choice_PSLk
+    begun = jnp.zeros((prompts, config.hidden_size), dtype), kept
+    last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, -(-length_P.max() // chunk_tokens), body, begun)
+    return last_PD, prefix, choice_PSLk
 
 
 @replaceable

@@ -7,6 +7,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
 from jaxrlhf.models.attention import Attention, attend
 from jaxrlhf.models.cache import LayerCache
+from jaxrlhf.models.chunks import Chunk, attend_chunk
 from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
 from jaxrlhf.models.latent import attend_latents, expanded, latents
 from jaxrlhf.models.mlp import feed_forward
@@ -22,23 +23,29 @@ def layer_rows(
     config: ModelConfig,
     hidden_RWD: Array,
     turn: Rotations,
-    seen: Array | Spread,
+    seen: Array | Spread | Chunk,
     attention: Attention,
     watched: Watched = UNWATCHED,
 ):
-    """One layer over packed rows, whose tokens see their segment or what is spread.
+    """One layer over packed rows, whose tokens see their segment or what is spread; or over a chunk of prompts.
 
     Also its keys and values as the cache keeps them, and what its router did, if it has one.
     """
     query_RWNH, *kept = _heads(layer, config, hidden_RWD, turn)
-    key_RWKH, value_RWKH = kept
-    if config.latent is not None:
-        key_RWKH, value_RWKH = expanded(layer["attention"], config, config.latent, *kept)
-    scores = _scores(layer, config)
+
+    def of_heads(key_RWKH: Array, value_RWKH: Array) -> tuple[Array, Array]:
+        if config.latent is None:
+            return key_RWKH, value_RWKH
+        return expanded(layer["attention"], config, config.latent, key_RWKH, value_RWKH)
+
+    arrays, scores = (query_RWNH, *of_heads(*kept)), _scores(layer, config)
     if isinstance(seen, Spread):
-        mixed_RWNH = attend_spread(query_RWNH, key_RWKH, value_RWKH, seen, scores, attention=attention)
+        mixed_RWNH = attend_spread(*arrays, seen, scores, attention=attention)
+    elif isinstance(seen, Chunk):
+        tokens = hidden_RWD.shape[1]
+        mixed_RWNH = attend_chunk(*arrays, lambda at: of_heads(*seen.before(at, tokens=tokens)), seen.start, scores)
     else:
-        mixed_RWNH = attend(query_RWNH, key_RWKH, value_RWKH, seen, scores, attention=attention)
+        mixed_RWNH = attend(*arrays, seen, scores, attention=attention)
     hidden_RWD, routed = _finish(layer, config, hidden_RWD, mixed_RWNH, attention, watched)
     return hidden_RWD, *kept, routed
 
