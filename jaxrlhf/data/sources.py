@@ -234,12 +234,12 @@ def _tokenize(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> li
 def _check_encodes(example: Example, prompt: str) -> None:
     rejected = example.pair.rejected if example.pair else ""
     try:
-        "".join((prompt, example.solution or "", rejected)).encode()
+        "".join((prompt, example.answer or "", example.solution or "", rejected)).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(
-            f"{example.place}: a text holds {half!r}, half of a surrogate pair, of which no tokenizer makes tokens; "
-            "write the whole character or leave it out"
+            f"{example.place}: a text holds {half!r}, half of a surrogate pair, which cannot be encoded; write the "
+            "whole character or leave it out"
         ) from error
 
 
