@@ -1,5 +1,6 @@
 """Settings that mean nothing, or contradict each other, are refused with the reason."""
 
+import math
 import re
 from pathlib import Path
 
@@ -123,6 +124,7 @@ def refused(message: str):
         (lambda: Arithmetic(difficulty="2"), "Arithmetic.difficulty must be in [1, 5], got '2'"),
         (lambda: Rewards(parts=()), "Rewards.parts is empty; name at least one reward"),
         (lambda: Rewards(timeout_s=0), "Rewards.timeout_s must be above 0, got 0"),
+        (lambda: Rewards(timeout_s=math.inf), "Rewards.timeout_s=inf is more than the system can wait for"),
         (lambda: FunctionReward(function="score"), "FunctionReward.function must be 'module:function' or"),
         (lambda: AdaptiveKL(horizon=0), "AdaptiveKL.horizon must be above 0, got 0"),
         (lambda: KLInReward(coefficient=0), "KLInReward.coefficient must be above 0, got 0"),

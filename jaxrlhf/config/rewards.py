@@ -284,6 +284,10 @@ class Rewards:
 
     def __post_init__(self) -> None:
         positive(self, "workers", "timeout_s")
+        require(
+            self.timeout_s <= 1e6,
+            f"Rewards.timeout_s={self.timeout_s:g} is more than the system can wait for; give at most 1e6",
+        )
         not_negative(self, "failures_in_a_row")
         require(len(self.parts) > 0, "Rewards.parts is empty; name at least one reward")
         for part in self.parts:
