@@ -114,10 +114,10 @@ class AdaptedRun:
         """Write the adapters alone, with the tokenizer.
 
         Raises:
-          ValueError: The weights that they belong to are in no checkpoint but the run's.
+          ValueError: As `base_of`.
         """
-        check_shared(self.model, cold_start=self.cold_start is not None)
-        save_adapters(adapters, config, head, self.lora, directory, model=self.model.path, dtype=jnp.dtype(dtype))
+        base = base_of(self.model, cold_start=self.cold_start is not None)
+        save_adapters(adapters, config, head, self.lora, directory, model=base.path, dtype=jnp.dtype(dtype))
         tokenizer.save_pretrained(directory)
         size = (directory / WEIGHTS).stat().st_size
         progress(size, size)
@@ -129,13 +129,18 @@ class AdaptedRun:
         return step
 
 
-def check_shared(model: Model, *, cold_start: bool) -> None:
-    """Raise `ValueError` if adapters alone are of no use, because the weights beside them are in one run only."""
+def base_of(model: Model, *, cold_start: bool) -> Pretrained:
+    """The checkpoint that adapters belong to which are written alone.
+
+    Raises:
+      ValueError: The weights beside them are in no checkpoint but the run's.
+    """
     if cold_start or not isinstance(model, Pretrained):
         raise ValueError(
             "the adapters belong to weights that this run made, and are of no use without them; "
             "export both as whole weights with --merge of `python -m jaxrlhf.export`"
         )
+    return model
 
 
 @partial(jax.jit, static_argnums=1)
