@@ -7,6 +7,7 @@ import pytest
 from unit_machines import DENSE, FREE, HALVES, STEPS, TOKENS, UNIT, WORK, naive_layer_flops, trained, weights_of
 
 from jaxrlhf.config import Layout
+from jaxrlhf.parallel.batches import batch_of
 from jaxrlhf.parallel.cost import forward_cost, update_cost
 from jaxrlhf.parallel.workload import Software
 
@@ -33,6 +34,12 @@ def scheduled(forward: Sequence[float], backward: Sequence[float], count: int) -
         for part in range(count):
             done[part] = free = max(free, done[part]) + seconds
     return max(done)
+
+
+@pytest.mark.parametrize(("rows", "stage", "parts"), [(22, 2, 2), (11, 2, 1), (14, 2, 7), (64, 4, 16), (3, 4, 3)])
+def test_parts_of_a_microbatch_have_as_many_rows_each(rows: int, stage: int, parts: int) -> None:
+    role = trained(DENSE, rows_per_microbatch=rows)
+    assert batch_of(role, Layout(1, 1, stage), rows, WORK, HALVES).parts == parts
 
 
 PIPELINES = [

@@ -19,9 +19,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxrlhf.batch import Array
-
-_MICROBATCHES_PER_STAGE = 4
-"""More would shorten an idle time that is below a fifth already, with matrices too small to be fast."""
+from jaxrlhf.parallel import pipeline_parts
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,7 @@ class Pipeline:
         if rows % ways:
             axes = " x ".join(axis for axis in self.row_axes if self.mesh.shape[axis] > 1)
             raise ValueError(f"{rows} rows do not split {ways} ways over mesh axes {axes}; use a multiple of {ways}")
-        most = min(rows // ways, _MICROBATCHES_PER_STAGE * self.stages)
-        return next(count for count in range(most, 0, -1) if rows // ways % count == 0)
+        return pipeline_parts(rows // ways, stages=self.stages)
 
     def on_stages(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` run by every stage on its own part; axes that the specs do not name stay the compiler's."""

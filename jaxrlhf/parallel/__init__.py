@@ -29,6 +29,7 @@ from jaxrlhf.parallel.workload import (
     cache_capacities,
     microbatch_shape_of,
     packed_row_tokens,
+    pipeline_parts,
 )
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "microbatch_shape_of",
     "missing_bytes",
     "packed_row_tokens",
+    "pipeline_parts",
     "recognise",
     "refines",
     "replica_mesh",

@@ -11,6 +11,7 @@ from jaxrlhf.parallel.workload import (
     Workload,
     microbatch_shape_of,
     packed_row_tokens,
+    pipeline_parts,
     rows_with_shared_prompts,
 )
 
@@ -78,7 +79,7 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
     if software.pipeline_parts_per_stage is None:
         whole = (each * microbatches for each in (read, attended))
         return Batch(1, tokens * microbatches, microbatches, row_tokens, *whole)
-    parts = max(1, min(rows, software.pipeline_parts_per_stage * layout.stage))
+    parts = pipeline_parts(rows, stages=layout.stage, per_stage=software.pipeline_parts_per_stage)
     return Batch(microbatches, tokens, parts, row_tokens, read, attended)
 
 

@@ -150,6 +150,7 @@ class MicrobatchShape:
 _SIZES = 8
 _ROUND_TOKENS = 64
 _PIPELINE_PARTS_PER_STAGE = 4
+"""More would shorten an idle time that is below a fifth already, with matrices too small to be fast."""
 WORTH_SHARING = 0.1
 """Of the tokens. Laying out attention apart costs about half of that."""
 
@@ -198,9 +199,13 @@ def microbatch_shape_of(
             filled = groups * group + (shared + (rest - shared) // own * own if rest >= shared + own else 0)
             tokens = min(tokens, max(row_tokens, -(-filled // _ROUND_TOKENS) * _ROUND_TOKENS))
         return MicrobatchShape(1, tokens)
-    most = min(size, _PIPELINE_PARTS_PER_STAGE * stages)
-    kept = next(count for count in range(most, 0, -1) if size % count == 0)
+    kept = pipeline_parts(size, stages=stages)
     return MicrobatchShape(kept, row_tokens * (size // kept))
+
+
+def pipeline_parts(rows: int, *, stages: int, per_stage: int = _PIPELINE_PARTS_PER_STAGE) -> int:
+    """Parts that rows are cut into for a pipeline: the most, up to so many for each stage, that divide evenly."""
+    return next(count for count in range(min(rows, per_stage * stages), 0, -1) if rows % count == 0)
 
 
 def rows_with_shared_prompts(prompts: int, responses: int, own: float, shared: float, *, row_tokens: float) -> int:
