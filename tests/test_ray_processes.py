@@ -133,13 +133,6 @@ def test_what_the_controller_sends_and_loads_is_counted(world):
     assert loaded_bytes() - before[0] == 2 * (3 << 20)  # from each host
 
 
-def test_each_host_can_have_arguments_of_its_own(world):
-    stored = world.call_each("echo", [(1, "a"), (2, "b")], label="world.echo")
-    assert [one.load() for one in stored] == [(1, "a"), (2, "b")]
-    with pytest.raises(ValueError, match=r"world\.echo: 1 tuples of arguments for 2 hosts"):
-        world.call_each("echo", [(1,)], label="world.echo")
-
-
 def test_calls_of_several_threads_overlap_and_are_seen(world):
     stored = []
     thread = threading.Thread(target=lambda: stored.extend(world.call("sleep", 1.5, label="reward.compute")))

@@ -89,17 +89,8 @@ class HostProcesses:
           Exception: What the method raised on a host, with a note of where.
         """
         self._check_open(label)
-        payload = send(args)
-        return self._run([payload] * len(self._actors), method, label, timeout_s)
-
-    def call_each(
-        self, method: str, args_by_host: Sequence[tuple], *, label: str, timeout_s: float | None = None
-    ) -> list[Stored]:
-        """As `call`, with arguments of its own for each host, in order of their rank."""
-        self._check_open(label)
-        if len(args_by_host) != len(self._actors):
-            raise ValueError(f"{label}: {len(args_by_host)} tuples of arguments for {len(self._actors)} hosts")
-        return self._run([send(args) for args in args_by_host], method, label, timeout_s)
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        return self._ask("call", [(method, [send(args)], label)] * len(self._actors), label, deadline)
 
     def status(self) -> list[tuple[Activity, ...] | None]:
         """What each host is doing; None for a host that does not say, held up in C code or stopped."""
@@ -160,10 +151,6 @@ class HostProcesses:
         """Put the processes, whose places these are, in an order."""
         self._actors = [self._actors[index] for index in order]
         self._hosts = [Host(self.name, rank, places[at].node_ip, places[at].pid) for rank, at in enumerate(order)]
-
-    def _run(self, payloads: list[Any], method: str, label: str, timeout_s: float | None) -> list[Stored]:
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        return self._ask("call", [(method, [payload], label) for payload in payloads], label, deadline)
 
     def _ask(self, method: str, args_by_host: Sequence[tuple], label: str, deadline: float) -> list[Any]:
         """Answers of the first hosts, as many as there are arguments for."""
