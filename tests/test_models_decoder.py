@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf import models
 from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.models import linear
 
 CONFIG = ModelConfig(
     family="qwen2",
@@ -247,8 +248,10 @@ def test_eight_devices_say_what_one_says(params, rows):
     assert f"f32[{ROWS},{WIDTH},{inner}]" not in many.as_text()
 
 
-def test_decoding_on_eight_devices(params, rows):
-    """Slots over fsdp, heads over tensor; the cache keeps its layout."""
+@pytest.mark.parametrize("turned_from", [linear.MANY_INPUTS, 1])
+def test_decoding_on_eight_devices(params, rows, turned_from, monkeypatch):
+    """Slots over fsdp, heads over tensor; the cache keeps its layout, whichever factor the weights are."""
+    monkeypatch.setattr(linear, "MANY_INPUTS", turned_from)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     rules = {name: axis for name, axis in MESH_RULES.items() if axis == "tensor"}
     split = jax.device_put(params, sharded(mesh, models.param_dims(CONFIG, "lm"), rules))

@@ -13,6 +13,7 @@ from tiny_checkpoints import build, write
 
 from jaxrlhf import models
 from jaxrlhf.architecture import Experts, LatentAttention, LinearRope, ModelConfig, YarnRope
+from jaxrlhf.models import linear
 from jaxrlhf.models.spread import AttentionRows, Spread
 from jaxrlhf.parallel.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.parallel.rules import TRAIN, shardings
@@ -174,7 +175,9 @@ def through_the_cache(params, token_RW, pipeline=None):
     return jnp.swapaxes(jax.lax.scan(step, cache, jnp.arange(3, WIDTH))[1], 0, 1)
 
 
-def test_decoding_through_the_caches_of_two_stages_is_the_full_forward():
+@pytest.mark.parametrize("turned_from", [linear.MANY_INPUTS, 1])
+def test_decoding_through_the_caches_of_two_stages_is_the_full_forward(turned_from, monkeypatch):
+    monkeypatch.setattr(linear, "MANY_INPUTS", turned_from)
     params, token_RW = drawn(GEMMA), tokens()
     hidden_RWD = hidden_states(params, GEMMA, token_RW)
     mesh = mesh_of({"stage": 2}, jax.devices()[:2])

@@ -148,7 +148,7 @@ class Engine:
     def most_compilations(self) -> int:
         """Bound on `compilations`, whatever is generated."""
         prompts, counts = len(self._prompt_buckets), len(self._slot_counts)
-        states = 1 + 2 * prompts + counts * (counts - 1) // 2
+        states = 2 + 2 * prompts + counts * (counts - 1) // 2
         return states + self._cache.most_compilations(prompts=prompts, counts=counts)
 
     @property
@@ -190,6 +190,7 @@ class Engine:
     def free(self) -> None:
         """Drop the cache, and with it whatever is being generated."""
         self._cache.free()
+        self._layers: list[Params] | None = None
         self._slots: programs.Slots | None = None
         self._cache_version: int | None = None
         self._book = self._blank_book()
@@ -278,15 +279,18 @@ class Engine:
         assert self._cache_version == version, (
             f"the cache of version {self._cache_version} cannot be continued by version {version}"
         )
+        if self._layers is None:
+            self._layers = self._compiled.run(("unstack",), programs.unstack, params, out=None)
         self._cache.hold(self._book.next_tokens_B, self._book.slot_B)
         self._cache.arrays, self._slots, window = self._compiled.run(
             ("decode", len(self._book.slot_B), self._cache.size),
             programs.decode,
+            self._layers,
             params,
             self._cache.arrays,
             self._slots,
             out=(self._cache.layout, self._layout.slots, self._layout.whole),
-            donate=(1, 2),
+            donate=(2, 3),
         )
         self._book.dispatched(window)
 

@@ -247,16 +247,22 @@ def take_rows(leaf: jax.Array, row_GB: Array) -> jax.Array:
     return jax.vmap(lambda part, row_B: part[row_B])(parts, row_GB).reshape(-1, *leaf.shape[1:])
 
 
-def decode(params: Params, cache: Cache, slots: Slots, *, shape: Shape) -> tuple[Cache, Slots, Window]:
+def unstack(params: Params, *, shape: Shape) -> list[Params]:
+    """The layers as `decode` reads them; slices of the stack inside its loop would be copied at every token."""
+    return models.unstack_layers(params, shape.config, pipeline=shape.pipeline)
+
+
+def decode(
+    layers: list[Params], params: Params, cache: Cache, slots: Slots, *, shape: Shape
+) -> tuple[Cache, Slots, Window]:
     """Draw up to `tokens_per_dispatch` tokens in every active slot; stops early when none is left.
 
     Args:
+      layers: From `unstack`, once for all calls.
       cache: Donate it. Active slots must not outgrow it, or their pages.
       slots: Donate it.
     """
     width, count = shape.tokens_per_dispatch, len(slots.token_B)
-    # Slices of stacked weights inside the loop would be copied at every token.
-    layers = models.unstack_layers(params, shape.config, pipeline=shape.pipeline)
     window = Window(
         jnp.full((width + 1, count), NO_TOKEN, jnp.int32).at[0].set(slots.token_B),
         jnp.zeros((width + 1, count), jnp.float32).at[0].set(slots.logp_B),

@@ -18,7 +18,7 @@ from jaxrlhf.models.attention import XLA, Attention
 from jaxrlhf.models.cache import Cache, Prefix, empty_prefix
 from jaxrlhf.models.chunks import Chunk, written
 from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
-from jaxrlhf.models.layer import join_projections, layer_rows, layer_slots
+from jaxrlhf.models.layer import for_slots, layer_rows, layer_slots
 from jaxrlhf.models.norm import norm
 from jaxrlhf.models.own_model import replaceable
 from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
@@ -338,8 +338,7 @@ def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | 
 
     def unstack(layers):
         count = len(jax.tree.leaves(layers)[0])
-        separate = [jax.tree.map(lambda leaf: leaf[index], layers) for index in range(count)]  # noqa: B023
-        return [{**layer, "attention": join_projections(layer["attention"])} for layer in separate]
+        return [for_slots(jax.tree.map(lambda leaf: leaf[index], layers)) for index in range(count)]  # noqa: B023
 
     if pipeline is not None:
         each = PartitionSpec(pipeline.axes)

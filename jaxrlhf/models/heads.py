@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Float32, Int
 from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
-from jaxrlhf.models.linear import transposed_product
+from jaxrlhf.models.linear import few_rows_product, transposed_product
 from jaxrlhf.models.own_model import AnyModel, replaceable
 
 CHUNK_TOKENS = 512
@@ -34,7 +34,8 @@ def logits(params: Params, config: AnyModel, hidden_D: Float[Array, "*batch D"])
 def padded_logits(params: Params, config: AnyModel, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
     """The same for every row of the table, so that it splits evenly; -inf for those that pad it."""
     table_VD = table(params, config).astype(hidden_D.dtype)
-    logit_V = jnp.einsum("...D,VD->...V", hidden_D, table_VD, preferred_element_type=jnp.float32)
+    hidden_TD = hidden_D.reshape(-1, hidden_D.shape[-1])
+    logit_V = few_rows_product(hidden_TD, table_VD, jnp.float32).reshape(*hidden_D.shape[:-1], -1)
     return _masked(_cap(logit_V, config.final_logit_softcapping), config.vocab_size, -jnp.inf)
 
 

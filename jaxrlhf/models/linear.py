@@ -1,5 +1,6 @@
 """Products of activations with weights, which may be quantised and may have an adapter."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from jax import lax
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.quantized import Quantized
+
+MANY_INPUTS = 512
+"""From so many on, a weight is the left factor in products of few tokens on CPU."""
 
 
 @struct.dataclass
@@ -34,7 +38,23 @@ class Adapted:
     adapter: Adapter
 
 
-def project(input_D: Array, weight: Array | Quantized | Adapted, *, dims: int = 1) -> Array:
+@struct.dataclass
+class Turned:
+    """A weight with its outputs first, as products of few tokens read it fastest on CPU.
+
+    Attributes:
+      weight_FD: All of its outputs as one dimension, all of its inputs as the other.
+      outputs: Its output dimensions.
+    """
+
+    weight_FD: Any
+    outputs: tuple[int, ...] = struct.field(pytree_node=False)
+
+
+Weight = Array | Quantized | Adapted
+
+
+def project(input_D: Array, weight: Weight | Turned, *, dims: int = 1) -> Array:
     """Contract the last `dims` dimensions of the input with the first of the weight, in the input's dtype.
 
     An adapter is applied beside its weight; their sum is never made:
@@ -49,21 +69,46 @@ def project(input_D: Array, weight: Array | Quantized | Adapted, *, dims: int = 
         adapter = weight.adapter
         narrow_R = adapter.scale * project(input_D, adapter.down, dims=dims)
         return project(input_D, weight.weight, dims=dims) + project(narrow_R, adapter.up)
-    kept, inner = input_D.shape[: input_D.ndim - dims], weight.shape[:dims]
-    size = 1
-    for each in inner:
-        size *= each
-    input_TD = input_D.reshape(-1, size)
+    kept, inner = input_D.shape[: input_D.ndim - dims], input_D.shape[input_D.ndim - dims :]
+    input_TD = input_D.reshape(-1, math.prod(inner))
+    if isinstance(weight, Turned):
+        return few_rows_product(input_TD, weight.weight_FD.astype(input_D.dtype)).reshape(*kept, *weight.outputs)
     if isinstance(weight, Quantized):
         output_TF = _frozen_product(input_TD, weight)
     else:
-        output_TF = _product(input_TD, weight.astype(input_D.dtype).reshape(size, -1))
+        output_TF = _product(input_TD, weight.astype(input_D.dtype).reshape(input_TD.shape[1], -1))
     return output_TF.reshape(*kept, *weight.shape[dims:])
 
 
-def side_by_side(
-    weights: Sequence[Array | Quantized | Adapted], join: Callable[[list[Array]], Array]
-) -> Array | Quantized | Adapted:
+def for_few_tokens(weight: Weight, *, dims: int = 1) -> Weight | Turned:
+    """The weight as a decode loop wants it: on CPU with its outputs first, elsewhere as it is.
+
+    Args:
+      dims: Of its dimensions, those of its inputs.
+    """
+    if isinstance(weight, Adapted):
+        return Adapted(for_few_tokens(weight.weight, dims=dims), weight.adapter)
+    inputs, outputs = weight.shape[:dims], weight.shape[dims:]
+    if isinstance(weight, Quantized) or not _reads_rows(math.prod(inputs)):
+        return weight
+    return Turned(weight.reshape(-1, math.prod(outputs)).T, outputs)
+
+
+def few_rows_product(input_TD: Array, weight_FD: Array, dtype: Any = None) -> Array:
+    """`input @ weight.T`; on CPU as the transpose of `weight @ input.T`, which reads large weights twice as fast."""
+    if not _reads_rows(weight_FD.shape[1]):
+        return jnp.einsum("TD,FD->TF", input_TD, weight_FD, preferred_element_type=dtype)
+    output_FT = jnp.einsum("FD,TD->FT", weight_FD, input_TD, preferred_element_type=dtype)
+    # Without a barrier XLA would merge the transposes, and be back at the other product.
+    return lax.optimization_barrier(output_FT).T
+
+
+def _reads_rows(inputs: int) -> bool:
+    """Whether a weight is the left factor: for a few inputs it costs more to transpose the result."""
+    return jax.default_backend() == "cpu" and inputs >= MANY_INPUTS
+
+
+def side_by_side(weights: Sequence[Weight], join: Callable[[list[Array]], Array]) -> Weight:
     """Weights of one input as one; the ranks of their adapters lie one after another.
 
     Args:

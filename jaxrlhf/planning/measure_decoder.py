@@ -194,13 +194,14 @@ def _decode_call(devices: Sequence[jax.Device], model: ModelConfig, size: Decodi
     program = jax.jit(
         partial(programs.decode, shape=shape),
         out_shardings=(layout.cache, layout.slots, layout.whole),
-        donate_argnums=(1, 2),
+        donate_argnums=(2, 3),
     )
+    layers = jax.jit(partial(programs.unstack, shape=shape))(params)
 
     def call() -> Any:
         # As calls go on, slots run past their capacity: nothing is written there, and still all of the cache is read.
         nonlocal cache, slots
-        cache, slots, window = program(params, cache, slots)
+        cache, slots, window = program(layers, params, cache, slots)
         return window
 
     return call

@@ -1,0 +1,88 @@
+"""Products of few tokens with wide weights, which are the left factor on CPU, are the same products."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf import models
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.models import linear
+
+WIDE = 512
+"""Inputs from which on a weight is turned."""
+
+
+def draw(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "turned"),
+    [((WIDE,), (24,), True), ((64, WIDE // 64), (24,), True), ((WIDE,), (2, 3, 4), True), ((WIDE - 1,), (24,), False)],
+)
+def test_a_turned_weight_gives_the_product_of_the_weight(inputs, outputs, turned):
+    weight, tokens = draw(*inputs, *outputs), draw(3, 1, *inputs)
+    prepared = linear.for_few_tokens(jnp.asarray(weight), dims=len(inputs))
+    assert isinstance(prepared, linear.Turned) is turned
+    found = linear.project(jnp.asarray(tokens), prepared, dims=len(inputs))
+    axes = list(range(2, 2 + len(inputs))), list(range(len(inputs)))
+    np.testing.assert_allclose(found, np.tensordot(tokens, weight, axes), rtol=0, atol=2e-4)
+
+
+def test_an_adapter_stays_beside_a_turned_weight():
+    weight, down, up, tokens = draw(WIDE, 24), draw(WIDE, 2), draw(2, 24), draw(5, WIDE)
+    adapted = linear.Adapted(jnp.asarray(weight), linear.Adapter(jnp.asarray(down), jnp.asarray(up), 0.5))
+    prepared = linear.for_few_tokens(adapted)
+    assert isinstance(prepared.weight, linear.Turned)
+    found = linear.project(jnp.asarray(tokens), prepared)
+    np.testing.assert_allclose(found, tokens @ (weight + 0.5 * down @ up), rtol=0, atol=5e-4)
+
+
+def test_the_weight_is_read_as_the_left_factor():
+    """XLA merges a product's transposes into it, and would be back at the slow one."""
+    weight_FD, tokens_TD = jnp.zeros((640, WIDE)), jnp.zeros((8, WIDE))
+    text = jax.jit(linear.few_rows_product).lower(tokens_TD, weight_FD).compile().as_text()
+    [product] = [line for line in text.splitlines() if " dot(" in line]
+    assert "f32[640,8]" in product
+
+
+def test_a_wide_model_decodes_what_its_whole_sequences_say():
+    config = ModelConfig(
+        family="qwen2",
+        vocab_size=48,
+        hidden_size=WIDE,
+        intermediate_size=WIDE + 32,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        qkv_bias=True,
+        tie_embeddings=True,
+    )
+    params = jax.jit(lambda key: models.init_params(config, "lm", key))(jax.random.key(0))
+    layers = models.unstack_layers(params, config)
+    kinds = [type(weight) for weight in (*layers[0]["attention"].values(), *layers[0]["mlp"].values())]
+    assert kinds.count(linear.Turned) == 5  # queries with keys and values, output, gate, up, down
+    token_RW = np.random.default_rng(0).integers(0, 48, (2, 7), dtype=np.int32)
+    position_RW = np.tile(np.arange(7, dtype=np.int32), (2, 1))
+
+    @jax.jit
+    def whole(params):
+        hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, np.ones_like(token_RW))
+        return hidden_RWD @ params["embed"].T
+
+    @jax.jit
+    def one_by_one(layers, params):
+        cache = models.empty_cache(config, slots=2, capacity=8, dtype=jnp.float32)
+
+        def step(cache, place):
+            hidden_BD, cache = models.decode(
+                layers, params, config, jnp.asarray(token_RW)[:, place], jnp.full(2, place), cache
+            )
+            return cache, models.logits(params, config, hidden_BD)
+
+        return jnp.moveaxis(jax.lax.scan(step, cache, jnp.arange(7))[1], 0, 1)
+
+    expected = whole(params)
+    np.testing.assert_allclose(one_by_one(layers, params), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
