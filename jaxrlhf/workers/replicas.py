@@ -61,7 +61,11 @@ class Replicas:
 
     def stacked(self, sharding: NamedSharding) -> NamedSharding:
         """Of arrays of that sharding, one for each replica."""
-        return NamedSharding(self.mesh, PartitionSpec(self.axes, *sharding.spec))
+        return NamedSharding(self.mesh, PartitionSpec(self.axes, *sharding.spec)) if self.axes else sharding
+
+    def stacked_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of arrays of that shape, one for each replica; of one replica there is nothing to stack."""
+        return (self.count, *shape) if self.axes else shape
 
     def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` run by each replica on its part of what the specs divide; all else is the compiler's."""

@@ -70,12 +70,16 @@ class TrainedWorker(ModelWorker):
             self._optimizer, lambda _, sharding: sharding, state, layout, transform_non_params=lambda _: whole
         )
         self.updates = 0
-        replicas = self.replicas.count
-        self._stacked = jax.tree.map(self.replicas.stacked, layout)
+        replicas = self.replicas
+        self._stacked = jax.tree.map(replicas.stacked, layout)
         self._zeros = jax.jit(
-            partial(jax.tree.map, lambda x: jnp.zeros((replicas, *x.shape), x.dtype)), out_shardings=self._stacked
+            partial(jax.tree.map, lambda x: jnp.zeros(replicas.stacked_shape(x.shape), x.dtype)),
+            out_shardings=self._stacked,
         )
-        self._sum = jax.jit(partial(jax.tree.map, lambda parts: parts.sum(axis=0)), out_shardings=layout)
+        self._sum: Callable[[Params], Params] = lambda gradient: gradient
+        if replicas.axes:
+            add_up = partial(jax.tree.map, lambda parts: parts.sum(axis=0))
+            self._sum = jax.jit(add_up, out_shardings=layout)
         self._apply = jax.jit(
             self._apply_gradient, donate_argnums=(0, 1), out_shardings=(layout, self._state_layout, whole)
         )
@@ -145,7 +149,7 @@ class TrainedWorker(ModelWorker):
                     return token_loss.sum(), {**sums, "tokens": mask.sum(dtype=jnp.float32)}
 
                 (total, sums), change = jax.value_and_grad(loss, has_aux=True)(trained)
-                gradient = jax.tree.map(lambda parts, part: parts + part[None], gradient, change)
+                gradient = jax.tree.map(lambda parts, part: parts + part.reshape(parts.shape), gradient, change)
                 return gradient, jax.lax.psum({**sums, "loss": total}, self.replicas.axes)
 
             whole, each = PartitionSpec(), self.replicas.each
