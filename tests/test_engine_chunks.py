@@ -1,0 +1,115 @@
+"""An engine that runs long prompts in chunks gives what one gives that runs them whole."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf import models
+from jaxrlhf.architecture import Experts, ModelConfig
+from jaxrlhf.config import Sampling
+from jaxrlhf.engine import Engine, Request
+from jaxrlhf.parallel import GENERATE, SLOT_AXES, mesh_of, shardings
+
+WINDOWS = ModelConfig(
+    family="qwen3",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    sliding_window=9,
+    sliding_layers=(True, False),
+)
+MIXTURE = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    experts=Experts(6, 2, 8),
+)
+LONGEST_PROMPT, LONGEST_RESPONSE = 40, 8
+
+
+def build(model, monkeypatch, *, chunks: bool, pages: bool = False, **sizes: int) -> Engine:
+    """With chunks, prompts of more than 16 tokens are run six at a time, in buckets of 24, 32 and 40."""
+    if chunks:
+        monkeypatch.setattr("jaxrlhf.engine.engine.PREFILL_TOKENS", 16)
+        monkeypatch.setattr("jaxrlhf.engine.engine.CHUNK_TOKENS", 6)
+    mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
+    engine = Engine(
+        model,
+        mesh,
+        slots=4,
+        max_prompt_tokens=LONGEST_PROMPT,
+        max_response_tokens=LONGEST_RESPONSE,
+        stop_tokens=(3,),
+        decode_tokens_per_dispatch=4,
+        dtype=jnp.float32,
+        slot_axes=SLOT_AXES,
+        kv_head_axis="tensor",
+        stage_axis="stage",
+        attention=models.Attention(pages="xla", mesh=mesh, row_axes=SLOT_AXES, head_axes=("tensor",))
+        if pages
+        else models.XLA,
+        records_routing=model.experts is not None,
+    )
+    params = models.init_params(model, "lm", jax.random.key(3))
+    params = jax.tree.map(lambda leaf: 0.2 * leaf / leaf.std() if leaf.std() > 0 else leaf, params)
+    layout = shardings(mesh, models.param_dims(model, "lm"), GENERATE)
+    engine.load(jax.device_put(params, layout), version=0)
+    return engine
+
+
+def requests(*lengths: int) -> list[Request]:
+    """Two to each prompt, more than there are slots."""
+    rng = np.random.default_rng(sum(lengths))
+    prompts = [tuple(rng.integers(4, 32, length).tolist()) for length in lengths]
+    return [Request(2 * group + i, prompt, group) for group, prompt in enumerate(prompts) for i in range(2)]
+
+
+def greedy(engine: Engine, *lengths: int):
+    return engine.generate(requests(*lengths), Sampling(greedy=True), seed=0)
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.logps, other.logps, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with pytest.MonkeyPatch.context() as patch:
+        return greedy(build(WINDOWS, patch, chunks=False), 7, 36, 33, 40)
+
+
+@pytest.mark.parametrize(
+    ("pages", "sizes"),
+    [(False, {"data": 2, "stage": 2, "tensor": 2}), (True, {"data": 4, "tensor": 2})],
+    ids=["slots and stages", "pages"],
+)
+def test_eight_devices_in_chunks_generate_what_one_does_whole(expected, pages, sizes, monkeypatch):
+    engine = build(WINDOWS, monkeypatch, chunks=True, pages=pages, **sizes)
+    assert_same(greedy(engine, 7, 36, 33, 40), expected)
+
+
+def test_experts_are_recorded_and_no_other_length_recompiles(monkeypatch):
+    expected = greedy(build(MIXTURE, monkeypatch, chunks=False), 7, 36, 33, 40)
+    engine = build(MIXTURE, monkeypatch, chunks=True)
+    found = greedy(engine, 7, 36, 33, 40)
+    assert_same(found, expected)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.choice_TLk, other.choice_TLk)
+    compilations = engine.compilations
+    greedy(engine, 1, 34, 39, 37)
+    assert engine.compilations == compilations <= engine.most_compilations
