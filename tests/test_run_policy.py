@@ -78,6 +78,12 @@ def test_what_cannot_be_exported_is_refused_before_it_is_trained(settings, messa
     assert not (tmp_path / "run").exists()
 
 
+def test_an_export_does_not_take_the_place_of_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file is a file; choose a new directory"):
+        export_policy("run", tmp_path / "file")
+
+
 def test_a_workdir_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"file cannot be written to: .*File exists.*; choose another"):
@@ -243,7 +249,6 @@ def test_resuming_refuses_another_run_and_leaves_this_one_alone(workdir):
         ({"resume": False}, "already holds a run and resume is off"),
         ({"model": replace(config.model, num_layers=3)}, "of num_layers=2, and the configuration has num_layers=3"),
         ({"cold_start": None}, "with cold_start of steps=2, and the configuration has none"),
-        ({"steps": 3}, "is at step 4, past the 3 steps of tiny"),
     ):
         with pytest.raises(ValueError, match=message):
             run(replace(config, **changes))

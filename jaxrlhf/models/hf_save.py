@@ -203,8 +203,10 @@ def copy_description(source: Path, directory: Path, patterns: Sequence[str] = HU
 
 
 def check_new(directory: str | Path) -> Path:
-    """A directory to write to; `ValueError` if it holds files."""
+    """A directory to write to; `ValueError` if it is a file or holds some."""
     directory = Path(directory).expanduser()
+    if directory.is_file():
+        raise ValueError(f"{directory} is a file; choose a new directory")
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty; choose a new directory")
     return directory
