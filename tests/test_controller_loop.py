@@ -11,6 +11,7 @@ from made_steps import done, problem, rollout_of
 
 from jaxrlhf.batch import Scores
 from jaxrlhf.config import GRPO, Arithmetic, Config, FromScratch, Rollout
+from jaxrlhf.controller.log import StageLog
 from jaxrlhf.controller.loop import Loop
 from jaxrlhf.tracking import Call
 
@@ -152,3 +153,12 @@ def test_an_evaluation_of_ones_own_has_metrics_of_its_own():
     events = []
     run(events, algorithm=CountsWords, held_out=[problem(7)])
     assert [event[1:] for event in events if event[0] == "metrics"] == [(1, 1.0), (2, 2.0)]
+
+
+def test_metrics_that_cannot_be_gone_on_with_leave_no_bars_on_the_screen(tmp_path, monkeypatch):
+    consoles = []
+    monkeypatch.setattr("jaxrlhf.controller.log.RunConsole", lambda **settings: consoles.append(settings))
+    (tmp_path / "metrics.jsonl").write_text('no json\n{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1, is not a JSON object"):
+        StageLog(tmp_path, steps=3, first_step=2)
+    assert not consoles

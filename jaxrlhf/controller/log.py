@@ -50,18 +50,15 @@ class StageLog:
     def __init__(self, directory: Path, *, steps: int, first_step: int, loggers: Sequence[Logger] = ()) -> None:
         resumed = first_step or None
         self._directory = directory
-        self.console = RunConsole(steps=steps, first_step=first_step)
-        self._metrics = MetricsWriter(
-            [
-                JsonLines(directory / METRICS, resumed_step=resumed),
-                TensorBoard(directory / "tensorboard", resumed_step=resumed),
-                self.console,
-            ]
-        )
+        metrics = JsonLines(directory / METRICS, resumed_step=resumed)
+        board = TensorBoard(directory / "tensorboard", resumed_step=resumed)
         self._loggers = loggers
         self._samples = SampleFile(directory / SAMPLES, resumed_step=resumed)
         self._evaluation = SampleFile(directory / EVALUATION, resumed_step=resumed)
         self._timeline = TimelineFile(directory / TIMELINE, resumed=resumed is not None)
+        # Last: from here on its bars are on the screen, and a file that is refused would leave them there.
+        self.console = RunConsole(steps=steps, first_step=first_step)
+        self._metrics = MetricsWriter([metrics, board, self.console])
         self._start_s = time.perf_counter()
         self._steps: list[StepCalls] = []
         self._outside: list[Call] = []
