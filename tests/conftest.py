@@ -28,11 +28,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _LONGEST = (
-    *("test_learning", "test_run_ray_failures", "test_run_ray", "test_learning_rivals", "test_algorithms_learn"),
-    *("test_run_resume", "test_learning_preference", "test_run_resume_algorithms", "test_run_lora", "test_run_pools"),
-    *("test_workers_lora", "test_models_families", "test_models_transformers", "test_run_auto", "test_own_model"),
-    *("test_algorithms_prime", "test_run_devices", "test_checkpoint_pretrained", "test_algorithms_safe_rlhf"),
-    *("test_workers_gradient", "test_run_gsm8k", "test_run_policy", "test_models_experts", "test_run_policy_losses"),
+    *("test_algorithms_learn", "test_learning", "test_run_ray", "test_run_ray_failures", "test_run_resume_algorithms"),
+    *("test_learning_rivals", "test_run_lora", "test_run_resume", "test_learning_preference", "test_run_pools"),
+    *("test_workers_gradient", "test_workers_lora", "test_models_transformers", "test_models_families"),
+    *("test_run_auto", "test_own_model", "test_run_devices", "test_checkpoint_pretrained", "test_run_gsm8k"),
+    *("test_run_policy", "test_models_experts", "test_run_policy_losses"),
 )
 """Files that take long in either tier, the longest first."""
 
@@ -56,4 +56,28 @@ def programs(compiled: Path) -> Iterator[None]:
     from placed_runs import compiled_once
 
     with compiled_once(compiled):
+        yield
+
+
+@pytest.fixture(scope="module")
+def unoptimised() -> Iterator[None]:
+    """In modules that ask for this, LLVM leaves machine code as it comes: programs are run once or twice.
+
+    That is a third of the seconds of such a module. XLA's own passes, which decide what is computed, stay.
+    """
+    name = "jax_disable_most_optimizations"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.fixture(scope="module")
+def undrawn() -> Iterator[None]:
+    """In modules that ask for this, runs draw no pictures at their end, a second of each; others look at them."""
+    from jaxrlhf.controller import log
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("save_learning_curve", "save_step_picture"):
+            patch.setattr(log, name, lambda source, png, title: png)
         yield

@@ -15,6 +15,7 @@ import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import further_roles
 from jax._src import xla_bridge
 from learning_run import learning
 from test_extending import readmes_algorithm
@@ -47,9 +48,9 @@ SAVED_EVERY = 2
 
 @dataclass(frozen=True)
 class Case:
-    """An algorithm and when its run dies: at the so many-th gradient of a role, computed and not applied yet."""
+    """A run and when it dies: at the so many-th gradient of a role, computed and not applied yet."""
 
-    algorithm: Algorithm
+    config: Config
     role: str = "actor"
     gradients: int = 5
 
@@ -57,17 +58,19 @@ class Case:
 def cases(folder: Path) -> dict[str, Case]:
     """By name; the file that README shows is written to the folder."""
     adaptive = KLInLoss(adaptive=AdaptiveKL(target=0.01, horizon=200))
+    vapo = VAPO(responses_per_update=64, critic=training(), critic_warmup_steps=3, length_scale=1.0)
     own = jaxrlhf.load(readmes_algorithm(folder)).algorithm
     return {
-        "a KL coefficient that adapts": Case(GRPO(responses_per_update=64, kl=adaptive)),
+        "a KL coefficient that adapts": Case(config_of(GRPO(responses_per_update=64, kl=adaptive))),
         # In step 4, the first that trains the policy; what is saved is of step 2.
-        "VAPO": Case(
-            VAPO(responses_per_update=64, critic=training(), critic_warmup_steps=3, length_scale=1.0), gradients=1
-        ),
-        "DAPO": Case(DAPO(responses_per_update=64)),
-        "DPO": Case(DPO(pairs_per_update=8)),
-        "RewardModel": Case(RewardModel(pairs_per_update=8, critic=training()), role="critic"),
-        "the file that README shows": Case(replace(own, responses_per_update=64)),
+        "VAPO": Case(config_of(vapo), gradients=1),
+        "DAPO": Case(config_of(DAPO(responses_per_update=64))),
+        "DPO": Case(config_of(DPO(pairs_per_update=8))),
+        "RewardModel": Case(config_of(RewardModel(pairs_per_update=8, critic=training())), role="critic"),
+        "the file that README shows": Case(config_of(replace(own, responses_per_update=64))),
+        # Two updates a step; what is saved is of step 2.
+        "PRIME": Case(replace(further_roles.config_of("PRIME"), steps=STEPS), gradients=7),
+        "SafeRLHF": Case(replace(further_roles.config_of("SafeRLHF"), steps=STEPS), gradients=7),
     }
 
 
@@ -112,7 +115,7 @@ def forked(case: Case, workdir: Path, *, dies: bool) -> int:
     try:
         if dies:
             die_at(case, workdir)
-        code = 0 if run(replace(config_of(case.algorithm), workdir=str(workdir))).finished else 1
+        code = 0 if run(replace(case.config, workdir=str(workdir))).finished else 1
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -16,7 +16,7 @@ from jaxrlhf.controller.policy import evaluate_policy
 
 README = "the file that README shows"
 EVERY_SEED = pytest.mark.parametrize("seed", range(3))
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,10 @@
-"""PRIME: which prompts are trained on, what rewards tokens, and a run that goes on as it was."""
+"""PRIME: which prompts are trained on, and what rewards tokens."""
 
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from cut_runs import whole_and_resumed
 from made_steps import Made, done, rollout_of
 from tiny_runs import get_config, training
 
@@ -149,15 +148,3 @@ def test_its_second_model_is_planned_as_a_trained_language_model():
         ("process_reward", "lm", True),
         ("reference", "lm", False),
     ]
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_from_its_process_reward_model(tmp_path):
-    whole, resumed = whole_and_resumed("PRIME", tmp_path)
-    assert resumed == whole
-    assert whole[0]["process/log_ratio"] < 1e-5, "it starts as the reference"
-    assert all(record["process/log_ratio"] > 1e-3 for record in whole[1:])
-    losses = [record["process_reward/loss"] for record in whole]
-    assert losses[0] == pytest.approx(math.log(2), abs=0.05) and len(set(losses)) == len(losses)
-    assert all(record["process_reward/grad_norm"] > 0 for record in whole)
-    assert all(abs(record["policy/kl_old_first"]) < 1e-5 for record in whole)

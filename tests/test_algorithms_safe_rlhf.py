@@ -1,4 +1,4 @@
-"""Safe RLHF: what a step makes of rewards and costs, examples among responses, and a run that goes on as it was."""
+"""Safe RLHF: what a step makes of rewards and costs, and examples among responses."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,6 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from cut_runs import whole_and_resumed
 from made_steps import problem, rollout_of
 from tiny_runs import get_config, training
 
@@ -238,15 +237,3 @@ def test_its_models_are_planned_and_placed_as_two_critics():
     assert replace(config, pools=apart, offload=("cost_critic.optimizer",)).pools == apart
     with pytest.raises(ValueError, match="pools do not place cost_critic"):
         replace(config, pools=apart[:1])
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_from_its_multiplier_both_critics_and_its_examples(tmp_path):
-    whole, resumed = whole_and_resumed("SafeRLHF", tmp_path)
-    assert resumed == whole
-    assert len({record["cost/multiplier"] for record in whole}) == len(whole)
-    for name in ("critic/loss", "cost_critic/loss", "value/loss", "cost_value/loss", "actor/loss", "ptx/loss"):
-        values = [record[name] for record in whole]
-        assert all(map(math.isfinite, values)) and len(set(values)) == len(values), name
-    assert whole[-1]["ptx/loss"] < whole[0]["ptx/loss"]
-    assert all(abs(record["policy/kl_old_first"]) < 1e-5 for record in whole)

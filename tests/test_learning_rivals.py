@@ -1,35 +1,39 @@
 """Safe RLHF keeps to its limit where PPO does not, and PRIME fails less often than what sees outcomes alone."""
 
-import os
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tiny_runs import records
 
-PROGRAM = Path(__file__).with_name("rival_runs.py")
-pytestmark = pytest.mark.slow
+import jaxrlhf
+from jaxrlhf.config import PPO, RLOO, Config
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 
 
-@pytest.fixture(scope="module")
-def learnt(tmp_path_factory):
-    """The metrics of a rival's run from a seed; the first run of each rival compiles."""
-    folder = tmp_path_factory.mktemp("rivals")
-    ours = {name: value for name, value in os.environ.items() if name not in ("NPROC", "JAX_PLATFORMS")}
-    cache = {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
+def config_of(name: str, seed: int) -> Config:
+    """Safe RLHF and PRIME as they ship; PPO and RLOO with all that they have in common with those."""
+    config = jaxrlhf.load("safe_rlhf_digits" if name in ("SafeRLHF", "PPO") else "prime_letters")
+    given = config.algorithm
+    match name:
+        case "PPO":
+            rival = PPO(lam=given.lam, responses_per_update=given.responses_per_update, critic=given.critic)
+            config = replace(config, algorithm=rival)
+        case "RLOO":
+            config = replace(config, algorithm=RLOO(responses_per_update=given.responses_per_update, kl=None))
+    assert type(config.algorithm).__name__ == name
+    return replace(config, name=name, seed=seed, compute_dtype="float32", devices=1)
 
-    def run(name: str, seed: int) -> list[dict]:
-        workdir = folder / f"{name}_{seed}"
-        command = [sys.executable, str(PROGRAM), name, str(seed), str(workdir)]
-        done = subprocess.run(command, env={**ours, **cache}, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stderr
-        logged = records(workdir / "metrics.jsonl")
-        assert len({record["compile/count"] for record in logged}) == 1
-        return logged
 
-    return run
+def learnt(name: str, seed: int, folder: Path) -> list[dict]:
+    """The metrics of a rival's run from a seed."""
+    workdir = folder / f"{name}_{seed}"
+    assert jaxrlhf.run(replace(config_of(name, seed), workdir=str(workdir))).finished
+    logged = records(workdir / "metrics.jsonl")
+    assert len({record["compile/count"] for record in logged}) == 1
+    return logged
 
 
 def last(logged: list[dict], name: str, *, steps: int = 8) -> float:
@@ -38,8 +42,8 @@ def last(logged: list[dict], name: str, *, steps: int = 8) -> float:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_safe_rlhf_meets_its_limit_and_keeps_the_reward(learnt, seed):
-    safe, greedy = learnt("SafeRLHF", seed), learnt("PPO", seed)
+def test_safe_rlhf_meets_its_limit_and_keeps_the_reward(seed, tmp_path):
+    safe, greedy = learnt("SafeRLHF", seed, tmp_path), learnt("PPO", seed, tmp_path)
     assert last(greedy, "score/format_3") >= 0.8, "PPO is to be tempted by what costs"
     assert last(safe, "cost/mean") <= 0.1
     for logged in (safe, greedy):
@@ -48,10 +52,10 @@ def test_safe_rlhf_meets_its_limit_and_keeps_the_reward(learnt, seed):
     assert last(safe, "cost/unsafe_fraction") == pytest.approx(last(safe, "cost/mean"))
 
 
-def test_prime_fails_half_as_often_as_rloo_after_as_many_steps(learnt):
+def test_prime_fails_half_as_often_as_rloo_after_as_many_steps(tmp_path):
     failed = {}
     for name in ("PRIME", "RLOO"):
-        of_seeds = [learnt(name, seed) for seed in range(3)]
+        of_seeds = [learnt(name, seed, tmp_path) for seed in range(3)]
         assert all(last(logged[:8], "score/mean") <= 0.5 for logged in of_seeds)
         failed[name] = [1 - last(logged, "score/mean", steps=20) for logged in of_seeds]
     # One seed can be lucky or not: its first right responses come sooner or later.

@@ -6,7 +6,7 @@ import pytest
 from placed_runs import assert_same_numbers, run
 from tiny_runs import numbers
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 
 STEPS = 4
 

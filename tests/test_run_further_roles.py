@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-import cut_runs
+import further_roles
 import pytest
 from placed_runs import assert_same_numbers
 from tiny_runs import get_config, numbers, training
@@ -10,7 +10,7 @@ from tiny_runs import get_config, numbers, training
 import jaxrlhf
 from jaxrlhf.config import GRPO, Checkpointing, FromScratch, RayCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 
 ACTOR = {"fsdp": 4, "tensor": 2, "generation_tensor": 1}
 CLUSTER = RayCluster(devices_per_host=4, platform="cpu", call_timeout_s=300.0)
@@ -24,7 +24,7 @@ def run(config, workdir, **settings):
 
 @pytest.mark.parametrize("name", ["SafeRLHF", "PRIME"])
 def test_eight_devices_give_the_numbers_of_one(name, tmp_path):
-    config = cut_runs.config_of(name)
+    config = further_roles.config_of(name)
     one = run(config, tmp_path / "one")
     if name == "SafeRLHF":
         roles = {"critic": training(fsdp=8), "cost_critic": training(fsdp=2, tensor=4)}

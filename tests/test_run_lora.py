@@ -20,7 +20,7 @@ from jaxrlhf.controller.policy import evaluate_policy, export_policy
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.usefixtures("programs"),
+    pytest.mark.usefixtures("programs", "undrawn"),
     pytest.mark.filterwarnings(
         "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # of transformers, which peft reads
     ),

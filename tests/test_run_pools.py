@@ -4,7 +4,7 @@ import pytest
 from placed_runs import APART, SPLIT, assert_same_numbers, run
 from tiny_runs import records
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 
 
 @pytest.fixture(scope="module")

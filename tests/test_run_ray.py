@@ -20,7 +20,7 @@ from jaxrlhf.hosts import connect, disconnect, stored
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers import Stage, launch, ray_backend, response_texts
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 
 STEPS = 3
 CLUSTER = RayCluster(devices_per_host=4, platform="cpu", call_timeout_s=300.0)

@@ -1,6 +1,7 @@
 """Whatever an algorithm carries from step to step: killed and gone on with, its run gives the same numbers."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -12,6 +13,27 @@ import pytest
 from tiny_runs import numbers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+
+
+def prime_moves(logged: list[dict]) -> bool:
+    losses = [record["process_reward/loss"] for record in logged]
+    assert logged[0]["process/log_ratio"] < 1e-5, "it starts as the reference"
+    assert all(record["process/log_ratio"] > 1e-3 for record in logged[1:])
+    assert losses[0] == pytest.approx(math.log(2), abs=0.05)
+    assert all(record["process_reward/grad_norm"] > 0 for record in logged)
+    assert all(abs(record["policy/kl_old_first"]) < 1e-5 for record in logged)
+    return len(set(losses)) == len(losses)
+
+
+def safe_rlhf_moves(logged: list[dict]) -> bool:
+    for name in ("critic/loss", "cost_critic/loss", "value/loss", "cost_value/loss", "actor/loss", "ptx/loss"):
+        values = [record[name] for record in logged]
+        assert all(map(math.isfinite, values)) and len(set(values)) == len(values), name
+    assert logged[-1]["ptx/loss"] < logged[0]["ptx/loss"]
+    assert all(abs(record["policy/kl_old_first"]) < 1e-5 for record in logged)
+    return len({record["cost/multiplier"] for record in logged}) == len(logged)
+
+
 MOVES = {
     "a KL coefficient that adapts": lambda logged: len({record["kl/coefficient"] for record in logged}) > 3,
     "VAPO": lambda logged: (
@@ -22,6 +44,8 @@ MOVES = {
     "DPO": lambda logged: len({record["preference/margin"] for record in logged}) > 3,
     "RewardModel": lambda logged: len({record["preference/margin"] for record in logged}) > 3,
     "the file that README shows": lambda logged: len({record["score/mean"] for record in logged}) > 2,
+    "PRIME": prime_moves,  # its process reward model
+    "SafeRLHF": safe_rlhf_moves,  # its multiplier, both critics and its examples
 }
 """What shows in the numbers of a case, so that a run which had lost it would have others."""
 
