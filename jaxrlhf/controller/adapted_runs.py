@@ -114,10 +114,10 @@ class AdaptedRun:
         """Write the adapters alone, with the tokenizer.
 
         Raises:
-          ValueError: As `base_of`.
+          ValueError: As `checkpoint_of`.
         """
-        base = base_of(self.model, cold_start=self.cold_start is not None)
-        save_adapters(adapters, config, head, self.lora, directory, model=base.path, dtype=jnp.dtype(dtype))
+        source = checkpoint_of(self.model, cold_start=self.cold_start is not None)
+        save_adapters(adapters, config, head, self.lora, directory, model=source.path, dtype=jnp.dtype(dtype))
         tokenizer.save_pretrained(directory)
         size = (directory / WEIGHTS).stat().st_size
         progress(size, size)
@@ -129,7 +129,7 @@ class AdaptedRun:
         return step
 
 
-def base_of(model: Model, *, cold_start: bool) -> Pretrained:
+def checkpoint_of(model: Model, *, cold_start: bool) -> Pretrained:
     """The checkpoint that adapters belong to which are written alone.
 
     Raises:

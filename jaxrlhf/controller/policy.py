@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Sampling
-from jaxrlhf.controller.adapted_runs import SUFFIX, AdaptedRun, base_of, placed
+from jaxrlhf.controller.adapted_runs import SUFFIX, AdaptedRun, checkpoint_of, placed
 from jaxrlhf.controller.evaluation import evaluate
 from jaxrlhf.controller.log import to_samples
 from jaxrlhf.controller.placement import placed_for_evaluation
@@ -90,7 +90,7 @@ def check_exportable(config: Config) -> None:
     training = config.algorithm.training(config)
     role = "actor" if "actor" in training else "critic"
     if training[role].lora is not None:
-        base_of(config.model, cold_start=config.cold_start is not None)
+        checkpoint_of(config.model, cold_start=config.cold_start is not None)
 
 
 def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: int) -> Metrics:
