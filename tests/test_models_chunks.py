@@ -153,7 +153,9 @@ def test_memory_beside_the_prefix_is_that_of_a_chunk():
     def temp_bytes(width, chunk_tokens):
         rows = jax.ShapeDtypeStruct((1, width), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         program = to_read(prefill.lower(DENSE, params, *rows, chunk_tokens=chunk_tokens))
-        return program.memory_analysis().temp_size_in_bytes
+        memory = program.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
 
     short, long, whole = temp_bytes(1024, 64), temp_bytes(4096, 64), temp_bytes(4096, None)
     assert long < 1.1 * short
