@@ -25,7 +25,7 @@ from jaxrlhf.hosts import HostDied, HostFailure, HostHung, HostProcesses, connec
 from jaxrlhf.hosts.failure import Host
 from jaxrlhf.workers import ray_backend
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 
 TESTS = Path(__file__).parent
 STEPS = 4
@@ -35,6 +35,13 @@ CLUSTER = RayCluster(devices_per_host=1, platform="cpu", call_timeout_s=300.0)
 POOLS = (Pool("policy", 1, ("actor",)), Pool("value", 1, ("critic", "reference", "reward")))
 MOMENTS = {"start": 1, "generate_sequences": 2, "update_actor": 2, "save": 6, "any call": 20}
 """Calls that a host is killed in, or soon after; and how many of them to choose from after a launch."""
+SMALLEST = """
+from learning_run import learning
+from jaxrlhf.config import GRPO
+
+def get_config():
+    return learning(GRPO, kl=None)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -160,20 +167,22 @@ def test_a_host_that_sleeps_for_ever_is_found(undisturbed, tmp_path, monkeypatch
 
 
 def test_what_the_user_reads_after_a_kill(tmp_path):
-    arguments = f"--config {TESTS / 'tiny_runs.py'} --workdir {tmp_path} --cluster ray --devices 2 --cold-start None"
+    config = tmp_path / "smallest.py"
+    config.write_text(SMALLEST)
+    arguments = f"--config {config} --workdir {tmp_path / 'run'} --cluster ray --devices 2 --steps 500"
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "jaxrlhf.train", *arguments.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(TESTS)},
     )
     shown = ""
-    while "step 1/6" not in shown:
+    while not re.search(r"step +1/500", shown):
         line = process.stdout.readline()
         assert line, process.stderr.read()
         shown += line
-    log = tmp_path / "hosts" / "all-1.log"
+    log = tmp_path / "run" / "hosts" / "all-1.log"
     pid = int(re.search(r"pid (\d+)", log.read_text())[1])
     os.kill(pid, signal.SIGKILL)
     start = time.monotonic()
