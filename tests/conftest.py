@@ -66,7 +66,7 @@ def unoptimised() -> Iterator[None]:
     That is a third of the seconds of such a module. XLA's own passes, which decide what is computed, stay.
     """
     name = "jax_disable_most_optimizations"
-    before = getattr(jax.config, name)
+    before = jax.config.read(name)
     jax.config.update(name, True)
     yield
     jax.config.update(name, before)
