@@ -55,6 +55,15 @@ def rows():
     return token_RW, position_RW, np.ones((ROWS, WIDTH), np.int32)
 
 
+def test_no_copy_of_a_weight_waits_for_the_backward_pass(params, rows):
+    forward = functools.partial(hidden, rows=rows, dtype=jnp.bfloat16)
+    kept = jax.tree.leaves(jax.eval_shape(lambda params: jax.vjp(forward, params)[1], params))
+    # No dimension of a weight is a multiple of the width, and each array of tokens has one that is.
+    of_tokens = [any(size % WIDTH == 0 for size in leaf.shape) for leaf in kept]
+    assert any(of_tokens)
+    assert not [leaf for leaf, own in zip(kept, of_tokens, strict=True) if leaf.dtype == jnp.bfloat16 and not own]
+
+
 @functools.partial(jax.jit, static_argnames=("remat", "dtype"))
 def hidden(params, rows, remat=False, dtype=jnp.float32):
     return models.hidden_states(params, CONFIG, *rows, remat=remat, dtype=dtype)

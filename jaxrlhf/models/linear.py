@@ -73,10 +73,7 @@ def project(input_D: Array, weight: Weight | Turned, *, dims: int = 1) -> Array:
     input_TD = input_D.reshape(-1, math.prod(inner))
     if isinstance(weight, Turned):
         return few_rows_product(input_TD, weight.weight_FD.astype(input_D.dtype)).reshape(*kept, *weight.outputs)
-    if isinstance(weight, Quantized):
-        output_TF = _frozen_product(input_TD, weight)
-    else:
-        output_TF = _product(input_TD, weight.astype(input_D.dtype).reshape(input_TD.shape[1], -1))
+    output_TF = _frozen_product(input_TD, weight) if isinstance(weight, Quantized) else _product(input_TD, weight)
     return output_TF.reshape(*kept, *weight.shape[dims:])
 
 
@@ -152,20 +149,27 @@ _frozen_product.defvjp(_frozen_forward, _frozen_backward)
 
 
 @jax.custom_vjp
-def _product(input_TD: Array, weight_DF: Array) -> Array:
-    return jnp.matmul(input_TD, weight_DF)
+def _product(input_TD: Array, weight: Array) -> Array:
+    return jnp.matmul(input_TD, _matrix(weight, input_TD))
 
 
-def _forward(input_TD: Array, weight_DF: Array) -> tuple[Array, tuple[Array, Array]]:
-    return jnp.matmul(input_TD, weight_DF), (input_TD, weight_DF)
+def _forward(input_TD: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    # The weight as it came, or a cast and reshaped copy of every layer's would wait for the backward pass.
+    return _product(input_TD, weight), (input_TD, weight)
 
 
 def _backward(saved: tuple[Array, Array], change_TF: Array) -> tuple[Array, Any]:
-    input_TD, weight_DF = saved
-    return jnp.matmul(change_TF, weight_DF.T), transposed_product(input_TD, change_TF, weight_DF.dtype)
+    input_TD, weight = saved
+    change = transposed_product(input_TD, change_TF, input_TD.dtype).astype(weight.dtype).reshape(weight.shape)
+    return jnp.matmul(change_TF, _matrix(weight, input_TD).T), change
 
 
 _product.defvjp(_forward, _backward)
+
+
+def _matrix(weight: Array, input_TD: Array) -> Array:
+    """In the input's dtype, with all dimensions that are kept as one."""
+    return weight.astype(input_TD.dtype).reshape(input_TD.shape[-1], -1)
 
 
 def transposed_product(input_TD: Array, change_TF: Array, dtype: Any) -> Array:
