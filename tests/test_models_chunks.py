@@ -77,7 +77,6 @@ def test_chunks_give_what_whole_prompts_give(whole, name, chunk_tokens):
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("dense", {"data": 4, "tensor": 2}),
         ("windows and soft caps", {"data": 2, "stage": 2, "tensor": 2}),
         ("latents and experts", {"data": 2, "tensor": 4}),
     ],
