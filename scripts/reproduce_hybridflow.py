@@ -48,6 +48,7 @@ MEGATRON = Software(
     scatters_between_stages=True,
     head_on_last_stage=True,
     adds_gradients=False,
+    decodes_apart=False,
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
     recomputes_logits=False,

@@ -15,6 +15,9 @@ from jaxrlhf.config import (
 from jaxrlhf.parallel.hardware import Hardware
 from jaxrlhf.parallel.plan import Call, Cost, Plan, PlannedPool, Search
 
+HELD_ONCE = {"adds_gradients": False, "decodes_apart": False, "cache_copies": 1.0}
+"""Fields of `Software` of which nothing exists twice."""
+
 
 def a_config(**changes) -> Config:
     """PPO with a reward model, whose updates, lengths and budgets are easy to count."""

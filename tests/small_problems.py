@@ -177,6 +177,7 @@ class Exhaustive:
 
 PLAIN = Software(
     adds_gradients=False,
+    decodes_apart=False,
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
     reads_responses=False,

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from made_plans import machines
+from made_plans import HELD_ONCE, machines
 
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import ROLLOUT, Layout
@@ -24,7 +24,7 @@ TINY_WEIGHTS = 404
 SMALL = ModelConfig("llama", 1000, 1000, 3000, 10, 10, 10, 100)
 SMALL_WEIGHTS = 132_021_000
 WORK = Workload(prompts=4, responses=4, prompt_tokens=4.0, response_tokens=4.0, longest_tokens=10, updates=2)
-PLAIN = Software(adds_gradients=False, cache_copies=1.0, decode_tokens_per_dispatch=None, skips_masked=False)
+PLAIN = Software(**HELD_ONCE, decode_tokens_per_dispatch=None, skips_masked=False)
 """Nothing exists twice, and programs start for free."""
 ACTOR = Role("actor", TINY, "lm", generates=True, passes=0, trained=True)
 REFERENCE = Role("reference", TINY, "lm")

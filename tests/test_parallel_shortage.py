@@ -20,7 +20,12 @@ TINY = ModelConfig("llama", 8, 4, 8, 2, 2, 2, 2)
 TINY_WEIGHTS = 404
 WORK = Workload(prompts=8, responses=8, prompt_tokens=50.0, response_tokens=50.0, longest_tokens=100)
 PLAIN = Software(
-    adds_gradients=False, cache_copies=1.0, decode_tokens_per_dispatch=None, skips_masked=False, shares_prompts=False
+    adds_gradients=False,
+    decodes_apart=False,
+    cache_copies=1.0,
+    decode_tokens_per_dispatch=None,
+    skips_masked=False,
+    shares_prompts=False,
 )
 LEARNER = Role("actor", SMALL, "lm", passes=0, trained=True)
 REFERENCE = Role("reference", TINY, "lm")

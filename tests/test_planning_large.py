@@ -39,6 +39,8 @@ GIB = 2**30
 LLAMA, QWEN = "meta-llama/Llama-3.1-70B-Instruct", "Qwen/Qwen3-235B-A22B"
 MACHINES = {"v5p-128": (64, 95 * GIB), "h100x16x8": (128, 80e9), "h200x16x8": (128, 141e9)}
 """Devices, and the memory of each: a v5p slice is named after its cores, of which a chip has two."""
+FILLED = {LLAMA: 0.7, QWEN: 0.9}
+"""Of a device's memory."""
 WEIGHTS = {LLAMA: 70_553_706_496, QWEN: 235_093_634_560}
 """Of the checkpoint's files."""
 NORMS = {LLAMA: 2 * 8192, QWEN: 2 * 4096 + 2 * 128}
@@ -60,7 +62,7 @@ def planned(request):
     """The model, devices, memory of one, the problem and its best plan."""
     name, machines = request.param
     config = a_run(name)
-    problem = question_of(config, hardware_of(config, machines)).problem
+    problem = question_of(config, replace(hardware_of(config, machines), usable_memory=FILLED[name])).problem
     return name, *MACHINES[machines], problem, search(problem).plans[0]
 
 
@@ -123,15 +125,22 @@ def test_it_fits_by_the_planner_and_by_the_trees(planned):
     assert ([role.name for role in problem.roles], pool.devices) == (["actor", "reference"], devices)
     (masters, train), (copy, generate) = trees(model, layout, devices)
     moments = jax.eval_shape(OPTIMIZER.init, masters)[0]
-    stays = {role: not any(entry.startswith(role) for entry in plan.offload) for role in ("actor", "reference")}
+
+    def stays(part):
+        """Whether it is not offloaded, alone or with all of its role."""
+        return not {part, part.partition(".")[0]} & set(plan.offload)
+
     (_, reference), _ = trees(model, pool.layouts["reference"], devices)
-    frozen = stays["reference"] * held_bytes(copy, reference)
+    frozen = stays("reference.parameters") * held_bytes(copy, reference)
     weights = held_bytes(masters, train)
-    state = weights + held_bytes(moments.mu, train) + held_bytes(moments.nu, train)
+    two_moments = held_bytes(moments.mu, train) + held_bytes(moments.nu, train)
     # While it is updated there are a microbatch's gradient and the sum of all.
-    updating = state + 2 * weights + frozen
+    updating = weights + two_moments + 2 * weights + frozen
     cache = cache_bytes(model, plan, layout, devices)
-    generating = stays["actor"] * state + held_bytes(copy, generate) + frozen + cache
+    # Decoding has the layers apart, beside the stack.
+    apart = held_bytes(copy["layers"], generate["layers"])
+    idle = stays("actor.parameters") * weights + stays("actor.optimizer") * two_moments
+    generating = idle + held_bytes(copy, generate) + apart + frozen + cache
     # Norm scales are divided over stages alone, and routers not over tensor shards.
     norms, routers, last = model.num_layers * NORMS[name], model.num_layers * ROUTER[name], model.hidden_size
     shards = layout.fsdp * layout.expert * layout.stage
@@ -139,7 +148,7 @@ def test_it_fits_by_the_planner_and_by_the_trees(planned):
     assert weights == 4 * (matrices + routers / shards + norms / layout.stage + last)
     if pool.peak_during == "actor generate":
         # The planner splits these like everything else.
-        assert pool.peak_bytes == pytest.approx(generating, abs=4 * routers + 24 * (norms + last))
+        assert pool.peak_bytes == pytest.approx(generating, abs=8 * routers + 26 * (norms + last))
     else:
         assert max(updating, generating) < pool.peak_bytes
     assert pool.peak_bytes <= problem.hardware.usable_memory * memory_bytes
@@ -162,10 +171,10 @@ def test_no_table_is_whole_on_any_device(planned):
 
 
 @pytest.mark.parametrize(
-    ("machines", "usable", "generates"), [("h100x16x8", 0.9, True), ("h100x16x8", 0.7, False), ("v5p-128", 0.9, False)]
+    ("machines", "usable", "generates"), [("h200x16x8", 0.9, True), ("h100x16x8", 0.7, False), ("v5p-128", 0.9, False)]
 )
 def test_a_mixture_is_planned_with_its_experts_divided_and_is_slower_or_too_large_without(machines, usable, generates):
-    """Generation takes 470 GB in one process: a machine of H100 that is filled to nine tenths, no host of a v5p."""
+    """Generation takes 470 GB, and the layers apart as much once more: a machine of H200, none of H100 or v5p."""
     config = a_run(QWEN)
     problem = question_of(config, replace(hardware_of(config, machines), usable_memory=usable)).problem
     if not generates:
@@ -230,7 +239,9 @@ def test_prefill_and_decoding_have_the_shapes_of_their_cache():
     )
     shape, cache = replace(shape, config=replace(model, num_layers=4)), cache[:4]
     state = jax.eval_shape(lambda: programs.empty_slots(slots=slots, shape=shape))
-    after, _, window = jax.eval_shape(partial(programs.decode, shape=shape), weights, cache, state)
+    layers = jax.eval_shape(partial(programs.unstack, shape=shape), weights)
+    assert len(layers) == 4
+    after, _, window = jax.eval_shape(partial(programs.decode, shape=shape), layers, weights, cache, state)
     assert shapes_of(after) == shapes_of(cache)
     assert window.token_WB.shape == (17, slots)
 

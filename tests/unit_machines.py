@@ -50,6 +50,7 @@ HALVES = Software(
     optimizer_bytes=4,
     compute_bytes=2,
     adds_gradients=False,
+    decodes_apart=False,
     cache_copies=1.0,
     decode_tokens_per_dispatch=None,
     reads_responses=False,

@@ -137,6 +137,11 @@ def weights_generating(model: ModelConfig, layout: Layout) -> float:
     return (model.num_parameters("lm") - routed + routed / layout.expert) / split
 
 
+def weights_apart(model: ModelConfig, layout: Layout) -> float:
+    """Weights of layers alone, of those."""
+    return weights_generating(model, layout) * model.num_layers * model.layer_parameters() / model.num_parameters("lm")
+
+
 def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
     """Keys and values of one token that one device holds."""
     kept = model.num_layers * model.cache_width * itemsize / layout.generation_stage

@@ -19,6 +19,7 @@ from jaxrlhf.parallel.memory import (
     keeps_activations,
     routed_weights,
     training_activation_bytes,
+    weights_apart,
     weights_generating,
     weights_held,
     weights_learnt,
@@ -124,7 +125,7 @@ class Simulator:
             copy = weights_generating(role.model, layout) * each
             as_trained = software.trains_in_compute_dtype or role.lora is not None
             kept = 0.0 if as_trained else idle_parameters
-            generating = kept + copy + idle_optimizer
+            generating = kept + copy + self._apart(role, layout) * each + idle_optimizer
             during = copy + idle_optimizer + (0.0 if as_trained else parameters)
             switch = switch_cost(role.model, layout, software, hardware)
             if switch.seconds:
@@ -156,8 +157,13 @@ class Simulator:
 
     def rollout(self, role: Role, layout: Layout) -> Simulated:
         """A pool that generates with weights sent by the actor; they stay there."""
-        held = weights_generating(role.model, layout) * self._problem.software.compute_bytes
-        return _simulated(layout, (), held, held)
+        each = self._problem.software.compute_bytes
+        held = weights_generating(role.model, layout) * each
+        return _simulated(layout, (), held, held + self._apart(role, layout) * each)
+
+    def _apart(self, role: Role, layout: Layout) -> float:
+        """Weights that are there once more while tokens are decoded."""
+        return weights_apart(role.model, layout) if self._problem.software.decodes_apart else 0.0
 
     def _compute(self, role: Role, layout: Layout, hardware: Hardware) -> "_Computed":
         assert layout.data is not None

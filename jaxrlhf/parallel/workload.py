@@ -86,6 +86,7 @@ class Software:
         stage, and not all of it.
       head_on_last_stage: The last stage computes the logits, and not all stages together.
       adds_gradients: Each microbatch's gradient is whole before it is added to the others'.
+      decodes_apart: Decoding reads layers that lie apart, beside the stack of them that prefill reads.
       cache_copies: Of the cache, how many exist at most while tokens are decoded.
       decode_tokens_per_dispatch: Tokens that one program decodes; None has no program start count.
       recomputes_logits: Chunks of logits are computed once more in the backward pass.
@@ -103,6 +104,7 @@ class Software:
     scatters_between_stages: bool = False
     head_on_last_stage: bool = False
     adds_gradients: bool = True
+    decodes_apart: bool = True
     cache_copies: float = 1.5
     decode_tokens_per_dispatch: int | None = 16
     recomputes_logits: bool = True
