@@ -37,6 +37,14 @@ _LONGEST = (
 """Files that take long in either tier, the longest first."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Fast tests run a program once or twice, so LLVM leaves machine code as it comes: a quarter of their seconds.
+
+    XLA's own passes, which decide what is computed, stay. Slow tests, long runs among them, have it all.
+    """
+    jax.config.update("jax_disable_most_optimizations", config.getoption("markexpr") != "slow")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files in the order in which workers shall take them: what takes minutes does not begin when all else is done."""
     tests = Counter(item.path.stem for item in items)
@@ -57,19 +65,6 @@ def programs(compiled: Path) -> Iterator[None]:
 
     with compiled_once(compiled):
         yield
-
-
-@pytest.fixture(scope="module")
-def unoptimised() -> Iterator[None]:
-    """In modules that ask for this, LLVM leaves machine code as it comes: programs are run once or twice.
-
-    That is a third of the seconds of such a module. XLA's own passes, which decide what is computed, stay.
-    """
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)
 
 
 @pytest.fixture(scope="module")

@@ -308,7 +308,7 @@ def test_host_state_is_json(stored, tmp_path):
     assert json.loads(file.read_text())["state"] == STATE
 
 
-@pytest.mark.parametrize("damaged", ["host/metadata", "actor/_METADATA", "actor/manifest.ocdbt"])
+@pytest.mark.parametrize("damaged", ["host/metadata", "actor/_METADATA"])
 def test_damage_names_the_folder_and_what_to_do(stored, tmp_path, damaged):
     file = tmp_path / "checkpoints" / "step_5" / damaged
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])

@@ -237,7 +237,11 @@ def test_programs_compute_with_the_kernels_they_are_given(program, kernel, monke
             run = partial(programs.prefill, token_PS=rows, length_P=length, shape=shape)
         else:
             cache = programs.empty_cache(slots=2, capacity=32, shape=shape)
-            run = partial(programs.decode, cache=cache, slots=programs.empty_slots(slots=2, shape=shape), shape=shape)
+            slots = programs.empty_slots(slots=2, shape=shape)
+
+            def run(params):
+                return programs.decode(programs.unstack(params, shape=shape), params, cache, slots, shape=shape)
+
         jax.eval_shape(run, models.param_shapes(CONFIG, "lm"))
 
     others = {"splash": Attention(decode="pallas"), "pallas": Attention(rows="splash")}

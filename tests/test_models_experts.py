@@ -19,8 +19,6 @@ from jaxrlhf.models.attention import XLA
 from jaxrlhf.models.experts import balance_loss, mix, route
 from jaxrlhf.models.grouped import _ragged, grouped_mlp
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
-
 WIDTH, INNER, ROWS, TOKENS = 6, 5, 4, 9
 KINDS = {
     "renormalised": Experts(8, 2, INNER),

@@ -18,8 +18,6 @@ from jaxrlhf.models.spread import AttentionRows, Spread
 from jaxrlhf.parallel.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.parallel.rules import TRAIN, shardings
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
-
 GEMMA = ModelConfig(
     family="gemma3_text",
     vocab_size=96,

@@ -15,8 +15,6 @@ from tiny_checkpoints import KINDS, VOCAB, build, write
 from jaxrlhf import models
 from jaxrlhf.config import FromScratch
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
-
 TOLERANCE = 1e-4
 FAMILIES = list({name: kind for kind, (name, _) in reversed(KINDS.items())}.values())
 """The first kind of each."""

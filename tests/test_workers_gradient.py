@@ -34,8 +34,6 @@ from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.workers.build import Builder, Stage
 from jaxrlhf.workers.tokens import stop_tokens
 
-pytestmark = pytest.mark.usefixtures("unoptimised")
-
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 
 
