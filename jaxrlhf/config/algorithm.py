@@ -55,6 +55,10 @@ class Algorithm(ABC):
     def updates_per_step(self, config: Config) -> int:
         """Optimizer updates that one step makes, of each trained role."""
 
+    def resting_updates(self, config: Config) -> int:
+        """Updates of others at the start in which the policy rests; its learning rate decays over the rest."""
+        return 0
+
     def training(self, config: Config) -> dict[str, Training]:
         """How each trained role is trained."""
         return {"actor": config.actor}

@@ -46,6 +46,9 @@ class PPO(PolicyGradient):
         actor, *others = super().roles
         return (actor, "critic", *others)
 
+    def resting_updates(self, config: Config) -> int:
+        return self.critic_warmup_steps * self.updates_per_step(config)
+
     def training(self, config: Config) -> dict[str, Training]:
         return {"actor": config.actor, "critic": self.critic}
 

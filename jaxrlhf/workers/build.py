@@ -320,7 +320,7 @@ class Builder:
             self.config.actor,
             **self._shared("actor"),
             optimizer=stage.config.actor.optimizer,
-            total_updates=stage.total_updates,
+            total_updates=stage.total_updates - stage.config.algorithm.resting_updates(stage.config),
             adapters=self._adapters("actor", "lm", stage.config.actor.lora, stage.adapters),
             sampler=self.sampler,
             hybrid=self.hybrid,
