@@ -93,7 +93,9 @@ def test_a_stopped_host_is_found_and_its_end_awaited(cluster, tmp_path, monkeypa
         pool.call("strike", 1, "be_stopped", label="placed.strike", timeout_s=1.0)
     assert info.value.host == pool.hosts[1]
     assert 8 < time.monotonic() - start < 20  # 1 s for the call, 3 s for a word, and Ray takes 5 s to kill it
-    time.sleep(0.5)  # a process that let go of everything is listed for a moment
+    limit = time.monotonic() + 10  # a process that let go of everything is listed until its end is awaited
+    while any(map(ray_world.exists, pids)) and time.monotonic() < limit:
+        time.sleep(0.1)
     assert not any(map(ray_world.exists, pids))
 
 
