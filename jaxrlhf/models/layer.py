@@ -78,13 +78,13 @@ def layer_slots(
 
 def for_slots(layer: Params) -> Params:
     """The layer as `layer_slots` reads it fastest: queries, keys and values in one product, weights for few tokens."""
+    heads, gated = {"qkv": 1, "query": 1, "query_down": 1, "latent": 1, "output": 2}, {"gate": 1, "up": 1, "down": 1}
     mlp = layer["mlp"]
     if "router" not in mlp:
-        mlp = _for_few_tokens(mlp, {"gate": 1, "up": 1, "down": 1})
+        mlp = _for_few_tokens(mlp, gated)
     elif "shared" in mlp:
-        mlp = mlp | {"shared": _for_few_tokens(mlp["shared"], {"gate": 1, "up": 1, "down": 1})}
-    products = {"qkv": 1, "query": 1, "query_down": 1, "latent": 1, "output": 2}
-    return layer | {"attention": _for_few_tokens(_join_projections(layer["attention"]), products), "mlp": mlp}
+        mlp = mlp | {"shared": _for_few_tokens(mlp["shared"], gated)}
+    return layer | {"attention": _for_few_tokens(_join_projections(layer["attention"]), heads), "mlp": mlp}
 
 
 def _for_few_tokens(weights: Params, input_dims: dict[str, int]) -> Params:

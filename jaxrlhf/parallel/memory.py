@@ -138,7 +138,7 @@ def weights_generating(model: ModelConfig, layout: Layout) -> float:
 
 
 def weights_apart(model: ModelConfig, layout: Layout) -> float:
-    """Weights of layers alone, of those."""
+    """Weights of the layers among those that generate; decoding reads each layer by itself, beside their stack."""
     return weights_generating(model, layout) * model.num_layers * model.layer_parameters() / model.num_parameters("lm")
 
 
