@@ -7,6 +7,7 @@ import pytest
 from compiled import to_read
 
 from jaxrlhf.models import blockwise
+from jaxrlhf.models.chunks import attend_chunk
 
 
 def by_query(query_RWNH, key_RWKH, value_RWKH, segment_RW):
@@ -35,6 +36,24 @@ def test_blocks_compute_what_single_queries_do(width):
     rows = random_rows(width)
     blocks = blockwise.attend_blocks(*(jnp.asarray(array, jnp.float32) for array in rows[:3]), jnp.asarray(rows[3]))
     np.testing.assert_allclose(blocks, by_query(*rows), rtol=1e-5, atol=1e-5)
+
+
+def as_one_chunk(query, key, value, segment):
+    return attend_chunk(query, key, value, lambda start: (key, value), jnp.int32(0))
+
+
+@pytest.mark.parametrize("attend", [blockwise.attend_blocks, as_one_chunk])
+@pytest.mark.parametrize("head_dim", [80, 96])
+def test_scores_in_16_bits_are_off_by_chance_and_not_all_to_one_side(attend, head_dim):
+    """Of two tokens the second's share of the first says how their scores differ; the root has no 16 bits."""
+    query, key = np.random.default_rng(0).normal(size=(2, 3000, 2, 1, head_dim))
+    query, key = jnp.asarray(query / 2, jnp.bfloat16), jnp.asarray(key, jnp.bfloat16)
+    value = jnp.broadcast_to(jnp.eye(2)[:, None], (3000, 2, 1, 2))
+    share_R = np.asarray(jax.jit(attend)(query, key, value, jnp.ones((3000, 2), jnp.int32)), np.float64)[:, 1, 0, 0]
+    found_R = np.log(share_R / (1 - share_R))
+    wide_RH, away_RSH = np.asarray(query, np.float64)[:, 1, 0], np.asarray(key, np.float64)[:, :, 0]
+    true_R = np.einsum("RH,RH->R", wide_RH, away_RSH[:, 0] - away_RSH[:, 1]) / np.sqrt(head_dim)
+    assert abs(found_R @ true_R / (true_R @ true_R) - 1) < 3e-4
 
 
 def test_recomputing_a_block_does_not_change_the_gradient(monkeypatch):

@@ -26,8 +26,8 @@ def attend_blocks(
     """As `attention.attend`; values may have a width of their own."""
     rows, width, heads, head_dim = query_RWNH.shape
     kv_heads = key_RWKH.shape[2]
-    query_RWNH = query_RWNH / scores.divide_by(head_dim)
-    query_RKGWH = jnp.transpose(query_RWNH.reshape(rows, width, kv_heads, -1, head_dim), (0, 2, 3, 1, 4))
+    query_RWKGH = scores.divided(query_RWNH).reshape(rows, width, kv_heads, -1, head_dim)
+    query_RKGWH = jnp.transpose(query_RWKGH, (0, 2, 3, 1, 4))
     # Both products then stream through contiguous memory.
     key_RKHW, value_RKWH = jnp.transpose(key_RWKH, (0, 2, 3, 1)), jnp.transpose(value_RWKH, (0, 2, 1, 3))
     mixed = []

@@ -76,8 +76,9 @@ def attend_chunk(
     """
     prompts, tokens, heads, head_dim = query_PCNH.shape
     kv_heads = key_PCKH.shape[2]
-    query_PKGCH = jnp.transpose(query_PCNH.reshape(prompts, tokens, kv_heads, -1, head_dim), (0, 2, 3, 1, 4))
-    query_PKMH = query_PKGCH.reshape(prompts, kv_heads, -1, head_dim) / scores.divide_by(head_dim)
+    query_PCKGH = scores.divided(query_PCNH).reshape(prompts, tokens, kv_heads, -1, head_dim)
+    query_PKGCH = jnp.transpose(query_PCKGH, (0, 2, 3, 1, 4))
+    query_PKMH = query_PKGCH.reshape(prompts, kv_heads, -1, head_dim)
     place_C = jnp.arange(tokens)
 
     def block(at: Array, key_PSKH: Array, value_PSKU: Array, seen_S: Array) -> tuple[Array, Array, Array]:

@@ -37,7 +37,7 @@ def splash_rows(
 ) -> Float[Array, "R W N H"]:
     """Splash attention: flash attention that skips the tiles above the diagonal and before the window.
 
-    Rows and heads are padded to multiples of 128. Queries are scaled before the product, in their own dtype.
+    Rows and heads are padded to multiples of 128. Queries are divided before the product, and so rounded once more.
     """
     _, width, heads, head_dim = query_RWNH.shape
     query, key, value, segment = widen((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=_LANES)
@@ -59,7 +59,7 @@ def splash_rows(
         return jax.vmap(lambda *row: kernel(*row[:3], segment_ids=splash.SegmentIds(row[3], row[3])))
 
     shape = padded, padded
-    arrays = head_major(query / scores.divide_by(head_dim)), head_major(key), head_major(value), segment
+    arrays = head_major(scores.divided(query)), head_major(key), head_major(value), segment
     everything = splash.CausalMask(shape)
     near = everything if scores.window is None else splash.LocalMask(shape, (scores.window - 1, 0), 0)
     if scores.window is None or scores.slides is None:
