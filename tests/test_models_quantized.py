@@ -62,6 +62,13 @@ def test_a_weight_takes_its_bits_and_a_scale_for_each_tile(kind, bits):
     assert scale.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_weights_of_float16_keep_their_scale(kind):
+    weight = jnp.asarray(1e-5 * np.random.default_rng(0).normal(size=(4, 64)), jnp.float16)
+    wide = weight.astype(jnp.float32)
+    np.testing.assert_array_equal(floats_of(quantize(weight, kind)), floats_of(quantize(wide, kind)))
+
+
 def test_a_tile_of_zeros_stays_zero():
     weight = jnp.zeros((2, 64)).at[1, 40].set(3.0)
     np.testing.assert_array_equal(floats_of(quantize(weight, "nf4")), weight)

@@ -25,7 +25,8 @@ class Quantized:
 
     Attributes:
       value: int8 as they are; of nf4 uint8, with the codes of two neighbours in the last dimension.
-      scale: One for each tile of the last dimension, in the dtype that the weight had.
+      scale: One for each tile of the last dimension, in the dtype that the weight had; float32 instead of float16,
+        which has no number as small as scales are.
     """
 
     value: Any
@@ -69,7 +70,7 @@ def quantize(weight: Array, kind: Quantization) -> Quantized:
         # XLA:CPU gives a 4-bit integer a byte, and not every path between devices knows of less.
         value = value.astype(jnp.uint8)
         value = value[..., 0::2] | value[..., 1::2] << 4
-    return Quantized(value, scale[..., 0].astype(weight.dtype), kind)
+    return Quantized(value, scale[..., 0].astype(jnp.promote_types(weight.dtype, jnp.bfloat16)), kind)
 
 
 def _qwix() -> ModuleType:
