@@ -25,7 +25,7 @@ def main() -> None:
     config, flags = command.parse_config(prepare=on_cluster)
 
     from jaxrlhf.controller.policy import check_exportable, export_policy
-    from jaxrlhf.controller.run import run
+    from jaxrlhf.controller.run import STOPPED, run
     from jaxrlhf.hosts import HostFailure
     from jaxrlhf.models.hf_save import check_new
     from jaxrlhf.rewards import RewardsFailing
@@ -41,7 +41,7 @@ def main() -> None:
         print(f"error: {failure}", file=sys.stderr)
         sys.exit(1)
     if not flags.dry_run and not result.finished:
-        print(f"stopped after saving; the same command goes on from {result.workdir}")
+        print(f"{STOPPED} {result.workdir}")
     elif flags.export and not flags.dry_run:
         step = export_policy(result.workdir, flags.export)
         print(f"wrote the model of step {step} to {flags.export}")

@@ -17,6 +17,7 @@ import sys
 
 def main() -> None:
     """Arm, and run the command line."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     name, moment, count, *arguments = sys.argv[1:]
     left = int(count)
 

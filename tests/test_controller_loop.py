@@ -11,6 +11,7 @@ from made_steps import done, problem, rollout_of
 
 from jaxrlhf.batch import Scores
 from jaxrlhf.config import GRPO, Arithmetic, Config, FromScratch, Rollout
+from jaxrlhf.controller.ending import Stop
 from jaxrlhf.controller.log import StageLog
 from jaxrlhf.controller.loop import Loop
 from jaxrlhf.tracking import Call
@@ -91,7 +92,9 @@ class Roles:
     counters = items
 
 
-def run(events: list, *, fails_at: int | None = None, saved: int | None = None, algorithm=GRPO, held_out=()) -> None:
+def run(
+    events: list, *, fails_at: int | None = None, saved: int | None = None, algorithm=GRPO, held_out=(), stop=None
+) -> bool:
     written = threading.Event()
     config = Config(
         name="made",
@@ -114,13 +117,14 @@ def run(events: list, *, fails_at: int | None = None, saved: int | None = None, 
         ),
         log=lambda done: Log(events, written),
         decode=str,
+        stop=stop or Stop(),
     )
-    assert loop.run()
+    return loop.run()
 
 
 def test_responses_are_written_down_while_the_models_are_trained():
     events = []
-    run(events)
+    assert run(events)
     step = [("dispatched", 1), ("responses", 1, 4), ("trained", 1), ("metrics", 1, 1.0)]
     later = [("dispatched", 2), ("responses", 2, 4), ("trained", 2), ("metrics", 2, 2.0)]
     assert [event for event in events if event[0] != "saved"] == [*step, *later, "closed"]
@@ -151,7 +155,7 @@ class CountsWords(GRPO):
 
 def test_an_evaluation_of_ones_own_has_metrics_of_its_own():
     events = []
-    run(events, algorithm=CountsWords, held_out=[problem(7)])
+    assert run(events, algorithm=CountsWords, held_out=[problem(7)])
     assert [event[1:] for event in events if event[0] == "metrics"] == [(1, 1.0), (2, 2.0)]
 
 

@@ -112,10 +112,11 @@ def test_stopped_three_times(start, undisturbed, tmp_path):
     assert "stopped after saving" in done.stdout
     assert (saved(tmp_path / "cold_start"), (tmp_path / "metrics.jsonl").exists()) == ({2}, False)
 
-    # Four updates of steps 1 and 2, then the first of step 3.
-    done = start(tmp_path, "SIGTERM", "update", 5)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "stopped after saving" in done.stdout
+    # Four updates of steps 1 and 2, then the first of step 3; by Ctrl-C this time, which ends what is to follow too.
+    done = start(tmp_path, "SIGINT", "update", 5)
+    stopped = f"stopped after saving; the same command goes on from {tmp_path}\n"
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, stopped)
+    assert "finishing step 3, then saving; press Ctrl-C again to stop at once" in done.stdout
     assert max(saved(tmp_path)) == 3
     assert len(records(tmp_path / "metrics.jsonl")) == 3
     assert not (tmp_path / "curve.png").exists()

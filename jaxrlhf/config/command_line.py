@@ -22,6 +22,9 @@ _EPILOG = (
     "--rollout.prompts-per-step 8 --no-resume. --config NAME --help lists them."
 )
 
+INTERRUPTED = 130
+"""Exit code of what Ctrl-C ended, as shells have it."""
+
 _MARK = "jaxrlhf_refusal"
 
 
@@ -40,10 +43,14 @@ def run_command(main: Callable[[], None]) -> None:
 
     A refusal is a `ValueError` that this package raises. One that comes out of a library,
     or of a slip in our own code, is a bug and keeps its traceback. Under JAXRLHF_DEBUG=1
-    a refusal keeps it too.
+    a refusal keeps it too. Ctrl-C ends it with one line and exit code 130.
     """
     try:
         main()
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "stopped", file=sys.stderr)
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)  # the interpreter would wait for calls that still run on the devices
     except ValueError as error:
         if os.environ.get("JAXRLHF_DEBUG") == "1" or not is_refusal(error):
             raise

@@ -53,7 +53,7 @@ class Checkpointing:
     """What is kept on disk.
 
     Attributes:
-      every_steps: 0 saves only at the end and on SIGTERM.
+      every_steps: 0 saves only at the end, on SIGTERM and on Ctrl-C.
       keep_last: Newest checkpoints kept.
       keep_best: Checkpoints of the highest `eval/accuracy` kept beside them. Where both are
         periodic, checkpoints have to fall on evaluated steps.

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,10 @@ class StageLog:
         )
 
     def close(self) -> None:
-        self._metrics.close()
-        self._samples.close()
-        self._evaluation.close()
-        self._timeline.close()
+        """Close every file, also if one of them fails to."""
+        with ExitStack() as stack:
+            for file in (self._timeline, self._evaluation, self._samples, self._metrics):
+                stack.callback(file.close)
 
 
 def to_samples(

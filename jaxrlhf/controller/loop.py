@@ -1,17 +1,16 @@
 """The loop around an algorithm's step: evaluate, log, save, resume, stop when asked."""
 
 import importlib
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Algorithm, Config
+from jaxrlhf.controller.ending import Stop, afterwards
 from jaxrlhf.controller.evaluation import evaluate
 from jaxrlhf.controller.log import StageLog, to_samples
 from jaxrlhf.controller.step import Metrics, StepInput, StepResult
@@ -53,7 +52,7 @@ class Loop:
       prompt_lengths: Of all that the stage may generate from; their programs are compiled before its first step.
       decode: Token ids to text.
       on_step: Called after every step with its number and metrics.
-      interrupted: Set when the run shall save and end after the step in progress.
+      stop: Asks to save and end after the step in progress.
     """
 
     config: Config
@@ -66,36 +65,27 @@ class Loop:
     examples: Loader | None = None
     prompt_lengths: Sequence[int] = ()
     on_step: OnStep | None = None
-    interrupted: threading.Event = field(default_factory=threading.Event)
+    stop: Stop = field(default_factory=Stop)
 
     def run(self) -> bool:
-        """Steps from where the stage stands to its end; False if it was interrupted before."""
+        """Steps from where the stage stands to its end; False if it was asked to stop before."""
         done, state = self._resume()
+        self.stop.step = done + 1
         log = self.log(done)
-        try:
+        # A save under way may still come to its end after an error.
+        with afterwards("closing the log", log.close), afterwards("the save under way", self.checkpoints.wait):
             if self.prompt_lengths and done < self.config.steps:
                 self.roles.actor.compile_generation(self.prompt_lengths).result()
             for number in range(done + 1, self.config.steps + 1):
+                self.stop.step = number
                 state, metrics = self._step(number, state, log)
-                stop = self.interrupted.is_set()
-                if stop or _due(number, self.config.checkpoint.every_steps, self.config.steps):
+                if self.stop.asked or _due(number, self.config.checkpoint.every_steps, self.config.steps):
                     self._save(number, state, metrics)
-                if stop and number < self.config.steps:
-                    self.checkpoints.wait()
-                    return False
+                    if self.stop.asked and number < self.config.steps:
+                        return False
             log.calls(self.roles.timeline.take())
             log.finish(title=self.config.name, show=5)
-            self.checkpoints.wait()
             return True
-        except BaseException as error:
-            # The save under way may still come to its end; if not, that is not what went wrong first.
-            try:
-                self.checkpoints.wait()
-            except Exception as other:
-                error.add_note(f"and the save under way failed: {other}")
-            raise
-        finally:
-            log.close()
 
     def _step(self, number: int, state: dict[str, float], log: StageLog) -> tuple[dict[str, float], Metrics]:
         """One step of the algorithm, with evaluation and logging around it."""
@@ -225,16 +215,3 @@ def resolve_dataflow(algorithm: Algorithm, attribute: str = "dataflow") -> Calla
     if not callable(function):
         raise ValueError(f"{where}: {module} has no function {name!r}")
     return function
-
-
-@contextmanager
-def stop_on_sigterm(event: threading.Event) -> Iterator[None]:
-    """Within the block SIGTERM sets `event`; outside the main thread signals are left alone."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, lambda *_: event.set())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

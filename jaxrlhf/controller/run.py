@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ROLLOUT, SFT, Checkpointing, Config, Evaluation, Preference, to_json
+from jaxrlhf.controller.ending import Stop, afterwards, stopped_by_signals
 from jaxrlhf.controller.log import StageLog
-from jaxrlhf.controller.loop import Loop, OnStep, resolve_dataflow, stop_on_sigterm
+from jaxrlhf.controller.loop import Loop, OnStep, resolve_dataflow
 from jaxrlhf.controller.placement import Placed, place
 from jaxrlhf.controller.resumed import check_same_start
 from jaxrlhf.controller.settings import settings_rows
@@ -31,6 +31,7 @@ COLD_START = "cold_start"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 LOCK = "lock"
+STOPPED = "stopped after saving; the same command goes on from"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ def run(
 ) -> RunResult:
     """Run a configuration to its end, resuming if its workdir holds a checkpoint.
 
+    SIGTERM, Ctrl-C and the stop button of a notebook end it after the step in progress, which is saved. A second
+    Ctrl-C ends it at once.
+
     Args:
       on_step: Called after every step of the main stage with its number and metrics.
       loggers: Of yours, beside the built-in ones; they see the metrics of the main stage and are closed at the end.
@@ -81,6 +85,7 @@ def run(
 
     Raises:
       ValueError: Settings, data, tokenizer and checkpoint that do not fit, before any compile.
+      KeyboardInterrupt: After Ctrl-C, and once all is saved: cells or runs that were to follow shall not.
     """
     resolve_dataflow(config.algorithm)  # refuses what is no step before anything is read
     tokenizer = load_tokenizer(tokenizer_path(config))
@@ -93,11 +98,11 @@ def run(
     placed = place(config, workdir, vocabulary=len(tokenizer)) if config.placement == "auto" else None
     display, launched = Display(), config if placed is None else placed.config
     shared = Shared(config, launched, model, tokenizer, data, workdir, display, on_step, loggers, placed)
-    try:
-        with nullcontext() if dry_run else _held(workdir):
-            return RunResult(workdir, finished=_with_restarts(shared, dry_run=dry_run))
-    finally:
-        MetricsWriter(loggers).close()
+    with afterwards("closing a logger", MetricsWriter(loggers).close), nullcontext() if dry_run else _held(workdir):
+        finished = _with_restarts(shared, dry_run=dry_run)
+    if shared.stop.interrupted:
+        raise KeyboardInterrupt(f"{'finished' if finished else STOPPED} {workdir}")
+    return RunResult(workdir, finished)
 
 
 @contextmanager
@@ -152,7 +157,7 @@ class Shared:
     loggers: Sequence[Logger]
     placed: Placed | None = None
     pools: Pools | None = None
-    interrupted: threading.Event = field(default_factory=threading.Event)
+    stop: Stop = field(default_factory=Stop)
 
 
 def _with_restarts(shared: Shared, *, dry_run: bool) -> bool:
@@ -163,7 +168,7 @@ def _with_restarts(shared: Shared, *, dry_run: bool) -> bool:
         try:
             return _launch_and_run(shared, dry_run=dry_run)
         except (HostDied, HostHung, HostNotStarted, TransferError) as failure:
-            if left == 0 or shared.interrupted.is_set():
+            if left == 0 or shared.stop.asked:
                 raise
             left -= 1
             text = f"{failure}\nlaunching anew from the last checkpoint; {left} more would be allowed"
@@ -229,13 +234,13 @@ def _describe(shared: Shared) -> None:
 
 
 def _run_stages(shared: Shared) -> bool:
-    with stop_on_sigterm(shared.interrupted):
+    with stopped_by_signals(shared.stop):
         start = None
         if shared.config.cold_start is not None:
             data = replace(shared.data, held_out=[])
             quiet = replace(shared, config=_cold_start(shared.config), data=data, on_step=None, loggers=())
             start = _run_stage(quiet, shared.workdir / COLD_START, None)
-            if start is None or shared.interrupted.is_set():
+            if start is None or shared.stop.asked:
                 return False
         return _run_stage(shared, shared.workdir, start) is not None
 
@@ -315,14 +320,16 @@ def _run_stage(shared: Shared, directory: Path, start: Path | None) -> Path | No
         decode=decoder(shared.tokenizer),
         prompt_lengths=[len(problem.prompt_tokens) for problem in prompts],
         on_step=shared.on_step,
-        interrupted=shared.interrupted,
+        stop=shared.stop,
     )
-    try:
-        return checkpoints.folder(config.steps, "actor") if loop.run() else None
-    except BaseException:
-        shared.pools.close()  # ends calls that nobody waits for any more
-        raise
-    finally:
-        roles.close()
-        shared.display.log = None
-        checkpoints.close()
+    wait = True
+    with afterwards("letting go of the checkpoints", checkpoints.close):
+        try:
+            return checkpoints.folder(config.steps, "actor") if loop.run() else None
+        except BaseException as error:
+            shared.pools.close()  # ends calls that nobody waits for any more
+            wait = not isinstance(error, KeyboardInterrupt)
+            raise
+        finally:
+            roles.close(wait=wait)
+            shared.display.log = None

@@ -111,9 +111,9 @@ class Lane:
         finally:
             self._timeline.add(Call(role, verb, start, time.perf_counter(), self._name))
 
-    def close(self) -> None:
-        """Wait for the running call; those after it are cancelled."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+    def close(self, *, wait: bool = True) -> None:
+        """Cancel the calls that wait, and wait for the one that runs."""
+        self._threads.shutdown(wait=wait, cancel_futures=True)
 
 
 class Group:

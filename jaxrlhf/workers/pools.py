@@ -169,10 +169,10 @@ class Roles:
         for ranks, _ in traced:
             ranks.on_all("stop_trace")
 
-    def close(self) -> None:
-        """Wait for running calls and let the threads end."""
+    def close(self, *, wait: bool = True) -> None:
+        """Let the threads end, and wait for running calls; without `wait` those go on until they are done."""
         for lane in self._lanes:
-            lane.close()
+            lane.close(wait=wait)
 
 
 class Pools:

@@ -1,0 +1,148 @@
+"""How runs end: the first Ctrl-C lets a step be finished and saved, the second does not, and no error hides another."""
+
+import errno
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+from test_controller_loop import Log, run
+from tiny_runs import get_config
+
+import jaxrlhf
+from jaxrlhf.controller import run as whole
+from jaxrlhf.controller.ending import Stop, afterwards, stopped_by_signals
+from jaxrlhf.controller.log import StageLog
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def raised(error: Exception):
+    raise error
+
+
+@pytest.fixture
+def pythons_handler():
+    """Ctrl-C raises, as in an interpreter that was started by hand."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("pythons_handler")
+def test_the_first_interrupt_asks_and_the_second_raises(capsys):
+    stop = Stop()
+    stop.step = 7
+    with stopped_by_signals(stop):
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked and stop.interrupted
+        said = "finishing step 7, then saving; press Ctrl-C again to stop at once\n"
+        assert capsys.readouterr().out == said
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("pythons_handler")
+def test_sigterm_asks_and_is_nobodys_interrupt(capsys):
+    stop, before = Stop(), signal.getsignal(signal.SIGTERM)
+    with stopped_by_signals(stop):
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.asked and not stop.interrupted
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("chosen", [signal.SIG_IGN, lambda *_: None], ids=["nohup", "a handler of the user's"])
+def test_an_interrupt_that_somebody_sees_to_is_left_alone(chosen):
+    before = signal.signal(signal.SIGINT, chosen)
+    try:
+        stop = Stop()
+        with stopped_by_signals(stop):
+            signal.raise_signal(signal.SIGINT)
+        assert not stop.asked
+        assert signal.getsignal(signal.SIGINT) is chosen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_signals_are_left_alone_outside_the_main_thread():
+    before, seen = signal.getsignal(signal.SIGTERM), []
+
+    def look():
+        with stopped_by_signals(Stop()):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_a_loop_that_is_asked_saves_the_step_in_progress_and_ends():
+    stop, events = Stop(), []
+    stop.ask()
+    assert not run(events, stop=stop)
+    assert ("saved", 1) in events and stop.step == 1
+    assert not any(event[1] == 2 for event in events if event != "closed")
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_an_interrupted_run_raises_once_it_has_ended(finished, tmp_path, monkeypatch):
+    def interrupted(shared, *, dry_run):
+        shared.stop.interrupt()
+        return finished
+
+    monkeypatch.setattr(whole, "_with_restarts", interrupted)
+    said = "^finished " if finished else "^stopped after saving; the same command goes on from "
+    with pytest.raises(KeyboardInterrupt, match=said + str(tmp_path)):
+        jaxrlhf.run(replace(get_config(), workdir=str(tmp_path)))
+
+
+def test_what_fails_afterwards_is_a_note_on_what_failed_first():
+    with pytest.raises(ValueError, match="first") as caught, afterwards("the end", lambda: raised(FULL)):
+        raise ValueError("first")
+    assert caught.value.__notes__ == ["and the end failed: OSError(28, 'No space left on device')"]
+    with pytest.raises(OSError, match="No space"), afterwards("the end", lambda: raised(FULL)):
+        pass
+
+
+def test_a_log_that_cannot_be_closed_does_not_hide_why_the_run_ended(monkeypatch):
+    monkeypatch.setattr(Log, "close", lambda self: raised(FULL))
+    with pytest.raises(FloatingPointError, match="gradient norms") as caught:
+        run([], fails_at=1)
+    assert "and closing the log failed: OSError(28, 'No space left on device')" in caught.value.__notes__
+
+
+def test_a_log_closes_all_its_files_also_if_one_fails(tmp_path, monkeypatch):
+    log = StageLog(tmp_path, steps=1, first_step=0)
+    closed = []
+    for name in ("_metrics", "_samples", "_timeline"):
+        monkeypatch.setattr(getattr(log, name), "close", lambda name=name: closed.append(name))
+    monkeypatch.setattr(log._evaluation, "close", lambda: raised(FULL))
+    with pytest.raises(OSError, match="No space"):
+        log.close()
+    assert sorted(closed) == ["_metrics", "_samples", "_timeline"]
+
+
+COMMAND = """
+import signal, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from jaxrlhf.config import run_command
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def main():
+    ThreadPoolExecutor().submit(time.sleep, 1000)  # as a call that runs on the devices
+    print("begun", end="")
+    signal.raise_signal(signal.SIGINT)
+
+run_command(main)
+"""
+
+
+def test_a_command_that_is_interrupted_ends_at_once_with_one_line():
+    ended = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "begun", "stopped\n")
