@@ -14,6 +14,7 @@ from tiny_runs import get_config, write_policy
 from jaxrlhf import models
 from jaxrlhf.config import ModelReward, Pretrained, Rewards
 from jaxrlhf.controller.run import run
+from jaxrlhf.models.hf_config import read_stop_tokens
 from jaxrlhf.models.hf_load import check_params
 from jaxrlhf.tracking import CompileCounter
 
@@ -161,3 +162,10 @@ def test_a_run_refuses_before_it_compiles_anything(tmp_path, role):
     with CompileCounter() as compiled, pytest.raises(ValueError, match=r"torn/model\.safetensors is damaged"):
         run(config)
     assert compiled.count == 0
+
+
+@pytest.mark.parametrize(("text", "words"), [('{"eos_token_id": ', "not valid JSON"), ("[2]", "holds list")])
+def test_a_damaged_file_of_stop_tokens_is_named(tmp_path, text, words):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"generation_config\.json.* {words}"):
+        read_stop_tokens(tmp_path)

@@ -254,6 +254,9 @@ def test_tensors_that_do_not_fit_are_named(every_matrix, tmp_path):
 def test_damaged_and_missing_files_are_named(every_matrix, tmp_path):
     with pytest.raises(ValueError, match=r"adapter_config\.json is missing or no JSON"):
         every_matrix.load(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"adapter_config\.json is missing or no JSON object"):
+        every_matrix.load(tmp_path)
     shutil.copytree(every_matrix.files, tmp_path / "cut")
     file = tmp_path / "cut" / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -164,9 +164,9 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _Place]:
 def _check_fields(file: Path, lora: Lora) -> None:
     """Raise `ValueError` unless the settings are those of `lora`, and say nothing else that changes numbers."""
     try:
-        fields = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is missing or no JSON ({error}); give a directory that peft wrote") from error
+        fields = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{file} is missing or no JSON object ({error}); give a directory that peft wrote") from error
     if fields.get("peft_type") != "LORA" or fields.get("init_lora_weights", True) not in _PLAIN_STARTS:
         raise ValueError(
             f"{file} has peft_type={fields.get('peft_type')!r} and init_lora_weights="

@@ -26,6 +26,10 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     file = resolve(path) / "config.json"
     if not file.is_file():
         raise ValueError(f"{file.parent} holds no config.json; a checkpoint directory needs one")
+    return _read_object(file)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
         fields = json.loads(file.read_text())
     except ValueError as error:
@@ -36,9 +40,13 @@ def read_fields(path: str | Path) -> dict[str, Any]:
 
 
 def read_stop_tokens(path: str | Path) -> list[int]:
-    """End-of-sequence ids of the checkpoint's generation_config.json; empty if it says nothing of them."""
+    """End-of-sequence ids of the checkpoint's generation_config.json; empty if it says nothing of them.
+
+    Raises:
+      ValueError: The file is not a JSON object.
+    """
     file = resolve(path) / "generation_config.json"
-    given = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    given = _read_object(file).get("eos_token_id") if file.is_file() else None
     return given if isinstance(given, list) else [] if given is None else [given]
 
 

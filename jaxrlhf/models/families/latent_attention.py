@@ -20,6 +20,7 @@ def read_latent(given: Fields, *, interleaved: bool, dense_layers: int) -> dict[
     """
     for name, computed in (("attention_bias", False), ("mlp_bias", False), ("moe_layer_freq", 1), ("ep_size", 1)):
         given.only(name, computed)
+    given.only("hidden_act", "silu")
     for name in ("seq_aux", "num_nextn_predict_layers", "num_mtp_layers", "qk_head_dim"):
         given.take(name)  # of training, of speculation, or said by others
     given.default(num_key_value_heads=given.take("num_attention_heads"))
