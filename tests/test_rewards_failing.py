@@ -131,6 +131,35 @@ def test_scoring_stops_with_what_stopped_the_functions(functions):
         config.Rewards(failures_in_a_row=-1)
 
 
+def scores(scorer: Scorer, *responses: str):
+    rows = len(responses)
+    return scorer.score(["p"] * rows, responses, ["7"] * rows, [{}] * rows)
+
+
+@pytest.mark.parametrize(("answer", "says"), [("none", "none: returned None"), ("nan", "not-finite: returned nan")])
+def test_a_function_that_never_gives_a_score_stops_the_run(functions, answer, says):
+    parts = (
+        config.FunctionReward(f"{functions}:moody", weight=0.5),
+        config.FunctionReward(f"{functions}:fine", weight=0.0),
+    )
+    with Scorer(config.Rewards(parts=parts, failures_in_a_row=6)) as scorer:
+        for _ in range(2):
+            assert not scores(scorer, *[answer] * 5).scorable_B.any()
+        assert scores(scorer, "good", *[answer] * 4).scorable_B.any()  # counts anew
+        for _ in range(2):
+            scores(scorer, *[answer] * 5)
+        with pytest.raises(RewardsFailing, match=f"none of the last 15 responses, in 3 batches.* 'moody', {says}"):
+            scores(scorer, *[answer] * 5)
+
+
+@pytest.mark.parametrize(("most", "batches"), [(6, 5), (0, 6)], ids=["few responses", "turned off"])
+def test_little_without_a_score_is_no_reason_to_stop(functions, most, batches):
+    rewards = config.Rewards(parts=(config.FunctionReward(f"{functions}:moody"),), failures_in_a_row=most)
+    with Scorer(rewards) as scorer:
+        for _ in range(batches):
+            assert not scores(scorer, "none").scorable_B.any()
+
+
 @pytest.mark.slow
 def test_a_run_whose_reward_breaks_stops_and_goes_on_from_its_checkpoint(functions, tmp_path):
     broken = functions.with_name("broken")

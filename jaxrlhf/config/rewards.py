@@ -274,7 +274,8 @@ class Rewards:
       timeout_s: Wall-clock limit of one call; past it the process is killed and the
         response is unscorable.
       failures_in_a_row: Responses on which one function times out, crashes or raises, with no answer
-        in between, before the run is stopped; 0 never stops it.
+        in between, before the run is stopped; or that cannot be scored for any cause, None and NaN among
+        them, if they are three whole batches. 0 never stops it.
     """
 
     parts: tuple[RewardPart, ...] = (ArithmeticReward(),)

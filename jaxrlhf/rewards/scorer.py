@@ -15,7 +15,7 @@ from jaxrlhf import config
 from jaxrlhf.batch import Scores
 from jaxrlhf.rewards.parts import part_names, reward_function
 from jaxrlhf.rewards.pool import Begun, Packed, Pool, pack
-from jaxrlhf.rewards.protocol import Example, Failure
+from jaxrlhf.rewards.protocol import Example, Failure, RewardsFailing
 
 ScoreTexts = Callable[[list[tuple[str, str, bool]]], Float[np.ndarray, "B"]]
 """Scores (prompt, response, finished) triples."""
@@ -24,6 +24,9 @@ BATCHES_AHEAD = 4
 """Batches whose begun responses are kept for `score`; those of older ones are dropped."""
 
 PROGRESS_EVERY_S = 0.1
+
+FRUITLESS_BATCHES = 3
+"""Batches in a row without one scorable response past which nothing will be learned."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ class Scorer:
         self.counts: dict[str, int] = {}
         self.ahead = (0, 0)
         self._weights = [part.weight for part in rewards.parts]
+        self._most_failures, self._fruitless = rewards.failures_in_a_row, (0, 0)
         self._models: dict[str, ScoreTexts] = {}
         functions = []
         for name, part in zip(self.names, rewards.parts, strict=True):
@@ -130,7 +134,8 @@ class Scorer:
           progress: Called now and then with the number of finished function calls and their total.
 
         Raises:
-          RewardsFailing: If too many calls of a function fail in a row.
+          RewardsFailing: If too many calls of a function fail in a row, or no response of this batch and those before
+            could be scored.
         """
         ended = [True] * len(prompts) if finished is None else finished
         counts = [len(column) for column in (prompts, responses, answers, records, ended)]
@@ -149,7 +154,9 @@ class Scorer:
         self.failures.sort(key=lambda failure: (self.names.index(failure.part), failure.index))
         self.counts = dict(Counter(failure.cause for failure in self.failures))
         self._report(len(prompts))
-        return _combine(parts, self._weights)
+        scores = _combine(parts, self._weights)
+        self._count_fruitless(scores.scorable_B)
+        return scores
 
     def _open(self, pool: Pool) -> None:
         self._batches.append(defaultdict(list))
@@ -208,6 +215,22 @@ class Scorer:
         for index in np.flatnonzero(~np.isfinite(score_B)):
             self.failures.append(Failure(name, int(index), "not-finite", f"returned {score_B[index]}"))
         return np.where(np.isfinite(score_B), score_B, np.nan).astype(np.float32)
+
+    def _count_fruitless(self, scorable_B: np.ndarray) -> None:
+        """Refuse to go on after batches, and so many responses, of which none could be scored."""
+        batches, responses = self._fruitless
+        self._fruitless = (0, 0) if scorable_B.any() else (batches + 1, responses + len(scorable_B))
+        batches, responses = self._fruitless
+        if not self._most_failures or batches < FRUITLESS_BATCHES or responses < self._most_failures:
+            return
+        weight = dict(zip(self.names, self._weights, strict=True))
+        last = {failure.part: failure for failure in self.failures if weight[failure.part]}
+        why = "; ".join(f"reward {name!r}, {failure.cause}: {failure.detail}" for name, failure in last.items())
+        raise RewardsFailing(
+            f"none of the last {responses} responses, in {batches} batches, could be scored; the last time: {why}. "
+            "Give a number, 0 for a bad response, and start the run again, which goes on from its last checkpoint; "
+            "rewards.failures_in_a_row says how many responses are too many, and 0 never stops a run"
+        )
 
     def _report(self, rows: int) -> None:
         for name in self.names:
