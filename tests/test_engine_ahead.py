@@ -160,7 +160,7 @@ def test_nothing_is_inserted_before_all_windows_are_read(engine):
 
 
 def test_weights_that_diverge_are_reported_however_many_windows_are_on_their_way(engine, events):
-    params, version = engine._weights
+    params, version = engine._weights.params, engine._weights.version
     spoilt = jax.tree.map(lambda leaf: jax.device_put(np.full(leaf.shape, np.nan, leaf.dtype), leaf.sharding), params)
     engine.load(spoilt, version=1)
     with pytest.raises(FloatingPointError, match="not finite"):

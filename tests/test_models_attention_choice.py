@@ -234,7 +234,7 @@ def test_programs_compute_with_the_kernels_they_are_given(program, kernel, monke
             def run(params):
                 return models.hidden_states(params, CONFIG, rows, rows, rows, attention=attention)
         elif program == "prefill":
-            run = partial(programs.prefill, token_PS=rows, length_P=length, shape=shape)
+            run = partial(programs.prefill, layers=None, token_PS=rows, length_P=length, shape=shape)
         else:
             cache = programs.empty_cache(slots=2, capacity=32, shape=shape)
             slots = programs.empty_slots(slots=2, shape=shape)

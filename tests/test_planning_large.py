@@ -228,7 +228,7 @@ def test_prefill_and_decoding_have_the_shapes_of_their_cache():
     weights = cast_shapes(models.param_dims(model, "lm"), models.param_shapes(model, "lm", jnp.float32), dtype=BFLOAT16)
     shape = programs.Shape(model, 16, 512, (128_009,), 16, BFLOAT16)
     token_PS, length_P = jax.ShapeDtypeStruct((prompts, 512), jnp.int32), jax.ShapeDtypeStruct((prompts,), jnp.int32)
-    prompted = jax.eval_shape(partial(programs.prefill, shape=shape), weights, token_PS, length_P)
+    prompted = jax.eval_shape(partial(programs.prefill, shape=shape), weights, None, token_PS, length_P)
     assert prompted.hidden_PD.shape == (prompts, 8192)
     assert {leaf.shape for leaf in jax.tree.leaves(prompted.prefix)} == {(80, prompts, 512, 8, 128)}
     cache = jax.eval_shape(lambda: programs.empty_cache(slots=slots, capacity=1024, shape=shape))

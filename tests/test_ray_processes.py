@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -54,6 +55,12 @@ def test_the_cluster_says_what_it_is(connection):
     again = connect(CLUSTER)
     assert (again.address, again.owned) == (connection.address, False)
     disconnect(again)  # not its own: the cluster stays up for the tests below
+
+
+def test_a_call_after_the_end_of_the_connection_starts_no_cluster():
+    code = "from jaxrlhf.hosts.cluster import _ray; _ray().put(1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode and "Ray has not been started yet" in done.stderr
 
 
 def test_hosts_are_one_jax_world(world):

@@ -35,6 +35,7 @@ from jaxrlhf.engine.sampling import settings_of
 from jaxrlhf.engine.scheduler import Completion, Drawn, Placement, Request, Scheduler
 from jaxrlhf.engine.slot_book import SlotBook
 from jaxrlhf.engine.slot_cache import SlotCache
+from jaxrlhf.engine.weights import Weights, most_unstacked, spent_layers
 from jaxrlhf.free_memory import return_free_memory
 from jaxrlhf.models import XLA, AnyModel, Attention, pipeline_over
 
@@ -135,7 +136,7 @@ class Engine:
         self._cache: SlotCache | PageCache = SlotCache(self._compiled, self._layout, **sizes)
         if attention.pages is not None:
             self._cache = PageCache(self._compiled, self._layout, replicas=replicas, **sizes)
-        self._weights: tuple[Params, int] | None = None
+        self._weights: Weights | None = None
         self._signature: Any = None
         self.free()
 
@@ -148,7 +149,7 @@ class Engine:
     def most_compilations(self) -> int:
         """Bound on `compilations`, whatever is generated."""
         prompts, counts = len(self._prompt_buckets), len(self._slot_counts)
-        states = 2 + 2 * prompts + counts * (counts - 1) // 2
+        states = 1 + most_unstacked(self._shape.config) + 2 * prompts + counts * (counts - 1) // 2
         return states + self._cache.most_compilations(prompts=prompts, counts=counts)
 
     @property
@@ -156,8 +157,12 @@ class Engine:
         """Slots whose response goes on or was not read yet."""
         return int(self._book.taken_B.sum())
 
-    def load(self, params: Params, version: int) -> None:
+    def load(self, params: Params, version: int, *, spent: Any = None) -> None:
         """Set the weights, already in the generation layout.
+
+        Args:
+          spent: Tree of bools: which of `params` nobody else reads. Those of layers are deleted once layers lie apart,
+            as decoding reads them; beside others (None: all are) the stack stays, too.
 
         Raises:
           RuntimeError: Responses are under way: their cache belongs to the old weights.
@@ -175,12 +180,13 @@ class Engine:
                 raise ValueError(
                     f"{jax.tree_util.keystr(path)} is not laid out over the engine's mesh; re-layout first"
                 )
-        signature = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params)]
+        spent = spent_layers(self._shape.config, spent)
+        signature = spent is None, [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params)]
         if self._signature is not None and not same_layout(self._signature, signature):
             raise ValueError("weights of another shape, dtype or layout than those loaded before; build a new Engine")
-        self.free()
+        self.unload()
         self._signature = signature
-        self._weights = params, version
+        self._weights = Weights(self._compiled, params, version, spent=spent)
 
     def unload(self) -> None:
         """Let go of the weights and the cache; compiled programs stay."""
@@ -190,7 +196,8 @@ class Engine:
     def free(self) -> None:
         """Drop the cache, and with it whatever is being generated."""
         self._cache.free()
-        self._layers: list[Params] | None = None
+        if self._weights:
+            self._weights.rest()
         self._slots: programs.Slots | None = None
         self._cache_version: int | None = None
         self._book = self._blank_book()
@@ -218,7 +225,7 @@ class Engine:
         Raises:
           ValueError: Too many prompts, or one that is empty, too long or outside the vocabulary.
         """
-        params, version = self._loaded()
+        weights = self._loaded()
         if not 0 < len(prompts) <= self.prefill_prompts:
             raise ValueError(f"a prefill takes 1 to {self.prefill_prompts} prompts, got {len(prompts)}")
         self._check_prompts(prompts)
@@ -231,8 +238,9 @@ class Engine:
         rows = jax.device_put((token_PS, length_P), self._layout.rows)
         self.prefilled_prompts += len(prompts)
         program = partial(programs.prefill, chunk_tokens=CHUNK_TOKENS if width > PREFILL_TOKENS else None)
-        result = self._compiled.run(("prefill", width), program, params, *rows, out=self._layout.prompts)
-        return Prefilled(result, tuple(prompts), version)
+        arguments = program, weights.params, weights.stackless, *rows
+        result = self._compiled.run(("prefill", width), *arguments, out=self._layout.prompts)
+        return Prefilled(result, tuple(prompts), weights.version)
 
     def insert(
         self, prefilled: Prefilled, placements: Sequence[Placement], sampling: knobs.Sampling, *, seed: int
@@ -242,9 +250,9 @@ class Engine:
         Args:
           seed: In [0, 2**32).
         """
-        params, version = self._loaded()
-        assert prefilled.version == version, (
-            f"prompts prefilled by version {prefilled.version} cannot be continued by version {version}"
+        weights = self._loaded()
+        assert prefilled.version == weights.version, (
+            f"prompts prefilled by version {prefilled.version} cannot be continued by version {weights.version}"
         )
         assert len(self._book.slot_B) == self.slots, "slots that are no longer computed cannot take a response"
         assert not self._book.unread, "a window that was not read yet may hold the last of a slot; read it first"
@@ -265,28 +273,24 @@ class Engine:
         if self._slots is None:
             empty = partial(programs.empty_slots, slots=self.slots)
             self._slots = self._compiled.run(("empty slots",), empty, out=self._layout.slots)
-            self._cache_version = version
-        arguments = (params, self._slots, prefilled.prompts, insertion)
-        self._slots = self._compiled.run(
-            ("insert", width), programs.insert, *arguments, out=self._layout.slots, donate=1
-        )
+            self._cache_version = weights.version
+        arguments = programs.insert, weights.params, self._slots, prefilled.prompts, insertion
+        self._slots = self._compiled.run(("insert", width), *arguments, out=self._layout.slots, donate=1)
         self._cache.place(prefilled, row_I, slot_I)
 
     def dispatch(self) -> None:
         """Have up to `decode_tokens_per_dispatch` tokens drawn in every active slot; returns at once."""
-        params, version = self._loaded()
+        weights = self._loaded()
         assert self._slots is not None, "nothing was inserted"
-        assert self._cache_version == version, (
-            f"the cache of version {self._cache_version} cannot be continued by version {version}"
+        assert self._cache_version == weights.version, (
+            f"the cache of version {self._cache_version} cannot be continued by version {weights.version}"
         )
-        if self._layers is None:
-            self._layers = self._compiled.run(("unstack",), programs.unstack, params, out=None)
         self._cache.hold(self._book.next_tokens_B, self._book.slot_B)
         self._cache.arrays, self._slots, window = self._compiled.run(
             ("decode", len(self._book.slot_B), self._cache.size),
             programs.decode,
-            self._layers,
-            params,
+            weights.layers(),
+            weights.params,
             self._cache.arrays,
             self._slots,
             out=(self._cache.layout, self._layout.slots, self._layout.whole),
@@ -339,7 +343,7 @@ class Engine:
           seed: In [0, 2**32). A response depends on it, on its request_id and prompt, and on
             nothing else of the call.
           progress: Called after every read with the completions so far and in all.
-          on_completion: Called with each completion as it is read.
+          on_completion: Called with each completion.
 
         Returns:
           One completion for each request, in their order.
@@ -349,7 +353,7 @@ class Engine:
           RuntimeError: No weights are loaded, or slots are in use by `insert`.
           FloatingPointError: The policy's logits are not finite.
         """
-        _, version = self._loaded()
+        version = self._loaded().version
         if self.active:
             raise RuntimeError(f"{self.active} responses are being generated; finish or free() them first")
         self._check_prompts([request.prompt_tokens for request in requests])
@@ -385,8 +389,7 @@ class Engine:
             self.free()
         return [completions[request.request_id] for request in requests]
 
-    def _loaded(self) -> tuple[Params, int]:
-        """The weights and their version."""
+    def _loaded(self) -> Weights:
         if self._weights is None:
             raise RuntimeError("the engine has no weights; call load(params, version=...) first")
         return self._weights

@@ -35,8 +35,11 @@ class Layout:
         self.pages = PagedCache(sharding(slot_axes, None, kv_head_axis), sharding(slot_axes))
 
 
-def same_layout(old: list, new: list) -> bool:
-    """Whether programs compiled for the old arrays take the new ones."""
-    return len(old) == len(new) and all(
-        a[:2] == b[:2] and a[2].is_equivalent_to(b[2], len(a[0])) for a, b in zip(old, new, strict=True)
+def same_layout(old: tuple[bool, list], new: tuple[bool, list]) -> bool:
+    """Whether programs compiled for the old arrays take the new ones, whose layers have a stack if they did."""
+    (stacked, before), (still_stacked, now) = old, new
+    return (
+        stacked == still_stacked
+        and len(before) == len(now)
+        and all(a[:2] == b[:2] and a[2].is_equivalent_to(b[2], len(a[0])) for a, b in zip(before, now, strict=True))
     )

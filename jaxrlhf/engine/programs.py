@@ -147,6 +147,7 @@ def empty_slots(*, slots: int, shape: Shape) -> Slots:
 
 def prefill(
     params: Params,
+    layers: list[Params] | None,
     token_PS: Int[Array, "P S"],
     length_P: Int[Array, "P"],
     *,
@@ -156,9 +157,11 @@ def prefill(
     """Run prompts once; their responses, however many, start from the result.
 
     Args:
+      layers: From `unstack`; None reads those of `params`.
       chunk_tokens: As `models.prefill` takes it. A model of one's own may run prompts whole all the same.
     """
-    how = {"chunk_tokens": chunk_tokens, "dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
+    how = {"dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
+    how |= {"chunk_tokens": chunk_tokens} if layers is None else {"chunk_tokens": chunk_tokens, "layers": layers}
     if shape.records_routing:
         hidden_PD, prefix, choice_PSLk = models.routed_prefill(params, _routed(shape), token_PS, length_P, **how)
         return Prompts(hidden_PD, prefix, length_P, choice_PSLk)

@@ -139,6 +139,8 @@ def _text(resources: dict[str, float], kinds: Iterable[str] | None = None) -> st
 
 def _ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # or each start prints that usage is reported
+    # Or a call of another thread that comes after `disconnect` would start a cluster of its own.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         import ray
     except ModuleNotFoundError as error:

@@ -2,7 +2,7 @@
 
 from jaxrlhf.models.attention import XLA, Attention
 from jaxrlhf.models.cache import LayerCache, Prefix, empty_cache, insert_prefix
-from jaxrlhf.models.decoder import decode, hidden_states, prefill, routed_decode, routed_prefill, unstack_layers
+from jaxrlhf.models.decoder import decode, hidden_states, prefill, routed_decode, routed_prefill
 from jaxrlhf.models.heads import TokenOutput, logits, padded_logits, score, token_logp, values
 from jaxrlhf.models.hf_config import read_config, scratch_config
 from jaxrlhf.models.hf_load import load_params
@@ -13,6 +13,7 @@ from jaxrlhf.models.origin import from_scratch, model_config, tokenizer_path
 from jaxrlhf.models.own_model import AnyModel, OwnModel
 from jaxrlhf.models.parameters import Param, declare, init_params, param_dims, param_shapes
 from jaxrlhf.models.pipeline import Pipeline, pipeline_over
+from jaxrlhf.models.stack import joined_parts, layer_parts, unstack_layers
 
 __all__ = [
     "XLA",
@@ -32,6 +33,8 @@ __all__ = [
     "hidden_states",
     "init_params",
     "insert_prefix",
+    "joined_parts",
+    "layer_parts",
     "load_params",
     "logits",
     "model_config",

@@ -5,11 +5,11 @@ cast to the activation dtype where it is used, so a sharded gather moves the sma
 Norms, rotary positions and softmax are float32 whatever the activations are.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from jaxrlhf.architecture import ModelConfig
@@ -18,12 +18,13 @@ from jaxrlhf.models.attention import XLA, Attention
 from jaxrlhf.models.cache import Cache, Prefix, empty_prefix
 from jaxrlhf.models.chunks import Chunk, written
 from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
-from jaxrlhf.models.layer import for_slots, layer_rows, layer_slots
+from jaxrlhf.models.layer import layer_rows, layer_slots
 from jaxrlhf.models.norm import norm
 from jaxrlhf.models.own_model import replaceable
 from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
 from jaxrlhf.models.rope import rotations
 from jaxrlhf.models.spread import ATTENDED, Spread
+from jaxrlhf.models.stack import Layers, count_layers, kinds, run_layers, stacks
 
 
 @replaceable
@@ -113,7 +114,7 @@ def routed_states(
         return jax.lax.scan(body, hidden_RWD, (layers, replayed_LRWk))
 
     rows = turn, segment_RW if spread is None else spread, watched
-    for layers in _stacks(params, config, pipeline):
+    for layers in stacks(params, config, pipeline):
         hidden_RWD, routed = run_stages(pipeline, stack, layers, hidden_RWD, rows)
     return norm(config, hidden_RWD, params["final_norm"]), routed
 
@@ -125,6 +126,7 @@ def prefill(
     token_PS: Int[Array, "P S"],
     length_P: Int[Array, "P"],
     *,
+    layers: list[Params] | None = None,
     chunk_tokens: int | None = None,
     dtype: Any = jnp.float32,
     attention: Attention = XLA,
@@ -132,7 +134,7 @@ def prefill(
 ) -> tuple[Float[Array, "P D"], Prefix]:
     """As `routed_prefill`, without the experts."""
     how = {"chunk_tokens": chunk_tokens, "dtype": dtype, "attention": attention, "pipeline": pipeline}
-    return routed_prefill(params, config, token_PS, length_P, **how)[:2]
+    return routed_prefill(params, config, token_PS, length_P, layers=layers, **how)[:2]
 
 
 def routed_prefill(
@@ -141,6 +143,7 @@ def routed_prefill(
     token_PS: Int[Array, "P S"],
     length_P: Int[Array, "P"],
     *,
+    layers: list[Params] | None = None,
     chunk_tokens: int | None = None,
     dtype: Any = jnp.float32,
     attention: Attention = XLA,
@@ -150,6 +153,7 @@ def routed_prefill(
 
     Args:
       length_P: Tokens of each prompt, at least 1; the rest of its row is padding.
+      layers: From `unstack_layers`; those of `params` are not read then and may be absent. Larger to compile.
       chunk_tokens: Of each prompt, run together where prompts are longer: memory is that of a chunk, and
         chunks past the longest prompt's end are not run. None runs prompts whole.
       pipeline: For layers that are divided over stages; the prefix then is, too.
@@ -164,7 +168,8 @@ def routed_prefill(
     """
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to run prompts whole")
-    how = params, config, token_PS, length_P, dtype, attention, pipeline
+    layer_kinds = stacks(params, config, pipeline) if layers is None else kinds(layers, config)
+    how = params, config, layer_kinds, token_PS, length_P, dtype, attention, pipeline
     if chunk_tokens is None or chunk_tokens >= token_PS.shape[1]:
         hidden_PD, prefix, choice_PSLk = _prefill_whole(*how)
     else:
@@ -175,6 +180,7 @@ def routed_prefill(
 def _prefill_whole(
     params: Params,
     config: ModelConfig,
+    layer_kinds: Sequence[Layers],
     token_PS: Array,
     length_P: Array,
     dtype: Any,
@@ -188,17 +194,18 @@ def _prefill_whole(
     def stack(layers, hidden_PSD, rows):
         turn, segment_PS = rows
 
-        def step(hidden_PSD, layer):
+        def step(hidden_PSD, each):
+            layer, _ = each
             hidden_PSD, key_PSKH, value_PSKH, routed = layer_rows(
                 layer, config, hidden_PSD, turn, segment_PS, attention
             )
             return hidden_PSD, (Prefix(key_PSKH, value_PSKH), None if routed is None else routed.choice_RWk)
 
-        return jax.lax.scan(step, hidden_PSD, layers)
+        return run_layers(step, hidden_PSD, layers)
 
     hidden_PSD = _embed(params, config, token_PS, dtype)
     parts: list[Prefix] = []
-    for layers in _stacks(params, config, pipeline):
+    for layers in layer_kinds:
         hidden_PSD, (part, choice_LPSk) = run_stages(pipeline, stack, layers, hidden_PSD, (turn, segment_PS))
         parts.append(part)
     prefix = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts) if len(parts) > 1 else parts[0]
@@ -209,6 +216,7 @@ def _prefill_whole(
 def _prefill_chunks(
     params: Params,
     config: ModelConfig,
+    layer_kinds: Sequence[Layers],
     token_PS: Array,
     length_P: Array,
     dtype: Any,
@@ -218,11 +226,10 @@ def _prefill_chunks(
 ) -> tuple[Array, Prefix, Array | None]:
     """One chunk after another, each through stage after stage; the row's last one may begin in the one before."""
     prompts, width = token_PS.shape
-    stacks = _stacks(params, config, pipeline)
 
     def stack(layers, kept, hidden_PCD, place, own=True, first=0):
         (turn, start), (prefix, choice_PSLk) = place, kept
-        index_L = first + jnp.arange(len(jax.tree.leaves(layers)[0]))
+        index_L = first + jnp.arange(count_layers(layers))
 
         def step(hidden_PCD, each):
             layer, index = each
@@ -230,7 +237,7 @@ def _prefill_chunks(
             hidden_PCD, key, value, routed = layer_rows(layer, config, hidden_PCD, turn, chunk, attention)
             return hidden_PCD, (Prefix(key, value), None if routed is None else routed.choice_RWk)
 
-        hidden_PCD, (new, choice_LPCk) = jax.lax.scan(step, hidden_PCD, (layers, index_L))
+        hidden_PCD, (new, choice_LPCk) = run_layers(step, hidden_PCD, layers, index_L)
         prefix = written(prefix, new, first, start, own=own)
         if choice_LPCk is not None:
             choice_PCLk = jnp.moveaxis(choice_LPCk, 0, 2).astype(jnp.int16)
@@ -243,12 +250,12 @@ def _prefill_chunks(
         token_PC = jax.lax.dynamic_slice_in_dim(token_PS, start, chunk_tokens, axis=1)
         place = rotations(config, jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)), start
         hidden_PCD, first = _embed(params, config, token_PC, dtype), 0
-        for layers in stacks:
+        for layers in layer_kinds:
             if pipeline is None:
                 hidden_PCD, kept = stack(layers, kept, hidden_PCD, place, first=first)
             else:
                 hidden_PCD, kept = relay(pipeline, stack, layers, kept, hidden_PCD, place)
-            first += len(jax.tree.leaves(layers)[0])
+            first += count_layers(layers)
         # Of a prompt that goes on after this chunk, the next one replaces it.
         last_P = length_P - 1 - start
         here_P1D = jnp.take_along_axis(hidden_PCD, jnp.clip(last_P, 0, chunk_tokens - 1)[:, None, None], axis=1)
@@ -326,38 +333,6 @@ def routed_decode(
     hidden_B1D, written = stack(*state) if pipeline is None else relay(pipeline, stack, *state)
     choice_BLk = jnp.stack(chosen, axis=1) if chosen else None
     return norm(config, hidden_B1D, params["final_norm"])[:, 0], written, choice_BLk
-
-
-@replaceable
-def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | None = None) -> list[Params]:
-    """The stacked layers as a list, one tree per layer (with stages: per layer of a stage).
-
-    Slices of the stack inside a decode loop are copied at every token; separate arrays are not.
-    The projections to queries, keys and values become one, `qkv`: a few tokens fill no product.
-    """
-
-    def unstack(layers):
-        count = len(jax.tree.leaves(layers)[0])
-        return [for_slots(jax.tree.map(lambda leaf: leaf[index], layers)) for index in range(count)]  # noqa: B023
-
-    if pipeline is not None:
-        each = PartitionSpec(pipeline.axes)
-        unstack = pipeline.on_stages(unstack, each, each)
-    return [layer for layers in _stacks(params, config, pipeline) for layer in unstack(layers)]
-
-
-def _stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> list[Params]:
-    """Layers of one kind after another, beside which of them have a window where they differ in it."""
-    if config.dense_layers:
-        if pipeline is not None:
-            raise ValueError(
-                f"the first {config.dense_layers} of {config.num_layers} layers have no experts, so that layers cannot "
-                f"be divided evenly over {pipeline.stages} stages; use one stage, and tensor or fsdp instead"
-            )
-        return [params["dense_layers"], params["layers"]]
-    if config.sliding_window is None or not config.sliding_layers:
-        return [params["layers"]]
-    return [{**params["layers"], "slides": jnp.array(config.sliding_layers)[:, None]}]
 
 
 def _embed(params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], dtype: Any) -> Float[Array, "R W D"]:

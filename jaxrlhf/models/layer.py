@@ -76,15 +76,22 @@ def layer_slots(
     return hidden_B1D, stored, routed
 
 
-def for_slots(layer: Params) -> Params:
-    """The layer as `layer_slots` reads it fastest: queries, keys and values in one product, weights for few tokens."""
+def for_slots(layer: Params, *, routed: bool) -> Params:
+    """The layer, or a part of it, as `layer_slots` reads it fastest: queries, keys and values in one product, weights
+    for few tokens.
+
+    Args:
+      routed: Its MLP has experts.
+    """
     heads, gated = {"qkv": 1, "query": 1, "query_down": 1, "latent": 1, "output": 2}, {"gate": 1, "up": 1, "down": 1}
-    mlp = layer["mlp"]
-    if "router" not in mlp:
-        mlp = _for_few_tokens(mlp, gated)
-    elif "shared" in mlp:
-        mlp = mlp | {"shared": _for_few_tokens(mlp["shared"], gated)}
-    return layer | {"attention": _for_few_tokens(_join_projections(layer["attention"]), heads), "mlp": mlp}
+    ready = dict(layer)
+    if "attention" in layer:
+        ready["attention"] = _for_few_tokens(_join_projections(layer["attention"]), heads)
+    if "mlp" in layer and not routed:
+        ready["mlp"] = _for_few_tokens(layer["mlp"], gated)
+    elif "shared" in layer.get("mlp", {}):
+        ready["mlp"] = layer["mlp"] | {"shared": _for_few_tokens(layer["mlp"]["shared"], gated)}
+    return ready
 
 
 def _for_few_tokens(weights: Params, input_dims: dict[str, int]) -> Params:

@@ -15,11 +15,11 @@ from jaxrlhf.architecture import Head
 from jaxrlhf.config import Lora, Quantization
 from jaxrlhf.models.linear import Adapted, Adapter
 from jaxrlhf.models.own_model import AnyModel, OwnModel
-from jaxrlhf.models.parameters import Param, declare, path_name
+from jaxrlhf.models.parameters import STACKS, Param, declare, path_name
 from jaxrlhf.models.quantized import Quantized, quantize
 
-STACKS, ROOMS = ("layers", "dense_layers"), ("attention", "mlp")
-"""Where the matrices of layers are in the tree of parameters."""
+ROOMS = ("attention", "mlp")
+"""Where the matrices of a layer are in its tree."""
 
 INPUTS = {"output": 2}
 """Dimensions that a matrix contracts, where that is not one."""

@@ -16,6 +16,9 @@ from jaxrlhf.architecture import Experts, Head, LatentAttention, ModelConfig, pa
 from jaxrlhf.batch import Params
 from jaxrlhf.models.own_model import AnyModel, replaceable
 
+STACKS = ("layers", "dense_layers")
+"""Where the decoder's parameters have stacks of layers."""
+
 
 @dataclass(frozen=True)
 class Param:

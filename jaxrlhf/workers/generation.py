@@ -1,7 +1,6 @@
 """Generating responses: on the actor's own devices, or on a pool apart with copies of its weights."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +49,19 @@ class Sampler:
     progress: Progress
     ends: Ends
 
-    def load(self, weights: Any, version: int) -> None:
+    def load(self, weights: Any, version: int, *, spent: Any) -> None:
         """Set the engine's weights, given in the generation layout over the whole mesh.
 
         Args:
           weights: `parameters`, and where they have some, `adapters`, which are applied beside them: added to weights
             of few bits, small changes would be rounded away.
+          spent: Tree of bools: which of them nobody else reads, as `Engine.load` takes it. Beside adapters all stay.
         """
         here = hand_over(weights, self.island)
-        self.engine.load(adapted(here["parameters"], here.get("adapters", {})), version)
+        if "adapters" in here:
+            self.engine.load(adapted(here["parameters"], here["adapters"]), version)
+        else:
+            self.engine.load(here["parameters"], version, spent=spent["parameters"])
 
     def generate(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
@@ -142,13 +145,13 @@ class Generator:
             "transfer/seconds": delivery.seconds,
         }
         self._version = version
+        self._sampler.load(self._weights, version, spent=jax.tree.map(lambda _: True, self._layout))
         return self._version
 
     @verb(ONE_TO_ALL)
     def compile_generation(self, prompt_lengths: Sequence[int], *, versions: Sequence[int]) -> None:
         """Compile what generating from prompts of these lengths needs, so that no later step has to."""
-        with self._loaded(versions) as sampler:
-            sampler.engine.compile_ahead(prompt_lengths)
+        self._holding(versions).engine.compile_ahead(prompt_lengths)
 
     @verb(THREE_D_ALL_MICRO_DP)
     def generate_sequences(
@@ -161,17 +164,13 @@ class Generator:
         versions: Sequence[int],
     ) -> Rollout:
         """As the actor's, with the weights last sent."""
-        with self._loaded(versions) as sampler:
-            return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
+        sampler = self._holding(versions)
+        return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
-    @contextmanager
-    def _loaded(self, versions: Sequence[int]) -> Iterator[Sampler]:
+    def _holding(self, versions: Sequence[int]) -> Sampler:
+        """The sampler, whose engine frees its cache by itself; the weights stay."""
         assert set(versions) == {self._version}, f"holds version {self._version}, asked for {sorted(set(versions))}"
-        self._sampler.load(self._weights, self._version)
-        try:
-            yield self._sampler
-        finally:
-            self._sampler.engine.unload()  # frees the cache; the weights stay
+        return self._sampler
 
 
 def _choices(recorded: Sequence[np.ndarray | None], *, width: int) -> np.ndarray | None:

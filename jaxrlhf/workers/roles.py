@@ -100,7 +100,7 @@ class Actor(TrainedWorker):
                 self._parts.update(back)
                 raise
             try:
-                self._sampler.load(weights, self.version)
+                self._sampler.load(weights, self.version, spent=self._hybrid.masters)
                 with self._masters_away(self._hybrid):
                     yield self._sampler
             finally:

@@ -1,0 +1,106 @@
+"""The decoder's layers: stacked along a first dimension, as they are trained, or apart, as tokens are decoded."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.batch import Array, Params
+from jaxrlhf.models.layer import for_slots
+from jaxrlhf.models.own_model import replaceable
+from jaxrlhf.models.parameters import STACKS
+from jaxrlhf.models.pipeline import Pipeline
+
+Layers = Params | list[Params]
+"""A stack of layers, or a list of them."""
+
+
+def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> list[Params]:
+    """Layers of one kind after another, beside which of them have a window where they differ in it."""
+    if config.dense_layers:
+        if pipeline is not None:
+            raise ValueError(
+                f"the first {config.dense_layers} of {config.num_layers} layers have no experts, so that layers cannot "
+                f"be divided evenly over {pipeline.stages} stages; use one stage, and tensor or fsdp instead"
+            )
+        return [params["dense_layers"], params["layers"]]
+    if config.sliding_window is None or not config.sliding_layers:
+        return [params["layers"]]
+    return [{**params["layers"], "slides": jnp.array(config.sliding_layers)[:, None]}]
+
+
+def kinds(layers: list[Params], config: ModelConfig) -> list[list[Params]]:
+    """Layers that lie apart, as `stacks` divides them."""
+    dense = config.dense_layers
+    return [layers[:dense], layers[dense:]] if dense else [layers]
+
+
+def count_layers(layers: Layers) -> int:
+    """How many there are (with stages: of a stage)."""
+    return len(layers) if isinstance(layers, list) else len(jax.tree.leaves(layers)[0])
+
+
+def run_layers(
+    step: Callable[[Array, tuple[Params, Any]], tuple[Array, Any]], hidden: Array, layers: Layers, more_L: Any = None
+) -> tuple[Array, Any]:
+    """`jax.lax.scan` of `step` over `(layers, more_L)`; where layers lie apart, one after another."""
+    if not isinstance(layers, list):
+        return jax.lax.scan(step, hidden, (layers, more_L))
+    extras = []
+    for index, layer in enumerate(layers):
+        hidden, extra = step(hidden, (layer, jax.tree.map(lambda leaf: leaf[index], more_L)))  # noqa: B023
+        extras.append(extra)
+    return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *extras)
+
+
+@replaceable
+def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | None = None) -> list[Params]:
+    """The stacked layers as a list, one tree per layer (with stages: per layer of a stage).
+
+    Slices of the stack inside a decode loop are copied at every token; separate arrays are not.
+    The projections to queries, keys and values become one, `qkv`: a few tokens fill no product.
+
+    Args:
+      params: Or one of its `layer_parts`, of whose result `joined_parts` makes layers.
+    """
+    dense, stages = config.dense_layers, 1 if pipeline is None else pipeline.stages
+    counts = [*([(dense, False)] if dense else []), ((config.num_layers - dense) // stages, config.experts is not None)]
+    apart: list[Params] = []
+    for layers, (count, routed) in zip(stacks(params, config, pipeline), counts, strict=True):
+
+        def unstack(layers: Params, count: int = count, routed: bool = routed) -> list[Params]:
+            each = [jax.tree.map(lambda leaf: leaf[index], layers) for index in range(count)]  # noqa: B023
+            return [for_slots(layer, routed=routed) for layer in each]
+
+        stage = PartitionSpec(() if pipeline is None else pipeline.axes)
+        apart += (unstack if pipeline is None else pipeline.on_stages(unstack, stage, stage))(layers)
+    return apart
+
+
+def layer_parts(params: Params) -> Iterator[Params]:
+    """The stacks of layers in parts that can be taken apart one after another, so that little exists twice."""
+    trees = {name: params[name] for name in STACKS if name in params}
+
+    def part(select: Callable[[Params], Params]) -> Params:
+        return {stack: select(tree) for stack, tree in trees.items()}
+
+    yield part(lambda tree: {"attention": tree["attention"]})
+    for name in sorted({name for tree in trees.values() for name in tree["mlp"]}):
+        yield part(lambda tree: {"mlp": {own: tree["mlp"][own] for own in tree["mlp"] if own == name}})  # noqa: B023
+    yield part(lambda tree: {name: leaf for name, leaf in tree.items() if name not in ("attention", "mlp")})
+
+
+def joined_parts(parts: Sequence[list[Params]]) -> list[Params]:
+    """Layers out of what `unstack_layers` made of each part."""
+
+    def joined(*pieces: Params) -> Params:
+        layer: Params = {}
+        for piece in pieces:
+            for name, leaf in piece.items():
+                layer[name] = {**layer.get(name, {}), **leaf} if isinstance(leaf, dict) else leaf
+        return layer
+
+    return [joined(*pieces) for pieces in zip(*parts, strict=True)]
