@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import ray_world
 from jax.errors import JaxRuntimeError
+from tiny_runs import get_config
 
 from jaxrlhf.config import RayCluster
 from jaxrlhf.hosts import processes
@@ -18,6 +19,7 @@ from jaxrlhf.hosts.cluster import connect, disconnect, environment
 from jaxrlhf.hosts.failure import Host, HostClosed, HostDied, HostFailure, HostHung, HostNotStarted, may_have_lost_peer
 from jaxrlhf.hosts.processes import HostProcesses
 from jaxrlhf.hosts.stored import loaded_bytes, sent_bytes
+from jaxrlhf.workers.ray_backend import launch_on_ray
 
 CLUSTER = RayCluster(devices_per_host=2, platform="cpu", call_timeout_s=60.0)
 
@@ -55,6 +57,12 @@ def test_the_cluster_says_what_it_is(connection):
     again = connect(CLUSTER)
     assert (again.address, again.owned) == (connection.address, False)
     disconnect(again)  # not its own: the cluster stays up for the tests below
+
+
+def test_without_ray_its_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"Ray, which is not installed: pip install 'jaxrlhf\[ray\]'"):
+        launch_on_ray(get_config(), CLUSTER, progress=lambda *_: None, workdir=None)
 
 
 def test_a_call_after_the_end_of_the_connection_starts_no_cluster():

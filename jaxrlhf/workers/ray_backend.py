@@ -157,17 +157,17 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
     """Start the host processes of every pool.
 
     Raises:
-      ValueError: A pool's devices are no whole number of hosts.
+      ValueError: A pool's devices are no whole number of hosts, or as `connect`.
       HostFailure: A host did not start.
     """
     # The controller computes next to nothing, and must not take an accelerator from a host.
     jax.config.update("jax_platforms", "cpu")
-    carry_configuration_files()
     connection = connect(cluster)
     after = ExitStack()
     after.callback(disconnect, connection)
     ranks: list[Ranks] = []
     try:
+        carry_configuration_files()
         folder = workdir or Path(after.enter_context(tempfile.TemporaryDirectory(prefix="jaxrlhf-")))
         output = None if workdir is None else workdir.absolute() / LOGS / REWARD_OUTPUT
         for pool in _pools_of_hosts(config, cluster, machines=connection.nodes):
