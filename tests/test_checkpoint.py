@@ -93,6 +93,21 @@ def test_any_reader_of_orbax_understands_it(opened, tmp_path):
     assert restored["host"]["state"] == STATE
 
 
+def test_a_reader_writes_nothing_and_warns_of_nothing(opened, tmp_path, caplog):
+    writer = opened()
+    writer.save(3, held(actor=tree()), STATE)
+    writer.close()
+    (tmp_path / "checkpoints" / "step_4.orbax-checkpoint-tmp").mkdir()  # may be a save under way
+    there = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    caplog.clear()
+    reader = Checkpoints(tmp_path / "checkpoints", read_only=True)
+    assert reader.steps() == [3]
+    assert_same_bits(reader.read(3, {"actor": like(tree())})["actor"], tree())
+    reader.close()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == there
+    assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == []
+
+
 def test_a_part_can_be_restored_alone(opened):
     checkpoints = opened()
     checkpoints.save(1, held(actor=tree(0), critic=tree(1)), STATE)

@@ -104,6 +104,11 @@ def heavy(prompt, response, answer, record):
     return float(any(name in sys.modules for name in ("jax", "numpy", "flax")))
 
 
+def out_of_memory(prompt, response, answer, record):
+    with open("/proc/self/oom_score_adj") as file:
+        return float(file.read())
+
+
 class Unloadable:
     def __reduce__(self):
         return (os._nothing, ())
@@ -157,6 +162,12 @@ def test_only_the_misbehaving_examples_are_lost(hostile, name):
     assert values == {index: float(index) for index in range(60) if index % 5}
     # Three hang, 1 to 1.5 s each; in a group first the group does, then the example.
     assert seconds < 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_where_memory_runs_out_a_reward_process_is_ended_and_not_the_run(hostile):
+    values, _, _ = run(hostile, "out_of_memory", ["any"], workers=1)
+    assert values == {0: 1000.0}  # the first of all that Linux would choose from
 
 
 def test_failures_say_what_happened(hostile):

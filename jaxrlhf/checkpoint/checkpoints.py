@@ -133,9 +133,9 @@ class Checkpoints:
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             # Orbax writes metrics down, and so knows them after a resume, only if it is given a way to rank them.
             best_fn=_rank,
+            # Orbax's own `read_only` is these two, a ban on saves, and two warnings.
             cleanup_tmp_directories=not read_only,
             create=not read_only,
-            read_only=read_only,
             step_prefix=_PREFIX,
             # Items write from processes that could not be told when directories appear.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),

@@ -155,7 +155,7 @@ class Scorer:
         self.counts = dict(Counter(failure.cause for failure in self.failures))
         self._report(len(prompts))
         scores = _combine(parts, self._weights)
-        self._count_fruitless(scores.scorable_B)
+        self._count_fruitless(np.asarray(scores.scorable_B))
         return scores
 
     def _open(self, pool: Pool) -> None:

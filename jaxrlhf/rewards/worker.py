@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from jaxrlhf.rewards.functions import one_line, resolve
@@ -68,6 +69,8 @@ Group = tuple[int, list[tuple[int, bytes]]]  # function, and its examples as (in
 def main(fd: int, parent: int) -> None:
     """Serve the pipe at `fd` until it closes or the process `parent` is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    with contextlib.suppress(OSError):  # of a system that is not Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")  # out of memory, it ends this process and not the run
     faulthandler.enable()
     connection = Connection(fd)
     # A closed pipe is the parent's way, voluntary or not, to say that it is over.
