@@ -39,7 +39,7 @@ GIB = 2**30
 LLAMA, QWEN = "meta-llama/Llama-3.1-70B-Instruct", "Qwen/Qwen3-235B-A22B"
 MACHINES = {"v5p-128": (64, 95 * GIB), "h100x16x8": (128, 80e9), "h200x16x8": (128, 141e9)}
 """Devices, and the memory of each: a v5p slice is named after its cores, of which a chip has two."""
-FILLED = {LLAMA: 0.7, QWEN: 0.9}
+FILLED = 0.7
 """Of a device's memory."""
 WEIGHTS = {LLAMA: 70_553_706_496, QWEN: 235_093_634_560}
 """Of the checkpoint's files."""
@@ -62,7 +62,7 @@ def planned(request):
     """The model, devices, memory of one, the problem and its best plan."""
     name, machines = request.param
     config = a_run(name)
-    problem = question_of(config, replace(hardware_of(config, machines), usable_memory=FILLED[name])).problem
+    problem = question_of(config, replace(hardware_of(config, machines), usable_memory=FILLED)).problem
     return name, *MACHINES[machines], problem, search(problem).plans[0]
 
 
@@ -137,20 +137,28 @@ def test_it_fits_by_the_planner_and_by_the_trees(planned):
     # While it is updated there are a microbatch's gradient and the sum of all.
     updating = weights + two_moments + 2 * weights + frozen
     cache = cache_bytes(model, plan, layout, devices)
-    # Decoding has the layers apart, beside the stack.
-    apart = held_bytes(copy["layers"], generate["layers"])
     idle = stays("actor.parameters") * weights + stays("actor.optimizer") * two_moments
-    generating = idle + held_bytes(copy, generate) + apart + frozen + cache
+    loaded = idle + held_bytes(copy, generate) + frozen
+    # Before there is a cache, layers are taken apart: attention, and then one matrix of the MLP after another.
+    layers, places = copy["layers"], generate["layers"]
+    parts = [held_bytes(layers["attention"], places["attention"])]
+    parts += [held_bytes(*each) for each in zip(*map(jax.tree.leaves, (layers["mlp"], places["mlp"])), strict=True)]
+    loading, generating = loaded + max(parts), loaded + cache
     # Norm scales are divided over stages alone, and routers not over tensor shards.
     norms, routers, last = model.num_layers * NORMS[name], model.num_layers * ROUTER[name], model.hidden_size
     shards = layout.fsdp * layout.expert * layout.stage
     matrices = (WEIGHTS[name] - norms - routers - last) / (shards * layout.tensor)
     assert weights == 4 * (matrices + routers / shards + norms / layout.stage + last)
+    # The planner splits these like everything else.
+    close = {"abs": 8 * routers + 26 * (norms + last)}
     if pool.peak_during == "actor generate":
-        # The planner splits these like everything else.
-        assert pool.peak_bytes == pytest.approx(generating, abs=8 * routers + 26 * (norms + last))
+        assert pool.peak_bytes == pytest.approx(generating, **close)
+        assert loading <= pool.peak_bytes
+    elif pool.peak_during == "actor switch":
+        assert pool.peak_bytes == pytest.approx(loading, **close)
+        assert generating <= pool.peak_bytes
     else:
-        assert max(updating, generating) < pool.peak_bytes
+        assert max(updating, loading, generating) < pool.peak_bytes
     assert pool.peak_bytes <= problem.hardware.usable_memory * memory_bytes
 
 
@@ -171,10 +179,10 @@ def test_no_table_is_whole_on_any_device(planned):
 
 
 @pytest.mark.parametrize(
-    ("machines", "usable", "generates"), [("h200x16x8", 0.9, True), ("h100x16x8", 0.7, False), ("v5p-128", 0.9, False)]
+    ("machines", "usable", "generates"), [("h200x16x8", 0.7, True), ("h100x16x8", 0.7, False), ("v5p-128", 0.9, False)]
 )
 def test_a_mixture_is_planned_with_its_experts_divided_and_is_slower_or_too_large_without(machines, usable, generates):
-    """Generation takes 470 GB, and the layers apart as much once more: a machine of H200, none of H100 or v5p."""
+    """Generation takes 470 GB, and a third of its experts once more at first: a machine of H200, none of H100 or v5p."""
     config = a_run(QWEN)
     problem = question_of(config, replace(hardware_of(config, machines), usable_memory=usable)).problem
     if not generates:

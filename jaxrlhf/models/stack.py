@@ -1,6 +1,7 @@
 """The decoder's layers: stacked along a first dimension, as they are trained, or apart, as tokens are decoded."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import Any
 
 import jax
@@ -88,19 +89,30 @@ def layer_parts(params: Params) -> Iterator[Params]:
         return {stack: select(tree) for stack, tree in trees.items()}
 
     yield part(lambda tree: {"attention": tree["attention"]})
-    for name in sorted({name for tree in trees.values() for name in tree["mlp"]}):
-        yield part(lambda tree: {"mlp": {own: tree["mlp"][own] for own in tree["mlp"] if own == name}})  # noqa: B023
+    for path in sorted({path for tree in trees.values() for path in _paths(tree["mlp"])}):
+        yield part(lambda tree: {"mlp": _only(tree["mlp"], path)})  # noqa: B023
     yield part(lambda tree: {name: leaf for name, leaf in tree.items() if name not in ("attention", "mlp")})
 
 
 def joined_parts(parts: Sequence[list[Params]]) -> list[Params]:
     """Layers out of what `unstack_layers` made of each part."""
+    return [reduce(_joined, pieces) for pieces in zip(*parts, strict=True)]
 
-    def joined(*pieces: Params) -> Params:
-        layer: Params = {}
-        for piece in pieces:
-            for name, leaf in piece.items():
-                layer[name] = {**layer.get(name, {}), **leaf} if isinstance(leaf, dict) else leaf
-        return layer
 
-    return [joined(*pieces) for pieces in zip(*parts, strict=True)]
+def _paths(tree: Params) -> list[tuple[str, ...]]:
+    """Of all that is no dictionary."""
+    inner = {name: _paths(leaf) if isinstance(leaf, dict) else [()] for name, leaf in tree.items()}
+    return [(name, *path) for name, paths in inner.items() for path in paths]
+
+
+def _only(tree: Params, path: tuple[str, ...]) -> Params:
+    """The tree without all that is elsewhere."""
+    name, *rest = path
+    if name not in tree:
+        return {}
+    return {name: _only(tree[name], tuple(rest)) if rest else tree[name]}
+
+
+def _joined(one: Params, other: Params) -> Params:
+    both = {name: _joined(one[name], other[name]) for name in one.keys() & other.keys() if isinstance(one[name], dict)}
+    return {**one, **other, **both}

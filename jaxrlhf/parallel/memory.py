@@ -138,8 +138,19 @@ def weights_generating(model: ModelConfig, layout: Layout) -> float:
 
 
 def weights_apart(model: ModelConfig, layout: Layout) -> float:
-    """Weights of the layers among those that generate; decoding reads each layer by itself, beside their stack."""
+    """Weights of the layers among those that generate, each of which decoding reads by itself."""
     return weights_generating(model, layout) * model.num_layers * model.layer_parameters() / model.num_parameters("lm")
+
+
+def weights_taken_apart(model: ModelConfig, layout: Layout) -> float:
+    """Weights that are in a stack and apart at most, while a stack that nobody else reads becomes layers.
+
+    Attention is taken apart as a whole, the MLP one of its three matrices after another.
+    """
+    plain_layers = model.num_layers if model.experts is None else model.dense_layers
+    matrix = routed_weights(model) / (3 * layout.expert) + plain_layers * model.hidden_size * model.intermediate_size
+    attention = model.num_layers * model.attention_parameters
+    return max(attention, matrix) / (layout.generation_stage * layout.generation_tensor)
 
 
 def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:

@@ -23,6 +23,7 @@ from jaxrlhf.parallel.memory import (
     weights_generating,
     weights_held,
     weights_learnt,
+    weights_taken_apart,
 )
 from jaxrlhf.parallel.plan import Cost, Problem, Verb
 from jaxrlhf.parallel.workload import STAGES, Role, Software, Stage
@@ -48,6 +49,7 @@ class Simulated:
       idle_bytes: Held on a device while none of the role's calls runs.
       excess_bytes: Most that a call needs beyond what is held idle.
       generating_bytes: Held while it generates, cache not included.
+      loading_bytes: Held before there is a cache, while layers are taken apart.
     """
 
     layout: Layout
@@ -56,15 +58,18 @@ class Simulated:
     idle_bytes: float
     excess_bytes: float
     generating_bytes: float
+    loading_bytes: float
 
 
-def _simulated(layout: Layout, steps: Sequence[Step], idle_bytes: float, generating_bytes: float) -> Simulated:
+def _simulated(
+    layout: Layout, steps: Sequence[Step], idle_bytes: float, generating_bytes: float, loading_bytes: float
+) -> Simulated:
     generate_s, prepare_s, update_s = (
         sum(step.cost.seconds for step in steps if step.stage == stage) for stage in STAGES
     )
-    most = max([generating_bytes, *(step.held_bytes for step in steps)])
+    most = max([generating_bytes, loading_bytes, *(step.held_bytes for step in steps)])
     seconds = (generate_s, prepare_s, update_s)
-    return Simulated(layout, tuple(steps), seconds, idle_bytes, most - idle_bytes, generating_bytes)
+    return Simulated(layout, tuple(steps), seconds, idle_bytes, most - idle_bytes, generating_bytes, loading_bytes)
 
 
 def pool_hardware(hardware: Hardware, devices: int) -> Hardware:
@@ -119,13 +124,14 @@ class Simulator:
         brought, brought_all = parameters * waits[0], parameters * waits[0] + optimizer * waits[1]
 
         steps: list[Step] = []
-        generating = 0.0
+        generating = loading = 0.0
         if generates:
             each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
             copy = weights_generating(role.model, layout) * each
             as_trained = software.trains_in_compute_dtype or role.lora is not None
             kept = 0.0 if as_trained else idle_parameters
-            generating = kept + copy + self._apart(role, layout) * each + idle_optimizer
+            held = kept + copy + idle_optimizer
+            generating, loading = self._apart(role, layout, held, each, shared=as_trained)
             during = copy + idle_optimizer + (0.0 if as_trained else parameters)
             switch = switch_cost(role.model, layout, software, hardware)
             if switch.seconds:
@@ -140,7 +146,7 @@ class Simulator:
             working = computed.update_bytes + parameters + optimizer + gradients
             steps.append(Step("update", "update", computed.update, working))
             steps += _moved("update", brought_all, hardware, working)
-        return _simulated(layout, steps, idle_parameters + idle_optimizer, generating)
+        return _simulated(layout, steps, idle_parameters + idle_optimizer, generating, loading)
 
     def _recomputes(self, role: Role, layout: Layout, offload: Sequence[str], hardware: Hardware) -> bool:
         """What a run would choose if all roles shared the pool in this layout; where they do not, it has more room."""
@@ -159,11 +165,22 @@ class Simulator:
         """A pool that generates with weights sent by the actor; they stay there."""
         each = self._problem.software.compute_bytes
         held = weights_generating(role.model, layout) * each
-        return _simulated(layout, (), held, held + self._apart(role, layout) * each)
+        return _simulated(layout, (), held, *self._apart(role, layout, held, each, shared=role.lora is not None))
 
-    def _apart(self, role: Role, layout: Layout) -> float:
-        """Weights that are there once more while tokens are decoded."""
-        return weights_apart(role.model, layout) if self._problem.software.decodes_apart else 0.0
+    def _apart(self, role: Role, layout: Layout, held: float, each: float, *, shared: bool) -> tuple[float, float]:
+        """Bytes while the role generates, without a cache, and while its layers are taken apart.
+
+        Args:
+          held: Bytes with layers in their stack.
+          each: Bytes of a weight.
+          shared: The stack is also trained, or adapters are, so that it stays.
+        """
+        if not self._problem.software.decodes_apart:
+            return held, held
+        if shared:
+            apart = held + weights_apart(role.model, layout) * each
+            return apart, apart
+        return held, held + weights_taken_apart(role.model, layout) * each
 
     def _compute(self, role: Role, layout: Layout, hardware: Hardware) -> "_Computed":
         assert layout.data is not None

@@ -86,7 +86,7 @@ class Software:
         stage, and not all of it.
       head_on_last_stage: The last stage computes the logits, and not all stages together.
       adds_gradients: Each microbatch's gradient is whole before it is added to the others'.
-      decodes_apart: Decoding reads layers that lie apart, beside the stack of them that prefill reads.
+      decodes_apart: Decoding reads layers that lie apart; the stack of them goes, unless it is trained as it is.
       cache_copies: Of the cache, how many exist at most while tokens are decoded.
       decode_tokens_per_dispatch: Tokens that one program decodes; None has no program start count.
       recomputes_logits: Chunks of logits are computed once more in the backward pass.

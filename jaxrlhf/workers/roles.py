@@ -100,8 +100,8 @@ class Actor(TrainedWorker):
                 self._parts.update(back)
                 raise
             try:
-                self._sampler.load(weights, self.version, spent=self._hybrid.masters)
                 with self._masters_away(self._hybrid):
+                    self._sampler.load(weights, self.version, spent=self._hybrid.masters)
                     yield self._sampler
             finally:
                 self._sampler.engine.unload()
