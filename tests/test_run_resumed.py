@@ -1,6 +1,8 @@
 """A run is not resumed with what makes other numbers of its checkpoints."""
 
 import json
+import re
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -9,8 +11,10 @@ from flax import nnx
 from tiny_runs import get_config
 
 import jaxrlhf
+from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ColdStart, Config, FromScratch, Lora, Nnx, Pretrained, to_json
-from jaxrlhf.controller.resumed import check_same_start
+from jaxrlhf.controller import run as whole
+from jaxrlhf.controller.resumed import check_same_start, describe_start
 
 LORA = Lora(rank=2, alpha=4.0)
 
@@ -96,6 +100,73 @@ def test_a_model_of_ones_own_is_the_same_wherever_its_function_lies(tmp_path):
     trained(tmp_path, first)
     (tmp_path / "config.json").write_text(json.dumps(described))
     check_same_start(tmp_path, second)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A checkpoint and a run that started from it."""
+    path = tmp_path / "here"
+    path.mkdir()
+    (path / "config.json").write_text('{"rope_theta": 1e4}')
+    (path / "model.safetensors").write_bytes(bytes(range(256)) * 64_000)  # 16 MB, of which a quarter is looked at
+    trained(tmp_path / "run", replace(adapting(None), model=Pretrained(str(path))))
+    describe_start(tmp_path / "run", replace(adapting(None), model=Pretrained(str(path))))
+    return path
+
+
+def resume(tmp_path, path) -> None:
+    check_same_start(tmp_path / "run", replace(adapting(None), model=Pretrained(str(path))))
+
+
+def test_a_checkpoint_may_be_moved(checkpoint, tmp_path):
+    resume(tmp_path, checkpoint)
+    resume(tmp_path, checkpoint.rename(tmp_path / "there"))
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["at its place", "moved"])
+@pytest.mark.parametrize("changed", ["a tensor", "its length", "config.json", "a further file"])
+def test_another_checkpoint_is_refused_wherever_it_lies(changed, moved, checkpoint, tmp_path):
+    weights = checkpoint / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[9_000_000 : 9_000_000 + len(content) // 1000] = bytes(len(content) // 1000)
+    other = {
+        "a tensor": lambda: weights.write_bytes(content),
+        "its length": lambda: weights.write_bytes(weights.read_bytes()[:-1]),
+        "config.json": lambda: (checkpoint / "config.json").write_text('{"rope_theta": 1e6}'),
+        "a further file": lambda: (checkpoint / "model-2.safetensors").write_bytes(b""),
+    }
+    other[changed]()
+    path = checkpoint.rename(tmp_path / "there") if moved else checkpoint
+    file = {"config.json": "config.json", "a further file": "model-2.safetensors"}.get(changed, "model.safetensors")
+    says = f"started from the checkpoint {checkpoint}, and {path} is another one now: {file} differs; resume with"
+    with pytest.raises(ValueError, match=re.escape(says)):
+        resume(tmp_path, path)
+
+
+def test_of_a_run_that_did_not_write_down_its_weights_only_the_path_is_known(checkpoint, tmp_path):
+    (tmp_path / "run" / "weights.json").unlink()
+    resume(tmp_path, checkpoint)
+    with pytest.raises(ValueError, match=r"with model of path='.*here', and the configuration has path='.*there'"):
+        resume(tmp_path, checkpoint.rename(tmp_path / "there"))
+
+
+def test_a_stage_that_is_over_is_not_opened_again(tmp_path, monkeypatch):
+    opened, config = [], replace(get_config(), workdir=str(tmp_path))
+    policy = tmp_path / "cold_start" / "checkpoints" / "step_2" / "actor"
+
+    def run_stage(shared, directory, start):
+        opened.append((shared.config.name, start))
+        return directory
+
+    monkeypatch.setattr(whole, "_run_stage", run_stage)
+    monkeypatch.setattr(whole, "_check_workdir", lambda workdir, config: None)
+    jaxrlhf.run(config)
+    assert opened == [("tiny (cold start)", None), ("tiny", tmp_path / "cold_start")]
+    opened.clear()
+    with closing(Checkpoints(policy.parents[1])) as checkpoints:
+        checkpoints.save(2, {}, {})
+    jaxrlhf.run(config)
+    assert opened == [("tiny", policy)]
 
 
 def test_what_is_the_same_is_not_refused(tmp_path):

@@ -4,16 +4,31 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.config import Config, FromScratch, Lora, to_json
+from jaxrlhf.checkpoint import identity
+from jaxrlhf.config import Config, FromScratch, Lora, Pretrained, to_json
 
 Settings = dict[str, Any]
+
+DESCRIBED = "config.json"
+STARTED_FROM = "weights.json"
+
+
+def describe_start(workdir: Path, run: Config) -> None:
+    """Write down the settings of a run, and which weights it starts from."""
+    start = {DESCRIBED: to_json(run)}
+    if isinstance(run.model, Pretrained):
+        start[STARTED_FROM] = identity(run.model.path)
+    for name, content in start.items():
+        written = (workdir / name).with_suffix(".tmp")  # a kill or a full disk leaves what a resume reads whole
+        written.write_text(json.dumps(content, indent=2) + "\n")
+        written.replace(workdir / name)
 
 
 def check_same_start(workdir: Path, config: Config) -> None:
     """Refuse to go on from checkpoints with another model, another cold start or other adapters.
 
     The reference, and the weights that adapters lie beside, are made again from what the run started from. A scale,
-    or what those weights are rounded to, is in the settings and not in the arrays.
+    or what those weights are rounded to, is in the settings and not in the arrays. A checkpoint may have moved.
 
     Args:
       workdir: Of the run, whose checkpoints go with its config.json.
@@ -22,21 +37,39 @@ def check_same_start(workdir: Path, config: Config) -> None:
       ValueError: `model`, `cold_start` or a role's `lora` is not what it was, or config.json is damaged, or gone though
         it says what adapters are.
     """
-    file, trained = workdir / "config.json", config.algorithm.training(config)
+    file, trained = workdir / DESCRIBED, config.algorithm.training(config)
     if not file.exists():
         if adapting := [role for role, training in trained.items() if training.lora is not None]:
             raise ValueError(f"{file} is gone, and with it the scale of {', '.join(adapting)}'s adapters; put it back")
         return
-    try:
-        saved = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be read ({error}), and says what its checkpoints are; mend it") from error
-    _check_same(workdir, "model", _model(saved["model"]), _model(to_json(config.model)))
+    saved = _read(file)
+    before, now = _model(saved["model"]), _model(to_json(config.model))
+    described = workdir / STARTED_FROM
+    if "path" in before and isinstance(config.model, Pretrained) and described.exists():
+        known, given = _read(described), identity(config.model.path, fetch=before["path"] != now["path"])
+        if known and given:
+            _check_same_weights(workdir, before.pop("path"), known, now.pop("path"), given)
+    _check_same(workdir, "model", before, now)
     _check_same(workdir, "cold_start", _cold_start(saved["cold_start"]), _cold_start(to_json(config.cold_start)))
     for role, training in trained.items():
-        described = saved["actor"] if role == "actor" else saved["algorithm"].get(role)
-        before, now = _lora(described and described["lora"]), _lora(to_json(training.lora))
+        settings = saved["actor"] if role == "actor" else saved["algorithm"].get(role)
+        before, now = _lora(settings and settings["lora"]), _lora(to_json(training.lora))
         _check_same(workdir, f"{role}.lora", before, now)
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read ({error}), and says what its checkpoints are; mend it") from error
+
+
+def _check_same_weights(workdir: Path, was: str, known: Settings, path: str, given: Settings) -> None:
+    if other := sorted(name for name in known | given if known.get(name) != given.get(name)):
+        raise ValueError(
+            f"{workdir} started from the checkpoint {was}, and {path} is another one now: {', '.join(other[:3])} "
+            f"{'differs' if len(other) == 1 else 'differ'}; resume with what it was, or choose another workdir"
+        )
 
 
 def _check_same(workdir: Path, name: str, before: Settings, now: Settings) -> None:

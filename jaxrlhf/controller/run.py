@@ -1,7 +1,6 @@
 """A whole run: from a configuration to a trained policy."""
 
 import fcntl
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,12 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import ROLLOUT, SFT, Checkpointing, Config, Evaluation, Preference, to_json
+from jaxrlhf.config import ROLLOUT, SFT, Checkpointing, Config, Evaluation, Preference
 from jaxrlhf.controller.ending import Stop, afterwards, stopped_by_signals
 from jaxrlhf.controller.log import StageLog
 from jaxrlhf.controller.loop import Loop, OnStep, resolve_dataflow
 from jaxrlhf.controller.placement import Placed, place
-from jaxrlhf.controller.resumed import check_same_start
+from jaxrlhf.controller.resumed import check_same_start, describe_start
 from jaxrlhf.controller.settings import settings_rows
 from jaxrlhf.data import Loaded, Loader, decoder, load_problems, load_tokenizer
 from jaxrlhf.hosts import HostDied, HostHung, HostNotStarted
@@ -219,10 +218,7 @@ def _check_workdir(workdir: Path, config: Config) -> None:
 def _describe(shared: Shared) -> None:
     """Write what the run is: its configuration, its placement, and its model but for the weights."""
     config = shared.config
-    described = shared.workdir / "config.json"
-    written = described.with_suffix(".tmp")  # a kill or a full disk leaves what a resume reads whole
-    written.write_text(json.dumps(to_json(shared.run_config), indent=2) + "\n")
-    written.replace(described)
+    describe_start(shared.workdir, shared.run_config)
     if shared.placed is not None:
         shared.placed.write(shared.workdir)
     if isinstance(shared.model, OwnModel):  # which only the configuration's file can make
@@ -239,10 +235,26 @@ def _run_stages(shared: Shared) -> bool:
         if shared.config.cold_start is not None:
             data = replace(shared.data, held_out=[])
             quiet = replace(shared, config=_cold_start(shared.config), data=data, on_step=None, loggers=())
-            start = _run_stage(quiet, shared.workdir / COLD_START, None)
+            directory = shared.workdir / COLD_START
+            start = _trained(quiet.config, directory) or _run_stage(quiet, directory, None)
             if start is None or shared.stop.asked:
                 return False
         return _run_stage(shared, shared.workdir, start) is not None
+
+
+def _trained(config: Config, directory: Path) -> Path | None:
+    """Where the policy of a stage that is over lies."""
+    if not (directory / CHECKPOINTS).is_dir():
+        return None
+    with closing(Checkpoints(directory / CHECKPOINTS, read_only=True)) as checkpoints:
+        if checkpoints.latest() != config.steps:
+            return None
+        default_console().print(_going_on(config, config.steps), markup=False, highlight=False, soft_wrap=True)
+        return checkpoints.folder(config.steps, "actor")
+
+
+def _going_on(config: Config, done: int) -> str:
+    return f"{config.name}: step {done} of {config.steps} is done, going on from there"
 
 
 def _stages(config: Config) -> list[Config]:
@@ -302,9 +314,7 @@ def _run_stage(shared: Shared, directory: Path, start: Path | None) -> Path | No
         _describe(shared)  # only now: a checkpoint that does not fit was refused, and its run is left as it was
         shared.display.log = StageLog(directory, steps=config.steps, first_step=done, loggers=shared.loggers)
         if done:
-            shared.display.log.console.print(
-                f"{config.name}: step {done} of {config.steps} is done, going on from there"
-            )
+            shared.display.log.console.print(_going_on(config, done))
         return shared.display.log
 
     generates = "reward" in algorithm.roles or (shared.data.held_out and algorithm.evaluation is None)
