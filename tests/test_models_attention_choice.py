@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
+from tiny_models import DECODER
 from tiny_runs import get_config
 
 from jaxrlhf import models
-from jaxrlhf.architecture import LatentAttention, ModelConfig
+from jaxrlhf.architecture import LatentAttention
 from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.engine import programs
 from jaxrlhf.models import kernel_choice
@@ -22,16 +23,7 @@ from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.settings import pool_rows
 
-CONFIG = ModelConfig(
-    family="qwen2",
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-)
+CONFIG = replace(DECODER, head_dim=16)
 xla_rows, xla_decode, xla_pages = ROWS["xla"], DECODE["xla"], PAGES["xla"]
 
 

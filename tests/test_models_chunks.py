@@ -1,6 +1,7 @@
 """Long prompts run chunk by chunk: the numbers of whole ones, in the memory and the time of what is there."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,28 +10,18 @@ import pytest
 import torch
 from compiled import to_read
 from jax.sharding import NamedSharding, PartitionSpec
-from test_models_families import DEEPSEEK, GEMMA, close, drawn
+from test_models_families import DEEPSEEK, GEMMA
 from tiny_checkpoints import VOCAB, build, write
+from tiny_models import DECODER, close, drawn
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.models.cache import Prefix
 from jaxrlhf.models.chunks import Chunk, attend_chunk
 from jaxrlhf.models.scores import Scores
 from jaxrlhf.parallel.mesh import SLOT_AXES, STAGE_AXES, mesh_of
 from jaxrlhf.parallel.rules import GENERATE, shardings
 
-DENSE = ModelConfig(
-    family="qwen2",
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qkv_bias=True,
-)
+DENSE = replace(DECODER, qkv_bias=True)
 CONFIGS = {"dense": DENSE, "windows and soft caps": GEMMA, "latents and experts": DEEPSEEK}
 WIDTH = 23
 LENGTHS = np.array([23, 5, 9, 16], np.int32)

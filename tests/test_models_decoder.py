@@ -1,6 +1,7 @@
 """The decoder against itself: chunks, caches, packing and meshes do not change a number."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,44 +9,18 @@ import numpy as np
 import pytest
 from compiled import to_read
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tiny_models import DECODER, close, drawn
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.models import linear
 
-CONFIG = ModelConfig(
-    family="qwen2",
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qkv_bias=True,
-    qk_norm=True,
-)
+CONFIG = replace(DECODER, qkv_bias=True, qk_norm=True)
 ROWS, WIDTH = 4, 18
-
-
-def close(ours, theirs, tolerance=1e-5):
-    """Each array agrees to a fraction of its own largest entry."""
-
-    def one(a, b):
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, np.abs(b).max()))
-
-    jax.tree.map(one, ours, theirs)
 
 
 @pytest.fixture(scope="module")
 def params():
-    """Weights large enough that every part shows, norms and biases included."""
-    rng = np.random.default_rng(0)
-
-    def draw(param):
-        return jnp.asarray((param.init == "ones") + 0.1 * rng.standard_normal(param.shape), jnp.float32)
-
-    return jax.tree.map(draw, models.declare(CONFIG, "lm"))
+    return drawn(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +47,7 @@ def hidden(params, rows, remat=False, dtype=jnp.float32):
 def test_the_declaration_counts_what_the_architecture_counts():
     for head in ("lm", "value", "score"):
         for tied in (False, True):
-            config = ModelConfig(**{**vars(CONFIG), "tie_embeddings": tied})
+            config = replace(CONFIG, tie_embeddings=tied)
             shapes = jax.tree.leaves(models.param_shapes(config, head))
             assert sum(shape.size for shape in shapes) == config.num_parameters(head)
     dims = models.param_dims(CONFIG, "lm")
@@ -82,7 +57,7 @@ def test_the_declaration_counts_what_the_architecture_counts():
 
 
 def test_initial_parameters():
-    config = ModelConfig(**{**vars(CONFIG), "num_layers": 1})
+    config = replace(CONFIG, num_layers=1)
     params = jax.jit(functools.partial(models.init_params, config, "value"))(jax.random.key(0))
     declared = models.declare(config, "value")
     jax.tree.map(lambda leaf, param: np.testing.assert_equal(leaf.shape, param.shape), params, declared)
@@ -154,7 +129,7 @@ def test_chunks_and_what_they_leave_out_do_not_change_logp_entropy_or_gradients(
 
 def test_logits_are_never_whole(params, rows):
     """No array of the compiled gradient is as large as the logits of all tokens."""
-    config = ModelConfig(**{**vars(CONFIG), "vocab_size": 4096})
+    config = replace(CONFIG, vocab_size=4096)
     shapes = models.param_shapes(config, "lm")
     hidden_RWD = jax.ShapeDtypeStruct((ROWS, 64, 32), jnp.float32)
     token_RW = jax.ShapeDtypeStruct((ROWS, 64), jnp.int32)

@@ -10,23 +10,19 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_checkpoints import build, write
+from tiny_models import DECODER, close, drawn
 
 from jaxrlhf import models
-from jaxrlhf.architecture import Experts, LatentAttention, LinearRope, ModelConfig, YarnRope
+from jaxrlhf.architecture import Experts, LatentAttention, LinearRope, YarnRope
 from jaxrlhf.models import linear
 from jaxrlhf.models.spread import AttentionRows, Spread
 from jaxrlhf.parallel.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.parallel.rules import TRAIN, shardings
 
-GEMMA = ModelConfig(
+GEMMA = dataclasses.replace(
+    DECODER,
     family="gemma3_text",
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
     num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
     qk_norm=True,
     tie_embeddings=True,
     activation="gelu_tanh",
@@ -41,27 +37,18 @@ GEMMA = ModelConfig(
     sliding_layers=(True, False, True, True),
     sliding_rope_theta=50.0,
 )
-OLMO = ModelConfig(
+OLMO = dataclasses.replace(
+    DECODER,
     family="olmo2",
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
     qk_norm=True,
     qk_norm_across_heads=True,
     norms="post",
     partial_rotary_factor=0.5,
 )
-DEEPSEEK = ModelConfig(
+DEEPSEEK = dataclasses.replace(
+    DECODER,
     family="deepseek_v3",
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
     num_layers=3,
-    num_heads=4,
     num_kv_heads=4,
     head_dim=12,
     rope_scaling=YarnRope(4.0, 8, mscale_all_dim=1.0),
@@ -71,16 +58,6 @@ DEEPSEEK = ModelConfig(
 )
 QUERIES_AT_ONCE = dataclasses.replace(DEEPSEEK, latent=LatentAttention(rank=8, rope_dim=4, value_dim=6))
 ROWS, WIDTH = 4, 18
-
-
-def drawn(config):
-    """Weights large enough that every part shows."""
-    rng = np.random.default_rng(0)
-
-    def draw(param):
-        return jnp.asarray((param.init == "ones") + 0.1 * rng.standard_normal(param.shape), jnp.float32)
-
-    return jax.tree.map(draw, models.declare(config, "lm"))
 
 
 def tokens():
@@ -94,15 +71,6 @@ def packed():
     position_RW = np.where(index_RW < cut_R1, index_RW, index_RW - cut_R1).astype(np.int32)
     segment_RW = np.where(index_RW < cut_R1, 1, 2 * (index_RW < WIDTH - 1)).astype(np.int32)
     return tokens(), position_RW, segment_RW
-
-
-def close(ours, theirs, tolerance=1e-5):
-    """Each array agrees to a fraction of its own largest entry."""
-
-    def one(a, b):
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
-
-    jax.tree.map(one, ours, theirs)
 
 
 @functools.partial(jax.jit, static_argnums=1)

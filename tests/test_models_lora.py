@@ -1,6 +1,5 @@
 """Adapters against peft: the same logits, the same gradients, the same files."""
 
-import functools
 import json
 import shutil
 
@@ -13,6 +12,8 @@ import safetensors.numpy
 import tiny_checkpoints
 import torch
 from compiled import to_read
+from tiny_checkpoints import tokens
+from tiny_models import logits
 
 from jaxrlhf import models
 from jaxrlhf.config import FromScratch, Lora
@@ -82,17 +83,6 @@ def every_matrix(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_of_three(tmp_path_factory):
     return Case("queries and values, rank-stabilised", tmp_path_factory.mktemp("adapters"))
-
-
-def tokens(shape, seed=0):
-    return np.random.default_rng(seed).integers(1, tiny_checkpoints.VOCAB, shape, dtype=np.int32)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def logits(params, config, token_RW):
-    position_RW = jnp.broadcast_to(jnp.arange(token_RW.shape[1]), token_RW.shape)
-    hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, jnp.ones_like(token_RW))
-    return models.logits(params, config, hidden_RWD)
 
 
 def test_logits_are_those_of_peft(case):

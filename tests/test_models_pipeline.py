@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,37 +11,20 @@ import numpy as np
 import pytest
 from compiled import to_read
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny_models import DECODER, drawn
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.parallel.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.parallel.rules import TRAIN, shardings
 
-CONFIG = ModelConfig(
-    family="qwen2",
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=8,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qkv_bias=True,
-    qk_norm=True,
-)
+CONFIG = replace(DECODER, num_layers=8, qkv_bias=True, qk_norm=True)
 ROWS, WIDTH = 12, 17
 DIMS = models.param_dims(CONFIG, "lm")
 
 
 @pytest.fixture(scope="module")
 def params():
-    """Weights large enough that every part shows, norms and biases included."""
-    rng = np.random.default_rng(0)
-
-    def draw(param):
-        return jnp.asarray((param.init == "ones") + 0.1 * rng.standard_normal(param.shape), jnp.float32)
-
-    return jax.tree.map(draw, models.declare(CONFIG, "lm"))
+    return drawn(CONFIG)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import tiny_checkpoints
 from scipy.stats import norm
+from tiny_checkpoints import tokens
+from tiny_models import logits
 
 from jaxrlhf import models
 from jaxrlhf.config import Lora
@@ -128,17 +130,6 @@ def mixture(tmp_path_factory):
 @pytest.fixture(params=["dense", pytest.param("mixture", marks=pytest.mark.slow)])
 def case(request):
     return request.getfixturevalue(request.param)
-
-
-def tokens(shape, seed=0):
-    return np.random.default_rng(seed).integers(1, tiny_checkpoints.VOCAB, shape, dtype=np.int32)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def logits(params, config, token_RW):
-    position_RW = jnp.broadcast_to(jnp.arange(token_RW.shape[1]), token_RW.shape)
-    hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, jnp.ones_like(token_RW))
-    return models.logits(params, config, hidden_RWD)
 
 
 def test_logits_are_those_of_the_dequantised_weights(case):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file
-from tiny_checkpoints import KINDS, VOCAB, build, write
+from tiny_checkpoints import KINDS, VOCAB, build, tokens, write
 
 from jaxrlhf import models
 from jaxrlhf.config import FromScratch
@@ -27,10 +27,6 @@ def pair(request, tmp_path_factory):
     path = write(tmp_path_factory.mktemp("checkpoint"), theirs)
     config = models.read_config(path)
     return theirs, config, models.load_params(path, config, "lm"), path
-
-
-def tokens(shape, seed=0):
-    return np.random.default_rng(seed).integers(1, VOCAB, shape, dtype=np.int32)
 
 
 def their_logits(model, token_RW, mask_RW=None):

@@ -1,5 +1,6 @@
 """Tiny random checkpoints written by transformers, the independent side of every parity test."""
 
+import numpy as np
 import torch
 import transformers
 
@@ -155,3 +156,8 @@ def build(kind, task="ForCausalLM", seed=0, **changes):
 def write(directory, model, **options):
     model.save_pretrained(directory, **options)
     return directory
+
+
+def tokens(shape, seed=0):
+    """Random ones that every checkpoint has."""
+    return np.random.default_rng(seed).integers(1, VOCAB, shape, dtype=np.int32)
