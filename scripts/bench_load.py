@@ -8,8 +8,6 @@ have just been written. `extra_mb` is the most that a process has held beyond wh
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 import threading
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_peers
+import bench_workload as bench
 
 from jaxrlhf.architecture import ModelConfig
 
@@ -129,13 +128,13 @@ def main() -> None:
         return
 
     command = [sys.executable, __file__, "--gigabytes", str(flags.gigabytes), "--part"]
-    machine, figures = f"{platform.machine()}, {os.cpu_count()} cores", {}
+    figures = {}
     with tempfile.TemporaryDirectory() as folder:
         parts = [("make", Path(folder)), *((part, Path(folder) / kind) for kind in KINDS for part in LOADS)]
         for part, place in parts:
             name = part if part == "make" else f"{part}_{place.name}"
             figures[name] = bench_peers.run([*command, part, str(place)], limit_s=LIMIT_S, settings={})
-    print(json.dumps({"bench": "load", "gigabytes": flags.gigabytes, "machine": machine, **figures}))
+    print(json.dumps({"bench": "load", "gigabytes": flags.gigabytes, "machine": bench.processor(), **figures}))
 
 
 if __name__ == "__main__":

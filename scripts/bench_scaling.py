@@ -9,8 +9,6 @@ in its tokens.
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -97,7 +95,7 @@ def main() -> None:
     ]
     slope, start, off = line([each["tokens"] for each in updates], [each["update_s"] for each in updates])
     content = {
-        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "processor": bench.processor(),
         "date": time.strftime("%Y-%m-%d"),
         "commit": bench.commit(),
         "versions": bench.versions("jax"),

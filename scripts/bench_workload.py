@@ -20,7 +20,10 @@ from typing import Any
 
 END = 0
 PAD = 1
-_END_PROBABILITY = 1 / 64
+END_PROBABILITY = 1 / 64
+"""Of a preset that ends, at every step of a response."""
+SHORTEST_PROMPT = 16
+"""Tokens, in a preset that ends."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def workload_of(flags: argparse.Namespace) -> Workload:
 def prompts(workload: Workload, *, count: int, seed: int = 0) -> list[tuple[int, ...]]:
     """Distinct prompts as token ids."""
     draw, preset = random.Random(seed), PRESETS[workload.preset]
-    shortest = 16 if preset.ends else workload.prompt_tokens
+    shortest = SHORTEST_PROMPT if preset.ends else workload.prompt_tokens
     return [
         tuple(draw.randrange(2, preset.vocab) for _ in range(draw.randint(shortest, workload.prompt_tokens)))
         for _ in range(count)
@@ -136,9 +139,10 @@ def even_share(prompt: str, response: str, answer: str | None, record: Any) -> f
 
 def checkpoint(preset: str, folder: Path) -> Path:
     """A Hugging Face checkpoint of the preset with its tokenizer, written once; returns its place."""
-    place = folder / preset
-    if not (place / "model.safetensors").exists():
-        _write_checkpoint(PRESETS[preset], place)
+    place, unfinished = folder / preset, folder / f"{preset}.unfinished"
+    if not place.exists():
+        _write_checkpoint(PRESETS[preset], unfinished)
+        unfinished.rename(place)
     return place
 
 
@@ -218,7 +222,7 @@ def _end_at_random(tensors: dict[str, Any], preset: Preset) -> None:
     # times exp(variance / 2).
     normal = stream[:, 1:] * scale
     variance = float(np.mean(np.sum(np.square(normal), axis=1))) * 0.02**2
-    odds = _END_PROBABILITY / (1 - _END_PROBABILITY)
+    odds = END_PROBABILITY / (1 - END_PROBABILITY)
     head[END, 0] = (np.log(odds * (preset.vocab - 1)) + variance / 2) / scale
 
 
@@ -280,6 +284,11 @@ def _resident_mb(process: int) -> float:
 def versions(*packages: str) -> dict[str, str]:
     """Of Python and of packages."""
     return {"python": platform.python_version()} | {package: version(package) for package in packages}
+
+
+def processor() -> str:
+    """Kind and cores."""
+    return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
 def commit() -> str:

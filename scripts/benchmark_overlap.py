@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from contextlib import closing
@@ -27,6 +26,7 @@ from typing import Any
 os.environ["NPROC"] = "1" if "ray" in sys.argv else os.environ.get("NPROC", "32")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 
+import bench_workload as bench
 import jax
 import numpy as np
 from rich.console import Console
@@ -39,7 +39,6 @@ from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.tracking import TimelineFile
 from jaxrlhf.workers import Roles, Stage, launch
 
-ROOT = Path(__file__).parents[1]
 RESPONSES, WIDTH = 32, 128
 LIMIT = 0.75
 
@@ -123,9 +122,7 @@ def main() -> None:
         "cores": cores,
         "machine": platform.machine(),
         "jax": version("jax"),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip(),
+        "commit": bench.commit(),
     }
     table = Table("alone: critic", "alone: reference", "together", "together / sum")
     table.add_row(

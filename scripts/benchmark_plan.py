@@ -25,8 +25,10 @@ from typing import Any
 os.environ["NPROC"] = os.environ.get("NPROC", "32")  # before JAX starts
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
+import bench_workload as bench
 import numpy as np
-from reproduce_hybridflow import DOCS, written
+from pages import written
+from reproduce_hybridflow import DOCS
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -207,7 +209,7 @@ def main() -> None:
     if flags.write:
         processor = platform.processor() or platform.machine()
         about = {"machine": f"{os.cpu_count()} x {processor}", "hardware": asdict(machine)}
-        versions = {"python": platform.python_version(), "jax": version("jax"), "commit": commit()}
+        versions = {"python": platform.python_version(), "jax": version("jax"), "commit": bench.commit()}
         (DOCS / "predictions.json").write_text(
             json.dumps({"about": about | versions, **result, "runs": rows}, indent=2) + "\n"
         )
@@ -272,12 +274,6 @@ def draw(rows: dict[str, Any], result: dict[str, float], path: Path) -> None:
     axes.set_title(f"rank correlation {result['rank_correlation']:.2f}")
     axes.legend(loc="upper left")
     figure.savefig(path, dpi=150)
-
-
-def commit() -> str:
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
 
 
 if __name__ == "__main__":

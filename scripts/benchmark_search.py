@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from reproduce_hybridflow import DOCS, MODELS, STEP, written
+from pages import written
+from reproduce_hybridflow import DOCS, MODELS, STEP
 from rich.console import Console
 from rich.markdown import Markdown
 

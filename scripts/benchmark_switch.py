@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import runpy
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("NPROC", "32")  # before JAX starts
 
+import bench_workload as bench
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,16 +207,13 @@ def megabytes(count: int | None) -> str:
 
 def machine(devices: list[jax.Device]) -> dict[str, Any]:
     """Where and with what the figures were measured."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     return {
         "devices": f"{len(devices)} x {devices[0].device_kind}",
-        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "processor": bench.processor(),
         "python": platform.python_version(),
         "jax": version("jax"),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
+        "commit": bench.commit(),
         "load_average": round(os.getloadavg()[0], 1),  # of the minute before the end; others may have used the machine
         "parameters": MODEL.num_parameters(),
         "megabytes": round(4 * MODEL.num_parameters() / 1e6, 1),

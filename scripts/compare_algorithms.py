@@ -9,8 +9,6 @@ other problems first, and other samples. Takes five minutes on two CPU cores.
 
 import argparse
 import json
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Sequence
@@ -64,7 +62,7 @@ def about(seeds: int) -> dict[str, Any]:
         "steps": task.STEPS,
         "responses_per_step": 64,
         "seeds": list(range(seeds)),
-        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "processor": bench.processor(),
         "versions": bench.versions("jax", "numpy"),
         "date": time.strftime("%Y-%m-%d"),
         "commit": bench.commit(),

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from reproduce_hybridflow import written
+from pages import written
 
 OURS = "jaxrlhf"
 NAMES = {OURS: "jaxrlhf", "trl": "TRL", "tunix": "Tunix"}

@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import bench_workload as bench
+
 ROOT = Path(__file__).parents[1]
 JOBS = ("ppo_arithmetic", "grpo_arithmetic")
 
@@ -49,15 +51,12 @@ def measure(job: str) -> dict[str, float]:
 
 def machine() -> dict[str, str]:
     """Where and with what the figures were measured."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     return {
-        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "processor": bench.processor(),
         "python": platform.python_version(),
         "jax": version("jax"),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.stdout.strip(),
+        "commit": bench.commit(),
     }
 
 

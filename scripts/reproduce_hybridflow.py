@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pages import written
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
@@ -237,16 +238,6 @@ def tables(result: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, str]:
         lines.append(f"| {row['model']} | {paper} | {row['predicted_s']:.2f} s |")
     found["transitions"] = "\n".join(lines)
     return found
-
-
-def written(page: str, parts: Mapping[str, str]) -> str:
-    """The page with each part between its marks renewed."""
-    for name, text in parts.items():
-        start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        before, _, rest = page.partition(start)
-        _, _, after = rest.partition(end)
-        page = f"{before}{start}\n{text}\n{end}{after}"
-    return page
 
 
 def reproduce() -> dict[str, list[dict[str, Any]]]:

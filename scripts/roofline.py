@@ -24,10 +24,9 @@ from typing import Any
 
 import bench_workload as bench
 import numpy as np
-from bench_workload import Preset, Workload
+from bench_workload import END_PROBABILITY, SHORTEST_PROMPT, Preset, Workload
+from pages import written
 
-END_PROBABILITY = 1 / 64
-SHORTEST_PROMPT = 16
 BYTES = 4  # of a float32
 ADAMW_NUMBERS = 7  # of a weight: it, its gradient and two moments are read, all but the gradient are written
 DOCS = Path(__file__).parents[1] / "docs"
@@ -188,8 +187,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--docs", type=Path, default=DOCS, help="where peers.json is, and results are written")
     docs = parser.parse_args().docs
-    from reproduce_hybridflow import written
-
     machine, peers = measure_machine(), docs / "peers.json"
     found = compare(machine, json.loads(peers.read_text()) if peers.exists() else {})
     content = {

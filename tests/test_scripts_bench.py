@@ -12,6 +12,7 @@ import bench_workload as bench
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pages
 import peers_report
 import pytest
 import torch
@@ -47,6 +48,25 @@ def test_a_checkpoint_is_the_same_model_in_transformers(preset, tmp_path, monkey
     expected = torch.log_softmax(logits_RWV, dim=-1).numpy()
     np.testing.assert_allclose(log_probabilities(place, token_RW), expected, atol=1e-5)
     assert theirs.generation_config.eos_token_id is None, "nothing but the tokenizer may say what ends a response"
+
+
+def test_a_checkpoint_that_was_not_written_whole_is_written_again(tmp_path, monkeypatch):
+    monkeypatch.setitem(bench.PRESETS, "made", bench.Preset(8, 1, 2, 1, 16, 16))
+    with monkeypatch.context() as killed:
+        killed.setattr(bench, "tokenizer", lambda *_, **__: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            bench.checkpoint("made", tmp_path)
+    place = bench.checkpoint("made", tmp_path)
+    assert (place / "config.json").exists() and (place / "tokenizer.json").exists()
+    assert bench.checkpoint("made", tmp_path) == place and list(tmp_path.iterdir()) == [place]
+
+
+def test_a_page_without_marks_is_left_as_it_is():
+    page = "above\n<!-- one -->\nold\n<!-- end of one -->\nbelow\n"
+    assert pages.written(page, {"one": "new"}) == page.replace("old", "new")
+    for torn in (page.replace("<!-- one -->", ""), page.replace("<!-- end of one -->", "")):
+        with pytest.raises(ValueError, match=r"no place for 'one'; mark it with <!-- one --> and <!-- end of one -->"):
+            pages.written(torn, {"one": "new"})
 
 
 def test_a_tail_response_ends_with_the_same_probability_at_every_step(tmp_path, monkeypatch):
@@ -145,7 +165,9 @@ def test_ratios_are_to_the_better_peer(tmp_path):
     docs = tmp_path / "docs"
     docs.mkdir()
     bench_peers.write(docs / "peers.json", bench_peers.document(runs))
-    (docs / "benchmarks.md").write_text("Before <!-- targets --><!-- end of targets --> after\n")
+    (docs / "benchmarks.md").write_text(
+        "Before <!-- peers --><!-- end of peers --><!-- targets --><!-- end of targets --> after\n"
+    )
     (tmp_path / "README.md").write_text("Kept.\n<!-- speed -->old<!-- end of speed -->\nKept too.\n")
     peers_report.renew(docs)
     page, readme = (docs / "benchmarks.md").read_text(), (tmp_path / "README.md").read_text()
