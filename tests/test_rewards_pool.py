@@ -64,6 +64,10 @@ def misbehave(response):
         sys.exit("bye")
     if kind == "raise":
         raise KeyError("no such\\nkey")
+    if kind == "array":
+        import numpy as np
+
+        return np.ones([1] * int(detail))
     if kind == "print":
         print("garbage " * 100)
         sys.stdout.buffer.write(bytes(range(256)))
@@ -83,6 +87,16 @@ def many(prompts, responses, answers, records):
 @batched
 def short(prompts, responses, answers, records):
     return [1.0] * (len(responses) - 1)
+
+
+@batched
+def one_for_all(prompts, responses, answers, records):
+    return [1.0]
+
+
+@batched
+def a_number(prompts, responses, answers, records):
+    return 1.0
 
 
 async def waits(prompt, response, answer, record):
@@ -223,10 +237,25 @@ def test_async_batches(hostile):
 
 
 def test_a_batch_of_the_wrong_length(hostile):
-    values, failures, _ = run(hostile, "short", ["value 1"] * 3)
+    values, failures, _ = run(hostile, "short", ["value 1"] * 3, workers=1)
     assert not values
     assert {failure.cause for failure in failures.values()} == {"exception"}
-    assert "0 scores for 1 responses" in failures[0].detail
+    assert "returned 2 scores for 3 responses; a batched function gives a list" in failures[0].detail
+
+
+@pytest.mark.parametrize(("name", "given"), [("one_for_all", "1 scores"), ("a_number", "a float: 1.0")])
+def test_one_score_for_a_whole_batch_is_nobodys(hostile, name, given):
+    # Tried one by one it would look like each one's own.
+    values, failures, _ = run(hostile, name, ["value 1"] * 3, workers=1)
+    assert not values
+    assert {failure.detail.partition(" for ")[0] for failure in failures.values()} == {f"returned {given}"}
+
+
+def test_an_array_is_no_number(hostile):
+    values, failures, _ = run(hostile, "single", ["array 0", "array 1", "array 2"])
+    assert values == {0: 1.0}
+    assert [failures[index].cause for index in (1, 2)] == ["not-a-number"] * 2
+    assert failures[2].detail == "returned a ndarray: array([[1.]]), not a number"
 
 
 def test_printing_does_not_disturb_the_pipe(hostile):

@@ -19,7 +19,7 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -162,10 +162,7 @@ class _Caller:
             values = function(*as_lists([pickle.loads(pickled) for _, pickled in examples]))
             if inspect.iscoroutine(values):
                 values = self._runner.run(values)
-            values = list(values)
-            if len(values) != len(examples):
-                raise ValueError(f"returned {len(values)} scores for {len(examples)} responses")
-            answers: list[Message] = [judge(index, value) for index, value in zip(indices, values, strict=True)]
+            answers: Sequence[Message] = judge_all(indices, values)
         except BaseException as error:
             answers = [_raised(indices[0], error)] if len(indices) == 1 else [Split()]
         for answer in answers:
@@ -202,12 +199,23 @@ def judge(index: int, value: Any) -> Answer:
         return _raised(index, value)
     if value is None:
         return Answer(index, None, "none", "returned None")
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        return Answer(index, None, "not-a-number", f"returned {one_line_repr(value)}")
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "shape", ()):
+        return Answer(index, None, "not-a-number", f"returned {one_line_repr(value)}, not a number")
     number = float(value)
     if not math.isfinite(number) or abs(number) > LARGEST_SCORE:
         return Answer(index, None, "not-finite", f"returned {number}")
     return Answer(index, number)
+
+
+def judge_all(indices: list[int], values: Any) -> list[Answer]:
+    """The answers for what a batched function returned; with too few or too many, none is known to be anybody's."""
+    sized = hasattr(values, "__iter__") and not isinstance(values, str | bytes | Mapping)
+    found = list(values) if sized and getattr(values, "shape", True) else None  # an array may be a number
+    if found is not None and len(found) == len(indices):
+        return [judge(index, value) for index, value in zip(indices, found, strict=True)]
+    returned = one_line_repr(values) if found is None else f"{len(found)} scores"
+    wrong = f"returned {returned} for {len(indices)} responses; a batched function gives a list, one score for each"
+    return [Answer(index, None, "exception", wrong) for index in indices]
 
 
 def one_line_repr(value: Any) -> str:
