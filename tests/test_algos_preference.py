@@ -102,3 +102,10 @@ def test_the_linear_objective_has_the_weights_as_its_gradient_and_nothing_outsid
 
         assert loss(said) == 2 * 5 - 3 * 11
         np.testing.assert_array_equal(jax.grad(loss)(said), [[0.0, 2.0, -3.0]])
+
+
+def test_the_likelihood_of_an_answer_without_tokens_is_nothing():
+    loss = algos.dpo(CHOSEN[:2], REJECTED[:2], beta=0.3)
+    more = algos.with_likelihood(loss, np.float64([0.0, -4.0]), np.int32([0, 2]), coefficient=0.5)
+    np.testing.assert_allclose(more.loss_P - loss.loss_P, [0.0, 1.0])
+    assert np.isfinite(more.chosen_P).all()

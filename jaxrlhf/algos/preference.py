@@ -80,9 +80,11 @@ def with_likelihood(
 
         L - coefficient * log pi(chosen) / tokens
 
+    An answer without tokens adds nothing.
+
     Source: Pang et al. 2024 (iterative RPO, arXiv:2404.19733), eq. 1.
     """
-    weight_P = coefficient / tokens_P
+    weight_P = coefficient / jnp.maximum(tokens_P, 1)
     return PairLoss(loss.loss_P - weight_P * chosen_logp_P, loss.chosen_P - weight_P, loss.rejected_P)
 
 
