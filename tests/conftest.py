@@ -1,5 +1,6 @@
 """Eight CPU devices, strict JAX, checked annotations."""
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +13,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing of one test reaches another, or the user's own cache
+# Tests run a program once or twice, so what counts is how long it compiles: LLVM leaves machine code as it comes, and
+# fusions go through XLA:CPU's older emitters instead of a pipeline of MLIR's each. That is half of all processor time.
+# XLA's own passes, which decide what is computed, stay.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 
 import pytest
 from jaxtyping import install_import_hook
@@ -37,19 +43,17 @@ _LONGEST = (
 """Files that take long in either tier, the longest first."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Fast tests run a program once or twice, so LLVM leaves machine code as it comes: a quarter of their seconds.
-
-    XLA's own passes, which decide what is computed, stay. Slow tests, long runs among them, have it all.
-    """
-    jax.config.update("jax_disable_most_optimizations", config.getoption("markexpr") != "slow")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files in the order in which workers shall take them: what takes minutes does not begin when all else is done."""
     tests = Counter(item.path.stem for item in items)
     rank = {name: place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: (rank.get(item.path.stem, len(rank)), -tests[item.path.stem]))
+
+
+def pytest_collection_finish() -> None:
+    """All modules are imported and stay: the garbage collector need not look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +69,16 @@ def programs(compiled: Path) -> Iterator[None]:
 
     with compiled_once(compiled):
         yield
+
+
+@pytest.fixture(scope="module")
+def optimized() -> Iterator[None]:
+    """In modules that ask for this, runs are so long that LLVM's optimisations pay, in child processes too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "false")
+        jax.config.update("jax_disable_most_optimizations", False)
+        yield
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,9 @@ import jaxrlhf
 ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
 
+OURS = ("NPROC", "JAX_PLATFORMS", "XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+"""What conftest sets; a newcomer has one CPU device and optimised programs."""
+
 
 def readme_block(mark: str) -> str:
     """The fenced block after a mark in README."""
@@ -32,11 +35,6 @@ def accuracies(metrics: Path) -> tuple[float, float]:
     return records[0]["eval/accuracy_at_start"], records[-1]["eval/accuracy"]
 
 
-def own_environment() -> dict[str, str]:
-    """One CPU device, as a newcomer has it: what conftest sets for eight stays out."""
-    return {name: value for name, value in os.environ.items() if name not in ("NPROC", "JAX_PLATFORMS")}
-
-
 @pytest.fixture(scope="module")
 def readmes_job(programs: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Its workdir, and what it printed."""
@@ -47,7 +45,7 @@ def readmes_job(programs: None, tmp_path_factory: pytest.TempPathFactory) -> tup
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env=own_environment(),
+        env={name: value for name, value in os.environ.items() if name not in OURS},
         capture_output=True,
         text=True,
         timeout=1200,
@@ -79,7 +77,7 @@ def test_the_notebook_learns(readmes_job: tuple[Path, str], tmp_path: Path, monk
     shutil.copytree(readmes_job[0] / "cold_start", tmp_path / "runs/quickstart/cold_start")
     notebook = nbformat.read(ROOT / "notebooks/quickstart.ipynb", as_version=4)
     assert len(notebook.cells) <= 15
-    for name in ("NPROC", "JAX_PLATFORMS"):
+    for name in OURS:
         monkeypatch.delenv(name, raising=False)
     NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     start, end = accuracies(tmp_path / "runs/quickstart/metrics.jsonl")

@@ -29,7 +29,7 @@ from jaxrlhf.config import (
     Training,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "optimized")]
 
 
 def arithmetic(workdir: Path, *, learning_rate: float, cold_steps: int, steps: int, model: Any, **actor: Any) -> Config:

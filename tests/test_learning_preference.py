@@ -10,7 +10,7 @@ from jaxrlhf.config import Config, FromScratch, Pretrained, load, override
 from jaxrlhf.controller.policy import export_policy
 from jaxrlhf.controller.run import run
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "optimized")]
 
 
 def stage(name: str, workdir: Path, **changes) -> Config:

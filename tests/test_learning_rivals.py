@@ -10,7 +10,7 @@ from tiny_runs import records
 import jaxrlhf
 from jaxrlhf.config import PPO, RLOO, Config
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn", "optimized")]
 
 
 def config_of(name: str, seed: int) -> Config:
