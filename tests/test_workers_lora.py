@@ -49,6 +49,16 @@ def build(config: Config, *roles: str):
     return builder, builder.workers(Stage(config, roles, total_updates=1), roles)
 
 
+def actor_and_reference(config: Config) -> tuple[dict, int]:
+    """The workers of one device, and the bytes that it has in use for them."""
+    gc.collect()
+    [before] = bytes_in_use(jax.devices()[:1])
+    workers = build(config, "actor", "reference")[1]
+    gc.collect()
+    [after] = bytes_in_use(jax.devices()[:1])
+    return workers, after - before
+
+
 def experience(rows: int = 8, width: int = 80) -> Experience:
     rng = np.random.default_rng(0)
     token_BT = rng.integers(0, 400, (rows, width)).astype(np.int32)
@@ -95,13 +105,7 @@ def equal(left, right) -> bool:
 
 @pytest.fixture(scope="module")
 def built() -> tuple[dict, int]:
-    """The workers of one device, and the bytes that it has in use for them."""
-    gc.collect()
-    [before] = bytes_in_use(jax.devices()[:1])
-    workers = build(config_of(), "actor", "reference")[1]
-    gc.collect()
-    [after] = bytes_in_use(jax.devices()[:1])
-    return workers, after - before
+    return actor_and_reference(config_of())
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,18 @@
 """Roles that train adapters beside quantised weights: what a device holds, and that layouts change nothing."""
 
-import gc
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_workers_lora import build, config_of, experience, gradients, on_host, spread
+from test_workers_lora import actor_and_reference, build, config_of, experience, gradients, on_host, spread
 from tiny_runs import write_policy
 
 from jaxrlhf.checkpoint import convert
 from jaxrlhf.config import Config, FromScratch, Lora, Pretrained, Sampling
 from jaxrlhf.data import load_problems
 from jaxrlhf.models.quantized import Quantized
-from jaxrlhf.tracking import bytes_in_use
 from jaxrlhf.workers import start
 
 MODEL = FromScratch(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32)
@@ -35,13 +33,7 @@ def matrices(params) -> list[Quantized]:
 
 @pytest.fixture(scope="module")
 def built() -> tuple[dict, int]:
-    """The workers of one device, and the bytes that it has in use for them."""
-    gc.collect()
-    [before] = bytes_in_use(jax.devices()[:1])
-    workers = build(quantized_config(), "actor", "reference")[1]
-    gc.collect()
-    [after] = bytes_in_use(jax.devices()[:1])
-    return workers, after - before
+    return actor_and_reference(quantized_config())
 
 
 @pytest.mark.parametrize(("kind", "bits"), [pytest.param("int8", 8, marks=pytest.mark.slow), ("nf4", 4)])
