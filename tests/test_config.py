@@ -120,6 +120,13 @@ def test_unknown_name_lists_what_exists():
         (CONFIG_FILE.format(steps="3, sede=1"), ":5: Config has no setting sede; did you mean seed?"),
         (CONFIG_FILE.format(steps="PPO(gama=1)"), ":11: PPO has no setting gama; did you mean gamma?"),
         (CONFIG_FILE.format(steps="Layout(tensor='2')"), ":11: Layout.tensor must be above 0, got '2'"),
+        (CONFIG_FILE.format(steps="Sampling(temperature='hot')"), ":11: Sampling.temperature must be float, got 'hot'"),
+        (CONFIG_FILE.format(steps="Rollout(sampling={})"), ":11: Rollout.sampling must be Sampling, got {}"),
+        (CONFIG_FILE.format(steps="Rewards(parts=(ArithmeticReward()))"), ":11: Rewards.parts must be a tuple of "),
+        (
+            "from jaxrlhf import load\ndef get_config():\n    config = load('ppo_gsm8k')\n    config.steps = 3",
+            ":4: cannot assign to field 'steps': settings stay as they are made; make others with dataclasses.replace(",
+        ),
     ],
 )
 def test_a_bad_file_is_named_with_its_line(tmp_path, source, message):
@@ -131,6 +138,12 @@ def test_a_bad_file_is_named_with_its_line(tmp_path, source, message):
 
 
 # Overrides.
+
+
+def test_a_tuple_that_lacks_its_comma_is_known_as_such():
+    says = "offload must be a tuple of str, got 'actor'; a tuple of one is written ('actor',), with a comma"
+    with refused(says):
+        override(load("ppo_gsm8k"), {"offload": "actor"})
 
 
 def test_override_changes_only_what_it_names():

@@ -47,7 +47,9 @@ def spell(annotation: Any) -> str:
 
 def check_type(name: str, value: object, annotation: Any) -> None:
     """Raise `ValueError` unless `value` is what the annotation of setting `name` allows."""
-    require(_conforms(value, annotation), f"{name} must be {spell(annotation)}, got {value!r}")
+    one = _is_sequence(annotation) and _conforms((value,), annotation)
+    hint = f"; a tuple of one is written ({value!r},), with a comma" if one else ""
+    require(_conforms(value, annotation), f"{name} must be {spell(annotation)}, got {value!r}{hint}")
 
 
 def check_types(settings: Any, name: str) -> None:

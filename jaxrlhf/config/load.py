@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-from jaxrlhf.config.annotations import field_types
+from jaxrlhf.config.annotations import check_types, field_types
 from jaxrlhf.config.run import Config
 
 _PACKAGE = Path(__file__).parents[1]
@@ -80,12 +80,16 @@ def _place(error: Exception, path: Path) -> str:
 
 
 def _reason(error: Exception, module: ModuleType) -> str:
-    """The message in one line; a misspelled field comes with the closest one there is."""
+    """The message in one line; a misspelled field comes with the closest one there is, a wrong type with the right."""
     message = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         return f"{error.msg}: {(error.text or '').strip()}"
     if isinstance(error, ValueError):
         return message
+    if isinstance(error, dataclasses.FrozenInstanceError):
+        return f"{message}: settings stay as they are made; make others with dataclasses.replace(settings, field=value)"
+    if (wrong := _wrong_type(error)) is not None:
+        return wrong
     misspelled = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", message)
     if misspelled:
         owner, field = misspelled.groups()
@@ -94,3 +98,15 @@ def _reason(error: Exception, module: ModuleType) -> str:
         close = difflib.get_close_matches(field, known, n=1)
         return f"{owner} has no setting {field}" + (f"; did you mean {close[0]}?" if close else "")
     return f"{type(error).__name__}: {message}"
+
+
+def _wrong_type(error: Exception) -> str | None:
+    """What is wrong with settings whose own checks could not be run on what they were given."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "__post_init__":
+            settings = frame.f_locals["self"]
+            try:
+                check_types(settings, type(settings).__name__)
+            except ValueError as wrong:
+                return str(wrong)
+    return None

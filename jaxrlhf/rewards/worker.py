@@ -199,7 +199,7 @@ def judge(index: int, value: Any) -> Answer:
         return _raised(index, value)
     if value is None:
         return Answer(index, None, "none", "returned None")
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "shape", ()):
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "shape", False):
         return Answer(index, None, "not-a-number", f"returned {one_line_repr(value)}, not a number")
     number = float(value)
     if not math.isfinite(number) or abs(number) > LARGEST_SCORE:
