@@ -206,16 +206,15 @@ class Engine:
         return SlotBook(slots=self.slots, tokens_per_dispatch=self._shape.tokens_per_dispatch)
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
-        """Run once every program that prompts of these lengths need; buckets that they seldom fill are given up."""
+        """Compile every program that prompts of these lengths need; buckets that they seldom fill are given up."""
         self._prompt_buckets = busy_buckets(self._prompt_buckets, prompt_lengths, together=self.prefill_prompts)
         shortest = {fit(length, self._prompt_buckets): length for length in sorted(prompt_lengths, reverse=True)}
         for length in shortest.values():
             prefilled = self.prefill([(0,) * length])
             for size in self._cache.sizes_for(length):
                 self._cache.grow(size)
-                self.insert(prefilled, [Placement(0, 0, 0)], knobs.Sampling(), seed=0)
-                self.decode()
-                self._book = self._blank_book()
+                self.insert(prefilled, [], knobs.Sampling(), seed=0)
+                self.decode()  # ends at once, as no slot is active
                 return_free_memory()  # compilers leave much
             self.free()
 
