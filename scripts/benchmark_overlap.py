@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 # Before JAX starts. Hosts inherit it; without collectives one thread is enough for them.
-os.environ["NPROC"] = "1" if "ray" in sys.argv else os.environ.get("NPROC", "32")
+os.environ["NPROC"] = "1" if {"ray", "--cluster=ray"} & {*sys.argv} else os.environ.get("NPROC", "32")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 
 import bench_workload as bench
