@@ -197,7 +197,7 @@ class Engine:
         """Drop the cache, and with it whatever is being generated."""
         self._cache.free()
         if self._weights:
-            self._weights.rest()
+            self._weights.drop_copies()
         self._slots: programs.Slots | None = None
         self._cache_version: int | None = None
         self._book = self._blank_book()

@@ -52,8 +52,8 @@ class Weights:
             self._layers = self._unstacked(self.params, "all")
         return self._layers
 
-    def rest(self) -> None:
-        """Drop what is made again of the stack."""
+    def drop_copies(self) -> None:
+        """Let go of layers that lie apart beside their stack."""
         self._layers = None
 
     def _taken_apart(self, spent: Any) -> list[Params]:

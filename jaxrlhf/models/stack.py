@@ -67,18 +67,25 @@ def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | 
     Args:
       params: Or one of its `layer_parts`, of whose result `joined_parts` makes layers.
     """
-    dense, stages = config.dense_layers, 1 if pipeline is None else pipeline.stages
-    counts = [*([(dense, False)] if dense else []), ((config.num_layers - dense) // stages, config.experts is not None)]
-    apart: list[Params] = []
-    for layers, (count, routed) in zip(stacks(params, config, pipeline), counts, strict=True):
 
-        def unstack(layers: Params, count: int = count, routed: bool = routed) -> list[Params]:
+    def apart(layers: Params, count: int, routed: bool) -> list[Params]:
+        def unstack(layers: Params) -> list[Params]:
             each = [jax.tree.map(lambda leaf: leaf[index], layers) for index in range(count)]  # noqa: B023
             return [for_slots(layer, routed=routed) for layer in each]
 
-        stage = PartitionSpec(() if pipeline is None else pipeline.axes)
-        apart += (unstack if pipeline is None else pipeline.on_stages(unstack, stage, stage))(layers)
-    return apart
+        if pipeline is None:
+            return unstack(layers)
+        stage = PartitionSpec(pipeline.axes)
+        return pipeline.on_stages(unstack, stage, stage)(layers)
+
+    dense, stages = config.dense_layers, 1 if pipeline is None else pipeline.stages
+    last = (config.num_layers - dense) // stages, config.experts is not None
+    each = [(dense, False), last] if dense else [last]
+    return [
+        layer
+        for layers, kind in zip(stacks(params, config, pipeline), each, strict=True)
+        for layer in apart(layers, *kind)
+    ]
 
 
 def layer_parts(params: Params) -> Iterator[Params]:
