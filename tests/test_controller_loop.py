@@ -166,3 +166,13 @@ def test_metrics_that_cannot_be_gone_on_with_leave_no_bars_on_the_screen(tmp_pat
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1, is not a JSON object"):
         StageLog(tmp_path, steps=3, first_step=2)
     assert not consoles
+
+
+@dataclass(frozen=True)
+class ForgetsToReturn(GRPO):
+    dataflow = staticmethod(lambda roles, work: None)
+
+
+def test_a_step_that_returns_something_else_is_told_what_to_return():
+    with pytest.raises(ValueError, match="the step of ForgetsToReturn returned a NoneType; it has to return a StepRes"):
+        run([], algorithm=ForgetsToReturn)

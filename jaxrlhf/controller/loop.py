@@ -101,6 +101,11 @@ class Loop:
             result = resolve_dataflow(self.config.algorithm)(
                 self.roles, StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
             )
+            if not isinstance(result, StepResult):
+                raise ValueError(
+                    f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
+                    "return a StepResult of jaxrlhf.controller.step, as `learn` of jaxrlhf.controller.critic_free does"
+                )
             self._keep_responses(number, problems, result, log)  # models may be trained meanwhile
             result = result.settled()
             step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
