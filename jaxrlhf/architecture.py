@@ -255,6 +255,8 @@ class ModelConfig:
                 f"dense_layers={self.dense_layers} of num_layers={self.num_layers} come before layers with experts; "
                 f"a model without experts has dense_layers=0"
             )
+        if self.experts is not None and self.activation != "silu":
+            raise ValueError(f"activation={self.activation!r} with experts, which compute silu; give activation='silu'")
         if len(self.sliding_layers) not in (0, self.num_layers):
             raise ValueError(
                 f"sliding_layers speaks of {len(self.sliding_layers)} layers, num_layers is {self.num_layers}; "

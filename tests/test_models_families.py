@@ -203,6 +203,8 @@ def test_layers_of_two_kinds_are_not_divided_over_stages():
         jax.eval_shape(lambda params: models.unstack_layers(params, DEEPSEEK, pipeline=pipeline), drawn(DEEPSEEK))
     with pytest.raises(ValueError, match="dense_layers=3 of num_layers=3 come before layers with experts"):
         dataclasses.replace(DEEPSEEK, dense_layers=3)
+    with pytest.raises(ValueError, match="activation='gelu_tanh' with experts, which compute silu"):
+        dataclasses.replace(DEEPSEEK, activation="gelu_tanh")
 
 
 def test_layers_that_windows_are_not_told_of_are_refused():

@@ -182,7 +182,7 @@ def test_no_table_is_whole_on_any_device(planned):
     ("machines", "usable", "generates"), [("h200x16x8", 0.7, True), ("h100x16x8", 0.7, False), ("v5p-128", 0.9, False)]
 )
 def test_a_mixture_is_planned_with_its_experts_divided_and_is_slower_or_too_large_without(machines, usable, generates):
-    """Generation takes 470 GB, and a third of its experts once more at first: a machine of H200, none of H100 or v5p."""
+    """Generation takes 470 GB, and at first a third of the experts twice: a machine of H200, none of H100 or v5p."""
     config = a_run(QWEN)
     problem = question_of(config, replace(hardware_of(config, machines), usable_memory=usable)).problem
     if not generates:

@@ -88,6 +88,23 @@ def test_a_model_is_a_part_of_the_reward(checkpoint):
     assert scorer.counts == {"not-finite": 2}
 
 
+def test_a_model_that_waits_in_host_memory_is_back_there_whatever_its_call_comes_to(checkpoint, monkeypatch):
+    path, theirs, _ = checkpoint
+    mesh = factored_mesh(Layout(), jax.devices()[:1])
+    model = ScoreModel(str(path), mesh=mesh, dtype=jnp.dtype("float32"), offload=True)
+
+    def places():
+        return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(model._params)}
+
+    monkeypatch.setattr(model, "_forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.score(TEXTS)
+    assert places() == {"pinned_host"}
+    monkeypatch.undo()
+    np.testing.assert_allclose(model.score(TEXTS)[SCORABLE], theirs, atol=1e-4)
+    assert places() == {"pinned_host"}
+
+
 def test_only_a_response_that_was_cut_off_is_not_finished():
     seen = []
 

@@ -79,9 +79,17 @@ class ScoreModel:
         positions has no score: NaN.
         """
         sequences = [self._encode(prompt + response, finished) for prompt, response, finished in texts]
-        score_B = np.full(len(texts), np.nan, np.float32)
-        if self._offload:
-            self._params, _ = to_device(self._params)
+        if not self._offload:
+            return self._score(sequences)
+        self._params, _ = to_device(self._params)
+        try:
+            return self._score(sequences)
+        finally:
+            self._params, _ = to_host(self._params)
+
+    def _score(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+        """The score of each sequence, by parameters on the devices."""
+        score_B = np.full(len(sequences), np.nan, np.float32)
         for chosen, width, rows in self._batches(np.array([len(tokens) for tokens in sequences], np.int64)):
             token_RW, length_R = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
             for row, index in enumerate(chosen):
@@ -89,8 +97,6 @@ class ScoreModel:
                 token_RW[row, : length_R[row]] = sequences[index]
             placed = jax.device_put((token_RW, length_R), self._row_sharding)
             score_B[chosen] = np.asarray(self._forward(self._params, *placed))[: len(chosen)]
-        if self._offload:
-            self._params, _ = to_host(self._params)
         return score_B
 
     def _encode(self, text: str, finished: bool) -> list[int]:
