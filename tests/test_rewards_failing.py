@@ -148,7 +148,9 @@ def test_a_function_that_never_gives_a_score_stops_the_run(functions, answer, sa
         assert scores(scorer, "good", *[answer] * 4).scorable_B.any()  # counts anew
         for _ in range(2):
             scores(scorer, *[answer] * 5)
-        with pytest.raises(RewardsFailing, match=f"none of the last 15 responses, in 3 batches.* 'moody', {says}"):
+        with pytest.raises(
+            RewardsFailing, match=rf"the last 15 responses, in 3 batches.* 'moody' \(.*:moody\), {says}"
+        ):
             scores(scorer, *[answer] * 5)
 
 

@@ -73,6 +73,7 @@ class Scorer:
             else:
                 functions.append(reward_function(name, part, workers=rewards.workers))
         self._functions = [function.name for function in functions]
+        self._references = {function.name: f" ({function.reference})" for function in functions}
         self._pool: Pool | None = None
         if functions:
             self._pool = Pool(
@@ -225,7 +226,10 @@ class Scorer:
             return
         weight = dict(zip(self.names, self._weights, strict=True))
         last = {failure.part: failure for failure in self.failures if weight[failure.part]}
-        why = "; ".join(f"reward {name!r}, {failure.cause}: {failure.detail}" for name, failure in last.items())
+        why = "; ".join(
+            f"reward {name!r}{self._references.get(name, '')}, {failure.cause}: {failure.detail}"
+            for name, failure in last.items()
+        )
         raise RewardsFailing(
             f"none of the last {responses} responses, in {batches} batches, could be scored; the last time: {why}. "
             "Give a number, 0 for a bad response, and start the run again, which goes on from its last checkpoint; "
