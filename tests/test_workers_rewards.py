@@ -39,7 +39,7 @@ class Typewriter(Engine):
     def __init__(self, *args, wait=lambda: None, **kwargs) -> None:
         self._wait = wait
 
-    def load(self, params, version):
+    def load(self, params, version, *, spent=None):
         pass
 
     def unload(self):
