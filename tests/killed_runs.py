@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import further_roles
+import tensorboardX  # noqa: F401 - runs import it, and with it torch where that is there: seconds of each
 from jax._src import xla_bridge
 from learning_run import learning
 from test_extending import readmes_algorithm
@@ -39,6 +40,7 @@ from jaxrlhf.config import (
     Rewards,
     Training,
 )
+from jaxrlhf.controller import log
 from jaxrlhf.controller.run import run
 from jaxrlhf.workers.trained import TrainedWorker
 
@@ -127,6 +129,7 @@ def main() -> None:
     """All cases, one after another."""
     folder = Path(sys.argv[1])
     every = cases(folder)
+    log.save_learning_curve = log.save_step_picture = lambda source, png, title: png  # seconds; others look at them
     assert not xla_bridge.backends_are_initialized(), "threads of a device do not survive a fork"
     for name, case in every.items():
         own = folder / name
