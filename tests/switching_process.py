@@ -1,15 +1,18 @@
-"""One of two processes that share a mesh: switch layouts, hand weights to an island, compute there, and go back.
+"""One of two processes that share a mesh: switch layouts, hand weights to an island, go back; choose kernels.
 
 python switching_process.py PORT RANK
 """
 
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Layout
+from jaxrlhf.models import choose_attention, kernel_choice
 from jaxrlhf.parallel import HybridEngine, factored_mesh, generation_mesh, hand_over, local_island
 
 DIMS = {"layers": ("layers", "mlp"), "table": ("vocab", "embed")}
@@ -27,6 +30,20 @@ def check(tree: dict[str, jax.Array]) -> None:
         whole = np.arange(leaf.size, dtype=np.float32).reshape(leaf.shape)
         for shard in leaf.addressable_shards:
             np.testing.assert_array_equal(shard.data, whole[shard.index])
+
+
+def check_kernels(mesh: jax.sharding.Mesh, rank: int) -> None:
+    """A kernel that one process refuses is used by none; one that all can use, by all."""
+    config = ModelConfig("qwen2", 16, 16, 16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
+    kernel_choice.BEST["cpu"] = "cudnn", "xla", "pallas"
+    for refused, expected in ((1, "xla"), (2, "cudnn")):
+        kernel_choice._usable = lambda *_, refused=refused: rank != refused
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            chosen = choose_attention(config, jnp.float32, mesh, row_axes=("data", "fsdp"), head_axes=("tensor",))
+        assert chosen.rows == expected, chosen
+        told = [str(warning.message) for warning in caught]
+        assert len(told) == (rank == 0 and refused == 1) and all("another process" in text for text in told), told
 
 
 def main() -> None:
@@ -57,6 +74,7 @@ def main() -> None:
     assert back.bytes_per_device == 0
     check(params)
     assert all(view.is_deleted() for view in views.values())
+    check_kernels(meshes[0], rank)
     print(f"process {rank} is done")
 
 

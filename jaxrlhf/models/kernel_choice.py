@@ -1,7 +1,8 @@
 """Which attention kernels a process uses: the best of its backend that compute what `xla` computes.
 
 A kernel is tried once, on small random arrays with the model's heads and scores, before anything is
-compiled with it. One that fails or gives other numbers is replaced by `xla` with a warning.
+compiled with it. One that fails or gives other numbers is replaced by `xla` with a warning. Processes that
+share a mesh use what is good in all of them, or they would compile programs that wait for each other.
 
 A cache lies in pages where a kernel reads them, so that memory follows tokens. `xla` can compute with pages, too,
 but copies every page that it reads: there a cache lies in pages for those who ask for it.
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention import (
@@ -95,7 +96,13 @@ def choose_attention(
     scores = Scores(config.score_divisor, config.attn_logit_softcapping, window)
 
     def usable(use: _Use, kernel: str, obstacle: str | None = None) -> bool:
-        return kernel == "xla" or _usable(use, kernel, platform, heads, scores, name, obstacle)
+        if kernel == "xla":
+            return True
+        here = _usable(use, kernel, platform, heads, scores, name, obstacle)
+        everywhere = _in_all_processes(here, mesh)
+        if here and not everywhere:
+            _warn(use, kernel, platform, heads, name, "another process of the mesh cannot use it")
+        return everywhere
 
     inside = "it does not run inside pipeline stages" if stages > 1 else None
     paged: PagesKernel | None = None
@@ -132,13 +139,26 @@ def _usable(
     """Whether a kernel can be used; warns, the first time it is asked, where it cannot."""
     objection = obstacle or _objection(use, kernel, platform, heads, scores, dtype)
     if objection is not None:
-        warnings.warn(
-            f"attention kernel {kernel!r} ({use}) is not used on {platform} for heads "
-            f"{' x '.join(map(str, heads))} in {dtype}, which costs speed: {objection}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        _warn(use, kernel, platform, heads, dtype, objection)
     return objection is None
+
+
+def _warn(use: _Use, kernel: str, platform: str, heads: tuple[int, int, int], dtype: str, objection: str) -> None:
+    warnings.warn(
+        f"attention kernel {kernel!r} ({use}) is not used on {platform} for heads "
+        f"{' x '.join(map(str, heads))} in {dtype}, which costs speed: {objection}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _in_all_processes(holds: bool, mesh: Mesh) -> bool:
+    """Whether it holds in every process that has devices of the mesh; all of them have to ask."""
+    if not mesh.is_multi_process:
+        return holds
+    each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    held = jax.make_array_from_callback((mesh.size,), each, lambda _: np.array([holds]))
+    return bool(jax.jit(jnp.all, out_shardings=NamedSharding(mesh, PartitionSpec()))(held))
 
 
 def _objection(
