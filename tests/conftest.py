@@ -34,8 +34,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _LONGEST = (
-    *("test_algorithms_learn", "test_learning", "test_run_ray", "test_run_ray_failures", "test_run_resume_algorithms"),
-    *("test_learning_rivals", "test_run_lora", "test_run_resume", "test_learning_preference", "test_run_pools"),
+    *("test_algorithms_learn", "test_learning", "test_learning_arithmetic", "test_run_ray", "test_run_ray_failures"),
+    *("test_learning_rivals", "test_run_resume_algorithms", "test_learning_preference", "test_run_resume"),
+    *("test_run_lora", "test_run_pools"),
     *("test_workers_gradient", "test_workers_lora", "test_models_transformers", "test_models_families"),
     *("test_run_auto", "test_own_model", "test_run_devices", "test_checkpoint_pretrained", "test_run_gsm8k"),
     *("test_run_policy", "test_models_experts", "test_run_policy_losses"),
