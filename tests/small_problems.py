@@ -118,7 +118,10 @@ class Exhaustive:
     def options(self, name: str, devices: int, offload: tuple[str, ...], *, generates: bool) -> list:
         role = self.roles.get(name) or self.generator
         given = (self.problem.layouts or {}).get(role.name)
-        within = self.problem.devices_per_host or self.hardware.devices_per_machine
+        hardware = self.hardware
+        if hardware.machines == 1:  # whose pools of any size straddle nothing
+            hardware = replace(hardware, devices_per_machine=devices)
+        within = self.problem.devices_per_host or hardware.devices_per_machine
         if given is not None:
             # Those of this file have whole copies of weights, but for fsdp.
             pairs = [(own, devices // own.fsdp) for own in given if devices % own.fsdp == 0]
@@ -131,10 +134,10 @@ class Exhaustive:
         else:
             replicas = [(1, 1)]
             if generates:
-                replicas = list(generation_layouts(role, devices, self.hardware, within=within))
+                replicas = list(generation_layouts(role, devices, hardware, within=within))
             wholes = [
                 replace(own, generation_stage=stage, generation_tensor=tensor)
-                for own in training_layouts(role, devices, self.hardware, fsdp=self.problem.fsdp)
+                for own in training_layouts(role, devices, hardware, fsdp=self.problem.fsdp)
                 for stage, tensor in replicas
                 if name == ROLLOUT or switches(own, stage, tensor, within=within)
             ]
@@ -230,7 +233,11 @@ def machines_of(draw: random.Random, shape: tuple[int, int], roles: tuple[Role, 
     link = about(1e4, 1e8)
     slow = draw.random() < 0.25
     return Hardware(
-        *("made", *shape, about(0.8, 10) * state / (math.prod(shape) if draw.random() < 0.5 else 1) + about(3e3, 3e4)),
+        *(
+            "made",
+            *shape,
+            about(0.8, 10) * state / (math.prod(shape) if draw.random() < 0.5 else 1) + about(2.5e3, 2.5e4),
+        ),
         *(about(1e6, 1e8), about(1e5, 1e8), link, link * draw.choice([0.003, 0.1, 1.0]), about(1e4, 1e7)),
         *(about(1e-6, 1e-3), about(1e-6, 1e-2), about(1e-6, 1e-3), about(1e-3, 1) if slow else about(1e-6, 1e-2)),
         shared_compute=draw.random() < 0.15,

@@ -256,8 +256,8 @@ def test_a_device_keeps_its_layers_and_its_shards_of_them(stage: int, tensor: in
     heads, inner = 4 * 4 * 32, 384
     # Scores of half of 256 positions in four bytes, weights in two; gradients of one layer's are as many.
     scores = 4 * 128 * (2 + 4) / tensor
-    # The residual stream and its norms in both widths; of the MLP six arrays.
-    layer = 6 * 128 * (2 + 4) + (heads + 6 * inner) * 2 / tensor
+    # The residual stream, and what two norms are given; of the MLP six arrays; mixed heads once more in four bytes.
+    layer = (6 + 2) * 128 * 2 + ((heads + 6 * inner) * 2 + 4 * 4 * 32) / tensor
     # Forward: the residual stream and its norm, and either attention or gate, up and product.
     one = 2 * 128 * 2 + max(heads * 2 / tensor + scores, 3 * inner * 2 / tensor)
     sizes = {"tokens": 4096, "row_tokens": 256, "itemsize": 2}
@@ -270,4 +270,4 @@ def test_a_device_keeps_its_layers_and_its_shards_of_them(stage: int, tensor: in
         # Long rows keep no layer's scores; those of one are computed again.
         long = {**sizes, "row_tokens": 1024}
         kept = training_activation_bytes(config, head, layout, **long, remat=False)
-        assert kept == 4096 * (8 / stage * layer + 2 * 4 * scores) + 2 * logits
+        assert kept == 4096 * (8 / stage * layer + (1 + 0.75) * 4 * scores) + 2 * logits

@@ -179,9 +179,12 @@ def test_no_table_is_whole_on_any_device(planned):
 
 
 @pytest.mark.parametrize(
-    ("machines", "usable", "generates"), [("h200x16x8", 0.7, True), ("h100x16x8", 0.7, False), ("v5p-128", 0.9, False)]
+    ("machines", "usable", "generates", "slower"),
+    [("h200x16x8", 0.7, True, None), ("h100x16x8", 0.7, False, 1.02), ("v5p-128", 0.8, False, None)],
 )
-def test_a_mixture_is_planned_with_its_experts_divided_and_is_slower_or_too_large_without(machines, usable, generates):
+def test_a_mixture_is_planned_with_its_experts_divided_and_is_slower_or_too_large_without(
+    machines, usable, generates, slower
+):
     """Generation takes 470 GB, and at first a third of the experts twice: a machine of H200, none of H100 or v5p."""
     config = a_run(QWEN)
     problem = question_of(config, replace(hardware_of(config, machines), usable_memory=usable)).problem
@@ -193,11 +196,11 @@ def test_a_mixture_is_planned_with_its_experts_divided_and_is_slower_or_too_larg
     assert layout.expert > 1
     without = mock.patch.object(layouts, "_experts", return_value=[1])
     with without, mock.patch("jaxrlhf.parallel.mapping.shortage", return_value="nothing fits"):
-        if generates:
+        if slower is None:
             with pytest.raises(ValueError, match="nothing fits"):
                 search(problem, keep=1)
         else:
-            assert search(problem, keep=1).plans[0].seconds > 1.02 * divided.seconds
+            assert search(problem, keep=1).plans[0].seconds > slower * divided.seconds
 
 
 def test_a_step_of_training_has_the_shapes_of_its_state(planned):

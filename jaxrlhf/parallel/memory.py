@@ -30,10 +30,10 @@ def keeps_activations(needed_bytes: float, memory_bytes: float) -> bool:
 def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1, expert: int = 1) -> float:
     """Bytes that one layer keeps of one token for its backward pass, about, scores not included.
 
-    The residual stream six times as an activation, and what each norm keeps, three times its width in
-    float32; queries, keys, values and mixed heads; and of the MLP the gate, up, their product and what
-    the gate's activation keeps, six in all, or eight with a tanh in it. Experts keep the tokens that
-    they are given, those of all devices that share them.
+    The residual stream six times, and what each norm is given; queries, keys, values and mixed heads, and
+    these in float32 as well; and of the MLP the gate, up, their product and what the gate's activation keeps,
+    six in all, or eight with a tanh in it. Experts keep the tokens that they are given, those of all devices
+    that share them.
 
     Args:
       itemsize: Bytes of an activation.
@@ -41,10 +41,11 @@ def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1
       expert: Ways its experts are divided.
     """
     inner = (8 if model.activation == "gelu_tanh" else 6) * _inner(model)
-    split = (_heads(model) + inner) * itemsize
-    split += 3 * 4 * (model.num_heads + model.num_kv_heads) * model.head_dim * model.qk_norm
-    given = 0 if model.experts is None else expert * model.hidden_size * itemsize
-    return 6 * model.hidden_size * itemsize + 3 * 4 * model.norm_parameters + split / tensor + given
+    normed = (model.num_heads + model.num_kv_heads) * model.head_dim * model.qk_norm
+    given = 0 if model.experts is None else expert * model.hidden_size
+    whole = 6 * model.hidden_size + model.norm_parameters + given
+    mixed = 4 * model.num_heads * model.head_dim
+    return whole * itemsize + ((_heads(model) + normed + inner) * itemsize + mixed) / tensor
 
 
 def sorted_bytes(model: ModelConfig, *, itemsize: int, expert: int = 1) -> float:
@@ -176,7 +177,9 @@ def training_activation_bytes(
     layer = layer_activation_bytes(model, itemsize=itemsize, tensor=layout.tensor, expert=layout.expert)
     scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
     kept = layers * model.hidden_size * itemsize + layer if remat else layers * layer
-    kept += scores * (1 + (1 if remat or row_tokens >= LONG_ROW else layers))
+    long = row_tokens >= LONG_ROW
+    # A long row's are computed in blocks, of which some are gone when others come.
+    kept += scores * ((0.75 if long else 1) + (1 if remat or long else layers))
     # Sorted by expert: tokens, their gradients, and what comes of them.
     kept += 3 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)
     return tokens * kept + 2 * _logits(model, head, layout, tokens=tokens)
