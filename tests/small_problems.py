@@ -100,7 +100,7 @@ class Exhaustive:
         if not len(rows):
             return np.zeros((0, 3))
         idle = table(lambda option: option.idle_bytes)
-        most = table(lambda option: max([option.idle_bytes, *(step.held_bytes for step in option.steps)]))
+        most = table(lambda one: max([one.idle_bytes, one.loading_bytes, *(step.held_bytes for step in one.steps)]))
         others = idle.sum(axis=1, keepdims=True) - idle
         fits = (others + most <= self.usable).all(axis=1)
         stages = [

@@ -45,8 +45,9 @@ def requests():
     return [Request(3 * group + i, prompt, group) for group, prompt in enumerate(prompts) for i in range(3)]
 
 
-def engine_on(mesh, params, stage_axis="stage", model=MODEL, slots=6, stop_tokens=(3,)):
-    engine = Engine(
+def engine_of(mesh, stage_axis="stage", model=MODEL, slots=6, stop_tokens=(3,)):
+    """An engine without weights."""
+    return Engine(
         model,
         mesh,
         slots=slots,
@@ -59,6 +60,10 @@ def engine_on(mesh, params, stage_axis="stage", model=MODEL, slots=6, stop_token
         kv_head_axis="tensor",
         stage_axis=stage_axis,
     )
+
+
+def engine_on(mesh, params, **changes):
+    engine = engine_of(mesh, **changes)
     engine.load(jax.device_put(params, shardings(mesh, DIMS, GENERATE)), version=0)
     return engine
 
@@ -177,7 +182,7 @@ def test_weights_and_cache_stay_on_their_stage(running):
 def test_one_stage_is_the_engine_without_stages(params):
     """All that programs depend on is the same."""
     mesh = mesh_of({"data": 2, "micro_stage": 2, "tensor": 2}, jax.devices())
-    one, other = (engine_on(mesh, params, stage_axis) for stage_axis in (None, "stage"))
+    one, other = (engine_on(mesh, params, stage_axis=stage_axis) for stage_axis in (None, "stage"))
     assert one._shape == other._shape
     assert vars(one._layout) == vars(other._layout)
 

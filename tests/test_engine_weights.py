@@ -4,16 +4,15 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from test_engine_stages import DIMS, MODEL, SAMPLING, assert_same
+from test_engine_stages import DIMS, MODEL, SAMPLING, assert_same, engine_of
 from test_models_chunks import CHUNK, CONFIGS, LENGTHS, TOKENS, of_tokens, prefill
 from test_models_families import GEMMA, close, drawn
 
 from jaxrlhf import models
-from jaxrlhf.engine import Engine, Request
+from jaxrlhf.engine import Request
 from jaxrlhf.engine.weights import Weights
 from jaxrlhf.parallel.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.parallel.rules import GENERATE, shardings
@@ -69,19 +68,7 @@ def test_parts_of_a_stack_make_up_its_layers(name):
 
 
 def new_engine(sizes):
-    return Engine(
-        MODEL,
-        mesh_of(sizes, jax.devices()[: math.prod(sizes.values())]),
-        slots=6,
-        max_prompt_tokens=12,
-        max_response_tokens=8,
-        stop_tokens=(3,),
-        decode_tokens_per_dispatch=4,
-        dtype=jnp.float32,
-        slot_axes=SLOT_AXES,
-        kv_head_axis="tensor",
-        stage_axis="stage",
-    )
+    return engine_of(mesh_of(sizes, jax.devices()[: math.prod(sizes.values())]))
 
 
 def weights_on(engine, seed=3):

@@ -179,7 +179,7 @@ def peak_of(plan: Plan, number: int, problem: Problem) -> float:
         responses = plan.slots / (pool.devices // (layout.generation_stage * layout.generation_tensor))
         token = cache_bytes_per_token(roles["actor"].model, layout, itemsize=problem.software.compute_bytes)
         cache = responses * problem.workload.longest_tokens * token * problem.software.cache_copies
-        peaks.append(idle - own.idle_bytes + own.generating_bytes + cache)
+        peaks += [idle - own.idle_bytes + held for held in (own.loading_bytes, own.generating_bytes + cache)]
     return max(peaks)
 
 

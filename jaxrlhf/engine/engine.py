@@ -342,7 +342,7 @@ class Engine:
           seed: In [0, 2**32). A response depends on it, on its request_id and prompt, and on
             nothing else of the call.
           progress: Called after every read with the completions so far and in all.
-          on_completion: Called with each completion.
+          on_completion: Called with each completion as it is read.
 
         Returns:
           One completion for each request, in their order.

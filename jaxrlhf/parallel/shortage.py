@@ -92,10 +92,10 @@ def _need(problem: Problem, role: Role, own: Simulated, *, generates: bool) -> _
     """In the call that needs most; a generating role has one response in its cache."""
     calls = [_Need(step.held_bytes, step.verb) for step in own.steps] + [_Need(own.idle_bytes, "idle")]
     if generates:
-        calls.append(_Need(own.loading_bytes, "switch"))
         copies = problem.software.cache_copies
         one = cache_bytes_per_token(role.model, own.layout, itemsize=problem.software.compute_bytes)
-        calls.append(_Need(own.generating_bytes + one * problem.workload.longest_tokens * copies, "generate"))
+        cached = own.generating_bytes + one * problem.workload.longest_tokens * copies
+        calls.append(_Need(max(own.loading_bytes, cached), "generate"))
     return max(calls)
 
 

@@ -32,9 +32,8 @@ def _pool(point: Point, order: list[str]) -> PlannedPool:
     peaks.append((idle, "no call"))
     if point.generation is not None:
         own = point.chosen[point.roles.index(point.generation.role)]
-        others, role = idle - own.idle_bytes, point.generation.role
-        peaks.append((others + own.loading_bytes, f"{role} switch"))
-        peaks.append((others + own.generating_bytes + point.generation.cache_bytes, f"{role} generate"))
+        held = max(own.loading_bytes, own.generating_bytes + point.generation.cache_bytes)
+        peaks.append((idle - own.idle_bytes + held, f"{point.generation.role} generate"))
     peak_bytes, during = max(peaks)
     layouts = {role: own.layout for role, own in zip(point.roles, point.chosen, strict=True)}
     roles = tuple(sorted(point.roles, key=order.index))
