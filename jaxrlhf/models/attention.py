@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.blockwise import attend_blocks
-from jaxrlhf.models.scores import LOWEST, PLAIN, Scores
+from jaxrlhf.models.scores import LOWEST, PLAIN, Scores, hiding
 
 RowsKernel = Literal["xla", "cudnn", "splash"]
 DecodeKernel = Literal["xla", "pallas"]
@@ -157,9 +157,12 @@ def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B
     # A slot that is done may have run past its cache; it still sees something.
     newest_B = jnp.minimum(position_B, capacity - 1)
     seen_BS = scores.sees(newest_B[:, None] - jnp.arange(capacity)[None, :])
-    score_BKGS = scores.cap(logit_BKGS / scores.divide_by(head_dim))
-    weight_BKGS = jax.nn.softmax(jnp.where(seen_BS[:, None, None, :], score_BKGS, -jnp.inf), axis=-1)
-    mixed_BKGH = jnp.einsum("BKGS,BKSH->BKGH", weight_BKGS.astype(value_BKSH.dtype), value_BKSH)
+    score_BKGS = scores.cap(logit_BKGS / scores.divide_by(head_dim)) + hiding(seen_BS)[:, None, None, :]
+    weight_BKGS = jnp.exp(score_BKGS - score_BKGS.max(axis=-1, keepdims=True))
+    mixed_BKGH = jnp.einsum(
+        "BKGS,BKSH->BKGH", weight_BKGS.astype(value_BKSH.dtype), value_BKSH, preferred_element_type=jnp.float32
+    )
+    mixed_BKGH = (mixed_BKGH / weight_BKGS.sum(axis=-1, keepdims=True)).astype(value_BKSH.dtype)
     return mixed_BKGH.reshape(query_BNH.shape)
 
 
@@ -176,10 +179,12 @@ def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: A
         logit_BKGS = jnp.einsum("BKGH,BSKH->BKGS", query_BKGH, key_BSKH, preferred_element_type=jnp.float32)
         seen_BS = scores.sees(newest_B[:, None] - (index * page_tokens + jnp.arange(page_tokens))[None, :])
         score_BKGS = scores.cap(logit_BKGS / scores.divide_by(width))
-        score_BKGS = jnp.where(seen_BS[:, None, None, :], score_BKGS, LOWEST)
+        score_BKGS += hiding(seen_BS, lowest=LOWEST)[:, None, None, :]
         next_BKG = jnp.maximum(most_BKG, score_BKGS.max(axis=-1))
         kept_BKG, weight_BKGS = jnp.exp(most_BKG - next_BKG), jnp.exp(score_BKGS - next_BKG[..., None])
-        new_BKGH = jnp.einsum("BKGS,BSKH->BKGH", weight_BKGS.astype(value_BSKH.dtype), value_BSKH)
+        new_BKGH = jnp.einsum(
+            "BKGS,BSKH->BKGH", weight_BKGS.astype(value_BSKH.dtype), value_BSKH, preferred_element_type=jnp.float32
+        )
         return kept_BKG[..., None] * out_BKGH + new_BKGH, kept_BKG * sum_BKG + weight_BKGS.sum(axis=-1), next_BKG
 
     zero_BKG = jnp.zeros(query_BKGH.shape[:3], jnp.float32)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.scores import PLAIN, Scores
+from jaxrlhf.models.scores import PLAIN, Scores, hiding
 
 _SHORTEST_BLOCK = 64
 _MOST_BLOCKS = 8
@@ -64,13 +64,14 @@ def _block(
     logit_RKMS = jnp.einsum("RKMH,RKHS->RKMS", query_RKMH, key_RKHS, preferred_element_type=jnp.float32)
     seen_RQS = segment_RS[:, start:, None] == segment_RS[:, None, :]
     seen_RQS &= scores.sees(jnp.arange(start, keys)[:, None] - jnp.arange(keys)[None, :])[None]
-    score_RKGQS = scores.cap(logit_RKMS).reshape(rows, kv_heads, groups, queries, keys)
-    score_RKGQS = jnp.where(seen_RQS[:, None, None], score_RKGQS, -jnp.inf)
+    hidden_RMS = jnp.tile(hiding(seen_RQS), (1, groups, 1))
+    score_RKMS = scores.cap(logit_RKMS) + hidden_RMS[:, None]
     # Every query sees itself, so the peak is finite.
-    peak_RKGQ1 = jax.lax.stop_gradient(score_RKGQS.max(axis=-1, keepdims=True))
-    weight_RKGQS = jnp.exp(score_RKGQS - peak_RKGQ1)
-    total_RKGQ1 = weight_RKGQS.sum(axis=-1, keepdims=True)
-    weight_RKMS = weight_RKGQS.astype(value_RKSH.dtype).reshape(rows, kv_heads, groups * queries, keys)
-    mixed_RKMH = jnp.einsum("RKMS,RKSH->RKMH", weight_RKMS, value_RKSH, preferred_element_type=jnp.float32)
-    mixed_RKGQH = mixed_RKMH.reshape(rows, kv_heads, groups, queries, -1) / total_RKGQ1
+    peak_RKM1 = jax.lax.stop_gradient(score_RKMS.max(axis=-1, keepdims=True))
+    weight_RKMS = jnp.exp(score_RKMS - peak_RKM1)
+    mixed_RKMH = jnp.einsum(
+        "RKMS,RKSH->RKMH", weight_RKMS.astype(value_RKSH.dtype), value_RKSH, preferred_element_type=jnp.float32
+    )
+    mixed_RKMH /= weight_RKMS.sum(axis=-1, keepdims=True)
+    mixed_RKGQH = mixed_RKMH.reshape(rows, kv_heads, groups, queries, -1)
     return mixed_RKGQH.astype(value_RKSH.dtype)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.cache import Prefix
-from jaxrlhf.models.scores import LOWEST, PLAIN, Scores
+from jaxrlhf.models.scores import LOWEST, PLAIN, Scores, hiding
 
 
 class Chunk(NamedTuple):
@@ -86,8 +86,8 @@ def attend_chunk(
         key_PKHS, value_PKSU = jnp.transpose(key_PSKH, (0, 2, 3, 1)), jnp.transpose(value_PSKU, (0, 2, 1, 3))
         logit_PKMS = jnp.einsum("PKMH,PKHS->PKMS", query_PKMH, key_PKHS, preferred_element_type=jnp.float32)
         seen_CS = scores.sees((start + place_C)[:, None] - (at + place_C)[None, :]) & seen_S[None, :]
-        score_PKGCS = scores.cap(logit_PKMS).reshape(*query_PKGCH.shape[:4], tokens)
-        score_PKMS = jnp.where(seen_CS[None, None, None], score_PKGCS, LOWEST).reshape(logit_PKMS.shape)
+        hidden_MS = jnp.tile(hiding(seen_CS, lowest=LOWEST), (heads // kv_heads, 1))
+        score_PKMS = scores.cap(logit_PKMS) + hidden_MS[None, None]
         most_PKM1 = score_PKMS.max(axis=-1, keepdims=True)
         weight_PKMS = jnp.exp(score_PKMS - most_PKM1)
         mixed_PKMU = jnp.einsum(

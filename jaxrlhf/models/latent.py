@@ -18,7 +18,7 @@ from jaxrlhf.models import linear
 from jaxrlhf.models.cache import LayerCache
 from jaxrlhf.models.norm import norm
 from jaxrlhf.models.rope import Rotation, rotate
-from jaxrlhf.models.scores import Scores
+from jaxrlhf.models.scores import Scores, hiding
 
 _EPS = 1e-6
 """Of the norms inside of attention, whatever the model's is."""
@@ -77,6 +77,6 @@ def attend_latents(
     newest_B = jnp.minimum(position_B, stored.capacity - 1)
     seen_BS = scores.sees(newest_B[:, None] - jnp.arange(stored.capacity)[None, :])
     score_BNS = scores.cap(logit_BNS / scores.divide_by(config.head_dim))
-    weight_BNS = jax.nn.softmax(jnp.where(seen_BS[:, None], score_BNS, -jnp.inf), axis=-1)
+    weight_BNS = jax.nn.softmax(score_BNS + hiding(seen_BS)[:, None], axis=-1)
     mixed_BNC = jnp.einsum("BNS,BSC->BNC", weight_BNS.astype(latent_B1SC.dtype), latent_B1SC[:, 0])
     return jnp.einsum("BNC,CNU->BNU", mixed_BNC.astype(query_BNH.dtype), key_value_CNU[..., plain:])

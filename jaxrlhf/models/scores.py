@@ -55,3 +55,12 @@ PLAIN = Scores()
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """Score of what is not seen, where maxima are subtracted as they come: minus infinity less itself is not a number."""
+
+
+def hiding(seen: Bool[Array, "*any"], *, lowest: float = -jnp.inf) -> Float[Array, "*any"]:
+    """What added to scores hides those that are not seen.
+
+    Added and not selected: XLA:CPU fuses a sum with the products before and the softmax after it, and runs all of it
+    on every core; a selection parts them, and leaves each product to one core.
+    """
+    return jnp.where(seen, 0.0, lowest)
