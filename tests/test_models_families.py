@@ -143,9 +143,10 @@ def through_the_cache(params, token_RW, pipeline=None):
     return jnp.swapaxes(jax.lax.scan(step, cache, jnp.arange(3, WIDTH))[1], 0, 1)
 
 
-@pytest.mark.parametrize("turned_from", [linear.MANY_INPUTS, 1])
+@pytest.mark.parametrize("turned_from", [linear.MANY_WEIGHTS, 1])
 def test_decoding_through_the_caches_of_two_stages_is_the_full_forward(turned_from, monkeypatch):
-    monkeypatch.setattr(linear, "MANY_INPUTS", turned_from)
+    monkeypatch.setattr(linear, "MANY_INPUTS", 1)
+    monkeypatch.setattr(linear, "MANY_WEIGHTS", turned_from)
     params, token_RW = drawn(GEMMA), tokens()
     hidden_RWD = hidden_states(params, GEMMA, token_RW)
     mesh = mesh_of({"stage": 2}, jax.devices()[:2])

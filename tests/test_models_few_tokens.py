@@ -9,8 +9,8 @@ from jaxrlhf import models
 from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.models import linear
 
-WIDE = 512
-"""Inputs from which on a weight is turned."""
+WIDE, LARGE = 512, 1024
+"""Inputs from which on a weight is turned, and outputs with which it has enough of both."""
 
 
 def draw(*shape):
@@ -19,7 +19,13 @@ def draw(*shape):
 
 @pytest.mark.parametrize(
     ("inputs", "outputs", "turned"),
-    [((WIDE,), (24,), True), ((64, WIDE // 64), (24,), True), ((WIDE,), (2, 3, 4), True), ((WIDE - 1,), (24,), False)],
+    [
+        ((WIDE,), (LARGE,), True),
+        ((64, WIDE // 64), (LARGE,), True),
+        ((WIDE,), (2, 4, LARGE // 8), True),
+        ((WIDE,), (LARGE - 1,), False),
+        ((WIDE - 1,), (2 * LARGE,), False),
+    ],
 )
 def test_a_turned_weight_gives_the_product_of_the_weight(inputs, outputs, turned):
     weight, tokens = draw(*inputs, *outputs), draw(3, 1, *inputs)
@@ -31,7 +37,7 @@ def test_a_turned_weight_gives_the_product_of_the_weight(inputs, outputs, turned
 
 
 def test_an_adapter_stays_beside_a_turned_weight():
-    weight, down, up, tokens = draw(WIDE, 24), draw(WIDE, 2), draw(2, 24), draw(5, WIDE)
+    weight, down, up, tokens = draw(WIDE, LARGE), draw(WIDE, 2), draw(2, LARGE), draw(5, WIDE)
     adapted = linear.Adapted(jnp.asarray(weight), linear.Adapter(jnp.asarray(down), jnp.asarray(up), 0.5))
     prepared = linear.for_few_tokens(adapted)
     assert isinstance(prepared.weight, linear.Turned)
@@ -41,10 +47,10 @@ def test_an_adapter_stays_beside_a_turned_weight():
 
 def test_the_weight_is_read_as_the_left_factor():
     """XLA merges a product's transposes into it, and would be back at the slow one."""
-    weight_FD, tokens_TD = jnp.zeros((640, WIDE)), jnp.zeros((8, WIDE))
+    weight_FD, tokens_TD = jnp.zeros((LARGE, WIDE)), jnp.zeros((8, WIDE))
     text = jax.jit(linear.few_rows_product).lower(tokens_TD, weight_FD).compile().as_text()
     [product] = [line for line in text.splitlines() if " dot(" in line]
-    assert "f32[640,8]" in product
+    assert f"f32[{LARGE},8]" in product
 
 
 def test_a_wide_model_decodes_what_its_whole_sequences_say():
@@ -52,9 +58,9 @@ def test_a_wide_model_decodes_what_its_whole_sequences_say():
         family="qwen2",
         vocab_size=48,
         hidden_size=WIDE,
-        intermediate_size=WIDE + 32,
+        intermediate_size=LARGE + 32,
         num_layers=2,
-        num_heads=8,
+        num_heads=16,
         num_kv_heads=2,
         head_dim=64,
         qkv_bias=True,

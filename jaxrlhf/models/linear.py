@@ -12,8 +12,8 @@ from jax import lax
 from jaxrlhf.batch import Array
 from jaxrlhf.models.quantized import Quantized
 
-MANY_INPUTS = 512
-"""From so many on, a weight is the left factor in products of few tokens on CPU."""
+MANY_INPUTS, MANY_WEIGHTS = 512, 2**19
+"""From so many of both on, a weight is the left factor in products of few tokens on CPU."""
 
 
 @struct.dataclass
@@ -86,23 +86,24 @@ def for_few_tokens(weight: Weight, *, dims: int = 1) -> Weight | Turned:
     if isinstance(weight, Adapted):
         return Adapted(for_few_tokens(weight.weight, dims=dims), weight.adapter)
     inputs, outputs = weight.shape[:dims], weight.shape[dims:]
-    if isinstance(weight, Quantized) or not _reads_rows(math.prod(inputs)):
+    if isinstance(weight, Quantized) or not _reads_rows(math.prod(inputs), math.prod(outputs)):
         return weight
     return Turned(weight.reshape(-1, math.prod(outputs)).T, outputs)
 
 
 def few_rows_product(input_TD: Array, weight_FD: Array, dtype: Any = None) -> Array:
     """`input @ weight.T`; on CPU as the transpose of `weight @ input.T`, which reads large weights twice as fast."""
-    if not _reads_rows(weight_FD.shape[1]):
+    if not _reads_rows(*reversed(weight_FD.shape)):
         return jnp.einsum("TD,FD->TF", input_TD, weight_FD, preferred_element_type=dtype)
     output_FT = jnp.einsum("FD,TD->FT", weight_FD, input_TD, preferred_element_type=dtype)
     # Without a barrier XLA would merge the transposes, and be back at the other product.
     return lax.optimization_barrier(output_FT).T
 
 
-def _reads_rows(inputs: int) -> bool:
-    """Whether a weight is the left factor: for a few inputs it costs more to transpose the result."""
-    return jax.default_backend() == "cpu" and inputs >= MANY_INPUTS
+def _reads_rows(inputs: int, outputs: int) -> bool:
+    """Whether a weight is the left factor: for a few inputs it costs more to transpose the result, and a small weight
+    stays in the cache of a core."""
+    return jax.default_backend() == "cpu" and inputs >= MANY_INPUTS and inputs * outputs >= MANY_WEIGHTS
 
 
 def side_by_side(weights: Sequence[Weight], join: Callable[[list[Array]], Array]) -> Weight:
