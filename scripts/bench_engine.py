@@ -38,6 +38,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         config,
         mesh,
         slots=flags.slots or flags.sequences,
+        prompts=-(-flags.sequences // flags.responses),
         max_prompt_tokens=flags.prompt_tokens,
         max_response_tokens=flags.new_tokens,
         stop_tokens=(bench.END,) if preset.ends else (),

@@ -197,6 +197,17 @@ def test_a_group_is_prefilled_once(engine):
     assert engine.prefilled_prompts - before == 5
 
 
+def test_a_prefill_has_no_more_rows_than_prompts_come_at_a_time(engine, params):
+    narrow = build(prompts=2)
+    narrow.load(params, version=1)
+    assert (narrow.prefill_prompts, engine.prefill_prompts) == (2, 4)
+    requests = problems(5, responses=3, seed=7)
+    found, expected = (one.generate(requests, Sampling(), seed=11) for one in (narrow, engine))
+    assert_same_responses(found, expected)
+    with pytest.raises(ValueError, match="a prefill takes 1 to 2 prompts, got 3"):
+        narrow.prefill([(1,), (2,), (3,)])
+
+
 def test_callbacks_see_every_completion(engine):
     seen, steps = [], []
     requests = problems(7)

@@ -57,6 +57,7 @@ class Engine:
     Args:
       mesh: Auto axes.
       slots: Responses decoded together; rounded up to a multiple of the replicas.
+      prompts: That come at a time, if that is known: a prefill has no more rows than they fill.
       stop_tokens: Ids that end a response; they are kept in it.
       decode_tokens_per_dispatch: Tokens decoded by one program call before slots refill.
       dtype: Of activations and of the cache.
@@ -70,7 +71,7 @@ class Engine:
 
     Attributes:
       slots: After rounding. Where no request waits for a slot any more, decoding goes on with those in use.
-      prefill_prompts: Rows of a prefill, and of an insertion.
+      prefill_prompts: Rows of a prefill.
       prefilled_prompts: Prompts that `prefill` ran so far.
       attention: As given.
 
@@ -89,6 +90,7 @@ class Engine:
         stop_tokens: tuple[int, ...],
         decode_tokens_per_dispatch: int,
         dtype: Any,
+        prompts: int | None = None,
         slot_axes: tuple[str, ...] = (),
         kv_head_axis: str | None = None,
         stage_axis: str | None = None,
@@ -111,8 +113,8 @@ class Engine:
         check_split(config, mesh, kv_head_axis=kv_head_axis, stage_axis=stage_axis)
         replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
         self.slots = -(-slots // replicas) * replicas
-        rows = 1 << (max(1, min(slots, PREFILL_TOKENS // max_prompt_tokens)).bit_length() - 1)
-        self.prefill_prompts = -(-rows // replicas) * replicas
+        self._insertions = 1 << (max(1, min(slots, PREFILL_TOKENS // max_prompt_tokens)).bit_length() - 1)
+        self.prefill_prompts = -(-min(self._insertions, prompts or slots) // replicas) * replicas
         self.prefilled_prompts = 0
         self._shape = programs.Shape(
             config=config,
@@ -244,7 +246,7 @@ class Engine:
     def insert(
         self, prefilled: Prefilled, placements: Sequence[Placement], sampling: knobs.Sampling, *, seed: int
     ) -> None:
-        """Start up to `prefill_prompts` responses in free slots, and draw their first tokens.
+        """Start some responses in free slots, and draw their first tokens.
 
         Args:
           seed: In [0, 2**32).
@@ -255,7 +257,7 @@ class Engine:
         )
         assert len(self._book.slot_B) == self.slots, "slots that are no longer computed cannot take a response"
         assert not self._book.unread, "a window that was not read yet may hold the last of a slot; read it first"
-        most = self.prefill_prompts
+        most = self._insertions
         assert len(placements) <= most, f"an insertion takes {most} placements, got {len(placements)}"
         row_I = np.zeros(most, np.int32)
         slot_I = np.full(most, self.slots, np.int32)
@@ -367,7 +369,7 @@ class Engine:
                         if scheduler.prefill_due:
                             prefilled = self.prefill(scheduler.take_prompts(self.prefill_prompts))
                         assert prefilled is not None, "a request was placed before its prompt was prefilled"
-                        self.insert(prefilled, scheduler.place(self.prefill_prompts), sampling, seed=seed)
+                        self.insert(prefilled, scheduler.place(self._insertions), sampling, seed=seed)
                 if not self._book.unread:
                     self.dispatch()
                 # While requests wait, slots that become free would wait for them a window longer.

@@ -151,6 +151,7 @@ class Builder:
             self.model,
             island,
             slots=math.ceil((rollout.slots or rollout.responses_per_step) * share),
+            prompts=math.ceil(rollout.prompts_per_step * share),
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,
             stop_tokens=stop_tokens(config, self.tokenizer),
