@@ -2,9 +2,10 @@
 
 import importlib
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from jaxrlhf.batch import Problem
@@ -16,7 +17,7 @@ from jaxrlhf.controller.log import StageLog, to_samples
 from jaxrlhf.controller.step import Metrics, StepInput, StepResult
 from jaxrlhf.data import Loader
 from jaxrlhf.tracking import Call, StepCalls
-from jaxrlhf.workers import Roles, response_texts
+from jaxrlhf.workers import Measured, Roles, response_texts
 
 _PHASE = {
     "wanted_weights": "relayout",
@@ -35,6 +36,24 @@ _PHASE = {
 """Which part of a step's time each verb belongs to."""
 
 OnStep = Callable[[int, Metrics], None]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A step whose calls are dispatched; its models may still be trained.
+
+    Attributes:
+      calls: Those that have ended; the others join them as they end.
+      measured: By the hosts, in these calls.
+      before: Metrics of what ran between the step before and this one.
+    """
+
+    number: int
+    start_s: float
+    result: StepResult
+    calls: Sequence[Call]
+    measured: Measured
+    before: Metrics
 
 
 @dataclass
@@ -66,6 +85,7 @@ class Loop:
     prompt_lengths: Sequence[int] = ()
     on_step: OnStep | None = None
     stop: Stop = field(default_factory=Stop)
+    _settled_s: float = field(default=float("-inf"), init=False)
 
     def run(self) -> bool:
         """Steps from where the stage stands to its end; False if it was asked to stop before."""
@@ -76,9 +96,18 @@ class Loop:
         with afterwards("closing the log", log.close), afterwards("the save under way", self.checkpoints.wait):
             if self.prompt_lengths and done < self.config.steps:
                 self.roles.actor.compile_generation(self.prompt_lengths).result()
+            under_way = False  # the step before, when the next one begins
             for number in range(done + 1, self.config.steps + 1):
                 self.stop.step = number
-                state, metrics = self._step(number, state, log)
+                before = {} if under_way else self._before(number, log)
+                with self._profiled(number, log):
+                    begun = self._begin(number, state, before, log)
+                    state, under_way = begun.result.state, not self._ends_alone(number)
+                    if under_way:
+                        self.roles.postponed.put(partial(self._end, begun, log))
+                        continue
+                    settled = self._settle(begun)
+                metrics = self._report(begun, *settled, log)
                 if self.stop.asked or _due(number, self.config.checkpoint.every_steps, self.config.steps):
                     self._save(number, state, metrics)
                     if self.stop.asked and number < self.config.steps:
@@ -87,38 +116,67 @@ class Loop:
             log.finish(title=self.config.name, show=5)
             return True
 
-    def _step(self, number: int, state: dict[str, float], log: StageLog) -> tuple[dict[str, float], Metrics]:
-        """One step of the algorithm, with evaluation and logging around it."""
-        before = self._evaluate(0, log) if number == 1 else {}
+    def _ends_alone(self, number: int) -> bool:
+        """Whether a step has to end before the next one begins: something comes between, or one of them is traced."""
+        config = self.config
+        due = [_due(number, part.every_steps, config.steps) for part in (config.evaluation, config.checkpoint)]
+        traced = {number, number + 1} & {*config.profile_steps}
+        return self.stop.asked or any(due) or bool(traced)
+
+    def _before(self, number: int, log: StageLog) -> Metrics:
+        """What is to be known before a step, and what the calls since the last one say of it."""
+        metrics = self._evaluate(0, log) if number == 1 else {}
         calls = self.roles.timeline.take()
         log.calls(calls)
-        evaluating = self._times(calls)  # what evaluation took is not the step's, but for weights that it had sent
+        evaluating = self._times(calls, self.roles.take_metrics())
+        # What evaluation took is not the step's, but for weights that it had sent.
         sent = {name: value for name, value in evaluating.items() if name.startswith("transfer/")}
+        if "eval/accuracy" in metrics:  # an evaluation of one's own may know of none
+            sent["eval/accuracy_at_start"] = metrics["eval/accuracy"]
+        return sent
+
+    def _begin(self, number: int, state: dict[str, float], before: Metrics, log: StageLog) -> Begun:
+        """Dispatch a step's calls; when it first waits for one, what is postponed of the step before is done."""
         problems = self.loader.next()
         examples = () if self.examples is None else self.examples.next()
-        with self._profiled(number, log):
-            start = time.perf_counter()
-            result = resolve_dataflow(self.config.algorithm)(
-                self.roles, StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
+        start_s = time.perf_counter()
+        work = StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
+        try:
+            result = resolve_dataflow(self.config.algorithm)(self.roles, work)
+        except Exception:
+            self.roles.postponed.do()  # what the step before was like is not lost with this one
+            raise
+        self.roles.postponed.do()
+        if not isinstance(result, StepResult):
+            raise ValueError(
+                f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
+                "return a StepResult of jaxrlhf.controller.step, as `learn` of jaxrlhf.controller.critic_free does"
             )
-            if not isinstance(result, StepResult):
-                raise ValueError(
-                    f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
-                    "return a StepResult of jaxrlhf.controller.step, as `learn` of jaxrlhf.controller.critic_free does"
-                )
-            self._keep_responses(number, problems, result, log)  # models may be trained meanwhile
-            result = result.settled()
-            step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
-        log.step_calls(step)
-        metrics = {**result.metrics, **sent, **self._timing(step, result)}
-        if _due(number, self.config.evaluation.every_steps, self.config.steps):
-            metrics |= self._evaluate(number, log)
-        if "eval/accuracy" in before:  # an evaluation of one's own may know of none
-            metrics["eval/accuracy_at_start"] = before["eval/accuracy"]
-        log.step(number, metrics)
-        if self.on_step is not None:
-            self.on_step(number, metrics)
-        return result.state, metrics
+        self._keep_responses(number, problems, result, log)  # models may be trained meanwhile
+        return Begun(number, start_s, result, self.roles.timeline.take(), self.roles.take_metrics(), before)
+
+    def _end(self, begun: Begun, log: StageLog) -> None:
+        """What is left of a step when the next one has begun."""
+        self._report(begun, *self._settle(begun), log)
+
+    def _settle(self, begun: Begun) -> tuple[StepCalls, StepResult]:
+        """Wait until the step's models are trained; its time counts from the end of the step before."""
+        with _named(begun.number):
+            result = begun.result.settled()
+        start_s, self._settled_s = max(begun.start_s, self._settled_s), time.perf_counter()
+        return StepCalls(begun.number, start_s, self._settled_s, tuple(begun.calls)), result
+
+    def _report(self, begun: Begun, step: StepCalls, result: StepResult, log: StageLog) -> Metrics:
+        """Write down what the step was like, and evaluate if that is due."""
+        with _named(begun.number):
+            log.step_calls(step)
+            metrics = {**result.metrics, **begun.before, **self._timing(step, result, begun.measured)}
+            if _due(begun.number, self.config.evaluation.every_steps, self.config.steps):
+                metrics |= self._evaluate(begun.number, log)
+            log.step(begun.number, metrics)
+            if self.on_step is not None:
+                self.on_step(begun.number, metrics)
+            return metrics
 
     def _keep_responses(self, number: int, problems: Sequence[Problem], result: StepResult, log: StageLog) -> None:
         if result.rollout is not None and result.scores is not None:
@@ -146,12 +204,12 @@ class Loop:
         log.evaluation(to_samples(number, self.held_out, responses, rollout, scores))
         return {**metrics, "time/eval_s": seconds}
 
-    def _times(self, calls: Sequence[Call]) -> Metrics:
-        """Seconds of calls by phase; peak device bytes, and what else the hosts measured, since the last time."""
+    def _times(self, calls: Sequence[Call], measured_there: Measured) -> Metrics:
+        """Seconds of calls by phase; peak device bytes, and what else the hosts measured."""
         times = dict.fromkeys([f"time/{phase}_s" for phase in _PHASE.values()], 0.0)
         for call in calls:
             times[f"time/{_PHASE[call.verb]}_s"] += call.end_s - call.start_s
-        measured, peaks = self.roles.take_metrics()
+        measured, peaks = measured_there.result()
         inside_s = measured.pop("time/relayout_s", 0.0)  # the hybrid engine switches within generation
         times["time/generate_s"] -= inside_s
         times["time/relayout_s"] += inside_s
@@ -161,8 +219,8 @@ class Loop:
             memory[name] = max(float(count), memory.get(name, 0.0))
         return {**times, **measured, **memory}
 
-    def _timing(self, step: StepCalls, result: StepResult) -> Metrics:
-        times = self._times(step.calls)
+    def _timing(self, step: StepCalls, result: StepResult, measured: Measured) -> Metrics:
+        times = self._times(step.calls, measured)
         # The policy's tokens: a critic beside it makes the update slower, not the throughput higher.
         rates = {}
         if "actor/tokens" in result.metrics:
@@ -192,6 +250,16 @@ class Loop:
         if self.examples is not None:
             self.examples.restore(host["examples"])
         return latest, self.config.algorithm.resumed_state(host["state"])
+
+
+@contextmanager
+def _named(number: int) -> Iterator[None]:
+    """What goes wrong in the block says that it is of this step: the next one may have begun."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"at the end of step {number}")
+        raise
 
 
 def _due(number: int, every_steps: int, steps: int) -> bool:
