@@ -70,7 +70,7 @@ class Loop:
       examples: Where those of the algorithm's own data come from, if it has some.
       prompt_lengths: Of all that the stage may generate from; their programs are compiled before its first step.
       decode: Token ids to text.
-      on_step: Called after every step with its number and metrics.
+      on_step: Called after every step with its number and metrics; the next one may have begun.
       stop: Asks to save and end after the step in progress.
     """
 
