@@ -177,9 +177,7 @@ def training_activation_bytes(
     layer = layer_activation_bytes(model, itemsize=itemsize, tensor=layout.tensor, expert=layout.expert)
     scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
     kept = layers * model.hidden_size * itemsize + layer if remat else layers * layer
-    long = row_tokens >= LONG_ROW
-    # A long row's are computed in blocks, of which some are gone when others come.
-    kept += scores * ((0.75 if long else 1) + (1 if remat or long else layers))
+    kept += scores * (_at_a_time(row_tokens) + (1 if remat or row_tokens >= LONG_ROW else layers))
     # Sorted by expert: tokens, their gradients, and what comes of them.
     kept += 3 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)
     return tokens * kept + 2 * _logits(model, head, layout, tokens=tokens)
@@ -190,11 +188,16 @@ def inference_activation_bytes(
 ) -> float:
     """Activations and logits of one device in a forward pass: of one layer, its attention or its MLP, about."""
     scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
-    attention = _heads(model) * itemsize / layout.tensor + scores
+    attention = _heads(model) * itemsize / layout.tensor + scores * _at_a_time(row_tokens)
     mlp = 3 * _inner(model) * itemsize / layout.tensor
     mlp += 2 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)  # before and after experts
     layer = 2 * model.hidden_size * itemsize + max(attention, mlp)
     return tokens * layer + _logits(model, head, layout, tokens=tokens)
+
+
+def _at_a_time(row_tokens: int) -> float:
+    """Share of a layer's scores: a long row's are computed in blocks, of which some are gone when others come."""
+    return 0.75 if row_tokens >= LONG_ROW else 1
 
 
 def _logits(model: ModelConfig, head: Head, layout: Layout, *, tokens: float) -> float:
