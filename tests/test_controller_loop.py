@@ -1,6 +1,7 @@
 """The loop around a step: what it does while models are trained, and in what order things are said and saved."""
 
 import threading
+import time
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -133,6 +134,7 @@ def run(
     held_out=(),
     stop=None,
     on_step=None,
+    draw=lambda: [problem(number) for number in range(PROMPTS)],
     **settings,
 ) -> bool:
     written = threading.Event()
@@ -148,7 +150,7 @@ def run(
     loop = Loop(
         config=replace(config, **settings),
         roles=roles,
-        loader=SimpleNamespace(next=lambda: [problem(number) for number in range(PROMPTS)], state=dict),
+        loader=SimpleNamespace(next=draw, state=dict),
         held_out=held_out,
         checkpoints=SimpleNamespace(
             directory="checkpoints",
@@ -257,6 +259,34 @@ def test_a_step_that_fails_at_once_leaves_the_metrics_of_the_one_before():
     assert of(events, "metrics", "asked") == [("asked", 1), ("metrics", 1, 1.0)]
 
 
+def test_data_that_ends_leaves_the_metrics_of_the_step_before():
+    events, left = [], iter([[problem(0), problem(1)]])
+    with pytest.raises(StopIteration):
+        run(events, draw=left.__next__)
+    assert of(events, "metrics", "asked") == [("asked", 1), ("metrics", 1, 1.0)]
+
+
+def fail_at_once(roles, work):
+    roles.actor.generate_sequences(work.problems, None, responses_per_prompt=COPIES, seed=0).result()
+    update = roles._pool.submit("actor", "update_actor", lambda: 1 / 0)
+    while not update.done():
+        pass
+    return StepResult({}, dict(work.state), updates=(update,))
+
+
+@dataclass(frozen=True)
+class FailsAtOnce(GRPO):
+    dataflow = staticmethod(fail_at_once)
+
+
+def test_no_step_begins_once_a_model_is_known_to_have_failed():
+    events = []
+    with pytest.raises(ZeroDivisionError) as caught:
+        run(events, algorithm=FailsAtOnce)
+    assert of(events, "asked") == [("asked", 1)]
+    assert "at the end of step 1" in caught.value.__notes__
+
+
 @dataclass(frozen=True)
 class WaitsForNothing(GRPO):
     dataflow = staticmethod(lambda roles, work: StepResult({"actor/loss": work.index + 1.0}, dict(work.state)))
@@ -290,6 +320,23 @@ def test_calls_belong_to_the_step_that_dispatched_them_and_steps_follow_each_oth
     assert generated.start_s < trained.end_s, "the second generation waited for the critic"
     assert steps[0].calls[0].end_s <= trained.end_s <= steps[0].end_s
     assert [step.end_s for step in steps[:-1]] == [step.start_s for step in steps[1:]]
+
+
+def forget_a_call(roles, work):
+    """Its generation goes on when all that it reports is there."""
+    roles._pool.submit("actor", "generate_sequences", time.sleep, 0.05)
+    return StepResult({"actor/loss": 1.0}, dict(work.state))
+
+
+@dataclass(frozen=True)
+class ForgetsACall(GRPO):
+    dataflow = staticmethod(forget_a_call)
+
+
+def test_a_call_that_nobody_waits_for_belongs_to_its_step_too():
+    events = []
+    assert run(events, steps=3, algorithm=ForgetsACall)
+    assert [[call.verb for call in step.calls] for _, _, step in of(events, "calls")] == [["generate_sequences"]] * 3
 
 
 def test_a_stage_is_not_asked_for_fewer_steps_than_are_done():

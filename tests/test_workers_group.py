@@ -4,10 +4,12 @@ import threading
 import time
 import traceback
 from concurrent.futures import CancelledError, Future
+from types import SimpleNamespace
 
 import pytest
 
 from jaxrlhf.workers.group import ActorApart, Group, Lane, Postponed, Remote, Timeline
+from jaxrlhf.workers.pools import Roles
 from jaxrlhf.workers.protocol import DP_PROTO, ONE_TO_ALL, verb, verbs_of
 
 PATIENCE_S = 30.0
@@ -286,3 +288,30 @@ def test_a_failed_transfer_is_the_error_of_the_generation_that_needed_it(lanes):
     with pytest.raises(TypeError, match="NoneType") as caught:
         actor.generate_sequences().result(PATIENCE_S)
     assert caught.value.__notes__ == ["raised in rollout.load_weights"]
+
+
+def test_what_functions_measured_is_taken_before_the_devices_are_done():
+    """By the time the devices are, the functions may have scored responses of the next step."""
+    released, asked = threading.Event(), []
+    taken = threading.Event()
+
+    def on_all(method, roles, on_devices):
+        asked.append((method, roles, on_devices))
+        taken.set()
+        return [({f"{role}/number": 1.0 for role in roles}, {"update": 7} if on_devices else {})]
+
+    built = [SimpleNamespace(places={"critic": None, "reward": None}, items=())]
+    ranks = SimpleNamespace(name="training", built=built, call=None, on_all=on_all)
+    config = SimpleNamespace(cluster=None, rewards=SimpleNamespace(by_model=False))
+    roles = Roles([ranks], SimpleNamespace(config=config))
+    try:
+        roles._lanes[0].then(released.wait)
+        measured = roles.take_metrics()
+        assert taken.wait(20.0) and asked == [("take_metrics", ("reward",), False)]
+        released.set()
+        assert measured.result() == ({"critic/number": 1.0, "reward/number": 1.0}, {"update": 7})
+        assert asked[1:] == [("take_metrics", ("critic",), True)]
+    finally:
+        released.set()
+        for lane in roles._lanes:
+            lane.close()

@@ -4,7 +4,7 @@ import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,7 @@ class Loop:
                 before = {} if under_way else self._before(number, log)
                 with self._profiled(number, log):
                     begun = self._begin(number, state, before, log)
-                    state, under_way = begun.result.state, not self._ends_alone(number)
+                    state, under_way = begun.result.state, not self._ends_alone(begun)
                     if under_way:
                         self.roles.postponed.put(partial(self._end, begun, log))
                         continue
@@ -116,12 +116,12 @@ class Loop:
             log.finish(title=self.config.name, show=5)
             return True
 
-    def _ends_alone(self, number: int) -> bool:
+    def _ends_alone(self, begun: Begun) -> bool:
         """Whether a step has to end before the next one begins: something comes between, or one of them is traced."""
-        config = self.config
+        number, config = begun.number, self.config
         due = [_due(number, part.every_steps, config.steps) for part in (config.evaluation, config.checkpoint)]
         traced = {number, number + 1} & {*config.profile_steps}
-        return self.stop.asked or any(due) or bool(traced)
+        return self.stop.asked or begun.result.failed or any(due) or bool(traced)
 
     def _before(self, number: int, log: StageLog) -> Metrics:
         """What is to be known before a step, and what the calls since the last one say of it."""
@@ -137,11 +137,11 @@ class Loop:
 
     def _begin(self, number: int, state: dict[str, float], before: Metrics, log: StageLog) -> Begun:
         """Dispatch a step's calls; when it first waits for one, what is postponed of the step before is done."""
-        problems = self.loader.next()
-        examples = () if self.examples is None else self.examples.next()
-        start_s = time.perf_counter()
-        work = StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
         try:
+            problems = self.loader.next()
+            examples = () if self.examples is None else self.examples.next()
+            start_s = time.perf_counter()
+            work = StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
             result = resolve_dataflow(self.config.algorithm)(self.roles, work)
         except Exception:
             self.roles.postponed.do()  # what the step before was like is not lost with this one
@@ -153,6 +153,7 @@ class Loop:
                 "return a StepResult of jaxrlhf.controller.step, as `learn` of jaxrlhf.controller.critic_free does"
             )
         self._keep_responses(number, problems, result, log)  # models may be trained meanwhile
+        result = replace(result, rollout=None, scores=None, logp_BT=None, problems=None)  # not held beside the next
         return Begun(number, start_s, result, self.roles.timeline.take(), self.roles.take_metrics(), before)
 
     def _end(self, begun: Begun, log: StageLog) -> None:
@@ -163,6 +164,7 @@ class Loop:
         """Wait until the step's models are trained; its time counts from the end of the step before."""
         with _named(begun.number):
             result = begun.result.settled()
+            begun.measured.result()  # by then all of its calls have ended
         start_s, self._settled_s = max(begun.start_s, self._settled_s), time.perf_counter()
         return StepCalls(begun.number, start_s, self._settled_s, tuple(begun.calls)), result
 
@@ -225,7 +227,7 @@ class Loop:
         rates = {}
         if "actor/tokens" in result.metrics:
             rates["throughput/trained_tokens_per_s"] = result.metrics["actor/tokens"] / times["time/update_s"]
-        if result.rollout is not None:
+        if "tokens/generated" in result.metrics and times["time/generate_s"] > 0:
             rates["throughput/generated_tokens_per_s"] = result.metrics["tokens/generated"] / times["time/generate_s"]
         return {"time/step_s": step.seconds, **times, **rates}
 

@@ -71,7 +71,7 @@ class Engine:
 
     Attributes:
       slots: After rounding. Where no request waits for a slot any more, decoding goes on with those in use.
-      prefill_prompts: Rows of a prefill.
+      prefill_prompts, insertions: Rows of a prefill, and of an insertion.
       prefilled_prompts: Prompts that `prefill` ran so far.
       attention: As given.
 
@@ -113,9 +113,9 @@ class Engine:
         check_split(config, mesh, kv_head_axis=kv_head_axis, stage_axis=stage_axis)
         replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
         self.slots = -(-slots // replicas) * replicas
-        self._insertions = 1 << (max(1, min(slots, PREFILL_TOKENS // max_prompt_tokens)).bit_length() - 1)
-        self.prefill_prompts = -(-min(self._insertions, prompts or slots) // replicas) * replicas
-        self.prefilled_prompts = 0
+        rows = 1 << (max(1, min(slots, PREFILL_TOKENS // max_prompt_tokens)).bit_length() - 1)
+        self.insertions = -(-rows // replicas) * replicas
+        self.prefill_prompts = -(-min(rows, prompts or slots) // replicas) * replicas
         self._shape = programs.Shape(
             config=config,
             replicas=replicas,
@@ -131,7 +131,7 @@ class Engine:
         self._goes_ahead = mesh.devices.flat[0].platform != "cpu" if goes_ahead is None else goes_ahead
         self._prompt_buckets = length_buckets(max_prompt_tokens)
         self._slot_counts = halving_buckets(self.slots // replicas, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
-        self._mesh, self.attention = mesh, attention
+        self._mesh, self.attention, self.prefilled_prompts = mesh, attention, 0
         self._layout = Layout(mesh, slot_axes, kv_head_axis, self._shape.pipeline)
         self._compiled = Compiled(self._shape, self._layout.whole)
         sizes = {"slots": self.slots, "longest": capacity}
@@ -246,7 +246,7 @@ class Engine:
     def insert(
         self, prefilled: Prefilled, placements: Sequence[Placement], sampling: knobs.Sampling, *, seed: int
     ) -> None:
-        """Start some responses in free slots, and draw their first tokens.
+        """Start up to `insertions` responses in free slots, and draw their first tokens.
 
         Args:
           seed: In [0, 2**32).
@@ -257,7 +257,7 @@ class Engine:
         )
         assert len(self._book.slot_B) == self.slots, "slots that are no longer computed cannot take a response"
         assert not self._book.unread, "a window that was not read yet may hold the last of a slot; read it first"
-        most = self._insertions
+        most = self.insertions
         assert len(placements) <= most, f"an insertion takes {most} placements, got {len(placements)}"
         row_I = np.zeros(most, np.int32)
         slot_I = np.full(most, self.slots, np.int32)
@@ -369,7 +369,7 @@ class Engine:
                         if scheduler.prefill_due:
                             prefilled = self.prefill(scheduler.take_prompts(self.prefill_prompts))
                         assert prefilled is not None, "a request was placed before its prompt was prefilled"
-                        self.insert(prefilled, scheduler.place(self._insertions), sampling, seed=seed)
+                        self.insert(prefilled, scheduler.place(self.insertions), sampling, seed=seed)
                 if not self._book.unread:
                     self.dispatch()
                 # While requests wait, slots that become free would wait for them a window longer.

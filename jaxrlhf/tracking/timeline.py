@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
 
 class StepCalls(NamedTuple):
-    """A step and the calls that ran in it, in order of their end."""
+    """A step and its calls, in order of their end; some may have begun before the step before was over."""
 
     number: int
     start_s: float

@@ -132,16 +132,20 @@ class Roles:
         self.timeline, self.postponed = Timeline(), Postponed()
         self._pools, self._on_hosts = pools, stage.config.cluster is not None
         self._lanes: list[Lane] = []
-        self._devices: list[tuple[Ranks, Lane]] = []
+        self._measured: list[tuple[Lane, Ranks, tuple[str, ...], bool]] = []
         by_model = stage.config.rewards.by_model
         for ranks in pools:
             lane, beside = (Lane(name, self.timeline, self.postponed) for name in (ranks.name, ON_HOST))
             self._lanes += [lane, beside]
-            self._devices.append((ranks, lane))
-            for role in ranks.built[0].places:
-                # Functions score beside the models' work; a reward model computes on the pool's devices, in turn.
-                chosen = beside if role == "reward" and not by_model else lane
+            # Functions score beside the models' work; a reward model computes on the pool's devices, in turn.
+            roles = tuple(ranks.built[0].places)
+            scoring = tuple(role for role in roles if role == "reward" and not by_model)
+            for role in roles:
+                chosen = beside if role in scoring else lane
                 setattr(self, role, Group(role, verbs_of(WORKERS[role]), ranks.call, chosen))
+            self._measured.append((lane, ranks, tuple(role for role in roles if role not in scoring), True))
+            if scoring:
+                self._measured.append((beside, ranks, scoring, False))
         if hasattr(self, ROLLOUT):
             self.actor = ActorApart(self.actor, getattr(self, ROLLOUT))
 
@@ -164,7 +168,8 @@ class Roles:
 
     def take_metrics(self) -> Measured:
         """What the hosts measured in the calls dispatched since the last `take_metrics`."""
-        return Measured([lane.then(partial(ranks.on_all, "take_metrics")) for ranks, lane in self._devices])
+        taken = [lane.then(partial(ranks.on_all, "take_metrics", *which)) for lane, ranks, *which in self._measured]
+        return Measured(taken)
 
     @contextmanager
     def profiled(self, folder: Path) -> Iterator[None]:
