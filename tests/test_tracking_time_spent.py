@@ -78,15 +78,6 @@ def test_a_pool_that_waits_for_calls_at_once_is_idle_once():
     assert idle.seconds == pytest.approx(9 - (5 - 1) - (10 - 9))
 
 
-def test_a_pool_that_begins_the_next_step_early_is_not_idle():
-    first = (Call("a", "f", 0, 4, "left"), Call("b", "g", 4, 10, "right"))
-    second = (Call("a", "f", 7, 12, "left"), Call("b", "g", 12, 15, "right"))
-    steps = [StepCalls(1, 0.0, 10.0, first), StepCalls(2, 10.0, 15.0, second)]
-    lines = time_spent(steps, [], start_s=0.0, end_s=15.0)
-    idle = {line.lane: (line.first_s, line.seconds) for line in lines if line.name == "idle"}
-    assert idle == {"left": pytest.approx((7 - 4, 3 + 15 - 12)), "right": pytest.approx((4, 4 + 12 - 10))}
-
-
 def test_the_typical_step_is_a_steady_one():
     assert typical(STEPS).number in (7, 8)
     assert typical(STEPS[:3]).number == 6  # the shorter of two

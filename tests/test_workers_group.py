@@ -4,12 +4,10 @@ import threading
 import time
 import traceback
 from concurrent.futures import CancelledError, Future
-from types import SimpleNamespace
 
 import pytest
 
-from jaxrlhf.workers.group import ActorApart, Group, Lane, Postponed, Remote, Timeline
-from jaxrlhf.workers.pools import Roles
+from jaxrlhf.workers.group import ActorApart, Group, Lane, Remote, Timeline
 from jaxrlhf.workers.protocol import DP_PROTO, ONE_TO_ALL, verb, verbs_of
 
 PATIENCE_S = 30.0
@@ -121,55 +119,6 @@ def test_an_error_reaches_what_depends_on_it_with_the_place_it_came_from(lanes):
     with pytest.raises(ValueError, match="no answer") as caught:
         second.add(first.fail("answer")).result(PATIENCE_S)
     assert caught.value.__notes__ == ["raised in reward.fail"]
-
-
-def test_a_call_that_fails_takes_those_behind_it_along_and_not_those_that_come_later(lanes):
-    calls, gate = [], Future()
-    here, there = (group_of("actor", Recorder(calls), lane) for lane in lanes)
-    failing, behind, elsewhere = here.fail(gate), here.add(1), there.add(2)
-    gate.set_result("weights")
-    for future in (failing, behind):
-        with pytest.raises(ValueError, match="no weights") as caught:
-            future.result(PATIENCE_S)
-        assert caught.value.__notes__ == ["raised in actor.fail"]
-    assert elsewhere.result(PATIENCE_S) == 2
-    assert here.add(3).result(PATIENCE_S) == 3
-    assert calls == [(2, 0), (3, 0)]
-
-
-def test_a_call_is_of_the_step_in_which_it_was_dispatched(lanes, timeline):
-    gate: Future = Future()
-    late = group_of("critic", Recorder(), lanes[0]).add(gate)
-    first = timeline.take()
-    group_of("actor", Recorder(), lanes[1]).add(1).result(PATIENCE_S)
-    assert first == []
-    gate.set_result(1)
-    late.result(PATIENCE_S)
-    assert [call.role for call in first] == ["critic"]
-    assert [call.role for call in timeline.take()] == ["actor"]
-
-
-def test_what_is_done_between_calls_keeps_its_place_and_is_no_call(lanes, timeline):
-    gate, calls = Future(), []
-    group = group_of("actor", Recorder(calls), lanes[0])
-    group.add(gate)
-    between = lanes[0].then(lambda: list(calls))
-    last = group.add(2)
-    gate.set_result(1)
-    assert between.result(PATIENCE_S) == [(1, 0)]
-    last.result(PATIENCE_S)
-    assert [call.verb for call in timeline.take()] == ["add", "add"]
-
-
-def test_what_is_postponed_is_done_once_before_the_first_wait(timeline):
-    postponed, done = Postponed(), []
-    lane = Lane("pool", timeline, postponed)
-    group = group_of("actor", Recorder(), lane)
-    postponed.put(lambda: done.append(group.add(5).result(PATIENCE_S)))  # it may wait itself
-    first, second = group.add(1), group.add(2)
-    assert done == []
-    assert [first.result(PATIENCE_S), second.result(PATIENCE_S), done] == [1, 2, [5]]
-    lane.close()
 
 
 @pytest.mark.parametrize("name", ["private", "calls", "generate"])
@@ -288,30 +237,3 @@ def test_a_failed_transfer_is_the_error_of_the_generation_that_needed_it(lanes):
     with pytest.raises(TypeError, match="NoneType") as caught:
         actor.generate_sequences().result(PATIENCE_S)
     assert caught.value.__notes__ == ["raised in rollout.load_weights"]
-
-
-def test_what_functions_measured_is_taken_before_the_devices_are_done():
-    """By the time the devices are, the functions may have scored responses of the next step."""
-    released, asked = threading.Event(), []
-    taken = threading.Event()
-
-    def on_all(method, roles, on_devices):
-        asked.append((method, roles, on_devices))
-        taken.set()
-        return [({f"{role}/number": 1.0 for role in roles}, {"update": 7} if on_devices else {})]
-
-    built = [SimpleNamespace(places={"critic": None, "reward": None}, items=())]
-    ranks = SimpleNamespace(name="training", built=built, call=None, on_all=on_all)
-    config = SimpleNamespace(cluster=None, rewards=SimpleNamespace(by_model=False))
-    roles = Roles([ranks], SimpleNamespace(config=config))
-    try:
-        roles._lanes[0].then(released.wait)
-        measured = roles.take_metrics()
-        assert taken.wait(20.0) and asked == [("take_metrics", ("reward",), False)]
-        released.set()
-        assert measured.result() == ({"critic/number": 1.0, "reward/number": 1.0}, {"update": 7})
-        assert asked[1:] == [("take_metrics", ("critic",), True)]
-    finally:
-        released.set()
-        for lane in roles._lanes:
-            lane.close()

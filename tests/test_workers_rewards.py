@@ -179,7 +179,7 @@ def test_pools_of_one_process_hear_of_each_other(tmp_path, monkeypatch, pools):
         until(lambda: noted.exists() and len(noted.read_text().splitlines()) == 8)
         scores = roles.reward.compute_reward(asked, rollout).result()
         assert scores.scorable_B.all() and len(noted.read_text().splitlines()) == 8
-        assert roles.take_metrics().result()[0]["reward/overlapped_fraction"] == 1.0
+        assert roles.take_metrics()[0]["reward/overlapped_fraction"] == 1.0
         roles.close()
     finally:
         launched.close()

@@ -2,10 +2,9 @@
 
 import importlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrlhf.batch import Problem
@@ -17,7 +16,7 @@ from jaxrlhf.controller.log import StageLog, to_samples
 from jaxrlhf.controller.step import Metrics, StepInput, StepResult
 from jaxrlhf.data import Loader
 from jaxrlhf.tracking import Call, StepCalls
-from jaxrlhf.workers import Measured, Roles, response_texts
+from jaxrlhf.workers import Roles, response_texts
 
 _PHASE = {
     "wanted_weights": "relayout",
@@ -38,24 +37,6 @@ _PHASE = {
 OnStep = Callable[[int, Metrics], None]
 
 
-@dataclass(frozen=True)
-class Begun:
-    """A step whose calls are dispatched; its models may still be trained.
-
-    Attributes:
-      calls: Those that have ended; the others join them as they end.
-      measured: By the hosts, in these calls.
-      before: Metrics of what ran between the step before and this one.
-    """
-
-    number: int
-    start_s: float
-    result: StepResult
-    calls: Sequence[Call]
-    measured: Measured
-    before: Metrics
-
-
 @dataclass
 class Loop:
     """One stage of a run.
@@ -70,7 +51,7 @@ class Loop:
       examples: Where those of the algorithm's own data come from, if it has some.
       prompt_lengths: Of all that the stage may generate from; their programs are compiled before its first step.
       decode: Token ids to text.
-      on_step: Called after every step with its number and metrics; the next one may have begun.
+      on_step: Called after every step with its number and metrics.
       stop: Asks to save and end after the step in progress.
     """
 
@@ -85,7 +66,6 @@ class Loop:
     prompt_lengths: Sequence[int] = ()
     on_step: OnStep | None = None
     stop: Stop = field(default_factory=Stop)
-    _settled_s: float = field(default=float("-inf"), init=False)
 
     def run(self) -> bool:
         """Steps from where the stage stands to its end; False if it was asked to stop before."""
@@ -96,18 +76,9 @@ class Loop:
         with afterwards("closing the log", log.close), afterwards("the save under way", self.checkpoints.wait):
             if self.prompt_lengths and done < self.config.steps:
                 self.roles.actor.compile_generation(self.prompt_lengths).result()
-            under_way = False  # the step before, when the next one begins
             for number in range(done + 1, self.config.steps + 1):
                 self.stop.step = number
-                before = {} if under_way else self._before(number, log)
-                with self._profiled(number, log):
-                    begun = self._begin(number, state, before, log)
-                    state, under_way = begun.result.state, not self._ends_alone(begun)
-                    if under_way:
-                        self.roles.postponed.put(partial(self._end, begun, log))
-                        continue
-                    settled = self._settle(begun)
-                metrics = self._report(begun, *settled, log)
+                state, metrics = self._step(number, state, log)
                 if self.stop.asked or _due(number, self.config.checkpoint.every_steps, self.config.steps):
                     self._save(number, state, metrics)
                     if self.stop.asked and number < self.config.steps:
@@ -116,69 +87,38 @@ class Loop:
             log.finish(title=self.config.name, show=5)
             return True
 
-    def _ends_alone(self, begun: Begun) -> bool:
-        """Whether a step has to end before the next one begins: something comes between, or one of them is traced."""
-        number, config = begun.number, self.config
-        due = [_due(number, part.every_steps, config.steps) for part in (config.evaluation, config.checkpoint)]
-        traced = {number, number + 1} & {*config.profile_steps}
-        return self.stop.asked or begun.result.failed or any(due) or bool(traced)
-
-    def _before(self, number: int, log: StageLog) -> Metrics:
-        """What is to be known before a step, and what the calls since the last one say of it."""
-        metrics = self._evaluate(0, log) if number == 1 else {}
+    def _step(self, number: int, state: dict[str, float], log: StageLog) -> tuple[dict[str, float], Metrics]:
+        """One step of the algorithm, with evaluation and logging around it."""
+        before = self._evaluate(0, log) if number == 1 else {}
         calls = self.roles.timeline.take()
         log.calls(calls)
-        evaluating = self._times(calls, self.roles.take_metrics())
-        # What evaluation took is not the step's, but for weights that it had sent.
+        evaluating = self._times(calls)  # what evaluation took is not the step's, but for weights that it had sent
         sent = {name: value for name, value in evaluating.items() if name.startswith("transfer/")}
-        if "eval/accuracy" in metrics:  # an evaluation of one's own may know of none
-            sent["eval/accuracy_at_start"] = metrics["eval/accuracy"]
-        return sent
-
-    def _begin(self, number: int, state: dict[str, float], before: Metrics, log: StageLog) -> Begun:
-        """Dispatch a step's calls; when it first waits for one, what is postponed of the step before is done."""
-        try:
-            problems = self.loader.next()
-            examples = () if self.examples is None else self.examples.next()
-            start_s = time.perf_counter()
-            work = StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
-            result = resolve_dataflow(self.config.algorithm)(self.roles, work)
-        except Exception:
-            self.roles.postponed.do()  # what the step before was like is not lost with this one
-            raise
-        self.roles.postponed.do()
-        if not isinstance(result, StepResult):
-            raise ValueError(
-                f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
-                "return a StepResult of jaxrlhf.controller.step, as `learn` of jaxrlhf.controller.critic_free does"
+        problems = self.loader.next()
+        examples = () if self.examples is None else self.examples.next()
+        with self._profiled(number, log):
+            start = time.perf_counter()
+            result = resolve_dataflow(self.config.algorithm)(
+                self.roles, StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
             )
-        self._keep_responses(number, problems, result, log)  # models may be trained meanwhile
-        result = replace(result, rollout=None, scores=None, logp_BT=None, problems=None)  # not held beside the next
-        return Begun(number, start_s, result, self.roles.timeline.take(), self.roles.take_metrics(), before)
-
-    def _end(self, begun: Begun, log: StageLog) -> None:
-        """What is left of a step when the next one has begun."""
-        self._report(begun, *self._settle(begun), log)
-
-    def _settle(self, begun: Begun) -> tuple[StepCalls, StepResult]:
-        """Wait until the step's models are trained; its time counts from the end of the step before."""
-        with _named(begun.number):
-            result = begun.result.settled()
-            begun.measured.result()  # by then all of its calls have ended
-        start_s, self._settled_s = max(begun.start_s, self._settled_s), time.perf_counter()
-        return StepCalls(begun.number, start_s, self._settled_s, tuple(begun.calls)), result
-
-    def _report(self, begun: Begun, step: StepCalls, result: StepResult, log: StageLog) -> Metrics:
-        """Write down what the step was like, and evaluate if that is due."""
-        with _named(begun.number):
-            log.step_calls(step)
-            metrics = {**result.metrics, **begun.before, **self._timing(step, result, begun.measured)}
-            if _due(begun.number, self.config.evaluation.every_steps, self.config.steps):
-                metrics |= self._evaluate(begun.number, log)
-            log.step(begun.number, metrics)
-            if self.on_step is not None:
-                self.on_step(begun.number, metrics)
-            return metrics
+            if not isinstance(result, StepResult):
+                raise ValueError(
+                    f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
+                    "return a StepResult of jaxrlhf.controller.step, as `learn` of jaxrlhf.controller.critic_free does"
+                )
+            self._keep_responses(number, problems, result, log)  # models may be trained meanwhile
+            result = result.settled()
+            step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
+        log.step_calls(step)
+        metrics = {**result.metrics, **sent, **self._timing(step, result)}
+        if _due(number, self.config.evaluation.every_steps, self.config.steps):
+            metrics |= self._evaluate(number, log)
+        if "eval/accuracy" in before:  # an evaluation of one's own may know of none
+            metrics["eval/accuracy_at_start"] = before["eval/accuracy"]
+        log.step(number, metrics)
+        if self.on_step is not None:
+            self.on_step(number, metrics)
+        return result.state, metrics
 
     def _keep_responses(self, number: int, problems: Sequence[Problem], result: StepResult, log: StageLog) -> None:
         if result.rollout is not None and result.scores is not None:
@@ -206,12 +146,12 @@ class Loop:
         log.evaluation(to_samples(number, self.held_out, responses, rollout, scores))
         return {**metrics, "time/eval_s": seconds}
 
-    def _times(self, calls: Sequence[Call], measured_there: Measured) -> Metrics:
-        """Seconds of calls by phase; peak device bytes, and what else the hosts measured."""
+    def _times(self, calls: Sequence[Call]) -> Metrics:
+        """Seconds of calls by phase; peak device bytes, and what else the hosts measured, since the last time."""
         times = dict.fromkeys([f"time/{phase}_s" for phase in _PHASE.values()], 0.0)
         for call in calls:
             times[f"time/{_PHASE[call.verb]}_s"] += call.end_s - call.start_s
-        measured, peaks = measured_there.result()
+        measured, peaks = self.roles.take_metrics()
         inside_s = measured.pop("time/relayout_s", 0.0)  # the hybrid engine switches within generation
         times["time/generate_s"] -= inside_s
         times["time/relayout_s"] += inside_s
@@ -221,13 +161,13 @@ class Loop:
             memory[name] = max(float(count), memory.get(name, 0.0))
         return {**times, **measured, **memory}
 
-    def _timing(self, step: StepCalls, result: StepResult, measured: Measured) -> Metrics:
-        times = self._times(step.calls, measured)
+    def _timing(self, step: StepCalls, result: StepResult) -> Metrics:
+        times = self._times(step.calls)
         # The policy's tokens: a critic beside it makes the update slower, not the throughput higher.
         rates = {}
         if "actor/tokens" in result.metrics:
             rates["throughput/trained_tokens_per_s"] = result.metrics["actor/tokens"] / times["time/update_s"]
-        if "tokens/generated" in result.metrics and times["time/generate_s"] > 0:
+        if result.rollout is not None:
             rates["throughput/generated_tokens_per_s"] = result.metrics["tokens/generated"] / times["time/generate_s"]
         return {"time/step_s": step.seconds, **times, **rates}
 
@@ -252,16 +192,6 @@ class Loop:
         if self.examples is not None:
             self.examples.restore(host["examples"])
         return latest, self.config.algorithm.resumed_state(host["state"])
-
-
-@contextmanager
-def _named(number: int) -> Iterator[None]:
-    """What goes wrong in the block says that it is of this step: the next one may have begun."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"at the end of step {number}")
-        raise
 
 
 def _due(number: int, every_steps: int, steps: int) -> bool:

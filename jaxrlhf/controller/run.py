@@ -77,7 +77,7 @@ def run(
     Ctrl-C ends it at once.
 
     Args:
-      on_step: Called after every step of the main stage with its number and metrics; the next one may have begun.
+      on_step: Called after every step of the main stage with its number and metrics.
       loggers: Of yours, beside the built-in ones; they see the metrics of the main stage and are closed at the end.
         After a restart they see the steps since the last checkpoint again.
       dry_run: Stop after the table of derived settings; nothing is compiled or written.

@@ -73,11 +73,6 @@ class StepResult:
     problems: Sequence[Problem] | None = None
     updates: Sequence[Metrics | Future[Metrics]] = ()
 
-    @property
-    def failed(self) -> bool:
-        """Whether it is known that a model could not be trained."""
-        return any(part.done() and part.exception() for part in self.updates if isinstance(part, Future))
-
     def settled(self) -> "StepResult":
         """The same once all models are trained, with what they report among the metrics."""
         return replace(self, metrics=merged(self.metrics, *self.updates), updates=())

@@ -16,7 +16,7 @@ COLOURS = (BLUE, ORANGE, PURPLE, RED, "#64b5cd", GREEN, "#d9b44a", "#da8bc3", GR
 
 
 class Bar(NamedTuple):
-    """A call as it is drawn; `start_s` counts from the start of the step, and is negative for what began before."""
+    """A call as it is drawn; `start_s` counts from the start of the step."""
 
     line: int
     verb: str

@@ -66,10 +66,9 @@ def time_spent(steps: Sequence[StepCalls], outside: Sequence[Call], *, start_s: 
             lines.append(_in_steps(steps, lane, name, count, seconds))
         if lane == ON_HOST:
             continue
-        near = [[call for calls in own[max(place - 1, 0) : place + 2] for call in calls] for place in range(len(steps))]
         idle = [
             step.seconds - _covered_s(_spans(calls), step.start_s, step.end_s)
-            for step, calls in zip(steps, near, strict=True)  # a call may run while the step before is not over
+            for step, calls in zip(steps, own, strict=True)
         ]
         lines.append(_in_steps(steps, lane, IDLE, None, idle))
     lines.append(_in_steps(steps, "step", "all", len(steps), [step.seconds for step in steps]))

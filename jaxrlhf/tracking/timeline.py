@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
 
 class StepCalls(NamedTuple):
-    """A step and its calls, in order of their end; some may have begun before the step before was over."""
+    """A step and the calls that ran in it, in order of their end."""
 
     number: int
     start_s: float

@@ -27,37 +27,11 @@ class Remote(ABC):
         """The value, brought into this process."""
 
 
-class Postponed:
-    """What the controller leaves for later: it is done before the controller waits for a call.
-
-    By then all that can be dispatched is, so the work goes on beside calls.
-    """
+class Pending(Future):
+    """A call's future result."""
 
     def __init__(self) -> None:
-        self._work: Callable[[], object] | None = None
-
-    def put(self, work: Callable[[], object]) -> None:
-        """Leave this for later."""
-        assert self._work is None, "what was left before is not done"
-        self._work = work
-
-    def do(self) -> None:
-        """Do what is left; nothing if nothing is."""
-        work, self._work = self._work, None
-        if work is not None:
-            work()
-
-
-class Pending(Future):
-    """A call's future result.
-
-    Args:
-      postponed: What is done before the result is waited for.
-    """
-
-    def __init__(self, postponed: Postponed) -> None:
         super().__init__()
-        self._postponed = postponed
         self._loading = threading.Lock()
         self._here: tuple[Any] | None = None
 
@@ -66,8 +40,7 @@ class Pending(Future):
         return super().result()
 
     def result(self, timeout: float | None = None) -> Any:
-        """The value, waiting for it and bringing it here. What is postponed is done first."""
-        self._postponed.do()
+        """The value, waiting for it and bringing it here."""
         value = super().result(timeout)
         if not isinstance(value, Remote):
             return value
@@ -82,15 +55,16 @@ class Timeline:
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
+        self._lock = threading.Lock()
 
-    @property
-    def calls(self) -> list[Call]:
-        """Where a call that is dispatched now is noted when it ends."""
-        return self._calls
+    def add(self, call: Call) -> None:
+        with self._lock:
+            self._calls.append(call)
 
     def take(self) -> list[Call]:
-        """The calls dispatched since the last `take`, in order of their end; those under way join them as they end."""
-        calls, self._calls = self._calls, []
+        """The calls since the last call, in order of their end."""
+        with self._lock:
+            calls, self._calls = self._calls, []
         return calls
 
 
@@ -102,37 +76,19 @@ def _ready(value: Any) -> Any:
 
 
 class Lane:
-    """Runs calls one after another, each once the futures among its arguments are done.
+    """Runs calls one after another, each once the futures among its arguments are done."""
 
-    A call that fails takes with it those that were dispatched behind it: they may count on what it should have done.
-
-    Args:
-      postponed: See `Pending`; None postpones nothing.
-    """
-
-    def __init__(self, name: str, timeline: Timeline, postponed: Postponed | None = None) -> None:
+    def __init__(self, name: str, timeline: Timeline) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._name, self._timeline = name, timeline
-        self._postponed = postponed or Postponed()
-        self._failure: BaseException | None = None
 
     def submit(self, role: str, verb: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
-        """Have a role's verb called."""
-        calls = self._timeline.calls
-        return self.then(lambda: self._run(calls, role, verb, function, args, kwargs))
-
-    def then(self, work: Callable[[], Any]) -> Pending:
-        """Have something done that is no role's, after the calls dispatched so far."""
-        pending, known = Pending(self._postponed), self._failure
+        pending = Pending()
 
         def run() -> None:
-            if self._failure is not known:
-                pending.set_exception(self._failure)
-                return
             try:
-                pending.set_result(work())
+                pending.set_result(self._run(role, verb, function, args, kwargs))
             except BaseException as error:
-                self._failure = error
                 pending.set_exception(error)
 
         def cancelled(done: Future[None]) -> None:
@@ -143,9 +99,7 @@ class Lane:
         self._threads.submit(run).add_done_callback(cancelled)
         return pending
 
-    def _run(
-        self, calls: list[Call], role: str, verb: str, function: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def _run(self, role: str, verb: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         ready = [_ready(arg) for arg in args]
         ready_named = {name: _ready(arg) for name, arg in kwargs.items()}
         start = time.perf_counter()
@@ -155,7 +109,7 @@ class Lane:
             error.add_note(f"raised in {role}.{verb}")
             raise
         finally:
-            calls.append(Call(role, verb, start, time.perf_counter(), self._name))
+            self._timeline.add(Call(role, verb, start, time.perf_counter(), self._name))
 
     def close(self, *, wait: bool = True) -> None:
         """Cancel the calls that wait, and wait for the one that runs."""

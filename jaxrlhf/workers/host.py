@@ -5,7 +5,7 @@ several processes, which run the same calls together as one program.
 """
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,27 +123,18 @@ class Host:
         """Write the trace."""
         jax.profiler.stop_trace()
 
-    def take_metrics(self, roles: Sequence[str], on_devices: bool) -> tuple[Metrics, dict[str, int]]:
-        """What the workers of some roles measured since the last call.
-
-        Args:
-          on_devices: These are the roles that use devices: with the process's own numbers, and the peak device bytes
-            of each verb.
-        """
-        measured: Metrics = {}
-        for role in roles:
-            worker = self._workers[role]
-            measured |= worker.take_metrics() if hasattr(worker, "take_metrics") else {}
-        if not on_devices:
-            return measured, {}
+    def take_metrics(self) -> tuple[Metrics, dict[str, int]]:
+        """What the workers measured since the last call, and the peak device bytes of each verb."""
         peaks, self._peaks = self._peaks, {}
-        own = {
+        metrics = {
             "compile/count": float(self._compiled.count),
             "compile/loaded": float(self._compiled.loaded),
             "compile/seconds": self._compiled.seconds,
             "memory/peak_bytes": float(peak_memory_bytes()),
         }
-        return own | measured, peaks
+        for worker in self._workers.values():
+            metrics |= worker.take_metrics() if hasattr(worker, "take_metrics") else {}
+        return metrics, peaks
 
     def counters(self) -> dict[str, int]:
         """Updates made so far, and the policy's version: what a checkpoint holds beside arrays."""

@@ -15,7 +15,7 @@ from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import ROLLOUT
 from jaxrlhf.tracking import ON_HOST
 from jaxrlhf.workers.build import Stage
-from jaxrlhf.workers.group import ActorApart, Group, Lane, Pending, Postponed, Timeline
+from jaxrlhf.workers.group import ActorApart, Group, Lane, Timeline
 from jaxrlhf.workers.host import Built, Host
 from jaxrlhf.workers.model import Metrics
 from jaxrlhf.workers.protocol import verbs_of
@@ -91,26 +91,6 @@ class PoolItem:
         self._on_all("restore", directory)
 
 
-class Measured:
-    """What the hosts measured, once their calls have ended.
-
-    Args:
-      taken: Of each pool.
-    """
-
-    def __init__(self, taken: Sequence[Pending]) -> None:
-        self._taken = taken
-
-    def result(self) -> tuple[Metrics, dict[str, int]]:
-        """The metrics, and the peak device bytes by verb: the most of any host."""
-        metrics: Metrics = {}
-        peaks: dict[str, int] = {}
-        for measured, bytes_by_verb in (pair for taken in self._taken for pair in taken.result()):
-            metrics |= {name: max(value, metrics.get(name, value)) for name, value in measured.items()}
-            peaks |= {verb: max(count, peaks.get(verb, 0)) for verb, count in bytes_by_verb.items()}
-        return metrics, peaks
-
-
 class Roles:
     """The groups that a step calls, by role.
 
@@ -120,7 +100,6 @@ class Roles:
 
     Attributes:
       timeline: When each call ran.
-      postponed: What the controller does before it next waits for a call.
     """
 
     actor: Any
@@ -129,23 +108,17 @@ class Roles:
     reward: Group
 
     def __init__(self, pools: Sequence[Ranks], stage: Stage) -> None:
-        self.timeline, self.postponed = Timeline(), Postponed()
+        self.timeline = Timeline()
         self._pools, self._on_hosts = pools, stage.config.cluster is not None
         self._lanes: list[Lane] = []
-        self._measured: list[tuple[Lane, Ranks, tuple[str, ...], bool]] = []
         by_model = stage.config.rewards.by_model
         for ranks in pools:
-            lane, beside = (Lane(name, self.timeline, self.postponed) for name in (ranks.name, ON_HOST))
+            lane, beside = Lane(ranks.name, self.timeline), Lane(ON_HOST, self.timeline)
             self._lanes += [lane, beside]
-            # Functions score beside the models' work; a reward model computes on the pool's devices, in turn.
-            roles = tuple(ranks.built[0].places)
-            scoring = tuple(role for role in roles if role == "reward" and not by_model)
-            for role in roles:
-                chosen = beside if role in scoring else lane
+            for role in ranks.built[0].places:
+                # Functions score beside the models' work; a reward model computes on the pool's devices, in turn.
+                chosen = beside if role == "reward" and not by_model else lane
                 setattr(self, role, Group(role, verbs_of(WORKERS[role]), ranks.call, chosen))
-            self._measured.append((lane, ranks, tuple(role for role in roles if role not in scoring), True))
-            if scoring:
-                self._measured.append((beside, ranks, scoring, False))
         if hasattr(self, ROLLOUT):
             self.actor = ActorApart(self.actor, getattr(self, ROLLOUT))
 
@@ -166,10 +139,14 @@ class Roles:
         for ranks in self._pools:
             ranks.on_all("set_counters", dict(counters))
 
-    def take_metrics(self) -> Measured:
-        """What the hosts measured in the calls dispatched since the last `take_metrics`."""
-        taken = [lane.then(partial(ranks.on_all, "take_metrics", *which)) for lane, ranks, *which in self._measured]
-        return Measured(taken)
+    def take_metrics(self) -> tuple[Metrics, dict[str, int]]:
+        """What the hosts measured since the last call, and the peak device bytes by verb: the most of any host."""
+        metrics: Metrics = {}
+        peaks: dict[str, int] = {}
+        for measured, bytes_by_verb in (pair for ranks in self._pools for pair in ranks.on_all("take_metrics")):
+            metrics |= {name: max(value, metrics.get(name, value)) for name, value in measured.items()}
+            peaks |= {verb: max(count, peaks.get(verb, 0)) for verb, count in bytes_by_verb.items()}
+        return metrics, peaks
 
     @contextmanager
     def profiled(self, folder: Path) -> Iterator[None]:
