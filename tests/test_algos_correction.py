@@ -194,3 +194,11 @@ def test_nothing_differentiates_through_the_weights():
         return algos.rollout_correction(x, sampler, mask, importance=_IMPORTANCE[1]).weight_BT.sum()
 
     assert not np.asarray(jax.grad(total)(old)).any()
+
+
+def test_alike_weights_are_all_effective_and_no_more_than_that():
+    old = np.full((4, 300), -2.0, np.float32)
+    mask = np.ones_like(old, bool)
+    for gap in np.linspace(0.01, 1, 50, dtype=np.float32):
+        got = algos.rollout_correction(old, old - gap, mask, importance=TruncatedImportance(cap=10.0))
+        assert 1 - 1e-6 < float(got.metrics["correction/effective_fraction"]) <= 1

@@ -152,8 +152,10 @@ def sampler_gap(
 
 
 def _effective_fraction(weight_BT: Array, mask_BT: Array) -> Array:
-    square = masked_mean(jnp.square(weight_BT), mask_BT)
-    return jnp.square(masked_mean(weight_BT, mask_BT)) / jnp.where(square > 0, square, 1.0)
+    """mean(w)^2 / mean(w^2), by the variance: so that rounding does not take it above 1."""
+    mean = masked_mean(weight_BT, mask_BT)
+    square = jnp.square(mean) + masked_mean(jnp.square(weight_BT - mean), mask_BT)
+    return jnp.square(mean) / jnp.where(square > 0, square, 1.0)
 
 
 def _log_ratio(old_logp_BT: Array, sampler_logp_BT: Array, mask_BT: Array) -> Array:
