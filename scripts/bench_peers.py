@@ -137,6 +137,23 @@ def run_ours(command: list[str], *, limit_s: float) -> dict[str, Any]:
     return again if "failed" in again else cold | {WARM: again["first_step_s"]}
 
 
+def earlier_runs(path: Path) -> Runs:
+    """The runs of earlier sessions on this machine.
+
+    Raises:
+      ValueError: The file is of another machine.
+    """
+    if not path.exists():
+        return {}
+    content, here = json.loads(path.read_text()), processor()
+    if content["machine"]["processor"] != here:
+        raise ValueError(
+            f"{path} was measured on {content['machine']['processor']}, and this is {here}; rename it to "
+            f"{path.stem}_<name>.json, which shows it beside what is measured here, or use another folder: --docs"
+        )
+    return content["runs"]
+
+
 def merged(old: Runs, workload: str, framework: str, record: dict[str, Any], *, first: bool) -> Runs:
     """The runs with one more; the first one of a session replaces those of an earlier session."""
     before = [] if first else old.get(workload, {}).get(framework, [])
@@ -163,7 +180,7 @@ def document(runs: Runs) -> dict[str, Any]:
     ordered = [name for name in bench.WORKLOADS if name in runs]
     return {
         **{name: {framework: summary(kept) for framework, kept in runs[name].items()} for name in ordered},
-        "machine": {"processor": f"{_processor()}, {os.cpu_count()} cores", "system": platform.platform()},
+        "machine": {"processor": processor(), "system": platform.platform()},
         "versions": versions,
         "commit": newest["commit"],
         "date": newest["date"],
@@ -171,9 +188,11 @@ def document(runs: Runs) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Its name, and how many cores."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -185,6 +204,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 def measure(flags: argparse.Namespace, path: Path) -> None:
     """All rounds."""
+    runs = earlier_runs(path)
     make = multiprocessing.get_context("spawn").Process  # memory of this process would count as its children's peak
     for preset in {flags.preset or bench.WORKLOADS[name].preset for name in flags.workloads}:
         process = make(target=bench.checkpoint, args=(preset, flags.models))
@@ -192,7 +212,6 @@ def measure(flags: argparse.Namespace, path: Path) -> None:
         process.join()
         if process.exitcode:
             raise RuntimeError(f"the checkpoint of {preset} could not be written to {flags.models}")
-    runs: Runs = json.loads(path.read_text())["runs"] if path.exists() else {}
     for turn in range(flags.rounds):
         for workload in flags.workloads:
             for framework in (OURS, *flags.peers):

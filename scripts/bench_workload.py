@@ -241,9 +241,13 @@ def tokenizer(preset: Preset, *, outside: bool) -> Any:
 
 
 class Memory:
-    """Peak resident memory of this process and its children while the block runs, in MiB."""
+    """Peak resident memory of this process and its children while the block runs, in MiB.
 
-    def __init__(self, period_s: float = 0.05) -> None:
+    The system keeps this process's own peak; children are looked at now and then, because every look takes a core
+    from the work: 20 a second made generation 6 to 14 % slower on two cores.
+    """
+
+    def __init__(self, period_s: float = 0.5) -> None:
         self.peak_mb, self._period_s, self._done = 0.0, period_s, threading.Event()
 
     def __enter__(self) -> "Memory":

@@ -1,6 +1,7 @@
 """Tables and chart of what `bench_peers.py` measured; it calls `renew`."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,24 @@ def speed_table(measured: Measured) -> str:
     return "\n".join([*lines, "", about(measured)])
 
 
+def elsewhere_table(others: Sequence[Measured]) -> str:
+    """Ours over the better peer on other machines, each in a column."""
+    heads = [each["machine"]["processor"] for each in others]
+    lines = ["| ours over the better peer | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    for target in TARGETS:
+        cells = [_ratio(target, each) for each in others]
+        lines.append(f"| {LABELS[target.workload]}: {COLUMNS[target.figure]} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *(about(each) for each in others)])
+
+
+def _ratio(target: Target, measured: Measured) -> str:
+    ours, peer = measured.get(target.workload, {}).get(OURS, {}), target.better_peer(measured)
+    if target.figure not in ours or peer is None:
+        return ""
+    ratio = ours[target.figure] / peer[1]
+    return f"{ratio:.2f}, {_mark(target.reached(ratio))}"
+
+
 def about(measured: Measured) -> str:
     """Where, when and with what."""
     versions = measured["versions"]
@@ -192,11 +211,13 @@ def _panel(axes: Axes, entry: dict[str, dict[str, float]]) -> None:
 
 
 def renew(docs: Path) -> None:
-    """The chart, and the tables of the pages that are there."""
+    """The chart, and the tables of the pages that are there; `peers_*.json` beside it are of other machines."""
     measured = json.loads((docs / "peers.json").read_text())
+    others = [json.loads(path.read_text()) for path in sorted(docs.glob("peers_*.json"))]
     draw(measured, docs / "peers.png")
+    elsewhere = {"elsewhere": elsewhere_table(others)} if others else {}
     parts = {
-        docs / "benchmarks.md": {"peers": figures_table(measured), "targets": targets_table(measured)},
+        docs / "benchmarks.md": {"peers": figures_table(measured), "targets": targets_table(measured), **elsewhere},
         docs.parent / "README.md": {"speed": speed_table(measured)},
     }
     for page, tables in parts.items():

@@ -253,3 +253,25 @@ def test_decoding_on_eight_devices(params, rows, turned_from, monkeypatch):
     many_BD, cache = jax.jit(run, out_shardings=(None, layout))(split, rows[0])
     close(many_BD, one_BD)
     assert cache[0].key_BKHS.addressable_shards[0].data.shape == (1, 1, 8, WIDTH)
+
+
+def test_a_decode_loop_computes_cosines_once(params):
+    """XLA would compute them in every layer, at every token and for every head."""
+    layers, cache = models.unstack_layers(params, CONFIG), models.empty_cache(CONFIG, slots=2, capacity=64)
+
+    def step(position, carry):
+        token_B, cache = carry
+        at_B = jnp.full(2, position, jnp.int32)
+        hidden_BD, cache = models.decode(layers, params, CONFIG, token_B, at_B, cache)
+        return hidden_BD.argmax(axis=-1).astype(jnp.int32), cache
+
+    def loop(token_B, cache):
+        return jax.lax.fori_loop(0, 64, step, (token_B, cache))
+
+    lines = jax.jit(loop).lower(jnp.zeros(2, jnp.int32), cache).compile().as_text().splitlines()
+    computed = [line for line in lines if " cosine(" in line or " sine(" in line]
+    assert len(computed) == 2
+    # What lies outside the loop has the size of the table, and not of a token's heads.
+    assert all(
+        f"f32[64,{CONFIG.head_dim // 2}]" in line or f"f32[1,64,{CONFIG.head_dim // 2}]" in line for line in computed
+    )

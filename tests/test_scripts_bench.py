@@ -188,3 +188,21 @@ def test_ratios_are_to_the_better_peer(tmp_path):
     assert "| 4 | 8 | 16 | 0.50 |" in readme and "old" not in readme and readme.endswith("Kept too.\n")
     assert (docs / "peers.png").stat().st_size > 1000
     assert json.loads((docs / "peers.json").read_text())["commit"] == "abc"
+
+
+def test_what_another_machine_measured_is_kept_apart_and_shown(tmp_path):
+    runs = {"fixed": {"jaxrlhf": [record(6.0)], "trl": [record(8.0)]}}
+    other = bench_peers.document(runs) | {"machine": {"processor": "Abacus, 10 cores", "system": "wood"}}
+    bench_peers.write(tmp_path / "peers.json", other)
+    with pytest.raises(ValueError, match=r"measured on Abacus, 10 cores, and this is .*; rename it to peers_<name>"):
+        bench_peers.earlier_runs(tmp_path / "peers.json")
+    (tmp_path / "peers.json").rename(tmp_path / "peers_abacus.json")
+    assert bench_peers.earlier_runs(tmp_path / "peers.json") == {}
+    bench_peers.write(tmp_path / "peers.json", bench_peers.document({"fixed": {"jaxrlhf": [record(2.0)]}}))
+    assert bench_peers.earlier_runs(tmp_path / "peers.json") == {"fixed": {"jaxrlhf": [record(2.0)]}}
+    marks = [f"<!-- {name} --><!-- end of {name} -->" for name in ("peers", "targets", "elsewhere")]
+    (tmp_path / "benchmarks.md").write_text("\n".join(marks))
+    peers_report.renew(tmp_path)
+    page = (tmp_path / "benchmarks.md").read_text()
+    assert "| ours over the better peer | Abacus, 10 cores |" in page
+    assert "| 8 x 8, 64 + 128 tokens: step s | 0.75, missed |" in page

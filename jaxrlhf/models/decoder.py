@@ -313,7 +313,7 @@ def routed_decode(
       The hidden state after the final norm, which predicts the next token, and the new cache. And the
       experts that the token went through; None of a dense model.
     """
-    turn, chosen = rotations(config, position_B[:, None]), []
+    turn, chosen = rotations(config, position_B[:, None], longest=cache[0].capacity), []
 
     def stack(layers, cache, hidden_B1D, slots, own=True):
         turn, position_B = slots

@@ -36,13 +36,25 @@ class Rotations(NamedTuple):
         return jax.tree.map(lambda near, far: jnp.where(slides, near, far), self.sliding, self.full)
 
 
-def rotations(config: ModelConfig, position_RW: Int[Array, "R W"]) -> Rotations:
-    """The rotation of each position: angle = position * frequency, in float32."""
+def rotations(config: ModelConfig, position_RW: Int[Array, "R W"], *, longest: int | None = None) -> Rotations:
+    """The rotation of each position: angle = position * frequency, in float32.
+
+    Args:
+      longest: All positions are below it, and looked up in a table. A decode loop makes that once; XLA:CPU would
+        fuse cosines into every layer that lies apart, and compute them there at every token and for every head.
+    """
 
     def turn(theta: float, scaling: RopeScaling | None) -> Rotation:
         frequency_X, factor = frequencies(config.rotary_dim, theta, scaling)
-        angle_RWX = position_RW[:, :, None].astype(jnp.float32) * jnp.asarray(frequency_X)[None, None, :]
-        return Rotation(jnp.cos(angle_RWX) * factor, jnp.sin(angle_RWX) * factor)
+
+        def at(position_RW: Array) -> Rotation:
+            angle_RWX = position_RW[:, :, None].astype(jnp.float32) * jnp.asarray(frequency_X)[None, None, :]
+            return Rotation(jnp.cos(angle_RWX) * factor, jnp.sin(angle_RWX) * factor)
+
+        if longest is None:
+            return at(position_RW)
+        table_1SX = at(jnp.arange(longest)[None, :])
+        return jax.tree.map(lambda leaf_1SX: leaf_1SX[0].at[position_RW].get(mode="clip"), table_1SX)
 
     full = turn(config.rope_theta, config.rope_scaling)
     return Rotations(full, None if config.sliding_rope_theta is None else turn(config.sliding_rope_theta, None))
