@@ -145,7 +145,7 @@ def earlier_runs(path: Path) -> Runs:
     """
     if not path.exists():
         return {}
-    content, here = json.loads(path.read_text()), processor()
+    content, here = json.loads(path.read_text()), bench.processor()
     if content["machine"]["processor"] != here:
         raise ValueError(
             f"{path} was measured on {content['machine']['processor']}, and this is {here}; rename it to "
@@ -180,19 +180,12 @@ def document(runs: Runs) -> dict[str, Any]:
     ordered = [name for name in bench.WORKLOADS if name in runs]
     return {
         **{name: {framework: summary(kept) for framework, kept in runs[name].items()} for name in ordered},
-        "machine": {"processor": processor(), "system": platform.platform()},
+        "machine": {"processor": bench.processor(), "system": platform.platform()},
         "versions": versions,
         "commit": newest["commit"],
         "date": newest["date"],
         "runs": runs,
     }
-
-
-def processor() -> str:
-    """Its name, and how many cores."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{name}, {os.cpu_count()} cores"
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -291,8 +291,11 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def processor() -> str:
-    """Kind and cores."""
-    return f"{platform.machine()}, {os.cpu_count()} cores"
+    """Its name, or its kind where the system says no more, and cores."""
+    described = Path("/proc/cpuinfo")
+    lines = described.read_text().splitlines() if described.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
 def commit() -> str:

@@ -14,7 +14,6 @@ caches can be read faster than this.
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,7 +190,7 @@ def main() -> None:
     found = compare(machine, json.loads(peers.read_text()) if peers.exists() else {})
     content = {
         "machine": {"flops_per_s": round(machine.flops_per_s), "bytes_per_s": round(machine.bytes_per_s)},
-        "processor": platform.machine(),
+        "processor": bench.processor(),
         "date": time.strftime("%Y-%m-%d"),
         "commit": bench.commit(),
         "versions": bench.versions("jax"),
