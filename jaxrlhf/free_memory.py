@@ -1,6 +1,14 @@
 """Freed memory goes back to the system: the C library would keep what compilers and phases of a step leave free."""
 
 import ctypes
+from functools import cache
+
+import jax
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+"""Of JAX, when a program was compiled or loaded, and has not run yet."""
+LONG_COMPILATION_S = 0.2
+"""Shorter ones leave little."""
 
 
 def return_free_memory() -> None:
@@ -11,3 +19,14 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+@cache
+def return_after_compiling() -> None:
+    """From now on, give back what a compiler leaves free before its program asks for memory; safe to call again."""
+    jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+def _listen(event: str, duration_secs: float, **_: str | int) -> None:
+    if event == COMPILE_EVENT and duration_secs >= LONG_COMPILATION_S:
+        return_free_memory()

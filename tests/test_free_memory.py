@@ -3,9 +3,12 @@
 import ctypes
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from jaxrlhf.free_memory import return_free_memory
+from jaxrlhf import free_memory
+from jaxrlhf.free_memory import COMPILE_EVENT, return_after_compiling, return_free_memory
 
 
 def resident_mb() -> int:
@@ -25,3 +28,18 @@ def test_freed_memory_below_what_is_in_use_is_given_back() -> None:
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     return_free_memory()
+
+
+def test_memory_is_given_back_after_a_long_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[bool] = []
+    monkeypatch.setattr(free_memory, "return_free_memory", lambda: returned.append(True))
+    return_after_compiling()
+    return_after_compiling()
+    jax.monitoring.record_event_duration_secs(COMPILE_EVENT, 1.0)
+    assert len(returned) == 1
+    jax.monitoring.record_event_duration_secs(COMPILE_EVENT, 0.01)
+    jax.monitoring.record_event_duration_secs("/jax/core/compile/jaxpr_trace_duration", 1.0)
+    assert len(returned) == 1
+    monkeypatch.setattr(free_memory, "LONG_COMPILATION_S", 0.0)
+    jax.jit(lambda x: x + len(returned)).lower(jnp.zeros(3)).compile()  # JAX has this event
+    assert len(returned) > 1

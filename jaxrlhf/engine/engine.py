@@ -36,7 +36,6 @@ from jaxrlhf.engine.scheduler import Completion, Drawn, Placement, Request, Sche
 from jaxrlhf.engine.slot_book import SlotBook
 from jaxrlhf.engine.slot_cache import SlotCache
 from jaxrlhf.engine.weights import Weights, most_unstacked, spent_layers
-from jaxrlhf.free_memory import return_free_memory
 from jaxrlhf.models import XLA, AnyModel, Attention, pipeline_over
 
 PREFILL_TOKENS = 2048
@@ -217,7 +216,6 @@ class Engine:
                 self._cache.grow(size)
                 self.insert(prefilled, [], knobs.Sampling(), seed=0)
                 self.decode()  # ends at once, as no slot is active
-                return_free_memory()  # compilers leave much
             self.free()
 
     def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:

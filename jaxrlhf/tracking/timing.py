@@ -4,7 +4,8 @@ import sys
 
 import jax
 
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+from jaxrlhf.free_memory import COMPILE_EVENT
+
 LOAD_EVENT = "/jax/compilation_cache/cache_hits"
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import Config
-from jaxrlhf.free_memory import return_free_memory
+from jaxrlhf.free_memory import return_after_compiling, return_free_memory
 from jaxrlhf.parallel import ResourcePool
 from jaxrlhf.tracking import CompileCounter, DevicePeak, peak_memory_bytes
 from jaxrlhf.workers.build import Builder, Stage
@@ -77,6 +77,7 @@ class Host:
         self._workers: dict[str, Any] = {}
         self._items: dict[str, Item] = {}
         self._peaks: dict[str, int] = {}
+        return_after_compiling()
         self._compiled = CompileCounter()
 
     def rows(self) -> list[Row]:
