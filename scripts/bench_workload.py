@@ -244,7 +244,7 @@ class Memory:
     """Peak resident memory of this process and its children while the block runs, in MiB.
 
     The system keeps this process's own peak; children are looked at now and then, because every look takes a core
-    from the work: 20 a second made generation 6 to 14 % slower on two cores.
+    from the work: 20 a second made generation 5 to 18 % slower on two cores.
     """
 
     def __init__(self, period_s: float = 0.5) -> None:
