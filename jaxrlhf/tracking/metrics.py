@@ -60,7 +60,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files for TensorBoard; numbers that are not finite are left out.
+    """Event files for TensorBoard, written by a thread; numbers that are not finite are left out.
 
     Args:
       resumed_step: TensorBoard hides what was logged into the directory after this step; None hides all of it.
@@ -69,13 +69,14 @@ class TensorBoard:
     def __init__(self, directory: Path, *, resumed_step: int | None = None) -> None:
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory), purge_step=0 if resumed_step is None else resumed_step + 1)
+        hidden_from = 0 if resumed_step is None else resumed_step + 1
+        # A queue that takes a step's numbers at once: with the default of 10 the controller waits for the thread.
+        self._writer = SummaryWriter(str(directory), purge_step=hidden_from, max_queue=1000, flush_secs=1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             if math.isfinite(value):
                 self._writer.add_scalar(name, value, step)
-        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()

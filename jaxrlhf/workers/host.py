@@ -91,10 +91,12 @@ class Host:
     def build(self, stage: Stage) -> Built:
         """Make the workers of a stage; those of the stage before are dropped."""
         self._workers, self._items = {}, {}
-        gc.collect()  # a worker and its compiled programs refer to each other, and so would keep its arrays
+        gc.unfreeze()
+        _set_aside()  # frees those too: a worker and its compiled programs refer to each other
         self._workers = self.builder.workers(stage, [role for role in self._roles if role in stage.roles])
         places = {role: worker.place for role, worker in self._workers.items()}
         self._items = {name: item for worker in self._trained() for name, item in worker.items().items()}
+        _set_aside()
         return Built(places, tuple(self._items))
 
     def call(self, role: str, verb: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -110,7 +112,8 @@ class Host:
             with DevicePeak(self.pool.devices) as peak:
                 result = method(*args, **named)
         self._peaks[verb] = max(self._peaks.get(verb, 0), peak.bytes)
-        return_free_memory()
+        if self.pool.devices[0].platform == "cpu":  # others have their arrays in memory of their own
+            return_free_memory()
         return result
 
     def start_trace(self, folder: Path) -> None:
@@ -155,8 +158,15 @@ class Host:
 
     def close(self) -> None:
         """End the reward workers."""
+        gc.unfreeze()
         self._compiled.close()
         self.builder.close()
+
+
+def _set_aside() -> None:
+    """Collect garbage, and exempt what is left from it: to look at that again would halt a step for 0.2 s at times."""
+    gc.collect()
+    gc.freeze()
 
 
 def _load(value: Any) -> Any:

@@ -1,0 +1,78 @@
+"""What a process of a pool keeps, and what it lets go of."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import closing
+from types import SimpleNamespace
+
+import jax
+import pytest
+from tiny_runs import get_config
+
+from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.workers import host as module
+from jaxrlhf.workers.build import Stage
+from jaxrlhf.workers.host import Host
+from jaxrlhf.workers.protocol import ONE_TO_ALL, Place, verb
+
+
+def made() -> Host:
+    """With the reference alone."""
+    pool = ResourcePool("all", tuple(jax.devices()[:1]))
+    return Host(get_config(), embedded_tokenizer(), pool, ("reference",), progress=lambda *_: None)
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    with closing(made()) as one:
+        yield one
+
+
+def stage() -> Stage:
+    return Stage(get_config(), ("reference",), 1)
+
+
+def test_the_collector_leaves_what_is_built_alone_until_the_host_closes() -> None:
+    with closing(made()) as host:
+        host.build(stage())
+        assert gc.get_freeze_count() > 100_000
+        gc.collect()
+        assert len(gc.get_objects()) < 10_000  # all that a full collection looks at
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    gc.freeze()  # for the tests that follow
+
+
+def test_workers_of_the_stage_before_are_freed_with_their_arrays(host: Host) -> None:
+    host.build(stage())
+    worker = weakref.ref(host._workers["reference"])
+    host._workers["reference"].itself = host._workers["reference"]  # only the collector frees a cycle
+    arrays = sum(array.nbytes for array in jax.live_arrays())
+    host.build(stage())
+    assert worker() is None
+    assert sum(array.nbytes for array in jax.live_arrays()) == arrays
+
+
+class Counter:
+    """A worker that counts its calls."""
+
+    place, calls = Place(0, {}, ()), 0
+
+    @verb(ONE_TO_ALL)
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+@pytest.mark.parametrize(("platform", "times"), [("cpu", 2), ("gpu", 0)])
+def test_memory_is_given_back_after_calls_where_arrays_lie_in_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch, platform: str, times: int
+) -> None:
+    returned: list[bool] = []
+    monkeypatch.setattr(module, "return_free_memory", lambda: returned.append(True))
+    monkeypatch.setattr(host, "pool", SimpleNamespace(devices=(SimpleNamespace(platform=platform),)))
+    host._workers["reference"] = Counter()
+    assert [host.call("reference", "count", (), {}) for _ in range(2)] == [1, 2]
+    assert len(returned) == times
