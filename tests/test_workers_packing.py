@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf.batch import Sequences
+from jaxrlhf.workers.attention_rows import AttentionPlaces
 from jaxrlhf.workers.packing import Packing, first_fit_decreasing
 from jaxrlhf.workers.prompts import shared_prefixes
 
@@ -135,6 +136,20 @@ def test_a_row_holds_a_prompt_once_and_attention_sees_every_sequence_whole(seed:
     rolled = np.stack([np.roll(rows.token_RW, 1, axis=1) for rows in batches])
     found_BT = packing.unpack(rolled)
     np.testing.assert_array_equal(found_BT[sequences.mask_BT], before_BT[sequences.mask_BT])
+
+
+def test_every_token_is_placed_in_one_microbatch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+    spread = AttentionPlaces.spread
+
+    def counted(self, rows, token, *others):
+        looked_at.append(len(token[0]))
+        return spread(self, rows, token, *others)
+
+    monkeypatch.setattr(AttentionPlaces, "spread", counted)
+    sequences = groups(0, prompts=40, responses=5, width=32)
+    assert len(list(Packing(sequences, rows=2, row_tokens=40).rows())) == len(looked_at) > 10
+    assert sum(looked_at) == sequences.length_B.sum()  # not so many in each microbatch
 
 
 def apart_of(sequences: Sequences) -> Sequences:

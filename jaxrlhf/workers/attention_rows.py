@@ -60,15 +60,15 @@ class AttentionPlaces:
         """Of some packed rows.
 
         Args:
-          token: Sequence and position of every token of the batch.
+          token: Sequence and position of every token in these rows, of a shared one as often as it is shared.
           source: Each one's place in its packed row.
           tells: Whether the token of the packed row takes its result from this one.
         """
         b, position = token
+        row = self._row_B[b] - rows.start
         parts = []
         for width, count, used_R in self._parts:
-            row = self._row_B[b] - rows.start
-            inside = (self._width_B[b] == width) & (row >= 0) & (row < len(rows))
+            inside = self._width_B[b] == width
             shape = len(rows), count, width
             at = tuple(index[inside] for index in (row, self._attention_row_B[b], self._offset_B[b] + position))
             parts.append(

@@ -7,6 +7,7 @@ invisible outside this room: arrays go in and come back as `[B, T]`.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import repeat
 
 import jax
 import numpy as np
@@ -184,13 +185,18 @@ class Packing:
             mask_RW=self.pack(self._sequences.mask_BT),
             choice_RWLk=None if choice_BTLk is None else self.pack(choice_BTLk + 1) - 1,  # -1 in padding
         )
+        spreads = repeat(None) if self._attention is None else self._spreads(self._attention)
+        for index, spread in zip(range(self.microbatches), spreads, strict=False):
+            yield jax.tree.map(lambda array, i=index: array[i], packed).replace(spread=spread)
+
+    def _spreads(self, attention: AttentionPlaces) -> Iterator[Spread]:
+        """How attention sees each microbatch."""
+        b, position = self._source
         first = np.zeros(len(b), bool)
         first[np.unique(self._target, return_index=True)[1]] = True  # of all copies of a token
-        _, count, _ = self._packed_shape
-        for index in range(self.microbatches):
-            rows = jax.tree.map(lambda array, i=index: array[i], packed)
-            if self._attention is not None:
-                part = range(index * count, (index + 1) * count)
-                spread = self._attention.spread(part, self._source, self._place, self._segment_B, first)
-                rows = rows.replace(spread=spread)
-            yield rows
+        count = self._packed_shape[1]
+        microbatch = self._row_B[b] // count
+        ends = np.cumsum(np.bincount(microbatch, minlength=self.microbatches))
+        for index, own in enumerate(np.split(np.argsort(microbatch, kind="stable"), ends[:-1])):
+            rows, token = range(index * count, (index + 1) * count), (b[own], position[own])
+            yield attention.spread(rows, token, self._place[own], self._segment_B, first[own])
