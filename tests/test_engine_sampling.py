@@ -1,12 +1,17 @@
 """Draws against the definition of the distribution."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxrlhf.config import Sampling
-from jaxrlhf.engine.sampling import sample, settings_of, uniforms
+from jaxrlhf.engine.sampling import _draw, sample, settings_of, uniforms
 
 SAMPLE = jax.jit(sample, static_argnames="stop_tokens")
 UNIFORMS = jax.jit(uniforms)
@@ -157,3 +162,15 @@ def test_uniforms_are_uniform_and_independent():
     assert number_B2.min() >= 0 and number_B2.max() < 1
     histogram, _, _ = np.histogram2d(number_B2[:, 0], number_B2[:, 1], bins=5, range=[[0, 1], [0, 1]])
     assert ((histogram - count / 25) ** 2 / (count / 25)).sum() < 51.2  # 24 degrees of freedom, one in a thousand
+
+
+@pytest.mark.parametrize("vocab", [151936, 152064, 128256, 201088, 32000, 4160])
+@pytest.mark.parametrize("devices", [2, 8])
+def test_devices_that_split_a_vocabulary_exchange_sums_and_a_chunk_of_it(vocab: int, devices: int) -> None:
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("tensor",))
+    weights = jax.ShapeDtypeStruct((8, vocab), jnp.float32, sharding=NamedSharding(mesh, P(None, "tensor")))
+    uniforms = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=NamedSharding(mesh, P()))
+    program = jax.jit(_draw).lower(weights, uniforms).compile().as_text()
+    moved = re.findall(r"= \(?\w+\[([\d,]*)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute)", program)
+    entries = [math.prod(int(size) for size in shape.split(",") if size) for shape in moved]
+    assert entries and max(entries) < 8 * vocab / 16  # sums of chunks, or one chunk, of each slot
