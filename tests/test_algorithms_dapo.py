@@ -55,6 +55,21 @@ def test_flat_groups_are_replaced_by_further_ones_until_the_batch_is_full():
     assert result.rollout.sequences.prompt_id_B.tolist() == [1, 1, 4, 4]
 
 
+def test_no_update_is_made_on_minibatches_of_fillers_alone():
+    settings = replace(PLAIN, responses_per_update=1, epochs_per_step=2, max_rounds=1)
+    made = answers({0: (1, 1), 1: (1, 0)})
+    made.step(settings, prompts=2, copies=2)
+    assert [int(batch.sequences.prompt_id_B[0]) for batch in made.minibatches] == [1] * 4
+    assert set(trained(made)) == {1}
+
+
+def test_one_minibatch_is_left_where_nothing_is_trained_on():
+    made = answers({0: (0, 1), 1: (1, 0)}, {0: (WIDTH, WIDTH), 1: (WIDTH, WIDTH)})
+    made.step(replace(PLAIN, responses_per_update=1, mask_truncated=True), prompts=2, copies=2)
+    [batch] = made.minibatches
+    assert not batch.sequences.mask_BT.any()
+
+
 def test_where_all_groups_have_spread_nothing_more_is_drawn():
     made = answers({0: (1, 0), 1: (0, 1)})
     result, left = made.step(PLAIN, prompts=2, copies=2, more=[2, 3])

@@ -9,7 +9,7 @@ from made_steps import Made, done, rollout_of
 from tiny_runs import get_config, training
 
 from jaxrlhf.batch import Scores
-from jaxrlhf.config import PRIME, FromScratch, Rollout
+from jaxrlhf.config import PRIME, FromScratch, KLInReward, Rollout
 from jaxrlhf.controller.prime import in_band, pair_accuracy
 from jaxrlhf.models import from_scratch
 from jaxrlhf.planning.problem import roles_of
@@ -133,6 +133,7 @@ def test_the_accuracy_of_pairs_counts_equals_as_half_and_none_as_unknown():
         ({"process_weight": -1.0}, "PRIME.process_weight must be 0 or more"),
         ({"most_accuracy": 1.5}, "PRIME.most_accuracy must be in"),
         ({"max_rounds": 0}, "PRIME.max_rounds must be above 0"),
+        ({"kl": KLInReward()}, r"PRIME takes outcomes at the last token alone, and kl=KLInReward\(.* give KLInLoss"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):

@@ -13,9 +13,14 @@ KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """Steer the coefficient towards a KL (Ziegler et al. 2019, arXiv:1909.08593, section 2.2)."""
+    """Steer the coefficient towards a KL (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
-    target: float = 6.0
+    Attributes:
+      target: Mean of k1 per chosen token, in nats: not the sum over a response, which the paper aims at.
+      horizon: Responses in which the coefficient may grow or shrink by a fifth.
+    """
+
+    target: float = 0.1
     horizon: int = 10_000
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.check import not_negative, positive, require, within
 from jaxrlhf.config.critic_free import GroupCompared
+from jaxrlhf.config.losses import KLInReward
 from jaxrlhf.config.training import Optimizer, Training
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class PRIME(GroupCompared):
         not_negative(self, "process_weight")
         for name in ("gamma", "least_accuracy", "most_accuracy"):
             within(self, name, 0.0, 1.0)
+        require(
+            not isinstance(self.kl, KLInReward),
+            f"PRIME takes outcomes at the last token alone, and kl={self.kl} would charge every token; give KLInLoss",
+        )
         require(
             self.least_accuracy <= self.most_accuracy,
             f"PRIME.least_accuracy={self.least_accuracy} is above most_accuracy={self.most_accuracy}; "

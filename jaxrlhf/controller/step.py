@@ -118,16 +118,18 @@ def minibatches(
     """Shuffled minibatches of every epoch, each with weights over its own denominators.
 
     Rows are drawn by the step's seed alone, so roles that are trained on one rollout see the
-    same rows in the same order.
+    same rows in the same order. A minibatch without a token to train on is left out, as long as there is another:
+    an optimizer goes on by its momentum where the gradient is 0.
     """
     settings = step.config.algorithm
     assert isinstance(settings, PolicyGradient)
     horizon = float(step.config.rollout.max_response_tokens)
-    count = len(sequences.length_B)
+    trained_B = np.asarray(sequences.mask_BT).any(axis=1)
     batches = []
     for epoch in range(settings.epochs_per_step):
-        order = np.random.default_rng([step.seed, epoch]).permutation(count)
-        for rows in order.reshape(-1, settings.responses_per_update):
+        order = np.random.default_rng([step.seed, epoch]).permutation(len(trained_B))
+        rows_of = order.reshape(-1, settings.responses_per_update)
+        for rows in [rows for rows in rows_of if trained_B[rows].any()] or rows_of[:1]:
             part = jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], sequences)
             weight_BT = np.asarray(
                 token_weights(part.mask_BT, part.prompt_id_B, aggregation=aggregation, horizon=horizon)

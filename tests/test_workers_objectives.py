@@ -1,0 +1,48 @@
+"""An update's program is compiled once for each objective, also for one that every call brings anew."""
+
+from functools import partial
+from types import FunctionType
+
+import jax
+import pytest
+from tiny_runs import get_config
+
+from jaxrlhf.algos import policy_objective
+from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.workers.build import Builder, Stage
+
+
+def own_objective(output, mask_BT, weight_BT, fields, settings):
+    """As a configuration file may define one."""
+    return weight_BT * output.logp, {}
+
+
+def other_objective(output, mask_BT, weight_BT, fields, settings):
+    """Another one."""
+    return -weight_BT * output.logp, {}
+
+
+def brought_anew(function: FunctionType) -> FunctionType:
+    """As a host unpickles a function of a configuration file, which it cannot import."""
+    return FunctionType(function.__code__, function.__globals__, function.__name__)
+
+
+@pytest.fixture(scope="module")
+def actor():
+    config, pool = get_config(), ResourcePool("all", tuple(jax.devices()[:1]))
+    builder = Builder(config, embedded_tokenizer(), pool, ("actor",), rank=(0, 1), progress=lambda *_: None)
+    return builder.workers(Stage(config, ("actor",), 1), ("actor",))["actor"]
+
+
+def test_a_function_that_is_brought_anew_finds_its_program(actor) -> None:
+    anew = brought_anew(own_objective)
+    assert anew != own_objective
+    assert actor._accumulator(own_objective, None) is actor._accumulator(anew, None)
+
+
+def test_programs_of_other_objectives_and_settings_are_others(actor) -> None:
+    chosen = [(own_objective, None), (other_objective, None), (own_objective, 1), (policy_objective, None)]
+    unnamed = [partial(own_objective), partial(own_objective), lambda *_: None, lambda *_: None]
+    programs = {id(actor._accumulator(*pair)) for pair in (*chosen, *((each, None) for each in unnamed))}
+    assert len(programs) == len(chosen) + len(unnamed)
