@@ -124,7 +124,7 @@ def minibatches(
     settings = step.config.algorithm
     assert isinstance(settings, PolicyGradient)
     horizon = float(step.config.rollout.max_response_tokens)
-    trained_B = np.asarray(sequences.mask_BT).any(axis=1)
+    trained_B = np.asarray(np.any(sequences.mask_BT, axis=1))
     batches = []
     for epoch in range(settings.epochs_per_step):
         order = np.random.default_rng([step.seed, epoch]).permutation(len(trained_B))

@@ -219,7 +219,7 @@ class TrainedWorker(ModelWorker):
 
 
 def _told_apart(objective: Objective) -> Hashable:
-    """What is the same for the same objective: one that a configuration file defines reaches a host anew at each call."""
+    """The same for the same objective: one that a configuration file defines reaches a host anew with each call."""
     name = getattr(objective, "__qualname__", "<>")
     return objective if "<" in name else (objective.__module__, name)
 
