@@ -3,9 +3,13 @@
 import json
 import math
 import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from made_steps import Made, rollout_of
@@ -22,6 +26,8 @@ from jaxrlhf.config import (
     ReinforcePlusPlusBaseline,
     ReMax,
 )
+from jaxrlhf.controller import critic_free
+from jaxrlhf.controller.critic_free import Rewarded
 
 VECTORS = json.loads((Path(__file__).parent / "golden_vectors.json").read_text())
 MASK = np.asarray(VECTORS["inputs"]["mask"]) == 1
@@ -207,3 +213,36 @@ def test_those_that_compare_with_something_else_take_a_group_of_one():
     made.step(ReinforcePlusPlus(responses_per_update=2, kl=None), prompts=2, copies=1)
     white = made.rows("advantage")[MASK[[0, 3]]]
     np.testing.assert_allclose([white.mean(), white.std(ddof=1)], [0, 1], atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Own(ReinforcePlusPlus):
+    """With an advantage of one's own."""
+
+    advantage: Callable[[Rewarded], Any] = lambda of: of.score_B
+    dataflow = staticmethod(lambda roles, work: critic_free.step(roles, work, work.config.algorithm.advantage))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "given"),
+    [
+        (lambda of: np.ones(1), r"of shape \(1,\) and float64, all finite"),
+        (lambda of: of.score_B[:1], r"of shape \(1,\) and float32"),
+        (lambda of: 1.0, r"of shape \(\)"),
+        (lambda of: of.score_B[:, None], r"of shape \(2, 1\)"),
+        (lambda of: of.score_B * np.nan, r"of shape \(2,\) and float32, not all finite numbers"),
+        (lambda of: "high", r"of shape \(\) and <U4, not all finite numbers"),
+    ],
+)
+def test_an_advantage_that_is_none_is_refused(advantage, given):
+    made = Made(lambda problems, copies: rollout_of(MASK[[0, 3]], [0, 1]), lambda rollout: [1.0, 0.0])
+    tokens = MASK.shape[1]
+    with pytest.raises(ValueError, match=f"the advantage of Own is {given}.* each of 2 responses.* their {tokens} tok"):
+        made.step(Own(responses_per_update=2, kl=None, advantage=advantage), prompts=2, copies=1)
+
+
+@pytest.mark.parametrize("advantage", [lambda of: jnp.ones(2, jnp.bfloat16), lambda of: np.ones_like(of.mask_BT, int)])
+def test_an_advantage_may_be_of_responses_or_tokens_and_of_any_numbers(advantage):
+    made = Made(lambda problems, copies: rollout_of(MASK[[0, 3]], [0, 1]), lambda rollout: [1.0, 0.0])
+    made.step(Own(responses_per_update=2, kl=None, advantage=advantage), prompts=2, copies=1)
+    np.testing.assert_array_equal(made.rows("advantage")[MASK[[0, 3]]], 1)

@@ -170,3 +170,15 @@ def test_weights_that_were_never_downloaded_are_not_in_the_cache(contents, monke
     gone(monkeypatch)
     assert models.read_config(MODEL).family == "qwen2"
     refuses("no local directory 'org/model'", "check the spelling, the network or the login")
+
+
+def test_a_folder_of_a_run_is_no_checkpoint_to_load(tmp_path):
+    step = tmp_path / "checkpoints" / "step_60"
+    step.mkdir(parents=True)
+    (tmp_path / "lock").touch()
+    for folder in (tmp_path, step):
+        with pytest.raises(ValueError, match=f"^{folder} belongs to a run .* jaxrlhf.export {tmp_path} DIRECTORY"):
+            hub.resolve(folder)
+    for model in (tmp_path / "exported", tmp_path / "checkpoints" / "llama"):
+        model.mkdir()
+        assert hub.resolve(model) == model

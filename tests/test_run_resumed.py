@@ -14,7 +14,7 @@ import jaxrlhf
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ColdStart, Config, FromScratch, Lora, Nnx, Pretrained, to_json
 from jaxrlhf.controller import run as whole
-from jaxrlhf.controller.resumed import check_same_start, describe_start
+from jaxrlhf.controller.resumed import changed_settings, check_same_start, describe_start
 
 LORA = Lora(rank=2, alpha=4.0)
 
@@ -197,3 +197,21 @@ def test_a_run_is_refused_before_it_begins(tmp_path):
         jaxrlhf.run(replace(adapting(replace(LORA, alpha=8.0)), workdir=str(tmp_path)))
     assert not (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_what_is_not_as_before_is_named(tmp_path):
+    config = adapting()
+    assert changed_settings(tmp_path, config) == []  # there was no start
+    trained(tmp_path, config)
+    now = replace(
+        config,
+        name="other",
+        workdir="elsewhere",
+        data=replace(config.data, difficulty=3),
+        actor=replace(config.actor, optimizer=replace(config.actor.optimizer, learning_rate=0.5)),
+    )
+    assert changed_settings(tmp_path, now) == [
+        "data.difficulty 1 -> 3",
+        "actor.optimizer.learning_rate 0.003 -> 0.5",
+    ]
+    assert changed_settings(tmp_path, replace(config, resume=False)) == []

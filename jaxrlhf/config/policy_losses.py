@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxrlhf.config.check import not_negative, positive, require, within
+from jaxrlhf.config.check import finite, not_negative, positive, require, within
 from jaxrlhf.config.losses import Aggregation
 
 
@@ -31,6 +31,9 @@ class RatioLoss:
     aggregation: Aggregation = "token-mean"
     entropy_coefficient: float = 0.0
 
+    def __post_init__(self) -> None:
+        finite(self, "entropy_coefficient")
+
 
 @dataclass(frozen=True)
 class PolicyLoss(RatioLoss):
@@ -49,6 +52,7 @@ class PolicyLoss(RatioLoss):
     dual_clip: float | None = 3.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive(self, "clip_low", "clip_high")
         within(self, "clip_low", 0.0, 1.0)
         require(
@@ -74,6 +78,7 @@ class GSPOLoss(RatioLoss):
     aggregation: Aggregation = "seq-mean-token-mean"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive(self, "clip_low", "clip_high")
         within(self, "clip_low", 0.0, 1.0)
         require(
@@ -98,6 +103,7 @@ class CISPOLoss(RatioLoss):
     ratio_high: float = 5.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         not_negative(self, "ratio_low")
         require(
             self.ratio_low <= 1 <= self.ratio_high,
@@ -122,4 +128,5 @@ class SAPOLoss(RatioLoss):
     aggregation: Aggregation = "seq-mean-token-mean"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         positive(self, "temperature_positive", "temperature_negative")

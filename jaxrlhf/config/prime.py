@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from jaxrlhf.config.check import not_negative, positive, require, within
+from jaxrlhf.config.check import finite, not_negative, positive, require, within
 from jaxrlhf.config.critic_free import GroupCompared
 from jaxrlhf.config.losses import KLInReward
 from jaxrlhf.config.training import Optimizer, Training
@@ -50,6 +50,7 @@ class PRIME(GroupCompared):
         super().__post_init__()
         positive(self, "beta", "max_rounds")
         not_negative(self, "process_weight")
+        finite(self, "success")
         for name in ("gamma", "least_accuracy", "most_accuracy"):
             within(self, name, 0.0, 1.0)
         require(

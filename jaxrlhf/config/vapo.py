@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from jaxrlhf.config.check import not_negative, positive
+from jaxrlhf.config.check import finite, not_negative, positive
 from jaxrlhf.config.policy_losses import PolicyLoss
 from jaxrlhf.config.ppo import PPO
 
@@ -36,3 +36,4 @@ class VAPO(PPO):
         super().__post_init__()
         positive(self, "length_scale")
         not_negative(self, "imitation")
+        finite(self, "success")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.algos import policy_objective, to_tokens
@@ -96,7 +97,7 @@ def prepare(
     mask_BT, prompt_id_B = sequences.mask_BT, np.asarray(sequences.prompt_id_B)
     logps: dict[str, Any] = {"old_logp_BT": old_logp_BT, "ref_logp_BT": ref_logp_BT}
     reward_BT = shared.charged_rewards(work, rollout, scores, mask_BT, **logps)
-    found = np.asarray(advantage(Rewarded(reward_BT, mask_BT, scores.scorable_B, prompt_id_B)))
+    found = _checked(advantage(Rewarded(reward_BT, mask_BT, scores.scorable_B, prompt_id_B)), mask_BT, work)
     advantage_BT = to_tokens(found, mask_BT) if found.ndim == 1 else found
     moved_B = np.asarray(np.any(advantage_BT, axis=1))
     flat = [not moved_B[prompt_id_B == prompt].any() for prompt in np.unique(prompt_id_B)]
@@ -106,3 +107,20 @@ def prepare(
         sequences = replace(sequences, mask_BT=mask_BT & np.asarray(trained_B)[:, None])
     policy, corrected = shared.policy_minibatches(work, sequences, rollout, advantage_BT=advantage_BT, **logps)
     return Prepared(policy, [], metrics | corrected, shared.next_state(work, metrics, sequences=len(mask_BT)))
+
+
+def _checked(found: Any, mask_BT: Array, work: StepInput) -> np.ndarray:
+    """What an advantage function returned, as an array.
+
+    Raises:
+      ValueError: It is not one finite number for each response, or for each token.
+    """
+    given, (rows, tokens) = np.asarray(found), mask_BT.shape
+    finite = jnp.issubdtype(given.dtype, jnp.number) and bool(np.isfinite(given).all())
+    if not finite or given.shape not in ((rows,), (rows, tokens)):
+        raise ValueError(
+            f"the advantage of {type(work.config.algorithm).__name__} is of shape {given.shape} and {given.dtype}, "
+            f"{'all finite' if finite else 'not all finite numbers'}; it has to be one finite number for each of "
+            f"{rows} responses, or for each of their {tokens} tokens and 0 outside the mask"
+        )
+    return given

@@ -58,7 +58,7 @@ def export_policy(
     if not model.is_dir() and (run / CHECKPOINTS).is_dir():
         raise ValueError(f"{run} trained {_NO_FORMAT}")
     if not model.is_dir():
-        raise ValueError(f"{run} is not the workdir of a run: it has no {MODEL} folder")
+        raise ValueError(f"{run} is not the workdir of a run, such as runs/NAME: it has no {MODEL} folder")
     config = read_config(model)
     with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
         step = _chosen(checkpoints, step)

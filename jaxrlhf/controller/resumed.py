@@ -11,6 +11,8 @@ Settings = dict[str, Any]
 
 DESCRIBED = "config.json"
 STARTED_FROM = "weights.json"
+_OF_A_START = ("name", "workdir", "resume")
+"""Settings that say nothing of what is trained."""
 
 
 def describe_start(workdir: Path, run: Config) -> None:
@@ -22,6 +24,15 @@ def describe_start(workdir: Path, run: Config) -> None:
         written = (workdir / name).with_suffix(".tmp")  # a kill or a full disk leaves what a resume reads whole
         written.write_text(json.dumps(content, indent=2) + "\n")
         written.replace(workdir / name)
+
+
+def changed_settings(workdir: Path, run: Config) -> list[str]:
+    """Settings that are not what the run was last started with, as `name before -> now`."""
+    if not (workdir / DESCRIBED).exists():
+        return []
+    before, now = _flat(_read(workdir / DESCRIBED)), _flat(to_json(run))
+    changed = [name for name in now if name in before and before[name] != now[name] and name not in _OF_A_START]
+    return [f"{name} {before[name]} -> {now[name]}" for name in changed]
 
 
 def check_same_start(workdir: Path, config: Config) -> None:
@@ -55,6 +66,14 @@ def check_same_start(workdir: Path, config: Config) -> None:
         settings = saved["actor"] if role == "actor" else saved["algorithm"].get(role)
         before, now = _lora(settings and settings["lora"]), _lora(to_json(training.lora))
         _check_same(workdir, f"{role}.lora", before, now)
+
+
+def _flat(described: Settings, prefix: str = "") -> Settings:
+    """Every setting by its dotted name."""
+    flat: Settings = {}
+    for name, value in described.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def _read(file: Path) -> Any:

@@ -16,7 +16,7 @@ from jaxrlhf.controller.ending import Stop, afterwards, stopped_by_signals
 from jaxrlhf.controller.log import StageLog
 from jaxrlhf.controller.loop import Loop, OnStep, resolve_dataflow
 from jaxrlhf.controller.placement import Placed, place
-from jaxrlhf.controller.resumed import check_same_start, describe_start
+from jaxrlhf.controller.resumed import changed_settings, check_same_start, describe_start
 from jaxrlhf.controller.settings import settings_rows
 from jaxrlhf.data import Loaded, Loader, decoder, load_problems, load_tokenizer
 from jaxrlhf.hosts import HostDied, HostHung, HostNotStarted
@@ -311,10 +311,15 @@ def _run_stage(shared: Shared, directory: Path, start: Path | None) -> Path | No
     )
 
     def open_log(done: int) -> StageLog:
-        _describe(shared)  # only now: a checkpoint that does not fit was refused, and its run is left as it was
+        changed = changed_settings(shared.workdir, shared.run_config) if done else []
+        if done < config.steps:  # and only now: a checkpoint that does not fit was refused, its run left as it was
+            _describe(shared)
         shared.display.log = StageLog(directory, steps=config.steps, first_step=done, loggers=shared.loggers)
         if done:
-            shared.display.log.console.print(_going_on(config, done))
+            over = f"{config.name}: all {done} steps are done; raise steps, or choose another workdir, to train on"
+            shared.display.log.console.print(over if done == config.steps else _going_on(config, done))
+        if changed and done < config.steps:
+            shared.display.log.console.print(f"settings that are not as before: {', '.join(changed)}")
         return shared.display.log
 
     generates = "reward" in algorithm.roles or (shared.data.held_out and algorithm.evaluation is None)

@@ -20,10 +20,15 @@ def resolve(path: str | Path, *, weights: bool = False) -> Path:
       weights: Download the tensors of a hub id too.
 
     Raises:
-      ValueError: There is no such directory, nor a reachable hub repository of that name.
+      ValueError: There is no such directory, nor a reachable hub repository of that name; or it is a run's folder.
     """
     directory, name = Path(path).expanduser(), str(path)
     if directory.is_dir():
+        if (run := _run_of(directory)) is not None:
+            raise ValueError(
+                f"{name} belongs to a run and is no checkpoint that a model is loaded from; write one with "
+                f"`python -m jaxrlhf.export {run} DIRECTORY` (--step chooses the step), and give DIRECTORY"
+            )
         return directory
     found = _HUB_ID.fullmatch(name)
     if found is None or ("/" in name and directory.parent.is_dir()):
@@ -31,6 +36,13 @@ def resolve(path: str | Path, *, weights: bool = False) -> Path:
             f"no directory {name!r}; give a local checkpoint directory or a hub id such as Qwen/Qwen3-0.6B"
         )
     return _download(found["name"], found["revision"], weights=weights)
+
+
+def _run_of(directory: Path) -> Path | None:
+    """The workdir that this is, or of which it holds a step."""
+    if (directory / "lock").is_file() and (directory / "checkpoints").is_dir():
+        return directory
+    return directory.parents[1] if directory.match("checkpoints/step_*") else None
 
 
 def without_revision(path: str) -> tuple[str, str | None]:
