@@ -1,8 +1,8 @@
 """`python -m jaxrlhf.evaluate --config NAME`: accuracy of a trained policy, greedy or pass@k.
 
 The data set and the rewards are those of the configuration. The policy is the newest
-checkpoint of the configuration's workdir, or `--policy`: a run's workdir or a Hugging Face
-directory.
+checkpoint of the configuration's workdir, or that of `--step`, or `--policy`: another run's
+workdir or a Hugging Face directory.
 """
 
 from jaxrlhf.config import CommandLine, run_command
@@ -12,6 +12,7 @@ def main() -> None:
     """The command."""
     command = CommandLine(prog="python -m jaxrlhf.evaluate", description="Evaluate a policy on held-out problems.")
     command.add_argument("--policy", default=None, help="a run's workdir, or a Hugging Face directory or hub id")
+    command.add_argument("--step", type=int, default=None, help="checkpoint of the run; default: the newest")
     command.add_argument("--samples", type=int, default=1, help="answers per problem; above 1 reports pass@k")
     command.add_argument("--show", type=int, default=5, help="answers to print")
     config, flags = command.parse_config()
@@ -20,7 +21,7 @@ def main() -> None:
 
     from jaxrlhf.controller.policy import evaluate_policy
 
-    evaluate_policy(config, policy=flags.policy, samples=flags.samples, show=flags.show)
+    evaluate_policy(config, policy=flags.policy, samples=flags.samples, show=flags.show, step=flags.step)
 
 
 if __name__ == "__main__":

@@ -210,6 +210,13 @@ def test_every_form_of_the_policy_has_the_accuracy_of_its_run(workdir, exported,
     for name in ("eval/accuracy", "eval/length_mean", "eval/truncated_fraction", "eval/problems", "eval/unscorable"):
         assert {evaluated[name] for evaluated in metrics} == {logged[name]}
     assert 0 < logged["eval/accuracy"] < 1, "an accuracy that any policy has shows nothing"
+    before = next(record for record in records(workdir / "metrics.jsonl") if record["step"] == 2)
+    earlier = evaluate_policy(config, policy=None, samples=1, show=0, step=2)
+    assert earlier["eval/length_mean"] == before["eval/length_mean"] != logged["eval/length_mean"]
+    with pytest.raises(ValueError, match="no checkpoint of step 3; it has "):
+        evaluate_policy(config, policy=None, samples=1, show=0, step=3)
+    with pytest.raises(ValueError, match=f"--step 2 chooses a checkpoint of a run, and {exported} is"):
+        evaluate_policy(config, policy=str(exported), samples=1, show=0, step=2)
 
     capsys.readouterr()
     arguments = ("--config", CONFIG, "--policy", exported, "--samples", 4, "--show", 2)

@@ -58,7 +58,7 @@ def export_policy(
     if not model.is_dir() and (run / CHECKPOINTS).is_dir():
         raise ValueError(f"{run} trained {_NO_FORMAT}")
     if not model.is_dir():
-        raise ValueError(f"{run} is not the workdir of a run, such as runs/NAME: it has no {MODEL} folder")
+        raise ValueError(f"{run} is not the workdir of a run: it has no {MODEL} folder")
     config = read_config(model)
     with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
         step = _chosen(checkpoints, step)
@@ -93,13 +93,16 @@ def check_exportable(config: Config) -> None:
         checkpoint_of(config.model, cold_start=config.cold_start is not None)
 
 
-def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: int) -> Metrics:
+def evaluate_policy(
+    config: Config, *, policy: str | None, samples: int, show: int, step: int | None = None
+) -> Metrics:
     """Answer the held-out problems of a configuration and print accuracy and some answers.
 
     Args:
       policy: A run's workdir or a Hugging Face checkpoint; None is the configuration's workdir.
       samples: Answers per problem; above 1 they are sampled as in the configuration's rollout.
       show: Answers to print.
+      step: Which checkpoint of a run; None is the newest.
     """
     if "actor" not in config.algorithm.roles:
         raise ValueError(
@@ -112,6 +115,8 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     from_run = own or described
     if policy is None and not from_run:
         raise ValueError(f"{place} holds no run to evaluate; train first, or name a checkpoint with --policy")
+    if step is not None and not from_run:
+        raise ValueError(f"--step {step} chooses a checkpoint of a run, and {policy} is the workdir of none; drop it")
     model = config.model if own else Pretrained(str(place / MODEL if from_run else policy))
     config = replace(config, model=model, cold_start=None, actor=replace(config.actor, lora=None))
     tokenizer = load_tokenizer(tokenizer_path(config))
@@ -124,7 +129,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     start = adapters = None
     if from_run:
         with closing(Checkpoints(place / CHECKPOINTS, read_only=True)) as checkpoints:
-            step = _chosen(checkpoints, None)
+            step = _chosen(checkpoints, step)
             start, adapters = (checkpoints.folder(step, item) for item in ("actor", f"actor{SUFFIX}"))
         if adapters.is_dir():
             run = AdaptedRun.of(place, "actor")
