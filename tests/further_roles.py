@@ -12,13 +12,14 @@ from jaxrlhf.config import (
     Config,
     Constraint,
     FormatReward,
+    KLInLoss,
     KLInReward,
     Ptx,
     Rewards,
     SafeRLHF,
 )
 
-_KL = KLInReward(coefficient=0.01, adaptive=AdaptiveKL(target=0.1, horizon=100))
+_ADAPTIVE = AdaptiveKL(target=0.1, horizon=100)
 
 
 def algorithm_of(name: str) -> Algorithm:
@@ -26,7 +27,7 @@ def algorithm_of(name: str) -> Algorithm:
     if name == "PRIME":
         return PRIME(
             responses_per_update=16,
-            kl=_KL,
+            kl=KLInLoss(coefficient=0.01, adaptive=_ADAPTIVE),
             process_reward=training(),
             beta=0.5,
             least_accuracy=0.1,
@@ -35,7 +36,7 @@ def algorithm_of(name: str) -> Algorithm:
         )
     return SafeRLHF(
         responses_per_update=16,
-        kl=_KL,
+        kl=KLInReward(coefficient=0.01, adaptive=_ADAPTIVE),
         constraint=Constraint(limit=0.2, learning_rate=0.2),
         critic=training(),
         cost_critic=training(),

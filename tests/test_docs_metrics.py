@@ -1,0 +1,65 @@
+"""Every number that a run writes is explained in docs/metrics.md."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny_runs import get_config, records
+
+import jaxrlhf
+from jaxrlhf.config import GRPO, SFT, ColdStart, KLInLoss
+
+PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+STANDS_FOR = {  # what the page leaves open in a name
+    "*": "[a-z_]+",
+    "<phase>": "(generate|prepare|relayout|reward|update)",
+    "<reward>": "format",  # of these runs
+    "<role>": "(actor|critic)",
+}
+
+
+def names(page: str) -> list[str]:
+    """Of the metrics that the rows of the table explain."""
+    firsts = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    return [name for cell in firsts for name in re.findall("`(.+?)`", re.sub(r"\(.*?\)", "", cell))]
+
+
+def pattern(name: str) -> str:
+    """A regular expression of what a name on the page stands for."""
+    parts = re.split(r"(\*|<\w+>)", name)
+    return "".join(STANDS_FOR.get(part) or re.escape(part) for part in parts)
+
+
+PATTERN = re.compile("|".join(map(pattern, names(PAGE))))
+
+
+def test_a_name_on_the_page_stands_for_these():
+    assert names("| `a/b` (`c` given), `a/<role>_d` | of `e/f` |\n|---|---|\n| `time/*_s` | |") == [
+        *("a/b", "a/<role>_d"),
+        "time/*_s",
+    ]
+    known = ["step", "score/format", "time/step_s", "memory/update_bytes", "router/critic_loss"]
+    unknown = ["steps", "score/other", "score/me", "time/steps", "memory/other_bytes", "router/critic"]
+    assert [name for name in known + unknown if PATTERN.fullmatch(name)] == known
+
+
+@pytest.mark.usefixtures("programs", "undrawn")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cold_start": None},
+        {
+            "cold_start": ColdStart(steps=1, algorithm=SFT(examples_per_update=8)),
+            "algorithm": GRPO(responses_per_update=8, kl=KLInLoss(coefficient=0.1)),
+        },
+    ],
+    ids=["PPO", "SFT and GRPO"],
+)
+def test_what_a_run_writes_is_on_the_page(changes, tmp_path):
+    jaxrlhf.run(replace(get_config(), steps=1, workdir=str(tmp_path), **changes))
+    files = list(tmp_path.rglob("metrics.jsonl"))
+    written = {name for file in files for record in records(file) for name in record}
+    assert {"eval/accuracy", "kl/ref", "policy/entropy", "time/eval_s"} <= written
+    assert len(files) == 1 + bool(changes["cold_start"])
+    assert [name for name in sorted(written) if not PATTERN.fullmatch(name)] == []
