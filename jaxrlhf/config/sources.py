@@ -119,7 +119,7 @@ class Gsm8k:
 
 @dataclass(frozen=True)
 class PromptFile:
-    """Prompts from `.jsonl` or `.parquet`, one record a line.
+    """Prompts from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
 
     Attributes:
       train: File of training records.
