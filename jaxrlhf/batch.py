@@ -27,6 +27,10 @@ Array = jax.Array | np.ndarray
 Params = dict[str, Any]
 
 
+class Diverged(FloatingPointError):
+    """What a model computes is not finite, and no further step mends that."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One record of a data set, tokenised once.

@@ -24,6 +24,7 @@ def main() -> None:
     command.add_argument("--export", metavar="DIRECTORY", help="write what was trained there, for Hugging Face")
     config, flags = command.parse_config(prepare=on_cluster)
 
+    from jaxrlhf.batch import Diverged
     from jaxrlhf.controller.policy import check_exportable, export_policy
     from jaxrlhf.controller.run import STOPPED, run
     from jaxrlhf.hosts import HostFailure
@@ -35,7 +36,7 @@ def main() -> None:
         check_exportable(config)  # now, and not after the training
     try:
         result = run(config, dry_run=flags.dry_run)
-    except (HostFailure, RewardsFailing) as failure:
+    except (Diverged, HostFailure, RewardsFailing) as failure:
         if os.environ.get("JAXRLHF_DEBUG") == "1":
             raise
         print(f"error: {failure}", file=sys.stderr)

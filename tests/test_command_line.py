@@ -88,7 +88,7 @@ def test_a_command_adds_flags_of_its_own():
 
 
 def test_help_lists_the_settings_of_the_configuration(capsys):
-    command = CommandLine(description="What it does.")
+    command = CommandLine(prog="python -m program", description="What it does.")
     command.add_argument("--dry-run", action="store_true", help="stop early")
     with pytest.raises(SystemExit) as end:
         command.parse_config(["--config", "ppo_gsm8k", "--help"])
@@ -97,6 +97,7 @@ def test_help_lists_the_settings_of_the_configuration(capsys):
     assert all(
         text in shown for text in ("What it does.", "stop early", "ppo_arithmetic", "--rollout.prompts-per-step")
     )
+    assert "\nusage: python -m program --config ppo_gsm8k [-h] [OPTIONS]\n\nThe settings of ppo_gsm8k, and" in shown
 
 
 def test_help_needs_no_configuration(capsys):
@@ -104,6 +105,13 @@ def test_help_needs_no_configuration(capsys):
         CommandLine().parse_config(["-h"])
     assert end.value.code in (None, 0)
     assert "--config" in capsys.readouterr().out
+
+
+def test_help_may_be_cut_short():
+    command = [sys.executable, "-c", SHOW, "--config", "ppo_gsm8k", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as shown:
+        shown.stdout.close()  # as `head` does once it has seen enough
+        assert (shown.stderr.read(), shown.wait()) == ("", 0)
 
 
 # What is refused, in one line.
@@ -129,7 +137,12 @@ def test_help_needs_no_configuration(capsys):
         ("--config ppo_gsm8k --steps", "steps must be int, got nothing"),
         ("--config ppo_gsm8k --steps -3", "Config.steps must be above 0, got -3"),
         ("--config ppo_gsm8k --resume maybe", "resume must be True or False, got 'maybe'"),
-        ("--config ppo_gsm8k --no-resume yes", "no setting no_resume"),
+        ("--config ppo_gsm8k --no-resume yes", "--no-resume takes no value, got 'yes'"),
+        ("--config ppo_gsm8k --no-resume=a b", "--no-resume takes no value, got 'a b'"),
+        (
+            "--config ppo_gsm8k --rollout.sampling.no-ignore-eos False",
+            "--rollout.sampling.no-ignore-eos takes no value, got 'False'",
+        ),
         ("--config ppo_gsm8k --devices x", "devices must be int or None, got 'x'"),
         (
             "--config ppo_gsm8k --actor.optimizer.decay cosin",

@@ -1,10 +1,14 @@
 """How runs end: the first Ctrl-C lets a step be finished and saved, the second does not, and no error hides another."""
 
 import errno
+import gc
 import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -13,13 +17,13 @@ from tiny_runs import get_config
 
 import jaxrlhf
 from jaxrlhf.controller import run as whole
-from jaxrlhf.controller.ending import Stop, afterwards, stopped_by_signals
+from jaxrlhf.controller.ending import AGAIN_S, Stop, afterwards, stopped_by_signals
 from jaxrlhf.controller.log import StageLog
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
-def raised(error: Exception):
+def raised(error: BaseException):
     raise error
 
 
@@ -43,6 +47,65 @@ def test_the_first_interrupt_asks_and_the_second_raises(capsys):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Deleted:
+    def __init__(self, told: Callable[[], object]) -> None:
+        self.told = told
+
+    def __del__(self) -> None:
+        self.told()
+
+
+def delete(interrupt: Callable[[], object]) -> None:
+    Deleted(interrupt)
+
+
+def collect(interrupt: Callable[[], object]) -> None:
+    """As JAX's callback of the garbage collector."""
+
+    def callback(*_) -> None:
+        gc.callbacks.remove(callback)
+        interrupt()
+
+    gc.callbacks.append(callback)
+    gc.collect()
+
+
+@pytest.mark.usefixtures("pythons_handler")
+@pytest.mark.parametrize("again", [0, 1, 2])
+@pytest.mark.parametrize("dropped", [delete, collect])
+def test_a_second_interrupt_whose_exception_is_dropped_comes_again(dropped, again):
+    before = sys.unraisablehook
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), stopped_by_signals(Stop()):
+        signal.raise_signal(signal.SIGINT)
+        dropped(lambda: signal.raise_signal(signal.SIGINT))
+        for _ in range(again):  # what comes again may be dropped again
+            dropped(lambda: time.sleep(20))
+        Future().result(timeout=20)  # as a call on the devices, in which the main thread does nothing else
+    assert time.monotonic() - start < 10
+    assert sys.unraisablehook is before
+
+
+@pytest.mark.usefixtures("pythons_handler")
+def test_nothing_comes_again_once_the_block_is_left():
+    with stopped_by_signals(Stop()):
+        signal.raise_signal(signal.SIGINT)
+        delete(lambda: signal.raise_signal(signal.SIGINT))
+    time.sleep(3 * AGAIN_S)
+
+
+@pytest.mark.usefixtures("pythons_handler")
+def test_other_errors_that_python_drops_are_told_as_before(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: told.append(what.exc_value))
+    with stopped_by_signals(Stop()):
+        delete(lambda: raised(FULL))
+        thread = threading.Thread(target=delete, args=(lambda: raised(KeyboardInterrupt("not the main thread's")),))
+        thread.start()
+        thread.join()
+    assert [str(error) for error in told] == [str(FULL), "not the main thread's"]
 
 
 @pytest.mark.usefixtures("pythons_handler")

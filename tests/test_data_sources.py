@@ -228,9 +228,14 @@ def test_nothing_fits(load, tmp_path):
         write(tmp_path / "p.jsonl", [{"prompt": "12"}, {"prompt": "1234"}]), answer_key=None, solution_key="prompt"
     )
     one_line_error(
-        lambda: load(data, max_prompt_tokens=3), r"all 2 train", r"max_prompt_tokens=3, prompts have 4 to 6; set"
+        lambda: load(data, max_prompt_tokens=3),
+        r"all 2 train",
+        r"rollout\.max_prompt_tokens=3, prompts have 4 to 6; raise the limit until the longest fits",
     )
-    one_line_error(lambda: load(data, max_solution_tokens=2), r"max_solution_tokens=2, solutions have 3 to 5; set")
+    one_line_error(
+        lambda: load(data, max_solution_tokens=2),
+        r"rollout\.max_response_tokens leaves 2 to a solution, solutions have 3 to 5; raise",
+    )
 
 
 # Broken files

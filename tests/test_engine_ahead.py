@@ -10,6 +10,7 @@ import pytest
 
 from jaxrlhf import models
 from jaxrlhf.architecture import Experts, ModelConfig
+from jaxrlhf.batch import Diverged
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Placement, Request
 from jaxrlhf.engine.slot_book import SlotBook
@@ -163,7 +164,7 @@ def test_weights_that_diverge_are_reported_however_many_windows_are_on_their_way
     params, version = engine._weights.params, engine._weights.version
     spoilt = jax.tree.map(lambda leaf: jax.device_put(np.full(leaf.shape, np.nan, leaf.dtype), leaf.sharding), params)
     engine.load(spoilt, version=1)
-    with pytest.raises(FloatingPointError, match="not finite"):
+    with pytest.raises(Diverged, match="not finite"):
         engine.generate(requests_of(4), Sampling(min_tokens=TOKENS), seed=0)
     assert Counter(events)["decode"] == 2 and Counter(events)["read"] == 1
     engine.load(params, version)

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxrlhf import models
 from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.batch import Diverged
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Placement, Request
 
@@ -322,7 +323,7 @@ def test_a_failing_callback_does_not_leave_slots_taken(engine):
 
 def test_diverged_weights_are_reported(engine, params):
     engine.load(jax.tree.map(lambda leaf: leaf * jnp.nan, params), version=1)
-    with pytest.raises(FloatingPointError, match="not finite"):
+    with pytest.raises(Diverged, match=r"not finite.*; resume from the last checkpoint with .* look at samples\.jsonl"):
         engine.generate(problems(2), Sampling(), seed=0)
 
 

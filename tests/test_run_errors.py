@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import resource
 import runpy
 import shutil
@@ -13,6 +14,11 @@ from pathlib import Path
 
 import pytest
 from tiny_runs import write_policy
+
+from jaxrlhf.batch import Diverged
+from jaxrlhf.hosts import HostFailure
+from jaxrlhf.hosts.failure import Host
+from jaxrlhf.rewards import RewardsFailing
 
 PROBLEM = json.dumps({"question": "What is 1 + 1?", "answer": "It is 2.\n#### 2"}) + "\n"
 SIZES = (
@@ -122,6 +128,32 @@ def test_refusal(case, files, tmp_path, monkeypatch, capsys):
     assert (shown[:7], shown.count("\n")) == ("error: ", 1)
     assert CASES[case][1].format(files=files) in shown
     assert not (workdir / "checkpoints").exists()
+
+
+DIVERGED = Diverged("the policy's logits are not finite; resume from the last checkpoint")
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        pickle.loads(pickle.dumps(DIVERGED)),  # as it comes from a host
+        RewardsFailing("reward 'mine' failed on 100 responses in a row"),
+        HostFailure(Host("policy"), "actor.update_actor", "died\nIts log ends with: ..."),
+    ],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_what_ends_a_run_is_one_message(failure, monkeypatch, capsys):
+    def fail(config, *, dry_run):
+        raise failure
+
+    monkeypatch.setattr("jaxrlhf.controller.run.run", fail)
+    monkeypatch.setattr(sys, "argv", ["train", "--config", str(Path(__file__).parent / "tiny_runs.py")])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("jaxrlhf.train", run_name="__main__")
+    assert (end.value.code, capsys.readouterr().err) == (1, f"error: {failure}\n")
+    monkeypatch.setenv("JAXRLHF_DEBUG", "1")
+    with pytest.raises(type(failure)):
+        runpy.run_module("jaxrlhf.train", run_name="__main__")
 
 
 # Users have no torch, which is here for the sake of other tests; transformers spends a second on it where it is.

@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -94,9 +94,11 @@ class CommandLine(argparse.ArgumentParser):
         self.epilog = _EPILOG
         flags, rest = self.parse_known_args(argv)
         if flags.help:
-            self.print_help()
-            if flags.config is not None:
-                _print_settings(load(flags.config))
+            with _until_the_reader_leaves():
+                self.print_help()
+                if flags.config is not None:
+                    print()
+                    _print_settings(load(flags.config), command=f"{self.prog} --config {flags.config}")
             self.exit()
         if flags.config is None:
             self.error(f"--config is missing; give a file or one of: {', '.join(shipped())}")
@@ -112,7 +114,10 @@ def _changes(config: Config, words: Sequence[str]) -> dict[str, Any]:
         name = flag.removeprefix("--").replace("-", "_")
         room, _, last = name.rpartition(".")
         switch = f"{room}.{last.removeprefix('no_')}".removeprefix(".")
-        if switch in known and find(config, switch)[1] is bool and not values:
+        is_switch = switch in known and find(config, switch)[1] is bool
+        if is_switch and switch != name and values:
+            raise ValueError(f"{flag} takes no value, got {' '.join(values)!r}")
+        if is_switch and not values:
             changes[switch] = switch == name
         else:
             changes[name] = _value(config, name, values)
@@ -152,11 +157,23 @@ def _value(config: Config, name: str, words: list[str]) -> Any:
         raise ValueError(f"{name} must be {spell(annotation)}, got {given}") from None
 
 
-def _print_settings(config: Config) -> None:
+def _print_settings(config: Config, *, command: str) -> None:
     import tyro
 
+    about = f"The settings of {config.name}, and what they are there."
+    how = (tyro.conf.AvoidSubcommands,)
     with contextlib.suppress(SystemExit):  # tyro leaves after its help
-        tyro.cli(type(config), default=config, args=["--help"], config=(tyro.conf.AvoidSubcommands,))
+        tyro.cli(type(config), prog=command, description=about, default=config, args=["--help"], config=how)
+
+
+@contextlib.contextmanager
+def _until_the_reader_leaves() -> Iterator[None]:
+    """What the block prints may be for a program that does not read all of it, such as `head`."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
 
 
 def is_refusal(error: ValueError) -> bool:

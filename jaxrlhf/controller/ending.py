@@ -1,10 +1,14 @@
 """How a run ends: asked to by SIGTERM, Ctrl-C or the stop button of a notebook, or by an error."""
 
+import _thread
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+
+AGAIN_S = 0.1
 
 
 class Stop:
@@ -33,6 +37,7 @@ class Stop:
 def stopped_by_signals(stop: Stop) -> Iterator[None]:
     """Within the block SIGTERM and the first SIGINT ask to stop; a second SIGINT does what it did before.
 
+    That is to raise KeyboardInterrupt, which is not lost here where Python would drop it.
     Outside the main thread signals are left alone, and so is a SIGINT that is ignored or has a handler of the user's.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -48,11 +53,40 @@ def stopped_by_signals(stop: Stop) -> Iterator[None]:
     if ours:
         signal.signal(signal.SIGINT, first_interrupt)
     try:
-        yield
+        with _dropped_interrupts_come_again() if ours else nullcontext():
+            yield
     finally:
         signal.signal(signal.SIGTERM, terminated)
         if ours:
             signal.signal(signal.SIGINT, interrupted)
+
+
+@contextmanager
+def _dropped_interrupts_come_again() -> Iterator[None]:
+    """Within the block the main thread gets a SIGINT again whose KeyboardInterrupt went nowhere.
+
+    A handler raises wherever the main thread happens to be. In a callback of the garbage collector, as JAX has one, or
+    in a `__del__` nobody can catch that; all that Python does is to tell `sys.unraisablehook`.
+    """
+    before, main, left = sys.unraisablehook, threading.main_thread().ident, threading.Event()
+    assert main is not None
+
+    def again() -> None:
+        if not left.wait(AGAIN_S):
+            signal.pthread_kill(main, signal.SIGINT)  # wakes it where it waits, too
+
+    def dropped(what: "sys.UnraisableHookArgs") -> None:
+        if what.exc_type is KeyboardInterrupt and threading.get_ident() == main:
+            _thread.start_new_thread(again, ())  # a `Thread` takes locks, which the main thread may hold here
+        else:
+            before(what)
+
+    sys.unraisablehook = dropped
+    try:
+        yield
+    finally:
+        left.set()
+        sys.unraisablehook = before
 
 
 @contextmanager

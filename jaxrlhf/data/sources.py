@@ -267,5 +267,8 @@ def _nothing_fits(
     message += f"rollout.max_prompt_tokens={max_prompt_tokens}, prompts have {min(prompts)} to {max(prompts)}"
     if max_solution_tokens is not None:
         solutions = [_solution_length(problem) for problem in problems]
-        message += f"; max_solution_tokens={max_solution_tokens}, solutions have {min(solutions)} to {max(solutions)}"
-    return f"{message}; set the limit to the longest to keep all"
+        message += (
+            f"; rollout.max_response_tokens leaves {max_solution_tokens} to a solution, "
+            f"solutions have {min(solutions)} to {max(solutions)}"
+        )
+    return f"{message}; raise the limit until the longest fits, to keep all"

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxrlhf.batch import Diverged
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.routing import RoutingRecord
 from jaxrlhf.engine.scheduler import Drawn
@@ -79,13 +80,17 @@ class SlotBook:
         """Wait for the oldest window, and split it by slot.
 
         Raises:
-          FloatingPointError: The policy's logits are not finite.
+          Diverged: The policy's logits are not finite.
         """
         assert self._unread, "nothing was dispatched"
         device_window, slot_B, fresh_B = self._unread.popleft()
         token_WB, logp_WB, active_B, choice_WBLk = jax.device_get(device_window)
         if not np.isfinite(logp_WB).all():
-            raise FloatingPointError("the policy's logits are not finite: its weights diverged or overflow")
+            raise Diverged(
+                "the policy's logits are not finite: its weights diverged or overflow; resume from the last checkpoint "
+                "with a lower learning rate (if this comes again at once it holds such weights too: delete it for the "
+                "one before), and look at samples.jsonl"
+            )
         count_B = (token_WB[1:] != programs.NO_TOKEN).sum(axis=0)
         tokens, logps = token_WB.T.tolist(), logp_WB.T.tolist()
         drawn = []

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrlhf.batch import Array, Experience, Params
+from jaxrlhf.batch import Array, Diverged, Experience, Params
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Optimizer
 from jaxrlhf.models.lora import adapted
@@ -185,7 +185,7 @@ class TrainedWorker(ModelWorker):
         """One optimizer update per minibatch.
 
         Raises:
-          FloatingPointError: A gradient is not finite.
+          Diverged: A gradient is not finite.
         """
         sums, norms = [], []
         with self.on_devices("parameters", "optimizer"):
@@ -201,7 +201,7 @@ class TrainedWorker(ModelWorker):
             rate, norms, sums = jax.device_get((self._schedule(self.updates), norms, sums))
         norms = [float(norm) for norm in norms]
         if not np.all(np.isfinite(norms)):
-            raise FloatingPointError(
+            raise Diverged(
                 f"{self.role}: gradient norms of the last {len(norms)} updates are {norms}; the weights in memory are "
                 f"spoilt, resume from the last checkpoint with a lower learning rate or look at samples.jsonl"
             )
