@@ -154,9 +154,9 @@ def earlier_runs(path: Path) -> Runs:
     return content["runs"]
 
 
-def merged(old: Runs, workload: str, framework: str, record: dict[str, Any], *, first: bool) -> Runs:
-    """The runs with one more; the first one of a session replaces those of an earlier session."""
-    before = [] if first else old.get(workload, {}).get(framework, [])
+def merged(old: Runs, workload: str, framework: str, record: dict[str, Any]) -> Runs:
+    """The runs with one more, which replaces those of another commit; peers' too, so that all ran in one time."""
+    before = [each for each in old.get(workload, {}).get(framework, []) if each["commit"] == record["commit"]]
     return {**old, workload: {**old.get(workload, {}), framework: [*before, record]}}
 
 
@@ -213,7 +213,7 @@ def measure(flags: argparse.Namespace, path: Path) -> None:
                     record = run_ours(command, limit_s=flags.limit_s)
                 else:
                     record = run(command, limit_s=flags.limit_s, settings={})
-                runs = merged(runs, workload, framework, record, first=turn == 0)
+                runs = merged(runs, workload, framework, record)
                 write(path, document(runs))
                 shown = {name: record[name] for name in ("failed", *FIGURES, WARM, "others_cpus") if name in record}
                 print(f"round {turn + 1}", workload, framework, json.dumps(shown), flush=True)

@@ -130,16 +130,16 @@ def record(step_s, **more):
     return {"date": "2026-01-01 10:00", "commit": "abc", **figures, "step_s": step_s, **more}
 
 
-def test_measuring_one_workload_again_keeps_the_others():
+def test_measuring_one_workload_again_keeps_the_others_and_its_runs_of_this_commit():
     runs = {
-        "fixed": {"jaxrlhf": [record(9.0)], "trl": [record(8.0)]},
+        "fixed": {"jaxrlhf": [record(9.0, commit="before")], "trl": [record(8.0)]},
         "ppo": {"jaxrlhf": [record(7.0)], "tunix": [record(6.0)]},
     }
-    runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(1.0), first=True)
-    runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(3.0), first=False)
-    runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(2.5), first=False)
+    runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(1.0))
+    runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(3.0))
+    runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(2.5))
     written = bench_peers.document(runs)
-    assert [each["step_s"] for each in written["runs"]["fixed"]["jaxrlhf"]] == [1.0, 3.0, 2.5]
+    assert [each["step_s"] for each in written["runs"]["fixed"]["jaxrlhf"]] == [1.0, 3.0, 2.5]  # another commit's is gone
     assert written["fixed"]["jaxrlhf"]["step_s"] == 2.5
     assert written["fixed"]["trl"]["step_s"] == 8.0
     assert (written["ppo"]["jaxrlhf"]["step_s"], written["ppo"]["tunix"]["step_s"]) == (7.0, 6.0)
