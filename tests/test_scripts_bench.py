@@ -139,7 +139,8 @@ def test_measuring_one_workload_again_keeps_the_others_and_its_runs_of_this_comm
     runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(3.0))
     runs = bench_peers.merged(runs, "fixed", "jaxrlhf", record(2.5))
     written = bench_peers.document(runs)
-    assert [each["step_s"] for each in written["runs"]["fixed"]["jaxrlhf"]] == [1.0, 3.0, 2.5]  # another commit's is gone
+    # That of another commit is gone.
+    assert [each["step_s"] for each in written["runs"]["fixed"]["jaxrlhf"]] == [1.0, 3.0, 2.5]
     assert written["fixed"]["jaxrlhf"]["step_s"] == 2.5
     assert written["fixed"]["trl"]["step_s"] == 8.0
     assert (written["ppo"]["jaxrlhf"]["step_s"], written["ppo"]["tunix"]["step_s"]) == (7.0, 6.0)
