@@ -93,9 +93,7 @@ def check_exportable(config: Config) -> None:
         checkpoint_of(config.model, cold_start=config.cold_start is not None)
 
 
-def evaluate_policy(
-    config: Config, *, policy: str | None, samples: int, show: int, step: int | None = None
-) -> Metrics:
+def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: int, step: int | None = None) -> Metrics:
     """Answer the held-out problems of a configuration and print accuracy and some answers.
 
     Args:
