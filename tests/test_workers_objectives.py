@@ -1,6 +1,6 @@
 """An update's program is compiled once for each objective, also for one that every call brings anew."""
 
-from functools import partial
+from functools import partial, wraps
 from types import FunctionType
 
 import jax
@@ -21,6 +21,26 @@ def own_objective(output, mask_BT, weight_BT, fields, settings):
 def other_objective(output, mask_BT, weight_BT, fields, settings):
     """Another one."""
     return -weight_BT * output.logp, {}
+
+
+class Weighted:
+    """Objectives that differ in what they belong to, and not in their name."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def objective(self, output, mask_BT, weight_BT, fields, settings):
+        return self.by * weight_BT * output.logp, {}
+
+
+def scaled(by: float):
+    """Idem, in what they close over."""
+
+    @wraps(own_objective)
+    def objective(output, mask_BT, weight_BT, fields, settings):
+        return by * weight_BT * output.logp, {}
+
+    return objective
 
 
 def brought_anew(function: FunctionType) -> FunctionType:
@@ -44,5 +64,6 @@ def test_a_function_that_is_brought_anew_finds_its_program(actor) -> None:
 def test_programs_of_other_objectives_and_settings_are_others(actor) -> None:
     chosen = [(own_objective, None), (other_objective, None), (own_objective, 1), (policy_objective, None)]
     unnamed = [partial(own_objective), partial(own_objective), lambda *_: None, lambda *_: None]
+    unnamed += [Weighted(1.0).objective, Weighted(2.0).objective, scaled(1.0), scaled(2.0)]
     programs = {id(actor._accumulator(*pair)) for pair in (*chosen, *((each, None) for each in unnamed))}
     assert len(programs) == len(chosen) + len(unnamed)

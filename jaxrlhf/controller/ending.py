@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 AGAIN_S = 0.1
+"""Until an interrupt that went nowhere comes again."""
 
 
 class Stop:

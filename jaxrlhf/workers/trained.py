@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -219,9 +220,13 @@ class TrainedWorker(ModelWorker):
 
 
 def _told_apart(objective: Objective) -> Hashable:
-    """The same for the same objective: one that a configuration file defines reaches a host anew with each call."""
-    name = getattr(objective, "__qualname__", "<>")
-    return objective if "<" in name else (objective.__module__, name)
+    """The same for the same objective: one that a configuration file defines reaches a host anew with each call.
+
+    Only a function that closes over nothing is what its name says.
+    """
+    if not isinstance(objective, FunctionType) or objective.__closure__ or "<" in objective.__qualname__:
+        return objective
+    return objective.__module__, objective.__qualname__
 
 
 def _totals(sums: Sequence[dict[str, Any]]) -> Metrics:
