@@ -6,7 +6,7 @@ resolved on first use.
 
 import importlib
 
-import jaxrlhf.environment  # noqa: F401  has to come before JAX starts
+import jaxrlhf.runtime.environment  # noqa: F401  has to come before JAX starts
 
 __version__ = "0.1.0"
 
@@ -14,7 +14,7 @@ _LAZY = {
     "Config": "jaxrlhf.config",
     "load": "jaxrlhf.config",
     "override": "jaxrlhf.config",
-    "run": "jaxrlhf.controller.run",
+    "run": "jaxrlhf.trainer.run",
 }
 
 __all__ = ["Config", "__version__", "load", "override", "run"]

@@ -64,9 +64,9 @@ def _measure(devices: Sequence["jax.Device"], flags: Namespace) -> None:
     import jax
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from jaxrlhf.parallel import save_hardware
-    from jaxrlhf.planning.calibrate import FIGURES, calibrate, datasheet
-    from jaxrlhf.planning.measured_table import measured_rows
+    from jaxrlhf.planner.devices import save_hardware
+    from jaxrlhf.planner.measure.calibrate import FIGURES, calibrate, datasheet
+    from jaxrlhf.planner.measure.measured_table import measured_rows
     from jaxrlhf.tracking import default_console, settings_table
     from jaxrlhf.tracking.console import is_live
 

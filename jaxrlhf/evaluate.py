@@ -19,7 +19,7 @@ def main() -> None:
     if flags.samples < 1:
         raise ValueError(f"--samples must be 1 or more, got {flags.samples}")
 
-    from jaxrlhf.controller.policy import evaluate_policy
+    from jaxrlhf.trainer.policy import evaluate_policy
 
     evaluate_policy(config, policy=flags.policy, samples=flags.samples, show=flags.show, step=flags.step)
 

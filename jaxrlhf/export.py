@@ -21,8 +21,8 @@ def main() -> None:
     flags: argparse.Namespace = command.parse_args()
 
     from jaxrlhf.checkpoint.pretrained import export_converted, is_converted
-    from jaxrlhf.controller.policy import export_policy
     from jaxrlhf.tracking import BytesBar
+    from jaxrlhf.trainer.policy import export_policy
 
     with BytesBar("writing") as bar:
         if is_converted(flags.run):

@@ -43,26 +43,26 @@ def _check_picture(path: Path) -> None:
 
 
 def _plan(written: Config, flags: Namespace) -> None:
-    from jaxrlhf import planning
-    from jaxrlhf.parallel.mapping import search
+    from jaxrlhf import planner
+    from jaxrlhf.planner.search.mapping import search
     from jaxrlhf.tracking import default_console
 
-    config = planning.freed(written) if flags.afresh else written
-    hardware = planning.hardware_of(config, flags.hardware)
-    lengths = planning.Lengths(flags.prompt_tokens, flags.response_tokens)
-    question = planning.question_of(config, hardware, lengths=lengths)
+    config = planner.freed(written) if flags.afresh else written
+    hardware = planner.hardware_of(config, flags.hardware)
+    lengths = planner.Lengths(flags.prompt_tokens, flags.response_tokens)
+    question = planner.question_of(config, hardware, lengths=lengths)
     found = search(question.problem, keep=max(2, flags.plans))  # two, to say why the second lost
     best = found.plans[0]
     picture = flags.picture or (None if flags.json else f"plan_{config.name}.png")
     if picture is not None:
-        planning.save_timeline(best, Path(picture), title=planning.timeline_title(config, hardware))
-    code = planning.snippet(config, best, written=written)  # it is pasted into what is written
+        planner.save_timeline(best, Path(picture), title=planner.timeline_title(config, hardware))
+    code = planner.snippet(config, best, written=written)  # it is pasted into what is written
     if flags.json:
         rows = {
             "config": config.name,
             "hardware": asdict(hardware),
             "workload": asdict(question.problem.workload),
-            "plans": [planning.plan_to_json(plan) for plan in found.plans[: flags.plans]],
+            "plans": [planner.plan_to_json(plan) for plan in found.plans[: flags.plans]],
             "search": {name: getattr(found, name) for name in ("placements", "allocations", "simulated", "seconds")},
             "settings": code,
             "notes": question.notes,
@@ -70,7 +70,7 @@ def _plan(written: Config, flags: Namespace) -> None:
         print(json.dumps(rows, indent=2))
         return
     console = default_console()
-    console.print(planning.report(found, hardware, question.notes, shown=flags.plans))
+    console.print(planner.report(found, hardware, question.notes, shown=flags.plans))
     console.print(f"timeline of the best plan: {picture}", markup=False, highlight=False)
     advice = _advice(code)
     console.print(f"\n{advice}", markup=False, highlight=False, soft_wrap=True)

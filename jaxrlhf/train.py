@@ -25,11 +25,11 @@ def main() -> None:
     config, flags = command.parse_config(prepare=on_cluster)
 
     from jaxrlhf.batch import Diverged
-    from jaxrlhf.controller.policy import check_exportable, export_policy
-    from jaxrlhf.controller.run import STOPPED, run
-    from jaxrlhf.hosts import HostFailure
-    from jaxrlhf.models.hf_save import check_new
+    from jaxrlhf.models.huggingface.save import check_new
     from jaxrlhf.rewards import RewardsFailing
+    from jaxrlhf.single_controller.ray.failure import HostFailure
+    from jaxrlhf.trainer.policy import check_exportable, export_policy
+    from jaxrlhf.trainer.run import STOPPED, run
 
     if flags.export:
         check_new(flags.export)

@@ -20,9 +20,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
-from jaxrlhf.models.hf_config import read_config
-from jaxrlhf.models.hf_load import load_params
-from jaxrlhf.models.kernel_choice import choose_attention
+from jaxrlhf.models.attention.kernel_choice import choose_attention
+from jaxrlhf.models.huggingface.config import read_config
+from jaxrlhf.models.huggingface.load import load_params
 from jaxrlhf.models.parameters import param_shapes
 
 

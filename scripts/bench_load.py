@@ -19,7 +19,7 @@ from typing import Any
 import bench_peers
 import bench_workload as bench
 
-from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.models.config import ModelConfig
 
 MB = 1e6
 LIMIT_S = 600

@@ -38,10 +38,11 @@ from jaxrlhf.config import (
     Sampling,
     Training,
 )
-from jaxrlhf.controller.log import StageLog
-from jaxrlhf.controller.loop import Loop
 from jaxrlhf.data import Loader, decoder
-from jaxrlhf.workers import Stage, launch
+from jaxrlhf.single_controller.launch import launch
+from jaxrlhf.trainer.log import StageLog
+from jaxrlhf.trainer.loop import Loop
+from jaxrlhf.workers.build import Stage
 
 
 def config_of(workload: bench.Workload, model: Path, *, steps: int, tokens_per_microbatch: int, remat: Remat) -> Config:

@@ -22,7 +22,8 @@ from bench_step import config_of
 from jaxrlhf.algos import policy_objective
 from jaxrlhf.batch import Array, Experience, Rollout, Sequences
 from jaxrlhf.config import Config, Remat
-from jaxrlhf.workers import Stage, launch
+from jaxrlhf.single_controller.launch import launch
+from jaxrlhf.workers.build import Stage
 
 
 def sequences_of(count: int, length: int, trained: int, vocab: int, responses: int) -> Sequences:

@@ -36,8 +36,10 @@ from jaxrlhf.batch import Rollout, Sequences
 from jaxrlhf.config import PPO, Arithmetic, Config, FromScratch, KLInReward, Pool, RayCluster, Training
 from jaxrlhf.config import Rollout as RolloutSettings
 from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.single_controller.launch import launch
+from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.tracking import TimelineFile
-from jaxrlhf.workers import Roles, Stage, launch
+from jaxrlhf.workers.build import Stage
 
 RESPONSES, WIDTH = 32, 128
 LIMIT = 0.75

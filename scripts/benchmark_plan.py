@@ -48,12 +48,13 @@ from jaxrlhf.config import (
     Rollout,
     Training,
 )
-from jaxrlhf.controller.run import load_data
 from jaxrlhf.data import embedded_tokenizer
-from jaxrlhf.parallel import Hardware, hardware
-from jaxrlhf.parallel.mapping import search
-from jaxrlhf.parallel.workload import STAGES
-from jaxrlhf.planning import Lengths, problem_of
+from jaxrlhf.planner.devices import hardware
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.problem import Lengths, problem_of
+from jaxrlhf.planner.search.mapping import search
+from jaxrlhf.planner.workload import STAGES
+from jaxrlhf.trainer.run import load_data
 
 ROOT = Path(__file__).parents[1]
 STEPS = 5

@@ -19,10 +19,10 @@ from reproduce_hybridflow import DOCS, MODELS, STEP
 from rich.console import Console
 from rich.markdown import Markdown
 
-from jaxrlhf.parallel import hardware
-from jaxrlhf.parallel.mapping import search
-from jaxrlhf.parallel.plan import Problem
-from jaxrlhf.parallel.workload import Role, Software
+from jaxrlhf.planner.devices import hardware
+from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.search.mapping import search
+from jaxrlhf.planner.workload import Role, Software
 
 CASES = {  # roles: model and head; devices: limit in seconds
     "PPO": ((("actor", "7B"), ("critic", "13B"), ("reference", "7B"), ("reward", "13B")), {128: 2.0, 1024: 20.0}),

@@ -36,10 +36,12 @@ from jax.sharding import AxisType, Mesh
 from rich.console import Console
 from rich.table import Table
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Layout
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.parallel import HybridEngine, factored_mesh, generation_mesh, laid_out, shardings
+from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
+from jaxrlhf.sharding.rules import laid_out, shardings
 
 ROOT = Path(__file__).parents[1]
 MODEL = ModelConfig("qwen3", 32_768, 1024, 2816, 24, 16, 8, 64, qk_norm=True, tie_embeddings=True)

@@ -20,7 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from jaxrlhf.config import Layout
-from jaxrlhf.parallel import GENERATE, TRAIN, factored_mesh, shardings
+from jaxrlhf.sharding.mesh import factored_mesh
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, shardings
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "layouts.png"
 SIZE = 4

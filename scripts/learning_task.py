@@ -52,7 +52,7 @@ from jaxrlhf.config import (
     Rollout,
     Training,
 )
-from jaxrlhf.controller.policy import export_policy
+from jaxrlhf.trainer.policy import export_policy
 
 STEPS = 30
 """Of what generates: 8 problems x 8 responses and one update each."""

@@ -22,14 +22,15 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Layout
-from jaxrlhf.parallel import Hardware, hardware
-from jaxrlhf.parallel.cost import switch_bytes, switch_cost
-from jaxrlhf.parallel.mapping import search
-from jaxrlhf.parallel.plan import Infeasible, Plan, Problem
-from jaxrlhf.parallel.workload import Role, Software, Workload
-from jaxrlhf.planning.shapes import SHAPES
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.cost.cost import switch_bytes, switch_cost
+from jaxrlhf.planner.devices import hardware
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.plan import Infeasible, Plan, Problem
+from jaxrlhf.planner.search.mapping import search
+from jaxrlhf.planner.shapes import SHAPES
+from jaxrlhf.planner.workload import Role, Software, Workload
 
 DOCS = Path(__file__).parents[1] / "docs"
 MODELS: dict[str, ModelConfig] = {

@@ -24,9 +24,8 @@ from jaxtyping import install_import_hook
 
 # Every annotated call in these rooms is checked while tests run. `batch` is left out: JAX
 # rebuilds pytrees with arbitrary leaves.
-_ARRAYS = ["blocks", "hybrid", "islands", "mesh", "offload", "overlap", "pool", "relayout", "rules", "transfer", "wire"]
-_CHECKED = ["algos", "data", *(f"parallel.{module}" for module in _ARRAYS), "models", "rewards", "engine"]
-install_import_hook([f"jaxrlhf.{room}" for room in _CHECKED], "beartype.beartype")
+_CHECKED = ["algos", "data", "sharding", "resharding", "models", "rewards", "engine"]
+install_import_hook([f"jaxrlhf.{room}" for room in _CHECKED], "type_checks.check")
 
 import jax  # noqa: E402 - after its environment is set and the hook is in place
 
@@ -85,7 +84,7 @@ def optimized() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def undrawn() -> Iterator[None]:
     """In modules that ask for this, runs draw no pictures at their end, a second of each; others look at them."""
-    from jaxrlhf.controller import log
+    from jaxrlhf.trainer import log
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("save_learning_curve", "save_step_picture"):

@@ -8,25 +8,26 @@ from pathlib import Path
 
 FLOORS = {
     "config": 0,
-    "architecture": 0,
     "batch": 0,
-    "compilation_cache": 0,
-    "free_memory": 0,
-    "environment": 0,
+    "runtime": 0,
     "algos": 1,
     "data": 1,
-    "parallel": 1,
-    "hosts": 1,
     "tracking": 1,
-    "models": 2,
+    "sharding": 1,
+    "processes": 1,
+    "resharding": 2,
     "rewards": 2,
+    "models": 2,
+    "batching": 3,
     "engine": 3,
     "checkpoint": 3,
-    "planning": 4,
     "workers": 4,
-    "controller": 5,
+    "planner": 5,
+    "single_controller": 5,
+    "dataflows": 6,
+    "trainer": 7,
 }
-COMMAND_LINES = 6  # the floor of every other module right in the package
+COMMAND_LINES = 8  # the floor of every other module right in the package
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 VAGUE = {"util", "utils", "helper", "helpers", "common", "base", "misc"}

@@ -40,8 +40,8 @@ from jaxrlhf.config import (
     Rewards,
     Training,
 )
-from jaxrlhf.controller import log
-from jaxrlhf.controller.run import run
+from jaxrlhf.trainer import log
+from jaxrlhf.trainer.run import run
 from jaxrlhf.workers.trained import TrainedWorker
 
 STEPS = 6

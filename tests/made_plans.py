@@ -12,8 +12,8 @@ from jaxrlhf.config import (
     Rollout,
     Training,
 )
-from jaxrlhf.parallel.hardware import Hardware
-from jaxrlhf.parallel.plan import Call, Cost, Plan, PlannedPool, Search
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.plan import Call, Cost, Plan, PlannedPool, Search
 
 HELD_ONCE = {"adds_gradients": False, "decodes_apart": False, "cache_copies": 1.0}
 """Fields of `Software` of which nothing exists twice."""

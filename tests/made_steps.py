@@ -10,8 +10,8 @@ import numpy as np
 from jaxrlhf.batch import Experience, Problem, Rollout, Scores, Sequences
 from jaxrlhf.config import Algorithm, Arithmetic, Config, FromScratch, Sampling
 from jaxrlhf.config import Rollout as RolloutSettings
-from jaxrlhf.controller.loop import resolve_dataflow
-from jaxrlhf.controller.step import StepInput, StepResult
+from jaxrlhf.dataflows.step import StepInput, StepResult
+from jaxrlhf.trainer.loop import resolve_dataflow
 
 
 def done(value) -> Future:

@@ -4,8 +4,8 @@ import os
 import time
 from typing import Any
 
-from jaxrlhf.hosts import stored
-from jaxrlhf.workers import ray_backend
+from jaxrlhf.single_controller import ray_backend
+from jaxrlhf.single_controller.ray import stored
 
 make_host = ray_backend.make_host
 

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.config import Layout
-from jaxrlhf.hosts.actor import HostProcess, Setup
-from jaxrlhf.hosts.stored import loaded_bytes, sent_bytes
+from jaxrlhf.single_controller.ray.actor import HostProcess, Setup
+from jaxrlhf.single_controller.ray.stored import loaded_bytes, sent_bytes
 
 
 class Unpicklable(Exception):

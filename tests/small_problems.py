@@ -10,16 +10,16 @@ from unittest import mock
 
 import numpy as np
 
-from jaxrlhf.architecture import Experts, ModelConfig
 from jaxrlhf.config import ROLLOUT, Layout
-from jaxrlhf.parallel import Hardware
-from jaxrlhf.parallel.cost import decoding, generation_cost, move_cost
-from jaxrlhf.parallel.layouts import generation_layouts, switches, training_layouts
-from jaxrlhf.parallel.mapping import search
-from jaxrlhf.parallel.memory import cache_bytes_per_token
-from jaxrlhf.parallel.plan import Infeasible, Problem, Search
-from jaxrlhf.parallel.simulate import Simulator
-from jaxrlhf.parallel.workload import STAGES, Role, Software, Workload
+from jaxrlhf.models.config import Experts, ModelConfig
+from jaxrlhf.planner.cost.cost import decoding, generation_cost, move_cost
+from jaxrlhf.planner.cost.memory import cache_bytes_per_token
+from jaxrlhf.planner.cost.simulate import Simulator
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.plan import Infeasible, Problem, Search
+from jaxrlhf.planner.search.layouts import generation_layouts, switches, training_layouts
+from jaxrlhf.planner.search.mapping import search
+from jaxrlhf.planner.workload import STAGES, Role, Software, Workload
 
 ALL = 203  # more placements than any problem here has
 Placement = frozenset[frozenset[str]]
@@ -283,7 +283,7 @@ def solve(problem: Problem) -> tuple[Problem, dict[Placement, float], Search | N
     """A problem, what looking at everything finds, and the search's answer; None if nothing fits."""
     expected = Exhaustive(problem).best()
     # What a refusal says takes longer than all the search, and is tested by itself.
-    with mock.patch("jaxrlhf.parallel.mapping.shortage", return_value="nothing fits"):
+    with mock.patch("jaxrlhf.planner.search.mapping.shortage", return_value="nothing fits"):
         try:
             return problem, expected, search(problem, keep=ALL)
         except Infeasible:

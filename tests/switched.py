@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from compiled import live_bytes
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Layout
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.parallel import HybridEngine, factored_mesh, generation_mesh, mesh_of
+from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh, mesh_of
 
 MODEL = ModelConfig("qwen2", 64, 32, 64, 2, 4, 4, 8, qkv_bias=True)
 REFINING = Layout(fsdp=2, tensor=4, generation_tensor=2)

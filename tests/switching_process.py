@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Layout
-from jaxrlhf.models import choose_attention, kernel_choice
-from jaxrlhf.parallel import HybridEngine, factored_mesh, generation_mesh, hand_over, local_island
+from jaxrlhf.models import choose_attention
+from jaxrlhf.models.attention import kernel_choice
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
+from jaxrlhf.sharding.submesh import hand_over, local_island
 
 DIMS = {"layers": ("layers", "mlp"), "table": ("vocab", "embed")}
 SHAPES = {"layers": jax.ShapeDtypeStruct((8, 16), jnp.float32), "table": jax.ShapeDtypeStruct((64, 4), jnp.float32)}

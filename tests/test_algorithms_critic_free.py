@@ -15,19 +15,9 @@ import pytest
 from made_steps import Made, rollout_of
 
 from jaxrlhf import algos
-from jaxrlhf.config import (
-    GPG,
-    GRPO,
-    OPO,
-    RLOO,
-    DrGRPO,
-    KLInReward,
-    ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
-    ReMax,
-)
-from jaxrlhf.controller import critic_free
-from jaxrlhf.controller.critic_free import Rewarded
+from jaxrlhf.config import GPG, GRPO, OPO, RLOO, DrGRPO, KLInReward, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
+from jaxrlhf.dataflows import critic_free
+from jaxrlhf.dataflows.critic_free import Rewarded
 
 VECTORS = json.loads((Path(__file__).parent / "golden_vectors.json").read_text())
 MASK = np.asarray(VECTORS["inputs"]["mask"]) == 1

@@ -12,7 +12,7 @@ from tiny_runs import records
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, Config, Distillation, PolicyGradient, Pretrained, RewardModel
-from jaxrlhf.controller.policy import evaluate_policy
+from jaxrlhf.trainer.policy import evaluate_policy
 
 README = "the file that README shows"
 EVERY_SEED = pytest.mark.parametrize("seed", range(3))

@@ -10,9 +10,9 @@ from tiny_runs import get_config, training
 
 from jaxrlhf.batch import Scores
 from jaxrlhf.config import PRIME, FromScratch, KLInReward, Rollout
-from jaxrlhf.controller.prime import in_band, pair_accuracy
+from jaxrlhf.dataflows.prime import in_band, pair_accuracy
 from jaxrlhf.models import from_scratch
-from jaxrlhf.planning.problem import roles_of
+from jaxrlhf.planner.problem import roles_of
 
 WIDTH = 6
 PLAIN = PRIME(responses_per_update=8, process_reward=training())

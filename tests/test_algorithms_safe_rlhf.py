@@ -26,11 +26,11 @@ from jaxrlhf.config import (
     Rewards,
     SafeRLHF,
 )
-from jaxrlhf.controller import ppo, safe_rlhf
-from jaxrlhf.controller.step import StepInput
-from jaxrlhf.controller.supervised import supervised_batch, with_examples
+from jaxrlhf.dataflows import ppo, safe_rlhf
+from jaxrlhf.dataflows.sft import supervised_batch, with_examples
+from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.models import from_scratch
-from jaxrlhf.planning.problem import roles_of
+from jaxrlhf.planner.problem import roles_of
 
 PARTS = (FormatReward(weight=1.0), FormatReward(pattern="x", weight=0.0))
 MASK = np.array([[0, 1, 1, 1, 0], [0, 1, 0, 1, 1], [0, 1, 1, 0, 0], [0, 1, 1, 1, 1]], bool)

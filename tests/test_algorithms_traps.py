@@ -32,8 +32,8 @@ from jaxrlhf.config import (
     ReMax,
     Rollout,
 )
-from jaxrlhf.controller.loop import resolve_dataflow
-from jaxrlhf.controller.step import StepInput, StepResult
+from jaxrlhf.dataflows.step import StepInput, StepResult
+from jaxrlhf.trainer.loop import resolve_dataflow
 
 PROMPTS, COPIES, WIDTH = 2, 3, 12
 IDS = np.repeat(np.arange(PROMPTS), COPIES)

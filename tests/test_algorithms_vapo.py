@@ -15,8 +15,8 @@ from jaxrlhf.algos import imitating_objective, policy_objective
 from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Rollout, Scores, Sequences
 from jaxrlhf.config import VAPO
-from jaxrlhf.controller import vapo
-from jaxrlhf.controller.step import StepInput
+from jaxrlhf.dataflows import vapo
+from jaxrlhf.dataflows.step import StepInput
 
 WIDTH = 8
 

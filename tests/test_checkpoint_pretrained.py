@@ -20,8 +20,8 @@ from jaxrlhf import models
 from jaxrlhf.checkpoint import load_pretrained
 from jaxrlhf.checkpoint.pretrained import export_converted
 from jaxrlhf.config import Evaluation, Pretrained
-from jaxrlhf.controller.policy import export_policy
-from jaxrlhf.controller.run import run
+from jaxrlhf.trainer.policy import export_policy
+from jaxrlhf.trainer.run import run
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import pytest
 import tyro
 
 from jaxrlhf.config import CommandLine, Config, from_cli, load, override, run_command, shipped
-from jaxrlhf.config.command_line import mark_refusal
-from jaxrlhf.config.override import find, setting_names
+from jaxrlhf.config.cli.command_line import mark_refusal
+from jaxrlhf.config.cli.override import find, setting_names
 
 ROOT = Path(__file__).parents[1]
 SHOW = "from jaxrlhf.config import from_cli, run_command\nrun_command(lambda: print(from_cli().name))"
@@ -204,7 +204,11 @@ def test_an_error_of_another_process_is_what_it_was_there(refusal, capsys):
     # Its last frame is where this process raises it again; and pickling drops what was on the way.
     error = pickle.loads(pickle.dumps(ValueError("devices do not fit")))
     mark_refusal(error, refusal)
-    scope = {"__name__": "jaxrlhf.hosts.scratch", "__package__": "jaxrlhf.hosts", "error": error}
+    scope = {
+        "__name__": "jaxrlhf.single_controller.ray.scratch",
+        "__package__": "jaxrlhf.single_controller.ray",
+        "error": error,
+    }
     exec("def again():\n    raise error", scope)
     with pytest.raises(SystemExit if refusal else ValueError):
         run_command(scope["again"])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrlhf.compilation_cache import prune
+from jaxrlhf.runtime.compilation_cache import prune
 
 PROGRAM = """
 import json

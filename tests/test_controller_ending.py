@@ -16,9 +16,9 @@ from test_controller_loop import Log, run
 from tiny_runs import get_config
 
 import jaxrlhf
-from jaxrlhf.controller import run as whole
-from jaxrlhf.controller.ending import AGAIN_S, Stop, afterwards, stopped_by_signals
-from jaxrlhf.controller.log import StageLog
+from jaxrlhf.trainer import run as whole
+from jaxrlhf.trainer.log import StageLog
+from jaxrlhf.trainer.signals import AGAIN_S, Stop, afterwards, stopped_by_signals
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

@@ -8,9 +8,9 @@ from made_steps import done, problem, rollout_of
 from tiny_runs import get_config
 
 from jaxrlhf.batch import Scores
+from jaxrlhf.batching.transfer_protocol import join
 from jaxrlhf.config import ArithmeticReward, FormatReward, Rewards
-from jaxrlhf.controller.evaluation import evaluate
-from jaxrlhf.workers.protocol import join
+from jaxrlhf.trainer.evaluation import evaluate
 
 
 def test_accuracy_is_of_the_first_reward_also_where_several_processes_score():

@@ -11,10 +11,10 @@ from made_steps import done, problem, rollout_of
 
 from jaxrlhf.batch import Scores
 from jaxrlhf.config import GRPO, Arithmetic, Config, FromScratch, Rollout
-from jaxrlhf.controller.ending import Stop
-from jaxrlhf.controller.log import StageLog
-from jaxrlhf.controller.loop import Loop
 from jaxrlhf.tracking import Call
+from jaxrlhf.trainer.log import StageLog
+from jaxrlhf.trainer.loop import Loop
+from jaxrlhf.trainer.signals import Stop
 
 PATIENCE_S = 60.0
 PROMPTS, COPIES = 2, 2
@@ -161,7 +161,7 @@ def test_an_evaluation_of_ones_own_has_metrics_of_its_own():
 
 def test_metrics_that_cannot_be_gone_on_with_leave_no_bars_on_the_screen(tmp_path, monkeypatch):
     consoles = []
-    monkeypatch.setattr("jaxrlhf.controller.log.RunConsole", lambda **settings: consoles.append(settings))
+    monkeypatch.setattr("jaxrlhf.trainer.log.RunConsole", lambda **settings: consoles.append(settings))
     (tmp_path / "metrics.jsonl").write_text('no json\n{"step": 1}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1, is not a JSON object"):
         StageLog(tmp_path, steps=3, first_step=2)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from jaxrlhf import models
-from jaxrlhf.architecture import Experts, ModelConfig
 from jaxrlhf.batch import Diverged
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Placement, Request
 from jaxrlhf.engine.slot_book import SlotBook
-from jaxrlhf.parallel import GENERATE, SLOT_AXES, mesh_of, shardings
+from jaxrlhf.models.config import Experts, ModelConfig
+from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
+from jaxrlhf.sharding.rules import GENERATE, shardings
 
 MODEL = ModelConfig(
     family="qwen3_moe",

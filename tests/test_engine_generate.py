@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Diverged
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Placement, Request
+from jaxrlhf.models.config import ModelConfig
 
 MODEL = ModelConfig(
     family="qwen2",
@@ -164,7 +164,7 @@ def test_another_seed_or_request_id_gives_another_sample(engine, sampled):
 
 
 def test_decoding_over_part_of_the_cache_and_compiling_ahead_change_nothing(params, sampled, monkeypatch):
-    monkeypatch.setattr("jaxrlhf.parallel.workload.CAPACITY_STEP", 4)
+    monkeypatch.setattr("jaxrlhf.engine.lengths.CAPACITY_STEP", 4)
     requests, expected = sampled
     engine = build()
     engine.load(params, version=1)

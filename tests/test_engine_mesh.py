@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jaxrlhf import models
-from jaxrlhf.architecture import Experts, LatentAttention, ModelConfig
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
-from jaxrlhf.parallel import GENERATE, SLOT_AXES, mesh_of, shardings
+from jaxrlhf.models.config import Experts, LatentAttention, ModelConfig
+from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
+from jaxrlhf.sharding.rules import GENERATE, shardings
 
 MODEL = ModelConfig(
     family="qwen3",

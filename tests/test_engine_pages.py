@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Placement, Request
 from jaxrlhf.engine.page_book import PageBook
-from jaxrlhf.models.pages import NO_PAGE, PAGE_TOKENS
-from jaxrlhf.parallel import GENERATE, SLOT_AXES, mesh_of, shardings
+from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
+from jaxrlhf.sharding.rules import GENERATE, shardings
 
 MODEL = ModelConfig(
     family="qwen3",
@@ -37,7 +38,7 @@ def build(*, pages: bool, slots: int = 10, **sizes: int) -> Engine:
     mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
     axes = {"row_axes": SLOT_AXES, "head_axes": ("tensor",)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxrlhf.parallel.workload.CAPACITY_STEP", LONGEST_PROMPT + LONGEST_RESPONSE)
+        patch.setattr("jaxrlhf.engine.lengths.CAPACITY_STEP", LONGEST_PROMPT + LONGEST_RESPONSE)
         patch.setattr("jaxrlhf.engine.page_cache._SIXTEENTHS", (4, 6, 16))
         patch.setattr("jaxrlhf.engine.engine.FEWEST_SLOTS", 3)
         engine = Engine(

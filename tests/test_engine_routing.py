@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from jaxrlhf import models
-from jaxrlhf.architecture import Experts, LatentAttention, ModelConfig
 from jaxrlhf.batch import Problem
+from jaxrlhf.batching.packing import Packing
 from jaxrlhf.config import Lora, Sampling
 from jaxrlhf.engine import Engine, Request
+from jaxrlhf.models.config import Experts, LatentAttention, ModelConfig
 from jaxrlhf.models.decoder import routed_states
-from jaxrlhf.models.lora import adapted, declare_adapters
-from jaxrlhf.parallel import mesh_of
-from jaxrlhf.workers.generation import to_rollout
-from jaxrlhf.workers.packing import Packing
-from jaxrlhf.workers.routers import router_metrics, watched
+from jaxrlhf.models.lora.lora import adapted, declare_adapters
+from jaxrlhf.sharding.mesh import mesh_of
+from jaxrlhf.workers.router_replay import router_metrics, watched
+from jaxrlhf.workers.sampler import to_rollout
 
 MODEL = ModelConfig(
     family="qwen3_moe",

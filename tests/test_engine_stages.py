@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Placement, Request
-from jaxrlhf.parallel.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
-from jaxrlhf.parallel.rules import GENERATE, TRAIN, shardings
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, shardings
 
 MODEL = ModelConfig(
     family="qwen3",

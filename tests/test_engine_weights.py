@@ -14,8 +14,8 @@ from test_models_families import GEMMA, close, drawn
 from jaxrlhf import models
 from jaxrlhf.engine import Request
 from jaxrlhf.engine.weights import Weights
-from jaxrlhf.parallel.mesh import SLOT_AXES, mesh_of
-from jaxrlhf.parallel.rules import GENERATE, shardings
+from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
+from jaxrlhf.sharding.rules import GENERATE, shardings
 
 REQUESTS = [Request(3 * group + i, (4 + group, 7, 9 - group), group) for group in range(3) for i in range(3)]
 

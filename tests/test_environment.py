@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrlhf import environment
-from jaxrlhf.workers.launch import _check_threads
+from jaxrlhf.runtime import environment
+from jaxrlhf.single_controller.launch import _check_threads
 
 
 def threads_with(**variables: str) -> str:

@@ -17,8 +17,8 @@ from made_plans import machines
 import jaxrlhf
 from jaxrlhf import algos, config
 from jaxrlhf.config import GRPO, Algorithm, CommandLine, PolicyGradient, RatioLoss, to_json
-from jaxrlhf.controller.loop import resolve_dataflow
-from jaxrlhf.planning import problem_of
+from jaxrlhf.planner.problem import problem_of
+from jaxrlhf.trainer.loop import resolve_dataflow
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -53,7 +53,7 @@ def test_readmes_algorithm_is_planned_with_its_own_roles(own_file):
 
 def test_readmes_algorithm_reaches_processes_that_never_saw_its_file(own_file, tmp_path):
     cloudpickle = pytest.importorskip("ray.cloudpickle")
-    from jaxrlhf.workers.ray_backend import carry_configuration_files
+    from jaxrlhf.single_controller.ray_backend import carry_configuration_files
 
     config = jaxrlhf.load(own_file)
     carry_configuration_files()
@@ -75,13 +75,13 @@ def test_an_algorithm_that_is_not_whole_says_what_it_lacks(own_file):
     wrong = {
         "    dataflow = step\n": "",
         "    dataflow = step": '    dataflow = "step"',
-        "dataflow = step": 'dataflow = "jaxrlhf.controller.baselines:raft"',
+        "dataflow = step": 'dataflow = "jaxrlhf.dataflows.baselines:raft"',
         "= step\n": '= "no_such_module:step"\n',
     }
     said = [
         "RAFT.dataflow=None is no step; give a function of (roles, work), or its name as 'module:function'",
         "RAFT.dataflow='step' is no step",
-        "RAFT.dataflow='jaxrlhf.controller.baselines:raft': jaxrlhf.controller.baselines has no function 'raft'",
+        "RAFT.dataflow='jaxrlhf.dataflows.baselines:raft': jaxrlhf.dataflows.baselines has no function 'raft'",
         "RAFT.dataflow='no_such_module:step': importing no_such_module failed with No module named",
     ]
     for (old, new), message in zip(wrong.items(), said, strict=True):
@@ -115,6 +115,6 @@ def test_the_page_of_algorithms_has_each_with_its_functions():
     assert rows.keys() == named.keys()
     for name, function in named.items():
         if not issubclass(getattr(config, name), GRPO) or name in ("GRPO", "DrGRPO"):  # others are GRPO with a loss
-            assert function.removeprefix("jaxrlhf.").removeprefix("controller.") in rows[name], name
+            assert function.removeprefix("jaxrlhf.") in rows[name], name
         for used in re.findall(r"`algos\.(\w+)`", rows[name]):
             assert hasattr(algos, used), used

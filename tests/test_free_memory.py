@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrlhf import free_memory
-from jaxrlhf.free_memory import COMPILE_EVENT, return_after_compiling, return_free_memory
+from jaxrlhf.runtime import free_memory
+from jaxrlhf.runtime.free_memory import COMPILE_EVENT, return_after_compiling, return_free_memory
 
 
 def resident_mb() -> int:

@@ -36,7 +36,7 @@ def shown_step(readme: str) -> list[str]:
 
 
 def test_readme_shows_the_step_of_ppo_as_it_is():
-    lines = iter((PACKAGE / "controller" / "ppo.py").read_text().splitlines())
+    lines = iter((PACKAGE / "dataflows" / "ppo.py").read_text().splitlines())
     missing = [line for line in shown_step((ROOT / "README.md").read_text()) if line not in lines]
     assert missing == []
 
@@ -100,7 +100,7 @@ def test_loading_a_configuration_is_light():
 
 def test_a_run_from_scratch_loads_no_torch():
     # Its import takes as many seconds as all that a run needs, in every process of it.
-    tokenized = "import jaxrlhf.controller.run, jaxrlhf.data; jaxrlhf.data.load_tokenizer(None)"
+    tokenized = "import jaxrlhf.trainer.run, jaxrlhf.data; jaxrlhf.data.load_tokenizer(None)"
     assert "torch" not in loaded_by(tokenized)
 
 
@@ -123,7 +123,7 @@ def test_configuration_says_how_to_run_it(name):
 
 @pytest.mark.parametrize("name", ["ppo", "critic_free", "baselines", "dapo"])
 def test_an_algorithm_is_one_screen(name):
-    text = (PACKAGE / "controller" / f"{name}.py").read_text()
+    text = (PACKAGE / "dataflows" / f"{name}.py").read_text()
     steps = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and "roles" in arguments(node)]
     assert steps
     for step in steps:
@@ -149,7 +149,7 @@ def test_rule_floors_can_fail(tmp_path):
             "models/__init__.py": "from jaxrlhf import algos, train\nfrom jaxrlhf.config import Config",
             "engine/__init__.py": "from .cache import Cache\nfrom jaxrlhf import __version__",
             "attic/__init__.py": "",
-            "train.py": "import jaxrlhf.controller\nimport jaxrlhf.evaluate",
+            "train.py": "import jaxrlhf.trainer\nimport jaxrlhf.evaluate",
         },
     )
     assert house_rules.floors(package) == [
@@ -157,8 +157,8 @@ def test_rule_floors_can_fail(tmp_path):
         "algos/gae.py (floor 1) imports models (floor 2)",
         "data/__init__.py (floor 1) imports algos (floor 1)",
         "engine/__init__.py imports .cache.Cache; write the whole name",
-        "models/__init__.py (floor 2) imports train (floor 6)",
-        "train.py (floor 6) imports evaluate (floor 6)",
+        "models/__init__.py (floor 2) imports train (floor 8)",
+        "train.py (floor 8) imports evaluate (floor 8)",
     ]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from jaxrlhf.config import Config, FromScratch, Pretrained, load, override
-from jaxrlhf.controller.policy import export_policy
-from jaxrlhf.controller.run import run
+from jaxrlhf.trainer.policy import export_policy
+from jaxrlhf.trainer.run import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "optimized")]
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.models.attention import DECODE, ROWS, Attention, attend, attend_cache
-from jaxrlhf.models.kernels_gpu import pallas_decode
-from jaxrlhf.models.kernels_tpu import splash_rows
-from jaxrlhf.models.scores import PLAIN, Scores
+from jaxrlhf.models.attention.attention import DECODE, ROWS, Attention, attend, attend_cache
+from jaxrlhf.models.attention.score_mod import PLAIN, Scores
+from jaxrlhf.models.kernels.gpu import pallas_decode
+from jaxrlhf.models.kernels.tpu import splash_rows
 
 
 @pytest.fixture(autouse=True)

@@ -12,16 +12,16 @@ from tiny_models import DECODER
 from tiny_runs import get_config
 
 from jaxrlhf import models
-from jaxrlhf.architecture import LatentAttention
 from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.engine import programs
-from jaxrlhf.models import kernel_choice
-from jaxrlhf.models.attention import DECODE, PAGES, ROWS, Attention
-from jaxrlhf.models.kernels_gpu import pallas_decode, pallas_pages
-from jaxrlhf.models.kernels_tpu import splash_rows
-from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.models.attention import kernel_choice
+from jaxrlhf.models.attention.attention import DECODE, PAGES, ROWS, Attention
+from jaxrlhf.models.config import LatentAttention
+from jaxrlhf.models.kernels.gpu import pallas_decode, pallas_pages
+from jaxrlhf.models.kernels.tpu import splash_rows
+from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder
-from jaxrlhf.workers.settings import pool_rows
+from jaxrlhf.workers.summary import pool_rows
 
 CONFIG = replace(DECODER, head_dim=16)
 xla_rows, xla_decode, xla_pages = ROWS["xla"], DECODE["xla"], PAGES["xla"]

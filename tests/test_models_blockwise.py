@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from compiled import to_read
 
-from jaxrlhf.models import blockwise
-from jaxrlhf.models.chunks import attend_chunk
+from jaxrlhf.models.attention import attention_xla as blockwise
+from jaxrlhf.models.attention.chunks import attend_chunk
 
 
 def by_query(query_RWNH, key_RWKH, value_RWKH, segment_RW):

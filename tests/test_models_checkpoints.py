@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import build, write
 
 from jaxrlhf import models
-from jaxrlhf.architecture import Llama3Rope
+from jaxrlhf.models.config import Llama3Rope
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_every_device_gets_its_shard(source, rules):
 
 def test_only_the_shard_is_read(source, monkeypatch):
     """A process that owns a quarter of a matrix asks the file for a quarter of its rows."""
-    from jaxrlhf.models import hf_load
+    from jaxrlhf.models.huggingface import load as hf_load
 
     read = []
     original = hf_load._read

@@ -15,11 +15,11 @@ from tiny_checkpoints import VOCAB, build, write
 from tiny_models import DECODER, close, drawn
 
 from jaxrlhf import models
-from jaxrlhf.models.cache import Prefix
-from jaxrlhf.models.chunks import Chunk, attend_chunk
-from jaxrlhf.models.scores import Scores
-from jaxrlhf.parallel.mesh import SLOT_AXES, STAGE_AXES, mesh_of
-from jaxrlhf.parallel.rules import GENERATE, shardings
+from jaxrlhf.models.attention.chunks import Chunk, attend_chunk
+from jaxrlhf.models.attention.kv_cache import Prefix
+from jaxrlhf.models.attention.score_mod import Scores
+from jaxrlhf.sharding.mesh import SLOT_AXES, STAGE_AXES, mesh_of
+from jaxrlhf.sharding.rules import GENERATE, shardings
 
 DENSE = replace(DECODER, qkv_bias=True)
 CONFIGS = {"dense": DENSE, "windows and soft caps": GEMMA, "latents and experts": DEEPSEEK}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxrlhf import models
-from jaxrlhf.architecture import LongRope
+from jaxrlhf.models.config import LongRope
 
 _SHARED = {
     "attention_dropout": 0.0,

@@ -13,10 +13,10 @@ from tiny_runs import get_config, write_policy
 
 from jaxrlhf import models
 from jaxrlhf.config import ModelReward, Pretrained, Rewards
-from jaxrlhf.controller.run import run
-from jaxrlhf.models.hf_config import read_stop_tokens
-from jaxrlhf.models.hf_load import check_params
+from jaxrlhf.models.huggingface.config import read_stop_tokens
+from jaxrlhf.models.huggingface.load import check_params
 from jaxrlhf.tracking import CompileCounter
+from jaxrlhf.trainer.run import run
 
 INDEX = "model.safetensors.index.json"
 TENSOR = "model.layers.1.mlp.up_proj.weight"

@@ -14,10 +14,10 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from jaxrlhf.architecture import Experts
-from jaxrlhf.models.attention import XLA
-from jaxrlhf.models.experts import balance_loss, mix, route
-from jaxrlhf.models.grouped import _ragged, grouped_mlp
+from jaxrlhf.models.attention.attention import XLA
+from jaxrlhf.models.config import Experts
+from jaxrlhf.models.moe.experts import balance_loss, mix, route
+from jaxrlhf.models.moe.grouped import _ragged, grouped_mlp
 
 WIDTH, INNER, ROWS, TOKENS = 6, 5, 4, 9
 KINDS = {

@@ -10,27 +10,25 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf import models
-from jaxrlhf.architecture import Experts, ModelConfig
 from jaxrlhf.config import Layout, Sampling
 from jaxrlhf.engine import Engine, Request
+from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.models.decoder import routed_states
-from jaxrlhf.models.experts import Watched
-from jaxrlhf.models.quantized import quantize
-from jaxrlhf.parallel import (
+from jaxrlhf.models.lora.quantized import quantize
+from jaxrlhf.models.moe.experts import Watched
+from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.sharding.mesh import (
     BATCH_AXES,
     EXPERT_AXES,
     SLOT_AXES,
     STAGE_AXES,
     TENSOR_AXES,
-    TRAIN,
     WEIGHT_AXES,
-    HybridEngine,
-    check_divisible,
     factored_mesh,
     generation_mesh,
     mesh_of,
-    shardings,
 )
+from jaxrlhf.sharding.rules import TRAIN, check_divisible, shardings
 
 MODEL = ModelConfig(
     family="qwen3_moe",

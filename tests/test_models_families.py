@@ -13,11 +13,11 @@ from tiny_checkpoints import build, write
 from tiny_models import DECODER, close, drawn
 
 from jaxrlhf import models
-from jaxrlhf.architecture import Experts, LatentAttention, LinearRope, YarnRope
 from jaxrlhf.models import linear
-from jaxrlhf.models.spread import AttentionRows, Spread
-from jaxrlhf.parallel.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
-from jaxrlhf.parallel.rules import TRAIN, shardings
+from jaxrlhf.models.attention.shared_prefix import AttentionRows, Spread
+from jaxrlhf.models.config import Experts, LatentAttention, LinearRope, YarnRope
+from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
+from jaxrlhf.sharding.rules import TRAIN, shardings
 
 GEMMA = dataclasses.replace(
     DECODER,

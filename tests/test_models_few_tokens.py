@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.models import linear
+from jaxrlhf.models.config import ModelConfig
 
 WIDE, LARGE = 512, 1024
 """Inputs from which on a weight is turned, and outputs with which it has enough of both."""

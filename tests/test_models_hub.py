@@ -13,9 +13,9 @@ from tiny_checkpoints import build, write
 from jaxrlhf import models
 from jaxrlhf.config import Lora
 from jaxrlhf.data import build_embedded_tokenizer, load_tokenizer
-from jaxrlhf.models import hub
-from jaxrlhf.models.adapter_files import save_adapters
-from jaxrlhf.models.lora import adapter_shapes
+from jaxrlhf.models.huggingface import hub
+from jaxrlhf.models.huggingface.peft import save_adapters
+from jaxrlhf.models.lora.lora import adapter_shapes
 
 MODEL = "org/model"
 

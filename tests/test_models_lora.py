@@ -17,9 +17,9 @@ from tiny_models import logits
 
 from jaxrlhf import models
 from jaxrlhf.config import FromScratch, Lora
-from jaxrlhf.models.adapter_files import load_adapters, save_adapters
+from jaxrlhf.models.huggingface.peft import load_adapters, save_adapters
 from jaxrlhf.models.linear import Adapted, Adapter, project
-from jaxrlhf.models.lora import adapted, declare_adapters, merged
+from jaxrlhf.models.lora.lora import adapted, declare_adapters, merged
 from jaxrlhf.models.parameters import draw
 
 pytestmark = pytest.mark.filterwarnings(

@@ -18,12 +18,12 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from jaxrlhf.architecture import ModelConfig
-from jaxrlhf.models.attention import PAGES, Attention, attend_pages
-from jaxrlhf.models.kernels_gpu import pallas_pages
-from jaxrlhf.models.kernels_tpu import ragged_pages
-from jaxrlhf.models.pages import NO_PAGE, PAGE_TOKENS, LayerPages, empty_pages, insert_pages
-from jaxrlhf.models.scores import PLAIN, Scores
+from jaxrlhf.models.attention.attention import PAGES, Attention, attend_pages
+from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS, LayerPages, empty_pages, insert_pages
+from jaxrlhf.models.attention.score_mod import PLAIN, Scores
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.kernels.gpu import pallas_pages
+from jaxrlhf.models.kernels.tpu import ragged_pages
 
 OTHER = {"divisor": 1.3, "cap": 0.8, "window": 18}
 

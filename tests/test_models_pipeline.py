@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import DECODER, drawn
 
 from jaxrlhf import models
-from jaxrlhf.parallel.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
-from jaxrlhf.parallel.rules import TRAIN, shardings
+from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
+from jaxrlhf.sharding.rules import TRAIN, shardings
 
 CONFIG = replace(DECODER, num_layers=8, qkv_bias=True, qk_norm=True)
 ROWS, WIDTH = 12, 17

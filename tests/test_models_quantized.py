@@ -14,11 +14,11 @@ from tiny_models import logits
 
 from jaxrlhf import models
 from jaxrlhf.config import Lora
-from jaxrlhf.models import quantized as module
 from jaxrlhf.models.linear import Adapted, Adapter, project
-from jaxrlhf.models.lora import adapted, declare_adapters, quantized
+from jaxrlhf.models.lora import quantized as module
+from jaxrlhf.models.lora.lora import adapted, declare_adapters, quantized
+from jaxrlhf.models.lora.quantized import Quantized
 from jaxrlhf.models.parameters import draw
-from jaxrlhf.models.quantized import Quantized
 
 KINDS = ("int8", "nf4")
 quantize = jax.jit(module.quantize, static_argnums=1)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrlhf.batch import Sequences
-from jaxrlhf.models.scores import Scores
-from jaxrlhf.models.spread import ATTENDED, Spread, attend_spread
-from jaxrlhf.workers.packing import Packing
+from jaxrlhf.batching.packing import Packing
+from jaxrlhf.models.attention.score_mod import Scores
+from jaxrlhf.models.attention.shared_prefix import ATTENDED, Spread, attend_spread
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 

@@ -9,11 +9,11 @@ import pytest
 from tiny_checkpoints import VOCAB, build, write
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Layout, Sampling
 from jaxrlhf.engine import Engine, Request
-from jaxrlhf.parallel import GENERATE, SLOT_AXES, TRAIN, factored_mesh, mesh_of, shardings
-from jaxrlhf.parallel.rules import check_divisible
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.sharding.mesh import SLOT_AXES, factored_mesh, mesh_of
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, check_divisible, shardings
 
 ROWS, WIDTH = 4, 12
 

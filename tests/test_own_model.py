@@ -18,11 +18,12 @@ from tiny_runs import get_config, numbers, records, training
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, PPO, Layout, Lora, Nnx, PromptFile, Training
-from jaxrlhf.controller.policy import evaluate_policy, export_policy
 from jaxrlhf.models import init_params, model_config, param_dims, param_shapes, token_logp
 from jaxrlhf.models.decoder import hidden_states
-from jaxrlhf.parallel import TRAIN, factored_mesh, shardings
-from jaxrlhf.planning import problem_of
+from jaxrlhf.planner.problem import problem_of
+from jaxrlhf.sharding.mesh import factored_mesh
+from jaxrlhf.sharding.rules import TRAIN, shardings
+from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from made_plans import HELD_ONCE, machines
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import ROLLOUT, Layout
-from jaxrlhf.parallel import Hardware
-from jaxrlhf.parallel.allocation import allocate, stage_seconds
-from jaxrlhf.parallel.mapping import placements, search
-from jaxrlhf.parallel.plan import Infeasible, Plan, Problem
-from jaxrlhf.parallel.pool_options import Point
-from jaxrlhf.parallel.workload import Role, Software, Workload
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.plan import Infeasible, Plan, Problem
+from jaxrlhf.planner.search.allocation import allocate, stage_seconds
+from jaxrlhf.planner.search.mapping import placements, search
+from jaxrlhf.planner.search.pool_options import Point
+from jaxrlhf.planner.workload import Role, Software, Workload
 
 # Attention 4 * (4 + 8) + 16 = 64, MLP 96, norms 8: 168 in each of 2 layers; embedding and head 32 each, last norm 4.
 TINY = ModelConfig("llama", 8, 4, 8, 2, 2, 2, 2)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from unit_machines import FREE, UNIT
 
-from jaxrlhf.parallel.collectives import (
+from jaxrlhf.planner.cost.collectives import (
     Group,
     all_gather_s,
     all_reduce_s,
@@ -16,8 +16,8 @@ from jaxrlhf.parallel.collectives import (
     latency_s,
     send_s,
 )
-from jaxrlhf.parallel.hardware import Hardware
-from jaxrlhf.parallel.simulate import pool_hardware
+from jaxrlhf.planner.cost.simulate import pool_hardware
+from jaxrlhf.planner.hardware import Hardware
 
 CLUSTER = replace(
     UNIT, machines=2, devices_per_machine=8, link_bytes_per_s=100.0, network_bytes_per_s=4.0,

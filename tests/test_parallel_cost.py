@@ -25,10 +25,10 @@ from unit_machines import (
 )
 
 from jaxrlhf import models
-from jaxrlhf.architecture import Experts, ModelConfig
 from jaxrlhf.config import Layout
-from jaxrlhf.parallel.cost import decoding, forward_cost, generation_cost, head_flops, layer_flops, update_cost
-from jaxrlhf.parallel.workload import Role, Software
+from jaxrlhf.models.config import Experts, ModelConfig
+from jaxrlhf.planner.cost.cost import decoding, forward_cost, generation_cost, head_flops, layer_flops, update_cost
+from jaxrlhf.planner.workload import Role, Software
 
 CLUSTER = replace(UNIT, machines=2, devices_per_machine=8)
 LM_HEAD = 2 * TOKENS * 32 * 64

@@ -24,11 +24,10 @@ from unit_machines import (
     weights_of,
 )
 
-from jaxrlhf.architecture import Experts, ModelConfig
 from jaxrlhf.config import Layout
+from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.parallel import HybridEngine, factored_mesh, generation_mesh
-from jaxrlhf.parallel.cost import (
+from jaxrlhf.planner.cost.cost import (
     Decoding,
     decoding,
     experts_read,
@@ -38,9 +37,11 @@ from jaxrlhf.parallel.cost import (
     switch_bytes,
     switch_cost,
 )
-from jaxrlhf.parallel.hardware import Hardware
-from jaxrlhf.parallel.plan import Cost
-from jaxrlhf.parallel.workload import Workload
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.plan import Cost
+from jaxrlhf.planner.workload import Workload
+from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
 
 READS = replace(UNIT, matmul_flops_per_s=FREE, link_bytes_per_s=FREE)
 """Generation takes what it takes to read."""

@@ -7,9 +7,9 @@ import pytest
 from unit_machines import DENSE, FREE, HALVES, STEPS, TOKENS, UNIT, WORK, naive_layer_flops, trained, weights_of
 
 from jaxrlhf.config import Layout
-from jaxrlhf.parallel.batches import batch_of
-from jaxrlhf.parallel.cost import forward_cost, update_cost
-from jaxrlhf.parallel.workload import Software
+from jaxrlhf.planner.cost.batches import batch_of
+from jaxrlhf.planner.cost.cost import forward_cost, update_cost
+from jaxrlhf.planner.workload import Software
 
 CLUSTER = replace(UNIT, machines=2, devices_per_machine=8, link_bytes_per_s=FREE)
 """What stays inside a machine is free."""

@@ -10,12 +10,13 @@ from jax.sharding import AbstractMesh
 from unit_machines import DENSE, FREE, GROUPED, HALVES, UNIT, trained, weights_of
 
 from jaxrlhf.batch import Sequences
+from jaxrlhf.batching.packing import Packing
 from jaxrlhf.config import Layout, Training
-from jaxrlhf.parallel.batches import Batch, batch_of
-from jaxrlhf.parallel.cost import Decoding, generation_cost, update_cost
-from jaxrlhf.parallel.workload import Workload, cache_capacities
+from jaxrlhf.engine.lengths import cache_capacities
+from jaxrlhf.planner.cost.batches import Batch, batch_of
+from jaxrlhf.planner.cost.cost import Decoding, generation_cost, update_cost
+from jaxrlhf.planner.workload import Workload
 from jaxrlhf.workers.model import microbatch_shape
-from jaxrlhf.workers.packing import Packing
 
 READS = replace(UNIT, matmul_flops_per_s=FREE, link_bytes_per_s=FREE)
 """Generation takes what it takes to read."""

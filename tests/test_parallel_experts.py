@@ -14,32 +14,17 @@ from made_plans import machines
 from unit_machines import HALVES, STEPS, UNIT, WORK, trained
 
 from jaxrlhf import models
-from jaxrlhf.architecture import Experts, ModelConfig
 from jaxrlhf.config import Layout
-from jaxrlhf.parallel import (
-    BATCH_AXES,
-    EXPERT_AXES,
-    GENERATE,
-    TENSOR_AXES,
-    TRAIN,
-    HybridEngine,
-    check_divisible,
-    factored_mesh,
-    generation_mesh,
-    laid_out,
-    shard_bytes,
-    shardings,
-)
-from jaxrlhf.parallel.cost import Decoding, forward_cost, generation_cost, move_cost, switch_bytes, update_cost
-from jaxrlhf.parallel.islands import island_of
-from jaxrlhf.parallel.layouts import generation_layouts, switches, training_layouts
-from jaxrlhf.parallel.memory import (
-    inference_activation_bytes,
-    training_activation_bytes,
-    weights_generating,
-    weights_held,
-)
-from jaxrlhf.parallel.workload import Role
+from jaxrlhf.models.config import Experts, ModelConfig
+from jaxrlhf.models.memory import inference_activation_bytes, training_activation_bytes, weights_held
+from jaxrlhf.planner.cost.cost import Decoding, forward_cost, generation_cost, move_cost, switch_bytes, update_cost
+from jaxrlhf.planner.cost.memory import weights_generating
+from jaxrlhf.planner.search.layouts import generation_layouts, switches, training_layouts
+from jaxrlhf.planner.workload import Role
+from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, TENSOR_AXES, factored_mesh, generation_mesh
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, check_divisible, laid_out, shard_bytes, shardings
+from jaxrlhf.sharding.submesh import island_of
 
 MODEL = ModelConfig("qwen3_moe", 64, 32, 48, 2, 4, 4, 8, experts=Experts(4, 2, 16))
 ROUTED = 2 * 4 * 3 * 32 * 16

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from jaxrlhf.parallel import KNOWN_HARDWARE, Hardware, hardware, load_hardware, recognise, save_hardware
+from jaxrlhf.planner.devices import KNOWN_HARDWARE, hardware, load_hardware, recognise, save_hardware
+from jaxrlhf.planner.hardware import Hardware
 
 GIB = 1024**3
 

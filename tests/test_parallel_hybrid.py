@@ -12,14 +12,10 @@ from compiled import collectives, joined, live_bytes
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.config import Layout
-from jaxrlhf.parallel import (
-    HybridEngine,
-    factored_mesh,
-    generation_mesh,
-    laid_out,
-    missing_bytes,
-    refines,
-)
+from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
+from jaxrlhf.sharding.overlap import missing_bytes, refines
+from jaxrlhf.sharding.rules import laid_out
 
 # Every leaf can be split by all axes of any factorisation of eight devices.
 SHAPES = {"layers": jax.ShapeDtypeStruct((8, 16), jnp.float32), "table": jax.ShapeDtypeStruct((64, 4), jnp.float32)}

@@ -11,21 +11,13 @@ import pytest
 from compiled import host_reads, live_bytes
 from jax.sharding import Mesh
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Layout, Sampling
 from jaxrlhf.engine import Engine, Request
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.parallel import (
-    AXES,
-    SLOT_AXES,
-    HybridEngine,
-    factored_mesh,
-    generation_mesh,
-    hand_over,
-    island_of,
-    local_island,
-    mesh_of,
-)
+from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.sharding.mesh import AXES, SLOT_AXES, factored_mesh, generation_mesh, mesh_of
+from jaxrlhf.sharding.submesh import hand_over, island_of, local_island
 
 MODEL = ModelConfig("qwen3", 32, 16, 32, 2, 4, 4, 8)
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from made_plans import machines
 
-from jaxrlhf.architecture import Experts, ModelConfig
 from jaxrlhf.config import Layout
+from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.parallel import AXES, GENERATE, TRAIN, check_divisible, factored_mesh, generation_mesh
-from jaxrlhf.parallel.layouts import (
+from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.search.layouts import (
     divisors,
     generation_layouts,
     pool_sizes,
@@ -21,8 +21,9 @@ from jaxrlhf.parallel.layouts import (
     switches,
     training_layouts,
 )
-from jaxrlhf.parallel.plan import Problem
-from jaxrlhf.parallel.workload import Role, Software, Workload
+from jaxrlhf.planner.workload import Role, Software, Workload
+from jaxrlhf.sharding.mesh import AXES, factored_mesh, generation_mesh
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, check_divisible
 
 MODELS = {
     "even": ModelConfig("qwen2", 32, 16, 64, 4, 8, 8, 2),

@@ -9,15 +9,16 @@ from made_plans import a_config, machines
 from unit_machines import DENSE, HALVES, STEPS, UNIT, WORK, trained
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import GRPO, KLInLoss, Layout, Lora, Pool, Training
-from jaxrlhf.models.lora import adapted, adapter_shapes
-from jaxrlhf.parallel.cost import forward_cost, update_cost
-from jaxrlhf.parallel.mapping import search
-from jaxrlhf.parallel.memory import adapters_held
-from jaxrlhf.parallel.plan import Problem
-from jaxrlhf.parallel.simulate import Simulator
-from jaxrlhf.planning import planned_config, problem_of
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.lora.lora import adapted, adapter_shapes
+from jaxrlhf.models.memory import adapters_held
+from jaxrlhf.planner.apply import planned_config
+from jaxrlhf.planner.cost.cost import forward_cost, update_cost
+from jaxrlhf.planner.cost.simulate import Simulator
+from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.problem import problem_of
+from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.workers.weights import policy_shapes
 
 LORA = Lora(rank=8)

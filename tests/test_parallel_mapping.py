@@ -9,11 +9,11 @@ import pytest
 from small_problems import ALL, Placement, a_problem, solve, solved
 
 from jaxrlhf.config import ROLLOUT, Layout
-from jaxrlhf.parallel.mapping import search
-from jaxrlhf.parallel.memory import cache_bytes_per_token
-from jaxrlhf.parallel.plan import Plan, Problem, Search
-from jaxrlhf.parallel.simulate import Simulator
-from jaxrlhf.parallel.workload import STAGES
+from jaxrlhf.planner.cost.memory import cache_bytes_per_token
+from jaxrlhf.planner.cost.simulate import Simulator
+from jaxrlhf.planner.plan import Plan, Problem, Search
+from jaxrlhf.planner.search.mapping import search
+from jaxrlhf.planner.workload import STAGES
 
 
 def placement_of(plan: Plan, problem: Problem) -> Placement:

@@ -10,25 +10,25 @@ from compiled import to_read
 from unit_machines import ALL_SPLIT, DENSE, HALVES, ROUTED, UNIT, WORK, weights_of
 
 from jaxrlhf import models
-from jaxrlhf.architecture import Experts, ModelConfig
 from jaxrlhf.config import Layout
-from jaxrlhf.models.blockwise import attend_blocks
+from jaxrlhf.models.attention.attention_xla import attend_blocks
+from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.models.heads import CHUNK_TOKENS
-from jaxrlhf.parallel import GENERATE, TRAIN, factored_mesh, generation_mesh, shard_bytes, shardings
-from jaxrlhf.parallel.memory import (
+from jaxrlhf.models.memory import (
     LOGIT_CHUNK_TOKENS,
     LONG_ROW,
-    cache_bytes_per_token,
     inference_activation_bytes,
     layer_activation_bytes,
     score_bytes,
     training_activation_bytes,
-    weights_generating,
     weights_held,
 )
-from jaxrlhf.parallel.plan import Problem
-from jaxrlhf.parallel.simulate import Simulator
-from jaxrlhf.parallel.workload import Role
+from jaxrlhf.planner.cost.memory import cache_bytes_per_token, weights_generating
+from jaxrlhf.planner.cost.simulate import Simulator
+from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.workload import Role
+from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, shard_bytes, shardings
 
 ALONE = Layout(1)
 

@@ -9,20 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxrlhf.config import Layout
-from jaxrlhf.parallel import (
-    AXES,
-    GENERATE,
-    TRAIN,
-    cast_shapes,
-    check_divisible,
-    factored_mesh,
-    generation_mesh,
-    laid_out,
-    mesh_of,
-    replica_mesh,
-    shard_bytes,
-    shardings,
-)
+from jaxrlhf.sharding.mesh import AXES, factored_mesh, generation_mesh, mesh_of, replica_mesh
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shard_bytes, shardings
 
 
 def sizes(mesh: jax.sharding.Mesh) -> dict[str, int]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxrlhf.parallel.offload import HostArray, copied_to, device_bytes, to_device, to_host
+from jaxrlhf.resharding.offload import HostArray, copied_to, device_bytes, to_device, to_host
 from jaxrlhf.tracking.device_memory import bytes_in_use
 from jaxrlhf.tracking.timing import CompileCounter
 
@@ -170,7 +170,7 @@ def test_an_array_on_no_particular_device_is_refused() -> None:
 
 
 def test_pinned_memory_that_the_devices_lack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxrlhf.parallel.offload.PINNED", "memory of another backend")
+    monkeypatch.setattr("jaxrlhf.resharding.offload.PINNED", "memory of another backend")
     tree = {"w": jax.device_put(jnp.ones((8, 8)), placed(PartitionSpec("fsdp")))}
     with pytest.raises(ValueError, match="the devices have no 'memory of another backend' memory"):
         to_host(tree, pinned=True)
@@ -183,7 +183,7 @@ import sys
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxrlhf.parallel.offload import device_bytes, to_device, to_host
+from jaxrlhf.resharding.offload import device_bytes, to_device, to_host
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))

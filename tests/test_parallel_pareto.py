@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrlhf.parallel.pareto import undominated
+from jaxrlhf.planner.search.pareto import undominated
 
 
 @pytest.mark.parametrize("columns", [1, 2, 4])

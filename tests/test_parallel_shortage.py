@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from made_plans import machines
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import ROLLOUT, Layout
-from jaxrlhf.parallel import Hardware
-from jaxrlhf.parallel.mapping import search
-from jaxrlhf.parallel.plan import Infeasible, Problem
-from jaxrlhf.parallel.workload import Role, Software, Workload
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.plan import Infeasible, Problem
+from jaxrlhf.planner.search.mapping import search
+from jaxrlhf.planner.workload import Role, Software, Workload
 
 # Attention 4e6, MLP 9e6, norms 2e3 in each of 10 layers; embedding and head 1e6 each, last norm 1e3.
 SMALL = ModelConfig("llama", 1000, 1000, 3000, 10, 10, 10, 100)

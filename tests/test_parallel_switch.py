@@ -23,7 +23,9 @@ from switched import (
 )
 
 from jaxrlhf.config import Layout
-from jaxrlhf.parallel import GENERATE, TRAIN, HybridEngine, SwitchError, laid_out, mesh_of, shardings
+from jaxrlhf.resharding.hybrid import HybridEngine, SwitchError
+from jaxrlhf.sharding.mesh import mesh_of
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, laid_out, shardings
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from compiled import host_reads
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from transfer_peer import GENERATED, TRAINED, in_place, mesh_of, placed, values
 
-from jaxrlhf.parallel import blocks
-from jaxrlhf.parallel.transfer import Exchange, splits_of
+from jaxrlhf.resharding import blocks
+from jaxrlhf.resharding.transfer import Exchange, splits_of
 from jaxrlhf.tracking.device_memory import bytes_in_use
 from jaxrlhf.tracking.timing import CompileCounter
 

@@ -15,8 +15,8 @@ import jax
 import pytest
 from transfer_peer import GENERATED, in_place, mesh_of, placed, values
 
-from jaxrlhf.parallel.transfer import Exchange, Offer, splits_of
-from jaxrlhf.parallel.wire import TransferError
+from jaxrlhf.resharding.transfer import Exchange, Offer, splits_of
+from jaxrlhf.resharding.wire import TransferError
 
 LIMIT_S = 30.0
 MIB = 2**20

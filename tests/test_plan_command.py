@@ -10,9 +10,11 @@ import pytest
 from tiny_runs import write_policy
 
 from jaxrlhf.config import Layout, Pool, load, override, shipped
-from jaxrlhf.parallel.mapping import search
-from jaxrlhf.parallel.plan import Infeasible
-from jaxrlhf.planning import hardware_of, plan_from_json, planned_config, question_of
+from jaxrlhf.planner.apply import plan_from_json, planned_config
+from jaxrlhf.planner.local import hardware_of
+from jaxrlhf.planner.plan import Infeasible
+from jaxrlhf.planner.problem import question_of
+from jaxrlhf.planner.search.mapping import search
 
 MACHINES = {"a100x2x8": 16, "h100": 8, "v5p-16": 8, "cpu": 8}
 
@@ -186,7 +188,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(arguments, message, tmp_p
 @pytest.mark.parametrize("picture", ["plan.jpg", "plan", "nowhere/plan.png"])
 def test_a_picture_that_cannot_be_written_is_refused_before_the_search(picture, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jaxrlhf.parallel.mapping.search", None)  # calling it would be a TypeError
+    monkeypatch.setattr("jaxrlhf.planner.search.mapping.search", None)  # calling it would be a TypeError
     message = refusal(monkeypatch, capsys, "--config", "ppo_gsm8k", "--hardware", "h100", "--picture", picture)
     assert f"--picture {picture} must end with one of .png, .svg, .pdf, in a folder that exists" in message
     assert list(tmp_path.iterdir()) == []
@@ -213,7 +215,7 @@ def test_replicas_lie_within_the_hosts_of_a_cluster(monkeypatch, capsys):
 
 
 def test_devices_of_no_known_kind_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr("jaxrlhf.planning.local.recognise", lambda kind, platform: None)
+    monkeypatch.setattr("jaxrlhf.planner.local.recognise", lambda kind, platform: None)
     message = refusal(monkeypatch, capsys, "--config", "ppo_gsm8k")
     assert "no figures are known" in message
     assert "jaxrlhf.calibrate" in message

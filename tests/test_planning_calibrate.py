@@ -18,10 +18,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrlhf import calibrate as command
 from jaxrlhf import models
 from jaxrlhf.config import run_command
-from jaxrlhf.parallel import Hardware, load_hardware, save_hardware
-from jaxrlhf.planning import calibrate, measure, measure_decoder, measure_links
-from jaxrlhf.planning.measured_table import measured_rows, quantity
-from jaxrlhf.planning.rate_fit import Sample, all_gather_sample, all_reduce_sample, fit_link
+from jaxrlhf.planner.devices import load_hardware, save_hardware
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.measure import calibrate, measure, measure_decoder, measure_links
+from jaxrlhf.planner.measure.measured_table import measured_rows, quantity
+from jaxrlhf.planner.measure.rate_fit import Sample, all_gather_sample, all_reduce_sample, fit_link
 
 # Fitting.
 

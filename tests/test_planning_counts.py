@@ -10,9 +10,9 @@ import transformers
 
 from jaxrlhf.config import Layout
 from jaxrlhf.models import declare, empty_cache, read_config
-from jaxrlhf.models.families import FAMILIES
-from jaxrlhf.parallel.cost import layer_flops
-from jaxrlhf.parallel.memory import cache_bytes_per_token
+from jaxrlhf.models.huggingface.families import FAMILIES
+from jaxrlhf.planner.cost.cost import layer_flops
+from jaxrlhf.planner.cost.memory import cache_bytes_per_token
 
 TASKS = {"lm": transformers.AutoModelForCausalLM, "score": transformers.AutoModelForSequenceClassification}
 

@@ -20,20 +20,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxrlhf import models
 from jaxrlhf.config import Layout, load, override
 from jaxrlhf.engine import programs
-from jaxrlhf.parallel import (
-    AXES,
-    BATCH_AXES,
-    GENERATE,
-    TRAIN,
-    cast_shapes,
-    check_divisible,
-    laid_out,
-    layouts,
-    shardings,
-)
-from jaxrlhf.parallel.mapping import search
-from jaxrlhf.planning import hardware_of, question_of
-from jaxrlhf.planning.shapes import SHAPES
+from jaxrlhf.planner.local import hardware_of
+from jaxrlhf.planner.problem import question_of
+from jaxrlhf.planner.search import layouts
+from jaxrlhf.planner.search.mapping import search
+from jaxrlhf.planner.shapes import SHAPES
+from jaxrlhf.sharding.mesh import AXES, BATCH_AXES
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shardings
 
 GIB = 2**30
 LLAMA, QWEN = "meta-llama/Llama-3.1-70B-Instruct", "Qwen/Qwen3-235B-A22B"
@@ -191,7 +184,7 @@ def test_a_mixture_is_planned_with_its_experts_divided_and_is_slower_or_too_larg
     layout = divided.pools[0].layouts["actor"]
     assert layout.expert > 1
     without = mock.patch.object(layouts, "_experts", return_value=[1])
-    with without, mock.patch("jaxrlhf.parallel.mapping.shortage", return_value="nothing fits"):
+    with without, mock.patch("jaxrlhf.planner.search.mapping.shortage", return_value="nothing fits"):
         if slower is None:
             with pytest.raises(ValueError, match="nothing fits"):
                 search(problem, keep=1)

@@ -82,7 +82,7 @@ def test_the_switch_at_70b_takes_within_twice_what_the_paper_measured(result):
 
 
 def test_the_switch_saves_the_share_of_bytes_that_the_paper_measured(script):
-    from jaxrlhf.parallel.cost import switch_bytes
+    from jaxrlhf.planner.cost.cost import switch_bytes
 
     # Gathering all of the model from 128 devices, against training 8-8-2 to generation 1-8.
     whole = script.MODELS["70B"].num_parameters() * 2 * 127 / 128

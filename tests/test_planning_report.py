@@ -21,24 +21,11 @@ from jaxrlhf.config import (
     Training,
     override,
 )
-from jaxrlhf.parallel.plan import Call, Cost, Plan, PlannedPool
-from jaxrlhf.planning import (
-    draw_timeline,
-    freed,
-    plan_from_json,
-    plan_to_json,
-    planned_config,
-    planned_settings,
-    read_plan,
-    report,
-    save_plan,
-    save_timeline,
-    snippet,
-    why_it_lost,
-    why_not,
-)
-from jaxrlhf.planning.picture import bars_of
-from jaxrlhf.planning.report import bottleneck, critical_calls, layout_text, seconds_text
+from jaxrlhf.planner.apply import freed, plan_from_json, plan_to_json, planned_config, planned_settings, snippet
+from jaxrlhf.planner.plan import Call, Cost, Plan, PlannedPool
+from jaxrlhf.planner.report.picture import bars_of, draw_timeline, save_timeline
+from jaxrlhf.planner.report.report import bottleneck, critical_calls, layout_text, report, seconds_text, why_it_lost
+from jaxrlhf.planner.saved import read_plan, save_plan, why_not
 
 
 def shown(content) -> str:

@@ -5,7 +5,7 @@ import json
 import pytest
 import transformers
 
-from jaxrlhf.planning.shapes import SHAPES, shape_of
+from jaxrlhf.planner.shapes import SHAPES, shape_of
 
 # Weights of the checkpoint files, each tensor once, as the hub counts them.
 PUBLISHED = {

@@ -15,10 +15,10 @@ import ray_world
 from jax.errors import JaxRuntimeError
 
 from jaxrlhf.config import RayCluster
-from jaxrlhf.config.command_line import is_refusal
-from jaxrlhf.hosts.cluster import connect, disconnect
-from jaxrlhf.hosts.failure import HostDied, HostHung, HostNotStarted, HostRaised
-from jaxrlhf.hosts.processes import HostProcesses
+from jaxrlhf.config.cli.command_line import is_refusal
+from jaxrlhf.single_controller.ray.cluster import connect, disconnect
+from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted, HostRaised
+from jaxrlhf.single_controller.ray.processes import HostProcesses
 
 pytestmark = pytest.mark.slow
 
@@ -199,7 +199,7 @@ def test_a_result_is_lost_with_its_host(pool):
 def test_nobody_at_the_address():
     code = """
 from jaxrlhf.config import RayCluster
-from jaxrlhf.hosts.cluster import connect
+from jaxrlhf.single_controller.ray.cluster import connect
 connect(RayCluster(address="127.0.0.1:1"))
 """
     start = time.monotonic()
@@ -218,8 +218,8 @@ import os, sys, time
 from pathlib import Path
 import ray_world
 from jaxrlhf.config import RayCluster
-from jaxrlhf.hosts.cluster import connect, disconnect
-from jaxrlhf.hosts.processes import HostProcesses
+from jaxrlhf.single_controller.ray.cluster import connect, disconnect
+from jaxrlhf.single_controller.ray.processes import HostProcesses
 
 cluster = RayCluster(devices_per_host=1, platform="cpu")
 connection = connect(cluster)

@@ -10,10 +10,10 @@ import ray_world
 from ray.cluster_utils import Cluster
 
 from jaxrlhf.config import RayCluster
-from jaxrlhf.hosts import processes
-from jaxrlhf.hosts.cluster import connect, disconnect, platform
-from jaxrlhf.hosts.failure import Host, HostDied, HostHung, HostNotStarted
-from jaxrlhf.hosts.processes import HostProcesses
+from jaxrlhf.single_controller.ray import processes
+from jaxrlhf.single_controller.ray.cluster import connect, disconnect, platform
+from jaxrlhf.single_controller.ray.failure import Host, HostDied, HostHung, HostNotStarted
+from jaxrlhf.single_controller.ray.processes import HostProcesses
 
 pytestmark = pytest.mark.slow
 

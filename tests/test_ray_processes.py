@@ -14,12 +14,20 @@ from jax.errors import JaxRuntimeError
 from tiny_runs import get_config
 
 from jaxrlhf.config import RayCluster
-from jaxrlhf.hosts import processes
-from jaxrlhf.hosts.cluster import connect, disconnect, environment
-from jaxrlhf.hosts.failure import Host, HostClosed, HostDied, HostFailure, HostHung, HostNotStarted, may_have_lost_peer
-from jaxrlhf.hosts.processes import HostProcesses
-from jaxrlhf.hosts.stored import loaded_bytes, sent_bytes
-from jaxrlhf.workers.ray_backend import launch_on_ray
+from jaxrlhf.single_controller.ray import processes
+from jaxrlhf.single_controller.ray.cluster import connect, disconnect, environment
+from jaxrlhf.single_controller.ray.failure import (
+    Host,
+    HostClosed,
+    HostDied,
+    HostFailure,
+    HostHung,
+    HostNotStarted,
+    may_have_lost_peer,
+)
+from jaxrlhf.single_controller.ray.processes import HostProcesses
+from jaxrlhf.single_controller.ray.stored import loaded_bytes, sent_bytes
+from jaxrlhf.single_controller.ray_backend import launch_on_ray
 
 CLUSTER = RayCluster(devices_per_host=2, platform="cpu", call_timeout_s=60.0)
 
@@ -66,7 +74,7 @@ def test_without_ray_its_extra_is_named(monkeypatch):
 
 
 def test_a_call_after_the_end_of_the_connection_starts_no_cluster():
-    code = "from jaxrlhf.hosts.cluster import _ray; _ray().put(1)"
+    code = "from jaxrlhf.single_controller.ray.cluster import _ray; _ray().put(1)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode and "Ray has not been started yet" in done.stderr
 

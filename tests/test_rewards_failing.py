@@ -10,10 +10,10 @@ import tiny_runs
 from jaxrlhf import config
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Checkpointing, Evaluation
-from jaxrlhf.controller.run import CHECKPOINTS, run
 from jaxrlhf.rewards import RewardsFailing, Scorer
 from jaxrlhf.rewards.pool import Pool
 from jaxrlhf.rewards.protocol import Example, Function
+from jaxrlhf.trainer.run import CHECKPOINTS, run
 
 FUNCTIONS = """
 import os

@@ -11,12 +11,15 @@ from placed_runs import assert_same_numbers, placed
 from tiny_runs import get_config, records, training
 
 from jaxrlhf.config import Config, Layout, Pretrained, RayCluster
-from jaxrlhf.controller.placement import place, placed_for_evaluation
-from jaxrlhf.controller.policy import evaluate_policy, export_policy
-from jaxrlhf.controller.run import run
 from jaxrlhf.data import embedded_tokenizer
-from jaxrlhf.parallel import Hardware, ResourcePool, save_hardware
-from jaxrlhf.planning import planned_config, read_plan
+from jaxrlhf.planner.apply import planned_config
+from jaxrlhf.planner.devices import save_hardware
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.saved import read_plan
+from jaxrlhf.sharding.pool import ResourcePool
+from jaxrlhf.trainer.placement import place, placed_for_evaluation
+from jaxrlhf.trainer.policy import evaluate_policy, export_policy
+from jaxrlhf.trainer.run import run
 from jaxrlhf.workers.build import Builder, Stage
 
 TOKENS = 500
@@ -39,7 +42,7 @@ def auto(workdir: Path, **settings) -> Config:
     return replace(get_config(), **given | settings)
 
 
-def launched(monkeypatch, module: str = "jaxrlhf.controller.run") -> list[Config]:
+def launched(monkeypatch, module: str = "jaxrlhf.trainer.run") -> list[Config]:
     """The configurations that are launched from now on; nothing is."""
     found: list[Config] = []
 

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 
 from jaxrlhf.batch import Rollout, Scores, Sequences
 from jaxrlhf.config import Config, Distillation, Evaluation, KLInLoss, Optimizer, Pretrained
-from jaxrlhf.controller import distillation
-from jaxrlhf.controller.run import run
-from jaxrlhf.controller.step import StepInput
+from jaxrlhf.dataflows import distillation
+from jaxrlhf.dataflows.step import StepInput
+from jaxrlhf.trainer.run import run
 
 
 def config(teacher, **changes) -> Config:

@@ -16,9 +16,8 @@ import pytest
 from tiny_runs import write_policy
 
 from jaxrlhf.batch import Diverged
-from jaxrlhf.hosts import HostFailure
-from jaxrlhf.hosts.failure import Host
 from jaxrlhf.rewards import RewardsFailing
+from jaxrlhf.single_controller.ray.failure import Host, HostFailure
 
 PROBLEM = json.dumps({"question": "What is 1 + 1?", "answer": "It is 2.\n#### 2"}) + "\n"
 SIZES = (
@@ -146,7 +145,7 @@ def test_what_ends_a_run_is_one_message(failure, monkeypatch, capsys):
     def fail(config, *, dry_run):
         raise failure
 
-    monkeypatch.setattr("jaxrlhf.controller.run.run", fail)
+    monkeypatch.setattr("jaxrlhf.trainer.run.run", fail)
     monkeypatch.setattr(sys, "argv", ["train", "--config", str(Path(__file__).parent / "tiny_runs.py")])
     with pytest.raises(SystemExit) as end:
         runpy.run_module("jaxrlhf.train", run_name="__main__")
@@ -179,7 +178,7 @@ def test_refusal_is_quick(case, files, tmp_path):
 @pytest.mark.parametrize("case", [case for case in CASES if "shaped like a hub id" in case])
 def test_a_silent_hub_is_not_waited_for(case, files, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("jaxrlhf.models.hub._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("jaxrlhf.models.huggingface.hub._TIMEOUT_S", 0.5)
     start = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as hub:  # takes requests and never answers
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")

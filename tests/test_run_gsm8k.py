@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_runs import records, write_policy
 
-from jaxrlhf.controller.policy import export_policy
+from jaxrlhf.trainer.policy import export_policy
 
 GSM8K = Path(os.environ.get("JAXRLHF_GSM8K") or Path(__file__).parents[2] / "shared" / "data" / "gsm8k")
 OVERRIDES = """

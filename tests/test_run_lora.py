@@ -16,7 +16,7 @@ from tiny_runs import get_config, numbers, records, training, write_policy
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, Checkpointing, Config, Evaluation, KLInLoss, Lora, Pool, Pretrained
-from jaxrlhf.controller.policy import evaluate_policy, export_policy
+from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,7 +17,7 @@ from tiny_runs import get_config, records
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, FunctionReward, KLInLoss, Rewards, TruncatedImportance, to_json
-from jaxrlhf.controller import ppo
+from jaxrlhf.dataflows import ppo
 
 STEPS = 4
 RESPONSES = 16

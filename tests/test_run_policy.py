@@ -18,12 +18,12 @@ from tiny_runs import get_config, records, write_policy
 from jaxrlhf import models
 from jaxrlhf.checkpoint import Checkpoints, convert
 from jaxrlhf.config import Lora, Pretrained
-from jaxrlhf.controller.adapted_runs import AdaptedRun
-from jaxrlhf.controller.evaluation import pass_at_k
-from jaxrlhf.controller.policy import evaluate_policy, export_policy
-from jaxrlhf.controller.run import run
 from jaxrlhf.models import read_config
 from jaxrlhf.tracking import CompileCounter
+from jaxrlhf.trainer.evaluation import pass_at_k
+from jaxrlhf.trainer.lora_export import AdaptedRun
+from jaxrlhf.trainer.policy import evaluate_policy, export_policy
+from jaxrlhf.trainer.run import run
 
 CONFIG = Path(__file__).parent / "tiny_runs.py"
 

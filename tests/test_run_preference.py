@@ -29,12 +29,14 @@ from jaxrlhf.config import (
     Sampling,
     Training,
 )
-from jaxrlhf.controller import preference
-from jaxrlhf.controller.policy import evaluate_policy, export_policy
-from jaxrlhf.controller.run import run
 from jaxrlhf.data import embedded_tokenizer, load_problems
-from jaxrlhf.parallel import ResourcePool, factored_mesh
-from jaxrlhf.planning import hardware_of, problem_of
+from jaxrlhf.dataflows import preference
+from jaxrlhf.planner.local import hardware_of
+from jaxrlhf.planner.problem import problem_of
+from jaxrlhf.sharding.mesh import factored_mesh
+from jaxrlhf.sharding.pool import ResourcePool
+from jaxrlhf.trainer.policy import evaluate_policy, export_policy
+from jaxrlhf.trainer.run import run
 from jaxrlhf.workers.build import Builder, Stage
 from jaxrlhf.workers.score_model import ScoreModel
 

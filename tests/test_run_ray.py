@@ -16,9 +16,12 @@ from tiny_runs import numbers, records
 
 from jaxrlhf.config import FunctionReward, RayCluster, Rewards, Sampling
 from jaxrlhf.data import decoder, load_problems, load_tokenizer
-from jaxrlhf.hosts import connect, disconnect, stored
 from jaxrlhf.rewards.scorer import Scorer
-from jaxrlhf.workers import Stage, launch, ray_backend, response_texts
+from jaxrlhf.single_controller import launch, ray_backend
+from jaxrlhf.single_controller.ray import stored
+from jaxrlhf.single_controller.ray.cluster import connect, disconnect
+from jaxrlhf.workers.build import Stage
+from jaxrlhf.workers.roles import response_texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 

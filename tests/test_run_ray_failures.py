@@ -20,10 +20,11 @@ from tiny_runs import numbers
 
 import jaxrlhf
 from jaxrlhf.config import Pool, RayCluster
-from jaxrlhf.controller import run as controller
-from jaxrlhf.hosts import HostDied, HostFailure, HostHung, HostProcesses, connect, disconnect
-from jaxrlhf.hosts.failure import Host
-from jaxrlhf.workers import ray_backend
+from jaxrlhf.single_controller import ray_backend
+from jaxrlhf.single_controller.ray.cluster import connect, disconnect
+from jaxrlhf.single_controller.ray.failure import Host, HostDied, HostFailure, HostHung
+from jaxrlhf.single_controller.ray.processes import HostProcesses
+from jaxrlhf.trainer import run as controller
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 

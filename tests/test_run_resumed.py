@@ -13,8 +13,8 @@ from tiny_runs import get_config
 import jaxrlhf
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ColdStart, Config, FromScratch, Lora, Nnx, Pretrained, to_json
-from jaxrlhf.controller import run as whole
-from jaxrlhf.controller.resumed import changed_settings, check_same_start, describe_start
+from jaxrlhf.trainer import run as whole
+from jaxrlhf.trainer.resume import changed_settings, check_same_start, describe_start
 
 LORA = Lora(rank=2, alpha=4.0)
 

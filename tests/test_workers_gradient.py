@@ -27,12 +27,12 @@ from jaxrlhf.config import (
     Training,
 )
 from jaxrlhf.config import Rollout as RolloutSettings
-from jaxrlhf.controller import baselines
-from jaxrlhf.controller.step import StepInput
 from jaxrlhf.data import embedded_tokenizer, load_problems
-from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.dataflows import baselines
+from jaxrlhf.dataflows.step import StepInput
+from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Stage
-from jaxrlhf.workers.tokens import stop_tokens
+from jaxrlhf.workers.tokenizer_checks import stop_tokens
 
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 

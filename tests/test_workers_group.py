@@ -7,8 +7,8 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 
-from jaxrlhf.workers.group import ActorApart, Group, Lane, Remote, Timeline
-from jaxrlhf.workers.protocol import DP_PROTO, ONE_TO_ALL, verb, verbs_of
+from jaxrlhf.batching.transfer_protocol import DP_PROTO, ONE_TO_ALL, verb, verbs_of
+from jaxrlhf.single_controller.group import ActorApart, Group, Lane, Remote, Timeline
 
 PATIENCE_S = 30.0
 

@@ -10,12 +10,12 @@ import jax
 import pytest
 from tiny_runs import get_config
 
+from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, Place, verb
 from jaxrlhf.data import embedded_tokenizer
-from jaxrlhf.parallel import ResourcePool
-from jaxrlhf.workers import host as module
+from jaxrlhf.sharding.pool import ResourcePool
+from jaxrlhf.single_controller import host as module
+from jaxrlhf.single_controller.host import Host
 from jaxrlhf.workers.build import Stage
-from jaxrlhf.workers.host import Host
-from jaxrlhf.workers.protocol import ONE_TO_ALL, Place, verb
 
 
 def made() -> Host:

@@ -16,13 +16,16 @@ from jaxrlhf.batch import Experience, Sequences
 from jaxrlhf.config import Config, FromScratch, Layout, Lora, Sampling, ValueLoss
 from jaxrlhf.data import embedded_tokenizer, load_problems
 from jaxrlhf.models import scratch_config
-from jaxrlhf.models.lora import adapter_shapes
-from jaxrlhf.parallel import ResourcePool, device_bytes, factored_mesh, shard_bytes
-from jaxrlhf.parallel.memory import weights_learnt
-from jaxrlhf.parallel.plan import Problem
-from jaxrlhf.parallel.simulate import Simulator
-from jaxrlhf.parallel.workload import Role, Software
-from jaxrlhf.planning import problem_of
+from jaxrlhf.models.lora.lora import adapter_shapes
+from jaxrlhf.planner.cost.memory import weights_learnt
+from jaxrlhf.planner.cost.simulate import Simulator
+from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.problem import problem_of
+from jaxrlhf.planner.workload import Role, Software
+from jaxrlhf.resharding.offload import device_bytes
+from jaxrlhf.sharding.mesh import factored_mesh
+from jaxrlhf.sharding.pool import ResourcePool
+from jaxrlhf.sharding.rules import shard_bytes
 from jaxrlhf.tracking import bytes_in_use
 from jaxrlhf.workers.build import Builder, Stage
 from jaxrlhf.workers.weights import adapter_layout

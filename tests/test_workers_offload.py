@@ -12,7 +12,8 @@ from jaxrlhf.algos import policy_objective, token_weights
 from jaxrlhf.batch import Experience, Sequences
 from jaxrlhf.config import Config
 from jaxrlhf.data import embedded_tokenizer
-from jaxrlhf.parallel import ResourcePool, device_bytes
+from jaxrlhf.resharding.offload import device_bytes
+from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.tracking import bytes_in_use
 from jaxrlhf.workers.build import Builder, Stage
 

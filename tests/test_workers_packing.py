@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from jaxrlhf.batch import Sequences
-from jaxrlhf.workers.attention_rows import AttentionPlaces
-from jaxrlhf.workers.packing import Packing, first_fit_decreasing
-from jaxrlhf.workers.prompts import shared_prefixes
+from jaxrlhf.batching.attention_rows import AttentionPlaces
+from jaxrlhf.batching.packing import Packing, first_fit_decreasing
+from jaxrlhf.batching.shared_prompts import shared_prefixes
 
 
 def apart(length_B: np.ndarray, width: int) -> Sequences:

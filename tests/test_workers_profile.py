@@ -7,9 +7,9 @@ import pytest
 from tiny_runs import get_config
 
 from jaxrlhf.config import RayCluster
+from jaxrlhf.single_controller.host import Built
+from jaxrlhf.single_controller.pools import Ranks, Roles
 from jaxrlhf.workers.build import Stage
-from jaxrlhf.workers.host import Built
-from jaxrlhf.workers.pools import Ranks, Roles
 
 
 class Told(Ranks):

@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrlhf.batch import Experience, Problem, Sequences
-from jaxrlhf.config import Layout, Sampling
-from jaxrlhf.parallel import AXES, BATCH_AXES, SLOT_AXES, factored_mesh
-from jaxrlhf.workers import protocol as protocols
-from jaxrlhf.workers.generation import Generator
-from jaxrlhf.workers.protocol import (
+from jaxrlhf.batching import transfer_protocol as protocols
+from jaxrlhf.batching.transfer_protocol import (
     ALL_TO_ALL,
     DP_PROTO,
     ONE_TO_ALL,
@@ -24,7 +21,10 @@ from jaxrlhf.workers.protocol import (
     register,
     rows,
 )
+from jaxrlhf.config import Layout, Sampling
+from jaxrlhf.sharding.mesh import AXES, BATCH_AXES, SLOT_AXES, factored_mesh
 from jaxrlhf.workers.roles import Actor, Critic, Reference, Reward
+from jaxrlhf.workers.sampler import Generator
 
 
 def places(hosts: int, **layout: int) -> list[Place]:

@@ -12,7 +12,7 @@ from tiny_runs import write_policy
 from jaxrlhf.checkpoint import convert
 from jaxrlhf.config import Config, FromScratch, Lora, Pretrained, Sampling
 from jaxrlhf.data import load_problems
-from jaxrlhf.models.quantized import Quantized
+from jaxrlhf.models.lora.quantized import Quantized
 from jaxrlhf.workers import start
 
 MODEL = FromScratch(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32)

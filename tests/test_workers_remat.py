@@ -8,17 +8,17 @@ import pytest
 from tiny_runs import get_config
 from unit_machines import FREE, UNIT, WORK, trained, weights_of
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.config import Layout
 from jaxrlhf.data import embedded_tokenizer
-from jaxrlhf.parallel import ResourcePool
-from jaxrlhf.parallel.cost import update_cost
-from jaxrlhf.parallel.plan import Problem
-from jaxrlhf.parallel.simulate import Simulator
-from jaxrlhf.parallel.workload import Role, Software
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.cost.cost import update_cost
+from jaxrlhf.planner.cost.simulate import Simulator
+from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.workload import Role, Software
+from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers import remat
 from jaxrlhf.workers.build import Builder, Stage
-from jaxrlhf.workers.settings import pool_rows
+from jaxrlhf.workers.summary import pool_rows
 
 ROLES = ("actor", "critic", "reference", "reward")
 

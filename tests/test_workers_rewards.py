@@ -10,15 +10,17 @@ import pytest
 from tiny_runs import get_config
 
 from jaxrlhf.batch import Problem
+from jaxrlhf.batching.transfer_protocol import Place
 from jaxrlhf.config import FunctionReward, Pool, Rewards, Sampling
 from jaxrlhf.data import embedded_tokenizer, load_problems
 from jaxrlhf.engine import Completion, Engine
-from jaxrlhf.parallel import generation_mesh
 from jaxrlhf.rewards import Scorer
-from jaxrlhf.workers import Stage, build, launch
-from jaxrlhf.workers.generation import Ends, Sampler
-from jaxrlhf.workers.protocol import Place
+from jaxrlhf.sharding.mesh import generation_mesh
+from jaxrlhf.single_controller.launch import launch
+from jaxrlhf.workers import build
+from jaxrlhf.workers.build import Stage
 from jaxrlhf.workers.roles import Reward
+from jaxrlhf.workers.sampler import Ends, Sampler
 
 WORDS = ("one", "two", "three", "four", "five", "six")
 PATIENCE_S = 20.0

@@ -8,7 +8,7 @@ from jaxrlhf.algos import nll_objective, token_weights
 from jaxrlhf.batch import Experience, Sequences
 from jaxrlhf.config import SFT, Arithmetic, Config, FromScratch, Rollout, Training
 from jaxrlhf.data import embedded_tokenizer
-from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Stage
 
 EXPERTS, EACH, WIDTH = 4, 2, 72

@@ -8,7 +8,7 @@ from tiny_runs import get_config
 
 from jaxrlhf.config import Optimizer
 from jaxrlhf.data import embedded_tokenizer
-from jaxrlhf.parallel import ResourcePool
+from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Stage
 
 

@@ -9,14 +9,14 @@ import transformers
 
 from jaxrlhf import config
 from jaxrlhf.batch import Problem
+from jaxrlhf.batching.transfer_protocol import Place
 from jaxrlhf.config import Layout
 from jaxrlhf.data.tokenizer import build_embedded_tokenizer
 from jaxrlhf.engine import Completion
-from jaxrlhf.parallel import factored_mesh
 from jaxrlhf.rewards import Scorer
-from jaxrlhf.workers.generation import to_rollout
-from jaxrlhf.workers.protocol import Place
+from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.workers.roles import Reward
+from jaxrlhf.workers.sampler import to_rollout
 from jaxrlhf.workers.score_model import ScoreModel
 
 TEXTS = [

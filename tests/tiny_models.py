@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
+from jaxrlhf.models.config import ModelConfig
 
 DECODER = ModelConfig(
     family="qwen2",

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.parallel.transfer import Exchange, Offer, Splits, splits_of
+from jaxrlhf.resharding.transfer import Exchange, Offer, Splits, splits_of
 
 Spec = tuple[Any, ...]
 

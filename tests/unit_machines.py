@@ -6,10 +6,10 @@ import math
 import jax
 
 from jaxrlhf import models
-from jaxrlhf.architecture import Experts, ModelConfig
-from jaxrlhf.parallel.hardware import Hardware
-from jaxrlhf.parallel.plan import Cost
-from jaxrlhf.parallel.workload import Role, Software, Workload
+from jaxrlhf.models.config import Experts, ModelConfig
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.plan import Cost
+from jaxrlhf.planner.workload import Role, Software, Workload
 
 FREE = 1e30
 """A rate so high that what it divides costs nothing."""

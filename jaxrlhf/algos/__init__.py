@@ -18,7 +18,8 @@ from jaxrlhf.algos.advantages import (
     to_tokens,
 )
 from jaxrlhf.algos.constrained import lagrangian_advantage, next_multiplier
-from jaxrlhf.algos.correction import Correction, SamplerGap, rollout_correction, sampler_gap
+from jaxrlhf.algos.implicit_prm import leave_one_out_rewards, normalized_rewards, outcome_objective, process_returns
+from jaxrlhf.algos.importance_sampling import Correction, SamplerGap, rollout_correction, sampler_gap
 from jaxrlhf.algos.kl import adaptive_kl_coefficient, kl_estimate
 from jaxrlhf.algos.losses import (
     PolicyTerms,
@@ -40,7 +41,6 @@ from jaxrlhf.algos.objectives import (
     value_objective,
 )
 from jaxrlhf.algos.preference import PairLoss, bradley_terry, dpo, ipo, linear_objective, pair_cost, with_likelihood
-from jaxrlhf.algos.process import leave_one_out_rewards, normalized_rewards, outcome_objective, process_returns
 from jaxrlhf.algos.shaping import overlong_penalty, token_rewards
 from jaxrlhf.algos.weights import token_weights
 

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from jaxrlhf.checkpoint.pretrained import WEIGHTS
-from jaxrlhf.models.hub import resolve
+from jaxrlhf.models.huggingface.hub import resolve
 
 PLACES, PLACE_BYTES = 1024, 4096
 

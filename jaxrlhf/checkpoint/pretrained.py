@@ -14,13 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint.items import TreeItem, read_each, stored_shapes
-from jaxrlhf.models.hf_config import read_config, read_family
-from jaxrlhf.models.hf_load import Keep, Progress, check_head, check_params, load_params
-from jaxrlhf.models.hf_save import check_new, copy_description, read_dtypes, save_each
-from jaxrlhf.models.hub import resolve
+from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.huggingface.config import read_config, read_family
+from jaxrlhf.models.huggingface.hub import resolve
+from jaxrlhf.models.huggingface.load import Keep, Progress, check_head, check_params, load_params
+from jaxrlhf.models.huggingface.save import check_new, copy_description, read_dtypes, save_each
 from jaxrlhf.models.parameters import param_shapes, path_name
 
 WEIGHTS = "weights"

@@ -5,11 +5,8 @@ they count. Building a `Config` refuses what contradicts itself, before anything
 This room imports no JAX.
 """
 
-from jaxrlhf.config.algorithm import Algorithm, PolicyGradient
-from jaxrlhf.config.cluster import RayCluster
-from jaxrlhf.config.command_line import CommandLine, from_cli, on_cluster, run_command
-from jaxrlhf.config.corrections import IcePop, Rejection, TruncatedImportance
-from jaxrlhf.config.critic_free import (
+from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient
+from jaxrlhf.config.algorithms.critic_free import (
     CISPO,
     DAPO,
     GPG,
@@ -24,17 +21,23 @@ from jaxrlhf.config.critic_free import (
     ReinforcePlusPlusBaseline,
     ReMax,
 )
-from jaxrlhf.config.distillation import Distillation
-from jaxrlhf.config.load import load, shipped
+from jaxrlhf.config.algorithms.distillation import Distillation
+from jaxrlhf.config.algorithms.ppo import PPO
+from jaxrlhf.config.algorithms.preference import DPO, IPO, RPO, CostModel, Preference, RewardModel
+from jaxrlhf.config.algorithms.prime import PRIME
+from jaxrlhf.config.algorithms.safe_rlhf import Constraint, Ptx, SafeRLHF
+from jaxrlhf.config.algorithms.supervised import SFT
+from jaxrlhf.config.algorithms.vapo import VAPO
+from jaxrlhf.config.cli.command_line import CommandLine, from_cli, on_cluster, run_command
+from jaxrlhf.config.cli.load import load, shipped
+from jaxrlhf.config.cli.override import override
+from jaxrlhf.config.cli.record import to_json
+from jaxrlhf.config.cluster import RayCluster
+from jaxrlhf.config.corrections import IcePop, Rejection, TruncatedImportance
 from jaxrlhf.config.lora import Lora, Quantization
 from jaxrlhf.config.losses import AdaptiveKL, Aggregation, KLEstimator, KLInLoss, KLInReward, ValueLoss
-from jaxrlhf.config.override import override
 from jaxrlhf.config.placement import CRITICS, ROLLOUT, Pool, offloaded
 from jaxrlhf.config.policy_losses import CISPOLoss, GSPOLoss, PolicyLoss, RatioLoss, SAPOLoss
-from jaxrlhf.config.ppo import PPO
-from jaxrlhf.config.preference import DPO, IPO, RPO, CostModel, Preference, RewardModel
-from jaxrlhf.config.prime import PRIME
-from jaxrlhf.config.record import to_json
 from jaxrlhf.config.rewards import (
     ArithmeticReward,
     CodeReward,
@@ -52,7 +55,6 @@ from jaxrlhf.config.rewards import (
     TagsReward,
 )
 from jaxrlhf.config.run import Checkpointing, ColdStart, Config, Evaluation
-from jaxrlhf.config.safe_rlhf import Constraint, Ptx, SafeRLHF
 from jaxrlhf.config.sources import (
     Arithmetic,
     ArithmeticPairs,
@@ -65,9 +67,7 @@ from jaxrlhf.config.sources import (
     Pretrained,
     PromptFile,
 )
-from jaxrlhf.config.supervised import SFT
 from jaxrlhf.config.training import Layout, Optimizer, Remat, Rollout, Sampling, Training
-from jaxrlhf.config.vapo import VAPO
 
 __all__ = [
     "CISPO",

@@ -58,7 +58,7 @@ class Nnx:
     (0 is padding). It returns hidden states `[rows, width, D]`, after the last norm. Its method `head()`
     returns the `[V, D]` matrix that they are multiplied with; with tied weights that is the embedding.
 
-    How parameters are split over devices is said in `jaxrlhf.models.nnx_model`. There is no Hugging Face
+    How parameters are split over devices is said in `jaxrlhf.models.nnx`. There is no Hugging Face
     format for such a model, so its runs are not exported; `Config.tokenizer` is the embedded one or yours.
 
     Attributes:

@@ -21,7 +21,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrlhf import config as knobs
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.checks import check_keys, check_prompt, check_sizes, check_split
@@ -37,6 +36,7 @@ from jaxrlhf.engine.slot_book import SlotBook
 from jaxrlhf.engine.slot_cache import SlotCache
 from jaxrlhf.engine.weights import Weights, most_unstacked, spent_layers
 from jaxrlhf.models import XLA, AnyModel, Attention, pipeline_over
+from jaxrlhf.models.config import ModelConfig
 
 PREFILL_TOKENS = 2048
 """Tokens that one prefill aims at, padding included; a longer prompt is run chunk by chunk."""

@@ -6,7 +6,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.engine import programs
 from jaxrlhf.models import Pipeline
-from jaxrlhf.models.pages import PagedCache
+from jaxrlhf.models.attention.pages import PagedCache
 
 
 class Layout:

@@ -45,3 +45,16 @@ def busy_buckets(buckets: Sequence[int], lengths: Sequence[int], *, together: in
 def fit(length: int, buckets: Sequence[int]) -> int:
     """The smallest bucket that holds `length`."""
     return buckets[bisect_left(buckets, length)]
+
+
+CAPACITY_STEP = 32
+
+
+MOST_CAPACITIES = 8
+"""The cache of all slots grows with the longest response in equal parts: few programs, and little read in vain."""
+
+
+def cache_capacities(longest: int) -> tuple[int, ...]:
+    """Tokens that the cache of a slot may hold: the last is `longest`, the others multiples of one size."""
+    size = CAPACITY_STEP * -(-longest // (MOST_CAPACITIES * CAPACITY_STEP))
+    return (*range(size, longest, size), longest)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxrlhf.models.pages import NO_PAGE
+from jaxrlhf.models.attention.pages import NO_PAGE
 
 _Beginning = tuple[int | None, tuple[int, ...]]
 """What a full page of a prompt holds: its tokens, after those of the page before it, which is there as long."""

@@ -11,7 +11,7 @@ from jaxrlhf.engine.layout import Layout
 from jaxrlhf.engine.lengths import fit
 from jaxrlhf.engine.page_book import PageBook
 from jaxrlhf.engine.prefilled import Prefilled
-from jaxrlhf.models.pages import NO_PAGE, PAGE_TOKENS, PagedCache
+from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS, PagedCache
 
 _SIXTEENTHS = (2, 3, 4, 6, 8, 12, 16)
 """Of the pages that there would be if every slot held the longest sequence: at most a third is unused."""

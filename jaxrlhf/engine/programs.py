@@ -15,12 +15,12 @@ from jax import lax
 from jaxtyping import Bool, Int
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.engine.sampling import Sampled, Settings, sample, uniforms
-from jaxrlhf.models.cache import LayerCache
-from jaxrlhf.models.pages import PagedCache, insert_pages
-from jaxrlhf.models.pages import empty_pages as pages_of_layers
+from jaxrlhf.models.attention.kv_cache import LayerCache
+from jaxrlhf.models.attention.pages import PagedCache, insert_pages
+from jaxrlhf.models.attention.pages import empty_pages as pages_of_layers
+from jaxrlhf.models.config import ModelConfig
 
 NO_TOKEN = -1
 

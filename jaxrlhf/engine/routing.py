@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxrlhf.batch import Array
 from jaxrlhf.engine.scheduler import Completion
-from jaxrlhf.models.own_model import AnyModel
+from jaxrlhf.models.causal_lm import AnyModel
 
 
 class RoutingRecord:

@@ -7,10 +7,9 @@ import numpy as np
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.compiled import Compiled
 from jaxrlhf.engine.layout import Layout
-from jaxrlhf.engine.lengths import fit
+from jaxrlhf.engine.lengths import cache_capacities, fit
 from jaxrlhf.engine.prefilled import Prefilled
 from jaxrlhf.models import LayerCache
-from jaxrlhf.parallel import cache_capacities
 
 
 class SlotCache:

@@ -5,11 +5,11 @@ from typing import Any
 import jax
 
 from jaxrlhf import models
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.compiled import Compiled
 from jaxrlhf.models import AnyModel
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.parameters import STACKS
 
 

@@ -12,18 +12,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
-from jaxrlhf.models.attention import XLA, Attention
-from jaxrlhf.models.cache import Cache, Prefix, empty_prefix
-from jaxrlhf.models.chunks import Chunk, written
-from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
+from jaxrlhf.models.attention.attention import XLA, Attention
+from jaxrlhf.models.attention.chunks import Chunk, written
+from jaxrlhf.models.attention.kv_cache import Cache, Prefix, empty_prefix
+from jaxrlhf.models.attention.shared_prefix import ATTENDED, Spread
+from jaxrlhf.models.causal_lm import replaceable
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layer import layer_rows, layer_slots
+from jaxrlhf.models.moe.experts import UNWATCHED, Routed, Watched
 from jaxrlhf.models.norm import norm
-from jaxrlhf.models.own_model import replaceable
 from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
 from jaxrlhf.models.rope import rotations
-from jaxrlhf.models.spread import ATTENDED, Spread
 from jaxrlhf.models.stack import Layers, count_layers, kinds, run_layers, stacks
 
 

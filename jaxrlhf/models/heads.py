@@ -9,10 +9,10 @@ from jax import lax
 from jaxtyping import Bool, Float, Float32, Int
 
 from jaxrlhf.algos.objectives import TokenOutput
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
+from jaxrlhf.models.causal_lm import AnyModel, replaceable
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.linear import few_rows_product, transposed_product
-from jaxrlhf.models.own_model import AnyModel, replaceable
 
 CHUNK_TOKENS = 512
 """Tokens of one device whose logits exist at a time: enough for a fast product, and no more."""

@@ -2,20 +2,20 @@
 
 import jax.numpy as jnp
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
-from jaxrlhf.models.attention import Attention, attend
-from jaxrlhf.models.cache import LayerCache
-from jaxrlhf.models.chunks import Chunk, attend_chunk
-from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
-from jaxrlhf.models.latent import attend_latents, expanded, latents
+from jaxrlhf.models.attention.attention import Attention, attend
+from jaxrlhf.models.attention.chunks import Chunk, attend_chunk
+from jaxrlhf.models.attention.kv_cache import LayerCache
+from jaxrlhf.models.attention.mla import attend_latents, expanded, latents
+from jaxrlhf.models.attention.pages import LayerPages
+from jaxrlhf.models.attention.score_mod import Scores
+from jaxrlhf.models.attention.shared_prefix import Spread, attend_spread
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.mlp import feed_forward
+from jaxrlhf.models.moe.experts import UNWATCHED, Routed, Watched
 from jaxrlhf.models.norm import norm
-from jaxrlhf.models.pages import LayerPages
 from jaxrlhf.models.rope import Rotations, rotate
-from jaxrlhf.models.scores import Scores
-from jaxrlhf.models.spread import Spread, attend_spread
 
 
 def layer_rows(

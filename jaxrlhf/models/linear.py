@@ -10,7 +10,7 @@ from flax import struct
 from jax import lax
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.quantized import Quantized
+from jaxrlhf.models.lora.quantized import Quantized
 
 MANY_INPUTS, MANY_WEIGHTS = 512, 2**19
 """From so many of both on, a weight is the left factor in products of few tokens on CPU."""

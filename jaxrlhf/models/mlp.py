@@ -5,11 +5,11 @@ from functools import partial
 
 import jax
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
-from jaxrlhf.models.attention import XLA, Attention
-from jaxrlhf.models.experts import UNWATCHED, Routed, Watched, mix, report, route
+from jaxrlhf.models.attention.attention import XLA, Attention
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.moe.experts import UNWATCHED, Routed, Watched, mix, report, route
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array
+from jaxrlhf.models.config import ModelConfig
 
 
 def norm(

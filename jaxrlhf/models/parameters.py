@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, UInt32
 
-from jaxrlhf.architecture import Experts, Head, LatentAttention, ModelConfig, padded_rows
 from jaxrlhf.batch import Params
-from jaxrlhf.models.own_model import AnyModel, replaceable
+from jaxrlhf.models.causal_lm import AnyModel, replaceable
+from jaxrlhf.models.config import Experts, Head, LatentAttention, ModelConfig, padded_rows
 
 STACKS = ("layers", "dense_layers")
 """Where the decoder's parameters have stacks of layers."""

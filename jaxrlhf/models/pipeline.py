@@ -19,7 +19,6 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxrlhf.batch import Array
-from jaxrlhf.parallel import pipeline_parts
 
 
 @dataclass(frozen=True)
@@ -214,3 +213,12 @@ def _join(leaf: Array, *, dim: int) -> Array:
     """`[M, ..., R, ...]` microbatches, rows at `dim`, to all rows in their order."""
     before, after = leaf.shape[1:dim], leaf.shape[dim + 1 :]
     return jnp.moveaxis(leaf, 0, dim).reshape(*before, -1, *after)
+
+
+_PIPELINE_PARTS_PER_STAGE = 4
+"""More would shorten an idle time that is below a fifth already, with matrices too small to be fast."""
+
+
+def pipeline_parts(rows: int, *, stages: int, per_stage: int = _PIPELINE_PARTS_PER_STAGE) -> int:
+    """Parts that rows are cut into for a pipeline: the most, up to so many for each stage, that divide evenly."""
+    return next(count for count in range(min(rows, per_stage * stages), 0, -1) if rows % count == 0)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int
 
-from jaxrlhf.architecture import LinearRope, Llama3Rope, LongRope, ModelConfig, RopeScaling, YarnRope
 from jaxrlhf.batch import Array
+from jaxrlhf.models.config import LinearRope, Llama3Rope, LongRope, ModelConfig, RopeScaling, YarnRope
 
 
 class Rotation(NamedTuple):

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxrlhf.architecture import ModelConfig
 from jaxrlhf.batch import Array, Params
+from jaxrlhf.models.causal_lm import replaceable
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layer import for_slots
-from jaxrlhf.models.own_model import replaceable
 from jaxrlhf.models.parameters import STACKS
 from jaxrlhf.models.pipeline import Pipeline
 

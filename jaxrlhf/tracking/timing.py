@@ -4,7 +4,7 @@ import sys
 
 import jax
 
-from jaxrlhf.free_memory import COMPILE_EVENT
+from jaxrlhf.runtime.free_memory import COMPILE_EVENT
 
 LOAD_EVENT = "/jax/compilation_cache/cache_hits"
 

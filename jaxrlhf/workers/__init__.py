@@ -1,22 +1,3 @@
-"""Models on pools of devices, called through groups."""
+"""Workers: the models of a run (actor, critic, reference, reward) on the devices of one pool."""
 
-from jaxrlhf.workers.build import Stage
-from jaxrlhf.workers.group import Group, Pending, Timeline
-from jaxrlhf.workers.launch import launch
-from jaxrlhf.workers.model import Progress
-from jaxrlhf.workers.pools import Pools, Roles
-from jaxrlhf.workers.roles import response_texts
-from jaxrlhf.workers.settings import Row
-
-__all__ = [
-    "Group",
-    "Pending",
-    "Pools",
-    "Progress",
-    "Roles",
-    "Row",
-    "Stage",
-    "Timeline",
-    "launch",
-    "response_texts",
-]
+__all__: list[str] = []

@@ -11,45 +11,41 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.architecture import Head
 from jaxrlhf.batch import Params
+from jaxrlhf.batching.transfer_protocol import Place
 from jaxrlhf.config import CRITICS, ROLLOUT, Config, Lora, ModelReward, Pretrained, Training, offloaded
 from jaxrlhf.data import decoder
 from jaxrlhf.engine import Engine
-from jaxrlhf.models.attention import Attention
-from jaxrlhf.models.hf_config import read_config
-from jaxrlhf.models.kernel_choice import choose_attention
-from jaxrlhf.models.lora import adapter_shapes
-from jaxrlhf.models.origin import model_config
-from jaxrlhf.models.own_model import AnyModel
+from jaxrlhf.models.attention.attention import Attention
+from jaxrlhf.models.attention.kernel_choice import choose_attention
+from jaxrlhf.models.causal_lm import AnyModel
+from jaxrlhf.models.config import Head
+from jaxrlhf.models.huggingface.config import read_config
+from jaxrlhf.models.lora.lora import adapter_shapes
 from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.parallel import (
+from jaxrlhf.models.resolve import model_config
+from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.resharding.transfer import Exchange
+from jaxrlhf.rewards.scorer import Scorer
+from jaxrlhf.sharding.mesh import (
     BATCH_AXES,
     EXPERT_AXES,
-    GENERATE,
     SLOT_AXES,
     STAGE_AXES,
     TENSOR_AXES,
-    Exchange,
-    HybridEngine,
-    ResourcePool,
-    cast_shapes,
-    check_divisible,
     factored_mesh,
     generation_mesh,
-    laid_out,
-    local_island,
     replica_mesh,
-    shardings,
 )
-from jaxrlhf.rewards.scorer import Scorer
-from jaxrlhf.workers.generation import Ends, Generator, Sampler
+from jaxrlhf.sharding.pool import ResourcePool
+from jaxrlhf.sharding.rules import GENERATE, cast_shapes, check_divisible, laid_out, shardings
+from jaxrlhf.sharding.submesh import local_island
 from jaxrlhf.workers.model import Progress
-from jaxrlhf.workers.protocol import Place
 from jaxrlhf.workers.remat import choose_remat
 from jaxrlhf.workers.roles import Actor, Critic, FrozenActor, ProcessReward, Reference, Reward
+from jaxrlhf.workers.sampler import Ends, Generator, Sampler
 from jaxrlhf.workers.start import check_starts, copied, initial_adapters, initial_params, quantized_each, saved_params
-from jaxrlhf.workers.tokens import check_same_tokens, check_vocabulary, stop_tokens
+from jaxrlhf.workers.tokenizer_checks import check_same_tokens, check_vocabulary, stop_tokens
 from jaxrlhf.workers.weights import adapter_layout, check_tiles, frozen, held, policy_dims, policy_shapes
 
 

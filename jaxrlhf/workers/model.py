@@ -15,32 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.architecture import Head
 from jaxrlhf.batch import Array, Params, Sequences
+from jaxrlhf.batching.microbatch import packed_row_tokens
+from jaxrlhf.batching.packing import Packing, Rows
+from jaxrlhf.batching.transfer_protocol import Place
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Training
-from jaxrlhf.models.attention import Attention
+from jaxrlhf.models.attention.attention import Attention
+from jaxrlhf.models.causal_lm import AnyModel, OwnModel
+from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import hidden_states, routed_states
-from jaxrlhf.models.experts import UNWATCHED, Routed, Watched
-from jaxrlhf.models.lora import adapted
-from jaxrlhf.models.own_model import AnyModel, OwnModel
+from jaxrlhf.models.lora.lora import adapted
+from jaxrlhf.models.moe.experts import UNWATCHED, Routed, Watched
 from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.models.pipeline import pipeline_over
-from jaxrlhf.parallel import (
-    BATCH_AXES,
-    STAGE_AXES,
-    TRAIN,
-    WEIGHT_AXES,
-    Moved,
-    check_divisible,
-    packed_row_tokens,
-    shardings,
-    to_device,
-    to_host,
-)
-from jaxrlhf.workers.packing import Packing, Rows
-from jaxrlhf.workers.protocol import Place
-from jaxrlhf.workers.replicas import replicas_of
+from jaxrlhf.resharding.offload import Moved, to_device, to_host
+from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES
+from jaxrlhf.sharding.replicas import replicas_of
+from jaxrlhf.sharding.rules import TRAIN, check_divisible, shardings
 
 Metrics = dict[str, float]
 Progress = Callable[[str, int, int], None]

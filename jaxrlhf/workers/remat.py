@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
-from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.config import CRITICS, ROLLOUT, ModelReward, offloaded
 from jaxrlhf.models import OwnModel, read_config
-from jaxrlhf.parallel import BATCH_AXES, adapters_held, keeps_activations, training_activation_bytes, weights_held
+from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.memory import adapters_held, keeps_activations, training_activation_bytes, weights_held
+from jaxrlhf.sharding.mesh import BATCH_AXES
 from jaxrlhf.workers.model import microbatch_shape, most_of_all_hosts
 
 if TYPE_CHECKING:

@@ -14,15 +14,17 @@ import numpy as np
 
 from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Scores, Sequences
+from jaxrlhf.batching.packing import Rows
+from jaxrlhf.batching.transfer_protocol import DP_PROTO, ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, Place, verb
 from jaxrlhf.config import CRITICS, ROLLOUT, Sampling
 from jaxrlhf.engine import Completion
 from jaxrlhf.models.heads import CHUNK_TOKENS, token_logp, values
-from jaxrlhf.parallel import Exchange, HybridEngine, Offer, Splits, Switch, SwitchError, to_device, to_host
+from jaxrlhf.resharding.hybrid import HybridEngine, Switch, SwitchError
+from jaxrlhf.resharding.offload import to_device, to_host
+from jaxrlhf.resharding.transfer import Exchange, Offer, Splits
 from jaxrlhf.rewards.scorer import Scorer
-from jaxrlhf.workers.generation import Generator, Listener, Sampler
 from jaxrlhf.workers.model import Metrics, ModelWorker, Progress
-from jaxrlhf.workers.packing import Rows
-from jaxrlhf.workers.protocol import DP_PROTO, ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, Place, verb
+from jaxrlhf.workers.sampler import Generator, Listener, Sampler
 from jaxrlhf.workers.trained import Objective, TrainedWorker
 
 

@@ -12,7 +12,8 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.checkpoint import load_pretrained
 from jaxrlhf.data import load_tokenizer
 from jaxrlhf.models import choose_attention, hidden_states, pipeline_over, read_config, resolve, score
-from jaxrlhf.parallel import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES, to_device, to_host
+from jaxrlhf.resharding.offload import to_device, to_host
+from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES
 from jaxrlhf.workers.model import layout_of
 
 _SMALLEST_WIDTH = 64

@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrlhf.architecture import Head, ModelConfig
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import TreeItem, check_pretrained, load_pretrained
 from jaxrlhf.config import Config, Lora, Model, ModelReward, Pretrained
-from jaxrlhf.models.adapter_files import load_adapters
-from jaxrlhf.models.hf_config import read_config
-from jaxrlhf.models.lora import declare_adapters
-from jaxrlhf.models.own_model import AnyModel
+from jaxrlhf.models.causal_lm import AnyModel
+from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.huggingface.config import read_config
+from jaxrlhf.models.huggingface.peft import load_adapters
+from jaxrlhf.models.lora.lora import declare_adapters
+from jaxrlhf.models.lora.quantized import Quantized, quantize
 from jaxrlhf.models.parameters import draw, init_params, path_name
-from jaxrlhf.models.quantized import Quantized, quantize
 from jaxrlhf.workers.remat import head_of
 from jaxrlhf.workers.weights import layout_in
 

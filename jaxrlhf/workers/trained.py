@@ -13,12 +13,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf.batch import Array, Diverged, Experience, Params
+from jaxrlhf.batching.packing import Rows
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Optimizer
-from jaxrlhf.models.lora import adapted
+from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.workers.model import Metrics, ModelWorker, ResidentItem
-from jaxrlhf.workers.packing import Rows
-from jaxrlhf.workers.routers import router_coefficient, router_metrics, watched
+from jaxrlhf.workers.router_replay import router_coefficient, router_metrics, watched
 
 Objective = Callable[..., Any]
 """`(output, mask_RW, weight_RW, fields, settings) -> (loss_RW, metrics)`; see `jaxrlhf.algos.objectives`."""

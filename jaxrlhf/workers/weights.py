@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrlhf.architecture import Head
 from jaxrlhf.config import Lora, Quantization
-from jaxrlhf.models.lora import adapter_dims, adapter_shapes, quantized
-from jaxrlhf.models.own_model import AnyModel
+from jaxrlhf.models.causal_lm import AnyModel
+from jaxrlhf.models.config import Head
+from jaxrlhf.models.lora.lora import adapter_dims, adapter_shapes, quantized
+from jaxrlhf.models.lora.quantized import TILE, Quantized
 from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.models.quantized import TILE, Quantized
-from jaxrlhf.parallel import TRAIN, cast_shapes, check_divisible, laid_out, shardings
-from jaxrlhf.parallel.rules import Rules
+from jaxrlhf.sharding.rules import TRAIN, Rules, cast_shapes, check_divisible, laid_out, shardings
 from jaxrlhf.workers.model import layout_of
 
 

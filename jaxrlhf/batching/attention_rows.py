@@ -1,0 +1,117 @@
+"""Attention rows: every sequence of a packed row whole, beside others of like length."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxrlhf.batching.microbatch import SMALLEST_ROW
+from jaxrlhf.models.attention.shared_prefix import AttentionRows, Spread
+
+_ROOM = 4
+"""Times a packed row's tokens that there is room for in each width from the start; it doubles where that is too few."""
+
+
+class AttentionPlaces:
+    """Where every sequence of a batch lies for attention. Costs follow what is used, not the room there is.
+
+    Args:
+      row_B: The packed row of each sequence, of so many.
+      row_tokens: Of a packed row.
+      longest: Tokens of the widest attention row.
+      room: Attention rows of each width, over all batches so far; grows where one needs more.
+      agree: Given numbers, the largest of each that any process gives.
+    """
+
+    def __init__(
+        self,
+        length_B: np.ndarray,
+        row_B: np.ndarray,
+        *,
+        rows: int,
+        row_tokens: int,
+        longest: int,
+        room: dict[int, int],
+        agree: Callable[[np.ndarray], np.ndarray],
+    ) -> None:
+        self._row_B, widths = row_B, attention_widths(longest)
+        self._width_B, self._attention_row_B, self._offset_B = np.zeros((3, len(length_B)), np.int64)
+        for row in np.unique(row_B):
+            (members,) = np.nonzero(row_B == row)
+            placed = place(length_B[members], widths)
+            self._width_B[members], self._attention_row_B[members], self._offset_B[members] = placed
+        used = np.zeros((len(widths), rows), np.int32)
+        for used_R, width in zip(used, widths, strict=True):
+            np.maximum.at(used_R, row_B, np.where(self._width_B == width, self._attention_row_B + 1, 0))
+        self._parts: list[tuple[int, int, np.ndarray]] = []  # width, attention rows, how many are used
+        for width, needed, used_R in zip(widths, agree(used.max(axis=1)).tolist(), used, strict=True):
+            room.setdefault(width, -(-_ROOM * row_tokens // width))
+            while room[width] < needed:
+                room[width] *= 2
+            self._parts.append((width, room[width], used_R))
+
+    def spread(
+        self,
+        rows: range,
+        token: tuple[np.ndarray, ...],
+        source: np.ndarray,
+        segment_B: np.ndarray,
+        tells: np.ndarray,
+    ) -> Spread:
+        """Of some packed rows.
+
+        Args:
+          token: Sequence and position of every token in these rows, of a shared one as often as it is shared.
+          source: Each one's place in its packed row.
+          tells: Whether the token of the packed row takes its result from this one.
+        """
+        b, position = token
+        row = self._row_B[b] - rows.start
+        parts = []
+        for width, count, used_R in self._parts:
+            inside = self._width_B[b] == width
+            shape = len(rows), count, width
+            at = tuple(index[inside] for index in (row, self._attention_row_B[b], self._offset_B[b] + position))
+            parts.append(
+                AttentionRows(
+                    source_RAS=_table(source.astype(np.int32)[inside], at, shape),
+                    segment_RAS=_table(segment_B[b][inside], at, shape),
+                    tells_RAS=_table(tells[inside], at, shape),
+                    used_R=used_R[rows.start : rows.stop],
+                )
+            )
+        return Spread(tuple(parts))
+
+
+def _table(entries: np.ndarray, at: tuple[np.ndarray, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """Entries in their places, zeros between."""
+    table = np.zeros(shape, entries.dtype)
+    table[at] = entries
+    return table
+
+
+def attention_widths(longest: int) -> list[int]:
+    """The longest sequence's, and that halved some times; ascending."""
+    widths = [longest]
+    while widths[0] % 2 == 0 and widths[0] // 2 >= SMALLEST_ROW:
+        widths.insert(0, widths[0] // 2)
+    return widths
+
+
+def place(length_N: np.ndarray, widths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Width, number among those of the width, and offset of each sequence's attention row.
+
+    By decreasing length into the first row with room, whose width is the narrowest for its longest sequence.
+    """
+    width_N, row_N, offset_N = np.zeros((3, len(length_N)), np.int64)
+    opened = dict.fromkeys(widths, 0)
+    rows: list[list[int]] = []  # width, number, tokens taken
+    for n in np.argsort(-length_N, kind="stable"):
+        length = int(length_N[n])
+        row = next((row for row in rows if row[2] + length <= row[0]), None)
+        if row is None:
+            width = next(width for width in widths if width >= length)
+            rows.append(row := [width, opened[width], 0])
+            opened[width] += 1
+        width_N[n], row_N[n], offset_N[n] = row
+        row[2] += length
+    return width_N, row_N, offset_N

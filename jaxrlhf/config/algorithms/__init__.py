@@ -1,0 +1,1 @@
+"""Settings of the algorithms, one file a family."""

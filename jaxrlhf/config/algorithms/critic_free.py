@@ -1,0 +1,181 @@
+"""The settings of the algorithms without a critic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxrlhf.config.algorithms.algorithm import PolicyGradient
+from jaxrlhf.config.check import positive, require, within
+from jaxrlhf.config.losses import KLInLoss, KLInReward
+from jaxrlhf.config.policy_losses import CISPOLoss, GSPOLoss, PolicyLoss, SAPOLoss
+
+if TYPE_CHECKING:
+    from jaxrlhf.config.run import Config
+
+
+@dataclass(frozen=True)
+class GroupCompared(PolicyGradient):
+    """What algorithms share that compare the responses to one prompt."""
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        require(
+            config.rollout.responses_per_prompt > 1,
+            f"{type(self).__name__} compares the responses to one prompt: rollout.responses_per_prompt must be 2 or "
+            f"more, got {config.rollout.responses_per_prompt}",
+        )
+
+
+@dataclass(frozen=True)
+class GRPO(GroupCompared):
+    """Group-relative policy optimisation (Shao et al. 2024, arXiv:2402.03300).
+
+    Attributes:
+      normalize_std: Divide by the group's standard deviation.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:grpo"
+
+    normalize_std: bool = True
+
+
+@dataclass(frozen=True)
+class DrGRPO(GRPO):
+    """GRPO done right (Liu et al. 2025, arXiv:2503.20783): GRPO without what favours some lengths and difficulties."""
+
+    normalize_std: bool = False
+    policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(aggregation="seq-mean-token-sum-norm"))
+
+
+@dataclass(frozen=True)
+class GSPO(GRPO):
+    """Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071): GRPO with one ratio per response."""
+
+    policy: GSPOLoss = field(default_factory=GSPOLoss)
+
+
+@dataclass(frozen=True)
+class CISPO(GRPO):
+    """GRPO with clipped importance weights, which drop no token (MiniMax 2025, arXiv:2506.13585)."""
+
+    policy: CISPOLoss = field(default_factory=CISPOLoss)
+
+
+@dataclass(frozen=True)
+class SAPO(GRPO):
+    """Soft adaptive policy optimisation (Gao et al. 2025, arXiv:2511.20347): GRPO with a soft gate for the clip."""
+
+    policy: SAPOLoss = field(default_factory=SAPOLoss)
+
+
+@dataclass(frozen=True)
+class RLOO(GroupCompared):
+    """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740)."""
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:rloo"
+
+    kl: KLInReward | KLInLoss | None = field(default_factory=KLInReward)
+
+
+@dataclass(frozen=True)
+class OPO(GroupCompared):
+    """On-policy RL with an optimal baseline (Hao et al. 2025, arXiv:2505.23585).
+
+    The baseline is the best one for one update a step; more are possible.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:opo"
+
+
+@dataclass(frozen=True)
+class GPG(GroupCompared):
+    """Group policy gradient (Chu et al. 2025, arXiv:2504.02546).
+
+    With one update a step the loss is the paper's, which has no ratio; with more, the ratio is clipped.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:gpg"
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlus(PolicyGradient):
+    """REINFORCE++: no groups, advantages whitened over the batch (Hu et al. 2025, arXiv:2501.03262).
+
+    Attributes:
+      gamma: Discount per chosen token.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:reinforce_plus_plus"
+
+    kl: KLInReward | KLInLoss | None = field(default_factory=KLInReward)
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "gamma", 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class ReinforcePlusPlusBaseline(GroupCompared):
+    """REINFORCE++ with the group's mean as the baseline (Hu et al. 2025, arXiv:2501.03262)."""
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:reinforce_plus_plus_baseline"
+
+    kl: KLInReward | KLInLoss | None = field(default_factory=lambda: KLInLoss(estimator="k2"))
+
+
+@dataclass(frozen=True)
+class ReMax(PolicyGradient):
+    """REINFORCE with the greedy response as the baseline (Li et al. 2024, arXiv:2310.10505).
+
+    Each prompt is answered once more, greedily; that answer is scored and not trained on.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:remax"
+
+    kl: KLInReward | KLInLoss | None = field(default_factory=KLInReward)
+
+
+@dataclass(frozen=True)
+class OverlongPunishment:
+    """Soft punishment of responses that come near the length limit, added to their score.
+
+    It grows from 0 over the last tokens before `max_response_tokens`, where it is `factor`.
+
+    Attributes:
+      buffer_share: Of `max_response_tokens`, over which it grows.
+    """
+
+    buffer_share: float = 0.2
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "buffer_share", "factor")
+        within(self, "buffer_share", 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class DAPO(GroupCompared):
+    """Decoupled clip and dynamic sampling policy optimisation (Yu et al. 2025, arXiv:2503.14476).
+
+    Groups whose responses all score the same teach nothing. Further prompts are drawn in their place,
+    `prompts_per_step` at a time, until as many groups have spread or the rounds are over; then what is
+    missing is left out of the update.
+
+    Attributes:
+      max_rounds: Most times that a step draws prompts; 1 refills nothing.
+      overlong: Punishes long responses; it does not count as spread.
+      mask_truncated: Train nothing on responses that hit the length limit; they stay in the baseline.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.dapo:step"
+
+    policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(clip_high=0.28))
+    max_rounds: int = 10
+    overlong: OverlongPunishment | None = field(default_factory=OverlongPunishment)
+    mask_truncated: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "max_rounds")

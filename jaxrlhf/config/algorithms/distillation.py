@@ -1,0 +1,39 @@
+"""The settings of learning from a teacher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxrlhf.config.algorithms.algorithm import PolicyGradient
+from jaxrlhf.config.check import require
+from jaxrlhf.config.sources import Pretrained
+
+if TYPE_CHECKING:
+    from jaxrlhf.config.run import Config
+
+
+@dataclass(frozen=True)
+class Distillation(PolicyGradient):
+    """On-policy distillation: a teacher judges each token that the student samples.
+
+    Rewards are measured and not followed. Source: Agarwal et al. 2024 (arXiv:2306.13649).
+
+    Attributes:
+      reference_model: The teacher; it has the student's tokenizer.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.distillation:step"
+
+    reference_model: Pretrained = field(default_factory=lambda: Pretrained("Qwen/Qwen2.5-1.5B-Instruct"))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("actor", "reference", "reward")
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        require(
+            self.kl is None,
+            "Distillation has the KL to the teacher as its advantage, and kl would count it twice; drop algorithm.kl",
+        )

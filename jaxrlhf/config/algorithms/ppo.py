@@ -1,0 +1,61 @@
+"""The settings of PPO: a policy with a learned critic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxrlhf.config.algorithms.algorithm import PolicyGradient
+from jaxrlhf.config.check import not_negative, require, within
+from jaxrlhf.config.losses import ValueLoss
+from jaxrlhf.config.sources import Pretrained
+from jaxrlhf.config.training import Optimizer, Training
+
+if TYPE_CHECKING:
+    from jaxrlhf.config.run import Config
+
+
+@dataclass(frozen=True)
+class PPO(PolicyGradient):
+    """Proximal policy optimisation with a learned critic (Schulman et al. 2017, arXiv:1707.06347).
+
+    Attributes:
+      gamma: Discount per chosen token.
+      lam: GAE's lambda.
+      critic_model: Where the critic's trunk comes from; None copies the actor's.
+      critic_warmup_steps: Steps at the start in which only the critic is updated.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.ppo:step"
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    value: ValueLoss = field(default_factory=ValueLoss)
+    critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
+    critic_model: Pretrained | None = None
+    critic_warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, "gamma", 0.0, 1.0)
+        within(self, "lam", 0.0, 1.0)
+        not_negative(self, "critic_warmup_steps")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        actor, *others = super().roles
+        return (actor, "critic", *others)
+
+    def resting_updates(self, config: Config) -> int:
+        return self.critic_warmup_steps * self.updates_per_step(config)
+
+    def training(self, config: Config) -> dict[str, Training]:
+        return {"actor": config.actor, "critic": self.critic}
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        require(
+            self.critic_warmup_steps < config.steps,
+            f"algorithm.critic_warmup_steps={self.critic_warmup_steps} leaves no step of steps={config.steps} "
+            "to train the policy; lower it or raise steps",
+        )

@@ -1,0 +1,163 @@
+"""The settings of algorithms that learn from preference pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxrlhf.config.algorithms.algorithm import Algorithm
+from jaxrlhf.config.check import positive, require, within
+from jaxrlhf.config.rewards import Rewards
+from jaxrlhf.config.sources import ArithmeticPairs, PairFile
+from jaxrlhf.config.training import Optimizer, Training
+
+if TYPE_CHECKING:
+    from jaxrlhf.config.run import Config
+
+
+@dataclass(frozen=True)
+class Preference(Algorithm):
+    """What algorithms share that learn from pairs; one update a step, and held-out pairs are ranked.
+
+    Class attributes:
+      places_after: Places that a sequence takes after its answer's last token.
+
+    Attributes:
+      pairs_per_update: Pairs in one optimizer update.
+    """
+
+    evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.preference:evaluate"
+    places_after: ClassVar[int] = 0
+
+    pairs_per_update: int = 32
+
+    def __post_init__(self) -> None:
+        positive(self, "pairs_per_update")
+
+    def problems_per_step(self, config: Config) -> int:
+        return self.pairs_per_update
+
+    def updates_per_step(self, config: Config) -> int:
+        return 1
+
+    def check(self, config: Config) -> None:
+        name = type(self).__name__
+        require(
+            isinstance(config.data, PairFile | ArithmeticPairs),
+            f"{name} learns from preference pairs, and data is {type(config.data).__name__}; "
+            "give PairFile or ArithmeticPairs",
+        )
+        require(
+            config.rewards == Rewards(),
+            f"{name} scores nothing by rewards, and rewards are given; drop them",
+        )
+
+
+@dataclass(frozen=True)
+class DPO(Preference):
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
+
+    Attributes:
+      beta: How strongly the policy is kept to the reference.
+      label_smoothing: The share of pairs that is taken to be labelled the wrong way round.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.preference:policy_step"
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "beta")
+        within(self, "label_smoothing", 0.0, 0.5)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("actor", "reference")
+
+
+@dataclass(frozen=True)
+class RPO(DPO):
+    """DPO with the chosen answer's likelihood kept up (Pang et al. 2024, arXiv:2404.19733).
+
+    Attributes:
+      nll_coefficient: Of the chosen answer's negative log-likelihood per token.
+    """
+
+    nll_coefficient: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "nll_coefficient")
+
+
+@dataclass(frozen=True)
+class IPO(Preference):
+    """Identity preference optimisation (Azar et al. 2023, arXiv:2310.12036).
+
+    Attributes:
+      beta: The difference of log-ratios that is aimed at is 1 / (2 beta).
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.preference:policy_step"
+
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "beta")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("actor", "reference")
+
+
+@dataclass(frozen=True)
+class RewardModel(Preference):
+    """A model whose scores say which answer is preferred (Ouyang et al. 2022, arXiv:2203.02155, section 3.5).
+
+    It is the critic without an actor: its value of a whole sequence is the score. Exported, it is
+    a sequence-classification checkpoint for `ModelReward`. An answer is at most one token shorter
+    than `rollout.max_response_tokens`: its score is read at the place after it.
+
+    Attributes:
+      critic: How it is trained; its trunk starts as the configuration's model.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.preference:score_step"
+    places_after: ClassVar[int] = 1
+
+    critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("critic",)
+
+    def training(self, config: Config) -> dict[str, Training]:
+        return {"critic": self.critic}
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        name = type(self).__name__
+        require(config.actor == Training(), f"{name} has no actor, and actor is given; set algorithm.critic instead")
+        require(
+            config.cold_start is None,
+            f"cold_start trains a policy and {name} has none; run it before, and start from its export by model.path",
+        )
+        require(
+            config.rollout.max_response_tokens > 1,
+            f"rollout.max_response_tokens=1 leaves no token to an answer of {name}; raise it to 2 or more",
+        )
+
+
+@dataclass(frozen=True)
+class CostModel(RewardModel):
+    """A model of harm, above 0 for harmful answers and below for others (Dai et al. 2023, arXiv:2310.12773)."""
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        require(
+            not isinstance(config.data, PairFile) or config.data.safe_keys is not None,
+            "CostModel learns which answers are harmful, and data.safe_keys is None; name the two fields that say so",
+        )

@@ -1,0 +1,71 @@
+"""The settings of PRIME: rewards for each token from a model that is trained on outcomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxrlhf.config.algorithms.critic_free import GroupCompared
+from jaxrlhf.config.check import finite, not_negative, positive, require, within
+from jaxrlhf.config.losses import KLInReward
+from jaxrlhf.config.training import Optimizer, Training
+
+if TYPE_CHECKING:
+    from jaxrlhf.config.run import Config
+
+
+@dataclass(frozen=True)
+class PRIME(GroupCompared):
+    """Process reinforcement through implicit rewards (Cui et al. 2025, arXiv:2502.01456).
+
+    A second language model, which starts as the policy does, is trained so that its log-ratio to the
+    reference, summed over a response, says whether that is right. Token by token the ratio is a
+    reward beside the outcome. Prompts that are too easy or too hard are replaced by further ones,
+    `prompts_per_step` at a time, as in DAPO.
+
+    Attributes:
+      process_reward: How the second model is trained.
+      beta: What its summed log-ratio is multiplied by to be the log-odds that the response is right.
+      process_weight: Of the token rewards beside the outcome. They are scaled so that none of their sums to a
+        response's end is above 1 in size.
+      gamma: Discount of the token rewards per chosen token.
+      success: Score above which a response is right.
+      least_accuracy: Share of right responses to a prompt from which on it is trained on.
+      most_accuracy: The same up to which it is.
+      max_rounds: Most times that a step draws prompts; 1 replaces none.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.prime:step"
+
+    process_reward: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-6)))
+    beta: float = 0.05
+    process_weight: float = 1.0
+    gamma: float = 1.0
+    success: float = 0.5
+    least_accuracy: float = 0.2
+    most_accuracy: float = 0.8
+    max_rounds: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "beta", "max_rounds")
+        not_negative(self, "process_weight")
+        finite(self, "success")
+        for name in ("gamma", "least_accuracy", "most_accuracy"):
+            within(self, name, 0.0, 1.0)
+        require(
+            not isinstance(self.kl, KLInReward),
+            f"PRIME takes outcomes at the last token alone, and kl={self.kl} would charge every token; give KLInLoss",
+        )
+        require(
+            self.least_accuracy <= self.most_accuracy,
+            f"PRIME.least_accuracy={self.least_accuracy} is above most_accuracy={self.most_accuracy}; "
+            "no prompt could be trained on",
+        )
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("actor", "process_reward", "reference", "reward")
+
+    def training(self, config: Config) -> dict[str, Training]:
+        return super().training(config) | {"process_reward": self.process_reward}

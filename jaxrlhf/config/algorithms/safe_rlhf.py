@@ -1,0 +1,137 @@
+"""The settings of Safe RLHF: PPO for a reward, under a limit on a cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxrlhf.config.algorithms.ppo import PPO
+from jaxrlhf.config.check import finite, not_negative, positive, require
+from jaxrlhf.config.losses import KLInLoss, KLInReward
+from jaxrlhf.config.sources import Arithmetic, Data, Gsm8k, Pretrained, PromptFile
+from jaxrlhf.config.training import Optimizer, Training
+
+if TYPE_CHECKING:
+    from jaxrlhf.config.run import Config
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """The mean cost of responses shall not be above a limit; a Lagrange multiplier prices what is.
+
+    Attributes:
+      part: Index in `rewards.parts` of the cost: above 0 for responses that are unsafe. Its weight is 0, since the
+        multiplier weighs it.
+      limit: Of the mean cost.
+      multiplier: To begin with, in units of reward for a unit of cost.
+      learning_rate: Of the multiplier's logarithm, which takes a step of gradient ascent before each update.
+      largest_multiplier: It rises no further.
+      delay_steps: Steps at the start in which the multiplier rests.
+    """
+
+    part: int = 1
+    limit: float = 0.0
+    multiplier: float = 1.0
+    learning_rate: float = 0.1
+    largest_multiplier: float = 5.0
+    delay_steps: int = 0
+
+    def __post_init__(self) -> None:
+        not_negative(self, "part", "delay_steps")
+        finite(self, "limit")
+        positive(self, "multiplier", "learning_rate")
+        require(
+            self.multiplier <= self.largest_multiplier,
+            f"Constraint.multiplier={self.multiplier} is above largest_multiplier={self.largest_multiplier}",
+        )
+
+
+@dataclass(frozen=True)
+class Ptx:
+    """Worked solutions that each update imitates beside what it learns from responses.
+
+    They are taken at the rollout's temperature, as all log-probabilities of an update are.
+
+    Attributes:
+      data: Where they come from; its training split is used.
+      coefficient: Of their mean -logp per token.
+      examples_per_update: Solutions in one optimizer update.
+    """
+
+    data: Data = field(default_factory=Arithmetic)
+    coefficient: float = 1.0
+    examples_per_update: int = 16
+
+    def __post_init__(self) -> None:
+        positive(self, "coefficient", "examples_per_update")
+        solved = isinstance(self.data, Arithmetic | Gsm8k) or getattr(self.data, "solution_key", None) is not None
+        fields = "solution_key is None; name the field that has them"
+        why = fields if isinstance(self.data, PromptFile) else "those are pairs; give Arithmetic, Gsm8k or PromptFile"
+        require(solved, f"Ptx imitates worked solutions, and data is {type(self.data).__name__}: {why}")
+
+
+@dataclass(frozen=True)
+class SafeRLHF(PPO):
+    """PPO-Lagrangian: the most reward at a mean cost below a limit (Dai et al. 2023, arXiv:2310.12773).
+
+    A second critic estimates costs. A KL in the reward is subtracted from rewards and added to costs.
+
+    Attributes:
+      cost_critic: How the second critic is trained.
+      cost_critic_model: Where its trunk comes from; None copies the actor's.
+      clip_rewards: Rewards and costs of a token are at most this, to both sides, KL included.
+      halve_kl: Rewards and costs are charged half of the KL each, as in the paper; which is half the coefficient.
+      ptx: Keeps the policy able to do what these examples show.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.safe_rlhf:step"
+
+    kl: KLInReward | KLInLoss | None = field(default_factory=lambda: KLInReward(coefficient=0.02))
+    constraint: Constraint = field(default_factory=Constraint)
+    cost_critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
+    cost_critic_model: Pretrained | None = None
+    clip_rewards: float = 50.0
+    halve_kl: bool = False
+    ptx: Ptx | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "clip_rewards")
+        require(
+            not self.halve_kl or isinstance(self.kl, KLInReward),
+            f"SafeRLHF.halve_kl halves a KL in the reward, and kl is {self.kl}; drop it, or give KLInReward",
+        )
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        actor, critic, *others = super().roles
+        return (actor, critic, "cost_critic", *others)
+
+    def training(self, config: Config) -> dict[str, Training]:
+        return super().training(config) | {"cost_critic": self.cost_critic}
+
+    def examples(self, config: Config) -> tuple[Data, int] | None:
+        if self.ptx is None:
+            return None
+        return self.ptx.data, self.ptx.examples_per_update * self.updates_per_step(config)
+
+    def initial_state(self) -> dict[str, float]:
+        return super().initial_state() | {"multiplier": self.constraint.multiplier}
+
+    def resumed_state(self, saved: Mapping[str, float]) -> dict[str, float]:
+        return super().resumed_state(saved) | {"multiplier": saved["multiplier"]}
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        parts, index = config.rewards.parts, self.constraint.part
+        require(
+            index < len(parts),
+            f"algorithm.constraint.part={index} is the cost's index in rewards.parts, which has {len(parts)}; "
+            "add a part of weight 0 that is above 0 where a response is unsafe",
+        )
+        require(
+            parts[index].weight == 0,
+            f"rewards.parts.{index} is the cost of algorithm.constraint, whose multiplier weighs it, and has "
+            f"weight={parts[index].weight}, so it would count twice; set that to 0",
+        )

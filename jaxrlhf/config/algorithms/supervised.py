@@ -1,0 +1,38 @@
+"""The settings of supervised stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxrlhf.config.algorithms.algorithm import Algorithm
+from jaxrlhf.config.check import positive
+
+if TYPE_CHECKING:
+    from jaxrlhf.config.run import Config
+
+
+@dataclass(frozen=True)
+class SFT(Algorithm):
+    """Supervised fine-tuning on worked solutions; token-mean negative log-likelihood.
+
+    Attributes:
+      examples_per_update: Solutions in one optimizer update.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.sft:step"
+
+    examples_per_update: int = 64
+
+    def __post_init__(self) -> None:
+        positive(self, "examples_per_update")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return ("actor",)
+
+    def problems_per_step(self, config: Config) -> int:
+        return self.examples_per_update
+
+    def updates_per_step(self, config: Config) -> int:
+        return 1

@@ -1,0 +1,39 @@
+"""The settings of VAPO: PPO for long chains of thought."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from jaxrlhf.config.algorithms.ppo import PPO
+from jaxrlhf.config.check import finite, not_negative, positive
+from jaxrlhf.config.policy_losses import PolicyLoss
+
+
+@dataclass(frozen=True)
+class VAPO(PPO):
+    """Value-augmented PPO (Yue et al. 2025, arXiv:2504.05118).
+
+    The critic learns from Monte Carlo returns (`lam` is its lambda), first alone for
+    `critic_warmup_steps`; the policy has a lambda for each length, clips higher, and imitates what
+    succeeded.
+
+    Attributes:
+      length_scale: alpha in the policy's lambda = 1 - 1 / (alpha * length).
+      imitation: Weight of the mean -logp of the tokens of responses that score above `success`.
+      success: Score above which a response is imitated.
+    """
+
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.vapo:step"
+
+    policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(clip_high=0.28))
+    critic_warmup_steps: int = 50
+    length_scale: float = 0.05
+    imitation: float = 0.1
+    success: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "length_scale")
+        not_negative(self, "imitation")
+        finite(self, "success")

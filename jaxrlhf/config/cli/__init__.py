@@ -1,0 +1,1 @@
+"""Configuration files and command lines: loading, overriding, recording."""

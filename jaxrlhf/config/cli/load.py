@@ -1,0 +1,112 @@
+"""From a file name to a `Config`."""
+
+import dataclasses
+import difflib
+import re
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from jaxrlhf.config.cli.annotations import check_types, field_types
+from jaxrlhf.config.run import Config
+
+_PACKAGE = Path(__file__).parents[2]
+_MODULES = "jaxrlhf_configuration_"
+
+
+def load(path_or_name: str | Path) -> Config:
+    """Read a configuration file and call its `get_config()`.
+
+    Args:
+      path_or_name: A path; or, if there is no such file, the name of a configuration that
+        ships with the package, such as `ppo_gsm8k`. `.py` may be left out.
+
+    Raises:
+      ValueError: No such file, or its `get_config` is missing, fails or returns something
+        else; the message names the file, the line and what to do.
+    """
+    path = _find(str(path_or_name))
+    module = ModuleType(f"{_MODULES}{path.stem}")
+    module.__file__ = str(path)
+    # Type hints and pickles of classes that the file defines look their module up here.
+    sys.modules[module.__name__] = module
+    try:
+        # Compiled here rather than imported: a byte-code cache has a resolution of one
+        # second and would hand out the version before the last edit.
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
+        defined = callable(getattr(module, "get_config", None))
+        config = module.get_config() if defined else None
+    except Exception as error:
+        raise ValueError(f"{_place(error, path)}: {_reason(error, module)}") from error
+    if not defined:
+        raise ValueError(f"{path}: defines no get_config(); add `def get_config() -> Config:`")
+    if not isinstance(config, Config):
+        raise ValueError(f"{path}: get_config() must return a jaxrlhf Config, got {type(config).__name__}")
+    return config
+
+
+def loaded() -> list[ModuleType]:
+    """The files that were read, as modules; other processes cannot import what they define."""
+    return [module for name, module in sys.modules.items() if name.startswith(_MODULES)]
+
+
+def shipped() -> dict[str, Path]:
+    """The configurations that come with the package, by name."""
+    installed = _PACKAGE / "configs"  # where the wheel carries them
+    folder = installed if installed.is_dir() else _PACKAGE.parent / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.py"))}
+
+
+def _find(name: str) -> Path:
+    for path in (Path(name), Path(f"{name}.py")):
+        if path.is_file():
+            return path
+    known = shipped()
+    wanted = name.removesuffix(".py")
+    if wanted in known:
+        return known[wanted]
+    close = difflib.get_close_matches(Path(wanted).name, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ValueError(f"no configuration {name!r}: neither a file nor one of {', '.join(known)}{hint}")
+
+
+def _place(error: Exception, path: Path) -> str:
+    """`file:line` of the last line of the file that was running."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f"{path}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f"{path}:{lines[-1]}" if lines else str(path)
+
+
+def _reason(error: Exception, module: ModuleType) -> str:
+    """The message in one line; a misspelled field comes with the closest one there is, a wrong type with the right."""
+    message = " ".join(str(error).split())
+    if isinstance(error, SyntaxError):
+        return f"{error.msg}: {(error.text or '').strip()}"
+    if isinstance(error, ValueError):
+        return message
+    if isinstance(error, dataclasses.FrozenInstanceError):
+        return f"{message}: settings stay as they are made; make others with dataclasses.replace(settings, field=value)"
+    if (wrong := _wrong_type(error)) is not None:
+        return wrong
+    misspelled = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", message)
+    if misspelled:
+        owner, field = misspelled.groups()
+        settings = vars(module).get(owner)
+        known = field_types(settings) if isinstance(settings, type) and dataclasses.is_dataclass(settings) else {}
+        close = difflib.get_close_matches(field, known, n=1)
+        return f"{owner} has no setting {field}" + (f"; did you mean {close[0]}?" if close else "")
+    return f"{type(error).__name__}: {message}"
+
+
+def _wrong_type(error: Exception) -> str | None:
+    """What is wrong with settings whose own checks could not be run on what they were given."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "__post_init__":
+            settings = frame.f_locals["self"]
+            try:
+                check_types(settings, type(settings).__name__)
+            except ValueError as wrong:
+                return str(wrong)
+    return None

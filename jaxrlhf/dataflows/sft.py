@@ -1,0 +1,75 @@
+"""Supervised fine-tuning on worked solutions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from jaxrlhf.algos import nll_objective, token_weights
+from jaxrlhf.batch import Array, Experience, Problem, Sequences
+from jaxrlhf.dataflows.step import StepInput, StepResult, merged
+from jaxrlhf.single_controller.pools import Roles
+
+
+def step(roles: Roles, work: StepInput) -> StepResult:
+    """One update on `-log pi(solution | prompt)`, averaged over solution tokens."""
+    settings, rollout = work.config.algorithm, work.config.rollout
+    batch = supervised_batch(work.problems, width=rollout.max_prompt_tokens + rollout.max_response_tokens)
+    actor = roles.actor.update_actor([batch], objective=nll_objective, settings=settings, temperature=1.0)
+    return StepResult(merged(actor))
+
+
+def supervised_batch(problems: Sequence[Problem], *, width: int) -> Experience:
+    """Prompts followed by their solutions; the solutions are trained on."""
+    count = len(problems)
+    token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
+    for row, problem in enumerate(problems):
+        start, end = len(problem.prompt_tokens), len(problem.prompt_tokens) + len(problem.solution_tokens)
+        token_BT[row, :end] = (*problem.prompt_tokens, *problem.solution_tokens)
+        mask_BT[row, start:end] = True
+    length_B = np.array([len(p.prompt_tokens) + len(p.solution_tokens) for p in problems], np.int32)
+    prompt_id_B = np.array([problem.prompt_id for problem in problems], np.int64)
+    weight_BT = np.asarray(token_weights(mask_BT, prompt_id_B, aggregation="token-mean"))
+    return Experience(Sequences(token_BT, length_B, mask_BT, prompt_id_B), weight_BT, {})
+
+
+def with_examples(
+    batches: Sequence[Experience], problems: Sequence[Problem], *, coefficient: float
+) -> list[Experience]:
+    """Minibatches of responses, each with an equal share of the problems' solutions below it.
+
+    No field of the responses speaks of those; `mixed_objective` imitates them.
+    """
+    each = len(problems) // len(batches)
+    assert each * len(batches) == len(problems) > 0
+    return [
+        _with_examples(batch, problems[index * each : (index + 1) * each], coefficient)
+        for index, batch in enumerate(batches)
+    ]
+
+
+def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: float) -> Experience:
+    examples = supervised_batch(problems, width=batch.sequences.token_BT.shape[1])
+    # The prompts are of another source, so their ids are none of the responses'.
+    own = replace(
+        examples.sequences,
+        prompt_id_B=-1 - np.asarray(examples.sequences.prompt_id_B),
+        choice_BTLk=_no_choice(batch.sequences.choice_BTLk, rows=len(problems)),
+    )
+    tokens = [np.sum(part.mask_BT) for part in (batch.sequences, own)]
+    sampled, taught = (
+        np.full_like(part.weight_BT, sum(tokens) / max(count, 1))
+        for part, count in zip((batch, examples), tokens, strict=True)
+    )
+    unsaid = np.zeros_like(taught)
+    fields: dict[str, Array] = {name: np.concatenate([value, unsaid]) for name, value in batch.fields.items()}
+    fields["example_weight"] = np.concatenate([np.zeros_like(sampled), coefficient * examples.weight_BT])
+    fields["metric_weight"] = np.concatenate([sampled, taught])
+    sequences = jax.tree.map(lambda *parts: np.concatenate(parts), batch.sequences, own)
+    return Experience(sequences, np.concatenate([batch.weight_BT, unsaid]), fields)
+
+
+def _no_choice(choice_BTLk: Array | None, *, rows: int) -> Array | None:
+    """Of tokens that no policy sampled, where those of others are recorded."""
+    return None if choice_BTLk is None else np.full((rows, *choice_BTLk.shape[1:]), -1, np.asarray(choice_BTLk).dtype)

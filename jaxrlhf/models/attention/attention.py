@@ -1,0 +1,234 @@
+"""Attention of packed rows to themselves, and of one new token to its cache.
+
+`attend`, `attend_cache` and `attend_pages` are the interface behind which kernels live; every kernel
+computes the same function. `kernel_choice` finds the best ones that a backend computes right.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import Float, Int
+
+from jaxrlhf.batch import Array
+from jaxrlhf.models.attention.attention_xla import attend_blocks
+from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, Scores, hiding
+
+RowsKernel = Literal["xla", "cudnn", "splash"]
+DecodeKernel = Literal["xla", "pallas"]
+PagesKernel = Literal["xla", "pallas", "ragged"]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Which kernels compute attention, how the cache lies, and what splits the arrays of a layer over devices.
+
+    The compiler splits `xla` by itself. It would gather the arrays of any other kernel, so that one
+    runs on each device of `mesh` with the rows and the heads that are there.
+
+    Attributes:
+      rows: Of `attend`.
+      decode: Of `attend_cache`.
+      pages: Of `attend_pages`; None where a cache does not lie in pages.
+      mesh: Auto axes; None is one device.
+      row_axes: Mesh axes that split rows (or slots), evenly.
+      head_axes: Mesh axes that split query heads, key-value heads and the width of MLPs, evenly.
+      expert_axes: The last of `row_axes`, if they divide the experts of a layer as well.
+    """
+
+    rows: RowsKernel = "xla"
+    decode: DecodeKernel = "xla"
+    pages: PagesKernel | None = None
+    mesh: Mesh | AbstractMesh | None = None
+    row_axes: tuple[str, ...] = ()
+    head_axes: tuple[str, ...] = ()
+    expert_axes: tuple[str, ...] = ()
+
+    def on_devices(self, kernel: Callable[..., Array], in_specs: Any, out_specs: Any) -> Callable[..., Array]:
+        """`kernel` run by every device on its own part of the arrays."""
+        if self.mesh is None:
+            return kernel
+        # Kernels do not say over which axes their results vary, which the check would want to know.
+        return jax.shard_map(kernel, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+XLA = Attention()
+"""What every backend can compute."""
+
+
+def attend(
+    query_RWNH: Float[Array, "R W N H"],
+    key_RWKH: Float[Array, "R W K H"],
+    value_RWKU: Float[Array, "R W K U"],
+    segment_RW: Int[Array, "R W"],
+    scores: Scores = PLAIN,
+    *,
+    attention: Attention = XLA,
+) -> Float[Array, "R W N U"]:
+    """Causal attention inside each segment of a row; softmax in float32.
+
+        out_t = sum_s softmax_s(q_t . k_s / sqrt(H)) v_s    over s <= t with segment_s = segment_t
+
+    or with other scores, and inside a window. Padding is segment 0 and sees only padding, so no row
+    of the softmax is empty. A segment's tokens lie side by side, so windows count in its own positions.
+    """
+    kernel = ROWS[attention.rows]
+    value_dim = value_RWKU.shape[-1]
+    if attention.rows != "xla":
+        # Kernels know of one width.
+        more = query_RWNH.shape[-1] - value_dim
+        value_RWKU = jnp.pad(value_RWKU, ((0, 0), (0, 0), (0, 0), (0, more)))
+        row = PartitionSpec(attention.row_axes)
+        head = PartitionSpec(attention.row_axes, None, attention.head_axes)
+        kernel = attention.on_devices(kernel, (head, head, head, row, PartitionSpec()), head)
+    return kernel(query_RWNH, key_RWKH, value_RWKU, segment_RW, scores)[..., :value_dim]
+
+
+def attend_cache(
+    query_BNH: Float[Array, "B N H"],
+    key_BKHS: Float[Array, "B K H S"],
+    value_BKSH: Float[Array, "B K S H"],
+    position_B: Int[Array, "B"],
+    scores: Scores = PLAIN,
+    *,
+    attention: Attention = XLA,
+) -> Float[Array, "B N H"]:
+    """One query per slot over its cache entries at index <= position, inside the window; softmax in float32.
+
+    Keys lie with positions last and values with head width last, so both products stream
+    through contiguous memory (on CPU several times faster than positions first).
+    """
+    kernel = DECODE[attention.decode]
+    if attention.decode != "xla":
+        slot = PartitionSpec(attention.row_axes)
+        head = PartitionSpec(attention.row_axes, attention.head_axes)
+        kernel = attention.on_devices(kernel, (head, head, head, slot, PartitionSpec()), head)
+    return kernel(query_BNH, key_BKHS, value_BKSH, position_B, scores)
+
+
+def attend_pages(
+    query_BNH: Float[Array, "B N H"],
+    pages_ZSJU: Float[Array, "Z S J U"],
+    table_BQ: Int[Array, "B Q"],
+    position_B: Int[Array, "B"],
+    scores: Scores = PLAIN,
+    *,
+    attention: Attention,
+) -> Float[Array, "B N H"]:
+    """As `attend_cache`, over the pages that the table names; each device has pages and numbers of its own.
+
+    Args:
+      pages_ZSJU: Of S positions: for each key-value head its key, then its value, maybe wider than queries are.
+      table_BQ: Pages of each slot in order; numbers past the last page are none.
+    """
+    assert attention.pages is not None, "the cache does not lie in pages"
+    head_dim, width = query_BNH.shape[-1], pages_ZSJU.shape[-1]
+    scores = replace(scores, divisor=scores.divide_by(head_dim))
+    kernel = PAGES[attention.pages]
+
+    def run(query_BNH, pages_ZSJU, table_BQ, position_B, scores):
+        pages, page_tokens, _, _ = pages_ZSJU.shape
+        # A slot that is done may have run past its pages, and have none; it still sees something.
+        held_B = (table_BQ < pages).sum(axis=1, dtype=jnp.int32) * page_tokens
+        newest_B = jnp.clip(position_B, 0, jnp.maximum(held_B - 1, 0))
+        return kernel(query_BNH, pages_ZSJU, jnp.minimum(table_BQ, pages - 1), newest_B, scores)
+
+    slot, every = PartitionSpec(attention.row_axes), PartitionSpec()
+    head = PartitionSpec(attention.row_axes, attention.head_axes)
+    page = PartitionSpec(attention.row_axes, None, attention.head_axes)
+    query_BNH = jnp.pad(query_BNH, ((0, 0), (0, 0), (0, width - head_dim)))
+    run = attention.on_devices(run, (head, page, slot, slot, every), head)
+    return run(query_BNH, pages_ZSJU, table_BQ, position_B, scores)[..., :head_dim]
+
+
+def widen(arrays: tuple[Array, ...], *, multiple: int) -> tuple[Array, ...]:
+    """`[R, W, ...]` arrays padded to a multiple of positions, which causal attention before them does not see."""
+    more = -arrays[0].shape[1] % multiple
+    return tuple(jnp.pad(array, [(0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)]) for array in arrays)
+
+
+def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B: Array, scores: Scores) -> Array:
+    slots, kv_heads, head_dim, capacity = key_BKHS.shape
+    query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
+    logit_BKGS = jnp.einsum("BKGH,BKHS->BKGS", query_BKGH, key_BKHS, preferred_element_type=jnp.float32)
+    # A slot that is done may have run past its cache; it still sees something.
+    newest_B = jnp.minimum(position_B, capacity - 1)
+    seen_BS = scores.sees(newest_B[:, None] - jnp.arange(capacity)[None, :])
+    score_BKGS = scores.cap(logit_BKGS / scores.divide_by(head_dim)) + hiding(seen_BS)[:, None, None, :]
+    weight_BKGS = jnp.exp(score_BKGS - score_BKGS.max(axis=-1, keepdims=True))
+    mixed_BKGH = jnp.einsum(
+        "BKGS,BKSH->BKGH", weight_BKGS.astype(value_BKSH.dtype), value_BKSH, preferred_element_type=jnp.float32
+    )
+    mixed_BKGH = (mixed_BKGH / weight_BKGS.sum(axis=-1, keepdims=True)).astype(value_BKSH.dtype)
+    return mixed_BKGH.reshape(query_BNH.shape)
+
+
+def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: Array, scores: Scores) -> Array:
+    """A page of every slot at a time, up to the longest slot's last."""
+    slots, _, width = query_BNH.shape
+    _, page_tokens, both, _ = pages_ZSJH.shape
+    query_BKGH = query_BNH.reshape(slots, both // 2, -1, width)
+
+    def body(index, carry):
+        out_BKGH, sum_BKG, most_BKG = carry
+        page_BSKYH = pages_ZSJH[table_BQ[:, index]].reshape(slots, page_tokens, both // 2, 2, width)
+        key_BSKH, value_BSKH = page_BSKYH[:, :, :, 0], page_BSKYH[:, :, :, 1]
+        logit_BKGS = jnp.einsum("BKGH,BSKH->BKGS", query_BKGH, key_BSKH, preferred_element_type=jnp.float32)
+        seen_BS = scores.sees(newest_B[:, None] - (index * page_tokens + jnp.arange(page_tokens))[None, :])
+        score_BKGS = scores.cap(logit_BKGS / scores.divide_by(width))
+        score_BKGS += hiding(seen_BS, lowest=LOWEST)[:, None, None, :]
+        next_BKG = jnp.maximum(most_BKG, score_BKGS.max(axis=-1))
+        kept_BKG, weight_BKGS = jnp.exp(most_BKG - next_BKG), jnp.exp(score_BKGS - next_BKG[..., None])
+        new_BKGH = jnp.einsum(
+            "BKGS,BSKH->BKGH", weight_BKGS.astype(value_BSKH.dtype), value_BSKH, preferred_element_type=jnp.float32
+        )
+        return kept_BKG[..., None] * out_BKGH + new_BKGH, kept_BKG * sum_BKG + weight_BKGS.sum(axis=-1), next_BKG
+
+    zero_BKG = jnp.zeros(query_BKGH.shape[:3], jnp.float32)
+    begun = jnp.zeros(query_BKGH.shape, jnp.float32), zero_BKG, zero_BKG + LOWEST
+    out_BKGH, sum_BKG, _ = jax.lax.fori_loop(0, newest_B.max() // page_tokens + 1, body, begun)
+    return (out_BKGH / sum_BKG[..., None]).astype(query_BNH.dtype).reshape(query_BNH.shape)
+
+
+# Imported where they are called: a JAX that has no such kernel still has the others.
+
+
+def _rows_cudnn(*arrays: Any) -> Array:
+    from jaxrlhf.models.kernels.gpu import cudnn_rows
+
+    return cudnn_rows(*arrays)
+
+
+def _rows_splash(*arrays: Any) -> Array:
+    from jaxrlhf.models.kernels.tpu import splash_rows
+
+    return splash_rows(*arrays)
+
+
+def _decode_pallas(*arrays: Any) -> Array:
+    from jaxrlhf.models.kernels.gpu import pallas_decode
+
+    return pallas_decode(*arrays)
+
+
+def _pages_pallas(*arrays: Any) -> Array:
+    from jaxrlhf.models.kernels.gpu import pallas_pages
+
+    return pallas_pages(*arrays)
+
+
+def _pages_ragged(*arrays: Any) -> Array:
+    from jaxrlhf.models.kernels.tpu import ragged_pages
+
+    return ragged_pages(*arrays)
+
+
+ROWS: dict[str, Callable[..., Array]] = {"xla": attend_blocks, "cudnn": _rows_cudnn, "splash": _rows_splash}
+DECODE: dict[str, Callable[..., Array]] = {"xla": _decode_xla, "pallas": _decode_pallas}
+PAGES: dict[str, Callable[..., Array]] = {"xla": _pages_xla, "pallas": _pages_pallas, "ragged": _pages_ragged}
+
+LANES: dict[str, int] = {"ragged": 128}
+"""What the width of heads in pages is a multiple of, where a kernel wants that."""

@@ -1,0 +1,77 @@
+"""Attention of packed rows in plain XLA, a block of queries at a time.
+
+A block reads the keys up to its own end, so half of the products of a causal row are never
+computed, and no array is as long as a row in both directions. Where every layer has a window, a
+block reads none of the keys that are too far back for all of its queries.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.batch import Array
+from jaxrlhf.models.attention.score_mod import PLAIN, Scores, hiding
+
+_SHORTEST_BLOCK = 64
+_MOST_BLOCKS = 8
+"""More would save less than a further eighth, and every block is compiled by itself."""
+_RECOMPUTED_WIDTH = 1024
+"""From this width on the backward pass computes a block's softmax again instead of keeping it."""
+
+
+def attend_blocks(
+    query_RWNH: Array, key_RWKH: Array, value_RWKH: Array, segment_RW: Array, scores: Scores = PLAIN
+) -> Array:
+    """As `attention.attend`; values may have a width of their own."""
+    rows, width, heads, head_dim = query_RWNH.shape
+    kv_heads = key_RWKH.shape[2]
+    query_RWKGH = scores.divided(query_RWNH).reshape(rows, width, kv_heads, -1, head_dim)
+    query_RKGWH = jnp.transpose(query_RWKGH, (0, 2, 3, 1, 4))
+    # Both products then stream through contiguous memory.
+    key_RKHW, value_RKWH = jnp.transpose(key_RWKH, (0, 2, 3, 1)), jnp.transpose(value_RWKH, (0, 2, 1, 3))
+    mixed = []
+    for start, end in _blocks(width):
+        first = 0 if scores.window is None or scores.slides is not None else max(0, start - scores.window + 1)
+        block = partial(_block, start=start - first)
+        compute = jax.checkpoint(block) if width >= _RECOMPUTED_WIDTH else block
+        mixed.append(
+            compute(
+                query_RKGWH[:, :, :, start:end],
+                key_RKHW[..., first:end],
+                value_RKWH[:, :, first:end],
+                segment_RW[:, first:end],
+                scores,
+            )
+        )
+    mixed_RWKGH = jnp.transpose(jnp.concatenate(mixed, axis=3), (0, 3, 1, 2, 4))
+    return mixed_RWKGH.reshape(rows, width, heads, -1)
+
+
+def _blocks(width: int) -> list[tuple[int, int]]:
+    """First query of each block and the one after its last."""
+    size = -(-width // min(_MOST_BLOCKS, -(-width // _SHORTEST_BLOCK)))
+    return [(start, min(start + size, width)) for start in range(0, width, size)]
+
+
+def _block(
+    query_RKGQH: Array, key_RKHS: Array, value_RKSH: Array, segment_RS: Array, scores: Scores, *, start: int
+) -> Array:
+    """Queries from `start` on over the keys up to their end; softmax in float32."""
+    rows, kv_heads, groups, queries, head_dim = query_RKGQH.shape
+    keys = key_RKHS.shape[-1]
+    query_RKMH = query_RKGQH.reshape(rows, kv_heads, groups * queries, head_dim)
+    logit_RKMS = jnp.einsum("RKMH,RKHS->RKMS", query_RKMH, key_RKHS, preferred_element_type=jnp.float32)
+    seen_RQS = segment_RS[:, start:, None] == segment_RS[:, None, :]
+    seen_RQS &= scores.sees(jnp.arange(start, keys)[:, None] - jnp.arange(keys)[None, :])[None]
+    hidden_RMS = jnp.tile(hiding(seen_RQS), (1, groups, 1))
+    score_RKMS = scores.cap(logit_RKMS) + hidden_RMS[:, None]
+    # Every query sees itself, so the peak is finite.
+    peak_RKM1 = jax.lax.stop_gradient(score_RKMS.max(axis=-1, keepdims=True))
+    weight_RKMS = jnp.exp(score_RKMS - peak_RKM1)
+    mixed_RKMH = jnp.einsum(
+        "RKMS,RKSH->RKMH", weight_RKMS.astype(value_RKSH.dtype), value_RKSH, preferred_element_type=jnp.float32
+    )
+    mixed_RKMH /= weight_RKMS.sum(axis=-1, keepdims=True)
+    mixed_RKGQH = mixed_RKMH.reshape(rows, kv_heads, groups, queries, -1)
+    return mixed_RKGQH.astype(value_RKSH.dtype)

@@ -1,0 +1,252 @@
+"""Which attention kernels a process uses: the best of its backend that compute what `xla` computes.
+
+A kernel is tried once, on small random arrays with the model's heads and scores, before anything is
+compiled with it. One that fails or gives other numbers is replaced by `xla` with a warning. Processes that
+share a mesh use what is good in all of them, or they would compile programs that wait for each other.
+
+A cache lies in pages where a kernel reads them, so that memory follows tokens. `xla` can compute with pages, too,
+but copies every page that it reads: there a cache lies in pages for those who ask for it.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrlhf.batch import Array
+from jaxrlhf.models.attention.attention import (
+    DECODE,
+    LANES,
+    PAGES,
+    ROWS,
+    XLA,
+    Attention,
+    DecodeKernel,
+    PagesKernel,
+    RowsKernel,
+)
+from jaxrlhf.models.attention.pages import PAGE_TOKENS
+from jaxrlhf.models.attention.score_mod import Scores
+from jaxrlhf.models.causal_lm import AnyModel, OwnModel
+
+BEST: dict[str, tuple[RowsKernel, DecodeKernel, PagesKernel]] = {
+    "gpu": ("cudnn", "pallas", "pallas"),
+    "tpu": ("splash", "xla", "ragged"),
+}
+"""By platform; others have `xla` alone."""
+
+_Use = Literal["rows", "decode", "pages"]
+_Problem = tuple[list[np.ndarray], tuple[np.ndarray, ...]]
+
+_WIDTH, _CAPACITY = 199, 700
+"""Of the arrays: no multiple of any tile."""
+_WINDOW = 45
+"""Of scores that have one: it ends inside of segments and of tiles."""
+
+
+def choose_attention(
+    config: AnyModel,
+    dtype: Any,
+    mesh: Mesh,
+    *,
+    row_axes: tuple[str, ...],
+    head_axes: tuple[str, ...],
+    expert_axes: tuple[str, ...] = (),
+    stage_axes: tuple[str, ...] = (),
+    decodes: bool = False,
+    wanted: Literal["auto", "xla"] = "auto",
+    cache: Literal["auto", "slots", "pages"] = "slots",
+) -> Attention:
+    """The kernels for a model on a mesh. Call it outside of traced functions.
+
+    Args:
+      dtype: Of activations and of the cache.
+      row_axes: Mesh axes that split rows (or slots).
+      head_axes: Mesh axes that split heads.
+      expert_axes: Mesh axes that divide experts.
+      stage_axes: Mesh axes that divide the layers; only `xla` can be used inside one of several stages.
+      decodes: Whether a decode kernel is needed as well.
+      wanted: `xla` tries nothing.
+      cache: How it lies where a decode kernel is needed; `auto` is in pages where a kernel for them is used.
+
+    Raises:
+      ValueError: Pages are asked for where nothing can compute with them.
+    """
+    platform = mesh.local_devices[0].platform
+    split = Attention(mesh=mesh, row_axes=row_axes, head_axes=head_axes, expert_axes=expert_axes)
+    ways, stages = (math.prod(mesh.shape[axis] for axis in axes) for axes in (head_axes, stage_axes))
+    pageless = _pageless(config, stages)
+    if cache == "pages" and decodes and pageless is not None:
+        raise ValueError(f"cache='pages' cannot be had, because {pageless}; use 'auto' or 'slots'")
+    if wanted == "xla" or platform not in BEST or isinstance(config, OwnModel):
+        if cache == "pages" and decodes:
+            return replace(split, pages="xla")
+        return XLA if config.experts is None else split
+    rows, decode, pages = BEST[platform]
+    heads = config.num_heads // ways, config.num_kv_heads // ways, config.head_dim
+    name = jnp.dtype(dtype).name
+    window = None if config.sliding_window is None else _WINDOW
+    scores = Scores(config.score_divisor, config.attn_logit_softcapping, window)
+
+    def usable(use: _Use, kernel: str, obstacle: str | None = None) -> bool:
+        if kernel == "xla":
+            return True
+        here = _usable(use, kernel, platform, heads, scores, name, obstacle)
+        everywhere = _in_all_processes(here, mesh)
+        if here and not everywhere:
+            _warn(use, kernel, platform, heads, name, "another process of the mesh cannot use it")
+        return everywhere
+
+    inside = "it does not run inside pipeline stages" if stages > 1 else None
+    paged: PagesKernel | None = None
+    if decodes and cache != "slots" and pageless is None:
+        paged = pages if usable("pages", pages) else "xla" if cache == "pages" else None
+    no_latents = None if config.latent is None else "it reads no latents"
+    return replace(
+        split,
+        rows=rows if usable("rows", rows, inside) else "xla",
+        decode=decode if decodes and paged is None and usable("decode", decode, no_latents or inside) else "xla",
+        pages=paged,
+    )
+
+
+def _pageless(config: AnyModel, stages: int) -> str | None:
+    """Why a cache cannot lie in pages."""
+    if isinstance(config, OwnModel):
+        return "a model with functions of its own has a cache of its own"
+    if config.latent is not None:
+        return "latents do not lie in pages"
+    return "layers that are divided over stages have theirs in slots" if stages > 1 else None
+
+
+@functools.cache
+def _usable(
+    use: _Use,
+    kernel: str,
+    platform: str,
+    heads: tuple[int, int, int],
+    scores: Scores,
+    dtype: str,
+    obstacle: str | None,
+) -> bool:
+    """Whether a kernel can be used; warns, the first time it is asked, where it cannot."""
+    objection = obstacle or _objection(use, kernel, platform, heads, scores, dtype)
+    if objection is not None:
+        _warn(use, kernel, platform, heads, dtype, objection)
+    return objection is None
+
+
+def _warn(use: _Use, kernel: str, platform: str, heads: tuple[int, int, int], dtype: str, objection: str) -> None:
+    warnings.warn(
+        f"attention kernel {kernel!r} ({use}) is not used on {platform} for heads "
+        f"{' x '.join(map(str, heads))} in {dtype}, which costs speed: {objection}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _in_all_processes(holds: bool, mesh: Mesh) -> bool:
+    """Whether it holds in every process that has devices of the mesh; all of them have to ask."""
+    if not mesh.is_multi_process:
+        return holds
+    each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    held = jax.make_array_from_callback((mesh.size,), each, lambda _: np.array([holds]))
+    return bool(jax.jit(jnp.all, out_shardings=NamedSharding(mesh, PartitionSpec()))(held))
+
+
+def _objection(
+    use: _Use,
+    kernel: str,
+    platform: str,
+    heads: tuple[int, int, int],
+    scores: Scores,
+    dtype: str,
+) -> str | None:
+    """What speaks against a kernel: that it raises, or how far it is from `xla` in float32."""
+    device = jax.local_devices(backend=platform)[0]
+    table, problem = _TRIED[use]
+    arrays, rest = problem(*heads)
+    if use == "pages":
+        arrays = [_wide(array, LANES.get(kernel, 1)) for array in arrays]
+    # Rounded before either kernel sees them, so that the difference is the kernel's own.
+    arrays = [np.asarray(array, dtype) for array in arrays]
+    # Half precision rounds weights, products and results in turn; what is wrong is far beyond it.
+    tolerance = max(1e-4, 2 * float(jnp.finfo(dtype).eps))
+    gradients = use == "rows"
+    with jax.default_device(device), jax.default_matmul_precision("highest"):
+        wide = [array.astype(np.float32) for array in arrays]
+        exact = jax.device_get(_results(wide, rest, scores, kernel=table["xla"], gradients=gradients))
+    try:
+        with jax.default_device(device):
+            ours = jax.device_get(_results(arrays, rest, scores, kernel=table[kernel], gradients=gradients))
+    except Exception as error:  # whatever a backend, a driver or another JAX raises is a reason
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
+    for name, got, true in zip(names, ours, exact, strict=False):
+        off = float(np.abs(np.float32(got) - true).max() / np.abs(true).max())
+        if not off <= tolerance:  # NaN is not
+            return f"its {name} is off by {off:.1e} of the largest entry, more than {tolerance:.1e}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("kernel", "gradients"))
+def _results(
+    arrays: list[Array], rest: tuple[Array, ...], scores: Scores, *, kernel: Callable[..., Array], gradients: bool
+) -> tuple[Array, ...]:
+    """The kernel's output and, if asked for, the gradients of a weighted sum of it."""
+    if not gradients:
+        return (kernel(*arrays, *rest, scores),)
+    out, pull = jax.vjp(lambda *arrays: kernel(*arrays, *rest, scores), *arrays)
+    # Neither constant nor symmetric, or errors could cancel.
+    weight = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype)
+    return out, *pull(weight)
+
+
+def _rows_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
+    """Two rows: three segments and padding; one segment."""
+    draw = np.random.default_rng(0).standard_normal
+    shapes = [(2, _WIDTH, count, head_dim) for count in (heads, kv_heads, kv_heads)]
+    segment_RW = np.ones((2, _WIDTH), np.int32)
+    segment_RW[0] = np.searchsorted([70, 71, 150], np.arange(_WIDTH), side="right") + 1
+    segment_RW[0, 180:] = 0
+    return [draw(shape, np.float32) for shape in shapes], (segment_RW,)
+
+
+def _decode_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
+    """Five slots: from one filled entry to all, and one whose position has run past its cache."""
+    draw = np.random.default_rng(0).standard_normal
+    position_B = np.array([0, 63, 512, _CAPACITY - 1, _CAPACITY + 9], np.int32)
+    slots = len(position_B)
+    shapes = [(slots, heads, head_dim), (slots, kv_heads, head_dim, _CAPACITY), (slots, kv_heads, _CAPACITY, head_dim)]
+    return [draw(shape, np.float32) for shape in shapes], (position_B,)
+
+
+def _pages_problem(heads: int, kv_heads: int, head_dim: int) -> _Problem:
+    """Four slots, from one filled entry to all, whose pages lie about; two share their first."""
+    rng = np.random.default_rng(0)
+    columns = -(-_CAPACITY // PAGE_TOKENS)
+    newest_B = np.array([0, 63, 512, columns * PAGE_TOKENS - 1], np.int32)
+    table_BQ = rng.permutation(len(newest_B) * columns).astype(np.int32).reshape(-1, columns)
+    table_BQ[1, 0] = table_BQ[2, 0]
+    shapes = [(len(newest_B), heads, head_dim), (table_BQ.size, PAGE_TOKENS, 2 * kv_heads, head_dim)]
+    return [rng.standard_normal(shape, np.float32) for shape in shapes], (table_BQ, newest_B)
+
+
+def _wide(array: np.ndarray, multiple: int) -> np.ndarray:
+    """Heads as wide as they are in pages."""
+    return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, -array.shape[-1] % multiple)])
+
+
+_TRIED: dict[_Use, tuple[dict[str, Callable[..., Array]], Callable[[int, int, int], _Problem]]] = {
+    "rows": (ROWS, _rows_problem),
+    "decode": (DECODE, _decode_problem),
+    "pages": (PAGES, _pages_problem),
+}
+"""What has kernels, and what they are tried on: arrays, and what says which of their entries are seen."""

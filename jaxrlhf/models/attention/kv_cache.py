@@ -1,0 +1,137 @@
+"""Keys and values kept between decoded tokens: one pair of arrays per layer.
+
+A list of per-layer arrays, not one stacked array: a stacked cache carried through a loop is
+copied at every token. Keys lie as `[slots, kv_heads, head_dim, positions]` and values as
+`[slots, kv_heads, positions, head_dim]`, the order in which `attend_cache` streams them.
+
+With layers divided over stages the list has an entry for each layer of a stage. It holds that
+layer of every stage, one stage after another along the slots, split over the stages.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Float, Int, Num
+
+from jaxrlhf.batch import Array
+from jaxrlhf.models.attention.attention import XLA, Attention, attend_cache
+from jaxrlhf.models.attention.pages import LayerPages
+from jaxrlhf.models.attention.score_mod import Scores
+from jaxrlhf.models.causal_lm import replaceable
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.pipeline import Pipeline
+
+
+class Prefix(NamedTuple):
+    """Keys (rotated) and values of P prompts, as prefill leaves them."""
+
+    key_LPSKH: Array
+    value_LPSKH: Array
+
+
+class LayerCache(NamedTuple):
+    """One layer's cache for B slots of S positions."""
+
+    key_BKHS: jax.Array
+    value_BKSH: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        """Positions of each slot."""
+        return self.key_BKHS.shape[3]
+
+    def write(
+        self,
+        key_BKH: Num[Array, "B K H"],
+        value_BKU: Num[Array, "B K U"],
+        position_B: Int[Array, "B"],
+        *,
+        attention: Attention = XLA,
+    ) -> "LayerCache":
+        """One new entry per slot, each at its own position; none where that is the capacity or more."""
+        del attention  # the compiler splits this by itself
+        # One update per slot, not one scatter over slots: split over devices, each writes its own.
+        keys = jax.vmap(lambda stored_KHS, new_KH, at: stored_KHS.at[:, :, at].set(new_KH, mode="drop"))
+        values = jax.vmap(lambda stored_KSH, new_KH, at: stored_KSH.at[:, at].set(new_KH, mode="drop"))
+        return LayerCache(
+            keys(self.key_BKHS, key_BKH.astype(self.key_BKHS.dtype), position_B),
+            values(self.value_BKSH, value_BKU.astype(self.value_BKSH.dtype), position_B),
+        )
+
+    def attend(
+        self, query_BNH: Float[Array, "B N H"], position_B: Int[Array, "B"], scores: Scores, *, attention: Attention
+    ) -> Float[Array, "B N H"]:
+        """As `attend_cache`."""
+        return attend_cache(query_BNH, *self, position_B, scores, attention=attention)
+
+
+Cache = list[LayerCache] | list[LayerPages]
+"""Of every layer; what follows here is of those that have no pages."""
+
+
+@replaceable
+def empty_cache(
+    config: ModelConfig, *, slots: int, capacity: int, dtype: Any = jnp.float32, pipeline: Pipeline | None = None
+) -> list[LayerCache]:
+    """A cache for `slots` sequences of at most `capacity` tokens. Build it under jit with
+    `out_shardings` to have each device allocate its own part."""
+    stages = 1 if pipeline is None else pipeline.stages
+    heads, key_dim, value_dim = _widths(config)
+    keys, values = (stages * slots, heads, key_dim, capacity), (stages * slots, heads, capacity, value_dim)
+    return [LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_layers // stages)]
+
+
+def empty_prefix(config: ModelConfig, *, prompts: int, width: int, dtype: Any) -> Prefix:
+    """Of prompts of `width` tokens, to be written part by part."""
+    heads, *dims = _widths(config)
+    return Prefix(*(jnp.zeros((config.num_layers, prompts, width, heads, dim), dtype) for dim in dims))
+
+
+def insert_prefix(
+    cache: list[LayerCache],
+    prefix: Prefix,
+    row_I: Int[Array, "I"],
+    slot_I: Int[Array, "I"],
+    *,
+    pipeline: Pipeline | None = None,
+) -> list[LayerCache]:
+    """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; several slots may take one prompt.
+
+    A slot index at or past the number of slots is skipped, so a program compiled for I
+    insertions can serve fewer. Pure; donate the cache to write in place.
+
+    Raises:
+      ValueError: The prompts are longer than the cache's capacity.
+    """
+    width, capacity = prefix.key_LPSKH.shape[2], cache[0].capacity
+    if width > capacity:
+        raise ValueError(f"prompts of {width} tokens do not fit a cache of capacity {capacity}; enlarge the cache")
+
+    def insert(cache, prefix, row_I, slot_I):
+        return [
+            LayerCache(
+                _place(stored.key_BKHS, jnp.transpose(key_PSKH[row_I], (0, 2, 3, 1)), slot_I),
+                _place(stored.value_BKSH, jnp.transpose(value_PSKH[row_I], (0, 2, 1, 3)), slot_I),
+            )
+            for stored, key_PSKH, value_PSKH in zip(cache, prefix.key_LPSKH, prefix.value_LPSKH, strict=True)
+        ]
+
+    if pipeline is not None:
+        each, whole = PartitionSpec(pipeline.axes), PartitionSpec()
+        insert = pipeline.on_stages(insert, (each, each, whole, whole), each)
+    return insert(cache, prefix, row_I, slot_I)
+
+
+def _place(stored: jax.Array, block: Array, slot_I: Array) -> jax.Array:
+    """Write each block at the start of its slot."""
+    _, _, first, second = block.shape
+    return stored.at[slot_I, :, :first, :second].set(block.astype(stored.dtype), mode="drop")
+
+
+def _widths(config: ModelConfig) -> tuple[int, int, int]:
+    """Heads, and the widths of a key and of a value."""
+    if config.latent is not None:
+        return 1, config.latent.rope_dim, config.latent.rank
+    return config.num_kv_heads, config.head_dim, config.head_dim

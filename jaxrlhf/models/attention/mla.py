@@ -1,0 +1,82 @@
+"""Multi-head latent attention: keys and values of all heads are made of one short vector for each token.
+
+The cache holds that vector and one rotated key for all heads. Rows are computed with the keys and values that
+are made of it; a decoded token instead takes the matrices that make them to its query and its output, so that
+nothing is ever as wide as all heads for every position of the cache:
+
+    q_n . (U_n c_s) = (q_n U_n) . c_s    and    sum_s w_s (V_n c_s) = V_n sum_s w_s c_s
+
+Source: DeepSeek-AI 2024 (DeepSeek-V2, arXiv:2405.04434), section 2.1.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.batch import Array, Params
+from jaxrlhf.models import linear
+from jaxrlhf.models.attention.kv_cache import LayerCache
+from jaxrlhf.models.attention.score_mod import Scores, hiding
+from jaxrlhf.models.config import LatentAttention, ModelConfig
+from jaxrlhf.models.norm import norm
+from jaxrlhf.models.rope import Rotation, rotate
+
+_EPS = 1e-6
+"""Of the norms inside of attention, whatever the model's is."""
+
+
+def latents(
+    attention: Params, config: ModelConfig, latent: LatentAttention, input_RWD: Array, turn: Rotation
+) -> tuple[Array, Array, Array]:
+    """Queries of a layer's input, the rotated key `[R, W, 1, X]` of all heads, and the latents `[R, W, 1, C]`.
+
+    A query is what is not rotated, then what is. Key and latents are what the cache keeps.
+    """
+    query_input = input_RWD
+    if latent.query_rank is not None:
+        query_input = norm(
+            config, linear.project(input_RWD, attention["query_down"]), attention["query_norm"], eps=_EPS
+        )
+    query_RWNH = linear.project(query_input, attention["query"])
+    plain = config.head_dim - latent.rope_dim
+    turned_RWNX = rotate(query_RWNH[..., plain:], turn, interleaved=latent.interleaved)
+    both_RWC = linear.project(input_RWD, attention["latent"])
+    key_RW1X = rotate(both_RWC[:, :, None, latent.rank :], turn, interleaved=latent.interleaved)
+    latent_RWC = norm(config, both_RWC[..., : latent.rank], attention["latent_norm"], eps=_EPS)
+    query_RWNH = jnp.concatenate([query_RWNH[..., :plain], turned_RWNX], axis=-1)
+    return query_RWNH, key_RW1X, latent_RWC[:, :, None]
+
+
+def expanded(
+    attention: Params, config: ModelConfig, latent: LatentAttention, key_RW1X: Array, latent_RW1C: Array
+) -> tuple[Array, Array]:
+    """Keys and values of all heads."""
+    plain = config.head_dim - latent.rope_dim
+    both_RWNU = linear.project(latent_RW1C[:, :, 0], attention["key_value"])
+    turned_RWNX = jnp.broadcast_to(key_RW1X, (*both_RWNU.shape[:3], latent.rope_dim))
+    return jnp.concatenate([both_RWNU[..., :plain], turned_RWNX], axis=-1), both_RWNU[..., plain:]
+
+
+def attend_latents(
+    attention: Params,
+    config: ModelConfig,
+    latent: LatentAttention,
+    query_BNH: Array,
+    stored: LayerCache,
+    position_B: Array,
+    scores: Scores,
+) -> Array:
+    """As `attention.attend_cache`, over a cache of rotated keys and latents."""
+    plain = config.head_dim - latent.rope_dim
+    key_value_CNU = attention["key_value"].astype(query_BNH.dtype)
+    key_B1XS, latent_B1SC = stored
+    query_BNC = jnp.einsum("BNH,CNH->BNC", query_BNH[..., :plain], key_value_CNU[..., :plain])
+    product = {"preferred_element_type": jnp.float32}
+    logit_BNS = jnp.einsum("BNX,BXS->BNS", query_BNH[..., plain:], key_B1XS[:, 0], **product)
+    logit_BNS += jnp.einsum("BNC,BSC->BNS", query_BNC.astype(latent_B1SC.dtype), latent_B1SC[:, 0], **product)
+    # A slot that is done may have run past its cache; it still sees something.
+    newest_B = jnp.minimum(position_B, stored.capacity - 1)
+    seen_BS = scores.sees(newest_B[:, None] - jnp.arange(stored.capacity)[None, :])
+    score_BNS = scores.cap(logit_BNS / scores.divide_by(config.head_dim))
+    weight_BNS = jax.nn.softmax(score_BNS + hiding(seen_BS)[:, None], axis=-1)
+    mixed_BNC = jnp.einsum("BNS,BSC->BNC", weight_BNS.astype(latent_B1SC.dtype), latent_B1SC[:, 0])
+    return jnp.einsum("BNC,CNU->BNU", mixed_BNC.astype(query_BNH.dtype), key_value_CNU[..., plain:])

@@ -1,0 +1,134 @@
+"""Keys and values kept in pages: memory follows the tokens that there are, not the longest sequence.
+
+A layer has one array of pages, each of which holds `PAGE_TOKENS` positions of some slot, or of several
+slots whose prompts begin alike. A table that all layers share names the pages of every slot, in order.
+For every position a page holds the key and the value of one key-value head after another, which is how
+the kernels read them.
+
+Split over devices, each one's slots have their pages on it, under numbers that count its own pages.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Float, Int, Num
+
+from jaxrlhf.batch import Array
+from jaxrlhf.models.attention.attention import LANES, Attention, attend_pages
+from jaxrlhf.models.attention.score_mod import Scores
+from jaxrlhf.models.config import ModelConfig
+
+PAGE_TOKENS = 32
+"""Of a slot's last page half are unused on average; what kernels read at once is several pages."""
+
+NO_PAGE = 2**31 - 1
+"""Past every page: nothing is written there."""
+
+
+class LayerPages(NamedTuple):
+    """One layer's Z pages, and which of them B slots have."""
+
+    pages_ZSJU: Array
+    table_BQ: Array
+
+    @property
+    def capacity(self) -> int:
+        """Positions that a slot may have."""
+        return self.table_BQ.shape[1] * self.pages_ZSJU.shape[1]
+
+    def write(
+        self,
+        key_BKH: Num[Array, "B K H"],
+        value_BKH: Num[Array, "B K H"],
+        position_B: Int[Array, "B"],
+        *,
+        attention: Attention,
+    ) -> "LayerPages":
+        """One new entry per slot, each at its own position; none where the slot has no page for it."""
+
+        def put(pages_ZSJU, table_BQ, key_BKH, value_BKH, position_B):
+            page_tokens = pages_ZSJU.shape[1]
+            column_B1 = (position_B // page_tokens)[:, None]
+            page_B1 = jnp.take_along_axis(table_BQ, column_B1, axis=1, mode="fill", fill_value=NO_PAGE)
+            entry_BJU = _entries(key_BKH, value_BKH, like=pages_ZSJU)
+            return pages_ZSJU.at[page_B1[:, 0], position_B % page_tokens].set(entry_BJU, mode="drop")
+
+        slot, head = PartitionSpec(attention.row_axes), PartitionSpec(attention.row_axes, attention.head_axes)
+        page = page_spec(attention)
+        put = attention.on_devices(put, (page, slot, head, head, slot), page)
+        return self._replace(pages_ZSJU=put(self.pages_ZSJU, self.table_BQ, key_BKH, value_BKH, position_B))
+
+    def attend(
+        self, query_BNH: Float[Array, "B N H"], position_B: Int[Array, "B"], scores: Scores, *, attention: Attention
+    ) -> Float[Array, "B N H"]:
+        """As `attend_pages`."""
+        return attend_pages(query_BNH, *self, position_B, scores, attention=attention)
+
+
+class PagedCache(NamedTuple):
+    """The pages of every layer, and the table of B slots."""
+
+    layers: list[Array]
+    table_BQ: Array
+
+    def split(self) -> list[LayerPages]:
+        """The cache as a layer sees it."""
+        return [LayerPages(pages_ZSJU, self.table_BQ) for pages_ZSJU in self.layers]
+
+    def joined(self, layers: list[LayerPages]) -> "PagedCache":
+        """This cache after its layers were written to."""
+        return self._replace(layers=[stored.pages_ZSJU for stored in layers])
+
+
+def empty_pages(config: ModelConfig, *, pages: int, dtype: Any, attention: Attention) -> list[Array]:
+    """So many pages for every layer. Build them under jit with `out_shardings` to have each device allocate its own.
+
+    Heads are as wide as the kernel of `attention` wants them.
+    """
+    assert attention.pages is not None, "the cache does not lie in pages"
+    lanes = LANES.get(attention.pages, 1)
+    shape = pages, PAGE_TOKENS, 2 * config.num_kv_heads, -(-config.head_dim // lanes) * lanes
+    return [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]
+
+
+def insert_pages(
+    pages_ZSJU: Float[Array, "Z S J U"],
+    key_PWKH: Num[Array, "P W K H"],
+    value_PWKH: Num[Array, "P W K H"],
+    row_I: Int[Array, "I"],
+    page_GIQ: Int[Array, "G I Q"],
+    *,
+    attention: Attention,
+) -> Float[Array, "Z S J U"]:
+    """Copy prompt `row_I[i]` into pages `page_GIQ[g, i]` of each of the G parts that slots are split into.
+
+    A number at or past the number of pages is skipped. Pure; donate the pages to write in place.
+    """
+
+    def put(pages_ZSJU, key_PWKH, value_PWKH, row_I, page_1IQ):
+        _, page_tokens, _, _ = pages_ZSJU.shape
+        _, insertions, columns = page_1IQ.shape
+        entry_IWJU = _entries(key_PWKH[row_I], value_PWKH[row_I], like=pages_ZSJU)
+        more = columns * page_tokens - entry_IWJU.shape[1]
+        entry_IWJU = jnp.pad(entry_IWJU, ((0, 0), (0, more), (0, 0), (0, 0)))
+        entry_IQSJU = entry_IWJU.reshape(insertions, columns, page_tokens, *entry_IWJU.shape[2:])
+        return pages_ZSJU.at[page_1IQ[0]].set(entry_IQSJU, mode="drop")
+
+    page, every = page_spec(attention), PartitionSpec()
+    head, part = PartitionSpec(None, None, attention.head_axes), PartitionSpec(attention.row_axes)
+    put = attention.on_devices(put, (page, head, head, every, part), page)
+    return put(pages_ZSJU, key_PWKH, value_PWKH, row_I, page_GIQ)
+
+
+def page_spec(attention: Attention) -> PartitionSpec:
+    """How an array of pages is split."""
+    return PartitionSpec(attention.row_axes, None, attention.head_axes)
+
+
+def _entries(key: Array, value: Array, *, like: Array) -> Array:
+    """`[..., K, H]` keys and values as a page holds them: `[..., 2 K, U]`."""
+    *before, kv_heads, head_dim = key.shape
+    both = jnp.stack([key, value], axis=-2).reshape(*before, 2 * kv_heads, head_dim)
+    more = like.shape[-1] - head_dim
+    return jnp.pad(both, [(0, 0)] * (both.ndim - 1) + [(0, more)]).astype(like.dtype)

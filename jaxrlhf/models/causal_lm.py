@@ -1,0 +1,98 @@
+"""A model that is not our decoder: what it brings to be trained, generated with and checkpointed.
+
+Wherever the decoder has a `ModelConfig`, such a model has an `OwnModel`, whose methods take the place of
+the decoder's functions of the same names.
+"""
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from jaxrlhf.batch import Array, Params
+from jaxrlhf.models.config import Head, ModelConfig
+
+
+class OwnModel(ABC):
+    """A causal language model with functions of its own; frozen and hashable, as programs are compiled for it.
+
+    Parameters are nested dictionaries of arrays; with a value or score head they have a vector `head`
+    beside whatever else there is. Keyword arguments are those of the decoder's functions: an own
+    model takes what it has a use for, and refuses what it cannot do.
+
+    Attributes:
+      name: In words.
+      vocab_size: V, rows of the table.
+      hidden_size: D, width of the hidden states.
+      max_positions: Longest sequence that it computes.
+      num_layers: Of its cache.
+      num_kv_heads: Of its cache.
+      experts: None that anybody could count.
+      final_logit_softcapping: Logits l become c tanh(l / c); None leaves them.
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    num_layers: int
+    num_kv_heads: int
+    experts: ClassVar[None] = None
+    final_logit_softcapping: ClassVar[float | None] = None
+
+    @abstractmethod
+    def num_parameters(self, head: Head = "lm") -> int:
+        """Number of weights, the given head included."""
+
+    @abstractmethod
+    def declare(self, head: Head) -> dict[str, Any]:
+        """The tree of `Param`: shapes, and the dimension names that both layouts go by."""
+
+    @abstractmethod
+    def init_params(self, head: Head, key: Any) -> Params:
+        """Random float32 parameters. Pure, so that each device draws its own shards."""
+
+    @abstractmethod
+    def table(self, params: Params) -> Array:
+        """`[V, D]`: logits are hidden states times its transpose."""
+
+    @abstractmethod
+    def hidden_states(self, params: Params, token_RW: Array, position_RW: Array, segment_RW: Array, **how: Any) -> Any:
+        """For every token of every packed row what predicts its next one, `[R, W, D]`."""
+
+    @abstractmethod
+    def empty_cache(self, *, slots: int, capacity: int, **how: Any) -> Any:
+        """A list of `LayerCache`."""
+
+    @abstractmethod
+    def prefill(self, params: Params, token_PS: Array, length_P: Array, **how: Any) -> Any:
+        """What predicts the next token of each prompt, `[P, D]`, and a `Prefix`."""
+
+    @abstractmethod
+    def unstack_layers(self, params: Params, **how: Any) -> list[Params]:
+        """What `decode` wants prepared once before its loop."""
+
+    @abstractmethod
+    def decode(
+        self, layers: list[Params], params: Params, token_B: Array, position_B: Array, cache: Any, **how: Any
+    ) -> Any:
+        """One token for every slot: what predicts the next one, `[B, D]`, and the new cache."""
+
+
+AnyModel = ModelConfig | OwnModel
+"""Our decoder's shape, or a model with functions of its own."""
+
+
+def replaceable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the decoder that an `OwnModel` has a method for; which is called goes by its argument `config`."""
+    name, place = function.__name__, list(inspect.signature(function).parameters).index("config")
+
+    @functools.wraps(function)
+    def choose(*arguments: Any, **options: Any) -> Any:
+        config = arguments[place]
+        if not isinstance(config, OwnModel):
+            return function(*arguments, **options)
+        return getattr(config, name)(*arguments[:place], *arguments[place + 1 :], **options)
+
+    return choose

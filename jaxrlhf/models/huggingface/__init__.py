@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints and adapters, read and written."""

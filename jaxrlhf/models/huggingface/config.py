@@ -1,0 +1,148 @@
+"""`config.json` to `ModelConfig` and back.
+
+A field that changes what the model computes is either understood or refused; nothing is
+read as "probably the default".
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxrlhf.config import FromScratch
+from jaxrlhf.models.config import Experts, Head, ModelConfig
+from jaxrlhf.models.huggingface.families import FAMILIES, Family, Fields, read_rope, write_rope
+from jaxrlhf.models.huggingface.hub import resolve
+
+# Their names for the gate's activation, and ours.
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def read_fields(path: str | Path) -> dict[str, Any]:
+    """The fields of the checkpoint's config.json.
+
+    Raises:
+      ValueError: The file is missing or is not a JSON object.
+    """
+    file = resolve(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{file.parent} holds no config.json; a checkpoint directory needs one")
+    return _read_object(file)
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error}); download or export it again") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{file} holds {type(fields).__name__}, expected a JSON object")
+    return fields
+
+
+def read_stop_tokens(path: str | Path) -> list[int]:
+    """End-of-sequence ids of the checkpoint's generation_config.json; empty if it says nothing of them.
+
+    Raises:
+      ValueError: The file is not a JSON object.
+    """
+    file = resolve(path) / "generation_config.json"
+    given = _read_object(file).get("eos_token_id") if file.is_file() else None
+    return given if isinstance(given, list) else [] if given is None else [given]
+
+
+def read_family(path: str | Path) -> tuple[Family, Head]:
+    """The checkpoint's family, and the head it was saved with: `lm` or `score`.
+
+    Raises:
+      ValueError: The architecture is not one of the known ones.
+    """
+    fields = read_fields(path)
+    given = fields.get("architectures") or [None]
+    for family in FAMILIES.values():
+        if given == [family.causal]:
+            return family, "lm"
+        if given == [family.classifier]:
+            return family, "score"
+    known = ", ".join(name for family in FAMILIES.values() for name in (family.causal, family.classifier))
+    raise ValueError(f"{path}/config.json has architecture {given[0]!r}; known are {known}")
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The shape of the checkpoint's decoder.
+
+    Raises:
+      ValueError: Unknown architecture, a missing field, a field with a value that this decoder does
+        not compute, or one that it does not know.
+    """
+    family, _ = read_family(path)
+    fields = Fields(read_fields(path), f"{path}/config.json", family.name)
+    own = family.read(fields)
+    heads = fields.need("num_attention_heads")
+    if "activation" not in own:
+        fields.only("hidden_act", *_ACTIVATIONS)
+    shared = {
+        "family": family.name,
+        "vocab_size": fields.need("vocab_size"),
+        "hidden_size": fields.need("hidden_size"),
+        "intermediate_size": fields.need("intermediate_size"),
+        "num_layers": fields.need("num_hidden_layers"),
+        "num_heads": heads,
+        "num_kv_heads": fields.need("num_key_value_heads"),
+        "head_dim": fields.take("head_dim") or fields.need("hidden_size") // heads,
+        "tie_embeddings": bool(fields.take("tie_word_embeddings", False)),
+        "activation": _ACTIVATIONS[fields.take("hidden_act") or "silu"],
+        "rms_norm_eps": float(fields.take("rms_norm_eps", 1e-6)),
+        **({} if "rope_theta" in own else read_rope(fields)),
+    }
+    fields.finish()
+    return ModelConfig(**shared | own)
+
+
+def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, Any]:
+    """The fields of a config.json from which transformers builds the same model."""
+    family = FAMILIES[config.family]
+    activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    fields = {
+        "architectures": [family.causal if head == "lm" else family.classifier],
+        "model_type": family.name,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "hidden_act": activations[config.activation],
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "dtype": dtype,
+        # Or readers would take those of the family's first model, which the tokenizer may not have.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        **write_rope(config),
+        **family.write(config),
+    }
+    if head != "lm":
+        fields |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return fields
+
+
+def scratch_config(settings: FromScratch, *, vocab_size: int) -> ModelConfig:
+    """A decoder of the configured size, with tied embeddings: Qwen2-shaped, or with experts as Qwen3-MoE."""
+    experts = None
+    if settings.experts:
+        experts = Experts(settings.experts, settings.experts_per_token, settings.intermediate_size)
+    return ModelConfig(
+        family="qwen3_moe" if experts else "qwen2",
+        vocab_size=vocab_size,
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_layers=settings.num_layers,
+        num_heads=settings.num_heads,
+        num_kv_heads=settings.num_kv_heads,
+        head_dim=settings.head_dim,
+        qkv_bias=experts is None,
+        qk_norm=experts is not None,
+        tie_embeddings=True,
+        experts=experts,
+    )

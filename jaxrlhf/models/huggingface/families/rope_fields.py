@@ -1,0 +1,96 @@
+"""How rotary positions stand in config.json: since transformers 5 in `rope_parameters`, before beside each other."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
+from typing import Any
+
+from jaxrlhf.models.config import LinearRope, Llama3Rope, LongRope, ModelConfig, RopeScaling, YarnRope
+from jaxrlhf.models.huggingface.families.fields import Fields
+
+_KINDS: dict[str, type[RopeScaling] | None] = {
+    "default": None,
+    "linear": LinearRope,
+    "llama3": Llama3Rope,
+    "yarn": YarnRope,
+    "longrope": LongRope,
+}
+_OTHER_NAMES = {"su": "longrope"}
+
+
+def read_rope(given: Fields) -> dict[str, Any]:
+    """Base, scaling, rotated part and longest sequence of a model whose layers are alike."""
+    rope = dict(given.take("rope_parameters") or given.take("rope_scaling") or {})
+    given.take("rope_scaling")
+    rope.setdefault("rope_theta", given.take("rope_theta"))
+    rope.setdefault("partial_rotary_factor", given.take("partial_rotary_factor"))
+    return parse_rope(rope, given)
+
+
+def parse_rope(rope: Mapping[str, Any], given: Fields) -> dict[str, Any]:
+    """Likewise, from the dictionary of one kind of layers.
+
+    Raises:
+      ValueError: The kind is not computed, or has other fields than it should.
+    """
+    # All numbers but the lengths of contexts are measures, with or without a point in the file.
+    rope = {
+        name: float(value) if type(value) is int and "max" not in name else value
+        for name, value in rope.items()
+        if value is not None
+    }
+    named = {str(rope.pop(name)) for name in ("rope_type", "type") if name in rope} or {"default"}
+    kinds = {_OTHER_NAMES.get(name, name) for name in named}
+    if len(kinds) > 1 or not kinds <= set(_KINDS):
+        raise given.error(f"rope type {sorted(named)}", f"known are {sorted(_KINDS)}")
+    kind = kinds.pop()
+    theta = float(rope.pop("rope_theta", 10_000.0))
+    rotated = float(rope.pop("partial_rotary_factor", 1.0))
+    longest = int(given.need("max_position_embeddings"))
+    original = given.take("original_max_position_embeddings")
+    if kind in ("llama3", "yarn", "longrope"):
+        # One beside the dictionary counts for more than one inside.
+        rope["original_max_position_embeddings"] = original or rope.get("original_max_position_embeddings") or longest
+    if kind == "longrope":
+        longest = _complete_longrope(rope, longest)
+    scaling = _KINDS[kind]
+    known = {} if scaling is None else {each.name: each.default is MISSING for each in fields(scaling)}
+    if not {name for name, needed in known.items() if needed} <= rope.keys() <= known.keys():
+        raise given.error(f"rope type {kind!r} with the fields {sorted(rope)}", f"expected are {sorted(known)}")
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if scaling is None else scaling(**rope),
+        "partial_rotary_factor": rotated,
+        "max_positions": longest,
+    }
+
+
+def _complete_longrope(rope: dict[str, Any], longest: int) -> int:
+    """Tuples for lists and a number for what follows from the context; returns the longest sequence computed."""
+    original = rope["original_max_position_embeddings"]
+    factor = rope.pop("factor", longest / original)
+    stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    rope.setdefault("attention_factor", stretched)
+    rope |= {name: tuple(map(float, rope[name])) for name in ("short_factor", "long_factor") if name in rope}
+    return min(longest, original)
+
+
+def rope_dictionary(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """One kind of layers as `rope_parameters` has it."""
+    kind = next(name for name, known in _KINDS.items() if known is (None if scaling is None else type(scaling)))
+    given = {} if scaling is None else {name: value for name, value in asdict(scaling).items() if value is not None}
+    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    return {"rope_type": kind, "rope_theta": theta, **lists}
+
+
+def write_rope(config: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_rope` reads, as transformers 5 writes them and as versions before read them."""
+    rope = rope_dictionary(config.rope_theta, config.rope_scaling)
+    part = {} if config.partial_rotary_factor == 1.0 else {"partial_rotary_factor": config.partial_rotary_factor}
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return {
+        "rope_parameters": rope | part,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else scaling,
+        **part,
+    }

@@ -1,0 +1,252 @@
+"""Hugging Face safetensors into sharded parameters.
+
+Tensors are read one after another, and of each only what this process's devices need. A piece goes
+to its devices as it lies in the file; a compiled program casts and transposes it there and writes it
+into the parameter, whose layers are stacked. The host never holds more than one tensor.
+"""
+
+import functools
+import gc
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxrlhf.batch import Array, Params
+from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.huggingface.config import read_family
+from jaxrlhf.models.huggingface.families import FAMILIES, Stored
+from jaxrlhf.models.huggingface.hub import resolve
+from jaxrlhf.models.huggingface.tensor_files import DTYPES, TensorFiles
+from jaxrlhf.models.parameters import Param, declare, path_name
+
+Ranges = tuple[tuple[int, int], ...]
+Progress = Callable[[int, int], None]
+"""Told how many bytes of the parameters are there, and how many there will be."""
+Keep = Callable[[str, jax.Array], Any]
+"""Given a parameter and its path, says what stands in its place in the tree."""
+
+
+def load_params(
+    path: str | Path,
+    config: ModelConfig,
+    head: Head,
+    shardings: Any = None,
+    *,
+    dtype: Any = jnp.float32,
+    progress: Progress = lambda done, total: None,
+    keep: Keep = lambda name, array: array,
+) -> Params:
+    """Parameters of a checkpoint, each shard read straight onto its device.
+
+    A `value` head starts from the score head of a sequence-classification checkpoint, and
+    from zeros on a language model.
+
+    Args:
+      path: Checkpoint directory or hub id.
+      config: From `read_config` of the same path.
+      shardings: Tree of `NamedSharding` like the parameters; None loads onto one device.
+      dtype: Of the result, whatever the files hold: one, or a tree of them like the parameters. None is as in
+        the files, for each parameter the narrowest that holds all of its tensors.
+      progress: Called after each tensor.
+      keep: Called with each parameter before the next one is read.
+
+    Raises:
+      ValueError: As `check_params`.
+    """
+    declared = declare(config, head)
+    if shardings is None:
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        shardings = jax.tree.map(lambda _: device, declared)
+
+    with TensorFiles(resolve(path, weights=True)) as files:
+        stored = _check(files, config, head)
+        if dtype is None:
+            dtype = _dtypes(files, declared, stored)
+        dtypes = dtype if isinstance(dtype, dict) else jax.tree.map(lambda _: dtype, declared)
+        sizes = jax.tree.map(lambda param, dtype: math.prod(param.shape) * np.dtype(dtype).itemsize, declared, dtypes)
+        total, done = sum(jax.tree.leaves(sizes)), 0
+
+        def load(path: tuple, param: Param, sharding: Sharding, dtype: Any, num_bytes: int) -> jax.Array:
+            nonlocal done
+            source = stored.get(path_name(path))
+            if source is None:
+                zeros = np.zeros(sharding.shard_shape(param.shape), dtype)
+                return jax.make_array_from_callback(param.shape, sharding, lambda _: zeros)
+            array: Any = None
+            shard = sharding.shard_shape(param.shape)
+            steps = source.stacked(shard)
+            order = tuple(source.letters.index(letter) for letter in source.dims)
+            put = _put(order, param.shape, np.dtype(dtype), sharding)
+            for at in np.ndindex(steps):
+                array = put(array, _piece(files, source, param, sharding, at), at)
+                array.block_until_ready()  # or the host would read ahead of its devices
+                gc.collect(0)  # JAX lets go of host buffers when Python collects garbage
+                done += num_bytes // math.prod(steps)
+                progress(done, total)
+            return array
+
+        return jax.tree.map_with_path(
+            lambda path, *how: keep(path_name(path), load(path, *how)), declared, shardings, dtypes, sizes
+        )
+
+
+def check_params(path: str | Path, config: ModelConfig, head: Head) -> None:
+    """Refuse what `load_params` could not read, by the headers of the files alone.
+
+    Raises:
+      ValueError: The checkpoint lacks the wanted head, a tensor is missing, unexpected or of
+        the wrong shape or dtype, or a file is missing or damaged.
+    """
+    with TensorFiles(resolve(path, weights=True)) as files:
+        _check(files, config, head)
+
+
+def _piece(files: TensorFiles, source: Stored, param: Param, sharding: Sharding, at: tuple[int, ...]) -> jax.Array:
+    """The tensors of each device's layer `at`, with their dimensions in the file's order.
+
+    Before those come the stacked dimensions, with one entry for each range that devices hold.
+    """
+    stacked = len(at)
+    holders: dict[Ranges, list[jax.Device]] = {}
+    held: Any = sharding.addressable_devices_indices_map(param.shape)
+    for device, index in held.items():
+        ranges = tuple(part.indices(size)[:2] for part, size in zip(index, param.shape, strict=True))
+        holders.setdefault(ranges, []).append(device)
+    blocks: list[jax.Array] = []
+    for ranges, devices in holders.items():
+        name = source.named([start + step for (start, _), step in zip(ranges, at, strict=False)])
+        block = _read(files[name], source, param.unpadded[stacked:], ranges[stacked:])[(None,) * stacked]
+        blocks += jax.block_until_ready([jax.device_put(block, device) for device in devices])
+    places = [*range(stacked), *(stacked + source.dims.index(letter) for letter in source.letters)]
+    counts = [size // part for size, part in zip(param.shape, sharding.shard_shape(param.shape), strict=True)]
+    shape = tuple(counts[place] if place < stacked else param.shape[place] for place in places)
+    if isinstance(sharding, NamedSharding):
+        spec = [*sharding.spec, *[None] * (len(places) - len(sharding.spec))]
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*(spec[place] for place in places)))
+    return jax.make_array_from_single_device_arrays(shape, sharding, blocks)
+
+
+@functools.cache
+def _put(order: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> Any:
+    """A program that writes a piece into its place in the parameter, cast and in our order of dimensions.
+
+    Stacked dimensions are seen as (ranges, places in a range), so that each device writes into its own range.
+    """
+    stacked = len(shape) - len(order)
+    rest = shape[stacked:]
+
+    def put(array: Array | None, piece: Array, at: tuple[Array, ...]) -> Array:
+        counts = piece.shape[:stacked]
+        piece = piece.transpose(*range(stacked), *(stacked + place for place in order)).astype(dtype)
+        whole = jnp.zeros(shape, dtype) if array is None else array
+        ranges = [part for size, count in zip(shape, counts, strict=False) for part in (count, size // count)]
+        places = [part for count in counts for part in (count, 1)]
+        start = [part for step in at for part in (0, step)]
+        filled = lax.dynamic_update_slice(
+            whole.reshape(*ranges, *rest), piece.reshape(*places, *rest), [*start, *[0] * len(rest)]
+        )
+        return filled.reshape(shape)
+
+    return jax.jit(put, donate_argnums=0, out_shardings=sharding)
+
+
+def _read(tensor: Any, source: Stored, shape: tuple[int, ...], ranges: Ranges) -> np.ndarray:
+    """Some ranges of our dimensions of one tensor, in the file's order; zeros beyond its end.
+
+    Of each dimension in the file, the range of its first letter is read; letters merged
+    behind it are cut afterwards, because their part is not contiguous.
+    """
+    size, wanted = dict(zip(source.dims, shape, strict=True)), dict(zip(source.dims, ranges, strict=True))
+    there = {letter: slice(*(min(end, size[letter]) for end in wanted[letter])) for letter in size}
+    outer: list[slice] = []
+    inner: list[slice] = []
+    unmerged: list[int] = []
+    for group in source.stored.split():
+        if group == "1":
+            outer.append(slice(0, 1))
+            continue
+        first, merged = there[group[0]], group[1:]
+        width = math.prod(size[letter] for letter in merged)
+        count = first.stop - first.start
+        # A shard of padding alone has nothing in the file, which refuses to be asked for nothing.
+        start = first.start if count else 0
+        outer.append(slice(start * width, (start + max(1, count)) * width))
+        unmerged += [max(1, count), *(size[letter] for letter in merged)]
+        inner += [slice(count), *(there[letter] for letter in merged)]
+    outer[0] = slice(outer[0].start + source.start, outer[0].stop + source.start)
+    block = tensor[tuple(outer)].reshape(unmerged)[tuple(inner)]
+    widths = [stop - start for start, stop in (wanted[letter] for letter in source.letters)]
+    if block.shape == tuple(widths):
+        return block
+    return np.pad(block, [(0, width - have) for width, have in zip(widths, block.shape, strict=True)])
+
+
+def _dtypes(files: TensorFiles, declared: dict, stored: dict[str, Stored]) -> dict:
+    """Of each parameter, what holds all of its tensors without a change."""
+    kinds = files.dtypes()
+
+    def widest(path: tuple, param: Param) -> np.dtype:
+        source = stored.get(path_name(path))
+        if source is None:
+            return np.dtype(np.float32)
+        return jnp.result_type(*{kinds[source.named(at)] for at in np.ndindex(source.stacked(param.shape))})
+
+    return jax.tree.map_with_path(widest, declared)
+
+
+def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Stored]:
+    """Where each parameter lies that the files have; ValueError as `check_params`."""
+    stored = FAMILIES[config.family].stored(config, head)
+    _, saved = read_family(files.directory)
+    check_head(files.directory, head, saved)
+    if head == "value" and saved == "lm":
+        del stored["head"]
+    _check_tensors(files, config, declare(config, head), stored)
+    return stored
+
+
+def check_head(directory: Path, head: Head, saved: Head) -> None:
+    """A value head may start from either kind of checkpoint; the others have to be in it."""
+    if head not in ("value", saved):
+        says = {"lm": "a language-model head (ForCausalLM)", "score": "a score head (ForSequenceClassification)"}
+        raise ValueError(
+            f"{directory} was saved with {says[saved]}, but {says[head]} is needed; give another checkpoint"
+        )
+
+
+def _check_tensors(files: TensorFiles, config: ModelConfig, declared: dict, stored: dict[str, Stored]) -> None:
+    """Every tensor is there with its shape, and none is left over that would change the numbers."""
+    expected: dict[str, tuple[int, ...]] = {}
+    for path, param in jax.tree.leaves_with_path(declared):
+        if source := stored.get(path_name(path)):
+            stacked = source.stacked(param.shape)
+            shape = source.tensor_shape(param.unpadded[len(stacked) :])
+            expected |= {source.named(at): shape for at in np.ndindex(stacked)}
+    for name, shape in expected.items():
+        if name not in files.file_of:
+            raise ValueError(f"tensor {name!r} of shape {list(shape)} is missing from the files in {files.directory}")
+        found, kind = tuple(files[name].get_shape()), files[name].get_dtype()
+        if found != shape:
+            raise ValueError(
+                f"tensor {name!r} in {files.where(name)} has shape {list(found)}, config.json and the "
+                f"head asked for make it {list(shape)}; the files do not belong together"
+            )
+        if kind not in DTYPES.values():
+            raise ValueError(
+                f"tensor {name!r} in {files.where(name)} has dtype {kind}; {', '.join(DTYPES.values())} are read: "
+                f"give the checkpoint in one of them"
+            )
+    for name in files.file_of:
+        # A tied or replaced head, and the constants that old versions saved, change nothing.
+        if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+            raise ValueError(
+                f"tensor {name!r} in {files.where(name)} is no part of a {config.family} decoder; "
+                f"leaving it out would change the model"
+            )

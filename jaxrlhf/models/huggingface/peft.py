@@ -1,0 +1,192 @@
+"""Adapters in and out of a directory of `peft`: adapter_config.json and adapter_model.safetensors."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrlhf.batch import Params
+from jaxrlhf.config import Lora
+from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.huggingface.families import FAMILIES
+from jaxrlhf.models.huggingface.hub import without_revision
+from jaxrlhf.models.lora.lora import INPUTS, adapter_shapes
+from jaxrlhf.models.parameters import path_name
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_HEAD = f"{_PREFIX}score.weight"
+_READ = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save", "init_lora_weights")
+_HARMLESS = (
+    *("base_model_name_or_path", "revision", "task_type", "auto_mapping", "inference_mode", "peft_version"),
+    *("exclude_modules", "lora_dropout", "qalora_group_size", "megatron_core", "runtime_config", "loftq_config"),
+)
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the weights beside the adapters as their checkpoint has them."""
+
+
+class _Place(NamedTuple):
+    """Where a tensor of the file lies in the tree of adapters, transposed.
+
+    Attributes:
+      layer: None where it is not of a layer.
+      rows: Leading dimensions that are the matrix's rows, the others are its columns.
+    """
+
+    path: str
+    layer: int | None
+    rows: int
+
+    def of(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        """The part of the tree that the tensor holds."""
+        return arrays[self.path] if self.layer is None else arrays[self.path][self.layer]
+
+    def shape(self, block: np.ndarray) -> tuple[int, int]:
+        """Of the tensor."""
+        rows = math.prod(block.shape[: self.rows])
+        return block.size // rows, rows
+
+
+def save_adapters(
+    adapters: Params,
+    config: ModelConfig,
+    head: Head,
+    lora: Lora,
+    directory: str | Path,
+    *,
+    model: str,
+    dtype: Any = jnp.float32,
+) -> None:
+    """Write the directory, which `peft.PeftModel.from_pretrained` loads over the checkpoint.
+
+    Args:
+      adapters: In this process.
+      model: Path or hub id of the checkpoint that the adapters are for.
+    """
+    from safetensors.numpy import save_file
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    arrays = {path_name(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(adapters)}
+    tensors = {}
+    for name, place in _places(config, head, lora).items():
+        block = place.of(arrays)
+        tensors[name] = np.ascontiguousarray(block.reshape(place.shape(block)[::-1]).T.astype(dtype))
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    name, revision = without_revision(model)
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if head == "lm" else "SEQ_CLS",
+        "base_model_name_or_path": name,
+        "revision": revision,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "use_rslora": lora.rslora,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors if name != _HEAD}),
+        "modules_to_save": None if head == "lm" else ["score"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (directory / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def load_adapters(path: str | Path, config: ModelConfig, head: Head, lora: Lora, layout: Any) -> Params:
+    """Float32 adapters of a directory, in the given layout; a head that is not in it starts at zero.
+
+    Raises:
+      ValueError: The directory holds no adapters of this rank, scale and targets, or changes
+        numbers in another way than adapters do.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    file = Path(path) / WEIGHTS
+    _check_fields(Path(path) / CONFIG, lora)
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is missing or damaged ({error}); export it again") from error
+    shapes = jax.tree.leaves_with_path(adapter_shapes(config, head, lora))
+    arrays = {path_name(at): np.zeros(shape.shape, np.float32) for at, shape in shapes}
+    places = {name: place for name, place in _places(config, head, lora).items() if name != _HEAD or name in tensors}
+    for name in sorted(tensors.keys() ^ places.keys()):
+        wrong = "is missing from" if name in places else "is no adapter of the model by lora.targets, and is in"
+        raise ValueError(f"tensor {name!r} {wrong} {file}; lora.targets are {', '.join(lora.targets)}")
+    for name, place in places.items():
+        block, tensor = place.of(arrays), tensors[name]
+        if tensor.shape != place.shape(block):
+            raise ValueError(
+                f"tensor {name!r} in {file} has shape {list(tensor.shape)}, and the model and "
+                f"lora.rank={lora.rank} make it {list(place.shape(block))}"
+            )
+        block[...] = tensor.astype(np.float32).T.reshape(block.shape)
+
+    def put(at: tuple, sharding: Any) -> jax.Array:
+        array = arrays[path_name(at)]
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map_with_path(put, layout)
+
+
+def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _Place]:
+    """Every tensor of the file by its name.
+
+    Raises:
+      ValueError: The checkpoint's family keeps a target in one tensor with others.
+    """
+    stored = FAMILIES[config.family].stored(config, head)
+    places = {}
+    for at, shape in jax.tree.leaves_with_path(adapter_shapes(config, head, lora)):
+        path = path_name(at)
+        if path == "head":
+            places[_HEAD] = _Place(path, None, 1)
+            continue
+        weight, _, side = path.rpartition(".")
+        inputs = INPUTS.get(weight.rpartition(".")[2], 1)
+        tensor = stored[weight]
+        if tensor.rows is not None or tensor.stored != f"{tensor.dims[inputs:]} {tensor.dims[:inputs]}":
+            raise ValueError(
+                f"{config.family} checkpoints keep {weight} with others in {tensor.name}, so it has no adapter "
+                f"of its own there; leave it out of lora.targets"
+            )
+        for layer in range(shape.shape[0]):
+            part = {"down": "lora_A", "up": "lora_B"}[side]
+            module = tensor.named((layer,)).removesuffix(".weight")
+            places[f"{_PREFIX}{module}.{part}.weight"] = _Place(path, layer, inputs if side == "down" else 1)
+    return places
+
+
+def _check_fields(file: Path, lora: Lora) -> None:
+    """Raise `ValueError` unless the settings are those of `lora`, and say nothing else that changes numbers."""
+    try:
+        fields = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{file} is missing or no JSON object ({error}); give a directory that peft wrote") from error
+    if fields.get("peft_type") != "LORA" or fields.get("init_lora_weights", True) not in _PLAIN_STARTS:
+        raise ValueError(
+            f"{file} has peft_type={fields.get('peft_type')!r} and init_lora_weights="
+            f"{fields.get('init_lora_weights')!r}; only LORA beside unchanged weights can be read"
+        )
+    plain = {"bias": "none"}
+    unread = {name: value for name, value in fields.items() if name not in (*_READ, *_HARMLESS)}
+    strange = [name for name, value in unread.items() if value and value != plain.get(name)]
+    if strange:
+        raise ValueError(
+            f"{file} has {', '.join(f'{name}={fields[name]!r}' for name in strange)}, which cannot be read"
+        )
+    given = {
+        "r": fields.get("r"),
+        "lora_alpha": fields.get("lora_alpha"),
+        "use_rslora": fields.get("use_rslora", False),
+    }
+    wanted = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
+    if given != wanted:
+        raise ValueError(
+            f"{file} has {', '.join(f'{name}={value}' for name, value in given.items())}, and lora has "
+            f"rank={lora.rank}, alpha={lora.alpha}, rslora={lora.rslora}; make them the same"
+        )

@@ -1,0 +1,212 @@
+"""Parameters out to a Hugging Face directory that transformers loads with the same logits."""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxrlhf.batch import Array, Params
+from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.huggingface.config import read_fields, write_fields
+from jaxrlhf.models.huggingface.families import FAMILIES, Stored
+from jaxrlhf.models.huggingface.hub import HUB_FILES, resolve
+from jaxrlhf.models.huggingface.load import Progress
+from jaxrlhf.models.huggingface.tensor_files import INDEX, TensorFiles
+from jaxrlhf.models.huggingface.tensor_writer import TensorWriter
+from jaxrlhf.models.parameters import Param, declare, path_name
+
+
+def save_params(
+    params: Params,
+    config: ModelConfig,
+    directory: str | Path,
+    *,
+    dtype: Any = None,
+    tokenizer: Any = None,
+    source: str | Path | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write config.json and safetensors, sharded behind an index when they are larger than one file.
+
+    As `save_each`, of parameters that are all there.
+
+    Args:
+      dtype: Of the tensors in the files; None is what each is in the source, or float32 without one.
+    """
+    if dtype is None:
+        dtype = jnp.float32 if source is None else read_dtypes(source)
+    arrays = ((path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(params))
+    head: Head = "score" if "head" in params and params["head"].ndim == 1 else "lm"
+    save_each(
+        arrays,
+        config,
+        head,
+        directory,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        source=source,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def save_each(
+    arrays: Iterable[tuple[str, jax.Array]],
+    config: ModelConfig,
+    head: Head,
+    directory: str | Path,
+    *,
+    dtype: Any,
+    tokenizer: Any = None,
+    source: str | Path | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write a checkpoint from parameters that come one by one, each with its path.
+
+    A language model becomes a `ForCausalLM` checkpoint; a value or score head becomes
+    `ForSequenceClassification` with one label. One tensor is on the host at a time. config.json
+    comes last, so an interrupted export does not look like a model. With several processes all of
+    them call this and the first one writes.
+
+    Args:
+      arrays: Every parameter of `declare(config, head)`, in any order.
+      dtype: Of the tensors in the files: one, or each one's by its name, and float32 of what has none. Then
+        config.json keeps what the source's says.
+      tokenizer: Saved beside the model; None copies the files that the source has of one.
+      source: Checkpoint that the model came from: its config.json and generation_config.json are kept.
+      max_shard_bytes: A file exceeds it only if one tensor does.
+      progress: Called after each tensor.
+
+    Raises:
+      ValueError: The directory already holds safetensors, or a weight lies beyond what the dtype can hold.
+    """
+    directory = Path(directory)
+    if list(directory.glob("*.safetensors")):
+        raise ValueError(f"{directory} already holds safetensors, which might be mixed up; export to a new directory")
+    declared = {path_name(path): param for path, param in jax.tree.leaves_with_path(declare(config, head))}
+    stored = FAMILIES[config.family].stored(config, head)
+    shapes = _shapes(declared, stored)
+    dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
+    tensors = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, "float32")) for name, shape in shapes.items()}
+    writer = None
+    if jax.process_index() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        writer = TensorWriter(directory, tensors, max_file_bytes=max_shard_bytes)
+    total = sum(tensor.size * tensor.dtype.itemsize for tensor in tensors.values())
+    done = 0
+    for path, array in arrays:
+        lies, param = stored[path], declared[path]
+        for at in np.ndindex(lies.stacked(param.shape)):
+            tensor = _fetch(array, lies, param, at, tensors[lies.named(at)].dtype)
+            if writer is not None:
+                writer.write(lies.named(at), tensor, start=lies.start)
+            done += tensor.nbytes
+            progress(done, total)
+    if writer is not None:
+        writer.close()
+        one = None if isinstance(dtype, Mapping) else np.dtype(dtype).name
+        _describe(directory, _fields(config, head, one, tokenizer, source), tokenizer, source)
+
+
+def read_dtypes(path: str | Path) -> dict[str, str]:
+    """What each tensor of a Hugging Face checkpoint is stored in, by its name."""
+    with TensorFiles(resolve(path, weights=True)) as files:
+        return files.dtypes()
+
+
+def save_description(
+    config: ModelConfig, directory: str | Path, *, tokenizer: Any = None, source: str | Path | None = None
+) -> None:
+    """Write everything of a `ForCausalLM` checkpoint but its weights: config.json and the tokenizer."""
+    if jax.process_index() == 0:
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        _describe(directory, _fields(config, "lm", "float32", tokenizer, source), tokenizer, source)
+
+
+def _shapes(declared: dict[str, Param], stored: dict[str, Stored]) -> dict[str, tuple[int, ...]]:
+    """Every tensor's shape, those of a layer behind one another."""
+    layers: dict[int, dict[str, tuple[int, ...]]] = {}
+    for path, param in declared.items():
+        stacked = stored[path].stacked(param.shape)
+        shape = stored[path].tensor_shape(param.unpadded[len(stacked) :])
+        for at in np.ndindex(stacked):
+            layers.setdefault(at[0] if at else -1, {})[stored[path].named(at)] = shape
+    return {name: shape for layer in sorted(layers) for name, shape in layers[layer].items()}
+
+
+def _fetch(array: jax.Array, stored: Stored, param: Param, at: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A tensor on the host, as it goes into the file."""
+    order = tuple(stored.dims.index(letter) for letter in stored.letters)
+    tensor = _taken(array, at, order, dtype)
+    if not tensor.is_fully_addressable:
+        from jax.experimental.multihost_utils import process_allgather
+
+        tensor = process_allgather(tensor, tiled=True)
+    shape = param.unpadded[len(at) :]
+    block = np.asarray(tensor)[tuple(slice(shape[place]) for place in order)].reshape(stored.shape(shape))
+    if dtype == np.float16 and not np.isfinite(block).all():
+        raise ValueError(
+            f"tensor {stored.named(at)!r} has weights beyond {dtype}'s 65504; export as bfloat16 or float32"
+        )
+    return block
+
+
+@partial(jax.jit, static_argnums=(2, 3))
+def _taken(array: Array, at: tuple[Any, ...], order: tuple[int, ...], dtype: np.dtype) -> Array:
+    """One tensor of a parameter, with its dimensions in the file's order."""
+    for place in at:
+        array = lax.dynamic_index_in_dim(array, place, keepdims=False)
+    return array.transpose(order).astype(dtype)
+
+
+def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, source: str | Path | None) -> dict:
+    """config.json: the source's own fields where there is a source, else built from the shape.
+
+    Args:
+      dtype: None where tensors differ, or may.
+    """
+    fields = write_fields(config, head, dtype=dtype or "float32")
+    if source is not None:
+        kept = read_fields(source)
+        written = {name: fields[name] for name in ("architectures", "id2label", "label2id") if name in fields}
+        # Older files call it torch_dtype.
+        kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}
+        return kept | written | ({} if dtype is None else dict.fromkeys(kinds, dtype))
+    if tokenizer is not None:
+        ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        fields |= {name: value for name, value in ids.items() if value is not None}
+    return fields
+
+
+def _describe(directory: Path, fields: dict, tokenizer: Any, source: str | Path | None) -> None:
+    """Write what a checkpoint has beside its weights."""
+    if source is not None:
+        copy_description(resolve(source), directory, HUB_FILES if tokenizer is None else ("generation_config.json",))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def copy_description(source: Path, directory: Path, patterns: Sequence[str] = HUB_FILES) -> None:
+    """Copy what a checkpoint has beside its weights; config.json last, because with it a directory looks complete."""
+    files = {file for pattern in patterns for file in source.glob(pattern)} - {source / INDEX}
+    for file in sorted(files, key=lambda file: file.name == "config.json"):
+        shutil.copyfile(file, directory / file.name)
+
+
+def check_new(directory: str | Path) -> Path:
+    """A directory to write to; `ValueError` if it is a file or holds some."""
+    directory = Path(directory).expanduser()
+    if directory.is_file():
+        raise ValueError(f"{directory} is a file; choose a new directory")
+    if directory.exists() and any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty; choose a new directory")
+    return directory

@@ -1,0 +1,113 @@
+"""Safetensors files whose tensors come one by one, in any order, so that none of them waits in memory."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxrlhf.models.huggingface.tensor_files import DTYPES, INDEX, SINGLE
+
+_UNFINISHED = ".unfinished"
+_ALIGNMENT = 8
+
+
+class _Place(NamedTuple):
+    """Where the bytes of a tensor go."""
+
+    file: str
+    start: int
+
+
+class TensorWriter:
+    """Writes the tensors of a checkpoint: one file, or several behind an index.
+
+    Headers are written first, with room for every tensor. Files get their names in `close`, so an
+    interrupted export leaves nothing that looks like a checkpoint.
+
+    Args:
+      tensors: Shape and dtype of each, in the order in which they are shared out to files.
+      max_file_bytes: A file exceeds it only if one tensor does.
+
+    Source: https://github.com/huggingface/safetensors, section Format.
+    """
+
+    def __init__(self, directory: Path, tensors: Mapping[str, jax.ShapeDtypeStruct], *, max_file_bytes: int) -> None:
+        self._directory, self._tensors = directory, dict(tensors)
+        self._places: dict[str, _Place] = {}
+        self._unwritten = {name: tensor.shape[0] for name, tensor in tensors.items()}  # rows
+        files = self._shared_out(max_file_bytes)
+        self._files = [
+            SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            for number in range(1, len(files) + 1)
+        ]
+        for file, names in zip(self._files, files, strict=True):
+            self._begin(file, names)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(map(self._num_bytes, self._tensors))
+
+    def write(self, name: str, rows: np.ndarray, *, start: int = 0) -> None:
+        """Put a tensor into its file, or some of its rows.
+
+        Args:
+          start: Row at which they begin.
+        """
+        wanted = self._tensors[name]
+        assert rows.shape[1:] == wanted.shape[1:] and rows.dtype == wanted.dtype, name
+        place = self._places[name]
+        with (self._directory / (place.file + _UNFINISHED)).open("r+b") as file:
+            file.seek(place.start + start * (rows.nbytes // len(rows)))
+            file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+        self._unwritten[name] -= len(rows)
+
+    def close(self) -> None:
+        """Give the files their names, and write the index if there are several."""
+        missing = sorted(name for name, rows in self._unwritten.items() if rows)
+        assert not missing, f"never written as a whole: {missing}"
+        for file in self._files:
+            (self._directory / (file + _UNFINISHED)).rename(self._directory / file)
+        if len(self._files) > 1:
+            parameters = sum(tensor.size for tensor in self._tensors.values())
+            counted = {"total_parameters": parameters, "total_size": self.num_bytes}
+            index = {"metadata": counted, "weight_map": {name: place.file for name, place in self._places.items()}}
+            (self._directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _num_bytes(self, name: str) -> int:
+        return self._tensors[name].size * self._tensors[name].dtype.itemsize
+
+    def _shared_out(self, max_file_bytes: int) -> list[list[str]]:
+        """The tensors of each file."""
+        files: list[list[str]] = [[]]
+        room = max_file_bytes
+        for name in self._tensors:
+            if files[-1] and self._num_bytes(name) > room:
+                files.append([])
+                room = max_file_bytes
+            files[-1].append(name)
+            room -= self._num_bytes(name)
+        return files
+
+    def _begin(self, file: str, names: list[str]) -> None:
+        """Write the header, and make the file as long as it will be."""
+        header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        kinds = list(DTYPES)
+        # Wider ones first, so that each lies at a multiple of its width.
+        for name in sorted(names, key=lambda name: (kinds.index(self._tensors[name].dtype.name), name)):
+            start, end = end, end + self._num_bytes(name)
+            tensor = self._tensors[name]
+            kind, shape = DTYPES[tensor.dtype.name], list(tensor.shape)
+            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        data = _ALIGNMENT + len(text)
+        for name in names:
+            self._places[name] = _Place(file, data + header[name]["data_offsets"][0])
+        with (self._directory / (file + _UNFINISHED)).open("wb") as opened:
+            opened.write(len(text).to_bytes(_ALIGNMENT, "little") + text)
+            opened.truncate(data + end)

@@ -1,0 +1,205 @@
+"""Attention kernels of GPUs, in the signatures of `attend`, `attend_cache` and `attend_pages`.
+
+Each computes on the arrays of one device. `kernel_choice` decides whether it is used.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Float, Int
+
+from jaxrlhf.batch import Array
+from jaxrlhf.models.attention.attention import widen
+from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, Scores
+
+_BLOCK, _PART = 64, 512
+"""Cache positions of a tile, and of one program of the decode kernel."""
+
+_SMALLEST_DOT = 16
+"""Rows that the tensor cores multiply at least."""
+
+
+def cudnn_rows(
+    query_RWNH: Float[Array, "R W N H"],
+    key_RWKH: Float[Array, "R W K H"],
+    value_RWKH: Float[Array, "R W K H"],
+    segment_RW: Int[Array, "R W"],
+    scores: Scores = PLAIN,
+) -> Float[Array, "R W N H"]:
+    """cuDNN's flash attention; half precision only.
+
+    JAX offers cuDNN's packed layout under no public name, so segments are a mask: `[R, W, W]` numbers
+    that all heads share, and as many again in the backward pass. Scores of heads are never stored.
+
+    Raises:
+      NotImplementedError: Scores have a soft cap.
+    """
+    if scores.soft_cap is not None:
+        raise NotImplementedError("cuDNN's attention has no soft cap of scores")
+    _, width, _, head_dim = query_RWNH.shape
+    query, key, value, segment = widen((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=2)
+    mask_RWW = segment[:, :, None] == segment[:, None, :]
+    if scores.window is not None:
+        position_W = jnp.arange(segment.shape[1])
+        mask_RWW &= scores.sees(position_W[:, None] - position_W[None, :])[None]
+    out = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask_RWW[:, None],
+        is_causal=True,
+        scale=1 / scores.divide_by(head_dim),
+        implementation="cudnn",
+    )
+    return out[:, :width]
+
+
+def pallas_decode(
+    query_BNH: Float[Array, "B N H"],
+    key_BKHS: Float[Array, "B K H S"],
+    value_BKSH: Float[Array, "B K S H"],
+    position_B: Int[Array, "B"],
+    scores: Scores = PLAIN,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B N H"]:
+    """Flash decoding on GPU: reads of each slot's cache what a token sees, in the order in which it lies.
+
+    The cache is split along its positions; parts are joined by their largest score and their sum:
+
+        out = sum_p e^(m_p - m) o_p / sum_p e^(m_p - m) l_p
+
+    Source: Dao et al. 2023, Flash-Decoding for long-context inference.
+    """
+    _, _, head_dim, capacity = key_BKHS.shape
+    specs = [
+        pl.BlockSpec((None, None, head_dim, _PART), lambda b, k, p: (b, k, 0, p)),
+        pl.BlockSpec((None, None, _PART, head_dim), lambda b, k, p: (b, k, p, 0)),
+    ]
+    slots = query_BNH, jnp.minimum(position_B, capacity - 1)
+    sizes = {"kv_heads": key_BKHS.shape[1], "capacity": capacity, "interpret": interpret}
+    return _decode(_read_slot, (key_BKHS, value_BKSH), specs, *slots, scores, **sizes)
+
+
+def pallas_pages(
+    query_BNH: Float[Array, "B N H"],
+    pages_ZSJH: Float[Array, "Z S J H"],
+    table_BQ: Int[Array, "B Q"],
+    newest_B: Int[Array, "B"],
+    scores: Scores = PLAIN,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B N H"]:
+    """As `pallas_decode`, from pages: a tile gathers its positions from wherever their pages are.
+
+    The kernel that JAX ships knows no windows, and multiplies float32 in TF32.
+    """
+    pages, page_tokens, both, head_dim = pages_ZSJH.shape
+    columns = table_BQ.shape[1]
+    specs = [
+        pl.BlockSpec((None, columns), lambda b, k, p: (b, 0)),
+        pl.BlockSpec((pages, page_tokens, None, head_dim), lambda b, k, p: (0, 0, 2 * k, 0)),
+        pl.BlockSpec((pages, page_tokens, None, head_dim), lambda b, k, p: (0, 0, 2 * k + 1, 0)),
+    ]
+    sizes = {"kv_heads": both // 2, "capacity": columns * page_tokens, "interpret": interpret}
+    return _decode(_read_pages, (table_BQ, pages_ZSJH, pages_ZSJH), specs, query_BNH, newest_B, scores, **sizes)
+
+
+def _read_slot(key_ref, value_ref, start, seen_S):
+    """Keys and values of a tile's positions, of the part of a slot that this program has."""
+    window = pl.ds(start % _PART, _BLOCK)
+    key_HS = triton.load(key_ref.at[:, window], mask=seen_S[None, :], other=0.0)
+    return key_HS, triton.load(value_ref.at[window, :], mask=seen_S[:, None], other=0.0)
+
+
+def _read_pages(table_ref, key_ref, value_ref, start, seen_S):
+    """Keys and values of a tile's positions, wherever their pages are."""
+    page_tokens, place_S = key_ref.shape[1], start + jnp.arange(_BLOCK)
+    page_S = triton.load(table_ref.at[place_S // page_tokens], mask=seen_S, other=0)
+    at_S, across_H = place_S % page_tokens, jnp.arange(key_ref.shape[2])
+    entries_HS = page_S[None, :], at_S[None, :], across_H[:, None]
+    entries_SH = page_S[:, None], at_S[:, None], across_H[None, :]
+    key_HS = triton.load(key_ref.at[entries_HS], mask=seen_S[None, :], other=0.0)
+    return key_HS, triton.load(value_ref.at[entries_SH], mask=seen_S[:, None], other=0.0)
+
+
+def _decode(
+    read: Callable, cached: tuple, specs: list, query_BNH, newest_B, scores: Scores, *, kv_heads, capacity, interpret
+) -> Array:
+    """Attention of slots to what `read` finds of their positions in the arrays of the cache."""
+    slots, _, head_dim = query_BNH.shape
+    query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
+    group = query_BKGH.shape[2]
+    tile = max(_SMALLEST_DOT, pl.next_power_of_2(group))
+    parts = pl.cdiv(capacity, _PART)
+
+    # Entries that a slot sees, from the first to the one before the end.
+    end_B = newest_B + 1
+    first_B = jnp.zeros_like(end_B)
+    if scores.window is not None:
+        near_B = jnp.maximum(end_B - scores.window, 0)
+        first_B = near_B if scores.slides is None else jnp.where(scores.slides, near_B, 0)
+
+    whole = (slots, kv_heads, parts, group)
+    of_slot = pl.BlockSpec((None,), lambda b, k, p: (b,))
+    of_heads = pl.BlockSpec((None, None, None, tile), lambda b, k, p: (b, k, p, 0))
+    out_BKPGH, sum_BKPG, most_BKPG = pl.pallas_call(
+        partial(_decode_part, read=read, group=group, tile=tile, divisor=scores.divide_by(head_dim), cap=scores.cap),
+        grid=(slots, kv_heads, parts),
+        in_specs=[
+            *[of_slot] * 2,
+            pl.BlockSpec((None, None, tile, head_dim), lambda b, k, p: (b, k, 0, 0)),
+            *specs,
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, tile, head_dim), lambda b, k, p: (b, k, p, 0, 0)),
+            *[of_heads] * 2,
+        ],
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*whole, head_dim), whole, whole)],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="decode_attention",
+    )(first_B, end_B, query_BKGH, *cached)
+    share_BKPG = jnp.exp(most_BKPG - most_BKPG.max(axis=2, keepdims=True))
+    total_BKG1 = (share_BKPG * sum_BKPG).sum(axis=2)[..., None]
+    out_BKGH = (share_BKPG[..., None] * out_BKPGH).sum(axis=2) / total_BKG1
+    return out_BKGH.astype(query_BNH.dtype).reshape(query_BNH.shape)
+
+
+def _decode_part(first_ref, end_ref, query_ref, *refs, read, group, tile, divisor, cap):
+    """Softmax over one part of one slot's cache, for the queries of one key-value head.
+
+    Writes the weighted values, the sum of the weights (0 in a part of which nothing is seen) and the largest score.
+    """
+    *cached, out_ref, sum_ref, most_ref = refs
+    precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else None
+    own_G1 = (jnp.arange(tile) < group)[:, None]
+    query_GH = triton.load(query_ref, mask=own_G1, other=0.0)
+    begin = pl.program_id(2) * _PART
+    first, end = first_ref[...], end_ref[...]
+
+    def body(index, carry):
+        out_GH, sum_G, most_G = carry
+        start = begin + index * _BLOCK
+        place_S = start + jnp.arange(_BLOCK)
+        seen_S = (place_S >= first) & (place_S < end)
+        key_HS, value_SH = read(*cached, start, seen_S)
+        score_GS = cap(triton.dot(query_GH, key_HS, precision=precision) / divisor)
+        score_GS = jnp.where(seen_S[None, :], score_GS, LOWEST)
+        next_G = jnp.maximum(most_G, score_GS.max(axis=1))
+        kept_G, weight_GS = jnp.exp(most_G - next_G), jnp.exp(score_GS - next_G[:, None])
+        new_GH = triton.dot(weight_GS.astype(value_SH.dtype), value_SH, precision=precision)
+        return kept_G[:, None] * out_GH + new_GH, kept_G * sum_G + weight_GS.sum(axis=1), next_G
+
+    zero_G = jnp.zeros(tile, jnp.float32)
+    begun = jnp.zeros((tile, query_GH.shape[1]), jnp.float32), zero_G, zero_G + LOWEST
+    blocks = jnp.clip(first - begin, 0, _PART) // _BLOCK, pl.cdiv(jnp.clip(end - begin, 0, _PART), _BLOCK)
+    out_GH, sum_G, most_G = lax.fori_loop(*blocks, body, begun)
+    triton.store(out_ref, out_GH, mask=own_G1)
+    triton.store(sum_ref, sum_G, mask=own_G1[:, 0])
+    triton.store(most_ref, most_G, mask=own_G1[:, 0])

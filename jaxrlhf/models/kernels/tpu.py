@@ -1,0 +1,112 @@
+"""Attention kernels of TPUs, in the signatures of `attend` and `attend_pages`.
+
+Each computes on the arrays of one device. `kernel_choice` decides whether it is used.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+from jaxtyping import Float, Int
+
+from jaxrlhf.batch import Array
+from jaxrlhf.models.attention.attention import widen
+from jaxrlhf.models.attention.score_mod import PLAIN, Scores
+
+_LANES = 128
+"""Width of a register; splash attention takes rows and heads that are multiples of it."""
+
+_LARGEST_BLOCK = 512
+"""Positions of a tile. Larger ones read keys less often and skip less above the diagonal."""
+
+_PAGES_BLOCK, _QUERIES_BLOCK = 512, 8
+"""Positions that the paged kernel reads at once, and slots whose queries lie side by side in it."""
+
+
+def splash_rows(
+    query_RWNH: Float[Array, "R W N H"],
+    key_RWKH: Float[Array, "R W K H"],
+    value_RWKH: Float[Array, "R W K H"],
+    segment_RW: Int[Array, "R W"],
+    scores: Scores = PLAIN,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "R W N H"]:
+    """Splash attention: flash attention that skips the tiles above the diagonal and before the window.
+
+    Rows and heads are padded to multiples of 128. Queries are divided before the product, and so rounded once more.
+    """
+    _, width, heads, head_dim = query_RWNH.shape
+    query, key, value, segment = widen((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=_LANES)
+    padded = segment.shape[1]
+
+    def head_major(array: Array) -> Array:
+        more = -head_dim % _LANES
+        return jnp.pad(jnp.swapaxes(array, 1, 2), ((0, 0), (0, 0), (0, 0), (0, more)))
+
+    def run(mask: splash.Mask) -> Callable[..., Array]:
+        kernel = splash.make_splash_mha(
+            splash.MultiHeadMask([mask] * heads),
+            block_sizes=_tiles(math.gcd(padded, _LARGEST_BLOCK)),
+            head_shards=1,
+            q_seq_shards=1,
+            attn_logits_soft_cap=scores.soft_cap,
+            interpret=interpret,
+        )
+        return jax.vmap(lambda *row: kernel(*row[:3], segment_ids=splash.SegmentIds(row[3], row[3])))
+
+    shape = padded, padded
+    arrays = head_major(scores.divided(query)), head_major(key), head_major(value), segment
+    everything = splash.CausalMask(shape)
+    near = everything if scores.window is None else splash.LocalMask(shape, (scores.window - 1, 0), 0)
+    if scores.window is None or scores.slides is None:
+        out_RNWH = run(near)(*arrays)
+    else:
+        # Masks are compiled in, so that a layer chooses between two kernels.
+        out_RNWH = jax.lax.cond(scores.slides, run(near), run(everything), *arrays)
+    return jnp.swapaxes(out_RNWH, 1, 2)[:, :width, :, :head_dim]
+
+
+def _tiles(size: int) -> splash.BlockSizes:
+    return splash.BlockSizes(
+        block_q=size,
+        block_kv=size,
+        block_q_dkv=size,
+        block_kv_dkv=size,
+        block_q_dq=size,
+        block_kv_dq=size,
+    )
+
+
+def ragged_pages(
+    query_BNH: Float[Array, "B N H"],
+    pages_ZSJH: Float[Array, "Z S J H"],
+    table_BQ: Int[Array, "B Q"],
+    newest_B: Int[Array, "B"],
+    scores: Scores = PLAIN,
+) -> Float[Array, "B N H"]:
+    """Ragged paged attention with one query to a slot; heads are a multiple of 128 wide.
+
+    Block sizes are given: the kernel's own table is of prefills and decoding together.
+    """
+    slots, _, head_dim = query_BNH.shape
+    arrays = query_BNH, pages_ZSJH, newest_B + 1, table_BQ
+
+    def run(window: int | None) -> Callable[..., Array]:
+        return lambda *arrays: ragged_paged_attention(
+            *arrays,
+            jnp.arange(slots + 1, dtype=jnp.int32),
+            jnp.array([slots], jnp.int32),
+            sm_scale=1 / scores.divide_by(head_dim),
+            sliding_window=window,
+            soft_cap=scores.soft_cap,
+            num_kv_pages_per_block=min(table_BQ.shape[1], max(1, _PAGES_BLOCK // pages_ZSJH.shape[1])),
+            num_queries_per_block=_QUERIES_BLOCK,
+        )
+
+    if scores.window is None or scores.slides is None:
+        return run(scores.window)(*arrays)
+    return jax.lax.cond(scores.slides, run(scores.window), run(None), *arrays)

@@ -1,0 +1,1 @@
+"""Adapters of low rank and the quantised weights beside them."""

@@ -1,0 +1,136 @@
+"""Low-rank adapters: their declaration, and trees of weights with and without them.
+
+Adapters are a tree of their own, with an `Adapter` at the place of each weight that has one, and
+with what is trained whole beside them. `adapted` lays that tree over the parameters.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.config import Lora, Quantization
+from jaxrlhf.models.causal_lm import AnyModel, OwnModel
+from jaxrlhf.models.config import Head
+from jaxrlhf.models.linear import Adapted, Adapter
+from jaxrlhf.models.lora.quantized import Quantized, quantize
+from jaxrlhf.models.parameters import STACKS, Param, declare, path_name
+
+ROOMS = ("attention", "mlp")
+"""Where the matrices of a layer are in its tree."""
+
+INPUTS = {"output": 2}
+"""Dimensions that a matrix contracts, where that is not one."""
+
+
+def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]:
+    """The tree of `Param` that is trained in place of the parameters: adapters, and a value or score head.
+
+    Raises:
+      ValueError: Some layers have no such matrix, or one in each expert, or they are a model's of the user's own.
+    """
+    if isinstance(config, OwnModel):
+        raise ValueError(f"lora adapts matrices of the decoder, and the model is {config.name}; drop lora")
+    declared = declare(config, head)
+    stacks = {name: declared[name] for name in STACKS if name in declared}
+    shared = set.intersection(*map(_matrices, stacks.values()))
+    if missing := [name for name in lora.targets if name not in shared]:
+        there = ", ".join(name for name in Lora.MATRICES if name in shared)
+        raise ValueError(
+            f"lora.targets has {', '.join(missing)}, and all layers of this model have {there}; choose some"
+        )
+    tree: dict[str, Any] = {
+        stack: {room: found for room in ROOMS if (found := _adapters(layer[room], lora))}
+        for stack, layer in stacks.items()
+    }
+    return tree if head == "lm" else tree | {"head": declared["head"]}
+
+
+def _adapters(params: dict[str, Any], lora: Lora) -> dict[str, Adapter]:
+    """Of a layer's attention or MLP."""
+    return {name: _adapter(name, param, lora) for name, param in params.items() if name in lora.targets}
+
+
+def _matrices(layer: dict[str, Any]) -> set[str]:
+    """What is one product of each layer: no bias, no norm, no stack of experts."""
+    return {
+        name
+        for room in ROOMS
+        for name, param in layer[room].items()
+        if name in Lora.MATRICES and math.prod(param.shape[1 : 1 + INPUTS.get(name, 1)]) == param.fan_in
+    }
+
+
+def _adapter(name: str, param: Param, lora: Lora) -> Adapter:
+    inputs = 1 + INPUTS.get(name, 1)
+    layers, rank = param.shape[:1], (lora.rank,)
+    return Adapter(
+        # The variance of peft's uniform draw, so that its learning rates serve here.
+        down=Param(param.shape[:inputs] + rank, (*param.dims[:inputs], None), fan_in=3 * param.fan_in),
+        up=Param((*layers, *rank, *param.shape[inputs:]), ("layers", None, *param.dims[inputs:]), "zeros"),
+        scale=lora.scale,
+    )
+
+
+def adapter_dims(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]:
+    """As `param_dims`, of what is trained."""
+    return jax.tree.map(lambda param: param.dims, declare_adapters(config, head, lora))
+
+
+def adapter_shapes(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]:
+    """As `param_shapes`, of what is trained, in float32."""
+    return jax.tree.map(
+        lambda param: jax.ShapeDtypeStruct(param.shape, jnp.float32), declare_adapters(config, head, lora)
+    )
+
+
+def adapted(params: Any, adapters: Any) -> Any:
+    """The parameters with adapters laid over them, and what they lack filled in. No array is made."""
+    if isinstance(adapters, Adapter):
+        return Adapted(params, adapters)
+    if not isinstance(adapters, dict):
+        return adapters
+    params = params or {}
+    return {**params, **{name: adapted(params.get(name), part) for name, part in adapters.items()}}
+
+
+def is_matrix(path: str) -> bool:
+    """Whether the parameter is a matrix of layers, experts' included."""
+    names = path.split(".")
+    return names[0] in STACKS and names[-1] in Lora.MATRICES
+
+
+def quantized(tree: Any, kind: Quantization, one: Callable[[Any], Quantized] | None = None, is_leaf: Any = None) -> Any:
+    """The parameters, or a tree like them, with what `is_matrix` quantised.
+
+    Args:
+      one: What becomes of such a leaf, where the tree is not one of arrays.
+      is_leaf: As in `jax.tree.map`.
+    """
+
+    def each(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not is_matrix(path_name(path)):
+            return leaf
+        return quantize(leaf, kind) if one is None else one(leaf)
+
+    return jax.tree.map_with_path(each, tree, is_leaf=is_leaf)
+
+
+def merged(params: Any) -> Any:
+    """The same function in weights alone: adapters are added to theirs, in float32."""
+
+    def one(node: Any) -> Any:
+        return node.weight + change_of(node.adapter) if isinstance(node, Adapted) else node
+
+    return jax.tree.map(one, params, is_leaf=lambda node: isinstance(node, Adapted))
+
+
+def change_of(adapter: Adapter) -> jax.Array:
+    """`scale * down @ up` of stacked layers, with the weight's dimensions."""
+    layers, *inputs, rank = adapter.down.shape
+    outputs = adapter.up.shape[2:]
+    down_LDR, up_LRF = adapter.down.reshape(layers, -1, rank), adapter.up.reshape(layers, rank, -1)
+    change_LDF = jnp.einsum("LDR,LRF->LDF", down_LDR, up_LRF, precision=jax.lax.Precision.HIGHEST)
+    return adapter.scale * change_LDF.reshape(layers, *inputs, *outputs)

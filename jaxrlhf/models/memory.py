@@ -1,0 +1,148 @@
+"""Bytes that weights, activations and logits of a model take on a device, estimated."""
+
+from typing import Protocol, runtime_checkable
+
+from jaxrlhf.config import Layout, Lora
+from jaxrlhf.models.config import Head, ModelConfig
+
+LOGIT_CHUNK_TOKENS = 512
+"""Tokens of one device whose logits exist at a time, as `models` has it."""
+
+
+LONG_ROW = 1024
+"""From this width on attention keeps no scores for the backward pass, as `models` has it."""
+
+
+FILLED_SHARE = 0.6
+"""Of a device's memory, up to which activations are kept rather than computed again; estimates are rough."""
+
+
+def keeps_activations(needed_bytes: float, memory_bytes: float) -> bool:
+    """Whether a device has room to spare for all layers' activations.
+
+    Args:
+      needed_bytes: Held on a device during an update, all activations included.
+    """
+    return needed_bytes < FILLED_SHARE * memory_bytes
+
+
+def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1, expert: int = 1) -> float:
+    """Bytes that one layer keeps of one token for its backward pass, about, scores not included.
+
+    The residual stream six times, and what each norm is given; queries, keys, values and mixed heads, and
+    these in float32 as well; and of the MLP the gate, up, their product and what the gate's activation keeps,
+    six in all, or eight with a tanh in it. Experts keep the tokens that they are given, those of all devices
+    that share them.
+
+    Args:
+      itemsize: Bytes of an activation.
+      tensor: Ways the layer is split. The residual stream is whole on every device.
+      expert: Ways its experts are divided.
+    """
+    inner = (8 if model.activation == "gelu_tanh" else 6) * _inner(model)
+    normed = (model.num_heads + model.num_kv_heads) * model.head_dim * model.qk_norm
+    given = 0 if model.experts is None else expert * model.hidden_size
+    whole = 6 * model.hidden_size + model.norm_parameters + given
+    mixed = 4 * model.num_heads * model.head_dim
+    return whole * itemsize + ((_heads(model) + normed + inner) * itemsize + mixed) / tensor
+
+
+def sorted_bytes(model: ModelConfig, *, itemsize: int, expert: int = 1) -> float:
+    """Bytes of one token, and of those that come to its experts, once for each expert that they go through."""
+    return 0.0 if model.experts is None else expert * model.experts.per_token * model.hidden_size * itemsize
+
+
+def score_bytes(model: ModelConfig, *, row_tokens: int, itemsize: int, tensor: int = 1) -> float:
+    """Bytes of one token's attention scores and weights in one layer, about.
+
+    Each token is compared with half of its row. Softmax is float32 whatever the activations are.
+
+    Args:
+      row_tokens: Of the row that attention runs over; 0 where a kernel has no scores in memory.
+    """
+    return model.num_heads * row_tokens / 2 * (4 + itemsize) / tensor
+
+
+def logit_bytes(model: ModelConfig, *, tokens: int) -> int:
+    """Bytes of the logits that exist at a time; always float32."""
+    return min(tokens, LOGIT_CHUNK_TOKENS) * model.vocab_size * 4
+
+
+def _heads(model: ModelConfig) -> int:
+    """Numbers in a token's queries, keys, values and mixed heads."""
+    return (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+
+
+def _inner(model: ModelConfig) -> int:
+    """Width of the MLP that a token meets; experts go through their tokens in blocks, of which none is kept."""
+    return model.intermediate_size if model.experts is None else model.experts.shared_intermediate_size
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """A model whose weights can be counted, the decoder's or another."""
+
+    def num_parameters(self, head: Head = "lm") -> int:
+        """Number of weights, the given head included."""
+
+
+def weights_held(model: Counted, head: Head, layout: Layout) -> float:
+    """Weights of a model that one device holds in the training layout."""
+    return model.num_parameters(head) / layout.copy_devices
+
+
+def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
+    """Weights of a model's adapters that one device holds in the training layout.
+
+    Of a matrix, `tensor` splits the adapter's side towards heads or MLP, and `fsdp` the other.
+    """
+    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    inner = {"query": heads, "key": kv_heads, "value": kv_heads, "output": heads}
+    each = [
+        model.hidden_size / (layout.fsdp * layout.expert) + inner.get(name, model.intermediate_size) / layout.tensor
+        for name in lora.targets
+    ]
+    return lora.rank * model.num_layers / layout.stage * sum(each)
+
+
+def training_activation_bytes(
+    model: ModelConfig, head: Head, layout: Layout, *, tokens: float, row_tokens: int, itemsize: int, remat: bool
+) -> float:
+    """Activations and logits of one device while it updates, about.
+
+    With rematerialisation one layer keeps its activations at a time, the others their input only.
+    Scores of one layer come with their gradients, and so do the logits.
+
+    Args:
+      tokens: Whose activations exist at a time on one device.
+      row_tokens: As for `score_bytes`.
+    """
+    layers = model.num_layers / layout.stage
+    layer = layer_activation_bytes(model, itemsize=itemsize, tensor=layout.tensor, expert=layout.expert)
+    scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
+    kept = layers * model.hidden_size * itemsize + layer if remat else layers * layer
+    kept += scores * (_at_a_time(row_tokens) + (1 if remat or row_tokens >= LONG_ROW else layers))
+    # Sorted by expert: tokens, their gradients, and what comes of them.
+    kept += 3 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)
+    return tokens * kept + 2 * _logits(model, head, layout, tokens=tokens)
+
+
+def _at_a_time(row_tokens: int) -> float:
+    """Share of a layer's scores: a long row's are computed in blocks, of which some are gone when others come."""
+    return 0.75 if row_tokens >= LONG_ROW else 1
+
+
+def _logits(model: ModelConfig, head: Head, layout: Layout, *, tokens: float) -> float:
+    return logit_bytes(model, tokens=int(tokens)) / (layout.stage * layout.tensor) if head == "lm" else 0.0
+
+
+def inference_activation_bytes(
+    model: ModelConfig, head: Head, layout: Layout, *, tokens: float, row_tokens: int, itemsize: int
+) -> float:
+    """Activations and logits of one device in a forward pass: of one layer, its attention or its MLP, about."""
+    scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
+    attention = _heads(model) * itemsize / layout.tensor + scores * _at_a_time(row_tokens)
+    mlp = 3 * _inner(model) * itemsize / layout.tensor
+    mlp += 2 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)  # before and after experts
+    layer = 2 * model.hidden_size * itemsize + max(attention, mlp)
+    return tokens * layer + _logits(model, head, layout, tokens=tokens)

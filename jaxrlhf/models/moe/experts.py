@@ -1,0 +1,260 @@
+"""A mixture of experts in place of a layer's MLP: which experts a token goes through, and what they make of it.
+
+No token is dropped and no expert has a capacity: assignments are sorted by expert, and every
+expert multiplies as many rows as chose it.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Float, Float32, Int
+
+from jaxrlhf.batch import Array, Params
+from jaxrlhf.models.attention.attention import XLA, Attention
+from jaxrlhf.models.config import Experts
+from jaxrlhf.models.moe.grouped import grouped_mlp
+
+
+class Routing(NamedTuple):
+    """What a router says of every token; `k` experts of `E` are chosen.
+
+    Attributes:
+      choice_RWk: int32, which experts.
+      weight_RWk: float32, what their outputs are multiplied by.
+      probability_RWE: float32, how likely the router finds each expert; adds up to 1.
+      own_RWk: int32, which experts the router would have chosen where others were given.
+    """
+
+    choice_RWk: Array
+    weight_RWk: Array
+    probability_RWE: Array
+    own_RWk: Array
+
+
+class Watched(NamedTuple):
+    """What is asked of routers.
+
+    Attributes:
+      counted_RW: int32, which sequence of its row a token counts for in the balance of experts, from 1; 0 is
+        none. None asks for nothing.
+      replayed: Choices to take instead of the router's, `[R, W, L, k]`, or of one layer `[R, W, k]`;
+        negative where it has to choose itself.
+    """
+
+    counted_RW: Array | None = None
+    replayed: Array | None = None
+
+
+UNWATCHED = Watched()
+
+
+class Routed(NamedTuple):
+    """What a router did, for every token; `[L, ...]` where it is of all layers.
+
+    Attributes:
+      choice_RWk: int32, the experts that it chose by itself.
+      entropy_RW: float32, of its probabilities.
+      loss_RW: float32, `balance_loss`; None if nothing is counted.
+    """
+
+    choice_RWk: Array
+    entropy_RW: Array
+    loss_RW: Array | None
+
+
+def route(
+    mlp: Params,
+    experts: Experts,
+    normed_RWD: Float[Array, "R W D"],
+    *,
+    replayed_RWk: Int[Array, "R W k"] | None = None,
+    attention: Attention = XLA,
+) -> Routing:
+    """The experts of each token, and their weights.
+
+        s = softmax(x W) or sigmoid(x W)
+        choice = top-k of s + bias, within the best groups of experts
+        weight = scaling * s[choice] / (sum s[choice] where normalised)
+
+    The router is as precise as the activations, and its logits are float32, so a trainer with
+    float32 masters and a sampler with a bfloat16 copy choose alike.
+
+    Args:
+      replayed_RWk: Choices to take instead of the router's; negative where it has to choose itself.
+      attention: Says what splits rows over devices.
+
+    Source: Shazeer et al. 2017 (arXiv:1701.06538), section 2.1; groups and bias: DeepSeek-AI 2024
+    (DeepSeek-V3, arXiv:2412.19437), eq. 12 to 16.
+    """
+    router_DE = mlp["router"].astype(normed_RWD.dtype)
+    logit_RWE = jnp.einsum("RWD,DE->RWE", normed_RWD, router_DE, preferred_element_type=jnp.float32)
+    score_RWE = jax.nn.softmax(logit_RWE) if experts.scores == "softmax" else jax.nn.sigmoid(logit_RWE)
+    ranked_RWE = lax.stop_gradient(score_RWE)
+    if experts.bias:
+        ranked_RWE = ranked_RWE + mlp["router_bias"].astype(jnp.float32)[None, None]
+    # The compiler would gather the scores of all rows to choose among them.
+    row = PartitionSpec(attention.row_axes)
+    own_RWk = attention.on_devices(partial(_best, experts=experts), row, row)(ranked_RWE)
+    choice_RWk = own_RWk if replayed_RWk is None else jnp.where(replayed_RWk < 0, own_RWk, replayed_RWk)
+    weight_RWk = jnp.take_along_axis(score_RWE, choice_RWk, axis=-1)
+    if experts.normalised:
+        weight_RWk = weight_RWk / (weight_RWk.sum(axis=-1, keepdims=True) + 1e-20)
+    probability_RWE = score_RWE
+    if experts.scores == "sigmoid":
+        probability_RWE = score_RWE / (score_RWE.sum(axis=-1, keepdims=True) + 1e-20)
+    return Routing(choice_RWk, experts.scaling * weight_RWk, probability_RWE, own_RWk)
+
+
+def _best(ranked_RWE: Array, experts: Experts) -> Array:
+    """The experts that a token goes through, best first."""
+    return lax.top_k(_in_best_groups(ranked_RWE, experts), experts.per_token)[1]
+
+
+def _in_best_groups(ranked_RWE: Array, experts: Experts) -> Array:
+    """Minus infinity outside of the groups whose best experts add up to most."""
+    if experts.groups == experts.groups_per_token:
+        return ranked_RWE
+    grouped_RWGM = ranked_RWE.reshape(*ranked_RWE.shape[:2], experts.groups, -1)
+    group_RWG = lax.top_k(grouped_RWGM, experts.group_best)[0].sum(axis=-1)
+    _, best_RWg = lax.top_k(group_RWG, experts.groups_per_token)
+    kept_RWG = jax.nn.one_hot(best_RWg, experts.groups, dtype=bool).any(axis=-2)
+    return jnp.where(kept_RWG[..., None], grouped_RWGM, -jnp.inf).reshape(ranked_RWE.shape)
+
+
+def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, attention: Attention) -> Array:
+    """What the chosen experts make of each token, by their weights.
+
+        out = sum_k weight_k down_k(silu(gate_k(x)) * up_k(x))
+
+    On a mesh every device takes the tokens of its rows through those experts, and that part of
+    their width, which it holds; the parts are added up. Along the axis that splits experts, tokens
+    so are gathered and results scattered. Weights and tokens enter as one copy for each place, so
+    that the sums of their gradients are the compiler's.
+    """
+    dtype, mesh = normed_RWD.dtype, attention.mesh
+    weight_RWk = routing.weight_RWk.astype(dtype)
+    if mesh is None or mesh.size == 1:
+        return _mix_all(_mix_own, lambda array: array, mlp["experts"], normed_RWD, weight_RWk, routing.choice_RWk)
+    inner, outer = attention.head_axes, attention.expert_axes
+    rows = tuple(axis for axis in attention.row_axes if axis not in outer)
+    # Sums over the width take the rows of one device, and not of all that share experts.
+    by_row = NamedSharding(mesh, PartitionSpec(inner, attention.row_axes))
+    by_token, of_experts = PartitionSpec(outer, inner, rows), PartitionSpec(rows, outer)
+    wide, tall = PartitionSpec(*of_experts, None, inner), PartitionSpec(*of_experts, inner)
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=((by_token, by_token, [wide, wide, tall]), (by_token, of_experts)),
+        out_specs=by_token,
+    )
+    def run(given: Any, fixed: Any) -> Array:
+        *tokens, choice_RWk = (leaf[0, 0] for leaf in (*given[:2], fixed[0]))
+        *matrices, index_E = (leaf[0] for leaf in (*given[2], fixed[1]))
+        return _mix_own((*tokens, matrices), (choice_RWk, index_E))[None, None]
+
+    def each(array: Array, axes: tuple[str, ...]) -> Array:
+        return jnp.broadcast_to(array, (math.prod(mesh.shape[axis] for axis in axes), *array.shape))
+
+    def gathered(array: Array) -> Array:
+        return each(lax.with_sharding_constraint(each(array, inner), by_row), outer)
+
+    tokens = map(gathered, (normed_RWD, weight_RWk, routing.choice_RWk))
+    parts = _mix_all(run, lambda array: each(array, rows), mlp["experts"], *tokens)
+    # Exact enough in the activations' dtype, as the sum over the parts of a dense MLP's width is.
+    parts = lax.reduce_sum(parts, axes=(0,))
+    return lax.reduce_sum(lax.with_sharding_constraint(parts, by_row), axes=(0,))
+
+
+# Or all experts would be kept for the backward pass as they are multiplied: gathered, cast, no longer quantised.
+@partial(jax.checkpoint, static_argnums=(0, 1))
+def _mix_all(
+    run: Callable[..., Array],
+    place: Callable[[Array], Array],
+    experts: Params,
+    tokens: Array,
+    weights: Array,
+    choices: Array,
+) -> Array:
+    """`_mix_own` of all experts, by `run`, which takes them as `place` lays them out."""
+    matrices = [experts[name].astype(tokens.dtype) for name in ("gate", "up", "down")]
+    index_E = jnp.arange(len(matrices[0]), dtype=jnp.int32)
+    return run((tokens, weights, list(map(place, matrices))), (choices, place(index_E)))
+
+
+def _mix_own(given: tuple[Array, Array, list[Array]], fixed: tuple[Array, Array]) -> Array:
+    """`mix` of tokens, weights and matrices by choices, by the experts `index_E` alone, which are consecutive."""
+    normed_RWD, weight_RWk, (gate_EDF, up_EDF, down_EFD) = given
+    choice_RWk, index_E = fixed
+    chosen, experts, width = choice_RWk.shape[-1], len(index_E), normed_RWD.shape[-1]
+    # Those of other devices come last, where no expert multiplies them.
+    own_A = choice_RWk.reshape(-1) - index_E[0]
+    own_A = jnp.where((own_A >= 0) & (own_A < experts), own_A, experts)
+    order_A = jnp.argsort(own_A, stable=True)
+    place_A = jnp.argsort(order_A)
+    size_E = (own_A[:, None] == jnp.arange(experts)[None]).sum(axis=0, dtype=jnp.int32)
+    input_AD = jnp.repeat(normed_RWD.reshape(-1, width), chosen, axis=0)
+    weight_A1 = _permuted(weight_RWk.reshape(-1, 1), order_A, place_A)
+    sorted_AD = _permuted(input_AD, order_A, place_A)
+    output_AD = grouped_mlp(sorted_AD, gate_EDF, up_EDF, down_EFD, weight_A1[:, 0], size_E)
+    return _permuted(output_AD, place_A, order_A).reshape(*choice_RWk.shape, width).sum(axis=2)
+
+
+@jax.custom_vjp
+def _permuted(rows_AD: Array, order_A: Array, place_A: Array) -> Array:
+    """Rows in another order. Its gradient is one, too, and no sum over places, which is what JAX would make of it."""
+    return rows_AD[order_A]
+
+
+def _permuted_forward(rows_AD: Array, order_A: Array, place_A: Array) -> tuple[Array, Array]:
+    return rows_AD[order_A], place_A
+
+
+def _permuted_backward(place_A: Array, change_AD: Array) -> tuple[Array, None, None]:
+    return change_AD[place_A], None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)
+
+
+def report(routing: Routing, watched: Watched) -> Routed:
+    """What a router did, as far as it is asked for."""
+    probability_RWE = routing.probability_RWE
+    entropy_RW = -(probability_RWE * jnp.log(jnp.maximum(probability_RWE, 1e-30))).sum(axis=-1)
+    loss_RW = None if watched.counted_RW is None else balance_loss(routing, watched.counted_RW)
+    return Routed(routing.own_RWk, lax.stop_gradient(entropy_RW), loss_RW)
+
+
+def balance_loss(routing: Routing, counted_RW: Int[Array, "R W"]) -> Float32[Array, "R W"]:
+    """How unevenly each sequence loads the experts, as a number for each of its counted tokens.
+
+        loss_t = E sum_e f_e p_te        f_e = share of the sequence's tokens that chose e
+
+    The mean over a sequence is E sum_e f_e P_e with P_e the mean probability: k if all experts
+    are loaded alike. Shares are of one sequence, so neither packing nor the size of a microbatch
+    changes a gradient, which goes through the probabilities alone.
+
+    Args:
+      counted_RW: Which sequence of its row a token counts for, from 1; 0 is none.
+
+    Source: Fedus et al. 2022 (Switch, arXiv:2101.03961), eq. 4 to 6; by sequence: DeepSeek-AI
+    2024 (DeepSeek-V3, arXiv:2412.19437), eq. 17 to 20.
+    """
+    experts = routing.probability_RWE.shape[-1]
+
+    def shares(choice_Wk: Array, counted_W: Array) -> Array:
+        sequences = len(counted_W) + 1
+        chosen_WE = jax.nn.one_hot(choice_Wk, experts, dtype=jnp.float32).sum(axis=1)
+        sums_SE = jax.ops.segment_sum(chosen_WE, counted_W, sequences)
+        tokens_S = jax.ops.segment_sum(jnp.ones(counted_W.shape, jnp.float32), counted_W, sequences)
+        return (sums_SE / jnp.maximum(tokens_S, 1.0)[:, None])[counted_W]
+
+    share_RWE = jax.vmap(shares)(routing.own_RWk, counted_RW)
+    loss_RW = experts * (share_RWE * routing.probability_RWE).sum(axis=-1)
+    return jnp.where(counted_RW > 0, loss_RW, 0.0)

@@ -1,0 +1,198 @@
+"""A causal language model that a user wrote as a `flax.nnx` module, as an `OwnModel`."""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrlhf.batch import Array, Params
+from jaxrlhf.config import Nnx
+from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
+from jaxrlhf.models.attention.shared_prefix import Spread
+from jaxrlhf.models.causal_lm import OwnModel
+from jaxrlhf.models.config import Head
+from jaxrlhf.models.parameters import Param
+
+DIM_NAMES = ("embed", "heads", "kv_heads", "mlp", "vocab")
+"""Of dimensions that a layout splits; `layers` is not among them, because a module has no stages."""
+
+
+@dataclass(frozen=True)
+class NnxModel(OwnModel):
+    """A module as functions of its `nnx.Param`s, which are the tree `{"module": {...}}`.
+
+    All else that a module holds is as `build` makes it. It runs as `eval()` leaves it, without dropout.
+
+    A parameter is laid out by the dimension names that its `out_sharding` metadata gives
+    (`nnx.with_partitioning(init, ("embed", "mlp"))`): those of the decoder's, or None for a dimension
+    that stays whole. Without them a vector stays whole, and of anything larger the largest dimension
+    is split over `fsdp`; tensor shards then all hold and compute the same.
+
+    The module keeps no keys and values. Its cache is the tokens of each slot, and each new token
+    has it run over the whole sequence again.
+    """
+
+    build: Callable[[nnx.Rngs], nnx.Module]
+    name: str
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    num_layers: int = 1
+    num_kv_heads: int = 1
+
+    @classmethod
+    def of(cls, settings: Nnx) -> "NnxModel":
+        """The model of a configuration, looked at without computing anything.
+
+        Raises:
+          ValueError: `build` makes no module, or one without the two functions that are needed.
+        """
+        kind = ""
+
+        def shapes() -> tuple[Any, Any]:
+            nonlocal kind
+            module, token_RW = _built(settings.build, jax.random.key(0)), jnp.zeros((1, 2), jnp.int32)
+            kind = type(module).__name__
+            return module(token_RW, token_RW, token_RW + 1), module.head()
+
+        hidden, table = jax.eval_shape(shapes)
+        if hidden.ndim != 3 or hidden.shape[:2] != (1, 2) or table.ndim != 2 or table.shape[1] != hidden.shape[2]:
+            raise ValueError(
+                f"Nnx: of one row of two tokens {kind} makes hidden states {hidden.shape}, and its head() is "
+                f"{table.shape}; expected (1, 2, D) and (V, D), whose product the logits are"
+            )
+        warnings.warn(
+            f"{kind} keeps no keys and values, so while it generates the whole sequence runs again for every token",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        positions = 2**31 - 1 if settings.max_positions is None else settings.max_positions
+        vocab, width = table.shape
+        return cls(settings.build, f"{kind}, a module of your own", vocab, width, max_positions=positions)
+
+    def num_parameters(self, head: Head = "lm") -> int:
+        return sum(math.prod(param.shape) for param in jax.tree.leaves(self.declare(head)))
+
+    def declare(self, head: Head) -> dict[str, Any]:
+        tree: dict[str, Any] = {"module": dict(_declared(self.build))}
+        return tree if head == "lm" else {**tree, "head": Param((self.hidden_size,), (None,), "zeros")}
+
+    def init_params(self, head: Head, key: Any) -> Params:
+        drawn = _variables(_built(self.build, key)).items()
+        params: Params = {"module": {path: variable.get_value().astype(jnp.float32) for path, variable in drawn}}
+        return params if head == "lm" else {**params, "head": jnp.zeros(self.hidden_size, jnp.float32)}
+
+    def table(self, params: Params) -> Array:
+        return self._module(params).head()
+
+    def hidden_states(
+        self,
+        params: Params,
+        token_RW: Array,
+        position_RW: Array,
+        segment_RW: Array,
+        *,
+        spread: Spread | None = None,
+        dtype: Any = jnp.float32,
+        row_sharding: jax.sharding.Sharding | None = None,
+        pipeline: Any = None,
+        **_: Any,
+    ) -> Array:
+        """As the decoder's, of whole sequences."""
+        assert pipeline is None, "a module has no stages, and workers refuse them"
+        assert spread is None, "a module attends by itself, so workers do not share prompts"
+        hidden_RWD = self._module(params, dtype)(token_RW, position_RW, segment_RW).astype(dtype)
+        return hidden_RWD if row_sharding is None else jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
+
+    def empty_cache(self, *, slots: int, capacity: int, **_: Any) -> list[LayerCache]:
+        """One layer with one head, whose key and value at a position are the token there."""
+        return [
+            LayerCache(jnp.zeros((slots, 1, 1, capacity), jnp.int32), jnp.zeros((slots, 1, capacity, 1), jnp.int32))
+        ]
+
+    def prefill(self, params: Params, token_PS: Array, length_P: Array, **how: Any) -> tuple[Array, Prefix]:
+        hidden_PD = self._last(params, token_PS, length_P - 1, **how)
+        token_LPSKH = token_PS[None, :, :, None, None]
+        return hidden_PD, Prefix(token_LPSKH, token_LPSKH)
+
+    def unstack_layers(self, params: Params, **_: Any) -> list[Params]:
+        return []
+
+    def decode(
+        self,
+        layers: list[Params],
+        params: Params,
+        token_B: Array,
+        position_B: Array,
+        cache: list[LayerCache],
+        **how: Any,
+    ) -> tuple[Array, list[LayerCache]]:
+        token_BKH = token_B[:, None, None]
+        [stored] = cache
+        stored = stored.write(token_BKH, token_BKH, position_B)
+        return self._last(params, stored.key_BKHS[:, 0, 0], position_B, **how), [stored]
+
+    def _last(self, params: Params, token_BS: Array, last_B: Array, **how: Any) -> Array:
+        """The hidden state of one token of each row, after which there is nothing."""
+        position_BS = jnp.broadcast_to(jnp.arange(token_BS.shape[1]), token_BS.shape)
+        segment_BS = (position_BS <= last_B[:, None]).astype(jnp.int32)
+        hidden_BSD = self.hidden_states(params, token_BS, position_BS, segment_BS, **how)
+        return jnp.take_along_axis(hidden_BSD, last_B[:, None, None], axis=1)[:, 0]
+
+    def _module(self, params: Params, dtype: Any = jnp.float32) -> Any:
+        """The module with these parameters; matrices in `dtype`. What it drew for itself is never computed."""
+        module = _built(self.build, jax.random.key(0))
+        for path, variable in _variables(module).items():
+            leaf = params["module"][path]
+            variable.set_value(leaf.astype(dtype) if leaf.ndim > 1 else leaf)
+        return module
+
+
+def _built(build: Callable[[nnx.Rngs], nnx.Module], key: Any) -> Any:
+    with nnx.use_eager_sharding(False):  # dimension names are no mesh axes; a layout says what they are split over
+        module = build(nnx.Rngs(key))
+    if not isinstance(module, nnx.Module) or not callable(module) or not hasattr(module, "head"):
+        raise ValueError(
+            f"Nnx.build made {type(module).__name__}; expected a flax.nnx.Module that is called with tokens, positions "
+            "and segments and gives hidden states, and that has a head() they are multiplied with"
+        )
+    module.eval()
+    return module
+
+
+def _variables(module: nnx.Module) -> dict[str, nnx.Variable]:
+    """The parameters of a module, by their path."""
+    found = [(path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Param)]
+    return {".".join(map(str, path)): variable for path, variable in found}
+
+
+@functools.cache
+def _declared(build: Callable[[nnx.Rngs], nnx.Module]) -> Mapping[str, Param]:
+    """Shape and dimension names of each parameter, by its path."""
+    names: dict[str, Any] = {}
+
+    def shapes() -> dict[str, Any]:
+        variables = _variables(_built(build, jax.random.key(0)))
+        names.update({path: variable.get_metadata("out_sharding", None) for path, variable in variables.items()})
+        return {path: variable.get_value() for path, variable in variables.items()}
+
+    found = jax.eval_shape(shapes)
+    return {path: Param(leaf.shape, _dims(path, leaf.shape, names[path])) for path, leaf in found.items()}
+
+
+def _dims(path: str, shape: tuple[int, ...], names: Sequence[str | None] | None) -> tuple[str | None, ...]:
+    if names is None:
+        largest = max(range(len(shape)), key=shape.__getitem__) if len(shape) > 1 else None
+        return tuple("embed" if dim == largest else None for dim in range(len(shape)))
+    if len(names) != len(shape) or set(names) - {None, *DIM_NAMES}:
+        raise ValueError(
+            f"Nnx: {path} of shape {shape} names its dimensions {tuple(names)}; expected one name for each, of "
+            f"{', '.join(DIM_NAMES)} or None"
+        )
+    return tuple(names)

@@ -1,0 +1,35 @@
+"""Which decoder and which tokenizer a run starts from, as its settings say."""
+
+from collections.abc import Sized
+
+from jaxrlhf.config import Config, FromScratch, Model, Nnx
+from jaxrlhf.models.causal_lm import AnyModel
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.huggingface.config import read_config, scratch_config
+from jaxrlhf.models.huggingface.hub import resolve
+
+_VOCABULARY_MULTIPLE = 64
+"""From-scratch vocabularies are rounded up to this, so that they split over devices."""
+
+
+def model_config(model: Model, tokenizer: Sized) -> AnyModel:
+    """The model that a run trains."""
+    if isinstance(model, Nnx):
+        from jaxrlhf.models.nnx import NnxModel  # flax.nnx takes a second to import
+
+        return NnxModel.of(model)
+    if isinstance(model, FromScratch):
+        return from_scratch(model, tokens=len(tokenizer))
+    return read_config(model.path)
+
+
+def from_scratch(model: FromScratch, *, tokens: int) -> ModelConfig:
+    """The decoder over a tokenizer of so many tokens."""
+    rounded = -(-tokens // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    return scratch_config(model, vocab_size=rounded)
+
+
+def tokenizer_path(config: Config) -> str | None:
+    """Directory of the tokenizer; None is the embedded one."""
+    path = config.tokenizer or getattr(config.model, "path", None)
+    return None if path is None else str(resolve(path))

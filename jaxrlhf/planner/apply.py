@@ -1,0 +1,181 @@
+"""A plan as settings of a configuration, as Python to paste, and as JSON."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrlhf.config import ROLLOUT, Config, Layout, Pool, Training, override
+from jaxrlhf.planner.plan import Call, Cost, Plan, PlannedPool
+from jaxrlhf.planner.problem import generates, judges_of, placed_roles, written_pools
+
+
+def planned_config(config: Config, plan: Plan) -> Config:
+    """The configuration with the plan's placement in place of its own.
+
+    Raises:
+      ValueError: The plan places other roles than the configuration has.
+    """
+    return override(config, planned_settings(config, plan))
+
+
+def planned_settings(config: Config, plan: Plan, *, written: Config | None = None) -> dict[str, Any]:
+    """What the plan sets, by dotted name, where it differs from what is written.
+
+    Layouts leave `data` to the devices that are there. A microbatch that gives a row to each
+    data-parallel device is the smallest there can be, so a token budget below that is raised.
+
+    Args:
+      config: That was planned.
+      written: What the settings are to change, if that is not what was planned but what was freed for it.
+
+    Raises:
+      ValueError: The plan places other roles than the configuration has.
+    """
+    judges, layouts = judges_of(config), _layouts(plan)
+    known = set(placed_roles(config))
+    if layouts.keys() - {ROLLOUT} != known:
+        raise ValueError(
+            f"the plan places {', '.join(sorted(layouts))} and the configuration has {', '.join(sorted(known))}; "
+            "plan anew"
+        )
+    settings: dict[str, Any] = {
+        "placement": "given",
+        "hardware": None,
+        "devices": None,
+        "pools": _pools(config, plan, judges),
+    }
+    for role, training in config.algorithm.training(config).items():
+        name = role if role == "actor" else f"algorithm.{role}"
+        layout = _generating(layouts, config) if role == "actor" else layouts[role]
+        settings |= {f"{name}.layout": _open(layout)}
+        settings |= {f"{name}.tokens_per_microbatch": _budget(training, layouts[role], config)}
+    if config.reference_is_frozen_actor:
+        settings["reference_layout"] = None
+    elif "reference" in known:
+        own = _open(layouts["reference"])
+        settings["reference_layout"] = None if own == _trains(settings["actor.layout"]) else own  # None is the actor's
+    settings |= {f"rewards.parts.{index}.layout": _open(layouts[name]) for name, index in judges.items()}
+    if plan.slots is not None and plan.slots < (config.rollout.slots or config.rollout.responses_per_step):
+        settings["rollout.slots"] = plan.slots
+    settings["offload"] = tuple(dict.fromkeys(_by_setting(entry, judges) for entry in plan.offload))
+    return {name: value for name, value in settings.items() if _current(written or config, name) != value}
+
+
+def freed(config: Config) -> Config:
+    """The configuration without the placement that it gives, but for its number of devices."""
+    judges = [f"rewards.parts.{index}" for index in judges_of(config).values()]
+    trained = [role if role == "actor" else f"algorithm.{role}" for role in config.algorithm.training(config)]
+    layouts = {f"{name}.layout": Layout() for name in (*trained, *judges)}
+    return override(config, {"pools": (), "reference_layout": None, "offload": (), **layouts})
+
+
+def snippet(config: Config, plan: Plan, *, written: Config | None = None) -> str:
+    """Python with the settings of `planned_settings`; empty if there are none to change."""
+    settings = planned_settings(config, plan, written=written)
+    if not settings:
+        return ""
+    lines = [f"    {name!r}: {_python(value)}," for name, value in settings.items()]
+    return "\n".join(["config = override(config, {", *lines, "})"]).replace("'", '"')
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """Everything of a plan as JSON data, its totals too."""
+    return {"seconds": plan.seconds, **dataclasses.asdict(plan)}
+
+
+def plan_from_json(data: Mapping[str, Any]) -> Plan:
+    """The plan that `plan_to_json` wrote.
+
+    Raises:
+      ValueError: A field is missing, or is not a plan's.
+    """
+    try:
+        pools = [
+            PlannedPool(
+                roles=tuple(pool["roles"]),
+                layouts={role: Layout(**layout) for role, layout in pool["layouts"].items()},
+                **{name: pool[name] for name in ("devices", "peak_bytes", "peak_during")},
+            )
+            for pool in data["pools"]
+        ]
+        calls = [Call(**{**call, "cost": Cost(**call["cost"])}) for call in data["calls"]]
+        return Plan(tuple(pools), tuple(data["offload"]), tuple(calls), dict(data["stage_seconds"]), data["slots"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"this is no plan: {reason}; plan anew") from error
+
+
+def pool_name(roles: tuple[str, ...]) -> str:
+    """Such as `actor-reference`."""
+    return "-".join(roles)
+
+
+def _pools(config: Config, plan: Plan, judges: Mapping[str, int]) -> tuple[Pool, ...]:
+    """The plan's pools; those of the configuration, with their names and order, if they are the same."""
+    planned = {(frozenset(pool.roles), pool.devices) for pool in plan.pools}
+    if {(frozenset(roles), devices) for roles, devices in written_pools(config) or ()} == planned:
+        return config.pools
+    return tuple(_pool(pool, config, judges, alone=len(plan.pools) == 1) for pool in plan.pools)
+
+
+def _pool(pool: PlannedPool, config: Config, judges: Mapping[str, int], *, alone: bool) -> Pool:
+    roles = list(dict.fromkeys("reward" if role in judges else role for role in pool.roles))
+    if config.reference_is_frozen_actor and "actor" in roles:
+        roles.insert(roles.index("actor") + 1, "reference")
+    return Pool("all" if alone else pool_name(tuple(roles)), pool.devices, tuple(roles))
+
+
+def _layouts(plan: Plan) -> dict[str, Layout]:
+    """Of every role, wherever it lives."""
+    return {role: layout for pool in plan.pools for role, layout in pool.layouts.items()}
+
+
+def _generating(layouts: Mapping[str, Layout], config: Config) -> Layout:
+    """The actor's layout, with that of a pool which generates for it, if there is one."""
+    actor = layouts["actor"]
+    if not generates(config):
+        # Steps do not generate but evaluations do; as it is split for training, the policy fits.
+        return dataclasses.replace(actor, generation_stage=actor.stage, generation_tensor=actor.tensor)
+    made_by = layouts.get(ROLLOUT, actor)
+    return dataclasses.replace(
+        actor, generation_stage=made_by.generation_stage, generation_tensor=made_by.generation_tensor
+    )
+
+
+def _trains(layout: Layout) -> Layout:
+    return dataclasses.replace(layout, generation_stage=1, generation_tensor=1)
+
+
+def _open(layout: Layout) -> Layout:
+    return dataclasses.replace(layout, data=None)
+
+
+def _budget(training: Training, layout: Layout, config: Config) -> int:
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    shards = (layout.data or 1) * layout.fsdp * layout.expert
+    return max(training.tokens_per_microbatch, longest * shards)
+
+
+def _by_setting(entry: str, judges: Mapping[str, int]) -> str:
+    """An entry of the plan's offload as the configuration spells it: reward models wait together."""
+    role, dot, part = entry.partition(".")
+    return f"reward{dot}{part}" if role in judges else entry
+
+
+def _current(config: Config, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = value[int(part)] if isinstance(value, tuple) else getattr(value, part)
+    return value
+
+
+def _python(value: Any) -> str:
+    """As one writes it: settings that have their default are left out."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_python, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, Pool):
+        return f"Pool({value.name!r}, {value.devices}, {value.roles!r})"
+    if isinstance(value, Layout):
+        fields = [(field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value)]
+        return f"Layout({', '.join(f'{name}={given}' for name, given, default in fields if given != default)})"
+    return repr(value)

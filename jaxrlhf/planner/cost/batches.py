@@ -1,0 +1,93 @@
+"""How the responses of an update or a pass are cut up into microbatches of packed rows."""
+
+import math
+from dataclasses import dataclass
+
+from jaxrlhf.batching.microbatch import WORTH_SHARING, microbatch_shape_of, packed_row_tokens, rows_with_shared_prompts
+from jaxrlhf.config import Layout
+from jaxrlhf.models.pipeline import pipeline_parts
+from jaxrlhf.planner.workload import Role, Software, Workload
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one data-parallel replica computes in one go: microbatches, and a pipeline's parts of them.
+
+    Attributes:
+      microbatches: Programs that run one after another.
+      tokens: Of one microbatch.
+      parts: That a microbatch is cut into for the pipeline.
+      row_tokens: Of the rows that attention runs over.
+      read_tokens: Of `tokens`, those whose logits are computed.
+      attended_tokens: That attention sees: where prompts are shared, each response's with its prompt.
+    """
+
+    microbatches: int
+    tokens: float
+    parts: int
+    row_tokens: float
+    read_tokens: float
+    attended_tokens: float
+
+
+def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, software: Software) -> Batch:
+    """How the responses of one update or pass are cut up; shards that get one fewer wait for the others."""
+    shards = shards_of(layout)
+    length = workload.prompt_tokens + workload.response_tokens
+    sequences = math.ceil(responses / shards)
+    if role.tokens_per_microbatch is None:
+        row_tokens, rows = length, min(sequences, role.rows_per_microbatch)
+        microbatches = math.ceil(sequences / rows)
+        tokens = sequences * length / microbatches
+        attended = tokens
+    else:
+        budget = role.tokens_per_microbatch // shards
+        row_tokens = packed_row_tokens(workload.longest_tokens, budget=budget)
+        prompts = _prompts_in(responses, workload)
+        saved = (workload.prompt_tokens - 1) * (1 - prompts / responses)
+        shares = software.shares_prompts and 2 * prompts <= responses and saved >= WORTH_SHARING * length
+        shape = microbatch_shape_of(
+            max(1, budget // row_tokens),
+            row_tokens,
+            sequences=sequences,
+            longest=workload.longest_tokens,
+            stages=layout.stage,
+            shares=shares,
+            prompts=math.ceil(prompts / shards),
+            longest_response=math.ceil(workload.longest_tokens - workload.prompt_tokens),
+        )
+        if shares:
+            own, shared = workload.response_tokens + 1, workload.prompt_tokens - 1
+            copies = math.ceil(responses / prompts)
+            packed = rows_with_shared_prompts(prompts, copies, own, shared, row_tokens=shape.row_tokens)
+            microbatches = math.ceil(math.ceil(packed / shards) / shape.rows)
+        else:
+            microbatches = math.ceil(math.ceil(sequences / (row_tokens // length)) / shape.rows)
+        tokens, rows = shape.tokens, shape.rows
+        attended = sequences * length / microbatches if shares else tokens
+    # Programs that read responses alone have as many chunks of logits as a batch has use for: padding is not read.
+    read = sequences * workload.response_tokens / microbatches if software.reads_responses else tokens
+    if layout.stage == 1:
+        return Batch(microbatches, tokens, 1, row_tokens, read, attended)
+    if software.pipeline_parts_per_stage is None:
+        whole = (each * microbatches for each in (read, attended))
+        return Batch(1, tokens * microbatches, microbatches, row_tokens, *whole)
+    parts = pipeline_parts(rows, stages=layout.stage, per_stage=software.pipeline_parts_per_stage)
+    return Batch(microbatches, tokens, parts, row_tokens, read, attended)
+
+
+def _prompts_in(responses: float, workload: Workload) -> int:
+    """Prompts that so many responses, drawn from all of a step's, are expected to be of."""
+    missed = max(0.0, 1 - responses / (workload.responses * workload.epochs))
+    return max(1, round(workload.prompts * (1 - missed ** (workload.responses / workload.prompts))))
+
+
+def replicas_of(layout: Layout) -> int:
+    """Of the model along the `data` axis."""
+    assert layout.data is not None, "a layout that is costed says how many replicas it has"
+    return layout.data
+
+
+def shards_of(layout: Layout) -> int:
+    """Ways the rows of a batch are split."""
+    return replicas_of(layout) * layout.fsdp * layout.expert

@@ -1,0 +1,385 @@
+"""Seconds of what a model does in a step, predicted from its shape, its layout and the hardware.
+
+Training and forward passes are bound by matrix products, decoding by reading weights and
+cache; to both come collectives, idle pipeline stages and the starting of programs. Every
+function gives the seconds of one device of a pool, all of whose devices do the same.
+
+Source: HybridFlow (arXiv:2409.19256), section 6 and appendix C (which simulators there are);
+the formulas are named where they stand.
+"""
+
+import math
+from dataclasses import dataclass
+
+from jaxrlhf.config import Layout, Lora
+from jaxrlhf.engine.lengths import cache_capacities
+from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.memory import adapters_held, weights_held
+from jaxrlhf.planner.cost.batches import Batch, batch_of, replicas_of, shards_of
+from jaxrlhf.planner.cost.collectives import Group, all_gather_s, all_reduce_s, bytes_per_s, latency_s, send_s
+from jaxrlhf.planner.cost.memory import cache_bytes_per_token, routed_weights, weights_generating, weights_learnt
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.plan import Cost
+from jaxrlhf.planner.workload import Role, Software, Workload
+
+
+def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
+    """Of one layer's forward pass, on average over the layers.
+
+        2 (attention + mlp weights that a token meets) + 4 N H context, per token
+
+    Args:
+      context: Positions that a token is compared with, masked ones that are computed included.
+
+    Source: Kaplan et al. 2020 (arXiv:2001.08361), table 1; grouped queries do not change the scores' cost.
+    """
+    routed = None if model.experts is None else model.experts.per_token
+    value_dim = model.head_dim if model.latent is None else model.latent.value_dim
+    scored = 2 * model.num_heads * (model.head_dim + value_dim) * context
+    return tokens * (2 * model.layer_parameters(experts=routed) + scored)
+
+
+def adapter_flops(model: ModelConfig, lora: Lora | None, *, tokens: float) -> float:
+    """Of one layer's adapters, in a forward pass."""
+    return 0.0 if lora is None else 2 * tokens * adapters_held(model, lora, Layout(1)) / model.num_layers
+
+
+def head_flops(model: ModelConfig, head: Head, *, tokens: float) -> float:
+    """Of the head's forward pass."""
+    return 2 * tokens * model.head_parameters(head)
+
+
+def forward_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
+    """One forward pass over all responses.
+
+    Source: HybridFlow, appendix C: bound by products.
+    """
+    batch = batch_of(role, layout, workload.responses, workload, software)
+    return _pass(role, layout, batch, software, hardware, backward=False) * batch.microbatches
+
+
+def update_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
+    """All updates of one step: forward, backward, gradient sums and optimizer.
+
+    A backward pass costs two forward passes, and one more of the layers where they are recomputed.
+    Gradients are summed over `data` by all-reduce, over `fsdp` by reduce-scatter. Where adapters are
+    trained, products with frozen weights cost half of that: activations alone have gradients. Those
+    of adapters are summed over all data-parallel devices.
+
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), sections 2 and 3 and appendix; Rajbhandari et
+    al. 2020 (ZeRO, arXiv:1910.02054), section 7.
+    """
+    responses = workload.responses * workload.epochs / workload.updates
+    batch = batch_of(role, layout, responses, workload, software)
+    passes = _pass(role, layout, batch, software, hardware, backward=True) * batch.microbatches
+    held = weights_learnt(role.model, role.head, role.lora, layout)
+    shard = layout.stage * layout.tensor
+    every = software.reduces_every_microbatch
+    if every is None:
+        every = layout.fsdp * layout.expert > 1 and shard > 1
+    sums = batch.microbatches if every else 1
+    data = Group(replicas_of(layout), layout.copy_devices) if role.lora is None else Group(shards_of(layout), shard)
+    reduced = sums * all_reduce_s(held * software.gradient_bytes, data, hardware)
+    # The optimizer reads the gradient, and reads and writes weights and moments.
+    touched = held * (software.gradient_bytes + 2 * software.weight_bytes + 2 * software.optimizer_bytes)
+    # Adding a microbatch's gradient reads two and writes one.
+    touched += batch.microbatches * held * 3 * software.gradient_bytes * software.adds_gradients
+    optimizer = touched / (hardware.memory_bytes_per_s * hardware.memory_efficiency)
+    step = Cost(memory_s=optimizer, collective_s=reduced, overhead_s=hardware.dispatch_overhead_s)
+    return (passes + step) * workload.updates
+
+
+def _pass(
+    role: Role,
+    layout: Layout,
+    batch: Batch,
+    software: Software,
+    hardware: Hardware,
+    *,
+    backward: bool,
+) -> Cost:
+    """One microbatch, forward or forward and backward."""
+    assert role.remat is not None, "the simulator settles it first"
+    model, stages, tensor = role.model, layout.stage, layout.tensor
+    context = batch.row_tokens / 2 if software.skips_masked else batch.row_tokens
+    # In forward passes' worth of products; those with weights, of which frozen ones have no gradient, and others.
+    frozen = backward and role.lora is not None
+    passes = 1 if not backward else 3 + role.remat
+    head_passes = 1 if not backward else 3 + (software.recomputes_logits and role.head == "lm")
+    head_passes -= frozen and role.head == "lm"
+    attention = layer_flops(model, tokens=batch.attended_tokens, context=context)
+    attention -= layer_flops(model, tokens=batch.attended_tokens, context=0)
+    attention += adapter_flops(model, role.lora, tokens=batch.tokens)
+    layer = layer_flops(model, tokens=batch.tokens, context=0)
+    layers = model.num_layers * ((passes - frozen) * layer + passes * attention)
+    # A head of one number is read of all tokens.
+    read_tokens = batch.read_tokens if role.head == "lm" else batch.tokens
+    head = head_passes * head_flops(model, role.head, tokens=read_tokens)
+    flops_per_s = hardware.matmul_flops_per_s * hardware.matmul_efficiency
+    layers_s, head_s = (flops / (stages * tensor) / flops_per_s for flops in (layers, head))
+
+    part_tokens = batch.tokens / batch.parts
+    part_bytes = part_tokens * model.hidden_size * software.compute_bytes
+    # Two all-reduces a layer, after attention and after the MLP, in each pass over it.
+    reduces = 2 * (1 if not backward else 2 + role.remat) * model.num_layers / stages * batch.parts
+    tensor_s = reduces * all_reduce_s(part_bytes, Group(tensor, 1), hardware)
+
+    # At each of parts + stages - 1 ticks every stage works on a part, or idles.
+    ticks = batch.parts + stages - 1
+    sent = part_bytes / tensor if software.scatters_between_stages else part_bytes
+    stage_s = (1 + backward) * ticks * send_s(sent, Group(stages, tensor), hardware)
+    if not software.head_on_last_stage:
+        # The head is split over stages too, so each of them has to be given what the last one returns.
+        whole_bytes = batch.tokens * model.hidden_size * software.compute_bytes
+        stage_s += (1 + backward) * all_reduce_s(whole_bytes, Group(stages, tensor), hardware)
+
+    gathers = ticks if stages > 1 else 1  # as many times, and gradients are scattered as often
+    shard_s = gathers * _gather_s(role, layout, software, hardware, backward=backward)
+    # Tokens are gathered and results scattered; backward their gradients the other way, and tokens again if recomputed.
+    exchanges = (2 if not backward else 4 + role.remat) * _mixtures(model) / stages * batch.parts
+    expert_s = exchanges * _exchange_s(model, layout, stages * tensor, part_tokens, software, hardware)
+
+    runs = passes * model.num_layers / stages * batch.parts
+    overhead = runs * hardware.layer_overhead_s + hardware.dispatch_overhead_s
+    busy = layers_s + tensor_s + runs * hardware.layer_overhead_s
+    idle = busy * (stages - 1) / batch.parts  # Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1
+    if software.head_on_last_stage:
+        idle += head_s * (stages - 1)  # the others wait for the last stage at every part
+    collective = tensor_s + stage_s + shard_s + expert_s
+    return Cost(compute_s=layers_s + head_s, collective_s=collective, idle_s=idle, overhead_s=overhead)
+
+
+def _gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware, *, backward: bool) -> float:
+    """Gathers of the weights that are split over data-parallel devices, in each pass, and scatters of their gradients.
+
+    Experts are not gathered along the axis that divides them.
+    """
+    shard = layout.stage * layout.tensor
+    divided = routed_weights(role.model) if layout.expert > 1 else 0
+    scattered = software.gradient_bytes * (backward and role.lora is None)
+
+    def gathered_s(weights: float, group: Group) -> float:
+        held = weights / shard
+        seconds = (1 + backward) * all_gather_s(held * software.compute_bytes, group, hardware)
+        return seconds + (all_gather_s(held * scattered, group, hardware) if scattered else 0.0)
+
+    seconds = gathered_s(role.model.num_parameters(role.head) - divided, Group(layout.fsdp * layout.expert, shard))
+    if divided:
+        seconds += gathered_s(divided / layout.expert, Group(layout.fsdp, shard * layout.expert))
+    return seconds
+
+
+def _exchange_s(
+    model: ModelConfig, layout: Layout, stride: int, tokens: float, software: Software, hardware: Hardware
+) -> float:
+    """In one layer, the tokens of all devices that share its experts come to each of them, or the results go back."""
+    if layout.expert == 1:
+        return 0.0
+    gathered = layout.expert * tokens * model.hidden_size * software.compute_bytes
+    return all_gather_s(gathered, Group(layout.expert, stride), hardware)
+
+
+def _mixtures(model: ModelConfig) -> int:
+    """Layers with experts."""
+    return 0 if model.experts is None else model.routed_choices[0]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How generation fits into memory.
+
+    Attributes:
+      waves: Rounds that the responses of one replica take.
+      at_once: Responses that one replica decodes together.
+      replicas: Copies of the policy.
+    """
+
+    waves: int
+    at_once: int
+    replicas: int
+
+
+def decoding(layout: Layout, devices: int, fit: int, workload: Workload) -> Decoding:
+    """How the responses of a step are spread over replicas and rounds.
+
+    Args:
+      fit: Responses of the longest length that the cache of one replica has room for.
+    """
+    replicas = devices // (layout.generation_stage * layout.generation_tensor)
+    each = math.ceil(workload.responses / replicas)
+    at_once = min(each, fit)
+    if workload.slots is not None:
+        at_once = min(at_once, math.ceil(workload.slots / replicas))
+    waves = math.ceil(each / at_once)
+    return Decoding(waves, math.ceil(each / waves), replicas)
+
+
+def generation_cost(
+    model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
+) -> Cost:
+    """All responses of a step: prompts run once, then one token of every response at a time.
+
+    Each step of decoding reads the weights, and for every response that goes on its cache; the
+    linear part takes the longer of reading and multiplying. A wave takes as many steps as the
+    mean response has tokens, the last one as many as the longest. Stages work one after another.
+
+    Source: Pope et al. 2022 (arXiv:2211.05102), sections 2 and 3.
+    """
+    prefill = _prefill(model, layout, how, workload, software, hardware)
+    return prefill + _decode(model, layout, how, workload, software, hardware)
+
+
+def _prefill(
+    model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
+) -> Cost:
+    stages, tensor = layout.generation_stage, layout.generation_tensor
+    prompts = math.ceil(workload.prompts / how.replicas)
+    tokens = prompts * workload.prompt_tokens
+    context = workload.prompt_tokens / 2 if software.skips_masked else workload.prompt_tokens
+    flops = model.num_layers * layer_flops(model, tokens=tokens, context=context)
+    # Idle stages wait for the one at work: as long as if each device ran all layers.
+    compute = flops / tensor / (hardware.matmul_flops_per_s * hardware.matmul_efficiency)
+    sent = tokens * model.hidden_size * software.compute_bytes
+    collective = 2 * model.num_layers * all_reduce_s(sent, Group(tensor, 1), hardware)
+    collective += 2 * _mixtures(model) * _exchange_s(model, layout, stages * tensor, tokens, software, hardware)
+    overhead = model.num_layers * hardware.layer_overhead_s * how.waves
+    return Cost(compute / stages, 0.0, collective, compute * (stages - 1) / stages, 0.0, overhead)
+
+
+def _decode(
+    model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
+) -> Cost:
+    """All tokens of all responses. More room for the cache never makes it longer."""
+    stages, tensor = layout.generation_stage, layout.generation_tensor
+    flops_per_s = hardware.matmul_flops_per_s * hardware.matmul_efficiency
+    read_per_s = hardware.memory_bytes_per_s * hardware.memory_efficiency
+    each = math.ceil(workload.responses / how.replicas)
+    tokens = each * workload.response_tokens
+    full_steps = how.waves * workload.response_tokens
+    last_steps = workload.longest_tokens - workload.prompt_tokens - workload.response_tokens
+    steps = full_steps + last_steps
+
+    routed = None if model.experts is None else model.experts.per_token
+    met = model.num_layers * model.layer_parameters(experts=routed)
+    head = model.head_parameters("lm")
+    compute = 2 * tokens * (met + head) / tensor / flops_per_s
+    read = full_steps * _weights_read(model, layout, each / how.waves) + last_steps * _weights_read(model, layout, 1)
+    weights = read * software.compute_bytes / tensor / read_per_s
+
+    context = workload.prompt_tokens + workload.response_tokens / 2
+    if software.decode_tokens_per_dispatch is not None:
+        context = _capacity_read(workload)
+    per_token = cache_bytes_per_token(model, layout, itemsize=software.compute_bytes) * stages
+    cache = tokens * context * per_token / read_per_s
+
+    # Two all-reduces a layer in each step, which together send what all tokens need.
+    group, sent = Group(tensor, 1), tokens * model.hidden_size * software.compute_bytes
+    waiting = all_reduce_s(0.0, group, hardware)
+    collective = 2 * model.num_layers * (all_reduce_s(sent, group, hardware) + (steps - 1) * waiting)
+    pipeline = Group(stages, tensor)
+    waiting = send_s(0.0, pipeline, hardware)
+    collective += (stages - 1) * (send_s(sent, pipeline, hardware) + (steps - 1) * waiting)
+    exchanged, waiting = (
+        _exchange_s(model, layout, stages * tensor, count, software, hardware) for count in (tokens, 0.0)
+    )
+    collective += 2 * _mixtures(model) * (exchanged + (steps - 1) * waiting)
+    return Cost(
+        compute_s=compute / stages,
+        memory_s=(max(0.0, weights - compute) + cache) / stages,
+        collective_s=collective,
+        idle_s=(max(compute, weights) + cache) * (1 - 1 / stages),
+        overhead_s=steps * (model.num_layers * hardware.layer_overhead_s + _dispatch_s(software, hardware)),
+    )
+
+
+def _dispatch_s(software: Software, hardware: Hardware) -> float:
+    """Of starting programs, for each step of decoding."""
+    return hardware.dispatch_overhead_s / (software.decode_tokens_per_dispatch or math.inf)
+
+
+def _capacity_read(workload: Workload) -> float:
+    """Positions that a token reads on average: the step at position s reads the smallest capacity that holds s."""
+    start, end = workload.prompt_tokens, workload.prompt_tokens + workload.response_tokens
+    read, before = 0.0, 0.0
+    for capacity in cache_capacities(workload.longest_tokens):
+        read += capacity * max(0.0, min(end, capacity) - max(start, before))
+        before = capacity
+    return read / workload.response_tokens
+
+
+def _weights_read(model: ModelConfig, layout: Layout, tokens: float) -> float:
+    """Weights that one step of decoding reads for that many responses of each device that shares experts."""
+    experts = experts_read(model, tokens * layout.expert)
+    layer = model.layer_parameters(experts=None if experts is None else experts / layout.expert)
+    return model.num_layers * layer + model.head_parameters("lm")
+
+
+def experts_read(model: ModelConfig, tokens: float) -> float | None:
+    """Experts that at least one of `tokens` tokens goes through, if each draws its experts evenly; None if dense."""
+    if model.experts is None:
+        return None
+    missed = (1 - model.experts.per_token / model.experts.count) ** tokens
+    return model.experts.count * (1 - missed)
+
+
+def switch_bytes(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
+    """What each device receives when training weights become generating ones.
+
+        M (1 / (p_g t_g) - 1 / (p t fsdp))
+
+    Where training splits weights and does not refine generation, nothing is taken to be there.
+
+    Source: HybridFlow, table 2; (t p - t_g p_g) / (t_g p_g t p) without fsdp.
+    """
+    wanted, held = weights_generating(model, layout), weights_held(model, "lm", layout)
+    whole = layout.copy_devices == 1
+    return max(0.0, wanted - (held if layout.refines or whole else 0.0)) * itemsize
+
+
+def switch_cost(model: ModelConfig, layout: Layout, software: Software, hardware: Hardware) -> Cost:
+    """From the training to the generation layout; the way back is a slice of what is there.
+
+    Weights come from the devices whose shards make up a generation shard. Of the gathers that
+    takes, the one among the devices farthest apart is the slowest and is taken for all.
+    """
+    received = switch_bytes(model, layout, itemsize=software.compute_bytes)
+    if received == 0:
+        return Cost()
+    group = _gathering(layout)
+    seconds = received / bytes_per_s(group, hardware) + (group.size - 1) * latency_s(group, hardware)
+    return Cost(collective_s=seconds, overhead_s=hardware.dispatch_overhead_s)
+
+
+def _gathering(layout: Layout) -> Group:
+    """The devices farthest apart that one shard of generation is gathered from."""
+    if layout.fsdp * layout.expert > 1:
+        return Group(layout.fsdp * layout.expert, layout.stage * layout.tensor)
+    if not layout.refines:
+        return Group(layout.stage * layout.tensor, 1)
+    if layout.micro_stage > 1:
+        return Group(layout.micro_stage, layout.tensor)
+    return Group(layout.micro_tensor, 1)
+
+
+def move_cost(
+    model: ModelConfig, source: int, layout: Layout, devices: int, software: Software, hardware: Hardware
+) -> Cost:
+    """Weights from the actor's pool to a pool that generates.
+
+        t = max(all that is sent / source devices, what one target receives) / bandwidth
+
+    Args:
+      source: Devices that send.
+      devices: Devices that receive.
+    """
+    each = weights_generating(model, layout) * software.compute_bytes
+    busiest = max(each * devices / source, each)
+    near = source + devices <= hardware.devices_per_machine
+    rate = (hardware.link_bytes_per_s if near else hardware.network_bytes_per_s) * hardware.link_efficiency
+    latency = hardware.link_latency_s if near else hardware.network_latency_s
+    return Cost(collective_s=busiest / rate + latency, overhead_s=hardware.dispatch_overhead_s)
+
+
+def offload_cost(num_bytes: float, hardware: Hardware) -> Cost:
+    """From host memory to the device and back."""
+    return Cost(host_s=2 * num_bytes / hardware.host_bytes_per_s)

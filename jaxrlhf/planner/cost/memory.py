@@ -1,0 +1,64 @@
+"""What a device holds, in bytes."""
+
+from jaxrlhf.config import Layout, Lora
+from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.memory import adapters_held, weights_held
+
+QUANTIZED_TILE = 32
+"""Weights that share a scale, as `models` has it."""
+
+
+def routed_weights(model: ModelConfig) -> int:
+    """Weights of all experts of all layers; 0 of a dense model."""
+    if model.experts is None:
+        return 0
+    each = 3 * model.hidden_size * model.experts.intermediate_size
+    return model.routed_choices[0] * model.experts.count * each
+
+
+def bytes_per_weight(model: ModelConfig, lora: Lora | None, *, itemsize: int) -> float:
+    """Of weights that are not trained, on average: with adapters the matrices of layers may have fewer bits.
+
+    Args:
+      lora: Of the adapters beside them.
+      itemsize: Bytes of weights in the compute dtype, and of scales.
+    """
+    if lora is None or lora.quantize is None:
+        return itemsize
+    few = {"int8": 1.0, "nf4": 0.5}[lora.quantize] + itemsize / QUANTIZED_TILE
+    return itemsize + (few - itemsize) * model.num_layers * model.layer_parameters() / model.num_parameters("lm")
+
+
+def weights_learnt(model: ModelConfig, head: Head, lora: Lora | None, layout: Layout) -> float:
+    """Weights of a trained model that have a gradient and moments on one device."""
+    return weights_held(model, head, layout) if lora is None else adapters_held(model, lora, layout)
+
+
+def weights_generating(model: ModelConfig, layout: Layout) -> float:
+    """Weights of a policy that one device holds while it generates."""
+    split = layout.generation_stage * layout.generation_tensor
+    routed = routed_weights(model)
+    return (model.num_parameters("lm") - routed + routed / layout.expert) / split
+
+
+def weights_apart(model: ModelConfig, layout: Layout) -> float:
+    """Weights of the layers among those that generate, each of which decoding reads by itself."""
+    return weights_generating(model, layout) * model.num_layers * model.layer_parameters() / model.num_parameters("lm")
+
+
+def weights_taken_apart(model: ModelConfig, layout: Layout) -> float:
+    """Weights that are in a stack and apart at most, while a stack that nobody else reads becomes layers.
+
+    Attention is taken apart as a whole, the MLP one of its three matrices after another.
+    """
+    plain_layers = model.num_layers if model.experts is None else model.dense_layers
+    matrix = routed_weights(model) / (3 * layout.expert) + plain_layers * model.hidden_size * model.intermediate_size
+    attention = model.num_layers * model.attention_parameters
+    return max(attention, matrix) / (layout.generation_stage * layout.generation_tensor)
+
+
+def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
+    """Keys and values of one token that one device holds."""
+    kept = model.num_layers * model.cache_width * itemsize / layout.generation_stage
+    # A latent serves all heads, so that every tensor shard keeps it.
+    return kept if model.latent is not None else kept / min(layout.generation_tensor, model.num_kv_heads)

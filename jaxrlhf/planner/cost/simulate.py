@@ -1,0 +1,271 @@
+"""One role with one layout on one pool: its calls in a step, and the bytes it holds in each of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from jaxrlhf.config import Layout, offloaded
+from jaxrlhf.models.memory import inference_activation_bytes, keeps_activations, training_activation_bytes, weights_held
+from jaxrlhf.planner.cost.batches import Batch, batch_of
+from jaxrlhf.planner.cost.cost import forward_cost, offload_cost, switch_cost, update_cost
+from jaxrlhf.planner.cost.memory import (
+    bytes_per_weight,
+    routed_weights,
+    weights_apart,
+    weights_generating,
+    weights_learnt,
+    weights_taken_apart,
+)
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.plan import Cost, Problem, Verb
+from jaxrlhf.planner.workload import STAGES, Role, Software, Stage
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a role, and what the role holds on a device meanwhile."""
+
+    stage: Stage
+    verb: Verb
+    cost: Cost
+    held_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A role on its pool.
+
+    Attributes:
+      steps: All calls but generation itself, which depends on the room that other roles leave.
+      seconds: Of `steps` in each stage: generate, prepare, update.
+      idle_bytes: Held on a device while none of the role's calls runs.
+      excess_bytes: Most that a call needs beyond what is held idle.
+      generating_bytes: Held while it generates, cache not included.
+      loading_bytes: Held before there is a cache, while layers are taken apart.
+    """
+
+    layout: Layout
+    steps: tuple[Step, ...]
+    seconds: tuple[float, float, float]
+    idle_bytes: float
+    excess_bytes: float
+    generating_bytes: float
+    loading_bytes: float
+
+
+def _simulated(
+    layout: Layout, steps: Sequence[Step], idle_bytes: float, generating_bytes: float, loading_bytes: float
+) -> Simulated:
+    generate_s, prepare_s, update_s = (
+        sum(step.cost.seconds for step in steps if step.stage == stage) for stage in STAGES
+    )
+    most = max([generating_bytes, loading_bytes, *(step.held_bytes for step in steps)])
+    seconds = (generate_s, prepare_s, update_s)
+    return Simulated(layout, tuple(steps), seconds, idle_bytes, most - idle_bytes, generating_bytes, loading_bytes)
+
+
+def pool_hardware(hardware: Hardware, devices: int) -> Hardware:
+    """The hardware as one pool of it sees it.
+
+    A pool within a machine has no network. Made-up devices have the share of those that idle.
+    """
+    machines = 1 if devices <= hardware.devices_per_machine else hardware.machines
+    share = max(1.0, hardware.devices_per_machine / devices) if hardware.shared_compute else 1.0
+    return replace(
+        hardware,
+        machines=machines,
+        matmul_flops_per_s=hardware.matmul_flops_per_s * share,
+        memory_bytes_per_s=hardware.memory_bytes_per_s * share,
+        link_bytes_per_s=hardware.link_bytes_per_s * share,
+        network_bytes_per_s=hardware.network_bytes_per_s * share,
+    )
+
+
+class Simulator:
+    """Simulates roles of one problem; what a role computes is costed once for each training layout.
+
+    Attributes:
+      hardware: As one pool of a given size sees it.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._hardware: dict[int, Hardware] = {}
+        self._computed: dict[tuple[str, bool | None, int, int, int, int, int], _Computed] = {}
+
+    def hardware(self, devices: int) -> Hardware:
+        """As a pool of that many devices sees it."""
+        if devices not in self._hardware:
+            self._hardware[devices] = pool_hardware(self._problem.hardware, devices)
+        return self._hardware[devices]
+
+    def role(self, role: Role, layout: Layout, devices: int, offload: Sequence[str], *, generates: bool) -> Simulated:
+        """The calls of a role that trains or scores.
+
+        Args:
+          devices: Of its pool, which the layout fills.
+          offload: As in `Config.offload`.
+          generates: The role also generates on this pool.
+        """
+        software, hardware = self._problem.software, self.hardware(devices)
+        if role.remat is None:
+            role = replace(role, remat=self._recomputes(role, layout, offload, hardware))
+        parameters, optimizer, gradients = _held_bytes(role, layout, software)
+        waits = [offloaded(offload, role.name, part) for part in ("parameters", "optimizer")]
+        idle_parameters, idle_optimizer = parameters * (not waits[0]), optimizer * (not waits[1])
+        brought, brought_all = parameters * waits[0], parameters * waits[0] + optimizer * waits[1]
+
+        steps: list[Step] = []
+        generating = loading = 0.0
+        if generates:
+            each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
+            copy = weights_generating(role.model, layout) * each
+            as_trained = software.trains_in_compute_dtype or role.lora is not None
+            kept = 0.0 if as_trained else idle_parameters
+            held = kept + copy + idle_optimizer
+            generating, loading = self._apart(role, layout, held, each, shared=as_trained)
+            during = copy + idle_optimizer + (0.0 if as_trained else parameters)
+            switch = switch_cost(role.model, layout, software, hardware)
+            if switch.seconds:
+                steps.append(Step("generate", "switch", switch, during))
+            steps += _moved("generate", brought, hardware, during)
+        computed = self._compute(role, layout, hardware)
+        if computed.forward is not None:
+            working = computed.forward_bytes + parameters + idle_optimizer
+            steps += [Step("prepare", "infer", computed.forward, working)] * role.passes
+            steps += _moved("prepare", brought * role.passes, hardware, working)
+        if computed.update is not None:
+            working = computed.update_bytes + parameters + optimizer + gradients
+            steps.append(Step("update", "update", computed.update, working))
+            steps += _moved("update", brought_all, hardware, working)
+        return _simulated(layout, steps, idle_parameters + idle_optimizer, generating, loading)
+
+    def _recomputes(self, role: Role, layout: Layout, offload: Sequence[str], hardware: Hardware) -> bool:
+        """What a run would choose if all roles shared the pool in this layout; where they do not, it has more room."""
+        if hardware.shared_compute or not role.trained:
+            return True
+        software = self._problem.software
+        needed = _update_bytes(self._problem, replace(role, remat=False), layout)
+        needed += _held_bytes(role, layout, software).gradients
+        for other in self._problem.roles:
+            held = _held_bytes(other, layout, software)
+            for part, size in (("parameters", held.parameters), ("optimizer", held.optimizer)):
+                needed += size * (other.name == role.name or not offloaded(offload, other.name, part))
+        return not keeps_activations(needed, hardware.memory_bytes)
+
+    def rollout(self, role: Role, layout: Layout) -> Simulated:
+        """A pool that generates with weights sent by the actor; they stay there."""
+        each = self._problem.software.compute_bytes
+        held = weights_generating(role.model, layout) * each
+        return _simulated(layout, (), held, *self._apart(role, layout, held, each, shared=role.lora is not None))
+
+    def _apart(self, role: Role, layout: Layout, held: float, each: float, *, shared: bool) -> tuple[float, float]:
+        """Bytes while the role generates, without a cache, and while its layers are taken apart.
+
+        Args:
+          held: Bytes with layers in their stack.
+          each: Bytes of a weight.
+          shared: The stack is also trained, or adapters are, so that it stays.
+        """
+        if not self._problem.software.decodes_apart:
+            return held, held
+        if shared:
+            apart = held + weights_apart(role.model, layout) * each
+            return apart, apart
+        return held, held + weights_taken_apart(role.model, layout) * each
+
+    def _compute(self, role: Role, layout: Layout, hardware: Hardware) -> "_Computed":
+        assert layout.data is not None
+        key = (role.name, role.remat, layout.data, layout.fsdp, layout.stage, layout.tensor, layout.expert)
+        if key not in self._computed:
+            problem = self._problem
+            arguments = (role, layout, problem.workload, problem.software, hardware)
+            self._computed[key] = _Computed(
+                forward_cost(*arguments) if role.passes else None,
+                _inference_bytes(problem, role, layout) if role.passes else 0.0,
+                update_cost(*arguments) if role.trained else None,
+                _update_bytes(problem, role, layout) if role.trained else 0.0,
+            )
+        return self._computed[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What a role computes in one layout, and what that keeps on a device beside weights and gradients."""
+
+    forward: Cost | None
+    forward_bytes: float
+    update: Cost | None
+    update_bytes: float
+
+
+class _Held(NamedTuple):
+    """Bytes of a role on one device: the two parts that can wait in host memory, and gradients while it is updated."""
+
+    parameters: float
+    optimizer: float
+    gradients: float
+
+
+def _held_bytes(role: Role, layout: Layout, software: Software) -> _Held:
+    weights = weights_held(role.model, role.head, layout)
+    if not role.trained:
+        return _Held(weights * software.compute_bytes, 0.0, 0.0)
+    learnt = weights_learnt(role.model, role.head, role.lora, layout)
+    frozen = 0.0 if role.lora is None else weights
+    return _Held(
+        frozen * bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
+        + learnt * software.weight_bytes,
+        learnt * software.optimizer_bytes,
+        learnt * software.gradient_bytes * (1 + software.adds_gradients),
+    )
+
+
+def _moved(stage: Stage, num_bytes: float, hardware: Hardware, held_bytes: float) -> list[Step]:
+    return [Step(stage, "offload", offload_cost(num_bytes, hardware), held_bytes)] if num_bytes else []
+
+
+def _row_tokens(problem: Problem, batch: Batch) -> int:
+    """Of which scores are kept."""
+    return 0 if problem.software.skips_masked else int(batch.row_tokens)
+
+
+def _inference_bytes(problem: Problem, role: Role, layout: Layout) -> float:
+    batch = batch_of(role, layout, problem.workload.responses, problem.workload, problem.software)
+    return inference_activation_bytes(
+        role.model,
+        role.head,
+        layout,
+        tokens=batch.tokens / batch.parts,
+        row_tokens=_row_tokens(problem, batch),
+        itemsize=problem.software.compute_bytes,
+    ) + _gathered_bytes(problem, role, layout)
+
+
+def _update_bytes(problem: Problem, role: Role, layout: Layout) -> float:
+    work, software = problem.workload, problem.software
+    assert role.remat is not None, "the simulator settles it first"
+    batch = batch_of(role, layout, work.responses * work.epochs / work.updates, work, software)
+    # One forward, one backward keeps at most one part for each stage; otherwise all of a microbatch.
+    parts = batch.parts if software.pipeline_parts_per_stage is not None else min(batch.parts, layout.stage)
+    return training_activation_bytes(
+        role.model,
+        role.head,
+        layout,
+        tokens=batch.tokens / batch.parts * parts,
+        row_tokens=_row_tokens(problem, batch),
+        itemsize=software.compute_bytes,
+        remat=role.remat,
+    ) + _gathered_bytes(problem, role, layout)
+
+
+def _gathered_bytes(problem: Problem, role: Role, layout: Layout) -> float:
+    """Two layers' and the embedding's weights, gathered where they are split; experts of other devices are not."""
+    if layout.fsdp * layout.expert == 1:
+        return 0.0
+    model = role.model
+    layer = model.attention_parameters + model.mlp_parameters()
+    if model.experts is not None:
+        layer -= routed_weights(model) / model.routed_choices[0] * (1 - 1 / layout.expert)
+    table = model.vocab_size * model.hidden_size / layout.stage
+    return (2 * layer + table) / layout.tensor * problem.software.compute_bytes

@@ -1,0 +1,1 @@
+"""Measured rates of devices and links."""

@@ -1,0 +1,312 @@
+"""From a configuration to what the search has to place: roles, workload and software."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from jaxrlhf.config import (
+    CRITICS,
+    Config,
+    FromScratch,
+    Layout,
+    Model,
+    ModelReward,
+    Nnx,
+    PolicyGradient,
+    Preference,
+    Pretrained,
+    ReMax,
+    Training,
+)
+from jaxrlhf.data import load_tokenizer
+from jaxrlhf.models import from_scratch, tokenizer_path
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.shapes import shape_of
+from jaxrlhf.planner.workload import Role, Software, Workload
+
+SCORED_TOKENS = 16_384
+"""Of one forward pass of a reward model, as `workers.score_model` batches them."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens that are expected; None is the most that the configuration allows."""
+
+    prompt_tokens: float | None = None
+    response_tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "response_tokens"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"the mean {name} must be above 0 and finite, got {value}")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A problem, and what its answer rests on.
+
+    Attributes:
+      notes: Sentences on what is an estimate, or is left out.
+    """
+
+    problem: Problem
+    notes: tuple[str, ...]
+
+
+def question_of(
+    config: Config, hardware: Hardware, *, lengths: Lengths | None = None, vocabulary: int | None = None
+) -> Question:
+    """What a configuration asks of hardware.
+
+    Args:
+      lengths: The means, where they are known.
+      vocabulary: Tokens of the tokenizer; None loads it if a model is made from scratch.
+
+    Raises:
+      ValueError: A model whose shape is not known, or lengths that the configuration does not allow.
+    """
+    lengths = lengths or Lengths()
+    shapes = _Shapes(config, vocabulary)
+    roles = roles_of(config, shapes)
+    workload = workload_of(config, lengths)
+    judges = tuple(judges_of(config))
+    layouts = {role: (layout,) for role, layout in written_layouts(config).items()}
+    problem = Problem(
+        roles=roles,
+        workload=workload,
+        software=software_of(config, hardware),
+        hardware=hardware,
+        offloads=(_by_role(config),) if config.offload or config.pools else offloads_of(roles),
+        together=(judges,) if len(judges) > 1 else (),
+        layouts=layouts or None,
+        pools=written_pools(config),
+        devices_per_host=None if config.cluster is None else config.cluster.devices_per_host,
+    )
+    return Question(problem, (*shapes.notes, *_notes(config, hardware, lengths)))
+
+
+def problem_of(
+    config: Config, hardware: Hardware, *, lengths: Lengths | None = None, vocabulary: int | None = None
+) -> Problem:
+    """What is to be placed, without the notes."""
+    return question_of(config, hardware, lengths=lengths, vocabulary=vocabulary).problem
+
+
+def judges_of(config: Config) -> dict[str, int]:
+    """The role of each reward model, and its index in `rewards.parts`."""
+    indices = [index for index, part in enumerate(config.rewards.parts) if isinstance(part, ModelReward)]
+    return {"reward" if len(indices) == 1 else f"reward_{index}": index for index in indices}
+
+
+def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tuple[Role, ...]:
+    """Every model of the dataflow, and what a step does with it.
+
+    A step that scores has sampled: its actor generates, and every role makes one forward pass over
+    the responses, the actor only where its sampler's log-probabilities do not serve. One on
+    preference pairs reads both answers with every role. Otherwise the step is an update, and
+    before it only frozen roles compute anything. A reference that is the actor without its adapters
+    is no role: the actor makes its passes.
+
+    Args:
+      shapes: Of a model, or of the checkpoint at a path.
+    """
+    algorithm, training = config.algorithm, config.algorithm.training(config)
+    samples = generates(config)
+    found = []
+    for name in algorithm.roles:
+        if name in _unplaced(config):
+            continue
+        trained = name in training
+        settings: Training = training.get(name, config.actor)
+        found.append(
+            Role(
+                name,
+                shapes(getattr(algorithm, f"{name}_model", None) or config.model),
+                "value" if name in CRITICS else "lm",
+                generates=samples and name == "actor",
+                passes=_passes(config, name),
+                trained=trained,
+                tokens_per_microbatch=settings.tokens_per_microbatch,
+                remat={"auto": None, "full": True, "none": False}[settings.remat],
+                lora=settings.lora if trained else None,
+            )
+        )
+    for name, index in judges_of(config).items():
+        part = config.rewards.parts[index]
+        assert isinstance(part, ModelReward)
+        budget, passes = SCORED_TOKENS, int(samples)
+        model = shapes(part.path)
+        found.append(
+            Role(name, model, "score", passes=passes, tokens_per_microbatch=budget, remat=False, within_machine=True)
+        )
+    return tuple(found)
+
+
+def _passes(config: Config, role: str) -> int:
+    algorithm = config.algorithm
+    others = _passes(config, "reference") if role == "actor" and config.reference_is_frozen_actor else 0
+    if role == "actor" and isinstance(algorithm, PolicyGradient) and algorithm.trusts_sampler(config):
+        return others
+    reads = generates(config) or isinstance(algorithm, Preference)
+    return others + (reads or role not in algorithm.training(config))
+
+
+def _unplaced(config: Config) -> tuple[str, ...]:
+    """Roles that a plan does not place: judges stand for rewards, and the actor for what it is without its adapters."""
+    return ("reward", "reference") if config.reference_is_frozen_actor else ("reward",)
+
+
+def placed_roles(config: Config) -> tuple[str, ...]:
+    """The names of all roles that have weights of their own."""
+    unplaced = _unplaced(config)
+    return (*(role for role in config.algorithm.roles if role not in unplaced), *judges_of(config))
+
+
+def generates(config: Config) -> bool:
+    """Whether a step samples responses: those that are scored."""
+    return "reward" in config.algorithm.roles
+
+
+def workload_of(config: Config, lengths: Lengths) -> Workload:
+    """One step of the algorithm.
+
+    Raises:
+      ValueError: A mean that is above the configuration's maximum.
+    """
+    algorithm, rollout = config.algorithm, config.rollout
+    prompts = algorithm.problems_per_step(config)
+    means = {}
+    for name in ("prompt_tokens", "response_tokens"):
+        most, mean = getattr(rollout, f"max_{name}"), getattr(lengths, name)
+        if mean is not None and mean > most:
+            raise ValueError(f"a mean of {mean} {name} is above rollout.max_{name}={most}; lower it, or raise that")
+        means[name] = float(most if mean is None else mean)
+    return Workload(
+        prompts=prompts,
+        responses=prompts * _answers(config),
+        **means,
+        longest_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
+        updates=algorithm.updates_per_step(config),
+        epochs=getattr(algorithm, "epochs_per_step", 1),
+        slots=rollout.slots,
+    )
+
+
+def _answers(config: Config) -> int:
+    """Sequences that a step has of each prompt."""
+    if isinstance(config.algorithm, Preference):
+        return 2
+    return config.rollout.responses_per_prompt if generates(config) else 1
+
+
+def software_of(config: Config, hardware: Hardware) -> Software:
+    """Float32 masters, and activations in the compute dtype."""
+    dtype = config.compute_dtype
+    if dtype == "auto":
+        dtype = "float32" if hardware.shared_compute else "bfloat16"
+    return Software(
+        compute_bytes=4 if dtype == "float32" else 2,
+        decode_tokens_per_dispatch=config.rollout.decode_tokens_per_dispatch,
+    )
+
+
+def offloads_of(roles: tuple[Role, ...]) -> tuple[tuple[str, ...], ...]:
+    """What may wait in host memory: nothing, the optimizers, or all that is not in use."""
+    optimizers = tuple(f"{role.name}.optimizer" for role in roles if role.trained)
+    return ((), optimizers, tuple(role.name for role in roles))
+
+
+def written_layouts(config: Config) -> dict[str, Layout]:
+    """The layouts that a configuration gives: all of them with pools, else those that are not the default."""
+    judges = {name: config.rewards.parts[index] for name, index in judges_of(config).items()}
+    layouts = {role: training.layout for role, training in config.algorithm.training(config).items()}
+    layouts |= {name: part.layout for name, part in judges.items() if isinstance(part, ModelReward)}
+    if "reference" in placed_roles(config):
+        trains = replace(config.actor.layout, generation_stage=1, generation_tensor=1)
+        layouts["reference"] = config.reference_layout or trains
+    if config.pools:
+        return layouts
+    chosen = {role: layout for role, layout in layouts.items() if layout != Layout()}
+    given = config.reference_layout if "reference" in layouts else None
+    return chosen | ({"reference": given} if given else {})
+
+
+def written_pools(config: Config) -> tuple[tuple[tuple[str, ...], int], ...] | None:
+    """The roles and devices of each pool that a configuration gives, with models alone; None if it gives none."""
+    if not config.pools:
+        return None
+    judges = tuple(judges_of(config))
+    placed = any("reward" in pool.roles for pool in config.pools)
+    pools = []
+    for index, pool in enumerate(config.pools):
+        scores = "reward" in pool.roles or (index == 0 and not placed)
+        roles = (*(role for role in pool.roles if role not in _unplaced(config)), *(judges if scores else ()))
+        pools += [(roles, pool.devices)] if roles else []
+    return tuple(pools)
+
+
+def _by_role(config: Config) -> tuple[str, ...]:
+    """The configuration's offload, with an entry for each of several reward models."""
+    found: list[str] = []
+    for entry in config.offload:
+        role, dot, part = entry.partition(".")
+        found += [f"{name}{dot}{part}" for name in judges_of(config)] if role == "reward" else [entry]
+    return tuple(found)
+
+
+class _Shapes:
+    """The shape of each model, read once, and where it is from."""
+
+    def __init__(self, config: Config, vocabulary: int | None) -> None:
+        self._config, self._vocabulary = config, vocabulary
+        self._known: dict[FromScratch | Nnx | str, ModelConfig] = {}
+        self.notes: list[str] = []
+
+    def __call__(self, model: Model | str) -> ModelConfig:
+        origin = model.path if isinstance(model, Pretrained) else model
+        if origin not in self._known:
+            self._known[origin] = self._look_up(origin)
+        return self._known[origin]
+
+    def _look_up(self, model: FromScratch | Nnx | str) -> ModelConfig:
+        if isinstance(model, FromScratch):
+            if self._vocabulary is None:
+                self._vocabulary = len(load_tokenizer(tokenizer_path(self._config)))
+            return from_scratch(model, tokens=self._vocabulary)
+        if isinstance(model, Nnx):
+            raise ValueError(
+                "a plan counts the matrices of the decoder, and the model is a module of your own (Nnx); "
+                "write layouts yourself, with placement='given'"
+            )
+        shape, source = shape_of(model)
+        self.notes.append(f"the shape of {model} is from {source}")
+        return shape
+
+
+def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
+    notes = []
+    if config.pools:
+        notes.append("pools, layouts and offload are the configuration's; --afresh of the plan command searches them")
+    elif given := [*written_layouts(config), *(["offload"] if config.offload else [])]:
+        notes.append(f"{', '.join(given)} as the configuration says; --afresh of the plan command searches all")
+    notes += [f"figures of {hardware.name}: {hardware.source}"] if hardware.source else []
+    what = "responses" if generates(config) else "solutions"
+    unknown = [name for name in ("prompt", "response") if getattr(lengths, f"{name}_tokens") is None]
+    if unknown:
+        means = " and ".join(f"{getattr(config.rollout, f'max_{name}_tokens')} tokens of {name}" for name in unknown)
+        flags = " and ".join(f"--{name}-tokens" for name in unknown)
+        notes.append(
+            f"all {what} are taken to be as long as they may be, {means}; the plan command takes means by {flags}"
+        )
+    if generates(config) and not config.rewards.by_model:
+        notes.append("rewards are functions: their seconds on the hosts are not counted")
+    if getattr(config.algorithm, "max_rounds", 1) > 1:
+        notes.append("prompts are taken to be drawn once in a step; each further round generates as much again")
+    left_out = ["greedy answers"] if isinstance(config.algorithm, ReMax) else []
+    left_out += ["the algorithm's own examples"] if config.algorithm.examples(config) is not None else []
+    left_out += ["evaluation", "checkpoints", *(["the cold start"] if config.cold_start else [])]
+    notes.append(f"only steps are planned for; {', '.join(left_out[:-1])} and {left_out[-1]} are not counted")
+    return notes

@@ -1,0 +1,125 @@
+"""Devices for pools: of all distributions of the devices, the one with the cheapest step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.search.pool_options import Point
+
+Seconds = tuple[float, float, float]
+"""Of the three stages."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One point for each pool, in the pools' order.
+
+    Attributes:
+      seconds: Of a step.
+    """
+
+    seconds: float
+    points: list[Point]
+
+
+def stage_seconds(pools: Sequence[Seconds], *, shared: bool) -> list[float]:
+    """Of each stage: pools run side by side, or in turns where they share one processor.
+
+    Source: HybridFlow (arXiv:2409.19256), d_cost of algorithm 1.
+    """
+    return [sum(stage) if shared else max(stage) for stage in zip(*pools, strict=True)]
+
+
+def allocate(points: Sequence[Sequence[Point]], hardware: Hardware, *, within: float) -> tuple[Allocation | None, int]:
+    """The cheapest choice of a point for each pool, whose devices are no more than there are.
+
+    Branch and bound: a partial choice is dropped when even the least seconds that the other
+    pools can have in each stage, each with all devices that are left, make the step too long.
+
+    Args:
+      within: Allocations that take this many seconds or more are of no interest.
+
+    Returns:
+      The allocation, None if there is none; and how many choices were looked at.
+    """
+    if any(not options for options in points):
+        return None, 0
+    order = sorted(range(len(points)), key=lambda place: len(points[place]))
+    bound = _Bound([points[place] for place in order], hardware)
+    best, seconds = bound.search(within)
+    if best is None:
+        return None, bound.looked
+    chosen = dict(zip(order, best, strict=True))
+    return Allocation(seconds, [chosen[place] for place in range(len(points))]), bound.looked
+
+
+class _Bound:
+    """The state of one branch-and-bound search.
+
+    Attributes:
+      looked: Choices that were looked at.
+    """
+
+    def __init__(self, pools: list[Sequence[Point]], hardware: Hardware) -> None:
+        self._shared = hardware.takes_turns
+        self._devices = hardware.devices
+        self._pools = [sorted(pool, key=lambda point: point.devices) for pool in pools]
+        self._fewest = [pool[0].devices for pool in self._pools]
+        self._least = [_least(pool) for pool in self._pools]
+        self._best: list[Point] | None = None
+        self.looked = 0
+
+    def search(self, within: float) -> tuple[list[Point] | None, float]:
+        """The best choice under `within` seconds, and its seconds."""
+        self._limit = within
+        self._extend([], (0.0, 0.0, 0.0), self._devices)
+        return self._best, self._limit
+
+    def _extend(self, chosen: list[Point], so_far: Seconds, left: int) -> None:
+        place = len(chosen)
+        if place == len(self._pools):
+            if sum(so_far) < self._limit:
+                self._limit, self._best = sum(so_far), chosen
+            return
+        later = range(place + 1, len(self._pools))
+        reserved = sum(self._fewest[other] for other in later)
+        branches: list[tuple[float, int, Point, Seconds]] = []
+        for point in self._pools[place]:
+            if point.devices > left - reserved:
+                break
+            self.looked += 1
+            joined = self._join(so_far, point.seconds)
+            lower = joined
+            for other in later:
+                spare = left - point.devices - reserved + self._fewest[other]
+                lower = self._join(lower, _at_most(self._least[other], spare))
+            if sum(lower) < self._limit:
+                branches.append((sum(lower), len(branches), point, joined))
+        for lowest, _, point, joined in sorted(branches, key=lambda branch: branch[:2]):
+            if lowest >= self._limit:
+                break
+            self._extend([*chosen, point], joined, left - point.devices)
+
+    def _join(self, one: Seconds, other: Seconds) -> Seconds:
+        if self._shared:
+            return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+        return max(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2])
+
+
+def _least(points: Sequence[Point]) -> list[tuple[int, Seconds]]:
+    """By number of devices: the least seconds of each stage with at most that many."""
+    least: Seconds = (float("inf"),) * 3
+    found = []
+    for point in points:
+        least = min(least[0], point.seconds[0]), min(least[1], point.seconds[1]), min(least[2], point.seconds[2])
+        found.append((point.devices, least))
+    return found
+
+
+def _at_most(least: list[tuple[int, Seconds]], devices: int) -> Seconds:
+    """The entry of the most devices that are no more than `devices`."""
+    low, high = 0, len(least)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if least[middle][0] <= devices else (low, middle)
+    return least[low][1]

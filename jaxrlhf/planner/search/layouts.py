@@ -1,0 +1,151 @@
+"""The layouts that a model can have on a number of devices."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from jaxrlhf.config import Layout
+from jaxrlhf.models.config import padded_rows
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.workload import Role
+
+_WIDEST_TENSOR = 16
+"""More devices than this compute too little each between two all-reduces, however fast the links."""
+
+
+def role_layouts(
+    problem: Problem, role: Role, devices: int, *, trains: bool = True, generates: bool = False
+) -> Iterator[Layout]:
+    """The layouts of a role on a pool: those that the problem gives and that fill it, or all.
+
+    Args:
+      trains: Or scores; a pool that only generates has no training layout.
+      generates: On this pool.
+    """
+    given = (problem.layouts or {}).get(role.name)
+    if given is not None:
+        yield from _filled(given, devices, trains=trains, generates=generates)
+        return
+    hardware = problem.hardware
+    if hardware.machines == 1:  # nothing straddles machines, so a pool of any size is one of its own
+        hardware = replace(hardware, devices_per_machine=devices)
+    within = problem.devices_per_host or hardware.devices_per_machine
+    replicas = list(generation_layouts(role, devices, hardware, within=within)) if generates else [(1, 1)]
+    trained: Iterable[Layout] = [Layout(data=1)]
+    if trains:
+        trained = training_layouts(role, devices, hardware, fsdp=problem.fsdp)
+    for layout in trained:
+        for stage, tensor in replicas:
+            if switches(layout, stage, tensor, within=within):
+                yield replace(layout, generation_stage=stage, generation_tensor=tensor)
+
+
+def _filled(layouts: Iterable[Layout], devices: int, *, trains: bool, generates: bool) -> Iterator[Layout]:
+    """The given layouts that fill `devices` devices."""
+    for layout in layouts:
+        copy = layout.copy_devices
+        fills = not trains or (devices % copy == 0 and layout.data in (None, devices // copy))
+        if fills and (not generates or devices % layout.replica_devices == 0):
+            yield replace(layout, data=devices // copy or 1)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def pool_sizes(hardware: Hardware, *, devices_per_host: int = 1) -> list[int]:
+    """Devices that a pool may have, always whole hosts: any number on one machine.
+
+    On several, whole machines, or a machine cut up evenly, and again: each size divides the next
+    one up to a machine. Pools take devices in order, largest first, so none straddles machines
+    that it does not fill.
+    """
+    machine = hardware.devices_per_machine
+    if hardware.machines == 1:
+        return list(range(devices_per_host, machine + 1, devices_per_host))
+    sizes = [machine * count for count in range(1, hardware.machines + 1)]
+    while sizes[0] > 1:
+        sizes.insert(0, sizes[0] // divisors(sizes[0])[1])
+    return [size for size in sizes if size % devices_per_host == 0]
+
+
+def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool) -> Iterator[Layout]:
+    """Ways to train or score a model on `devices` devices that split its dimensions evenly.
+
+    Source: HybridFlow (arXiv:2409.19256), algorithm 2, with `fsdp` and `expert` added.
+    """
+    model, machine, experts = role.model, hardware.devices_per_machine, _experts(role)
+    for tensor in _tensors(role, hardware):
+        if devices % tensor:
+            continue
+        for stage in _stages(role):
+            copy = tensor * stage
+            if devices % copy or padded_rows(model.vocab_size) % copy:
+                continue
+            left = devices // copy
+            for shards in divisors(left) if fsdp else [1]:
+                inside = machine % (copy * shards) == 0 or not role.within_machine
+                if not inside or model.hidden_size % shards:
+                    continue
+                for expert in experts:
+                    if shards % expert == 0:
+                        data, rest = left // shards, shards // expert
+                        yield Layout(data=data, fsdp=rest, stage=stage, tensor=tensor, expert=expert)
+
+
+def generation_layouts(
+    role: Role, devices: int, hardware: Hardware, *, within: int | None = None
+) -> Iterator[tuple[int, int]]:
+    """Stages and tensor shards of a generation replica.
+
+    Args:
+      within: Devices that one process drives, which a replica is part of; None is a machine's.
+    """
+    for tensor in _tensors(role, hardware):
+        for stage in _stages(role):
+            replica = tensor * stage
+            fits = (within or hardware.devices_per_machine) % replica == 0 and devices % replica == 0
+            if fits and padded_rows(role.model.vocab_size) % replica == 0:
+                yield stage, tensor
+
+
+def switches(layout: Layout, stage: int, tensor: int, *, within: int) -> bool:
+    """Whether a training layout can become replicas of `stage x tensor` devices, each within one process.
+
+    Where training refines generation, the replicas that share a training copy lie interleaved in
+    it, so its split dimensions have to lie in one process where the replica splits them too.
+
+    Args:
+      within: Devices of a process.
+    """
+    if layout.stage % stage or layout.tensor % tensor:
+        return within % (layout.expert * stage * tensor) == 0
+    if layout.expert > 1:
+        return within % (layout.expert * layout.stage * layout.tensor) == 0
+    return (stage == 1 or layout.stage * layout.tensor <= within) and (tensor == 1 or layout.tensor <= within)
+
+
+def _stages(role: Role) -> list[int]:
+    """Ways to divide the layers; those with experts are not divided."""
+    return divisors(role.model.num_layers) if role.model.experts is None else [1]
+
+
+def _experts(role: Role) -> list[int]:
+    """Ways to divide the experts of every layer."""
+    return divisors(role.model.experts.count) if role.model.experts else [1]
+
+
+def _tensors(role: Role, hardware: Hardware) -> list[int]:
+    """Ways to split every layer. Across machines only where the network is as fast as the links."""
+    model, machine = role.model, hardware.devices_per_machine
+    one_fabric = hardware.network_bytes_per_s >= hardware.link_bytes_per_s and not role.within_machine
+    widest = min(hardware.devices, max(machine, _WIDEST_TENSOR)) if one_fabric else machine
+    split = (model.num_heads, model.num_kv_heads, _inner(role))
+    powers = [n for n in range(1, widest + 1) if machine % n == 0 or n % machine == 0]
+    return [n for n in powers if all(size % n == 0 for size in split)]
+
+
+def _inner(role: Role) -> int:
+    experts = role.model.experts
+    return role.model.intermediate_size if experts is None else experts.intermediate_size

@@ -1,0 +1,139 @@
+"""The search for a placement: which roles share devices, how many, and in which layouts.
+
+Every set partition of the roles is a placement; each of its sets is a pool, which may have any
+number of devices on one machine, and whole machines or even parts of one on several; on each
+number every layout of every role is simulated. Roles of a pool run one after another, pools
+side by side, the stages of a step in order. The answer is exact for these costs: what is left
+out is never better than what is kept.
+
+Source: HybridFlow (arXiv:2409.19256), algorithms 1 and 2 and d_cost.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+
+from jaxrlhf.config import ROLLOUT
+from jaxrlhf.planner.cost.simulate import Simulator
+from jaxrlhf.planner.cost.timeline import plan_of
+from jaxrlhf.planner.plan import Infeasible, Problem, Search
+from jaxrlhf.planner.search.allocation import allocate
+from jaxrlhf.planner.search.layouts import pool_sizes
+from jaxrlhf.planner.search.pool_options import Point, PoolOptions
+from jaxrlhf.planner.search.shortage import shortage
+
+_MOST_DEVICES = 4096
+"""That takes minutes."""
+
+Placement = tuple[tuple[str, ...], ...]
+"""The roles of each pool."""
+
+
+def search(problem: Problem, *, keep: int = 5) -> Search:
+    """The cheapest plans, at most one for each placement.
+
+    Raises:
+      Infeasible: Nothing fits; the message says which role lacks how many bytes, and what would help.
+      ValueError: Parts of the problem that contradict each other.
+    """
+    start = time.perf_counter()
+    _check(problem, keep=keep)
+    found: list[tuple[float, tuple[str, ...], list[Point]]] = []
+    simulator = Simulator(problem)
+    options = {offload: PoolOptions(simulator, problem, offload) for offload in problem.offloads}
+    tried = allocations = 0
+    for placement in placements(problem):
+        tried += 1
+        best: tuple[float, tuple[str, ...], list[Point]] | None = None
+        for offload, pools in options.items():
+            points = [_points(pools, problem, roles, place) for place, roles in enumerate(placement)]
+            within = found[keep - 1][0] if len(found) >= keep else float("inf")
+            within = min(within, best[0]) if best else within
+            chosen, looked = allocate(points, problem.hardware, within=within)
+            allocations += looked
+            if chosen is not None:
+                best = (chosen.seconds, offload, chosen.points)
+        if best is not None:
+            found = sorted([*found, best], key=lambda entry: entry[0])[:keep]
+    if not found:
+        raise Infeasible(shortage(problem))
+    plans = sorted((plan_of(problem, points, offload) for _, offload, points in found), key=lambda plan: plan.seconds)
+    simulated = sum(pools.simulated for pools in options.values())
+    return Search(tuple(plans), tried, allocations, simulated, time.perf_counter() - start)
+
+
+def placements(problem: Problem) -> Iterator[Placement]:
+    """Every set partition of the roles that keeps together what has to be, or the one that is given."""
+    if problem.pools is not None:
+        yield tuple(roles for roles, _ in problem.pools)
+        return
+    names = [role.name for role in problem.roles] + [ROLLOUT] * problem.rollout_apart
+    for partition in _partitions(names):
+        together = (any(set(group) <= set(pool) for pool in partition) for group in problem.together)
+        if all(together):
+            yield partition
+
+
+def _partitions(names: Sequence[str]) -> Iterator[Placement]:
+    """Set partitions, each set in the order of `names`."""
+    if not names:
+        yield ()
+        return
+    *others, last = names
+    for partition in _partitions(others):
+        for place, pool in enumerate(partition):
+            yield (*partition[:place], (*pool, last), *partition[place + 1 :])
+        yield (*partition, (last,))
+
+
+def _points(options: PoolOptions, problem: Problem, roles: tuple[str, ...], place: int) -> list[Point]:
+    """What a pool with these roles may cost, on every number of devices that it may have."""
+    if problem.pools is not None:
+        return options.points(roles, problem.pools[place][1])
+    return options.all_points(roles)
+
+
+def _check(problem: Problem, *, keep: int) -> None:
+    names = [role.name for role in problem.roles]
+    if keep < 1:
+        raise ValueError(f"keep={keep} plans are none; ask for 1 or more")
+    if len(set(names)) != len(names) or ROLLOUT in names:
+        raise ValueError(f"roles {names} need names that differ, and none may be {ROLLOUT!r}")
+    generating = [role.name for role in problem.roles if role.generates]
+    apart = problem.rollout_apart or any(ROLLOUT in roles for roles, _ in problem.pools or ())
+    if len(generating) > 1 or (apart and not generating):
+        raise ValueError(f"one role generates for a rollout, here {generating or 'none does'}")
+    named = {name for group in problem.together for name in group} | set(problem.layouts or {})
+    if named - set(names):
+        raise ValueError(f"together and layouts name {sorted(named - set(names))}, and the roles are {names}")
+    hardware, host = problem.hardware, problem.devices_per_host or 1
+    if hardware.devices > _MOST_DEVICES:
+        raise ValueError(f"{hardware.devices} devices were asked for; the search goes up to {_MOST_DEVICES}")
+    if not pool_sizes(hardware, devices_per_host=host):
+        raise ValueError(
+            f"{hardware.devices} x {hardware.name} in machines of {hardware.devices_per_machine} hold no pool of whole "
+            f"hosts of {host} devices; use smaller hosts, or name hardware with more machines"
+        )
+    if problem.pools is not None:
+        _check_pools(problem.pools, names, generating, problem)
+
+
+def _check_pools(
+    pools: Sequence[tuple[tuple[str, ...], int]], names: Sequence[str], generating: Sequence[str], problem: Problem
+) -> None:
+    placed = [role for roles, _ in pools for role in roles]
+    if sorted(set(placed) - {ROLLOUT}) != sorted(names) or len(set(placed)) != len(placed):
+        raise ValueError(f"pools place {placed}, and the roles are {list(names)}; each has to be placed once")
+    sizes = [devices for _, devices in pools]
+    if min(sizes) < 1 or sum(sizes) > problem.hardware.devices:
+        raise ValueError(
+            f"pools take {sizes} devices; each needs 1 or more, and there are {problem.hardware.devices} in all"
+        )
+    if any(devices % (problem.devices_per_host or 1) for devices in sizes):
+        raise ValueError(
+            f"pools take {sizes} devices, and hosts have {problem.devices_per_host}; pools have whole ones"
+        )
+    if any({ROLLOUT, *generating} <= set(roles) for roles, _ in pools):
+        raise ValueError(f"a pool places {generating[0]} and {ROLLOUT}; drop {ROLLOUT}, or place it on another pool")
+    for group in problem.together:
+        if not any(set(group) <= set(roles) for roles, _ in pools):
+            raise ValueError(f"{' and '.join(group)} have to share a pool, and pools place them apart")

@@ -1,0 +1,244 @@
+"""What one pool may cost: all layouts of its roles on a number of devices, less those that cannot win."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrlhf.config import ROLLOUT, Layout
+from jaxrlhf.planner.cost.cost import Decoding, decoding, generation_cost, move_cost
+from jaxrlhf.planner.cost.memory import cache_bytes_per_token
+from jaxrlhf.planner.cost.simulate import Simulated, Simulator
+from jaxrlhf.planner.plan import Cost, Problem
+from jaxrlhf.planner.search.layouts import pool_sizes, role_layouts
+from jaxrlhf.planner.search.pareto import undominated
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """How a pool generates.
+
+    Attributes:
+      cache_bytes: Of the responses that one device decodes together.
+      move: Of the weights from the actor's pool; None where they are there.
+      seconds: Of generation and move.
+    """
+
+    role: str
+    how: Decoding
+    cache_bytes: float
+    cost: Cost
+    move: Cost | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One pool on one number of devices, with one layout for each role.
+
+    Attributes:
+      seconds: Of each stage, generate, prepare, update.
+      chosen: By role, in the order of `roles`.
+      generation: None where the pool does not generate.
+    """
+
+    roles: tuple[str, ...]
+    devices: int
+    seconds: tuple[float, float, float]
+    chosen: tuple[Simulated, ...]
+    generation: Generation | None
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """Layouts for some roles of a pool, K ways.
+
+    Attributes:
+      value_K4: Seconds of prepare and update, bytes held idle, and most bytes that a call needs beyond that.
+      index_KR: Into the options of each role.
+    """
+
+    value_K4: np.ndarray
+    index_KR: np.ndarray
+
+    def joined(self, options: Sequence[Simulated]) -> "_Choices":
+        """With one more role."""
+        own_M4 = np.array([(*own.seconds[1:], own.idle_bytes, own.excess_bytes) for own in options]).reshape(-1, 4)
+        ways, more = len(self.value_K4), len(own_M4)
+        old_J4, new_J4 = np.repeat(self.value_K4, more, axis=0), np.tile(own_M4, (ways, 1))
+        value_J4 = old_J4 + new_J4
+        value_J4[:, 3] = np.maximum(old_J4[:, 3], new_J4[:, 3])
+        chosen_J1 = np.tile(np.arange(more), ways)[:, None]
+        return _Choices(value_J4, np.hstack([np.repeat(self.index_KR, more, axis=0), chosen_J1]))
+
+    def kept(self, rows: np.ndarray) -> "_Choices":
+        """Some of the ways."""
+        return _Choices(self.value_K4[rows], self.index_KR[rows])
+
+
+_NOTHING = _Choices(np.zeros((1, 4)), np.zeros((1, 0), np.int64))
+
+
+class PoolOptions:
+    """Simulates the roles of a problem, each once for every layout, with one choice of what is offloaded.
+
+    Attributes:
+      simulated: Layouts of a role that were simulated.
+    """
+
+    def __init__(self, simulator: Simulator, problem: Problem, offload: tuple[str, ...]) -> None:
+        self._simulator, self._problem, self._offload = simulator, problem, offload
+        self._roles = {role.name: role for role in problem.roles}
+        self._generator = next((role for role in problem.roles if role.generates), None)
+        self._usable_bytes = problem.hardware.memory_bytes * problem.hardware.usable_memory
+        self._role_options: dict[tuple[str, int, bool], list[Simulated]] = {}
+        self._choices: dict[tuple[tuple[str, ...], int], _Choices] = {}
+        self._all_points: dict[tuple[str, ...], list[Point]] = {}
+        self._generations: dict[tuple[str, int, tuple[int, int, int], int], Generation] = {}
+        self.simulated = 0
+
+    def all_points(self, roles: tuple[str, ...]) -> list[Point]:
+        """Points of a pool on every size, without those that another one beats with no more devices."""
+        if roles not in self._all_points:
+            sizes = pool_sizes(self._problem.hardware, devices_per_host=self._problem.devices_per_host or 1)
+            points = [point for devices in sizes for point in self.points(roles, devices)]
+            values = np.array([(point.devices, *point.seconds) for point in points]).reshape(-1, 4)
+            self._all_points[roles] = [points[index] for index in undominated(values)]
+        return self._all_points[roles]
+
+    def points(self, roles: tuple[str, ...], devices: int) -> list[Point]:
+        """Points of a pool on one number of devices; none of them beats another in every stage."""
+        if self._generator is not None and self._generates(roles):
+            name = self._generator.name if self._generator.name in roles else ROLLOUT
+            others = tuple(role for role in roles if role not in (self._generator.name, ROLLOUT))
+            return self._generating(name, others, devices)
+        ways = self._ways(roles, devices)
+        found = []
+        for index in undominated(ways.value_K4[:, :2]):
+            prepare_s, update_s = map(float, ways.value_K4[index, :2])
+            chosen = self._chosen(roles, devices, ways.index_KR[index])
+            found.append(Point(roles, devices, (0.0, prepare_s, update_s), chosen, None))
+        return found
+
+    def _generates(self, roles: Sequence[str]) -> bool:
+        """Whether a pool generates: the rollout's where that is apart or may be, else the actor's."""
+        pools = self._problem.pools
+        apart = self._problem.rollout_apart if pools is None else any(ROLLOUT in names for names, _ in pools)
+        assert self._generator is not None
+        return (ROLLOUT if apart else self._generator.name) in roles
+
+    def _generating(self, name: str, others: tuple[str, ...], devices: int) -> list[Point]:
+        """Every choice for the role that generates with every choice for the others, M x K ways."""
+        options, ways = self._options(name, devices, generates=True), self._ways(others, devices)
+        if not options or not len(ways.value_K4):
+            return []
+        prepare_K, update_K, idle_K, excess_K = ways.value_K4.T
+        own_M7 = np.array([self._numbers(own) for own in options])
+        generate_M, prepare_M, update_M, idle_M, excess_M, generating_M, response_M = own_M7.T
+        held_MK = idle_M[:, None] + idle_K + np.maximum(excess_M[:, None], excess_K)
+        fit_MK = (self._usable_bytes - idle_K - generating_M[:, None]) // response_M[:, None]
+        own_J, way_J = np.nonzero((held_MK <= self._usable_bytes) & (fit_MK >= 1))
+        if not len(own_J):
+            return []
+        responses = self._problem.workload.responses
+        number: dict[tuple[int, int, int], int] = {}
+        alike_M = np.array([number.setdefault(_replica(own.layout), len(number)) for own in options])
+        sharing_M = np.array([own.layout.generation_stage * own.layout.generation_tensor for own in options])
+        most_M = -(-responses * sharing_M // devices)
+        fit_J = np.minimum(fit_MK[own_J, way_J], most_M[own_J]).astype(np.int64)
+        key_J = alike_M[own_J] * (responses + 1) + fit_J
+        _, first, inverse_J = np.unique(key_J, return_index=True, return_inverse=True)
+        generations = [self._generation(name, options[own_J[j]].layout, int(fit_J[j]), devices) for j in first]
+        generate_J = generate_M[own_J] + np.array([generation.seconds for generation in generations])[inverse_J]
+        prepare_J, update_J = prepare_M[own_J] + prepare_K[way_J], update_M[own_J] + update_K[way_J]
+        seconds_J3 = np.stack([generate_J, prepare_J, update_J], axis=1)
+        found = []
+        for index in undominated(seconds_J3):
+            generate_s, prepare_s, update_s = map(float, seconds_J3[index])
+            chosen = (options[own_J[index]], *self._chosen(others, devices, ways.index_KR[way_J[index]]))
+            generation = generations[inverse_J[index]]
+            found.append(Point((name, *others), devices, (generate_s, prepare_s, update_s), chosen, generation))
+        return found
+
+    def _numbers(self, own: Simulated) -> tuple[float, ...]:
+        """Of a role that generates; last what one response of the longest length takes of its cache."""
+        assert self._generator is not None
+        work, software = self._problem.workload, self._problem.software
+        token = cache_bytes_per_token(self._generator.model, own.layout, itemsize=software.compute_bytes)
+        response_bytes = token * work.longest_tokens * software.cache_copies
+        return (*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes, response_bytes)
+
+    def _generation(self, name: str, layout: Layout, fit: int, devices: int) -> Generation:
+        """How a layout generates with room for `fit` responses in a replica's cache."""
+        key = (name, devices, _replica(layout), fit)
+        if key not in self._generations:
+            problem, generator = self._problem, self._generator
+            assert generator is not None
+            work, software = problem.workload, problem.software
+            hardware = self._simulator.hardware(devices)
+            how = decoding(layout, devices, fit, work)
+            cost = generation_cost(generator.model, layout, how, work, software, hardware)
+            move = None
+            if name == ROLLOUT:
+                source = self._senders(devices)
+                move = move_cost(generator.model, source, layout, devices, software, problem.hardware)
+            token = cache_bytes_per_token(generator.model, layout, itemsize=software.compute_bytes)
+            cached = how.at_once * work.longest_tokens * token * software.cache_copies
+            seconds = cost.seconds + (move.seconds if move else 0.0)
+            self._generations[key] = Generation(name, how, cached, cost, move, seconds)
+        return self._generations[key]
+
+    def _senders(self, devices: int) -> int:
+        """Devices that send weights to a pool; all others where the sending pool is not known yet."""
+        assert self._generator is not None
+        pools = self._problem.pools or ()
+        given = [size for roles, size in pools if self._generator.name in roles]
+        return given[0] if given else max(1, self._problem.hardware.devices - devices)
+
+    def _ways(self, roles: tuple[str, ...], devices: int) -> _Choices:
+        """Layouts for roles that do not generate here, added one by one; none is beaten in every respect."""
+        if not roles:
+            return _NOTHING
+        key = (roles, devices)
+        if key not in self._choices:
+            options = self._options(roles[-1], devices, generates=False)
+            merged = self._ways(roles[:-1], devices).joined(options)
+            fitting = merged.kept(merged.value_K4[:, 2:].sum(axis=1) <= self._usable_bytes)
+            self._choices[key] = fitting.kept(undominated(fitting.value_K4))
+        return self._choices[key]
+
+    def _chosen(self, roles: tuple[str, ...], devices: int, index_R: np.ndarray) -> tuple[Simulated, ...]:
+        return tuple(
+            self._options(role, devices, generates=False)[index] for role, index in zip(roles, index_R, strict=True)
+        )
+
+    def _options(self, name: str, devices: int, *, generates: bool) -> list[Simulated]:
+        """All layouts of one role that fit by themselves and that no other one beats."""
+        key = (name, devices, generates)
+        if key not in self._role_options:
+            self._role_options[key] = self._simulate(name, devices, generates=generates)
+        return self._role_options[key]
+
+    def _simulate(self, name: str, devices: int, *, generates: bool) -> list[Simulated]:
+        role = self._roles.get(name) or self._generator
+        assert role is not None
+        found: dict[tuple[int, int, int], list[Simulated]] = {}
+        for layout in role_layouts(self._problem, role, devices, trains=name != ROLLOUT, generates=generates):
+            self.simulated += 1
+            if name == ROLLOUT:
+                option = self._simulator.rollout(role, layout)
+            else:
+                option = self._simulator.role(role, layout, devices, self._offload, generates=generates)
+            if option.idle_bytes + option.excess_bytes <= self._usable_bytes:
+                found.setdefault(_replica(layout), []).append(option)
+        # Layouts are compared only with those that generate alike: what generation takes depends on other roles.
+        kept = []
+        for group in found.values():
+            value_K6 = [(*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes) for own in group]
+            kept += [group[index] for index in undominated(np.array(value_K6))]
+        return kept
+
+
+def _replica(layout: Layout) -> tuple[int, int, int]:
+    """What a layout generates by: ways that experts are divided, stages and tensor shards."""
+    return layout.expert, layout.generation_stage, layout.generation_tensor

@@ -1,0 +1,148 @@
+"""Why nothing fits: which role lacks how many bytes, and what would help."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from jaxrlhf.config import ROLLOUT, Layout
+from jaxrlhf.planner.cost.memory import cache_bytes_per_token
+from jaxrlhf.planner.cost.simulate import Simulated, Simulator
+from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.search.layouts import pool_sizes, role_layouts
+from jaxrlhf.planner.workload import Role
+
+_MOST_TIMES = 1024
+
+
+class _Need(NamedTuple):
+    """The most bytes of a device that a role needs in the layout that needs least, and in which call."""
+
+    num_bytes: float
+    verb: str
+
+
+def shortage(problem: Problem) -> str:
+    """Sentences on what does not fit: a role by itself with everything else in host memory, or all of them together."""
+    usable = problem.hardware.memory_bytes * problem.hardware.usable_memory
+    everything, allowed = tuple(role.name for role in problem.roles), problem.offloads[-1]
+    names = [*everything, *([ROLLOUT] if _apart(problem) else [])]
+    for offload in (everything, allowed):
+        needs: list[tuple[_Need, str]] = []
+        for name in names:
+            least = _least(problem, name, offload)
+            if least is None:
+                return _no_layout(problem, name)
+            needs.append((least, name))
+        need, name = max(needs)
+        if need.num_bytes > usable:
+            return _too_large(problem, name, need, usable, offload)
+    return (
+        f"each role fits {_pool(problem, name)} by itself with offload={allowed}, and no placement fits them all: "
+        f"{name} {need.verb} needs {_gib(need.num_bytes)} of the {_gib(usable)} of a device that a plan may fill, and "
+        f"the others that share its devices need more than is left; {_advice(problem)}"
+    )
+
+
+def _no_layout(problem: Problem, name: str) -> str:
+    given = (problem.layouts or {})[_role(problem, name).name]
+    return (
+        f"the layout that is given for {name} does not fill {_pool(problem, name)}: "
+        f"{' or '.join(_text(layout) for layout in given)}; change it, or leave it to the search"
+    )
+
+
+def _too_large(problem: Problem, name: str, need: _Need, usable: float, offload: tuple[str, ...]) -> str:
+    return (
+        f"{name} does not fit {_pool(problem, name)}: in the best layout, with offload={offload}, {name} "
+        f"{need.verb} needs {_gib(need.num_bytes)} on each device, {_gib(need.num_bytes - usable)} more than the "
+        f"{_gib(usable)} that a plan may fill; {_more_machines(problem, name, usable, offload)}{_advice(problem)}"
+    )
+
+
+def _advice(problem: Problem) -> str:
+    advice = []
+    everything = {role.name for role in problem.roles}
+    if not any(everything <= set(choice) for choice in problem.offloads):
+        advice.append(f"offload={tuple(sorted(everything))} would free most")
+    if not problem.fsdp:
+        advice.append("fsdp layouts would split weights further")
+    if any(role.trained and role.remat is False for role in problem.roles):
+        advice.append("remat='full' would keep fewer activations")
+    advice.append("fewer tokens_per_microbatch, shorter sequences or devices with more memory would help")
+    return "; ".join(advice)
+
+
+def _least(problem: Problem, name: str, offload: Sequence[str], sizes: Iterable[int] | None = None) -> _Need | None:
+    """The need of a role on the pool that suits it best, of all or of some sizes; None without a layout."""
+    role, apart = _role(problem, name), _apart(problem)
+    simulator = Simulator(problem)
+    needs = []
+    for devices in _sizes(problem, name) if sizes is None else sizes:
+        generates = name == ROLLOUT or (role.generates and not apart)
+        for layout in role_layouts(problem, role, devices, trains=name != ROLLOUT, generates=generates):
+            if name == ROLLOUT:
+                own = simulator.rollout(role, layout)
+            else:
+                own = simulator.role(role, layout, devices, offload, generates=generates)
+            needs.append(_need(problem, role, own, generates=generates))
+    return min(needs, default=None)
+
+
+def _need(problem: Problem, role: Role, own: Simulated, *, generates: bool) -> _Need:
+    """In the call that needs most; a generating role has one response in its cache."""
+    calls = [_Need(step.held_bytes, step.verb) for step in own.steps] + [_Need(own.idle_bytes, "idle")]
+    if generates:
+        copies = problem.software.cache_copies
+        one = cache_bytes_per_token(role.model, own.layout, itemsize=problem.software.compute_bytes)
+        cached = own.generating_bytes + one * problem.workload.longest_tokens * copies
+        calls.append(_Need(max(own.loading_bytes, cached), "generate"))
+    return max(calls)
+
+
+def _more_machines(problem: Problem, name: str, usable: float, offload: Sequence[str]) -> str:
+    """On how many times as many machines the role fits by itself; nothing where pools are given."""
+    if problem.pools is not None:
+        return ""
+    times = 2
+    while times <= _MOST_TIMES:
+        machines = problem.hardware.machines * times
+        larger = replace(problem, hardware=replace(problem.hardware, machines=machines))
+        whole = {devices * times for devices in _sizes(problem, name)} & set(_sizes(larger, name))
+        need = _least(larger, name, offload, sizes=sorted(whole))
+        if need is not None and need.num_bytes <= usable:
+            return f"{machines} machines of {problem.hardware.devices_per_machine} would do; "
+        times *= 2
+    return "no number of machines helps; "
+
+
+def _role(problem: Problem, name: str) -> Role:
+    """The role of that name; a rollout has the generating role's model."""
+    return next(role for role in problem.roles if role.name == name or (name == ROLLOUT and role.generates))
+
+
+def _apart(problem: Problem) -> bool:
+    """Whether generation has a pool of its own."""
+    return any(ROLLOUT in roles for roles, _ in problem.pools or ())
+
+
+def _sizes(problem: Problem, name: str) -> list[int]:
+    """Devices that the role's pool may have."""
+    if problem.pools is None:
+        return pool_sizes(problem.hardware, devices_per_host=problem.devices_per_host or 1)
+    return [devices for roles, devices in problem.pools if name in roles]
+
+
+def _pool(problem: Problem, name: str) -> str:
+    return f"{_sizes(problem, name)[-1]} x {problem.hardware.name}"
+
+
+def _text(layout: Layout) -> str:
+    data = "rest" if layout.data is None else layout.data
+    generation = f"generation {layout.generation_stage} x {layout.generation_tensor}"
+    experts = f" x expert={layout.expert}" if layout.expert > 1 else ""
+    return f"data={data} x fsdp={layout.fsdp}{experts} x stage={layout.stage} x tensor={layout.tensor}, {generation}"
+
+
+def _gib(number: float) -> str:
+    gib = number / 2**30
+    return f"{gib:,.0f} GiB" if gib >= 100 else f"{gib:.3g} GiB"

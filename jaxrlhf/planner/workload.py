@@ -1,0 +1,117 @@
+"""What is to be computed: the models of a dataflow, and how much each of them does in a step."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxrlhf.config import Lora
+from jaxrlhf.models.config import Head, ModelConfig
+
+Stage = Literal["generate", "prepare", "update"]
+STAGES: tuple[Stage, ...] = ("generate", "prepare", "update")
+"""Of a step, one after another. Source: HybridFlow (arXiv:2409.19256), section 2.1."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of an algorithm.
+
+    Attributes:
+      prompts: Distinct ones; each is prefilled once.
+      responses: B, over all prompts.
+      prompt_tokens: Mean length.
+      response_tokens: Mean length.
+      longest_tokens: Of a prompt and its response together; memory is set aside for it.
+      updates: Optimizer updates of each trained model, over all epochs.
+      epochs: Passes over the responses.
+      slots: Most responses that are decoded at once, over all replicas; None is as many as fit.
+    """
+
+    prompts: int
+    responses: int
+    prompt_tokens: float
+    response_tokens: float
+    longest_tokens: int
+    updates: int = 1
+    epochs: int = 1
+    slots: int | None = None
+
+
+@dataclass(frozen=True)
+class Role:
+    """One model of the dataflow, and what it does in a step.
+
+    Attributes:
+      name: Such as `actor`; unique in a problem.
+      generates: It samples the responses.
+      passes: Forward passes over all responses while they are prepared.
+      trained: It is updated, and so has gradients and an optimizer.
+      tokens_per_microbatch: Over all its devices: rows of the longest length or more, into which
+        sequences are packed. Programs have that size whether it is filled or not. None goes by
+        `rows_per_microbatch`, without rows and padding.
+      rows_per_microbatch: Sequences that one data-parallel replica takes at a time.
+      remat: Layers are recomputed in the backward pass. None is so unless there is room enough for
+        their activations, and always where devices are made up on one processor.
+      within_machine: Stages and tensor shards of one copy may not cross machines.
+      lora: Adapters are trained, beside weights in the compute dtype.
+    """
+
+    name: str
+    model: ModelConfig
+    head: Head
+    generates: bool = False
+    passes: int = 1
+    trained: bool = False
+    tokens_per_microbatch: int | None = None
+    rows_per_microbatch: int = 1
+    remat: bool | None = True
+    within_machine: bool = False
+    lora: Lora | None = None
+
+
+@dataclass(frozen=True)
+class Software:
+    """What programs do that neither model nor layout say. The defaults are this package's in bfloat16.
+
+    Attributes:
+      weight_bytes: Of a trained weight as it is trained.
+      gradient_bytes: Of a weight's gradient.
+      optimizer_bytes: Of what the optimizer keeps for a weight.
+      compute_bytes: Of an activation, a cached key, a frozen or generating weight.
+      reduces_every_microbatch: Gradients are summed over replicas at every microbatch, and not once in
+        an update. None: only where weights are split by width and also by stage or tensor.
+      pipeline_parts_per_stage: Into how many parts for each stage a microbatch is cut; None has a
+        pipeline run through all microbatches of an update (1F1B) before it is drained.
+      scatters_between_stages: Each tensor shard sends its part of the residual stream to the next
+        stage, and not all of it.
+      head_on_last_stage: The last stage computes the logits, and not all stages together.
+      adds_gradients: Each microbatch's gradient is whole before it is added to the others'.
+      decodes_apart: Decoding reads layers that lie apart; the stack of them goes, unless it is trained as it is.
+      cache_copies: Of the cache, how many exist at most while tokens are decoded.
+      decode_tokens_per_dispatch: Tokens that one program decodes; None has no program start count.
+      recomputes_logits: Chunks of logits are computed once more in the backward pass.
+      reads_responses: Logits are computed of the tokens of responses alone, and not of all.
+      skips_masked: Attention does not compute scores that the causal mask hides, nor keeps them.
+      shares_prompts: A prompt is computed once for all its responses in a packed row, but for attention.
+    """
+
+    weight_bytes: int = 4
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 8
+    compute_bytes: int = 2
+    reduces_every_microbatch: bool | None = None
+    pipeline_parts_per_stage: int | None = 4
+    scatters_between_stages: bool = False
+    head_on_last_stage: bool = False
+    adds_gradients: bool = True
+    decodes_apart: bool = True
+    cache_copies: float = 1.5
+    decode_tokens_per_dispatch: int | None = 16
+    recomputes_logits: bool = True
+    reads_responses: bool = True
+    skips_masked: bool = True
+    shares_prompts: bool = True
+
+    @property
+    def trains_in_compute_dtype(self) -> bool:
+        """Whether generation can take the trained weights as they are, so that no second copy exists."""
+        return self.weight_bytes == self.compute_bytes

@@ -1,0 +1,172 @@
+"""The compiled steps that take a tree of weights from one layout to another, and what they move."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxrlhf.sharding.overlap import missing_bytes
+from jaxrlhf.sharding.rules import shard_bytes
+
+
+class Leaf(NamedTuple):
+    """One weight: its shape, dtype and sharding in each layout."""
+
+    path: str
+    trained: jax.ShapeDtypeStruct
+    generated: jax.ShapeDtypeStruct
+
+    @property
+    def cast(self) -> bool:
+        """Whether generation takes a copy of another dtype, and the master stays."""
+        return bool(self.trained.dtype != self.generated.dtype)
+
+    @property
+    def moves(self) -> bool:
+        """Whether it exists in one layout at a time."""
+        there, here = self.generated.sharding, self.trained.sharding
+        return not self.cast and not here.is_equivalent_to(there, len(self.trained.shape))
+
+    @property
+    def train_bytes(self) -> int:
+        """Per device while training."""
+        return shard_bytes(self.trained, self.trained.sharding)
+
+    @property
+    def generation_bytes(self) -> int:
+        """Per device while generating, without a master."""
+        return shard_bytes(self.generated, self.generated.sharding)
+
+    @property
+    def passing_bytes(self) -> int:
+        """Per device, most that a step takes for it beside the layout that it goes to.
+
+        Its source and XLA's temporaries: what is gathered along another dimension than the first arrives
+        out of order in a buffer of its own, and what is gathered along two passes through one more.
+        """
+        return self.train_bytes + 2 * self.generation_bytes
+
+
+class Step(NamedTuple):
+    """One compiled program over some leaves, and which of them are freed once it ran.
+
+    Attributes:
+      program: From a list of arrays to a list of arrays.
+      places: Of the leaves that it takes, in the flat tree.
+    """
+
+    program: Any
+    places: list[int]
+    freed: frozenset[int]
+
+
+class Plan(NamedTuple):
+    """How weights with one pattern of ties switch there and back.
+
+    Attributes:
+      bytes_per_device: Most that a device receives.
+      beside_bytes_per_device: Of the masters that stay on the device beside the copies that generate.
+    """
+
+    there: list[Step]
+    back: list[Step]
+    bytes_per_device: int
+    bytes_back_per_device: int
+    beside_bytes_per_device: int
+
+
+def paired(trained: Any, generated: Any) -> list[Leaf]:
+    """The leaves of two trees of arrays, or of shapes with shardings.
+
+    Raises:
+      ValueError: The trees differ in structure or in shapes.
+    """
+    there: Any = jax.tree.structure(generated)
+    here: Any = jax.tree.structure(trained)
+    if here != there:
+        raise ValueError(f"the two layouts differ in structure: {here} in training, {there} in generation")
+    pairs = zip(jax.tree.leaves_with_path(trained), jax.tree.leaves(generated), strict=True)
+    leaves = [Leaf(jax.tree_util.keystr(path), _struct(old), _struct(new)) for (path, old), new in pairs]
+    for leaf in leaves:
+        if leaf.trained.shape != leaf.generated.shape:
+            raise ValueError(
+                f"{leaf.path} is {leaf.trained.shape} in training and {leaf.generated.shape} in generation"
+            )
+    return leaves
+
+
+def _struct(array: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding alone, which keep no array alive."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def ties_of(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """For each leaf, the place of the first that is the same array. Shapes alone tie nothing."""
+    first: dict[Any, int] = {}
+    keys = [id(leaf) if isinstance(leaf, jax.Array) else ("shape", place) for place, leaf in enumerate(leaves)]
+    return tuple(first.setdefault(key, place) for place, key in enumerate(keys))
+
+
+def plan(leaves: Sequence[Leaf], ties: tuple[int, ...], *, bucket_bytes: int) -> Plan:
+    """The steps of a switch; a tied weight is in one step once.
+
+    Args:
+      bucket_bytes: Per device, the most that a step takes beside its target; one leaf at least.
+
+    Raises:
+      ValueError: Tied leaves that want different layouts.
+    """
+    _require_one_layout(leaves, ties)
+    places = [place for place, first in enumerate(ties) if place == first]
+    cast = [place for place in places if leaves[place].cast]
+    moved = [place for place in places if leaves[place].moves]
+    there = [
+        _step(bucket, [leaves[place].generated for place in bucket], freed=[p for p in bucket if leaves[p].moves])
+        for bucket in _buckets(leaves, moved + cast, bucket_bytes)
+    ]
+    back = [
+        _step(bucket, [leaves[place].trained for place in bucket], freed=bucket)
+        for bucket in _buckets(leaves, moved, bucket_bytes)
+    ]
+    # Masters of casts and shared leaves never left, so only what moved in place comes back.
+    received = _received([leaves[place].trained for place in places], [leaves[place].generated for place in places])
+    received_back = _received([leaves[place].generated for place in moved], [leaves[place].trained for place in moved])
+    return Plan(there, back, received, received_back, sum(leaves[place].train_bytes for place in cast))
+
+
+def _step(places: list[int], targets: list[jax.ShapeDtypeStruct], *, freed: list[int]) -> Step:
+    def relayout(leaves: list[jax.Array]) -> list[jax.Array]:
+        # The cast is before the gather, so that what travels has the dtype of the target.
+        return [leaf.astype(target.dtype) for leaf, target in zip(leaves, targets, strict=True)]
+
+    program = jax.jit(relayout, out_shardings=[target.sharding for target in targets])
+    return Step(program, places, frozenset(freed))
+
+
+def _buckets(leaves: Sequence[Leaf], places: list[int], bucket_bytes: int) -> Iterator[list[int]]:
+    bucket: list[int] = []
+    held = 0
+    for place in places:
+        size = leaves[place].passing_bytes
+        if bucket and held + size > bucket_bytes:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(place)
+        held += size
+    if bucket:
+        yield bucket
+
+
+def _received(source: list[jax.ShapeDtypeStruct], target: list[jax.ShapeDtypeStruct]) -> int:
+    return missing_bytes([x.sharding for x in source], [x.sharding for x in target], target)
+
+
+def _require_one_layout(leaves: Sequence[Leaf], ties: tuple[int, ...]) -> None:
+    for leaf, first in zip(leaves, ties, strict=True):
+        for mine, other in ((leaf.trained, leaves[first].trained), (leaf.generated, leaves[first].generated)):
+            same = mine.sharding.is_equivalent_to(other.sharding, len(mine.shape))
+            if mine.dtype != other.dtype or not same:
+                raise ValueError(
+                    f"{leaf.path} and {leaves[first].path} are one array with two layouts: {mine.dtype} in "
+                    f"{mine.sharding.spec} and {other.dtype} in {other.sharding.spec}; name their dimensions alike"
+                )

@@ -1,0 +1,372 @@
+"""Weights from one pool to another: other devices, another number of them, another layout.
+
+    splits = splits_of(shardings, shapes)                   # on the target: what its devices need
+    offer = exchange.offer(params, splits)                  # in every process of the source pool
+    weights, delivery = exchange.take(offers, shardings)    # in every process of the target pool
+
+The source casts, gathers and cuts, in one compiled program, until it holds the very blocks that
+the target's devices need. Those travel as they are, by one of three carriers:
+
+- `device`: source and target share a process. From device to device, never through the host.
+- `wire`: they do not. Each process of the target pulls every block that it needs once.
+- `host`: numpy arrays inside the offer, which travel with the message that carries it. Only
+  where that is asked for.
+
+`Splits` and `Offer` travel in messages: between processes both are pickled. An offer has a parcel
+for each process of the target, and the parcels of all the source's processes together hold each
+block that the target's process needs once. Of the devices that hold a block, the one that has
+sent least sends it.
+
+Source: HybridFlow (arXiv:2409.19256), section 5.
+"""
+
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jaxrlhf.resharding.blocks import BlockId, Blocks, LeafGrid, as_blocks, block_numbers, grid_of
+from jaxrlhf.resharding.offload import copied_to
+from jaxrlhf.resharding.wire import Ticket, Wire
+
+_PROCESS = uuid.uuid4().hex
+
+Wanted = Mapping[BlockId, Sequence[jax.Device]]
+"""For each block that this process needs, the devices that need it."""
+
+Landed = dict[tuple[BlockId, jax.Device], jax.Array]
+"""Blocks on devices of the target."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What a target needs of a tree. Travels to the source.
+
+    Attributes:
+      grids: How each leaf is split, in the order of the tree.
+      needs: For each process of the target, by its index there, the blocks that it needs.
+      process: Where this was made.
+    """
+
+    grids: tuple[LeafGrid, ...]
+    needs: tuple[tuple[int, tuple[BlockId, ...]], ...]
+    process: str
+
+
+def splits_of(shardings: Any, shapes: Any) -> Splits:
+    """What a target with these shardings needs.
+
+    Args:
+      shardings: Tree of shardings over all the target's devices, those of its other processes too.
+      shapes: The same tree of shaped arrays, with the dtype that is wanted.
+    """
+    layout = jax.tree_util.tree_leaves_with_path(shardings)
+    pairs = zip(layout, jax.tree.leaves(shapes), strict=True)
+    grids = tuple(grid_of(jax.tree_util.keystr(path), sharding, array) for (path, sharding), array in pairs)
+    needs: dict[int, set[BlockId]] = {}
+    for leaf, (grid, (_, sharding)) in enumerate(zip(grids, layout, strict=True)):
+        for device, number in block_numbers(sharding, grid).items():
+            needs.setdefault(device.process_index, set()).add(BlockId(leaf, number))
+    return Splits(
+        grids, tuple((process, tuple(sorted(blocks))) for process, blocks in sorted(needs.items())), _this_process()
+    )
+
+
+class Held:
+    """Blocks for a target in the same process: the arrays themselves, each as often as the source holds it."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+
+    @property
+    def blocks(self) -> tuple[BlockId, ...]:
+        return tuple(self._blocks.here)
+
+    def land(self, wanted: Wanted, grids: Sequence[LeafGrid], _: Wire) -> Landed:
+        """The blocks on every device that wants them; what existed for the offer only is freed."""
+        load: Counter[jax.Device] = Counter()
+        arrays, places = [], []
+        for block, targets in wanted.items():
+            for target in targets:
+                array = min(self._blocks.here[block].values(), key=lambda copy: load[copy.device])
+                load[array.device] += grids[block.leaf].block_bytes
+                arrays.append(array)
+                places.append((block, target))
+        if shared := set(load) & {target for _, target in places}:
+            raise ValueError(
+                f"source and target share devices {sorted(shared, key=lambda device: device.id)}; a transfer is "
+                "between disjoint pools, and inside one pool the HybridEngine switches layouts"
+            )
+        landed = jax.block_until_ready(jax.device_put(arrays, [target for _, target in places]))
+        self.release()
+        return dict(zip(places, landed, strict=True))
+
+    def release(self) -> None:
+        """Free what exists for the offer only, and let go of the rest."""
+        self._blocks.free()
+        self._blocks = Blocks({}, {}, [])
+
+    def __reduce__(self) -> Any:
+        # Pickling would take the arrays through host memory without a word.
+        raise TypeError(
+            "an offer to a target in this process cannot leave it; for a target in another process, call "
+            "splits_of there"
+        )
+
+
+@dataclass(frozen=True)
+class Posted:
+    """Blocks for one process of the target, to be pulled from a process of the source, in this order."""
+
+    blocks: tuple[BlockId, ...]
+    ticket: Ticket
+
+    def land(self, wanted: Wanted, grids: Sequence[LeafGrid], wire: Wire) -> Landed:
+        """The blocks on their way to one device each, in turns."""
+        places = [(block, wanted[block][turn % len(wanted[block])]) for turn, block in enumerate(self.blocks)]
+        shapes = [
+            jax.ShapeDtypeStruct(grid.block_shape, grid.dtype, sharding=SingleDeviceSharding(device))
+            for grid, device in ((grids[block.leaf], device) for block, device in places)
+        ]
+        return dict(zip(places, wire.pull(self.ticket, shapes), strict=True))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Blocks for one process of the target, in the memory of the host."""
+
+    arrays: Mapping[BlockId, np.ndarray]
+
+    @property
+    def blocks(self) -> tuple[BlockId, ...]:
+        return tuple(self.arrays)
+
+    def land(self, wanted: Wanted, _: Sequence[LeafGrid], __: Wire) -> Landed:
+        """The blocks on one device each, in turns."""
+        places = [(block, wanted[block][turn % len(wanted[block])]) for turn, block in enumerate(self.arrays)]
+        # Copied: the numpy arrays may be pages of a store that wants them back.
+        landed = copied_to(list(self.arrays.values()), [device for _, device in places])
+        return dict(zip(places, landed, strict=True))
+
+
+Parcel = Held | Posted | Packed
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one process of the source has for a target.
+
+    Attributes:
+      splits: What was asked for.
+      carrier: How it travels: `device`, `wire` or `host`.
+      parcels: For each process of the target, by its index there.
+    """
+
+    splits: Splits
+    carrier: str
+    parcels: Mapping[int, Parcel]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What one transfer cost.
+
+    Attributes:
+      bytes_per_device: Most bytes that any device of this process received.
+      seconds: Wall-clock time of taking.
+      carrier: How they came: `device`, `wire` or `host`.
+    """
+
+    bytes_per_device: int
+    seconds: float
+    carrier: str
+
+
+class Exchange:
+    """One process's end of all its transfers of weights. Costs nothing until it is used.
+
+    Args:
+      host: Name or address under which the other hosts reach this one.
+      carrier: Of what is offered here. `direct` goes from device to device inside a process, and over
+        the wire between processes. `host` packs the blocks into the offer.
+      limit_s: Most that taking waits for a source.
+    """
+
+    def __init__(
+        self, host: str = "127.0.0.1", *, carrier: Literal["direct", "host"] = "direct", limit_s: float = 300.0
+    ) -> None:
+        self._wire = Wire(host)
+        self._carrier = carrier
+        self._limit_s = limit_s
+        self._offers: dict[Splits, Offer] = {}
+
+    def offer(self, tree: Any, splits: Splits, *, keep: bool = True) -> Offer:
+        """Have a tree ready in the blocks of a target. Every process of the source calls this.
+
+        What is offered as copies is freed as it is taken; a tree whose copies do not fit beside it can
+        be offered and taken part by part. An earlier offer for the same splits is withdrawn.
+
+        Args:
+          keep: Whether the tree lives until it is taken. Then leaves that are in the target's dtype and
+            grid already are offered as they are; otherwise all are offered as copies.
+
+        Raises:
+          ValueError: The tree is not the one that the target described.
+          TransferError: This backend has no transfer server.
+        """
+        self._withdraw(splits)
+        packs = self._carrier == "host"  # which takes copies, and now
+        offer = self._offer(as_blocks(_leaves_like(tree, splits), splits.grids, share=keep or packs), splits)
+        if not packs:
+            self._offers[splits] = offer
+        return offer
+
+    def take(self, offers: Sequence[Offer], shardings: Any) -> tuple[Any, Delivery]:
+        """The tree in the target's layout. Every process of the target calls this.
+
+        Args:
+          offers: Of every process of the source; an offer can be taken once.
+          shardings: As given to `splits_of`.
+
+        Raises:
+          ValueError: The offers are for another layout, lack a block that is needed, or come from
+            devices that the target itself uses.
+          TransferError: A source failed, or nothing came from it within the limit.
+        """
+        start = time.perf_counter()
+        layout = _layout(offers, shardings)
+        grids = offers[0].splits.grids
+        wanted = _wanted(grids, layout)
+        parcels = [parcel for offer in offers if (parcel := offer.parcels.get(jax.process_index()))]
+        _check_complete(parcels, grids, wanted)
+        landed = self._land(parcels, grids, wanted)
+        _spread(landed, wanted)
+        tree = jax.tree.unflatten(jax.tree.structure(shardings), _assembled(grids, layout, landed))
+        received: Counter[jax.Device] = Counter()
+        for block, device in landed:
+            received[device] += grids[block.leaf].block_bytes
+        return tree, Delivery(max(received.values(), default=0), time.perf_counter() - start, offers[0].carrier)
+
+    def close(self) -> None:
+        """Withdraw what was offered and never taken."""
+        for splits in list(self._offers):
+            self._withdraw(splits)
+
+    def _offer(self, blocks: Blocks, splits: Splits) -> Offer:
+        if self._carrier == "direct" and splits.process == _this_process():
+            return Offer(splits, "device", {process: Held(blocks) for process, _ in splits.needs})
+        served = _served(blocks, splits)
+        if self._carrier == "direct":
+            # The server alone keeps the blocks alive from here on: what is pulled is free.
+            posts = {to: Posted(tuple(parts), self._wire.publish(list(parts.values()))) for to, parts in served}
+            return Offer(splits, "wire", posts)
+        packed = {to: _packed(parts) for to, parts in served}
+        blocks.free()
+        return Offer(splits, "host", packed)
+
+    def _land(self, parcels: Sequence[Parcel], grids: Sequence[LeafGrid], wanted: Wanted) -> Landed:
+        """Every block on a device that wants it, at least."""
+        deadline = time.monotonic() + self._limit_s
+        each = [parcel.land(wanted, grids, self._wire) for parcel in parcels]
+        for parcel, landed in zip(parcels, each, strict=True):
+            if isinstance(parcel, Posted):
+                self._wire.settle(parcel.ticket.address, list(landed.values()), deadline=deadline)
+        return {place: array for landed in each for place, array in landed.items()}
+
+    def _withdraw(self, splits: Splits) -> None:
+        offer = self._offers.pop(splits, None)
+        for parcel in offer.parcels.values() if offer else ():
+            if isinstance(parcel, Held):
+                parcel.release()
+            elif isinstance(parcel, Posted):
+                self._wire.withdraw(parcel.ticket)
+
+
+def _this_process() -> str:
+    """This process, unlike any other on any host."""
+    return f"{_PROCESS}/{os.getpid()}"  # a fork has the same modules
+
+
+def _packed(parts: Mapping[BlockId, jax.Array]) -> Packed:
+    # Copies: on CPU, numpy's view of a block would keep its buffer.
+    return Packed({block: np.array(part) for block, part in parts.items()})
+
+
+def _leaves_like(tree: Any, splits: Splits) -> list[jax.Array]:
+    """The tree's leaves, which must be those that the target described."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    paths, expected = [jax.tree_util.keystr(path) for path, _ in leaves], [grid.path for grid in splits.grids]
+    if paths != expected:
+        odd = sorted(set(paths) ^ set(expected))
+        raise ValueError(f"source and target are different trees: {odd[:5]} are in only one of them")
+    return [leaf for _, leaf in leaves]
+
+
+def _served(blocks: Blocks, splits: Splits) -> Iterator[tuple[int, dict[BlockId, jax.Array]]]:
+    """For each process of the target the blocks that this process sends it; every process of the source agrees."""
+    load: Counter[jax.Device] = Counter()
+    for process, needed in splits.needs:
+        parts = {}
+        for block in needed:
+            sender = min(blocks.holders[block], key=lambda device: load[device])
+            load[sender] += splits.grids[block.leaf].block_bytes
+            if sender in blocks.here.get(block, {}):
+                parts[block] = blocks.here[block][sender]
+        if parts:
+            yield process, parts
+
+
+def _layout(offers: Sequence[Offer], shardings: Any) -> list[Sharding]:
+    """The leaves of the target's shardings, for which all offers must have been made."""
+    if not offers:
+        raise ValueError("no offers; take needs those of every process of the source pool")
+    layout = jax.tree.leaves(shardings)
+    for offer in offers:
+        grids = offer.splits.grids
+        if offer.splits != offers[0].splits or len(layout) != len(grids):
+            raise ValueError("the offers are for different splits; make all of them for what splits_of returned here")
+        for grid, sharding in zip(grids, layout, strict=True):
+            if grid_of(grid.path, sharding, jax.ShapeDtypeStruct(grid.shape, grid.dtype)) != grid:
+                raise ValueError(f"{grid.path} was offered in {grid.ways} parts, and {sharding} splits it otherwise")
+    return layout
+
+
+def _wanted(grids: Sequence[LeafGrid], layout: Sequence[Sharding]) -> dict[BlockId, list[jax.Device]]:
+    wanted: dict[BlockId, list[jax.Device]] = {}
+    for leaf, (grid, sharding) in enumerate(zip(grids, layout, strict=True)):
+        for device, number in block_numbers(sharding, grid).items():
+            if device in sharding.addressable_devices:
+                wanted.setdefault(BlockId(leaf, number), []).append(device)
+    return wanted
+
+
+def _check_complete(parcels: Sequence[Parcel], grids: Sequence[LeafGrid], wanted: Wanted) -> None:
+    counts = Counter(block for parcel in parcels for block in parcel.blocks)
+    for block in wanted:
+        if counts[block] != 1:
+            raise ValueError(
+                f"a block of {grids[block.leaf].path} is in {counts[block]} of the offers, and must be in one; give "
+                "the offers of every process of the source, each once, and take them once"
+            )
+
+
+def _spread(landed: Landed, wanted: Wanted) -> None:
+    """Copy each block from the device where it landed to the others of this process that want it."""
+    first = {block: array for (block, _), array in landed.items()}
+    rest = [(block, device) for block, devices in wanted.items() for device in devices if (block, device) not in landed]
+    copies = jax.device_put([first[block] for block, _ in rest], [device for _, device in rest])
+    landed.update(zip(rest, jax.block_until_ready(copies), strict=True))
+
+
+def _assembled(grids: Sequence[LeafGrid], layout: Sequence[Sharding], landed: Landed) -> Iterator[jax.Array]:
+    for leaf, (grid, sharding) in enumerate(zip(grids, layout, strict=True)):
+        numbers = block_numbers(sharding, grid)
+        own = [landed[BlockId(leaf, numbers[device]), device] for device in sharding.addressable_devices]
+        yield jax.make_array_from_single_device_arrays(grid.shape, sharding, own)

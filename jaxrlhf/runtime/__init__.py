@@ -1,0 +1,3 @@
+"""Settings of the process: environment before JAX starts, compiled programs kept between runs, memory given back."""
+
+__all__: list[str] = []

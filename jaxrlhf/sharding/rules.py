@@ -1,0 +1,104 @@
+"""Two rule tables map the named dimensions of parameters to mesh axes."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxrlhf.sharding.mesh import EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES
+
+Rules = Mapping[str, str | tuple[str, ...]]
+
+TRAIN: Rules = {
+    "layers": STAGE_AXES,
+    "embed": WEIGHT_AXES,
+    "experts": EXPERT_AXES,
+    "expert_embed": "fsdp",
+    "heads": TENSOR_AXES,
+    "kv_heads": TENSOR_AXES,
+    "mlp": TENSOR_AXES,
+    # Not the order of the mesh: the axes of generation come first, so that this refines it.
+    "vocab": ("stage", "tensor", "micro_stage", "micro_tensor"),
+}
+
+GENERATE: Rules = {
+    "layers": "stage",
+    "experts": EXPERT_AXES,
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "vocab": ("stage", "tensor"),
+}
+
+
+def _is_dims(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
+def shardings(mesh: Mesh | AbstractMesh, dims: Any, rules: Rules) -> Any:
+    """A tree of `NamedSharding` for a tree of dimension names; unnamed dimensions stay whole."""
+
+    def one(names: tuple[str | None, ...]) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(rules.get(name) if name else None for name in names)))
+
+    return jax.tree.map(one, dims, is_leaf=_is_dims)
+
+
+def laid_out(shapes: Any, layout: Any) -> Any:
+    """A tree of shaped arrays, with the shardings of another tree, as `jax.ShapeDtypeStruct`s."""
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, layout)
+
+
+def cast_shapes(dims: Any, shapes: Any, *, dtype: Any) -> Any:
+    """Shapes of a copy of the parameters in `dtype`.
+
+    Vectors, which are the scales of norms, stay as they are: a model multiplies by them in
+    float32, and a rounded scale would give a copy other numbers than its master. So do integers.
+    """
+
+    def one(names: tuple[str | None, ...], array: Any) -> Any:
+        matrix = len([name for name in names if name != "layers"]) > 1
+        cast = matrix and jnp.issubdtype(array.dtype, jnp.floating)
+        return jax.ShapeDtypeStruct(array.shape, dtype if cast else array.dtype)
+
+    return jax.tree.map(one, dims, shapes, is_leaf=_is_dims)
+
+
+def check_divisible(mesh: Mesh | AbstractMesh, dims: Any, shapes: Any, rules: Rules, *, role: str) -> None:
+    """Refuse a layout that does not fit a model.
+
+    Raises:
+      ValueError: A dimension does not split evenly over the axes its rule names, experts are divided that
+        do not exist, or layers of experts are divided over stages, which JAX cannot differentiate yet.
+    """
+    mixture = any("experts" in names for names in jax.tree.leaves(dims, is_leaf=_is_dims))
+    experts, stages = (math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in (EXPERT_AXES, STAGE_AXES))
+    if experts > 1 and not mixture:
+        raise ValueError(f"{role}: expert={experts} divides experts, of which this model has none; use fsdp={experts}")
+    if stages > 1 and mixture:
+        raise ValueError(
+            f"{role}: {stages} stages cannot divide layers with experts; divide the experts: expert={stages}"
+        )
+
+    def one(names: tuple[str | None, ...], array: Any) -> None:
+        for name, size in zip(names, array.shape, strict=True):
+            axes = rules.get(name, ()) if name else ()
+            axes = (axes,) if isinstance(axes, str) else axes
+            ways = math.prod(mesh.shape[axis] for axis in axes)
+            if size % ways:
+                sizes = [n for n in range(1, size + 1) if size % n == 0]
+                raise ValueError(
+                    f"{role}: the model's {name!r} dimension of {size} does not split {ways} ways "
+                    f"(mesh axes {' x '.join(axes)}); a split of {sizes[:8]} would"
+                )
+
+    jax.tree.map(one, dims, shapes, is_leaf=_is_dims)
+
+
+def shard_bytes(shapes: Any, layout: Any) -> int:
+    """Bytes that one device holds of a tree of shaped arrays under a tree of shardings."""
+    pairs = zip(*map(jax.tree.leaves, (shapes, layout)), strict=True)
+    return sum(math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize for array, sharding in pairs)

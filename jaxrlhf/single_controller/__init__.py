@@ -1,0 +1,3 @@
+"""The single controller: worker groups, futures and resource pools, on local devices or on Ray hosts."""
+
+__all__: list[str] = []

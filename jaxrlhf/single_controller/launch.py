@@ -1,0 +1,106 @@
+"""From a configuration to launched pools."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.config import Config, Pool
+from jaxrlhf.runtime import compilation_cache
+from jaxrlhf.sharding.pool import ResourcePool
+from jaxrlhf.single_controller.host import Host
+from jaxrlhf.single_controller.pools import LocalRanks, Pools, Ranks
+from jaxrlhf.workers.model import Progress
+from jaxrlhf.workers.sampler import Ends
+
+REWARD_OUTPUT = "reward_output.log"
+"""What reward functions print goes there, under the workdir."""
+
+
+def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Progress, workdir: Path | None) -> Pools:
+    """Launch the pools of a run: in this process, or on the hosts of a cluster.
+
+    Args:
+      progress: Told how far long calls are.
+      workdir: Takes what hosts and reward functions print; None is a dry run, which writes nothing.
+
+    Raises:
+      ValueError: Settings that do not fit the devices or each other.
+      HostFailure: A host of the cluster did not start.
+    """
+    compilation_cache.turn_on()
+    if config.cluster is not None:
+        from jaxrlhf.single_controller.ray_backend import launch_on_ray
+
+        return launch_on_ray(config, config.cluster, progress=progress, workdir=workdir)
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"this is one of {jax.process_count()} processes of jax.distributed; start one process and let it launch "
+            f"the hosts (cluster=RayCluster(...), or --cluster ray)"
+        )
+    output = None if workdir is None else workdir / REWARD_OUTPUT
+    ranks: list[Ranks] = []
+    ends = Ends()
+    try:
+        for pool, devices in split_devices(config, jax.devices()):
+            host = Host(
+                config,
+                tokenizer,
+                ResourcePool(pool.name, tuple(devices)),
+                pool.roles,
+                progress=progress,
+                reward_output=output,
+                ends=ends,
+            )
+            ranks.append(LocalRanks(pool.name, pool.roles, host))
+    except BaseException:
+        Pools(ranks).close()
+        raise
+    return Pools(ranks)
+
+
+def placed(config: Config, *, devices: int) -> list[Pool]:
+    """The pools with every role in one, given how many devices there are for a pool that takes them all."""
+    roles = tuple(dict.fromkeys((*config.algorithm.roles, "reward")))
+    if not config.pools:
+        return [Pool("all", config.devices or devices, roles)]
+    first, *rest = config.pools
+    if not any("reward" in pool.roles for pool in config.pools):
+        first = replace(first, roles=(*first.roles, "reward"))
+    return [first, *rest]
+
+
+def _check_threads(devices: Sequence[jax.Device]) -> None:
+    """Raise `ValueError` if the collectives of CPU devices could wait for each other for ever."""
+    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    if len(devices) > 1 and devices[0].platform == "cpu" and threads < 2 * len(devices):
+        raise ValueError(
+            f"{len(devices)} CPU devices are to work together and XLA has {threads} threads, in which their "
+            f"collectives can wait for each other for ever; set JAX_NUM_CPU_DEVICES={len(devices)} in the environment "
+            f"instead of in the program, or NPROC=32, before Python starts"
+        )
+
+
+def split_devices(config: Config, devices: Sequence[jax.Device]) -> list[tuple[Pool, Sequence[jax.Device]]]:
+    """Each pool with its devices, taken in order.
+
+    Raises:
+      ValueError: There are fewer devices than the pools need.
+    """
+    pools = placed(config, devices=len(devices))
+    wanted = sum(pool.devices for pool in pools)
+    if wanted > len(devices):
+        asked = f"devices={wanted}" if not config.pools else f"pools of {[pool.devices for pool in pools]} devices"
+        raise ValueError(
+            f"{asked} were asked for and JAX sees {len(devices)} {devices[0].platform} devices; "
+            f"lower them, or on CPU start with JAX_NUM_CPU_DEVICES={wanted}"
+        )
+    _check_threads(devices[:wanted])
+    found, start = [], 0
+    for pool in pools:
+        found.append((pool, devices[start : start + pool.devices]))
+        start += pool.devices
+    return found

@@ -1,0 +1,197 @@
+"""The Ray cluster that a run's host processes are started on."""
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrlhf.config.cluster import RayCluster
+from jaxrlhf.single_controller.ray.failure import Host, HostNotStarted
+
+# Of this process's environment, what its host processes get too.
+SETTINGS = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")
+SECRETS = ("HF_TOKEN",)  # but not by way of Ray's records
+DEVICE_COUNT = "xla_force_host_platform_device_count"
+LOCAL_HOSTS = 256  # host processes that a local cluster takes; its cores are not counted, only shared
+REACH_S = 10.0
+ACCELERATORS = {"cuda": "GPU", "tpu": "TPU"}  # Ray's names
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A cluster that this process is connected to.
+
+    Attributes:
+      dashboard: Its address, or in words why there is none.
+      nodes: Machines that are up.
+      owned: Whether `disconnect` ends the connection, and with it a local cluster.
+    """
+
+    address: str
+    dashboard: str
+    nodes: int
+    owned: bool
+
+
+def connect(cluster: RayCluster) -> Connection:
+    """Connect to a cluster, or start one on this machine.
+
+    A connection that this process already has is used, and left when the run ends.
+
+    Raises:
+      ValueError: If Ray is not installed, or no cluster answers at the address.
+    """
+    ray = _ray()
+    owned = not ray.is_initialized()
+    if owned:
+        _check_reachable(cluster.address)
+    with _quiet():
+        context = _start(ray, cluster)
+    return Connection(
+        address=context.address_info["address"],
+        dashboard=_dashboard(context.dashboard_url),
+        nodes=sum(node["Alive"] for node in ray.nodes()),
+        owned=owned,
+    )
+
+
+def disconnect(connection: Connection) -> None:
+    """End the connection; a local cluster's processes end with it."""
+    import ray
+
+    if connection.owned:
+        with _quiet():
+            ray.shutdown()
+
+
+def platform(cluster: RayCluster) -> str:
+    """What host processes compute on."""
+    import ray
+
+    if cluster.platform != "auto":
+        return cluster.platform
+    resources = ray.cluster_resources()
+    return next((name for name in ("tpu", "cuda") if resources.get(ACCELERATORS[name])), "cpu")
+
+
+def needs(cluster: RayCluster) -> dict[str, float]:
+    """What one host process asks of Ray."""
+    accelerator = ACCELERATORS.get(platform(cluster))
+    return {"CPU": cluster.cpus_per_host} | ({accelerator: float(cluster.devices_per_host)} if accelerator else {})
+
+
+def place(name: str, hosts: int, cluster: RayCluster, *, timeout_s: float) -> Any:
+    """Room for a pool's host processes, on machines of their own as far as there are enough.
+
+    Raises:
+      HostNotStarted: If the cluster has no such room, or none that is free in time.
+    """
+    import ray
+
+    wanted = needs(cluster)
+    total = ray.cluster_resources()
+    asked = f"asks for {hosts} host processes with {_text(wanted)} each; the cluster has {_text(total, wanted)}"
+    grows = cluster.address is not None  # an autoscaler may add machines
+    if not grows and any(total.get(kind, 0) < hosts * count for kind, count in wanted.items()):
+        raise HostNotStarted(Host(name), f"{name}.start", asked)
+    group = ray.util.placement_group([wanted] * hosts, strategy="SPREAD")
+    if not group.wait(timeout_seconds=timeout_s):
+        ray.util.remove_placement_group(group)
+        free = _text(ray.available_resources(), wanted)
+        waited = f"{asked}, of which {free} are free on all machines together, and no room came up in {timeout_s:g} s"
+        raise HostNotStarted(Host(name), f"{name}.start", waited)
+    return group
+
+
+def is_vacant(group: Any) -> bool:
+    """Whether Ray has seen the end of every process in a pool's room."""
+    import ray
+
+    room = f"CPU_group_{group.id.hex()}"  # Ray's name for what is set aside on all machines together
+    return ray.available_resources().get(room, 0) >= ray.cluster_resources().get(room, 0)
+
+
+def environment(cluster: RayCluster) -> dict[str, str]:
+    """Environment variables of host processes, set before Python starts."""
+    kind = platform(cluster)
+    settings = {name: value for name, value in os.environ.items() if name.startswith(SETTINGS) and name not in SECRETS}
+    if "XLA_FLAGS" in settings:  # JAX refuses both ways of asking for fake devices at once
+        flags = settings["XLA_FLAGS"].split()
+        settings["XLA_FLAGS"] = " ".join(flag for flag in flags if DEVICE_COUNT not in flag)
+    settings["NPROC"] = os.environ.get("NPROC", "32")
+    settings["JAX_PLATFORMS"] = "cpu" if kind == "cpu" else f"{kind},cpu"
+    settings["JAX_NUM_CPU_DEVICES"] = str(cluster.devices_per_host if kind == "cpu" else 1)
+    installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
+    added = [path for path in map(os.path.abspath, sys.path) if not path.startswith(installed)]
+    return settings | {"PYTHONPATH": os.pathsep.join(added)}
+
+
+def _text(resources: dict[str, float], kinds: Iterable[str] | None = None) -> str:
+    return ", ".join(f"{kind} {resources.get(kind, 0):g}" for kind in kinds or resources)
+
+
+def _ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # or each start prints that usage is reported
+    # Or a call of another thread that comes after `disconnect` would start a cluster of its own.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ValueError("RayCluster needs Ray, which is not installed: pip install 'jaxrlhf[ray]'") from error
+    return ray
+
+
+def _check_reachable(address: str | None) -> None:
+    """Ray itself waits for minutes and then ends the process."""
+    if address in (None, "auto"):
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"no Ray cluster answers at RayCluster.address={address!r} ({error}); start one there with "
+            f"`ray start --head --port={port}`, or leave address out to start one on this machine"
+        ) from error
+
+
+def _start(ray: Any, cluster: RayCluster) -> Any:
+    options: dict[str, Any] = {"address": cluster.address or "local"}
+    if cluster.address is None:
+        # Ray gives way to everything else on a machine: its processes are nice by 15. Host processes compute.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        options["num_cpus"] = round(LOCAL_HOSTS * max(1.0, cluster.cpus_per_host))
+    ray._private.worker._worker_logs_enabled = False  # it prints deaths, which the errors here tell
+    try:
+        return ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
+    except ConnectionError as error:
+        raise ValueError(f"no Ray cluster at RayCluster.address={cluster.address!r}: {error}") from error
+
+
+def _dashboard(url: str | None) -> str:
+    return f"http://{url}" if url else "none, because it needs: pip install 'ray[default]'"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Ray's advice on its own settings away from the user, and the user's handler of SIGTERM in place.
+
+    Where there was none, Ray's stays: it exits, and so ends a local cluster.
+    """
+    handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            if callable(handler):
+                signal.signal(signal.SIGTERM, handler)

@@ -1,0 +1,324 @@
+"""Host processes of one pool, started by Ray and joined by JAX, that run a method together.
+
+Ray starts them, carries calls and handles, and tells which of them are dead. What they compute
+with each other goes through JAX. Whatever fails, all of a pool's processes are ended: a process
+whose peers are gone may wait in a collective for ever.
+"""
+
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxrlhf.config.cli.command_line import mark_refusal
+from jaxrlhf.config.cluster import RayCluster
+from jaxrlhf.single_controller.ray import cluster as ray_cluster
+from jaxrlhf.single_controller.ray.actor import Activity, HostProcess, Place, Raised, Setup, log_header, log_path
+from jaxrlhf.single_controller.ray.answers import NEWS_S, Answers, collect
+from jaxrlhf.single_controller.ray.failure import (
+    Host,
+    HostClosed,
+    HostDied,
+    HostFailure,
+    HostHung,
+    HostNotStarted,
+    HostRaised,
+)
+from jaxrlhf.single_controller.ray.stored import Stored, send
+
+LANES = 16  # calls that a host runs at once; more wait
+STATUS_S = 3.0  # for a host to say what it is doing
+END_S = 10.0  # for killed processes to be gone
+LOG_LINES = 20
+
+
+class HostProcesses:
+    """`hosts` processes, each with an object made by `factory(rank, hosts)`, in one JAX world.
+
+    A rank is `jax.process_index()` where there are several.
+
+    Calls may come from several threads; each runs on all hosts. Calls in which hosts communicate
+    have to come one after another.
+
+    Args:
+      name: Of the pool; for messages and logs.
+      factory: Anything that pickles, lambdas and what the main module defines included.
+      log_directory: Receives `<name>-<rank>.log`, all that a host prints; on the host's machine,
+        if machines do not share it.
+
+    Raises:
+      HostNotStarted: If the cluster has no room, or processes are not up in time.
+      HostDied: If one ends while it starts.
+      Exception: What the factory raises, with a note of where.
+    """
+
+    def __init__(
+        self, name: str, factory: Callable[[int, int], Any], *, hosts: int, cluster: RayCluster, log_directory: Path
+    ) -> None:
+        self.name = name
+        self._timeout_s = cluster.call_timeout_s
+        self._log_directory = log_directory.absolute()
+        self._ending = threading.RLock()  # a signal's handler may close the pool while it is being closed
+        self._failure: HostFailure | None = None
+        self._hosts = [Host(name) for _ in range(hosts)]
+        self._actors: list[Any] = []
+        self._group: Any = None
+        try:
+            self._start(factory, cluster)
+        except BaseException as error:
+            self._end(error if isinstance(error, HostFailure) else HostClosed(Host(name), "start", f"failed: {error}"))
+            raise
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        """The processes, in order of their rank."""
+        return tuple(self._hosts)
+
+    def call(self, method: str, *args: Any, label: str, timeout_s: float | None = None) -> list[Stored]:
+        """Run `object.method(*args)` on every host, and wait for all of them.
+
+        Args:
+          args: Sent once, whatever the number of hosts. Handles among them, alone or in lists
+            and tuples, are loaded by the hosts themselves.
+          label: For messages, such as `actor.update_actor`.
+          timeout_s: None is the cluster's `call_timeout_s`.
+
+        Returns:
+          One handle per host, in order of their rank.
+
+        Raises:
+          HostDied: If a host process ended.
+          HostHung: If a host did not answer in time.
+          Exception: What the method raised on a host, with a note of where.
+        """
+        self._check_open(label)
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        return self._ask("call", [(method, [send(args)], label)] * len(self._actors), label, deadline)
+
+    def status(self) -> list[tuple[Activity, ...] | None]:
+        """What each host is doing; None for a host that does not say, held up in C code or stopped."""
+        self._check_open(f"{self.name}.status")
+        return self._activities()
+
+    def peek(self, name: str) -> Any:
+        """An attribute of the first host's object, while calls run; None if that host does not say in time."""
+        import ray
+
+        if self._failure is not None:
+            return None
+        reference = self._actors[0].peek.options(concurrency_group="watch").remote(name)
+        ray.wait([reference], timeout=STATUS_S)
+        return _value_now(reference)
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing. Calls in progress in other threads raise `HostClosed`."""
+        self._end(HostClosed(Host(self.name), f"{self.name}.close", "was closed by its owner"))
+
+    def __enter__(self) -> "HostProcesses":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, factory: Callable[[int, int], Any], cluster: RayCluster) -> None:
+        from ray import cloudpickle
+
+        label = f"{self.name}.start"
+        timeout_s = cluster.start_timeout_s
+        deadline = time.monotonic() + timeout_s
+        self._group = ray_cluster.place(self.name, len(self._hosts), cluster, timeout_s=timeout_s)
+        self._actors = _launch(self._group, len(self._hosts), cluster)
+        places = self._ask("place", [()] * len(self._actors), label, deadline)
+        # A TPU slice ranks its processes by their machines, whatever numbers they join with; elsewhere the number
+        # is the rank. So they join in the order of the machines as far as those tell, which lets JAX's service and
+        # its devices agree on numbers, and are then put in the order of the ranks that JAX reports.
+        order = sorted(range(len(places)), key=lambda index: (places[index].worker or 0, index))
+        self._number(order, places)
+        [coordinator] = self._ask("free_address", [()], label, deadline)
+        setup = Setup(
+            hosts=tuple(self._hosts),
+            coordinator=coordinator,
+            factory=cloudpickle.dumps(factory),
+            log_directory=self._log_directory,
+            directory=os.getcwd(),
+            import_path=tuple(os.path.abspath(entry) for entry in sys.path),
+            secrets={name: os.environ[name] for name in ray_cluster.SECRETS if name in os.environ},
+            timeout_s=timeout_s,
+        )
+        joined = self._ask("join", [(setup, number, label) for number in range(len(self._actors))], label, deadline)
+        ranks = [stored.load() for stored in joined]
+        self._number(sorted(range(len(ranks)), key=ranks.__getitem__), [places[index] for index in order])
+        self._ask("start", [(host, label) for host in self._hosts], label, deadline)
+
+    def _number(self, order: Sequence[int], places: Sequence[Place]) -> None:
+        """Put the processes, whose places these are, in an order."""
+        self._actors = [self._actors[index] for index in order]
+        self._hosts = [Host(self.name, rank, places[at].node_ip, places[at].pid) for rank, at in enumerate(order)]
+
+    def _ask(self, method: str, args_by_host: Sequence[tuple], label: str, deadline: float) -> list[Any]:
+        """Answers of the first hosts, as many as there are arguments for."""
+        start = time.monotonic()
+        asked = zip(self._actors, args_by_host, strict=False)
+        references = [getattr(actor, method).remote(*args) for actor, args in asked]
+        try:
+            answers = collect(references, deadline=deadline, ended=lambda: self._failure is not None)
+        except BaseException as error:  # Ctrl-C for one: hosts are in a call that nobody waits for
+            self._end(HostClosed(Host(self.name), label, f"was interrupted by {error!r}"))
+            raise
+        if answers.complete:
+            return [answers.values[rank] for rank in range(len(references))]
+        self._check_open(label)  # what another thread has found is then the cause here
+        if answers.lost_peer:
+            answers.died |= self._found_dead([*answers.values, *answers.raised])
+        if answers.died:
+            self._fail(self._died(answers, label))
+        if answers.raised:
+            rank, raised = min(answers.raised.items(), key=lambda item: item[1].lost_peer)
+            self._fail_with(raised, self._hosts[rank], label)
+        self._fail(self._hung(answers, label, waited_s=time.monotonic() - start))
+
+    # What went wrong
+
+    def _check_open(self, label: str) -> None:
+        first = self._failure
+        if first is not None:
+            cause = first.cause.splitlines()[0]
+            failure = type(first)(first.host, label, f"{cause} (in {first.label}, which ended the pool)")
+            raise failure from (first.__cause__ or first)
+
+    def _fail(self, failure: HostFailure) -> NoReturn:
+        self._end(failure)
+        if self._failure is not failure:  # another thread was first
+            self._check_open(failure.label)
+        raise failure
+
+    def _fail_with(self, raised: Raised, host: Host, label: str) -> NoReturn:
+        """Raise what a host's method raised, and keep it as the cause of what calls of other threads will say."""
+        error: BaseException = RuntimeError(f"{raised.kind}: {raised.text}")
+        if raised.pickled is not None:
+            with suppress(Exception):  # a class that only the host can import; its name and text remain
+                error = pickle.loads(raised.pickled)
+        mark_refusal(error, raised.refusal)
+        error.add_note(f"raised in {label} on {host}; there:\n{raised.stack}")
+        failure = HostRaised(host, label, f"raised {raised.kind}: {raised.text}")
+        failure.__cause__ = error
+        self._end(failure)
+        raise error
+
+    def _found_dead(self, ranks: list[int]) -> dict[int, str]:
+        """Which of the hosts that have answered have died since, and why. A living one says at once where it is."""
+        references = [self._actors[rank].place.options(concurrency_group="watch").remote() for rank in ranks]
+        asked = collect(references, deadline=time.monotonic() + NEWS_S, ended=lambda: self._failure is not None)
+        return {ranks[index]: reason for index, reason in asked.died.items()}
+
+    def _died(self, answers: Answers, label: str) -> HostDied:
+        # Host 0 runs the service that JAX processes join; they abort when it is gone.
+        ranks = sorted(answers.died, key=bool)
+        cause = f"died: {answers.died[ranks[0]]}"
+        if ranks[1:]:
+            cause += f"\nThen did {', '.join(str(self._hosts[rank]) for rank in ranks[1:])}."
+        return HostDied(self._hosts[ranks[0]], label, "\n".join([cause, *(self._log_tail(rank) for rank in ranks)]))
+
+    def _hung(self, answers: Answers, label: str, *, waited_s: float) -> HostFailure:
+        activities = self._activities()
+        # Those that JAX holds up may wait for the others.
+        ranks = sorted(answers.missing, key=lambda rank: _in_jax(activities[rank]))
+        lines = [f"has not answered after {waited_s:.1f} s; hosts that have: {sorted(answers.values) or 'none'}"]
+        for rank in ranks:
+            lines.append(f"{self._hosts[rank]}")
+            lines.extend(_described(activities[rank]))
+        kind = HostNotStarted if label == f"{self.name}.start" else HostHung
+        return kind(self._hosts[ranks[0]], label, "\n".join(lines))
+
+    def _activities(self) -> list[tuple[Activity, ...] | None]:
+        import ray
+
+        references = [actor.status.options(concurrency_group="watch").remote() for actor in self._actors]
+        ray.wait(references, num_returns=len(references), timeout=STATUS_S)
+        return [_value_now(reference) for reference in references]
+
+    def _log_tail(self, rank: int) -> str:
+        host = self._hosts[rank]
+        log = log_path(self._log_directory, host)
+        if not log.exists():
+            return f"Its log is on its machine, if it came to write one: {log}"
+        lines = log.read_text(errors="replace").rpartition(log_header(host))[2].splitlines()[1:]
+        lines = [line for line in lines if not line.startswith("Extension modules: ")]  # of a crash; long, and no cause
+        return "\n".join([f"{log} ends with:", *(f"  {line}" for line in lines[-LOG_LINES:] or ["nothing of it"])])
+
+    # The end
+
+    def _end(self, failure: HostFailure) -> None:
+        """Kill every process, once; `failure` is what later calls say."""
+        with self._ending:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            import ray
+
+            for actor in self._actors:
+                ray.kill(actor)
+            if self._group is not None:
+                self._await_end()
+                ray.util.remove_placement_group(self._group)
+
+    def _await_end(self) -> None:
+        """Wait for killed processes to be gone, so that whoever comes next finds devices and memory free.
+
+        Those of this machine can be seen. Of others Ray tells by giving back their room; a call on a
+        killed actor would not tell, it fails as soon as the actor is to be killed.
+        """
+        import ray
+
+        here = ray.util.get_node_ip_address()
+        pids = [host.pid for host in self._hosts if host.node_ip == here]
+        deadline = time.monotonic() + END_S
+        while time.monotonic() < deadline:
+            if not any(Path(f"/proc/{pid}").exists() for pid in pids) and ray_cluster.is_vacant(self._group):
+                return
+            time.sleep(0.05)
+
+
+def _launch(group: Any, hosts: int, cluster: RayCluster) -> list[Any]:
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    resources = ray_cluster.needs(cluster)
+    options = {
+        "num_cpus": resources.pop("CPU"),
+        "num_gpus": resources.pop("GPU", 0),
+        "resources": resources,
+        "runtime_env": {"env_vars": ray_cluster.environment(cluster)},
+        "max_concurrency": LANES,
+    }
+    remote: Any = ray.remote  # its annotations do not know concurrency groups
+    actor = remote(concurrency_groups={"watch": 2})(HostProcess)  # these threads answer while all lanes are busy
+    return [
+        actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index), **options).remote()
+        for index in range(hosts)
+    ]
+
+
+def _in_jax(calls: tuple[Activity, ...] | None) -> bool:
+    return bool(calls) and all(call.in_jax for call in calls or ())
+
+
+def _described(calls: tuple[Activity, ...] | None) -> Iterator[str]:
+    if calls is None:
+        yield "  does not say what it does: it is stopped, or in C code that holds the interpreter lock"
+    for call in calls or ():
+        yield f"  for {call.running_s:.1f} s in {call.label}{', waiting for JAX' if call.in_jax else ''}"
+        yield from (f"  {line}" for line in call.stack.splitlines())
+
+
+def _value_now(reference: Any) -> Any:
+    import ray
+
+    with suppress(ray.exceptions.RayError):  # late, or dead
+        return ray.get(reference, timeout=0)
+    return None

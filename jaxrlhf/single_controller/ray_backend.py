@@ -1,0 +1,199 @@
+"""The pools of a run on the hosts of a Ray cluster: one process a host, one JAX world a pool.
+
+Ray launches the processes, carries control messages and object references, and tells when a
+host is gone. What a verb returns stays in the object store of the host that made it; a group
+that takes it as an argument fetches it from there, not through the controller.
+"""
+
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrlhf.batching.transfer_protocol import PROTOCOLS, Place, verbs_of
+from jaxrlhf.config import Config, Pool, RayCluster
+from jaxrlhf.config.cli.load import loaded
+from jaxrlhf.data import load_tokenizer
+from jaxrlhf.models import tokenizer_path
+from jaxrlhf.runtime import compilation_cache
+from jaxrlhf.sharding.pool import ResourcePool
+from jaxrlhf.single_controller.group import Remote
+from jaxrlhf.single_controller.host import Host
+from jaxrlhf.single_controller.launch import REWARD_OUTPUT, placed
+from jaxrlhf.single_controller.pools import Pools, Ranks
+from jaxrlhf.single_controller.ray.cluster import Connection, connect, disconnect
+from jaxrlhf.single_controller.ray.processes import HostProcesses
+from jaxrlhf.single_controller.ray.stored import Stored
+from jaxrlhf.workers.model import Progress
+from jaxrlhf.workers.roles import WORKERS
+from jaxrlhf.workers.summary import Row
+
+LOGS = "hosts"
+"""Folder of the workdir with what each host and its reward functions print."""
+
+PROGRESS_S = 1.0
+"""Between two looks at how far a host is."""
+
+
+@dataclass(frozen=True)
+class Gathered(Remote):
+    """What the leading ranks of a call returned, where they left it.
+
+    Attributes:
+      parts: One of each leading rank, in their order.
+      protocol: Name of the protocol that collects them.
+    """
+
+    parts: tuple[Stored, ...]
+    protocol: str
+
+    def load(self) -> Any:
+        return PROTOCOLS[self.protocol].collect([part.load() for part in self.parts])
+
+
+class RayRanks(Ranks):
+    """A pool of host processes."""
+
+    def __init__(self, name: str, roles: Sequence[str], processes: HostProcesses, progress: Progress) -> None:
+        super().__init__(name, roles)
+        self._processes, self._progress = processes, progress
+
+    def on_all(self, method: str, *args: Any) -> list[Any]:
+        label = ".".join(args[:2]) if method == "item" else f"{self.name}.{method}"  # as in critic_optimizer.save
+        stored = self._processes.call(method, *args, label=label)
+        return [result.load() for result in stored]
+
+    def call(self, role: str, verb: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Gathered:
+        protocol = verbs_of(WORKERS[role])[verb]
+        with self._showing_progress():
+            results = self._processes.call("call", role, verb, args, kwargs, label=f"{role}.{verb}")
+        places: list[Place] = [built.places[role] for built in self.built]
+        leading = [result for result, place in zip(results, places, strict=True) if protocol.leads(place)]
+        return Gathered(tuple(leading), protocol.name)
+
+    @contextmanager
+    def _showing_progress(self) -> Iterator[None]:
+        """Within the block, what the first host says of its progress is passed on."""
+        done = threading.Event()
+
+        def ask() -> None:
+            shown = None
+            while not done.wait(PROGRESS_S):
+                latest = self._processes.peek("progress")
+                if latest is not None and latest.latest != shown:
+                    shown = latest.latest
+                    self._progress(*shown)
+
+        asking = threading.Thread(target=ask, name=f"progress of {self.name}", daemon=True)
+        asking.start()
+        try:
+            yield
+        finally:
+            done.set()
+            asking.join()
+
+    def close(self) -> None:
+        self._processes.close()
+
+
+class LatestProgress:
+    """Keeps how far the host's calls are, for the controller to ask."""
+
+    def __init__(self) -> None:
+        self.latest: tuple[str, int, int] | None = None
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        self.latest = (phase, done, total)
+
+
+def make_host(rank: int, hosts: int, *, config: Config, pool: Pool, output: Path | None) -> Host:
+    """The host object of one process; runs there, after it has joined the others."""
+    import ray
+
+    compilation_cache.turn_on()
+    own = None if output is None else output.with_name(f"{pool.name}-{rank}-{output.name}")
+    return Host(
+        config,
+        load_tokenizer(tokenizer_path(config)),
+        ResourcePool(pool.name, tuple(sorted(jax.devices(), key=lambda device: device.process_index))),
+        pool.roles,
+        rank=(rank, hosts),
+        progress=LatestProgress(),
+        reward_output=own,
+        address=ray.util.get_node_ip_address(),
+    )
+
+
+class RayPools(Pools):
+    """The pools of a run on a cluster; the connection to it ends with them, and what `after` holds."""
+
+    def __init__(self, pools: Sequence[Ranks], connection: Connection, after: ExitStack) -> None:
+        super().__init__(pools)
+        self._connection, self._after = connection, after
+
+    def rows(self) -> list[Row]:
+        machines = f"{self._connection.nodes} machine{'s' * (self._connection.nodes > 1)}"
+        where = f"{machines}; dashboard: {self._connection.dashboard}"
+        return [("cluster", "Ray", self._connection.address, where), *super().rows()]
+
+    def close(self) -> None:
+        with self._after:
+            super().close()
+
+
+def carry_configuration_files() -> None:
+    """Have what configuration files define, such as an algorithm, sent to hosts whole: they cannot import it."""
+    from ray import cloudpickle
+
+    for module in loaded():
+        cloudpickle.register_pickle_by_value(module)
+
+
+def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, workdir: Path | None) -> Pools:
+    """Start the host processes of every pool.
+
+    Raises:
+      ValueError: A pool's devices are no whole number of hosts, or as `connect`.
+      HostFailure: A host did not start.
+    """
+    # The controller computes next to nothing, and must not take an accelerator from a host.
+    jax.config.update("jax_platforms", "cpu")
+    connection = connect(cluster)
+    after = ExitStack()
+    after.callback(disconnect, connection)
+    ranks: list[Ranks] = []
+    try:
+        carry_configuration_files()
+        folder = workdir or Path(after.enter_context(tempfile.TemporaryDirectory(prefix="jaxrlhf-")))
+        output = None if workdir is None else workdir.absolute() / LOGS / REWARD_OUTPUT
+        for pool in _pools_of_hosts(config, cluster, machines=connection.nodes):
+            processes = HostProcesses(
+                pool.name,
+                partial(make_host, config=config, pool=pool, output=output),
+                hosts=pool.devices // cluster.devices_per_host,
+                cluster=cluster,
+                log_directory=folder / LOGS,
+            )
+            ranks.append(RayRanks(pool.name, pool.roles, processes, progress))
+    except BaseException:
+        RayPools(ranks, connection, after).close()
+        raise
+    return RayPools(ranks, connection, after)
+
+
+def _pools_of_hosts(config: Config, cluster: RayCluster, *, machines: int) -> list[Pool]:
+    """The pools, each of a whole number of hosts; one that takes all devices has a host on each machine."""
+    pools = placed(config, devices=cluster.devices_per_host * machines)
+    for pool in pools:
+        if pool.devices % cluster.devices_per_host:
+            raise ValueError(
+                f"pool {pool.name!r} has {pool.devices} devices and a host {cluster.devices_per_host}; "
+                f"give it a multiple, or change cluster.devices_per_host"
+            )
+    return pools

@@ -1,0 +1,68 @@
+"""Accuracy on held-out problems."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrlhf.batch import Problem, Rollout, Scores
+from jaxrlhf.config import Config, Sampling
+from jaxrlhf.dataflows.step import Metrics
+from jaxrlhf.rewards.parts import part_names
+from jaxrlhf.single_controller.pools import Roles
+
+_SEED = 20_000_003
+"""Evaluation samples do not depend on the step, so that steps can be compared."""
+
+
+def evaluate(
+    roles: Roles, config: Config, problems: Sequence[Problem], *, sampling: Sampling | None = None, samples: int = 1
+) -> tuple[Metrics, Rollout, Scores]:
+    """Answer every problem and score the answers by the first reward.
+
+    Args:
+      sampling: None decodes greedily.
+      samples: Answers per problem; with more than one, pass@k is estimated for k up to it.
+
+    Returns:
+      `eval/accuracy` (mean score of the first reward over scorable answers), lengths and
+      counts, `eval/pass@k` where `samples` is above 1; and the answers with their scores.
+    """
+    sampling = sampling or Sampling(greedy=True)
+    rollout = roles.actor.generate_sequences(problems, sampling, responses_per_prompt=samples, seed=_SEED)
+    scores = roles.reward.compute_reward(problems, rollout).result()
+    answered = rollout.result()
+    # By name: scores joined from several processes have their parts in another order.
+    first = np.asarray(scores.parts[part_names(config.rewards.parts)[0]])
+    finite = np.isfinite(first)
+    length_B = answered.sequences.mask_BT.sum(axis=1)
+    metrics = {
+        "eval/accuracy": float(first[finite].mean()) if finite.any() else float("nan"),
+        "eval/problems": float(len(problems)),
+        "eval/unscorable": float((~finite).sum()),
+        "eval/length_mean": float(length_B.mean()),
+        "eval/truncated_fraction": float(np.mean(answered.truncated_B)),
+    }
+    if samples > 1:
+        score_PG = first.reshape(len(problems), samples)
+        for k in [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < samples] + [samples]:
+            metrics[f"eval/pass@{k}"] = _mean_pass_at_k(score_PG, k)
+    return metrics, answered, scores
+
+
+def _mean_pass_at_k(score_PG: np.ndarray, k: int) -> float:
+    """Over the problems with at least k scorable answers; an unscorable one is not a wrong one."""
+    counts = [(int(np.isfinite(row).sum()), int((row[np.isfinite(row)] >= 1.0).sum())) for row in score_PG]
+    chances = [pass_at_k(scorable, correct, k) for scorable, correct in counts if scorable >= k]
+    return float(np.mean(chances)) if chances else float("nan")
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Unbiased chance that at least one of k answers drawn from `samples` is correct.
+
+        1 - C(n - c, k) / C(n, k)
+
+    Source: Chen et al. 2021 (arXiv:2107.03374), eq. 1.
+    """
+    if samples - correct < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(samples - correct + 1, samples + 1)))

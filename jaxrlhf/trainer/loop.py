@@ -1,0 +1,223 @@
+"""The loop around an algorithm's step: evaluate, log, save, resume, stop when asked."""
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrlhf.batch import Problem
+from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.config import Algorithm, Config
+from jaxrlhf.data import Loader
+from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult
+from jaxrlhf.single_controller.pools import Roles
+from jaxrlhf.tracking import Call, StepCalls
+from jaxrlhf.trainer.evaluation import evaluate
+from jaxrlhf.trainer.log import StageLog, to_samples
+from jaxrlhf.trainer.signals import Stop, afterwards
+from jaxrlhf.workers.roles import response_texts
+
+_PHASE = {
+    "wanted_weights": "relayout",
+    "offer_weights": "relayout",
+    "load_weights": "relayout",
+    "compile_generation": "generate",
+    "generate_sequences": "generate",
+    "compute_reward": "reward",
+    "compute_log_prob": "prepare",
+    "compute_ref_log_prob": "prepare",
+    "compute_values": "prepare",
+    "update_actor": "update",
+    "update_critic": "update",
+    "update_process_reward": "update",
+}
+"""Which part of a step's time each verb belongs to."""
+
+OnStep = Callable[[int, Metrics], None]
+
+
+@dataclass
+class Loop:
+    """One stage of a run.
+
+    Attributes:
+      config: Of the stage.
+      roles: What the step calls.
+      loader: Where its problems come from.
+      held_out: Problems to evaluate on; empty evaluates nothing.
+      checkpoints: Of the stage.
+      log: Makes the stage's log, given the steps already done.
+      examples: Where those of the algorithm's own data come from, if it has some.
+      prompt_lengths: Of all that the stage may generate from; their programs are compiled before its first step.
+      decode: Token ids to text.
+      on_step: Called after every step with its number and metrics.
+      stop: Asks to save and end after the step in progress.
+    """
+
+    config: Config
+    roles: Roles
+    loader: Loader
+    held_out: Sequence[Problem]
+    checkpoints: Checkpoints
+    log: Callable[[int], StageLog]
+    decode: Callable[[Sequence[int]], str]
+    examples: Loader | None = None
+    prompt_lengths: Sequence[int] = ()
+    on_step: OnStep | None = None
+    stop: Stop = field(default_factory=Stop)
+
+    def run(self) -> bool:
+        """Steps from where the stage stands to its end; False if it was asked to stop before."""
+        done, state = self._resume()
+        self.stop.step = done + 1
+        log = self.log(done)
+        # A save under way may still come to its end after an error.
+        with afterwards("closing the log", log.close), afterwards("the save under way", self.checkpoints.wait):
+            if self.prompt_lengths and done < self.config.steps:
+                self.roles.actor.compile_generation(self.prompt_lengths).result()
+            for number in range(done + 1, self.config.steps + 1):
+                self.stop.step = number
+                state, metrics = self._step(number, state, log)
+                if self.stop.asked or _due(number, self.config.checkpoint.every_steps, self.config.steps):
+                    self._save(number, state, metrics)
+                    if self.stop.asked and number < self.config.steps:
+                        return False
+            log.calls(self.roles.timeline.take())
+            log.finish(title=self.config.name, show=5)
+            return True
+
+    def _step(self, number: int, state: dict[str, float], log: StageLog) -> tuple[dict[str, float], Metrics]:
+        """One step of the algorithm, with evaluation and logging around it."""
+        before = self._evaluate(0, log) if number == 1 else {}
+        calls = self.roles.timeline.take()
+        log.calls(calls)
+        evaluating = self._times(calls)  # what evaluation took is not the step's, but for weights that it had sent
+        sent = {name: value for name, value in evaluating.items() if name.startswith("transfer/")}
+        problems = self.loader.next()
+        examples = () if self.examples is None else self.examples.next()
+        with self._profiled(number, log):
+            start = time.perf_counter()
+            result = resolve_dataflow(self.config.algorithm)(
+                self.roles, StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
+            )
+            if not isinstance(result, StepResult):
+                raise ValueError(
+                    f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
+                    "return a StepResult of jaxrlhf.dataflows.step, as `learn` of jaxrlhf.dataflows.critic_free does"
+                )
+            self._keep_responses(number, problems, result, log)  # models may be trained meanwhile
+            result = result.settled()
+            step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
+        log.step_calls(step)
+        metrics = {**result.metrics, **sent, **self._timing(step, result)}
+        if _due(number, self.config.evaluation.every_steps, self.config.steps):
+            metrics |= self._evaluate(number, log)
+        if "eval/accuracy" in before:  # an evaluation of one's own may know of none
+            metrics["eval/accuracy_at_start"] = before["eval/accuracy"]
+        log.step(number, metrics)
+        if self.on_step is not None:
+            self.on_step(number, metrics)
+        return result.state, metrics
+
+    def _keep_responses(self, number: int, problems: Sequence[Problem], result: StepResult, log: StageLog) -> None:
+        if result.rollout is not None and result.scores is not None:
+            responses = response_texts(result.rollout, self.decode)
+            asked = problems if result.problems is None else result.problems
+            samples = to_samples(number, asked, responses, result.rollout, result.scores, logp_BT=result.logp_BT)
+            log.rollout(samples)
+
+    def _profiled(self, number: int, log: StageLog) -> AbstractContextManager[None]:
+        """Traces what devices do in the block, if the configuration asks for that of this step."""
+        wanted = number in self.config.profile_steps
+        return self.roles.profiled(log.profile_folder(number)) if wanted else nullcontext()
+
+    def _evaluate(self, number: int, log: StageLog) -> Metrics:
+        if not self.held_out:
+            return {}
+        start = time.perf_counter()
+        if self.config.algorithm.evaluation is not None:
+            judge = resolve_dataflow(self.config.algorithm, "evaluation")
+            metrics = judge(self.roles, self.config, self.held_out)
+            return {**metrics, "time/eval_s": time.perf_counter() - start}
+        metrics, rollout, scores = evaluate(self.roles, self.config, self.held_out)
+        seconds = time.perf_counter() - start
+        responses = response_texts(rollout, self.decode)
+        log.evaluation(to_samples(number, self.held_out, responses, rollout, scores))
+        return {**metrics, "time/eval_s": seconds}
+
+    def _times(self, calls: Sequence[Call]) -> Metrics:
+        """Seconds of calls by phase; peak device bytes, and what else the hosts measured, since the last time."""
+        times = dict.fromkeys([f"time/{phase}_s" for phase in _PHASE.values()], 0.0)
+        for call in calls:
+            times[f"time/{_PHASE[call.verb]}_s"] += call.end_s - call.start_s
+        measured, peaks = self.roles.take_metrics()
+        inside_s = measured.pop("time/relayout_s", 0.0)  # the hybrid engine switches within generation
+        times["time/generate_s"] -= inside_s
+        times["time/relayout_s"] += inside_s
+        memory: Metrics = {}
+        for verb, count in peaks.items():
+            name = f"memory/{_PHASE[verb]}_bytes"
+            memory[name] = max(float(count), memory.get(name, 0.0))
+        return {**times, **measured, **memory}
+
+    def _timing(self, step: StepCalls, result: StepResult) -> Metrics:
+        times = self._times(step.calls)
+        # The policy's tokens: a critic beside it makes the update slower, not the throughput higher.
+        rates = {}
+        if "actor/tokens" in result.metrics:
+            rates["throughput/trained_tokens_per_s"] = result.metrics["actor/tokens"] / times["time/update_s"]
+        if result.rollout is not None:
+            rates["throughput/generated_tokens_per_s"] = result.metrics["tokens/generated"] / times["time/generate_s"]
+        return {"time/step_s": step.seconds, **times, **rates}
+
+    def _save(self, number: int, state: dict[str, float], metrics: Metrics) -> None:
+        host = {"step": number, "state": state, "loader": self.loader.state(), "counters": self.roles.counters()}
+        host |= {} if self.examples is None else {"examples": self.examples.state()}
+        metric = metrics.get("eval/accuracy")
+        self.checkpoints.save(number, self.roles.items(), host, metric=metric)
+
+    def _resume(self) -> tuple[int, dict[str, float]]:
+        latest = self.checkpoints.latest()
+        if latest is None:
+            return 0, self.config.algorithm.initial_state()
+        if latest > self.config.steps:
+            raise ValueError(
+                f"{self.checkpoints.directory} is at step {latest}, past the {self.config.steps} steps of "
+                f"{self.config.name}; raise them, or choose another workdir"
+            )
+        host = self.checkpoints.restore(latest, self.roles.items())
+        self.roles.set_counters(host["counters"])
+        self.loader.restore(host["loader"])
+        if self.examples is not None:
+            self.examples.restore(host["examples"])
+        return latest, self.config.algorithm.resumed_state(host["state"])
+
+
+def _due(number: int, every_steps: int, steps: int) -> bool:
+    """At the end, and every so many steps; 0 is only at the end."""
+    return number == steps or (every_steps > 0 and number % every_steps == 0)
+
+
+def resolve_dataflow(algorithm: Algorithm, attribute: str = "dataflow") -> Callable[..., Any]:
+    """The function that an algorithm's settings give, or name as `module:function`: its step, or its evaluation.
+
+    Raises:
+      ValueError: There is no such function, or its module does not import.
+    """
+    owner = type(algorithm)
+    given = getattr(owner, attribute, None)
+    if callable(given):
+        return given
+    where = f"{owner.__name__}.{attribute}={given!r}"
+    module, colon, name = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if not (module and colon and name):
+        raise ValueError(f"{where} is no step; give a function of (roles, work), or its name as 'module:function'")
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise ValueError(f"{where}: importing {module} failed with {error}") from error
+    if not callable(function):
+        raise ValueError(f"{where}: {module} has no function {name!r}")
+    return function

@@ -1,0 +1,159 @@
+"""Runs that trained adapters: what those belong to, and both merged into whole weights."""
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.batch import Params
+from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.checkpoint.pretrained import load_pretrained
+from jaxrlhf.config import FromScratch, Lora, Model, Pretrained, Quantization
+from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.huggingface.load import Progress
+from jaxrlhf.models.huggingface.peft import WEIGHTS, save_adapters
+from jaxrlhf.models.linear import Adapter
+from jaxrlhf.models.lora.lora import adapter_shapes, change_of, is_matrix
+from jaxrlhf.models.lora.quantized import quantize
+from jaxrlhf.models.parameters import init_params, param_shapes, path_name
+from jaxrlhf.trainer.run import CHECKPOINTS, COLD_START
+
+SUFFIX = "_adapters"
+"""Of the item of a checkpoint that holds a role's adapters in place of its weights."""
+
+
+@dataclass(frozen=True)
+class AdaptedRun:
+    """What the adapters of a run belong to, as its config.json has it.
+
+    Attributes:
+      model: What the weights beside the adapters started from.
+      cold_start: Folder of the run's cold start, which trained those weights; None if there was none.
+    """
+
+    lora: Lora
+    model: Model
+    seed: int
+    cold_start: Path | None
+
+    @classmethod
+    def of(cls, run: Path, role: str) -> "AdaptedRun":
+        """Read it from the run's workdir."""
+        config = json.loads((run / "config.json").read_text())
+        training = config["actor"] if role == "actor" else config["algorithm"][role]
+        lora = {name: value for name, value in training["lora"].items() if name != "class"}
+        kinds: dict[str, Any] = {kind.__name__: kind for kind in (FromScratch, Pretrained)}
+        model = dict(config["model"])
+        cold = run / COLD_START
+        return cls(
+            Lora(**{**lora, "targets": tuple(lora["targets"])}),
+            kinds[model.pop("class")](**model),
+            config["seed"],
+            cold if config["cold_start"] is not None else None,
+        )
+
+    @property
+    def trained_weights(self) -> Path | None:
+        """The item of the cold start's checkpoint that holds the weights."""
+        if self.cold_start is None:
+            return None
+        with closing(Checkpoints(self.cold_start / CHECKPOINTS, read_only=True)) as checkpoints:
+            return checkpoints.folder(self._newest(checkpoints), "actor")
+
+    def weights(self, config: ModelConfig, head: Head) -> Iterator[tuple[str, jax.Array]]:
+        """Each float32 weight that adapters were trained beside, with its path; a value head is zero."""
+        whole = _on_host()
+        if self.cold_start is not None:
+            target = placed(param_shapes(config, head, jnp.float32))
+            with closing(Checkpoints(self.cold_start / CHECKPOINTS, read_only=True)) as checkpoints:
+                yield from checkpoints.read_each(self._newest(checkpoints), "actor", target)
+            return
+        with jax.default_device(next(iter(whole.device_set))):
+            if isinstance(self.model, Pretrained):
+                shardings = jax.tree.map(lambda _: whole, param_shapes(config, head, jnp.float32))
+                params = load_pretrained(self.model.path, config, head, shardings)
+            else:
+                params = init_params(config, head, jax.random.key(self.seed))
+        yield from ((path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(params))
+
+    def merged(self, adapters: Params, config: ModelConfig, head: Head) -> Iterator[tuple[str, jax.Array]]:
+        """Each weight, as the adapters were trained beside it, with its adapter's change added, with its path."""
+        trained = jax.tree.leaves_with_path(adapters, is_leaf=lambda node: isinstance(node, Adapter))
+        changes = {path_name(path): node for path, node in trained}
+        for path, weight in self.weights(config, head):
+            change = changes.get(path)
+            if self.lora.quantize is not None and is_matrix(path):
+                weight = _rounded(weight, self.lora.quantize)
+            if isinstance(change, Adapter):
+                yield path, weight + change_of(change)
+            else:
+                yield path, weight if change is None else change
+
+    def adapters(self, checkpoints: Checkpoints, step: int, role: str, config: ModelConfig, head: Head) -> Params:
+        """The adapters of one step."""
+        name = role + SUFFIX
+        return checkpoints.read(step, {name: placed(adapter_shapes(config, head, self.lora))})[name]
+
+    def save(
+        self,
+        adapters: Params,
+        config: ModelConfig,
+        head: Head,
+        directory: Path,
+        *,
+        tokenizer: Any,
+        dtype: str,
+        progress: Progress,
+    ) -> None:
+        """Write the adapters alone, with the tokenizer.
+
+        Raises:
+          ValueError: As `checkpoint_of`.
+        """
+        source = checkpoint_of(self.model, cold_start=self.cold_start is not None)
+        save_adapters(adapters, config, head, self.lora, directory, model=source.path, dtype=jnp.dtype(dtype))
+        tokenizer.save_pretrained(directory)
+        size = (directory / WEIGHTS).stat().st_size
+        progress(size, size)
+
+    def _newest(self, checkpoints: Checkpoints) -> int:
+        step = checkpoints.latest()
+        if step is None:
+            raise ValueError(f"{checkpoints.directory} is gone, and with it the weights that the adapters belong to")
+        return step
+
+
+def checkpoint_of(model: Model, *, cold_start: bool) -> Pretrained:
+    """The checkpoint that adapters belong to which are written alone.
+
+    Raises:
+      ValueError: The weights beside them are in no checkpoint but the run's.
+    """
+    if cold_start or not isinstance(model, Pretrained):
+        raise ValueError(
+            "the adapters belong to weights that this run made, and are of no use without them; "
+            "export both as whole weights with --merge of `python -m jaxrlhf.export`"
+        )
+    return model
+
+
+@partial(jax.jit, static_argnums=1)
+def _rounded(weight: jax.Array, kind: Quantization) -> jax.Array:
+    """The floats that a quantised weight stands for, made a layer at a time, because XLA takes much room for it."""
+    return jax.lax.map(lambda layer: quantize(layer, kind).astype(layer.dtype), weight)
+
+
+def placed(shapes: Any) -> Any:
+    """The shapes with a sharding: on this host."""
+    whole = _on_host()
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
+
+
+def _on_host() -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])

@@ -1,0 +1,86 @@
+"""What `placement='auto'` comes to at start-up: the plan of the run, or a new one for the devices that are there."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxrlhf.config import Config
+from jaxrlhf.planner.apply import planned_config
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.local import hardware_of
+from jaxrlhf.planner.plan import Plan
+from jaxrlhf.planner.problem import placed_roles, question_of
+from jaxrlhf.planner.report.report import report, timeline_title
+from jaxrlhf.planner.saved import PLAN, read_plan, save_plan, why_not
+from jaxrlhf.planner.search.mapping import search
+from jaxrlhf.tracking import default_console
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A configuration with its placement filled in.
+
+    Attributes:
+      config: As the run is launched.
+      title: Of the plan's picture.
+      found: The plan was searched for now, and is not the workdir's own.
+    """
+
+    config: Config
+    plan: Plan
+    hardware: Hardware
+    title: str
+    found: bool
+
+    def write(self, workdir: Path) -> None:
+        """Keep a new plan, so that the run goes on with it."""
+        if self.found:
+            save_plan(self.plan, self.hardware, workdir, title=self.title)
+
+
+def place(config: Config, workdir: Path, *, vocabulary: int) -> Placed:
+    """Fill in pools, layouts and offload, and say how: by the plan of the workdir if it serves, else by a new one.
+
+    Args:
+      vocabulary: Tokens of the tokenizer.
+
+    Raises:
+      ValueError: Hardware that is not known, or on which nothing fits.
+    """
+    hardware = hardware_of(config)
+    title = timeline_title(config, hardware)
+    saved = saved_plan(config, workdir, hardware) if config.resume else None
+    if saved is not None:
+        return Placed(planned_config(config, saved), saved, hardware, title, found=False)
+    question = question_of(config, hardware, vocabulary=vocabulary)
+    searched = search(question.problem, keep=_SHOWN)
+    default_console().print(report(searched, hardware, question.notes, shown=_SHOWN))
+    plan = searched.plans[0]
+    return Placed(planned_config(config, plan), plan, hardware, title, found=True)
+
+
+def placed_for_evaluation(config: Config, workdir: Path) -> Config:
+    """The configuration with the placement of a run's plan, where that fits the devices here; else with one pool."""
+    plan = saved_plan(config, workdir, hardware_of(config))
+    if plan is None:
+        _say(f"no plan in {workdir} serves here: one pool answers, with a copy of the policy on each device")
+        return config
+    return planned_config(config, plan)
+
+
+def saved_plan(config: Config, workdir: Path, hardware: Hardware) -> Plan | None:
+    """The plan of a workdir, if it has one that serves; what becomes of it is printed."""
+    saved = read_plan(workdir)
+    if saved is None:
+        return None
+    reason = why_not(saved, devices=hardware.devices, roles=placed_roles(config))
+    if reason is not None:
+        _say(f"placement: the plan of {workdir / PLAN} is not used again: {reason}")
+        return None
+    _say(f"placement: the plan of {workdir / PLAN} is used again")
+    return saved.plan
+
+
+def _say(text: str) -> None:
+    default_console().print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,160 @@
+"""Trained policies outside their run: export to Hugging Face, evaluation from any checkpoint."""
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Sampling
+from jaxrlhf.data import decoder, load_tokenizer, misread
+from jaxrlhf.dataflows.step import Metrics
+from jaxrlhf.models import read_config, tokenizer_path
+from jaxrlhf.models.huggingface.load import Progress
+from jaxrlhf.models.huggingface.save import check_new, save_each
+from jaxrlhf.models.parameters import param_shapes
+from jaxrlhf.single_controller.launch import launch
+from jaxrlhf.tracking import RunConsole, default_console, settings_table, show_samples
+from jaxrlhf.trainer.evaluation import evaluate
+from jaxrlhf.trainer.log import to_samples
+from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, checkpoint_of, placed
+from jaxrlhf.trainer.placement import placed_for_evaluation
+from jaxrlhf.trainer.run import CHECKPOINTS, MODEL, load_data, workdir_of
+from jaxrlhf.workers.build import Stage
+from jaxrlhf.workers.remat import head_of
+from jaxrlhf.workers.roles import response_texts
+
+_NO_FORMAT = "a module of your own (Nnx), for which there is no Hugging Face format"
+
+
+def export_policy(
+    run: str | Path,
+    directory: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str = "float32",
+    merge: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> int:
+    """Write the policy of a run, or the reward model that it trained, as a Hugging Face checkpoint with its tokenizer.
+
+    One parameter at a time is in memory. Adapters are written as `peft` reads them. A line is printed
+    where `AutoTokenizer` would not load the tokenizer as it is.
+
+    Args:
+      run: Workdir of the run.
+      step: Which checkpoint; None is the newest.
+      merge: Write whole weights, with the adapters that the run trained added to them.
+      progress: Told how many bytes are written, and of how many.
+
+    Returns:
+      The step that was exported.
+
+    Raises:
+      ValueError: No run, no such checkpoint, or the directory already holds files.
+    """
+    run, directory = Path(run).expanduser(), check_new(directory)
+    model = run / MODEL
+    if not model.is_dir() and (run / CHECKPOINTS).is_dir():
+        raise ValueError(f"{run} trained {_NO_FORMAT}")
+    if not model.is_dir():
+        raise ValueError(f"{run} is not the workdir of a run: it has no {MODEL} folder")
+    config = read_config(model)
+    with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
+        step = _chosen(checkpoints, step)
+        # What trains no policy trains a reward model, which is a critic without an actor.
+        trained = [item for item in ("actor", f"actor{SUFFIX}") if checkpoints.folder(step, item).is_dir()]
+        role: Literal["actor", "critic"] = "actor" if trained else "critic"
+        if checkpoints.folder(step, role + SUFFIX).is_dir():
+            adapted = AdaptedRun.of(run, role)
+            adapters = adapted.adapters(checkpoints, step, role, config, head_of(role))
+            if not merge:
+                written = {"tokenizer": load_tokenizer(str(model)), "dtype": dtype, "progress": progress}
+                adapted.save(adapters, config, head_of(role), directory, **written)
+                return step
+            arrays = adapted.merged(adapters, config, head_of(role))
+        elif merge:
+            raise ValueError(f"{run} trained whole weights and no adapters, so there is nothing to merge; drop --merge")
+        else:
+            arrays = checkpoints.read_each(step, role, placed(param_shapes(config, head_of(role), jnp.float32)))
+        save_each(arrays, config, head_of(role), directory, dtype=dtype, progress=progress, source=model)
+    if note := misread(directory):
+        default_console().print(note, markup=False, highlight=False, soft_wrap=True)
+    return step
+
+
+def check_exportable(config: Config) -> None:
+    """Raise `ValueError` if `export_policy` would refuse what a run of the configuration trains."""
+    if isinstance(config.model, Nnx):
+        raise ValueError(f"the run trains {_NO_FORMAT}")
+    training = config.algorithm.training(config)
+    role = "actor" if "actor" in training else "critic"
+    if training[role].lora is not None:
+        checkpoint_of(config.model, cold_start=config.cold_start is not None)
+
+
+def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: int, step: int | None = None) -> Metrics:
+    """Answer the held-out problems of a configuration and print accuracy and some answers.
+
+    Args:
+      policy: A run's workdir or a Hugging Face checkpoint; None is the configuration's workdir.
+      samples: Answers per problem; above 1 they are sampled as in the configuration's rollout.
+      show: Answers to print.
+      step: Which checkpoint of a run; None is the newest.
+    """
+    if "actor" not in config.algorithm.roles:
+        raise ValueError(
+            f"evaluation answers problems with a policy, and {type(config.algorithm).__name__} trains none; "
+            "how it ranks held-out pairs is in the run's metrics"
+        )
+    place = Path(policy).expanduser() if policy else workdir_of(config)
+    described = (place / MODEL).is_dir()
+    own = isinstance(config.model, Nnx) and not described and (place / CHECKPOINTS).is_dir()
+    from_run = own or described
+    if policy is None and not from_run:
+        raise ValueError(f"{place} holds no run to evaluate; train first, or name a checkpoint with --policy")
+    if step is not None and not from_run:
+        raise ValueError(f"--step {step} chooses a checkpoint of a run, and {policy} is the workdir of none; drop it")
+    model = config.model if own else Pretrained(str(place / MODEL if from_run else policy))
+    config = replace(config, model=model, cold_start=None, actor=replace(config.actor, lora=None))
+    tokenizer = load_tokenizer(tokenizer_path(config))
+    if config.placement == "auto":
+        config = placed_for_evaluation(config, place)
+    held_out = load_data(config, tokenizer).held_out
+    if not held_out:
+        raise ValueError("the configuration's data has no evaluation split; name one in its data settings")
+    console = RunConsole(steps=1)
+    start = adapters = None
+    if from_run:
+        with closing(Checkpoints(place / CHECKPOINTS, read_only=True)) as checkpoints:
+            step = _chosen(checkpoints, step)
+            start, adapters = (checkpoints.folder(step, item) for item in ("actor", f"actor{SUFFIX}"))
+        if adapters.is_dir():
+            run = AdaptedRun.of(place, "actor")
+            actor = replace(config.actor, lora=run.lora)
+            config, start = replace(config, model=run.model, seed=run.seed, actor=actor), run.trained_weights
+        elif not start.is_dir():
+            raise ValueError(f"{place} trained no policy, and evaluation answers problems with one; name another run")
+        else:
+            adapters = None
+    stage = Stage(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start, adapters=adapters)
+    with console, closing(launch(config, tokenizer, progress=console.progress, workdir=None)) as pools:
+        with closing(pools.roles(stage)) as roles:
+            sampling = config.rollout.sampling if samples > 1 else Sampling(greedy=True)
+            metrics, rollout, scores = evaluate(roles, config, held_out, sampling=sampling, samples=samples)
+        answers = to_samples(0, held_out, response_texts(rollout, decoder(tokenizer)), rollout, scores)
+    show_samples(answers[: show * samples : samples])
+    rows = [("evaluation", name.removeprefix("eval/"), f"{value:.4g}", "") for name, value in metrics.items()]
+    console.print(settings_table(rows, title=str(place)))
+    return metrics
+
+
+def _chosen(checkpoints: Checkpoints, step: int | None) -> int:
+    """The step asked for, or the newest."""
+    chosen = checkpoints.latest() if step is None else step
+    if chosen is None or chosen not in checkpoints.steps():
+        which = "" if chosen is None else f" of step {chosen}"
+        raise ValueError(f"{checkpoints.directory} has no checkpoint{which}; it has {checkpoints.steps()}")
+    return chosen

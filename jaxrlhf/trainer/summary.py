@@ -1,0 +1,75 @@
+"""The table of derived settings that a run prints before it starts."""
+
+from jaxrlhf.config import Config, PolicyGradient
+from jaxrlhf.data import Loaded
+from jaxrlhf.models import AnyModel, OwnModel
+from jaxrlhf.runtime import compilation_cache
+from jaxrlhf.single_controller.pools import Pools
+from jaxrlhf.workers.summary import Row
+
+_SHOWN = 5
+"""Malformed records of a split that the table names."""
+
+
+def settings_rows(
+    config: Config,
+    model: AnyModel,
+    pools: Pools,
+    train: Loaded,
+    evaluation: Loaded,
+    examples: Loaded | None = None,
+) -> list[Row]:
+    """What the configuration comes down to on its devices.
+
+    Args:
+      examples: Of the algorithm's own data, if it has some.
+
+    Raises:
+      ValueError: A layout or a token budget that the devices cannot hold.
+    """
+    return [
+        ("run", "algorithm", type(config.algorithm).__name__, f"{config.steps} steps"),
+        ("run", "model", _count(model.num_parameters()), _kind(model)),
+        compilation_cache.settings_row(),
+        *_split_rows("training", train, len(train.problems)),
+        *_split_rows("held out", evaluation, config.evaluation.problems),
+        *([] if examples is None else _split_rows("examples", examples, len(examples.problems))),
+        *_step_rows(config),
+        *pools.rows(),
+    ]
+
+
+def _kind(model: AnyModel) -> str:
+    return model.name if isinstance(model, OwnModel) else f"{model.family}, {model.num_layers} layers"
+
+
+def _split_rows(name: str, split: Loaded, wanted: int) -> list[Row]:
+    used, bad = min(wanted, len(split.problems)), len(split.malformed)
+    dropped = f"{split.dropped_too_long} of {split.total} dropped as too long"
+    rows: list[Row] = [("data", name, f"{used} problems", dropped)]
+    rows += [("data", f"{name}, malformed", f"{bad} left out", what) for what in split.malformed[:_SHOWN]]
+    return rows
+
+
+def _step_rows(config: Config) -> list[Row]:
+    algorithm, rollout = config.algorithm, config.rollout
+    updates = algorithm.updates_per_step(config)
+    rows: list[Row] = [
+        ("step", "problems", f"{algorithm.problems_per_step(config)}", "per step"),
+        ("step", "updates", f"{updates}", f"per step, {updates * config.steps} in the run"),
+        ("step", "longest sequence", f"{rollout.max_prompt_tokens + rollout.max_response_tokens}", "tokens"),
+    ]
+    if isinstance(algorithm, PolicyGradient):
+        product = f"{rollout.prompts_per_step} prompts x {rollout.responses_per_prompt}"
+        rows.insert(1, ("step", "responses", f"{rollout.responses_per_step}", product))
+        rows.insert(2, ("step", "minibatch", f"{algorithm.responses_per_update} responses", "per update"))
+    if config.cold_start is not None:
+        rows.append(("step", "cold start", f"{config.cold_start.steps} updates", "supervised, before the first step"))
+    return rows
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.2f}{unit} parameters"
+    return f"{number} parameters"

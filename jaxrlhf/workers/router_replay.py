@@ -1,0 +1,59 @@
+"""What the routers of a trained model add to its loss and to its metrics."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.batch import Array
+from jaxrlhf.batching.packing import Rows
+from jaxrlhf.models.causal_lm import AnyModel
+from jaxrlhf.models.moe.experts import Routed, Watched
+
+
+def router_coefficient(config: AnyModel, wanted: float | None, *, role: str) -> float:
+    """Of the loss that balances experts: as configured, or as the checkpoint has it.
+
+    Raises:
+      ValueError: One is configured for a model without experts.
+    """
+    if config.experts is None:
+        if wanted is not None:
+            raise ValueError(
+                f"{role}.router_loss={wanted} balances experts, of which this model has none; leave it out"
+            )
+        return 0.0
+    return config.experts.loss_coefficient if wanted is None else wanted
+
+
+def watched(rows: Rows) -> Watched:
+    """Balance is over the tokens that something is said of, those of each sequence by themselves."""
+    return Watched(jnp.where(rows.mask_RW, rows.segment_RW, 0))
+
+
+def router_metrics(routed: Routed, rows: Rows, config: AnyModel, *, role: str) -> dict[str, Any]:
+    """Per token, to be averaged over the mask; means over layers.
+
+    How loaded the busiest expert is, against all alike, is one number of a microbatch and stands at each token.
+    """
+    assert config.experts is not None and routed.loss_RW is not None
+    count = config.experts.count
+
+    def load(choice_RWk: Array) -> Array:
+        chosen = jnp.broadcast_to(rows.mask_RW[:, :, None], choice_RWk.shape).astype(jnp.float32)
+        return jnp.zeros(count).at[choice_RWk.reshape(-1)].add(chosen.reshape(-1))
+
+    replay = {}
+    if rows.choice_RWLk is not None:
+        used_LRWk = jnp.moveaxis(rows.choice_RWLk, 2, 0)
+        kept_LRWk = (routed.choice_RWk[..., :, None] == used_LRWk[..., None, :]).any(axis=-1)
+        changed_LRWk = ~kept_LRWk & (used_LRWk[..., :1] >= 0)
+        replay = {f"router/{role}_disagreement": changed_LRWk.mean(axis=(0, 3))}
+    load_LE = jax.vmap(load)(routed.choice_RWk)
+    busiest = (count * load_LE.max(axis=1) / jnp.maximum(load_LE.sum(axis=1), 1.0)).mean()
+    return {
+        f"router/{role}_loss": jax.lax.stop_gradient(routed.loss_RW.mean(axis=0)),
+        f"router/{role}_entropy": routed.entropy_RW.mean(axis=0),
+        f"router/{role}_imbalance": jnp.broadcast_to(busiest, rows.mask_RW.shape),
+        **replay,
+    }

@@ -1,0 +1,212 @@
+"""Generating responses: on the actor's own devices, or on a pool apart with copies of its weights."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrlhf.batch import Problem, Rollout, Sequences
+from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, Place, verb
+from jaxrlhf.config import Sampling
+from jaxrlhf.engine import Completion, Engine, Request
+from jaxrlhf.models.lora.lora import adapted
+from jaxrlhf.resharding.transfer import Exchange, Offer, Splits, splits_of
+from jaxrlhf.sharding.submesh import hand_over
+from jaxrlhf.workers.model import Metrics, Progress
+
+Listener = Callable[[Problem, Completion], None]
+"""Told of a response as it ends, with the problem that it answers."""
+
+
+@dataclass
+class Ends:
+    """Where a process's reward worker hears of the responses that any pool in this process generates.
+
+    Attributes:
+      listen: Called as a rollout begins; what it returns is told of each response. None while nobody wants to hear.
+    """
+
+    listen: Callable[[], Listener] | None = None
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """An engine on this process's share of a generation mesh.
+
+    Attributes:
+      mesh: The whole generation mesh.
+      island: The part of it that this process drives; its replicas need no other process.
+      width: T, columns of a rollout's arrays.
+      ends: Told of each response as it ends, while others are still generated.
+    """
+
+    engine: Engine
+    mesh: Mesh
+    island: Mesh
+    width: int
+    progress: Progress
+    ends: Ends
+
+    def load(self, weights: Any, version: int, *, spent: Any) -> None:
+        """Set the engine's weights, given in the generation layout over the whole mesh.
+
+        Args:
+          weights: `parameters`, and where they have some, `adapters`, which are applied beside them: added to weights
+            of few bits, small changes would be rounded away.
+          spent: Tree of bools: which of them nobody else reads, as `Engine.load` takes it. Beside adapters all stay.
+        """
+        here = hand_over(weights, self.island)
+        if "adapters" in here:
+            self.engine.load(adapted(here["parameters"], here["adapters"]), version)
+        else:
+            self.engine.load(here["parameters"], version, spent=spent["parameters"])
+
+    def generate(
+        self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
+    ) -> Rollout:
+        """Sample responses, prompt-major.
+
+        Args:
+          seed: With a problem's id and the number of the copy it determines a response, wherever it is generated.
+        """
+        requests = [
+            Request(
+                request_id=problem.prompt_id * responses_per_prompt + copy,
+                prompt_tokens=problem.prompt_tokens,
+                group=index,
+            )
+            for index, problem in enumerate(problems)
+            for copy in range(responses_per_prompt)
+        ]
+        prompts = [problem for problem in problems for _ in range(responses_per_prompt)]
+        completions = self.engine.generate(
+            requests,
+            sampling,
+            seed=seed,
+            progress=lambda done, total: self.progress("generate", done, total),
+            on_completion=self._told(requests, prompts),
+        )
+        return to_rollout(prompts, completions, width=self.width)
+
+    def _told(self, requests: Sequence[Request], problems: Sequence[Problem]) -> Callable[[Completion], None] | None:
+        if self.ends.listen is None:
+            return None
+        tell = self.ends.listen()
+        asked = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
+        return lambda completion: tell(asked[completion.request_id], completion)
+
+
+class Generator:
+    """The rollout role: an engine that is sent the actor's weights.
+
+    Args:
+      layout: Tree of shardings of the weights, over the sampler's whole mesh.
+      shapes: The same tree of shaped arrays.
+      exchange: Takes the weights from the actor's pool.
+    """
+
+    def __init__(self, sampler: Sampler, layout: Any, shapes: Any, exchange: Exchange) -> None:
+        self.place = Place.of(sampler.mesh)
+        self._sampler, self._layout, self._shapes, self._exchange = sampler, layout, shapes, exchange
+        self._weights: dict[str, Any] = {}
+        self._version = -1
+        self._metrics: Metrics = {}
+
+    def take_metrics(self) -> Metrics:
+        """What receiving weights cost since the last call."""
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    @verb(ONE_TO_ALL)
+    def wanted_weights(self) -> Splits:
+        """How many ways every weight that is to be sent is split here."""
+        return splits_of(*({part: tree[part] for part in self._missing()} for tree in (self._layout, self._shapes)))
+
+    def _missing(self) -> list[str]:
+        """Parts of the weights to be sent: what is trained, and once what is frozen beside it."""
+        trained = "adapters" if "adapters" in self._layout else "parameters"
+        return [part for part in self._layout if part == trained or part not in self._weights]
+
+    @verb(ONE_TO_ALL)
+    def load_weights(self, offers: Sequence[tuple[int, Offer]]) -> int:
+        """Take the weights that every rank of the actor offers; returns their version."""
+        self._sampler.engine.unload()
+        missing = self._missing()
+        for part in missing:
+            jax.tree.map(lambda leaf: leaf.delete(), self._weights.pop(part, {}))
+        [version] = {version for version, _ in offers}
+        layout = {part: self._layout[part] for part in missing}
+        taken, delivery = self._exchange.take([offer for _, offer in offers], layout)
+        self._weights |= taken
+        self._metrics = {
+            "transfer/received_bytes": float(delivery.bytes_per_device),
+            "transfer/seconds": delivery.seconds,
+        }
+        self._version = version
+        self._sampler.load(self._weights, version, spent=jax.tree.map(lambda _: True, self._layout))
+        return self._version
+
+    @verb(ONE_TO_ALL)
+    def compile_generation(self, prompt_lengths: Sequence[int], *, versions: Sequence[int]) -> None:
+        """Compile what generating from prompts of these lengths needs, so that no later step has to."""
+        self._holding(versions).engine.compile_ahead(prompt_lengths)
+
+    @verb(THREE_D_ALL_MICRO_DP)
+    def generate_sequences(
+        self,
+        problems: Sequence[Problem],
+        sampling: Sampling,
+        *,
+        responses_per_prompt: int,
+        seed: int,
+        versions: Sequence[int],
+    ) -> Rollout:
+        """As the actor's, with the weights last sent."""
+        sampler = self._holding(versions)
+        return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
+
+    def _holding(self, versions: Sequence[int]) -> Sampler:
+        """The sampler, whose engine frees its cache by itself; the weights stay."""
+        assert set(versions) == {self._version}, f"holds version {self._version}, asked for {sorted(set(versions))}"
+        return self._sampler
+
+
+def _choices(recorded: Sequence[np.ndarray | None], *, width: int) -> np.ndarray | None:
+    """Experts of every token; -1 where none were recorded, as of the last token of each response."""
+    if not recorded or recorded[0] is None:
+        return None
+    choice_BTLk = np.full((len(recorded), width, *recorded[0].shape[1:]), -1, np.int16)
+    for row, choice_TLk in enumerate(recorded):
+        assert choice_TLk is not None
+        choice_BTLk[row, : len(choice_TLk)] = choice_TLk
+    return choice_BTLk
+
+
+def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> Rollout:
+    """Completions as left-aligned arrays of `width` columns."""
+    count = len(completions)
+    token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
+    logp_BT = np.zeros((count, width), np.float32)
+    length_B = np.zeros(count, np.int32)
+    for row, (problem, completion) in enumerate(zip(prompts, completions, strict=True)):
+        start = len(problem.prompt_tokens)
+        end = start + len(completion.tokens)
+        token_BT[row, :start], token_BT[row, start:end] = problem.prompt_tokens, completion.tokens
+        logp_BT[row, start:end] = completion.logps
+        mask_BT[row, start:end] = True
+        length_B[row] = end
+    return Rollout(
+        sequences=Sequences(
+            token_BT,
+            length_B,
+            mask_BT,
+            np.array([p.prompt_id for p in prompts], np.int64),
+            _choices([completion.choice_TLk for completion in completions], width=width),
+        ),
+        sampler_logp_BT=logp_BT,
+        truncated_B=np.array([c.truncated for c in completions]),
+        version_B=np.array([c.version for c in completions], np.int32),
+    )

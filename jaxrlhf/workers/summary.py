@@ -1,0 +1,186 @@
+"""What a configuration comes down to on the devices of one pool, as rows of a table."""
+
+import math
+from collections.abc import Collection
+
+import jax
+
+from jaxrlhf.batching.transfer_protocol import Place
+from jaxrlhf.config import ROLLOUT, Layout, PolicyGradient, Preference
+from jaxrlhf.models import OwnModel, empty_cache
+from jaxrlhf.models.lora.lora import adapter_shapes
+from jaxrlhf.models.memory import training_activation_bytes
+from jaxrlhf.resharding.hybrid import HybridEngine
+from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES
+from jaxrlhf.sharding.rules import shard_bytes
+from jaxrlhf.workers.build import Builder
+from jaxrlhf.workers.model import microbatch_shape
+from jaxrlhf.workers.remat import head_of
+from jaxrlhf.workers.sampler import Sampler
+from jaxrlhf.workers.weights import adapter_layout, frozen, held, layout_in
+
+Row = tuple[str, str, str, str]
+"""Section, name, value, and what the value follows from."""
+
+
+def pool_rows(builder: Builder, roles: Collection[str]) -> list[Row]:
+    """The pool, and each role on it.
+
+    Raises:
+      ValueError: A layout, a batch or a token budget that the pool cannot hold.
+    """
+    pool = builder.pool
+    hosts = len({device.process_index for device in pool.devices})
+    place = f"{', '.join(roles)}; compute in {builder.dtype.name}"
+    over = f" on {hosts} hosts" if hosts > 1 else ""
+    rows: list[Row] = [("pool", pool.name, f"{len(pool.devices)} x {pool.devices[0].device_kind}{over}", place)]
+    _check_batches(builder, roles)
+    for role in _trained(builder, roles):
+        rows += _trained_rows(role, builder)
+    if "reference" in roles:
+        model = builder.model_of("reference")
+        lora = builder.config.actor.lora if builder.own_model("reference") is None else None
+        weights = frozen(builder.mesh("reference"), model, "lm", lora, dtype=builder.dtype, role="reference")
+        size = _bytes(shard_bytes(weights, layout_in(weights)))
+        where = _waits(builder, "reference") or "per device"
+        if builder.config.reference_is_frozen_actor:
+            size, where = "none", "the actor's own, without what its adapters learnt"
+        rows.append(("reference", "weights", size, where))
+    if builder.hybrid is not None:
+        rows += _switch_rows(builder.hybrid, builder)
+    if builder.sampler is not None:
+        rows += _generation_rows(builder.sampler, builder, apart=ROLLOUT in roles)
+    return rows
+
+
+def _check_batches(builder: Builder, roles: Collection[str]) -> None:
+    """Raise `ValueError` if a batch has fewer rows than there are hosts to give some to."""
+    config, algorithm = builder.config, builder.config.algorithm
+    setting = "pairs_per_update" if isinstance(algorithm, Preference) else "examples_per_update"
+    update = (f"algorithm.{setting}", algorithm.problems_per_step(config))
+    if isinstance(algorithm, PolicyGradient):
+        update = ("algorithm.responses_per_update", algorithm.responses_per_update)
+    prompts = ("rollout.prompts_per_step", config.rollout.prompts_per_step)
+    scored = ("evaluation.problems", config.evaluation.problems)
+    taken: list[tuple[str, tuple[str, int], Place, tuple[str, ...]]]
+    taken = [(role, update, Place.of(builder.mesh(role)), BATCH_AXES) for role in _trained(builder, roles)]
+    if builder.sampler is not None:
+        place = Place.of(builder.sampler.mesh)
+        taken += [("generation", prompts, place, SLOT_AXES), ("generation", scored, place, SLOT_AXES)]
+    if "reward" in roles:
+        place = Place.alone(*builder.rank)
+        taken += [("reward", prompts, place, BATCH_AXES), ("reward", scored, place, BATCH_AXES)]
+    for role, (setting, count), place, axes in taken:
+        _, parts = place.part(axes)
+        if count < parts:
+            raise ValueError(
+                f"{role}: {setting}={count} does not give a row to each of the {parts} groups of hosts that share it; "
+                f"raise it to at least {parts}, or use fewer hosts"
+            )
+
+
+def _trained(builder: Builder, roles: Collection[str]) -> list[str]:
+    return [role for role in roles if role in builder.config.algorithm.training(builder.config)]
+
+
+def _trained_rows(role: str, builder: Builder) -> list[Row]:
+    training, mesh, model = builder.training(role), builder.mesh(role), builder.model_of(role)
+    head, remat = head_of(role), builder.remat[role]
+    weights, state = _train_state(builder, role)
+    row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.width, role=role)
+    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    per_device = microbatch_rows * row_tokens // shards
+    rows: list[Row] = [
+        (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x stage x tensor"),
+        (role, "microbatch", f"{microbatch_rows} x {row_tokens} tokens", f"{per_device} tokens per device"),
+        (role, "train state", _bytes(weights), _waits(builder, role) or state),
+        (role, "remat", "full" if remat.on else "none", remat.why),
+    ]
+    if isinstance(model, OwnModel):  # what it computes with, and keeps, is its own
+        return rows
+    kernel = builder.attention(role).rows
+    activations = training_activation_bytes(
+        model,
+        head,
+        training.layout,
+        tokens=per_device,
+        row_tokens=row_tokens if kernel == "xla" else 0,  # the others keep no scores
+        itemsize=builder.dtype.itemsize,
+        remat=remat.on,
+    )
+    return [
+        *rows,
+        (role, "attention", f"rows={kernel}", _kernels_from(builder)),
+        (role, "activations", _bytes(int(activations)), "per device while updating, about, logits included"),
+    ]
+
+
+def _train_state(builder: Builder, role: str) -> tuple[int, str]:
+    """Bytes of a device for what a role trains, and what they are of."""
+    mesh, model, head, lora = builder.mesh(role), builder.model_of(role), head_of(role), builder.training(role).lora
+    weights = held(mesh, model, head, lora, dtype=builder.dtype, role=role)
+    weights_bytes = shard_bytes(weights, layout_in(weights))
+    if lora is None:
+        return 4 * weights_bytes, "per device: float32 weights, gradient, two Adam moments"
+    trained = shard_bytes(adapter_shapes(model, head, lora), adapter_layout(mesh, model, head, lora, role=role))
+    kind = "frozen" if lora.quantize is None else lora.quantize
+    adapters = f"{_bytes(4 * trained)} for adapters of rank {lora.rank}"
+    return weights_bytes + 4 * trained, f"per device: {kind} weights, and {adapters}"
+
+
+def _waits(builder: Builder, role: str) -> str:
+    """What of a role waits in host memory."""
+    parts = [entry for entry in builder.config.offload if entry.partition(".")[0] == role]
+    return f"per device while in use; {', '.join(parts)} waits in host memory" if parts else ""
+
+
+def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[Row]:
+    how = "training refines generation" if hybrid.refines else "training does NOT refine generation"
+    rows: list[Row] = [
+        ("switch", "weights", _bytes(hybrid.train_bytes_per_device), "per device in the train layout"),
+        ("switch", "received", _bytes(hybrid.bytes_per_device), f"per device per switch; {how}"),
+        ("switch", "received back", _bytes(hybrid.bytes_back_per_device), "per device per switch"),
+        ("switch", "redundant", _bytes(hybrid.redundancy_bytes_per_device), "per device, not needed to generate"),
+    ]
+    if hybrid.copy_bytes_per_device:
+        copied = f"per device while generating: {builder.dtype.name} beside the float32 masters"
+        rows.append(("switch", "copied", _bytes(hybrid.copy_bytes_per_device), copied))
+    return rows
+
+
+def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list[Row]:
+    model, engine, mesh, layout = builder.model, sampler.engine, sampler.mesh, builder.config.actor.layout
+    weights = shard_bytes(builder.generation_shapes(), builder.generation_layout(mesh))
+    sizes = {"slots": engine.slots, "capacity": builder.width, "dtype": builder.dtype}
+    cached = jax.tree.leaves(jax.eval_shape(lambda: empty_cache(model, **sizes)))
+    cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in cached) // sampler.island.size
+    split = f"stage {layout.generation_stage} x tensor {layout.generation_tensor}"
+    replicas = mesh.size // (layout.generation_stage * layout.generation_tensor)
+    here = replicas * sampler.island.size // mesh.size
+    kernels, pages = engine.attention, engine.attention.pages
+    attention = f"rows={kernels.rows}, " + (f"decode={kernels.decode}" if pages is None else f"pages={pages}")
+    freed = "freed after generation" if pages is None else "pages as responses need them, freed as they end"
+    where = "weights are sent by the actor" if apart else "on the actor's devices"
+    return [
+        ("generation", "layout", f"{replicas} replicas x {split}", where),
+        ("generation", "slots", f"{engine.slots * replicas // here}", f"{engine.slots // here} per replica"),
+        ("generation", "attention", attention, _kernels_from(builder)),
+        ("generation", "weights", _bytes(weights), "per device while generating"),
+        ("generation", "cache", _bytes(cache), f"per device at capacity, {freed}"),
+    ]
+
+
+def _kernels_from(builder: Builder) -> str:
+    return f"attention={builder.config.attention!r} on {builder.pool.devices[0].platform}"
+
+
+def _layout(layout: Layout, data: int) -> str:
+    sizes = f"{data} x {layout.fsdp} x {layout.stage} x {layout.tensor}"
+    return sizes + (f", experts {layout.expert} ways" if layout.expert > 1 else "")
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} B"
