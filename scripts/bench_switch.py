@@ -1,6 +1,6 @@
 """Measures one switch of layouts, there and back, for a decoder of 0.3 billion float32 parameters.
 
-    python scripts/benchmark_switch.py [--json docs/switch.json]
+    python scripts/bench_switch.py [--json docs/switch.json]
 
 Runs on the devices of JAX's default backend, on CPU on eight. Each row switches the same
 weights: the layouts that refine each other, the same sizes in the vanilla order of axes, a

@@ -1,6 +1,6 @@
 """Measures how long the search for a placement takes, in CPU seconds of one core.
 
-    python scripts/benchmark_search.py [--write]
+    python scripts/bench_search.py [--write]
 
 Problems have every choice open: any number of devices for a pool, fsdp, three ways to offload.
 `--write` renews docs/search.json and the table in docs/planning.md.

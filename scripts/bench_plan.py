@@ -1,6 +1,6 @@
 """Measures steps of a small model in several layouts and placements beside what the cost model predicts.
 
-    python scripts/benchmark_plan.py [--hardware FILE] [--write]
+    python scripts/bench_plan.py [--hardware FILE] [--write]
 
 Calibrates the local devices (eight CPU devices unless JAX_NUM_CPU_DEVICES says otherwise), or
 reads what `python -m jaxrlhf.calibrate` wrote; then runs PPO for a few steps in each layout, every

@@ -1,6 +1,6 @@
 """Measures how far the critic and the reference, on pools of their own, run side by side.
 
-    python scripts/benchmark_overlap.py --cluster ray [--json docs/overlap.json] [--trace overlap_trace.json]
+    python scripts/bench_overlap.py --cluster ray [--json docs/overlap.json] [--trace overlap_trace.json]
 
 Each role scores one batch alone, then both score it at once, several times over. Each pool is
 a process that Ray starts, on CPU with one thread, so that one role alone leaves a core idle;
