@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxrlhf.config import CommandLine, run_command
+from jaxrlhf.config import CommandLine, Refusal, run_command
 
 if TYPE_CHECKING:
     import jax
@@ -39,7 +39,7 @@ def main() -> None:
         jax.distributed.initialize()
     devices = jax.devices()
     if (flags.devices or 0) > len(devices):
-        raise ValueError(
+        raise Refusal(
             f"--devices {flags.devices} was asked for and JAX sees {len(devices)} {devices[0].platform} devices; "
             f"give fewer, or on CPU start with JAX_NUM_CPU_DEVICES={flags.devices}"
         )
@@ -49,15 +49,15 @@ def main() -> None:
 def _check(flags: Namespace) -> None:
     out = Path(flags.out)
     if out.suffix != ".json" or out.is_dir():
-        raise ValueError(f"--out must be a file whose name ends in .json, got {flags.out!r}")
+        raise Refusal(f"--out must be a file whose name ends in .json, got {flags.out!r}")
     if not out.parent.is_dir():
-        raise ValueError(f"--out {flags.out!r}: there is no folder {str(out.parent)!r}; make it, or write elsewhere")
+        raise Refusal(f"--out {flags.out!r}: there is no folder {str(out.parent)!r}; make it, or write elsewhere")
     if not 0 < flags.seconds <= MOST_SECONDS:
-        raise ValueError(f"--seconds must be above 0 and at most {MOST_SECONDS}, got {flags.seconds}")
+        raise Refusal(f"--seconds must be above 0 and at most {MOST_SECONDS}, got {flags.seconds}")
     if flags.devices is not None and flags.devices < 1:
-        raise ValueError(f"--devices must be 1 or more, got {flags.devices}")
+        raise Refusal(f"--devices must be 1 or more, got {flags.devices}")
     if flags.devices is not None and flags.multihost:
-        raise ValueError("--devices and --multihost were both given; several hosts use all of their devices")
+        raise Refusal("--devices and --multihost were both given; several hosts use all of their devices")
 
 
 def _measure(devices: Sequence["jax.Device"], flags: Namespace) -> None:

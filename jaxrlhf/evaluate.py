@@ -5,7 +5,7 @@ checkpoint of the configuration's workdir, or that of `--step`, or `--policy`: a
 workdir or a Hugging Face directory.
 """
 
-from jaxrlhf.config import CommandLine, run_command
+from jaxrlhf.config import CommandLine, Refusal, run_command
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     command.add_argument("--show", type=int, default=5, help="answers to print")
     config, flags = command.parse_config()
     if flags.samples < 1:
-        raise ValueError(f"--samples must be 1 or more, got {flags.samples}")
+        raise Refusal(f"--samples must be 1 or more, got {flags.samples}")
 
     from jaxrlhf.trainer.policy import evaluate_policy
 

@@ -5,7 +5,7 @@ RUN may also be what `python -m jaxrlhf.convert` wrote.
 
 import argparse
 
-from jaxrlhf.config import CommandLine, run_command
+from jaxrlhf.config import CommandLine, Refusal, run_command
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     with BytesBar("writing") as bar:
         if is_converted(flags.run):
             if flags.step is not None or flags.merge:
-                raise ValueError(f"{flags.run} is a converted checkpoint: it has no steps or adapters; drop the flags")
+                raise Refusal(f"{flags.run} is a converted checkpoint: it has no steps or adapters; drop the flags")
             export_converted(flags.run, flags.directory, dtype=flags.dtype, progress=bar)
             what = "model"
         else:

@@ -11,7 +11,7 @@ from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
-from jaxrlhf.config import CommandLine, Config, on_cluster, run_command
+from jaxrlhf.config import CommandLine, Config, Refusal, on_cluster, run_command
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -31,7 +31,7 @@ def main() -> None:
     command.add_argument("--cluster", choices=["ray"], help="plan for hosts joined by Ray, as the train command has it")
     config, flags = command.parse_config(prepare=on_cluster)
     if flags.plans < 1:
-        raise ValueError(f"--plans must be 1 or more, got {flags.plans}")
+        raise Refusal(f"--plans must be 1 or more, got {flags.plans}")
     if flags.picture is not None:
         _check_picture(Path(flags.picture))
     _plan(config, flags)
@@ -39,7 +39,7 @@ def main() -> None:
 
 def _check_picture(path: Path) -> None:
     if path.suffix not in _PICTURES or not path.parent.is_dir():
-        raise ValueError(f"--picture {path} must end with one of {', '.join(_PICTURES)}, in a folder that exists")
+        raise Refusal(f"--picture {path} must end with one of {', '.join(_PICTURES)}, in a folder that exists")
 
 
 def _plan(written: Config, flags: Namespace) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tyro
 
-from jaxrlhf.config import CommandLine, Config, from_cli, load, override, run_command, shipped
-from jaxrlhf.config.cli.command_line import mark_refusal
+from jaxrlhf.config import CommandLine, Config, Refusal, from_cli, load, override, run_command, shipped
 from jaxrlhf.config.cli.override import find, setting_names
+from jaxrlhf.planner.plan import Infeasible
 
 ROOT = Path(__file__).parents[1]
 SHOW = "from jaxrlhf.config import from_cli, run_command\nrun_command(lambda: print(from_cli().name))"
@@ -181,38 +181,22 @@ def test_user_error_is_quick(words):
 def test_debugging_shows_the_traceback():
     done = python("-c", SHOW, "--config", "nothing", JAXRLHF_DEBUG="1")
     assert done.returncode == 1
-    assert done.stderr.startswith("Traceback") and "ValueError: no configuration" in done.stderr
+    assert done.stderr.startswith("Traceback") and "Refusal: no configuration" in done.stderr
 
 
-def test_an_error_of_a_library_keeps_its_traceback():
+def test_an_error_that_is_no_refusal_keeps_its_traceback():
     with pytest.raises(ValueError, match="cannot reshape"):
         run_command(lambda: np.zeros(3).reshape(2, 2))
 
 
-def test_a_slip_in_the_package_is_a_bug_too():
-    # A module that counts as the package's: one error it raises, one that Python raises in it.
-    scope = {"__name__": "jaxrlhf.rewards.scratch", "__package__": "jaxrlhf.rewards"}
-    exec("def refuse():\n    raise ValueError('no')\ndef slip():\n    return int('three')", scope)
+@pytest.mark.parametrize("error", [Refusal("devices do not fit"), Infeasible("devices do not fit")])
+def test_a_refusal_of_another_process_is_one_line_here(error, capsys):
+    def again():
+        raise pickle.loads(pickle.dumps(error))
+
     with pytest.raises(SystemExit):
-        run_command(scope["refuse"])
-    with pytest.raises(ValueError, match="invalid literal"):
-        run_command(scope["slip"])
-
-
-@pytest.mark.parametrize("refusal", [True, False])
-def test_an_error_of_another_process_is_what_it_was_there(refusal, capsys):
-    # Its last frame is where this process raises it again; and pickling drops what was on the way.
-    error = pickle.loads(pickle.dumps(ValueError("devices do not fit")))
-    mark_refusal(error, refusal)
-    scope = {
-        "__name__": "jaxrlhf.single_controller.ray.scratch",
-        "__package__": "jaxrlhf.single_controller.ray",
-        "error": error,
-    }
-    exec("def again():\n    raise error", scope)
-    with pytest.raises(SystemExit if refusal else ValueError):
-        run_command(scope["again"])
-    assert capsys.readouterr().err == ("error: devices do not fit\n" if refusal else "")
+        run_command(again)
+    assert capsys.readouterr().err == "error: devices do not fit\n"
 
 
 # The wheel.

@@ -14,8 +14,7 @@ import pytest
 import ray_world
 from jax.errors import JaxRuntimeError
 
-from jaxrlhf.config import RayCluster
-from jaxrlhf.config.cli.command_line import is_refusal
+from jaxrlhf.config import RayCluster, Refusal
 from jaxrlhf.single_controller.ray.cluster import connect, disconnect
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted, HostRaised
 from jaxrlhf.single_controller.ray.processes import HostProcesses
@@ -133,7 +132,7 @@ def test_an_exception_that_cannot_travel_is_told(pool, what, text):
 @pytest.mark.parametrize(("what", "refusal"), [("reshape_wrongly", False), ("refuse", True)])
 def test_a_refusal_on_a_host_is_one_here(pool, what, refusal):
     error, _ = caught(ValueError, pool(hosts=1), "strike", 0, what)
-    assert is_refusal(error) == refusal
+    assert isinstance(error, Refusal) == refusal
 
 
 def test_a_result_that_cannot_travel_is_an_exception(pool):
@@ -205,7 +204,7 @@ connect(RayCluster(address="127.0.0.1:1"))
     start = time.monotonic()
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert time.monotonic() - start < 30
-    assert "ValueError: no Ray cluster answers at RayCluster.address='127.0.0.1:1'" in process.stderr
+    assert "Refusal: no Ray cluster answers at RayCluster.address='127.0.0.1:1'" in process.stderr
 
 
 ENDS = {

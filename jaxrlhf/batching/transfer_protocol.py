@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrlhf.batch import Problem
+from jaxrlhf.config import Refusal
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, TENSOR_AXES
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -53,13 +54,13 @@ class Place:
         """Which part of a batch split over `axes` the rank's devices hold, and of how many.
 
         Raises:
-          ValueError: The devices hold neither whole parts nor lie together inside one.
+          Refusal: The devices hold neither whole parts nor lie together inside one.
         """
         sizes = [self.sizes.get(axis, 1) for axis in axes]
         held = sorted({_flat([at.get(axis, 0) for axis in axes], sizes) for at in self.coordinates})
         first, count, total = held[0], len(held), math.prod(sizes)
         if held != list(range(first, first + count)) or total % count or first % count:
-            raise ValueError(
+            raise Refusal(
                 f"the {len(self.coordinates)} devices of host {self.rank} hold parts {held} of the {total} that "
                 f"{' x '.join(axes)} make; a host has to hold an equal block of them: change the layout or the "
                 f"devices per host so that one divides the other"
@@ -105,14 +106,14 @@ def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...
     differ by at most one unit. What has no rows goes to every rank as it is.
 
     Raises:
-      ValueError: Fewer units than parts, or an array's rows are no multiple of the unit.
+      Refusal: Fewer units than parts, or an array's rows are no multiple of the unit.
     """
     counts = {len(leaf) for leaf in jax.tree.leaves(arguments, is_leaf=_has_rows) if _has_rows(leaf)}
     units = min(counts, default=parts)
     if units < parts:
-        raise ValueError(f"a batch of {units} rows does not split over {parts} ranks; give at least one row to each")
+        raise Refusal(f"a batch of {units} rows does not split over {parts} ranks; give at least one row to each")
     if any(count % units for count in counts):
-        raise ValueError(f"batches of {sorted(counts)} rows travel together; the smallest has to divide the others")
+        raise Refusal(f"batches of {sorted(counts)} rows travel together; the smallest has to divide the others")
     start, stop = part * units // parts, (part + 1) * units // parts
 
     def cut(leaf: Any) -> Any:
@@ -163,10 +164,10 @@ def register(protocol: TransferProtocol) -> TransferProtocol:
     """Make a protocol known by its name.
 
     Raises:
-      ValueError: The name is taken.
+      Refusal: The name is taken.
     """
     if protocol.name in PROTOCOLS:
-        raise ValueError(f"there is a transfer protocol {protocol.name!r} already; choose another name")
+        raise Refusal(f"there is a transfer protocol {protocol.name!r} already; choose another name")
     PROTOCOLS[protocol.name] = protocol
     return protocol
 

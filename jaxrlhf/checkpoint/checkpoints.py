@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers, handlers
 
 from jaxrlhf.checkpoint.items import Item, TreeItem, read_each
+from jaxrlhf.config import Refusal
 
 _METRIC = "score"
 _PREFIX = "step"
@@ -188,7 +189,7 @@ class Checkpoints:
         """Read into the items, each in its present shapes, dtypes and layouts; returns the JSON state.
 
         Raises:
-          ValueError: An item is missing, or a stored array has another shape or dtype than it
+          Refusal: An item is missing, or a stored array has another shape or dtype than it
             has now (orbax would cast in silence). No array is touched then.
         """
         contents = self._host_state(step)
@@ -206,7 +207,7 @@ class Checkpoints:
           targets: `jax.ShapeDtypeStruct`s with shardings, by item name.
 
         Raises:
-          ValueError: As in `restore`.
+          Refusal: As in `restore`.
         """
         trees: dict[str, Any] = {}
         items = {
@@ -222,7 +223,7 @@ class Checkpoints:
           target: `jax.ShapeDtypeStruct`s with shardings.
 
         Raises:
-          ValueError: As in `restore`.
+          Refusal: As in `restore`.
         """
         contents = self._host_state(step)
         self._check(name, step, contents["arrays"], TreeItem(lambda: target, lambda tree: None).describe())
@@ -236,14 +237,14 @@ class Checkpoints:
     def _check(self, name: str, step: int, arrays: Mapping[str, dict[str, str]], wanted: Mapping[str, str]) -> None:
         place = f"{self.directory} step {step}"
         if name not in arrays:
-            raise ValueError(
+            raise Refusal(
                 f"{place} has no {name!r}; it holds {sorted(arrays)}. "
                 f"Resume with the algorithm that wrote it, or choose another workdir"
             )
         stored = arrays[name]
         for key in sorted(stored.keys() | wanted.keys()):
             if stored.get(key) != wanted.get(key):
-                raise ValueError(
+                raise Refusal(
                     f"{place}: {name}{key} is {stored.get(key, 'absent')}, this run needs "
                     f"{wanted.get(key, 'none')}; resume with the model that wrote it, or choose another workdir"
                 )

@@ -9,6 +9,8 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from jaxrlhf.config import Refusal
+
 
 class Item(Protocol):
     """One tree of a checkpoint, as the process that keeps the checkpoints sees it.
@@ -57,10 +59,10 @@ class TreeItem:
         """As in `Item`.
 
         Raises:
-          ValueError: This host does not see the directory.
+          Refusal: This host does not see the directory.
         """
         if not directory.is_dir():
-            raise ValueError(
+            raise Refusal(
                 f"host {jax.process_index()} does not see {directory}, which is to hold a checkpoint; "
                 f"choose a workdir on a file system that all hosts share"
             )
@@ -113,12 +115,12 @@ def stored_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of every array of a saved tree, by its path; no array is read.
 
     Raises:
-      ValueError: There is no readable tree.
+      Refusal: There is no readable tree.
     """
     try:
         tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(directory)).tree
     except (ValueError, OSError, KeyError) as error:
-        raise ValueError(f"{directory} holds no arrays that can be read ({error}); write it again") from error
+        raise Refusal(f"{directory} holds no arrays that can be read ({error}); write it again") from error
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

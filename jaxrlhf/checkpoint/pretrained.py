@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint.items import TreeItem, read_each, stored_shapes
+from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import read_config, read_family
 from jaxrlhf.models.huggingface.hub import resolve
@@ -65,7 +66,7 @@ def check_pretrained(path: str | Path, config: ModelConfig, head: Head) -> None:
     """Refuse what `load_pretrained` could not read, without reading any weights.
 
     Raises:
-      ValueError: As `check_params`.
+      Refusal: As `check_params`.
     """
     if not is_converted(path):
         return check_params(path, config, head)
@@ -75,7 +76,7 @@ def check_pretrained(path: str | Path, config: ModelConfig, head: Head) -> None:
         name = path_name(place)
         found = list(held[name].shape) if name in held else "none"
         if name not in begun and found != list(wanted.shape):
-            raise ValueError(
+            raise Refusal(
                 f"array {name!r} in {folder} has shape {found}, config.json and the head asked for make it "
                 f"{list(wanted.shape)}; convert the checkpoint again"
             )
@@ -91,7 +92,7 @@ def export_converted(
       progress: Told how many bytes are written, and of how many.
 
     Raises:
-      ValueError: The directory holds files, or the checkpoint cannot be read.
+      Refusal: The directory holds files, or the checkpoint cannot be read.
     """
     directory = check_new(directory)
     config, (_, head) = read_config(path), read_family(path)
@@ -126,7 +127,7 @@ def convert(
       progress: Told how many bytes are read, and of how many.
 
     Raises:
-      ValueError: The directory holds files, or the checkpoint cannot be read.
+      Refusal: The directory holds files, or the checkpoint cannot be read.
     """
     directory = check_new(directory)
     config, (_, head) = read_config(source), read_family(source)
@@ -157,7 +158,7 @@ def _kept_dtypes(path: str | Path) -> dict[str, str]:
     try:
         return dict(json.loads(file.read_text()))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is missing or damaged ({error}); convert the checkpoint again") from error
+        raise Refusal(f"{file} is missing or damaged ({error}); convert the checkpoint again") from error
 
 
 def _weights(path: str | Path) -> Path:

@@ -38,6 +38,7 @@ from jaxrlhf.config.lora import Lora, Quantization
 from jaxrlhf.config.losses import AdaptiveKL, Aggregation, KLEstimator, KLInLoss, KLInReward, ValueLoss
 from jaxrlhf.config.placement import CRITICS, ROLLOUT, Pool, offloaded
 from jaxrlhf.config.policy_losses import CISPOLoss, GSPOLoss, PolicyLoss, RatioLoss, SAPOLoss
+from jaxrlhf.config.refusal import Refusal
 from jaxrlhf.config.rewards import (
     ArithmeticReward,
     CodeReward,
@@ -137,6 +138,7 @@ __all__ = [
     "RatioLoss",
     "RayCluster",
     "ReMax",
+    "Refusal",
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
     "Rejection",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxrlhf.config.check import not_negative, positive, require
+from jaxrlhf.config.refusal import not_negative, positive, require
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jaxrlhf.config.check import finite, positive, require
+from jaxrlhf.config.refusal import finite, positive, require
 
 Quantization = Literal["int8", "nf4"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxrlhf.config.check import positive, require
+from jaxrlhf.config.refusal import positive, require
 
 ROLLOUT = "rollout"
 """A role that any algorithm with an actor may place: it generates with copies of the actor's weights."""
@@ -38,7 +38,7 @@ class Pool:
 
 
 def check_pools(pools: Sequence[Pool], roles: Sequence[str]) -> None:
-    """Raise `ValueError` unless every role of the algorithm is placed once, and nothing else is."""
+    """Raise `Refusal` unless every role of the algorithm is placed once, and nothing else is."""
     if not pools:
         return
     names = [pool.name for pool in pools]
@@ -61,7 +61,7 @@ def check_pools(pools: Sequence[Pool], roles: Sequence[str]) -> None:
 
 
 def check_offload(offload: Sequence[str], models: Sequence[str], trained: Sequence[str]) -> None:
-    """Raise `ValueError` if an entry names no part of a model that the run has."""
+    """Raise `Refusal` if an entry names no part of a model that the run has."""
     for entry in offload:
         role, _, part = entry.partition(".")
         require(role in models, f"offload: {entry!r} names no model of this run; it has {', '.join(models)}")

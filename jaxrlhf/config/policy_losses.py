@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jaxrlhf.config.check import finite, not_negative, positive, require, within
 from jaxrlhf.config.losses import Aggregation
+from jaxrlhf.config.refusal import finite, not_negative, positive, require, within
 
 
 @dataclass(frozen=True, kw_only=True)

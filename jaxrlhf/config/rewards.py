@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxrlhf.config.check import not_negative, positive, require
+from jaxrlhf.config.refusal import Refusal, not_negative, positive, require
 from jaxrlhf.config.training import Layout
 
 JUDGE_TEMPLATE = """Rate how well the response below answers the prompt: whether it is right, helpful and clear.
@@ -208,12 +208,12 @@ class JudgeReward:
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
-            raise ValueError(f"JudgeReward.pattern {self.pattern!r} is not a regular expression: {error}") from error
+            raise Refusal(f"JudgeReward.pattern {self.pattern!r} is not a regular expression: {error}") from error
         require(groups > 0, f"JudgeReward.pattern {self.pattern!r} has no group to take the score from")
         try:
             shown = self.template.format(prompt="", response="\0", answer="")
         except (KeyError, IndexError, ValueError, AttributeError) as error:
-            raise ValueError(
+            raise Refusal(
                 "JudgeReward.template takes {prompt}, {response} and {answer}; other braces are doubled. Formatting "
                 f"it fails with {type(error).__name__}: {error}"
             ) from error

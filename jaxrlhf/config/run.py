@@ -6,10 +6,10 @@ from typing import Literal
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
 from jaxrlhf.config.algorithms.supervised import SFT
-from jaxrlhf.config.check import not_negative, positive, require
 from jaxrlhf.config.cli.annotations import check_types
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.placement import Pool, check_offload, check_pools
+from jaxrlhf.config.refusal import not_negative, positive, require
 from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward, ModelReward, Rewards
 from jaxrlhf.config.sources import Data, Model, PromptFile
 from jaxrlhf.config.training import Layout, Optimizer, Rollout, Training

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrlhf.config.check import not_negative, positive, require, within
+from jaxrlhf.config.refusal import not_negative, positive, require, within
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxrlhf.config.check import finite, not_negative, positive, require, within
 from jaxrlhf.config.lora import Lora
+from jaxrlhf.config.refusal import finite, not_negative, positive, require, within
 
 
 @dataclass(frozen=True)

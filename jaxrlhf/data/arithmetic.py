@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.data.stories import PEOPLE, STORIES, Story
 
 Split = Literal["train", "evaluation"]
@@ -102,12 +103,12 @@ def arithmetic_records(
       `#### answer`) and `steps` (operations that the problem takes).
 
     Raises:
-      ValueError: unknown difficulty or split, or fewer distinct problems exist.
+      Refusal: unknown difficulty or split, or fewer distinct problems exist.
     """
     if difficulty not in LEVELS:
-        raise ValueError(f"difficulty must be one of {list(LEVELS)}, got {difficulty}")
+        raise Refusal(f"difficulty must be one of {list(LEVELS)}, got {difficulty}")
     if split not in ("train", "evaluation"):
-        raise ValueError(f"split must be 'train' or 'evaluation', got {split!r}")
+        raise Refusal(f"split must be 'train' or 'evaluation', got {split!r}")
     records: dict[str, dict[str, Any]] = {}
     repeats = 0
     for record in _candidates(LEVELS[difficulty], seed, split, unfinished_share):
@@ -117,7 +118,7 @@ def arithmetic_records(
         repeats = repeats + 1 if known else 0
         records[record["question"]] = record
         if repeats == _PATIENCE:
-            raise ValueError(
+            raise Refusal(
                 f"only {len(records)} distinct {split} problems were found at difficulty {difficulty}, "
                 f"{problems} were asked for; ask for fewer or raise the difficulty"
             )

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxrlhf.batch import Problem
+from jaxrlhf.config import Refusal
 
 
 class Loader:
@@ -21,12 +22,12 @@ class Loader:
       seed: Of the shuffling.
 
     Raises:
-      ValueError: fewer problems than `per_step`.
+      Refusal: fewer problems than `per_step`.
     """
 
     def __init__(self, problems: Sequence[Problem], *, per_step: int, seed: int) -> None:
         if not 0 < per_step <= len(problems):
-            raise ValueError(
+            raise Refusal(
                 f"a step takes {per_step} problems and there are {len(problems)}; set rollout.prompts_per_step "
                 f"(in supervised training examples_per_update, of pairs pairs_per_update) to 1 to {len(problems)} "
                 "or give more problems"
@@ -53,11 +54,11 @@ class Loader:
         """Go on exactly where `state()` was taken.
 
         Raises:
-          ValueError: the state is of another seed or another number of problems.
+          Refusal: the state is of another seed or another number of problems.
         """
         for name, here in (("seed", self._seed), ("problems", len(self._problems))):
             if state[name] != here:
-                raise ValueError(
+                raise Refusal(
                     f"the saved data position has {name}={state[name]} and this run has {name}={here}; "
                     "resume with the same data and seed, or start a new run"
                 )

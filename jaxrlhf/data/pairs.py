@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxrlhf.config import ArithmeticPairs, PairFile
+from jaxrlhf.config import ArithmeticPairs, PairFile, Refusal
 from jaxrlhf.data.arithmetic import Split, arithmetic_records, stable_hash
 from jaxrlhf.data.records import Row, read_rows
 
@@ -108,7 +108,7 @@ def read_pair_file(data: PairFile, split: Split) -> Read:
     """The pairs of a file; those that cannot be read are left out and told of, with file and line.
 
     Raises:
-      ValueError: An unreadable file, more malformed pairs than `data` allows, or none that is not.
+      Refusal: An unreadable file, more malformed pairs than `data` allows, or none that is not.
     """
     path = data.evaluation if split == "evaluation" and data.evaluation else data.train
     if split == "evaluation" and data.evaluation is None and not data.evaluation_fraction:
@@ -121,7 +121,7 @@ def read_pair_file(data: PairFile, split: Split) -> Read:
         except ValueError as error:
             malformed.append(str(error))
     if not pairs or len(malformed) > data.malformed_fraction * len(rows):
-        raise ValueError(
+        raise Refusal(
             f"{len(malformed)} of the {len(rows)} pairs of {path} are malformed, and "
             f"data.malformed_fraction={data.malformed_fraction} are allowed; the first: {malformed[0]}"
         )
@@ -143,19 +143,19 @@ def _pair(row: Row, data: PairFile) -> PairRecord:
         prompt, chosen, rejected = _split_dialogues(row, chosen, rejected)
     empty = [name for name, text in (("chosen", chosen), ("rejected", rejected)) if not text.strip()]
     if empty:
-        raise ValueError(f"{row.place}: the {' and the '.join(empty)} answer is empty")
+        raise Refusal(f"{row.place}: the {' and the '.join(empty)} answer is empty")
     if chosen == rejected:
-        raise ValueError(f"{row.place}: the chosen and the rejected answer are the same")
+        raise Refusal(f"{row.place}: the chosen and the rejected answer are the same")
     margin = 0.0 if data.margin_key is None else row.value(data.margin_key)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise ValueError(f"{row.place}: {data.margin_key!r} must be a finite number, got {margin!r:.80}")
+        raise Refusal(f"{row.place}: {data.margin_key!r} must be a finite number, got {margin!r:.80}")
     return PairRecord(row.place, prompt, chosen, rejected, None, float(margin), _safe(row, data), row.record)
 
 
 def _text(row: Row, key: str) -> str:
     value = row.value(key)
     if not isinstance(value, str):
-        raise ValueError(f"{row.place}: {key!r} must be a text, got {value!r:.80}")
+        raise Refusal(f"{row.place}: {key!r} must be a text, got {value!r:.80}")
     return value
 
 
@@ -166,7 +166,7 @@ def _prompt(row: Row, key: str) -> str | Messages:
         for message in value
     )
     if not value or not (messages or isinstance(value, str)):
-        raise ValueError(f"{row.place}: {key!r} must be a text or a list of chat messages, got {value!r:.80}")
+        raise Refusal(f"{row.place}: {key!r} must be a text or a list of chat messages, got {value!r:.80}")
     return value
 
 
@@ -175,9 +175,7 @@ def _safe(row: Row, data: PairFile) -> tuple[bool, bool] | None:
         return None
     chosen, rejected = (row.value(key) for key in data.safe_keys)
     if not (isinstance(chosen, bool) and isinstance(rejected, bool)):
-        raise ValueError(
-            f"{row.place}: {data.safe_keys} must be true or false, got {chosen!r:.40} and {rejected!r:.40}"
-        )
+        raise Refusal(f"{row.place}: {data.safe_keys} must be true or false, got {chosen!r:.40} and {rejected!r:.40}")
     return chosen, rejected
 
 
@@ -186,7 +184,7 @@ def _split_dialogues(row: Row, chosen: str, rejected: str) -> tuple[Messages, st
     *shared, last = dialogue(chosen, place=f"{row.place}: chosen")
     *others, other = dialogue(rejected, place=f"{row.place}: rejected")
     if shared != others:
-        raise ValueError(f"{row.place}: chosen and rejected differ before the last turn")
+        raise Refusal(f"{row.place}: chosen and rejected differ before the last turn")
     return shared, last["content"], other["content"]
 
 
@@ -194,12 +192,12 @@ def dialogue(text: str, *, place: str) -> Messages:
     """The turns of a dialogue in the format of hh-rlhf, as chat messages.
 
     Raises:
-      ValueError: Turns that do not alternate from the human's first to the assistant's last.
+      Refusal: Turns that do not alternate from the human's first to the assistant's last.
     """
     before, *parts = _TURN.split(text)
     roles = parts[::2]
     if before.strip() or not roles or roles != ["Human", "Assistant"] * (len(roles) // 2):
-        raise ValueError(
+        raise Refusal(
             f"{place}: turns have to alternate, from '\\n\\nHuman:' to a last '\\n\\nAssistant:', got {text!r:.80}"
         )
     return [{"role": _ROLES[role], "content": said.strip()} for role, said in zip(roles, parts[1::2], strict=True)]

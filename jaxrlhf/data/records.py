@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxrlhf.config import Refusal
+
 
 class Row(NamedTuple):
     """A record and where it stands, such as `train.jsonl, line 3`."""
@@ -15,16 +17,16 @@ class Row(NamedTuple):
     record: dict[str, Any]
 
     def value(self, key: str) -> Any:
-        """The field `key`; `ValueError` if the record has none."""
+        """The field `key`; `Refusal` if the record has none."""
         if key not in self.record:
-            raise ValueError(f"{self.place}: no key {key!r}; there are {sorted(self.record)}")
+            raise Refusal(f"{self.place}: no key {key!r}; there are {sorted(self.record)}")
         return self.record[key]
 
     def text(self, key: str) -> str:
-        """The field `key` as text; numbers become text, anything else is a `ValueError`."""
+        """The field `key` as text; numbers become text, anything else is a `Refusal`."""
         value = self.value(key)
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError(f"{self.place}: {key!r} must be a text or a number, got {value!r:.80}")
+            raise Refusal(f"{self.place}: {key!r} must be a text or a number, got {value!r:.80}")
         return str(value)
 
 
@@ -32,19 +34,19 @@ def read_rows(path: str | Path) -> list[Row]:
     """All records of a file.
 
     Raises:
-      ValueError: missing or empty file, a suffix other than `.jsonl`, `.jsonl.gz` and `.parquet`, or a
+      Refusal: missing or empty file, a suffix other than `.jsonl`, `.jsonl.gz` and `.parquet`, or a
         line that is not a JSON object.
     """
     path = Path(path)
     readers = {".jsonl": _read_jsonl, ".jsonl.gz": _read_jsonl, ".parquet": _read_parquet}
     suffix = next((suffix for suffix in readers if path.name.endswith(suffix)), None)
     if suffix is None:
-        raise ValueError(f"{path}: expected a .jsonl, .jsonl.gz or .parquet file")
+        raise Refusal(f"{path}: expected a .jsonl, .jsonl.gz or .parquet file")
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise Refusal(f"{path}: no such file")
     rows = readers[suffix](path)
     if not rows:
-        raise ValueError(f"{path}: the file holds no records")
+        raise Refusal(f"{path}: the file holds no records")
     return rows
 
 
@@ -57,9 +59,9 @@ def _read_jsonl(path: Path) -> list[Row]:
         try:
             record = json.loads(line)
         except ValueError as error:  # not JSON, or not UTF-8
-            raise ValueError(f"{place}: not valid JSON ({error}); each line holds one object") from error
+            raise Refusal(f"{place}: not valid JSON ({error}); each line holds one object") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{place}: expected a JSON object, got {type(record).__name__}")
+            raise Refusal(f"{place}: expected a JSON object, got {type(record).__name__}")
         rows.append(Row(place, record))
     return rows
 
@@ -73,7 +75,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         with gzip.open(path) as file:
             yield from file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: not a whole gzip file ({error})") from error
+        raise Refusal(f"{path}: not a whole gzip file ({error})") from error
 
 
 def _read_parquet(path: Path) -> list[Row]:
@@ -83,5 +85,5 @@ def _read_parquet(path: Path) -> list[Row]:
     try:
         records = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a readable parquet file ({error})") from error
+        raise Refusal(f"{path}: not a readable parquet file ({error})") from error
     return [Row(f"{path}, row {number}", record) for number, record in enumerate(records, start=1)]

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batch import Pair, Problem
-from jaxrlhf.config import Arithmetic, ArithmeticPairs, Data, Gsm8k, PairFile, PromptFile
+from jaxrlhf.config import Arithmetic, ArithmeticPairs, Data, Gsm8k, PairFile, PromptFile, Refusal
 from jaxrlhf.data.arithmetic import Split, arithmetic_records
 from jaxrlhf.data.pairs import PairRecord, read_arithmetic_pairs, read_pair_file
 from jaxrlhf.data.records import Row, read_rows
@@ -78,7 +78,7 @@ def load_problems(
       The problems; none at all for the evaluation split of a file without one.
 
     Raises:
-      ValueError: unreadable data, or no problem within the limits.
+      Refusal: unreadable data, or no problem within the limits.
     """
     examples, malformed = _read(data, split)
     problems = _tokenize(examples, tokenizer)
@@ -89,7 +89,7 @@ def load_problems(
         and (max_solution_tokens is None or _solution_length(problem) <= max_solution_tokens)
     ]
     if problems and not kept:
-        raise ValueError(_nothing_fits(problems, split, max_prompt_tokens, max_solution_tokens))
+        raise Refusal(_nothing_fits(problems, split, max_prompt_tokens, max_solution_tokens))
     return Loaded(kept, len(problems) - len(kept), len(problems) + len(malformed), malformed)
 
 
@@ -137,7 +137,7 @@ def _gsm8k_example(row: Row, instruction: str) -> Example:
     solution = _CALCULATOR_MARK.sub("", row.text("answer"))
     _, mark, answer = solution.rpartition("####")
     if not mark:
-        raise ValueError(f"{row.place}: no '#### <number>' in 'answer'")
+        raise Refusal(f"{row.place}: no '#### <number>' in 'answer'")
     prompt = f"{row.text('question')} {instruction}".strip()
     return Example(row.place, prompt, answer.strip().replace(",", ""), solution, row.record)
 
@@ -151,7 +151,7 @@ def _gsm8k_files(path: str, name: str) -> list[Path]:
     for pattern in patterns:
         if found := sorted(directory.glob(pattern)):
             return found
-    raise ValueError(f"{directory} holds no {name}.jsonl and no {name}.parquet")
+    raise Refusal(f"{directory} holds no {name}.jsonl and no {name}.parquet")
 
 
 def _from_hub(path: str) -> Path:
@@ -161,7 +161,7 @@ def _from_hub(path: str) -> Path:
         return Path(snapshot_download(path, repo_type="dataset", allow_patterns=["main/*", "train*", "test*"]))
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise ValueError(
+        raise Refusal(
             f"data.path={path!r} is neither a directory nor a data set that the hub gave ({reason}); "
             "without a network, give a directory with train.jsonl and test.jsonl"
         ) from error
@@ -180,7 +180,7 @@ def _prompt_example(row: Row, data: PromptFile) -> Example:
         for message in prompt:
             _check_message(message, f"{row.place}: a message in {data.prompt_key!r}")
     elif not isinstance(prompt, str) or not prompt:
-        raise ValueError(f"{row.place}: {data.prompt_key!r} must be a text or a list of messages, got {prompt!r:.80}")
+        raise Refusal(f"{row.place}: {data.prompt_key!r} must be a text or a list of messages, got {prompt!r:.80}")
     return Example(
         place=row.place,
         prompt=prompt,
@@ -193,7 +193,7 @@ def _prompt_example(row: Row, data: PromptFile) -> Example:
 def _check_message(message: object, where: str) -> None:
     valid = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
     if not valid:
-        raise ValueError(f"{where} must have the texts 'role' and 'content', got {message!r:.80}")
+        raise Refusal(f"{where} must have the texts 'role' and 'content', got {message!r:.80}")
 
 
 def _tokenize(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
@@ -210,7 +210,7 @@ def _tokenize(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> li
     problems = []
     for n, example in enumerate(examples):
         if not prompt_ids[n]:
-            raise ValueError(
+            raise Refusal(
                 f"{example.place}: the tokenizer makes no tokens of the prompt {prompts[n]!r:.80}; leave it out"
             )
         kind, more = Problem, {}
@@ -237,7 +237,7 @@ def _check_encodes(example: Example, prompt: str) -> None:
         "".join((prompt, example.answer or "", example.solution or "", rejected)).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise ValueError(
+        raise Refusal(
             f"{example.place}: a text holds {half!r}, half of a surrogate pair, which cannot be encoded; write the "
             "whole character or leave it out"
         ) from error
@@ -247,7 +247,7 @@ def _prompt_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.chat_template is None:
         if isinstance(example.prompt, str):
             return example.prompt
-        raise ValueError(
+        raise Refusal(
             f"{example.place}: the prompt is chat messages and the tokenizer has no chat template; "
             'give prompts as text, or set "chat_template" in its tokenizer_config.json'
         )
@@ -255,7 +255,7 @@ def _prompt_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except TemplateError as error:
-        raise ValueError(f"{example.place}: the tokenizer's chat template refuses this prompt: {error}") from error
+        raise Refusal(f"{example.place}: the tokenizer's chat template refuses this prompt: {error}") from error
     return cast(str, text)
 
 

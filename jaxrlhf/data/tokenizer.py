@@ -6,6 +6,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.data.arithmetic import lexicon
 
 _PROBE = "Tom has 12 apples (3 red).\n12-3=9\n#### 9"
@@ -31,7 +32,7 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
     here needs a pad id, because lengths tell padding from tokens.
 
     Raises:
-      ValueError: nothing to load, no EOS, or text that does not survive encoding and decoding.
+      Refusal: nothing to load, no EOS, or text that does not survive encoding and decoding.
     """
     if path is None:
         return embedded_tokenizer()
@@ -42,7 +43,7 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
         # config.json, whatever the tokenizer's own files say; for Qwen2 it does.
         tokenizer = AutoTokenizer.from_pretrained(path, config=PreTrainedConfig())
     except Exception as error:  # what tokenizers raises of a file that it cannot read has no class of its own
-        raise ValueError(
+        raise Refusal(
             f"no tokenizer could be loaded from {path!r} ({_first_line(error)}); give a directory with "
             "tokenizer.json and tokenizer_config.json, or a hub id that can be reached"
         ) from error
@@ -116,20 +117,20 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str
 
 def _check(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     if tokenizer.eos_token_id is None:
-        raise ValueError(
+        raise Refusal(
             f"the tokenizer of {path!r} has no end-of-sequence token, so no response could end; "
             'set "eos_token" in its tokenizer_config.json'
         )
     ids = tokenizer.encode(_PROBE, add_special_tokens=False)
     text = tokenizer.decode(ids)
     if text != _PROBE:
-        raise ValueError(
+        raise Refusal(
             f"the tokenizer of {path!r} turns {_PROBE!r} into {text!r}; check its tokenizer.json "
             'and "clean_up_tokenization_spaces" in its tokenizer_config.json'
         )
     file = Path(path) / "tokenizer.json"
     if file.is_file() and Tokenizer.from_file(str(file)).encode(_PROBE, add_special_tokens=False).ids != ids:
-        raise ValueError(
+        raise Refusal(
             f"{type(tokenizer).__name__}, loaded from {path!r}, gives other ids than the tokenizer.json there; "
             'set "tokenizer_class" in its tokenizer_config.json to "PreTrainedTokenizerFast"'
         )

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrlhf.algos import policy_objective, to_tokens
 from jaxrlhf.batch import Array, Rollout, Scores
+from jaxrlhf.config import Refusal
 from jaxrlhf.dataflows import step as shared
 from jaxrlhf.dataflows.step import Prepared, StepInput, StepResult
 from jaxrlhf.single_controller.pools import Roles
@@ -113,12 +114,12 @@ def _checked(found: Any, mask_BT: Array, work: StepInput) -> np.ndarray:
     """What an advantage function returned, as an array.
 
     Raises:
-      ValueError: It is not one finite number for each response, or for each token.
+      Refusal: It is not one finite number for each response, or for each token.
     """
     given, (rows, tokens) = np.asarray(found), mask_BT.shape
     finite = jnp.issubdtype(given.dtype, jnp.number) and bool(np.isfinite(given).all())
     if not finite or given.shape not in ((rows,), (rows, tokens)):
-        raise ValueError(
+        raise Refusal(
             f"the advantage of {type(work.config.algorithm).__name__} is of shape {given.shape} and {given.dtype}, "
             f"{'all finite' if finite else 'not all finite numbers'}; it has to be one finite number for each of "
             f"{rows} responses, or for each of their {tokens} tokens and 0 outside the mask"

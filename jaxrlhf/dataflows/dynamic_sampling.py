@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxrlhf.batch import Array, Problem, Rollout, Scores
+from jaxrlhf.config import Refusal
 from jaxrlhf.dataflows.step import Metrics, StepInput
 from jaxrlhf.single_controller.pools import Roles
 
@@ -80,14 +81,14 @@ def sampled(roles: Roles, work: StepInput, teaches: Teaches, *, max_rounds: int,
       otherwise: What is wrong with groups that do not teach, as words after "responses".
 
     Raises:
-      ValueError: No group teaches.
+      Refusal: No group teaches.
     """
     assert work.more is not None
     found, rounds = _answered(roles, work, work.problems, teaches), 1
     while found.teaches_P.sum() < work.config.rollout.prompts_per_step and rounds < max_rounds:
         found, rounds = found.joined(_answered(roles, work, work.more(), teaches)), rounds + 1
     if not found.teaches_P.any():
-        raise ValueError(
+        raise Refusal(
             f"none of {len(found.problems)} prompts got responses {otherwise}, so there is nothing to "
             f"learn from; choose problems that are neither too easy nor too hard, draw more "
             f"rollout.responses_per_prompt, or raise algorithm.max_rounds={max_rounds}"

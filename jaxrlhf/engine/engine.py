@@ -75,7 +75,7 @@ class Engine:
       attention: As given.
 
     Raises:
-      ValueError: Sizes that do not fit the model or the mesh.
+      Refusal: Sizes that do not fit the model or the mesh.
     """
 
     def __init__(
@@ -348,7 +348,7 @@ class Engine:
           One completion for each request, in their order.
 
         Raises:
-          ValueError: A request that cannot be answered, or a seed out of range.
+          Refusal: A request that cannot be answered, or a seed out of range.
           RuntimeError: No weights are loaded, or slots are in use by `insert`.
           FloatingPointError: The policy's logits are not finite.
         """

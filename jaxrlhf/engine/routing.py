@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxrlhf.batch import Array
+from jaxrlhf.config import Refusal
 from jaxrlhf.engine.scheduler import Completion
 from jaxrlhf.models.causal_lm import AnyModel
 
@@ -16,12 +17,12 @@ class RoutingRecord:
       on: Whether anything is kept; without it nothing comes from the devices either.
 
     Raises:
-      ValueError: The model has no experts.
+      Refusal: The model has no experts.
     """
 
     def __init__(self, config: AnyModel, *, on: bool) -> None:
         if on and config.experts is None:
-            raise ValueError("replay_routing records choices of experts, of which this model has none; leave it out")
+            raise Refusal("replay_routing records choices of experts, of which this model has none; leave it out")
         self.on = on
         self._prompts: dict[int, tuple[Array, int, int]] = {}
         self._parts: dict[int, list[np.ndarray]] = {}

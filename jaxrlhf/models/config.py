@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxrlhf.config import Refusal
+
 Head = Literal["lm", "value", "score"]
 FamilyName = Literal[
     "qwen2",
@@ -155,18 +157,18 @@ class Experts:
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
-            raise ValueError(
+            raise Refusal(
                 f"a token goes through per_token={self.per_token} of count={self.count} experts; "
                 f"per_token has to be from 1 to count"
             )
         if self.groups < 1 or self.count % self.groups or not 1 <= self.groups_per_token <= self.groups:
-            raise ValueError(
+            raise Refusal(
                 f"groups_per_token={self.groups_per_token} of groups={self.groups} of {self.count} experts; "
                 f"groups have to be equal, and at least one of them chosen"
             )
         each = self.count // self.groups
         if not 1 <= self.group_best <= each or self.groups_per_token * each < self.per_token:
-            raise ValueError(
+            raise Refusal(
                 f"a group has {each} experts; that has to be at least group_best={self.group_best}, and "
                 f"groups_per_token={self.groups_per_token} groups have to hold per_token={self.per_token} experts"
             )
@@ -241,24 +243,24 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise Refusal(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
                 f"every key-value head serves the same number of query heads"
             )
         if self.rotary_dim % 2:
-            raise ValueError(
+            raise Refusal(
                 f"head_dim={self.head_dim} with partial_rotary_factor={self.partial_rotary_factor} rotates "
                 f"{self.rotary_dim} dimensions; rotary positions need an even number"
             )
         if self.dense_layers and (self.experts is None or self.dense_layers >= self.num_layers):
-            raise ValueError(
+            raise Refusal(
                 f"dense_layers={self.dense_layers} of num_layers={self.num_layers} come before layers with experts; "
                 f"a model without experts has dense_layers=0"
             )
         if self.experts is not None and self.activation != "silu":
-            raise ValueError(f"activation={self.activation!r} with experts, which compute silu; give activation='silu'")
+            raise Refusal(f"activation={self.activation!r} with experts, which compute silu; give activation='silu'")
         if len(self.sliding_layers) not in (0, self.num_layers):
-            raise ValueError(
+            raise Refusal(
                 f"sliding_layers speaks of {len(self.sliding_layers)} layers, num_layers is {self.num_layers}; "
                 f"give one entry for each layer, or none"
             )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrlhf.batch import Array, Params
-from jaxrlhf.config import Nnx
+from jaxrlhf.config import Nnx, Refusal
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
 from jaxrlhf.models.attention.shared_prefix import Spread
 from jaxrlhf.models.causal_lm import OwnModel
@@ -51,7 +51,7 @@ class NnxModel(OwnModel):
         """The model of a configuration, looked at without computing anything.
 
         Raises:
-          ValueError: `build` makes no module, or one without the two functions that are needed.
+          Refusal: `build` makes no module, or one without the two functions that are needed.
         """
         kind = ""
 
@@ -63,7 +63,7 @@ class NnxModel(OwnModel):
 
         hidden, table = jax.eval_shape(shapes)
         if hidden.ndim != 3 or hidden.shape[:2] != (1, 2) or table.ndim != 2 or table.shape[1] != hidden.shape[2]:
-            raise ValueError(
+            raise Refusal(
                 f"Nnx: of one row of two tokens {kind} makes hidden states {hidden.shape}, and its head() is "
                 f"{table.shape}; expected (1, 2, D) and (V, D), whose product the logits are"
             )
@@ -158,7 +158,7 @@ def _built(build: Callable[[nnx.Rngs], nnx.Module], key: Any) -> Any:
     with nnx.use_eager_sharding(False):  # dimension names are no mesh axes; a layout says what they are split over
         module = build(nnx.Rngs(key))
     if not isinstance(module, nnx.Module) or not callable(module) or not hasattr(module, "head"):
-        raise ValueError(
+        raise Refusal(
             f"Nnx.build made {type(module).__name__}; expected a flax.nnx.Module that is called with tokens, positions "
             "and segments and gives hidden states, and that has a head() they are multiplied with"
         )
@@ -191,7 +191,7 @@ def _dims(path: str, shape: tuple[int, ...], names: Sequence[str | None] | None)
         largest = max(range(len(shape)), key=shape.__getitem__) if len(shape) > 1 else None
         return tuple("embed" if dim == largest else None for dim in range(len(shape)))
     if len(names) != len(shape) or set(names) - {None, *DIM_NAMES}:
-        raise ValueError(
+        raise Refusal(
             f"Nnx: {path} of shape {shape} names its dimensions {tuple(names)}; expected one name for each, of "
             f"{', '.join(DIM_NAMES)} or None"
         )

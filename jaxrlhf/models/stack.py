@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrlhf.batch import Array, Params
+from jaxrlhf.config import Refusal
 from jaxrlhf.models.causal_lm import replaceable
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layer import for_slots
@@ -23,7 +24,7 @@ def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> li
     """Layers of one kind after another, beside which of them have a window where they differ in it."""
     if config.dense_layers:
         if pipeline is not None:
-            raise ValueError(
+            raise Refusal(
                 f"the first {config.dense_layers} of {config.num_layers} layers have no experts, so that layers cannot "
                 f"be divided evenly over {pipeline.stages} stages; use one stage, and tensor or fsdp instead"
             )

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrlhf.config import ROLLOUT, Config, Layout, Pool, Training, override
+from jaxrlhf.config import ROLLOUT, Config, Layout, Pool, Refusal, Training, override
 from jaxrlhf.planner.plan import Call, Cost, Plan, PlannedPool
 from jaxrlhf.planner.problem import generates, judges_of, placed_roles, written_pools
 
@@ -13,7 +13,7 @@ def planned_config(config: Config, plan: Plan) -> Config:
     """The configuration with the plan's placement in place of its own.
 
     Raises:
-      ValueError: The plan places other roles than the configuration has.
+      Refusal: The plan places other roles than the configuration has.
     """
     return override(config, planned_settings(config, plan))
 
@@ -29,12 +29,12 @@ def planned_settings(config: Config, plan: Plan, *, written: Config | None = Non
       written: What the settings are to change, if that is not what was planned but what was freed for it.
 
     Raises:
-      ValueError: The plan places other roles than the configuration has.
+      Refusal: The plan places other roles than the configuration has.
     """
     judges, layouts = judges_of(config), _layouts(plan)
     known = set(placed_roles(config))
     if layouts.keys() - {ROLLOUT} != known:
-        raise ValueError(
+        raise Refusal(
             f"the plan places {', '.join(sorted(layouts))} and the configuration has {', '.join(sorted(known))}; "
             "plan anew"
         )
@@ -87,7 +87,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
     """The plan that `plan_to_json` wrote.
 
     Raises:
-      ValueError: A field is missing, or is not a plan's.
+      Refusal: A field is missing, or is not a plan's.
     """
     try:
         pools = [
@@ -102,7 +102,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         return Plan(tuple(pools), tuple(data["offload"]), tuple(calls), dict(data["stage_seconds"]), data["slots"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"this is no plan: {reason}; plan anew") from error
+        raise Refusal(f"this is no plan: {reason}; plan anew") from error
 
 
 def pool_name(roles: tuple[str, ...]) -> str:

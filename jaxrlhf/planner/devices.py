@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.config.cli.annotations import check_type, field_types
 from jaxrlhf.planner.hardware import Hardware
 
@@ -253,7 +254,7 @@ def hardware(spec: str) -> Hardware:
     slice by Google's name (128 TensorCores, 64 devices), `my.json` a measured machine.
 
     Raises:
-      ValueError: Unknown name, sizes that are no whole numbers of at least 1, a slice that does
+      Refusal: Unknown name, sizes that are no whole numbers of at least 1, a slice that does
         not fill its hosts, or a file that does not describe hardware.
     """
     if spec.lower().endswith(".json"):
@@ -264,7 +265,7 @@ def hardware(spec: str) -> Hardware:
         if given.startswith(name) and sizes[:1] in ("", "x", "-"):
             kind = KNOWN_HARDWARE[_ALIASES.get(name, name)]
             return _slice(spec, kind, sizes[1:]) if sizes.startswith("-") else _machines(spec, kind, sizes)
-    raise ValueError(f"unknown hardware {spec!r}; known are {', '.join(_closest_first(given))}; {_FORMS}")
+    raise Refusal(f"unknown hardware {spec!r}; known are {', '.join(_closest_first(given))}; {_FORMS}")
 
 
 def recognise(device_kind: str, platform: str) -> str | None:
@@ -284,23 +285,23 @@ def load_hardware(path: str | Path) -> Hardware:
     """Read a description that `save_hardware` wrote; fields may have been changed by hand since.
 
     Raises:
-      ValueError: The file is missing or no JSON object, or a field is missing, unknown, of
+      Refusal: The file is missing or no JSON object, or a field is missing, unknown, of
         another type, or out of range.
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"no hardware file {str(path)!r}; `python -m jaxrlhf.calibrate` writes one")
+        raise Refusal(f"no hardware file {str(path)!r}; `python -m jaxrlhf.calibrate` writes one")
     try:
         fields = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON ({error}); calibrate again") from error
+        raise Refusal(f"{file} is not valid JSON ({error}); calibrate again") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{file} holds {type(fields).__name__}, expected a JSON object with the fields of Hardware")
+        raise Refusal(f"{file} holds {type(fields).__name__}, expected a JSON object with the fields of Hardware")
     types = field_types(Hardware)
     if missing := [name for name in types if name not in fields]:
-        raise ValueError(f"{file} has no {', '.join(missing)}; a hardware file gives every field")
+        raise Refusal(f"{file} has no {', '.join(missing)}; a hardware file gives every field")
     if unknown := [name for name in fields if name not in types]:
-        raise ValueError(f"{file} has unknown fields {', '.join(unknown)}; the fields are {', '.join(types)}")
+        raise Refusal(f"{file} has unknown fields {', '.join(unknown)}; the fields are {', '.join(types)}")
     for name, kind in types.items():
         check_type(f"{name} in {file}", fields[name], kind)
     values: dict[str, Any] = {
@@ -309,14 +310,14 @@ def load_hardware(path: str | Path) -> Hardware:
     try:
         return Hardware(**values)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+        raise Refusal(f"{file}: {error}") from error
 
 
 def _machines(spec: str, kind: Hardware, sizes: str) -> Hardware:
     """`sizes` is what follows the name: nothing, `x4` or `x16x8`."""
     numbers = sizes.split("x")[1:]
     if len(numbers) > 2 or not all(map(_whole, numbers)):
-        raise ValueError(f"hardware {spec!r}: sizes must be whole numbers of at least 1; {_FORMS}")
+        raise Refusal(f"hardware {spec!r}: sizes must be whole numbers of at least 1; {_FORMS}")
     machines, devices = [*map(int, numbers), *(1, kind.devices_per_machine)[len(numbers) :]]
     return _sized(kind, machines, devices)
 
@@ -324,17 +325,17 @@ def _machines(spec: str, kind: Hardware, sizes: str) -> Hardware:
 def _slice(spec: str, kind: Hardware, number: str) -> Hardware:
     """`number` is what a slice's name counts, which is not always devices."""
     if kind.name not in _CORES_PER_DEVICE:
-        raise ValueError(f"hardware {spec!r}: only TPU slices are named with a dash; {_FORMS}")
+        raise Refusal(f"hardware {spec!r}: only TPU slices are named with a dash; {_FORMS}")
     if not _whole(number):
-        raise ValueError(f"hardware {spec!r}: the size of a slice must be a whole number of at least 1; {_FORMS}")
+        raise Refusal(f"hardware {spec!r}: the size of a slice must be a whole number of at least 1; {_FORMS}")
     devices, rest = divmod(int(number), _CORES_PER_DEVICE[kind.name])
     if rest:
-        raise ValueError(f"hardware {spec!r}: {kind.name} slices count TensorCores, two a chip; give an even number")
+        raise Refusal(f"hardware {spec!r}: {kind.name} slices count TensorCores, two a chip; give an even number")
     if devices <= kind.devices_per_machine:
         return _sized(kind, 1, devices)
     per_host = _DEVICES_PER_HOST_OF_MANY.get(kind.name, kind.devices_per_machine)
     if devices % per_host:
-        raise ValueError(f"hardware {spec!r}: {devices} devices do not fill hosts of {per_host}; give a multiple of it")
+        raise Refusal(f"hardware {spec!r}: {devices} devices do not fill hosts of {per_host}; give a multiple of it")
     return _sized(kind, devices // per_host, per_host)
 
 

@@ -6,7 +6,7 @@ that `python -m jaxrlhf.calibrate` wrote holds measured rates and shares.
 
 from dataclasses import dataclass
 
-from jaxrlhf.config.check import finite, not_negative, positive, require, within
+from jaxrlhf.config.refusal import finite, not_negative, positive, require, within
 
 _COUNTS = ("machines", "devices_per_machine")
 _RATES = (

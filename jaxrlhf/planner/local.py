@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxrlhf.config import Config
+from jaxrlhf.config import Config, Refusal
 from jaxrlhf.planner.devices import hardware, recognise
 from jaxrlhf.planner.hardware import Hardware
 
@@ -17,7 +17,7 @@ def hardware_of(config: Config, spec: str | None = None) -> Hardware:
       spec: A name or a file; None is what the run would be launched on from here.
 
     Raises:
-      ValueError: An unknown name, fewer devices than are asked for, or devices of no known kind.
+      Refusal: An unknown name, fewer devices than are asked for, or devices of no known kind.
     """
     if spec is not None:
         return taken(hardware(spec), config.devices)
@@ -28,7 +28,7 @@ def local_hardware(config: Config) -> Hardware:
     """The devices of this process that the run takes; they are one machine.
 
     Raises:
-      ValueError: They are of no known kind, more than the hardware that is named has, or fewer than are asked for.
+      Refusal: They are of no known kind, more than the hardware that is named has, or fewer than are asked for.
     """
     import jax
 
@@ -36,18 +36,18 @@ def local_hardware(config: Config) -> Hardware:
     kind, platform = devices[0].device_kind, devices[0].platform
     count = config.devices or len(devices)
     if count > len(devices):
-        raise ValueError(
+        raise Refusal(
             f"devices={count} were asked for and JAX sees {len(devices)} {platform} devices; lower them, or plan "
             f"for other devices with --hardware"
         )
     if config.hardware is None:
         name = recognise(kind, platform)
         if name is None:
-            raise ValueError(f"of the {len(devices)} devices here, {kind!r}, no figures are known; {_HOW}")
+            raise Refusal(f"of the {len(devices)} devices here, {kind!r}, no figures are known; {_HOW}")
         return taken(hardware(f"{name}x1x{len(devices)}"), count)
     described = hardware(config.hardware)
     if count > described.devices_per_machine:
-        raise ValueError(
+        raise Refusal(
             f"hardware={config.hardware!r} has machines of {described.devices_per_machine} devices, and this process "
             f"uses {count}; {_HOW}"
         )
@@ -58,12 +58,10 @@ def cluster_hardware(config: Config) -> Hardware:
     """What the configuration says, because a controller sees no device of its cluster.
 
     Raises:
-      ValueError: It says nothing.
+      Refusal: It says nothing.
     """
     if config.hardware is None:
-        raise ValueError(
-            f"from here no device of a cluster is seen, so placement='auto' has to know what it is: {_HOW}"
-        )
+        raise Refusal(f"from here no device of a cluster is seen, so placement='auto' has to know what it is: {_HOW}")
     return taken(hardware(config.hardware), config.devices)
 
 
@@ -71,12 +69,12 @@ def taken(machines: Hardware, devices: int | None) -> Hardware:
     """The first devices of the machines; None is all of them.
 
     Raises:
-      ValueError: There are fewer, or they are no whole number of machines.
+      Refusal: There are fewer, or they are no whole number of machines.
     """
     if devices is None or devices == machines.devices:
         return machines
     if devices > machines.devices:
-        raise ValueError(
+        raise Refusal(
             f"devices={devices} were asked for, and {machines.machines} machines of {machines.devices_per_machine} x "
             f"{machines.name} have {machines.devices}; lower devices, or name more machines"
         )
@@ -84,7 +82,7 @@ def taken(machines: Hardware, devices: int | None) -> Hardware:
     if devices % each == 0:
         return replace(machines, machines=devices // each)
     if devices > each:
-        raise ValueError(f"devices={devices} is no whole number of machines of {each}; give a multiple of {each}")
+        raise Refusal(f"devices={devices} is no whole number of machines of {each}; give a multiple of {each}")
     part = replace(machines, machines=1, devices_per_machine=devices)
     if not machines.shared_compute:
         return part

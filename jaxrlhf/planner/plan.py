@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-from jaxrlhf.config import Layout
+from jaxrlhf.config import Layout, Refusal
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.workload import Role, Software, Stage, Workload
 
@@ -165,5 +165,5 @@ class Search:
     seconds: float
 
 
-class Infeasible(ValueError):
+class Infeasible(Refusal):
     """No placement fits; the message says which role lacks how many bytes, and what would help."""

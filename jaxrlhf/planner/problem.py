@@ -15,6 +15,7 @@ from jaxrlhf.config import (
     PolicyGradient,
     Preference,
     Pretrained,
+    Refusal,
     ReMax,
     Training,
 )
@@ -41,7 +42,7 @@ class Lengths:
         for name in ("prompt_tokens", "response_tokens"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"the mean {name} must be above 0 and finite, got {value}")
+                raise Refusal(f"the mean {name} must be above 0 and finite, got {value}")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def question_of(
       vocabulary: Tokens of the tokenizer; None loads it if a model is made from scratch.
 
     Raises:
-      ValueError: A model whose shape is not known, or lengths that the configuration does not allow.
+      Refusal: A model whose shape is not known, or lengths that the configuration does not allow.
     """
     lengths = lengths or Lengths()
     shapes = _Shapes(config, vocabulary)
@@ -174,7 +175,7 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
     """One step of the algorithm.
 
     Raises:
-      ValueError: A mean that is above the configuration's maximum.
+      Refusal: A mean that is above the configuration's maximum.
     """
     algorithm, rollout = config.algorithm, config.rollout
     prompts = algorithm.problems_per_step(config)
@@ -182,7 +183,7 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
     for name in ("prompt_tokens", "response_tokens"):
         most, mean = getattr(rollout, f"max_{name}"), getattr(lengths, name)
         if mean is not None and mean > most:
-            raise ValueError(f"a mean of {mean} {name} is above rollout.max_{name}={most}; lower it, or raise that")
+            raise Refusal(f"a mean of {mean} {name} is above rollout.max_{name}={most}; lower it, or raise that")
         means[name] = float(most if mean is None else mean)
     return Workload(
         prompts=prompts,
@@ -277,7 +278,7 @@ class _Shapes:
                 self._vocabulary = len(load_tokenizer(tokenizer_path(self._config)))
             return from_scratch(model, tokens=self._vocabulary)
         if isinstance(model, Nnx):
-            raise ValueError(
+            raise Refusal(
                 "a plan counts the matrices of the decoder, and the model is a module of your own (Nnx); "
                 "write layouts yourself, with placement='given'"
             )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.config import ROLLOUT
+from jaxrlhf.config import ROLLOUT, Refusal
 from jaxrlhf.planner.apply import plan_from_json, plan_to_json
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.plan import Plan
@@ -49,7 +49,7 @@ def read_plan(workdir: Path) -> SavedPlan | None:
     """The plan of a workdir; None if it has none.
 
     Raises:
-      ValueError: The file is no plan.
+      Refusal: The file is no plan.
     """
     file = workdir / PLAN
     if not file.is_file():
@@ -58,7 +58,7 @@ def read_plan(workdir: Path) -> SavedPlan | None:
         fields = json.loads(file.read_text())
         return SavedPlan(plan_from_json(fields["plan"]), dict(fields["hardware"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); delete it, and the run plans anew") from error
+        raise Refusal(f"{file} cannot be read ({error}); delete it, and the run plans anew") from error
 
 
 def why_not(saved: SavedPlan, *, devices: int, roles: Iterable[str]) -> str | None:

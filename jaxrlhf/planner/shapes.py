@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.models import read_config
 from jaxrlhf.models.config import Experts, Llama3Rope, ModelConfig
 
@@ -152,7 +153,7 @@ def shape_of(path: str) -> tuple[ModelConfig, str]:
       path: A directory, or a hub id; the hub is asked only for ids that are not in `SHAPES`.
 
     Raises:
-      ValueError: No such directory and no such id in the table or on a reachable hub, or a
+      Refusal: No such directory and no such id in the table or on a reachable hub, or a
         config.json that this decoder does not compute.
     """
     if Path(path).expanduser().is_dir():
@@ -162,7 +163,7 @@ def shape_of(path: str) -> tuple[ModelConfig, str]:
     try:
         return read_config(path), f"config.json of {path}"
     except ValueError as error:
-        raise ValueError(f"{error}; {_hint(path)}") from error
+        raise Refusal(f"{error}; {_hint(path)}") from error
 
 
 def _hint(path: str) -> str:

@@ -138,7 +138,7 @@ class HybridEngine:
           dtype: Of the generation weights; norm scales keep their own.
 
         Raises:
-          ValueError: A dimension does not split evenly over its axes.
+          Refusal: A dimension does not split evenly over its axes.
         """
         check_divisible(train_mesh, dims, shapes, TRAIN, role=role)
         check_divisible(generation_mesh, dims, shapes, GENERATE, role=f"{role} in generation")

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from socket import socketpair
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.rewards.protocol import Cause, Function, RewardsFailing
 from jaxrlhf.rewards.worker import SLACK_S, Answer, Message, Ready, Refused, Split
 
@@ -104,7 +105,7 @@ class Crew:
       output: File that receives what the functions print; None is the standard error stream.
 
     Raises:
-      ValueError: If a function cannot be loaded; the line says which and why.
+      Refusal: If a function cannot be loaded; the line says which and why.
       RuntimeError: If processes keep dying while they start.
     """
 
@@ -287,7 +288,7 @@ class Crew:
             case Ready(groups):
                 worker.ready, self._takes_groups, self._failed_starts = True, groups, 0
             case Refused(reason):
-                raise ValueError(reason)
+                raise Refusal(reason)
             case Split():
                 self._retry_singly(worker.groups.popleft())
             case Answer(number):

@@ -16,6 +16,8 @@ import urllib.request
 from contextlib import suppress
 from typing import Any
 
+from jaxrlhf.config import Refusal
+
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
 LARGEST_REPLY_BYTES = 1 << 26
@@ -64,7 +66,7 @@ def post_json(url: str, body: Any, *, api_key_env: str | None, attempt_s: float,
 
     Raises:
       EndpointError: One of its kinds above.
-      ValueError: If the body is no JSON or there is no key in the environment.
+      Refusal: If the body is no JSON or there is no key in the environment.
     """
     data = json.dumps(body, allow_nan=False).encode()
     headers = {"Content-Type": "application/json", "User-Agent": "jaxrlhf"}
@@ -88,11 +90,9 @@ def api_key(variable: str) -> str:
     """The key in an environment variable; errors name the variable and never show the key."""
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise ValueError(
-            f"api_key_env names {variable}, which is not set in the environment of the process that scores"
-        )
+        raise Refusal(f"api_key_env names {variable}, which is not set in the environment of the process that scores")
     if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"the key in {variable} has characters that cannot be sent in a header")
+        raise Refusal(f"the key in {variable} has characters that cannot be sent in a header")
     return key
 
 

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrlhf.config import Refusal
+
 
 def matches(prompt: str, response: str, answer: str | None, record: Mapping[str, Any], *, pattern: str) -> float:
     """1 if the whole response matches `pattern`, else 0.
@@ -30,8 +32,8 @@ def tags(prompt: str, response: str, answer: str | None, record: Mapping[str, An
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise `ValueError` unless `pattern` is a regular expression."""
+    """Raise `Refusal` unless `pattern` is a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"format pattern {pattern!r} is not a regular expression: {error}") from error
+        raise Refusal(f"format pattern {pattern!r} is not a regular expression: {error}") from error

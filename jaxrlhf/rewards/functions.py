@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.rewards.protocol import Function
 
 
@@ -20,18 +21,18 @@ def resolve(reference: str, settings: Mapping[str, Any] | None = None) -> Callab
     `sys.path`, so the file may import its neighbours.
 
     Raises:
-      ValueError: In one line, if there is no such file, module or function, if importing it
+      Refusal: In one line, if there is no such file, module or function, if importing it
         fails, or if it cannot be called with a prompt, a response, an answer and a record.
     """
     source, colon, name = reference.rpartition(":")
     if not (source and colon and name):
-        raise ValueError(f"reward function {reference!r} is not of the form 'module:function' or 'file.py:function'")
+        raise Refusal(f"reward function {reference!r} is not of the form 'module:function' or 'file.py:function'")
     module = _load_file(reference, Path(source)) if source.endswith(".py") else _load_module(reference, source)
     function = getattr(module, name, None)
     if function is None:
-        raise ValueError(f"reward function {reference!r}: {source} has no {name!r}; {_offer(module)}")
+        raise Refusal(f"reward function {reference!r}: {source} has no {name!r}; {_offer(module)}")
     if not callable(function):
-        raise ValueError(f"reward function {reference!r} is a {type(function).__name__}, which cannot be called")
+        raise Refusal(f"reward function {reference!r} is a {type(function).__name__}, which cannot be called")
     given = {
         name: resolve(value.reference, value.settings) if isinstance(value, Function) else value
         for name, value in (settings or {}).items()
@@ -45,25 +46,25 @@ def _load_module(reference: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise ValueError(f"reward function {reference!r}: importing {name} failed with {one_line(error)}") from error
+        raise Refusal(f"reward function {reference!r}: importing {name} failed with {one_line(error)}") from error
 
 
 def _load_file(reference: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"reward function {reference!r}: there is no file {path} (looked from {Path.cwd()})")
+        raise Refusal(f"reward function {reference!r}: there is no file {path} (looked from {Path.cwd()})")
     path = path.resolve()
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     name = f"reward_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ValueError(f"reward function {reference!r}: {path} cannot be imported as Python")
+        raise Refusal(f"reward function {reference!r}: {path} cannot be imported as Python")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look classes up here
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"reward function {reference!r}: running {path} failed with {one_line(error)}") from error
+        raise Refusal(f"reward function {reference!r}: running {path} failed with {one_line(error)}") from error
     return module
 
 
@@ -75,7 +76,7 @@ def _check_signature(reference: str, function: Callable[..., Any]) -> None:
     try:
         signature.bind("prompt", "response", "answer", {})
     except TypeError as error:
-        raise ValueError(
+        raise Refusal(
             f"reward function {reference!r} has the signature {signature}; "
             f"it is called as function(prompt, response, answer, record), and that fails with: {error}"
         ) from error

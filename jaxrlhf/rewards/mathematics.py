@@ -9,10 +9,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrlhf.config import Refusal
+
 try:
     from math_verify import parse, verify
 except ModuleNotFoundError as error:
-    raise ValueError(f"MathReward needs math-verify ({error}): pip install 'jaxrlhf[math]'") from error
+    raise Refusal(f"MathReward needs math-verify ({error}): pip install 'jaxrlhf[math]'") from error
 
 BOX = r"\boxed"
 DELIMITER = re.compile(r"(?<!\\)\$")  # of a formula; `\$` is the sign of dollars

@@ -35,7 +35,7 @@ def reward_function(name: str, part: config.RewardPart, *, workers: int) -> Func
     """The function that computes a part of the configuration in `workers` processes.
 
     Raises:
-      ValueError: If it cannot work on this machine.
+      Refusal: If it cannot work on this machine.
     """
     if isinstance(part, config.FunctionReward):
         return Function(name, part.function)

@@ -45,7 +45,7 @@ class Pool:
       output: File that receives what the functions print; None is the standard error stream.
 
     Raises:
-      ValueError: If a function cannot be loaded; the line says which and why.
+      Refusal: If a function cannot be loaded; the line says which and why.
       RuntimeError: If processes keep dying while they start.
     """
 

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jaxrlhf.config import Refusal
+
 _CONFINED = Path(__file__).with_name("confined.py")
 
 logger = logging.getLogger(__name__)
@@ -88,21 +90,21 @@ def check_sandbox(limits: Limits) -> None:
     """See that this machine confines programs.
 
     Raises:
-      ValueError: If it does not and `limits` does not allow that, or if a program cannot run within the limits.
+      Refusal: If it does not and `limits` does not allow that, or if a program cannot run within the limits.
     """
     probe = "print(len(bytearray(1 << 24)))"
     try:
         ended = run(probe, limits=replace(limits, allow_unsandboxed=False))
     except RuntimeError as error:
         if not limits.allow_unsandboxed:
-            raise ValueError(
+            raise Refusal(
                 f"CodeReward cannot confine programs: {error}. Run it on another machine, or, if you trust what the "
                 "model writes with your files and your network, set allow_unsandboxed=True"
             ) from error
         logger.warning("CodeReward runs programs with the rights of this run, as it is allowed to: %s", error)
         ended = run(probe, limits=limits)
     if ended != Ended(0, "16777216\n", True):
-        raise ValueError(f"CodeReward: a program that takes 16 MiB ended so: {ended}; are its limits too low? {limits}")
+        raise Refusal(f"CodeReward: a program that takes 16 MiB ended so: {ended}; are its limits too low? {limits}")
 
 
 def _start(job: int, directory: str, given: int, printed: int) -> subprocess.Popen:

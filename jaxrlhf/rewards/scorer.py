@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from jaxrlhf import config
 from jaxrlhf.batch import Scores
+from jaxrlhf.config import Refusal
 from jaxrlhf.rewards.parts import part_names, reward_function
 from jaxrlhf.rewards.pool import Begun, Packed, Pool, pack
 from jaxrlhf.rewards.protocol import Example, Failure, RewardsFailing
@@ -49,7 +50,7 @@ class Scorer:
       ahead: Function calls of the latest call that were under way or done before it, and all of them.
 
     Raises:
-      ValueError: If a function cannot be loaded, a pattern is no regular expression, or a model is missing.
+      Refusal: If a function cannot be loaded, a pattern is no regular expression, or a model is missing.
     """
 
     def __init__(
@@ -262,5 +263,5 @@ def _combine(parts: dict[str, np.ndarray], weights: Sequence[float]) -> Scores:
 def _model(part: config.ModelReward, models: Mapping[str, ScoreTexts]) -> ScoreTexts:
     if part.path not in models:
         given = ", ".join(map(repr, models)) or "none"
-        raise ValueError(f"ModelReward {part.path!r} has no model: pass it in Scorer(..., models=); given: {given}")
+        raise Refusal(f"ModelReward {part.path!r} has no model: pass it in Scorer(..., models=); given: {given}")
     return models[part.path]

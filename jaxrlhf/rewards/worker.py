@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.rewards.functions import one_line, resolve
 from jaxrlhf.rewards.protocol import Cause, Example, as_lists, is_async, is_batched
 
@@ -78,7 +79,7 @@ def main(fd: int, parent: int) -> None:
         functions, timeout_s = connection.recv()
         try:
             loaded = [resolve(function.reference, function.settings) for function in functions]
-        except ValueError as error:
+        except Refusal as error:
             connection.send(Refused(str(error)))
             return
         connection.send(Ready(tuple(is_batched(call) or is_async(call) for call in loaded)))

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxrlhf.config import Layout
+from jaxrlhf.config import Layout, Refusal
 
 AXES = ("data", "fsdp", "expert", "context", "stage", "micro_stage", "tensor", "micro_tensor")
 """Slowest first. Context parallelism has size 1 so far."""
@@ -46,7 +46,7 @@ def factored_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = 
     """The training mesh of one role over `devices`, in their given order.
 
     Raises:
-      ValueError: The layout's sizes do not multiply to the number of devices.
+      Refusal: The layout's sizes do not multiply to the number of devices.
     """
     total = len(devices)
     split = layout.copy_devices
@@ -57,7 +57,7 @@ def factored_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = 
         given = " x ".join(f"{name}={size}" for name, size in sizes.items())
         split_by = " * ".join(name for name in sizes if name != "data")
         fits = f"data={total // split} does" if total % split == 0 else f"{split_by} {_one_of(total)}"
-        raise ValueError(f"{role}: {given} does not fill {total} devices; the product must be {total}: {fits}")
+        raise Refusal(f"{role}: {given} does not fill {total} devices; the product must be {total}: {fits}")
     if layout.refines:
         stages = {"stage": layout.generation_stage, "micro_stage": layout.micro_stage}
         tensors = {"tensor": layout.generation_tensor, "micro_tensor": layout.micro_tensor}
@@ -73,7 +73,7 @@ def generation_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str 
     program refuses arrays over another order.
 
     Raises:
-      ValueError: The layout's sizes do not fill the devices, in training or in generation.
+      Refusal: The layout's sizes do not fill the devices, in training or in generation.
     """
     train = factored_mesh(layout, devices, role=role)
     if layout.refines:
@@ -85,12 +85,12 @@ def replica_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str) ->
     """A mesh that is for generation alone: as many replicas of the generation layout as fill the devices.
 
     Raises:
-      ValueError: The replicas do not fill the devices.
+      Refusal: The replicas do not fill the devices.
     """
     total, replica = len(devices), layout.replica_devices
     if total % replica:
         experts = f"expert={layout.expert} x " if layout.expert > 1 else ""
-        raise ValueError(
+        raise Refusal(
             f"{role}: {experts}generation_stage={layout.generation_stage} x "
             f"generation_tensor={layout.generation_tensor} does not fill {total} devices with replicas of {replica}; "
             f"the product {_one_of(total)}"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.sharding.mesh import EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES
 
 Rules = Mapping[str, str | tuple[str, ...]]
@@ -71,17 +72,15 @@ def check_divisible(mesh: Mesh | AbstractMesh, dims: Any, shapes: Any, rules: Ru
     """Refuse a layout that does not fit a model.
 
     Raises:
-      ValueError: A dimension does not split evenly over the axes its rule names, experts are divided that
+      Refusal: A dimension does not split evenly over the axes its rule names, experts are divided that
         do not exist, or layers of experts are divided over stages, which JAX cannot differentiate yet.
     """
     mixture = any("experts" in names for names in jax.tree.leaves(dims, is_leaf=_is_dims))
     experts, stages = (math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in (EXPERT_AXES, STAGE_AXES))
     if experts > 1 and not mixture:
-        raise ValueError(f"{role}: expert={experts} divides experts, of which this model has none; use fsdp={experts}")
+        raise Refusal(f"{role}: expert={experts} divides experts, of which this model has none; use fsdp={experts}")
     if stages > 1 and mixture:
-        raise ValueError(
-            f"{role}: {stages} stages cannot divide layers with experts; divide the experts: expert={stages}"
-        )
+        raise Refusal(f"{role}: {stages} stages cannot divide layers with experts; divide the experts: expert={stages}")
 
     def one(names: tuple[str | None, ...], array: Any) -> None:
         for name, size in zip(names, array.shape, strict=True):
@@ -90,7 +89,7 @@ def check_divisible(mesh: Mesh | AbstractMesh, dims: Any, shapes: Any, rules: Ru
             ways = math.prod(mesh.shape[axis] for axis in axes)
             if size % ways:
                 sizes = [n for n in range(1, size + 1) if size % n == 0]
-                raise ValueError(
+                raise Refusal(
                     f"{role}: the model's {name!r} dimension of {size} does not split {ways} ways "
                     f"(mesh axes {' x '.join(axes)}); a split of {sizes[:8]} would"
                 )

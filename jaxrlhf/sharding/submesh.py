@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.sharding.mesh import AXES, mesh_of
 from jaxrlhf.sharding.overlap import span
 
@@ -26,12 +27,12 @@ def island_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
       devices: Consecutive in the order of the mesh.
 
     Raises:
-      ValueError: The devices are no block of the mesh, or cut a generation replica.
+      Refusal: The devices are no block of the mesh, or cut a generation replica.
     """
     order, count = list(mesh.devices.flat), len(devices)
     start = order.index(devices[0]) if count and devices[0] in order else -1
     if start < 0 or order[start : start + count] != list(devices):
-        raise ValueError(
+        raise Refusal(
             f"an island is a block of consecutive devices of its mesh, and {[d.id for d in devices]} is none of "
             f"{[d.id for d in order]}"
         )
@@ -39,7 +40,7 @@ def island_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
     if count % block or start % block:
         replica = math.prod(mesh.shape[axis] for axis in _REPLICA_AXES)
         experts = f"expert {mesh.shape['expert']} x " if mesh.shape["expert"] > 1 else ""
-        raise ValueError(
+        raise Refusal(
             f"{count} devices cannot generate by themselves: a generation replica has {experts}generation_stage "
             f"{mesh.shape['stage']} x generation_tensor {mesh.shape['tensor']} = {replica} devices, which lie within "
             f"{block} of the mesh, so replicas would span hosts; these {block} have to divide {count}: lower the "

@@ -84,7 +84,7 @@ class Host:
         """What the configuration comes down to on this pool.
 
         Raises:
-          ValueError: A layout or a token budget that the pool cannot hold.
+          Refusal: A layout or a token budget that the pool cannot hold.
         """
         return pool_rows(self.builder, self._roles)
 

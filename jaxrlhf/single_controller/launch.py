@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.config import Config, Pool
+from jaxrlhf.config import Config, Pool, Refusal
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.single_controller.host import Host
@@ -28,7 +28,7 @@ def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Prog
       workdir: Takes what hosts and reward functions print; None is a dry run, which writes nothing.
 
     Raises:
-      ValueError: Settings that do not fit the devices or each other.
+      Refusal: Settings that do not fit the devices or each other.
       HostFailure: A host of the cluster did not start.
     """
     compilation_cache.turn_on()
@@ -37,7 +37,7 @@ def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Prog
 
         return launch_on_ray(config, config.cluster, progress=progress, workdir=workdir)
     if jax.process_count() > 1:
-        raise ValueError(
+        raise Refusal(
             f"this is one of {jax.process_count()} processes of jax.distributed; start one process and let it launch "
             f"the hosts (cluster=RayCluster(...), or --cluster ray)"
         )
@@ -74,10 +74,10 @@ def placed(config: Config, *, devices: int) -> list[Pool]:
 
 
 def _check_threads(devices: Sequence[jax.Device]) -> None:
-    """Raise `ValueError` if the collectives of CPU devices could wait for each other for ever."""
+    """Raise `Refusal` if the collectives of CPU devices could wait for each other for ever."""
     threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
     if len(devices) > 1 and devices[0].platform == "cpu" and threads < 2 * len(devices):
-        raise ValueError(
+        raise Refusal(
             f"{len(devices)} CPU devices are to work together and XLA has {threads} threads, in which their "
             f"collectives can wait for each other for ever; set JAX_NUM_CPU_DEVICES={len(devices)} in the environment "
             f"instead of in the program, or NPROC=32, before Python starts"
@@ -88,13 +88,13 @@ def split_devices(config: Config, devices: Sequence[jax.Device]) -> list[tuple[P
     """Each pool with its devices, taken in order.
 
     Raises:
-      ValueError: There are fewer devices than the pools need.
+      Refusal: There are fewer devices than the pools need.
     """
     pools = placed(config, devices=len(devices))
     wanted = sum(pool.devices for pool in pools)
     if wanted > len(devices):
         asked = f"devices={wanted}" if not config.pools else f"pools of {[pool.devices for pool in pools]} devices"
-        raise ValueError(
+        raise Refusal(
             f"{asked} were asked for and JAX sees {len(devices)} {devices[0].platform} devices; "
             f"lower them, or on CPU start with JAX_NUM_CPU_DEVICES={wanted}"
         )

@@ -185,7 +185,7 @@ class Pools:
         """What the configuration comes down to on each pool.
 
         Raises:
-          ValueError: A layout or a token budget that a pool cannot hold.
+          Refusal: A layout or a token budget that a pool cannot hold.
         """
         return [row for ranks in self._pools for row in ranks.on_all("rows")[0]]
 

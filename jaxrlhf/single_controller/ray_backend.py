@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxrlhf.batching.transfer_protocol import PROTOCOLS, Place, verbs_of
-from jaxrlhf.config import Config, Pool, RayCluster
+from jaxrlhf.config import Config, Pool, RayCluster, Refusal
 from jaxrlhf.config.cli.load import loaded
 from jaxrlhf.data import load_tokenizer
 from jaxrlhf.models import tokenizer_path
@@ -159,7 +159,7 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
     """Start the host processes of every pool.
 
     Raises:
-      ValueError: A pool's devices are no whole number of hosts, or as `connect`.
+      Refusal: A pool's devices are no whole number of hosts, or as `connect`.
       HostFailure: A host did not start.
     """
     # The controller computes next to nothing, and must not take an accelerator from a host.
@@ -192,7 +192,7 @@ def _pools_of_hosts(config: Config, cluster: RayCluster, *, machines: int) -> li
     pools = placed(config, devices=cluster.devices_per_host * machines)
     for pool in pools:
         if pool.devices % cluster.devices_per_host:
-            raise ValueError(
+            raise Refusal(
                 f"pool {pool.name!r} has {pool.devices} devices and a host {cluster.devices_per_host}; "
                 f"give it a multiple, or change cluster.devices_per_host"
             )

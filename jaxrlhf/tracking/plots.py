@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.tracking.records import read_records
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def save_learning_curve(metrics: Path | str, png: Path | str, *, title: str | No
     """Draw what `metrics.jsonl` holds into a PNG; panels without data are left out.
 
     Raises:
-      ValueError: If the file holds none of the metrics that are drawn.
+      Refusal: If the file holds none of the metrics that are drawn.
     """
     path = Path(png)
     draw_learning_curve(metrics, title=title).savefig(path, dpi=130)
@@ -45,7 +46,7 @@ def draw_learning_curve(metrics: Path | str, *, title: str | None = None) -> Fig
     curves = read_curves(metrics)
     panels = [panel for panel, names in PANELS.items() if any(name in curves for name in names)][:6]
     if not panels:
-        raise ValueError(f"{metrics} holds nothing to draw; it has {', '.join(sorted(curves)) or 'no numbers'}")
+        raise Refusal(f"{metrics} holds nothing to draw; it has {', '.join(sorted(curves)) or 'no numbers'}")
     steps = sorted(set().union(*curves.values()))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxrlhf.config import Refusal
+
 
 class RecordFile:
     """Appends records to a file; what was written when `append` returns survives a kill.
@@ -52,7 +54,7 @@ def read_records(path: Path | str) -> Iterator[dict[str, Any]]:
     """The records of a file, without a last line that was torn by a kill.
 
     Raises:
-      ValueError: If another line is no JSON object with a `step`.
+      Refusal: If another line is no JSON object with a `step`.
     """
     return (record for record, _ in _scan(Path(path)))
 
@@ -90,7 +92,7 @@ def _scan(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
             except (ValueError, TypeError, KeyError) as error:
                 if not file.peek(1):  # the last line
                     return
-                raise ValueError(f"{path}, line {number}, is not a JSON object with a 'step': {line[:60]!r}") from error
+                raise Refusal(f"{path}, line {number}, is not a JSON object with a 'step': {line[:60]!r}") from error
             if not line.endswith(b"\n"):  # complete but for the line break: the next record would join it
                 return
             yield record, end

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import Algorithm, Config
+from jaxrlhf.config import Algorithm, Config, Refusal
 from jaxrlhf.data import Loader
 from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult
 from jaxrlhf.single_controller.pools import Roles
@@ -103,7 +103,7 @@ class Loop:
                 self.roles, StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
             )
             if not isinstance(result, StepResult):
-                raise ValueError(
+                raise Refusal(
                     f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
                     "return a StepResult of jaxrlhf.dataflows.step, as `learn` of jaxrlhf.dataflows.critic_free does"
                 )
@@ -183,7 +183,7 @@ class Loop:
         if latest is None:
             return 0, self.config.algorithm.initial_state()
         if latest > self.config.steps:
-            raise ValueError(
+            raise Refusal(
                 f"{self.checkpoints.directory} is at step {latest}, past the {self.config.steps} steps of "
                 f"{self.config.name}; raise them, or choose another workdir"
             )
@@ -204,7 +204,7 @@ def resolve_dataflow(algorithm: Algorithm, attribute: str = "dataflow") -> Calla
     """The function that an algorithm's settings give, or name as `module:function`: its step, or its evaluation.
 
     Raises:
-      ValueError: There is no such function, or its module does not import.
+      Refusal: There is no such function, or its module does not import.
     """
     owner = type(algorithm)
     given = getattr(owner, attribute, None)
@@ -213,11 +213,11 @@ def resolve_dataflow(algorithm: Algorithm, attribute: str = "dataflow") -> Calla
     where = f"{owner.__name__}.{attribute}={given!r}"
     module, colon, name = given.partition(":") if isinstance(given, str) else ("", "", "")
     if not (module and colon and name):
-        raise ValueError(f"{where} is no step; give a function of (roles, work), or its name as 'module:function'")
+        raise Refusal(f"{where} is no step; give a function of (roles, work), or its name as 'module:function'")
     try:
         function = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
-        raise ValueError(f"{where}: importing {module} failed with {error}") from error
+        raise Refusal(f"{where}: importing {module} failed with {error}") from error
     if not callable(function):
-        raise ValueError(f"{where}: {module} has no function {name!r}")
+        raise Refusal(f"{where}: {module} has no function {name!r}")
     return function

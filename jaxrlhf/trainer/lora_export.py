@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.checkpoint.pretrained import load_pretrained
-from jaxrlhf.config import FromScratch, Lora, Model, Pretrained, Quantization
+from jaxrlhf.config import FromScratch, Lora, Model, Pretrained, Quantization, Refusal
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.peft import WEIGHTS, save_adapters
@@ -114,7 +114,7 @@ class AdaptedRun:
         """Write the adapters alone, with the tokenizer.
 
         Raises:
-          ValueError: As `checkpoint_of`.
+          Refusal: As `checkpoint_of`.
         """
         source = checkpoint_of(self.model, cold_start=self.cold_start is not None)
         save_adapters(adapters, config, head, self.lora, directory, model=source.path, dtype=jnp.dtype(dtype))
@@ -125,7 +125,7 @@ class AdaptedRun:
     def _newest(self, checkpoints: Checkpoints) -> int:
         step = checkpoints.latest()
         if step is None:
-            raise ValueError(f"{checkpoints.directory} is gone, and with it the weights that the adapters belong to")
+            raise Refusal(f"{checkpoints.directory} is gone, and with it the weights that the adapters belong to")
         return step
 
 
@@ -133,10 +133,10 @@ def checkpoint_of(model: Model, *, cold_start: bool) -> Pretrained:
     """The checkpoint that adapters belong to which are written alone.
 
     Raises:
-      ValueError: The weights beside them are in no checkpoint but the run's.
+      Refusal: The weights beside them are in no checkpoint but the run's.
     """
     if cold_start or not isinstance(model, Pretrained):
-        raise ValueError(
+        raise Refusal(
             "the adapters belong to weights that this run made, and are of no use without them; "
             "export both as whole weights with --merge of `python -m jaxrlhf.export`"
         )

@@ -46,7 +46,7 @@ def place(config: Config, workdir: Path, *, vocabulary: int) -> Placed:
       vocabulary: Tokens of the tokenizer.
 
     Raises:
-      ValueError: Hardware that is not known, or on which nothing fits.
+      Refusal: Hardware that is not known, or on which nothing fits.
     """
     hardware = hardware_of(config)
     title = timeline_title(config, hardware)

@@ -8,7 +8,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Sampling
+from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Refusal, Sampling
 from jaxrlhf.data import decoder, load_tokenizer, misread
 from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.models import read_config, tokenizer_path
@@ -53,14 +53,14 @@ def export_policy(
       The step that was exported.
 
     Raises:
-      ValueError: No run, no such checkpoint, or the directory already holds files.
+      Refusal: No run, no such checkpoint, or the directory already holds files.
     """
     run, directory = Path(run).expanduser(), check_new(directory)
     model = run / MODEL
     if not model.is_dir() and (run / CHECKPOINTS).is_dir():
-        raise ValueError(f"{run} trained {_NO_FORMAT}")
+        raise Refusal(f"{run} trained {_NO_FORMAT}")
     if not model.is_dir():
-        raise ValueError(f"{run} is not the workdir of a run: it has no {MODEL} folder")
+        raise Refusal(f"{run} is not the workdir of a run: it has no {MODEL} folder")
     config = read_config(model)
     with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
         step = _chosen(checkpoints, step)
@@ -76,7 +76,7 @@ def export_policy(
                 return step
             arrays = adapted.merged(adapters, config, head_of(role))
         elif merge:
-            raise ValueError(f"{run} trained whole weights and no adapters, so there is nothing to merge; drop --merge")
+            raise Refusal(f"{run} trained whole weights and no adapters, so there is nothing to merge; drop --merge")
         else:
             arrays = checkpoints.read_each(step, role, placed(param_shapes(config, head_of(role), jnp.float32)))
         save_each(arrays, config, head_of(role), directory, dtype=dtype, progress=progress, source=model)
@@ -86,9 +86,9 @@ def export_policy(
 
 
 def check_exportable(config: Config) -> None:
-    """Raise `ValueError` if `export_policy` would refuse what a run of the configuration trains."""
+    """Raise `Refusal` if `export_policy` would refuse what a run of the configuration trains."""
     if isinstance(config.model, Nnx):
-        raise ValueError(f"the run trains {_NO_FORMAT}")
+        raise Refusal(f"the run trains {_NO_FORMAT}")
     training = config.algorithm.training(config)
     role = "actor" if "actor" in training else "critic"
     if training[role].lora is not None:
@@ -105,7 +105,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
       step: Which checkpoint of a run; None is the newest.
     """
     if "actor" not in config.algorithm.roles:
-        raise ValueError(
+        raise Refusal(
             f"evaluation answers problems with a policy, and {type(config.algorithm).__name__} trains none; "
             "how it ranks held-out pairs is in the run's metrics"
         )
@@ -114,9 +114,9 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     own = isinstance(config.model, Nnx) and not described and (place / CHECKPOINTS).is_dir()
     from_run = own or described
     if policy is None and not from_run:
-        raise ValueError(f"{place} holds no run to evaluate; train first, or name a checkpoint with --policy")
+        raise Refusal(f"{place} holds no run to evaluate; train first, or name a checkpoint with --policy")
     if step is not None and not from_run:
-        raise ValueError(f"--step {step} chooses a checkpoint of a run, and {policy} is the workdir of none; drop it")
+        raise Refusal(f"--step {step} chooses a checkpoint of a run, and {policy} is the workdir of none; drop it")
     model = config.model if own else Pretrained(str(place / MODEL if from_run else policy))
     config = replace(config, model=model, cold_start=None, actor=replace(config.actor, lora=None))
     tokenizer = load_tokenizer(tokenizer_path(config))
@@ -124,7 +124,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
         config = placed_for_evaluation(config, place)
     held_out = load_data(config, tokenizer).held_out
     if not held_out:
-        raise ValueError("the configuration's data has no evaluation split; name one in its data settings")
+        raise Refusal("the configuration's data has no evaluation split; name one in its data settings")
     console = RunConsole(steps=1)
     start = adapters = None
     if from_run:
@@ -136,7 +136,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
             actor = replace(config.actor, lora=run.lora)
             config, start = replace(config, model=run.model, seed=run.seed, actor=actor), run.trained_weights
         elif not start.is_dir():
-            raise ValueError(f"{place} trained no policy, and evaluation answers problems with one; name another run")
+            raise Refusal(f"{place} trained no policy, and evaluation answers problems with one; name another run")
         else:
             adapters = None
     stage = Stage(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start, adapters=adapters)
@@ -156,5 +156,5 @@ def _chosen(checkpoints: Checkpoints, step: int | None) -> int:
     chosen = checkpoints.latest() if step is None else step
     if chosen is None or chosen not in checkpoints.steps():
         which = "" if chosen is None else f" of step {chosen}"
-        raise ValueError(f"{checkpoints.directory} has no checkpoint{which}; it has {checkpoints.steps()}")
+        raise Refusal(f"{checkpoints.directory} has no checkpoint{which}; it has {checkpoints.steps()}")
     return chosen

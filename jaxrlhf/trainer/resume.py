@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.checkpoint import identity
-from jaxrlhf.config import Config, FromScratch, Lora, Pretrained, to_json
+from jaxrlhf.config import Config, FromScratch, Lora, Pretrained, Refusal, to_json
 
 Settings = dict[str, Any]
 
@@ -45,13 +45,13 @@ def check_same_start(workdir: Path, config: Config) -> None:
       workdir: Of the run, whose checkpoints go with its config.json.
 
     Raises:
-      ValueError: `model`, `cold_start` or a role's `lora` is not what it was, or config.json is damaged, or gone though
+      Refusal: `model`, `cold_start` or a role's `lora` is not what it was, or config.json is damaged, or gone though
         it says what adapters are.
     """
     file, trained = workdir / DESCRIBED, config.algorithm.training(config)
     if not file.exists():
         if adapting := [role for role, training in trained.items() if training.lora is not None]:
-            raise ValueError(f"{file} is gone, and with it the scale of {', '.join(adapting)}'s adapters; put it back")
+            raise Refusal(f"{file} is gone, and with it the scale of {', '.join(adapting)}'s adapters; put it back")
         return
     saved = _read(file)
     before, now = _model(saved["model"]), _model(to_json(config.model))
@@ -80,12 +80,12 @@ def _read(file: Path) -> Any:
     try:
         return json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} cannot be read ({error}), and says what its checkpoints are; mend it") from error
+        raise Refusal(f"{file} cannot be read ({error}), and says what its checkpoints are; mend it") from error
 
 
 def _check_same_weights(workdir: Path, was: str, known: Settings, path: str, given: Settings) -> None:
     if other := sorted(name for name in known | given if known.get(name) != given.get(name)):
-        raise ValueError(
+        raise Refusal(
             f"{workdir} started from the checkpoint {was}, and {path} is another one now: {', '.join(other[:3])} "
             f"{'differs' if len(other) == 1 else 'differ'}; resume with what it was, or choose another workdir"
         )
@@ -97,7 +97,7 @@ def _check_same(workdir: Path, name: str, before: Settings, now: Settings) -> No
             ", ".join(f"{part}={settings[part]!r}" for part in changed if part in settings) or "none"
             for settings in (before, now)
         )
-        raise ValueError(
+        raise Refusal(
             f"{workdir} trained with {name} of {was}, and the configuration has {given}; "
             f"resume with what it was, or choose another workdir"
         )

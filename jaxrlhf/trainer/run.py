@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import ROLLOUT, SFT, Checkpointing, Config, Evaluation, Preference
+from jaxrlhf.config import ROLLOUT, SFT, Checkpointing, Config, Evaluation, Preference, Refusal
 from jaxrlhf.data import Loaded, Loader, decoder, load_problems, load_tokenizer
 from jaxrlhf.models import AnyModel, OwnModel, model_config, tokenizer_path
 from jaxrlhf.models.huggingface.save import save_description
@@ -85,7 +85,7 @@ def run(
       dry_run: Stop after the table of derived settings; nothing is compiled or written.
 
     Raises:
-      ValueError: Settings, data, tokenizer and checkpoint that do not fit, before any compile.
+      Refusal: Settings, data, tokenizer and checkpoint that do not fit, before any compile.
       KeyboardInterrupt: After Ctrl-C, and once all is saved: cells or runs that were to follow shall not.
     """
     resolve_dataflow(config.algorithm)  # refuses what is no step before anything is read
@@ -113,12 +113,12 @@ def _held(workdir: Path) -> Iterator[None]:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = open(workdir / LOCK, "w")  # noqa: SIM115  open until the end of the block
     except OSError as error:
-        raise ValueError(f"workdir {workdir} cannot be written to: {error}; choose another") from error
+        raise Refusal(f"workdir {workdir} cannot be written to: {error}; choose another") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"another run is at work in {workdir}; wait for its end, or choose another") from error
+            raise Refusal(f"another run is at work in {workdir}; wait for its end, or choose another") from error
         except OSError as error:
             text = f"{workdir} is on a file system without locks ({error}); see to it that no other run uses it"
             default_console().print(text, markup=False, highlight=False, soft_wrap=True)
@@ -210,9 +210,7 @@ def load_data(config: Config, tokenizer: Any) -> Data:
 def _check_workdir(workdir: Path, config: Config) -> None:
     saved = [*workdir.glob(f"{CHECKPOINTS}/*"), *workdir.glob(f"{COLD_START}/{CHECKPOINTS}/*")]
     if saved and not config.resume:
-        raise ValueError(
-            f"{workdir} already holds a run and resume is off; choose another workdir, delete it, or resume"
-        )
+        raise Refusal(f"{workdir} already holds a run and resume is off; choose another workdir, delete it, or resume")
     if any(workdir.glob(f"{CHECKPOINTS}/*")):
         check_same_start(workdir, config)
 

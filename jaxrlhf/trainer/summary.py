@@ -25,7 +25,7 @@ def settings_rows(
       examples: Of the algorithm's own data, if it has some.
 
     Raises:
-      ValueError: A layout or a token budget that the devices cannot hold.
+      Refusal: A layout or a token budget that the devices cannot hold.
     """
     return [
         ("run", "algorithm", type(config.algorithm).__name__, f"{config.steps} steps"),

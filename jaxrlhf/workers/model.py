@@ -20,7 +20,7 @@ from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.batching.packing import Packing, Rows
 from jaxrlhf.batching.transfer_protocol import Place
 from jaxrlhf.checkpoint import TreeItem
-from jaxrlhf.config import Training
+from jaxrlhf.config import Refusal, Training
 from jaxrlhf.models.attention.attention import Attention
 from jaxrlhf.models.causal_lm import AnyModel, OwnModel
 from jaxrlhf.models.config import Head
@@ -251,7 +251,7 @@ def microbatch_shape(training: Training, mesh: Mesh, *, width: int, role: str) -
     """Tokens of a packed row, and rows of a microbatch, from the token budget.
 
     Raises:
-      ValueError: The budget does not hold one row for each shard of the batch.
+      Refusal: The budget does not hold one row for each shard of the batch.
     """
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     row_tokens = packed_row_tokens(width, budget=training.tokens_per_microbatch // shards)
@@ -259,7 +259,7 @@ def microbatch_shape(training: Training, mesh: Mesh, *, width: int, role: str) -
     stages = training.layout.stage
     rows = (rows // stages * stages if rows > stages else rows) * shards  # whole rounds keep a pipeline busy
     if rows == 0:
-        raise ValueError(
+        raise Refusal(
             f"{role}.tokens_per_microbatch={training.tokens_per_microbatch} does not hold a row of {row_tokens} tokens "
             f"on each of {shards} data-parallel devices; raise it to at least {row_tokens * shards}"
         )
@@ -270,7 +270,7 @@ def layout_of(mesh: Mesh, config: AnyModel, head: Head, *, role: str) -> Any:
     """The training shardings of a model's parameters, checked to split evenly."""
     stages = math.prod(mesh.shape[axis] for axis in STAGE_AXES)
     if isinstance(config, OwnModel) and stages > 1:
-        raise ValueError(f"{role}: {stages} stages divide the layers of the decoder, not {config.name}; use stage=1")
+        raise Refusal(f"{role}: {stages} stages divide the layers of the decoder, not {config.name}; use stage=1")
     dims = param_dims(config, head)
     check_divisible(mesh, dims, param_shapes(config, head, jnp.float32), TRAIN, role=role)
     return shardings(mesh, dims, TRAIN)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
-from jaxrlhf.config import CRITICS, ROLLOUT, ModelReward, offloaded
+from jaxrlhf.config import CRITICS, ROLLOUT, ModelReward, Refusal, offloaded
 from jaxrlhf.models import OwnModel, read_config
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.memory import adapters_held, keeps_activations, training_activation_bytes, weights_held
@@ -42,7 +42,7 @@ def choose_remat(builder: "Builder", role: str, roles: Collection[str]) -> Remat
     setting, devices = builder.training(role).remat, builder.pool.devices
     if isinstance(builder.model_of(role), OwnModel):
         if setting == "full":
-            raise ValueError(
+            raise Refusal(
                 f"{role}.remat='full' is for the layers of the decoder; a model of your own says itself what is "
                 "computed again (nnx.remat), leave remat at 'auto'"
             )

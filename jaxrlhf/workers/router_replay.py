@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxrlhf.batch import Array
 from jaxrlhf.batching.packing import Rows
+from jaxrlhf.config import Refusal
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.moe.experts import Routed, Watched
 
@@ -15,13 +16,11 @@ def router_coefficient(config: AnyModel, wanted: float | None, *, role: str) -> 
     """Of the loss that balances experts: as configured, or as the checkpoint has it.
 
     Raises:
-      ValueError: One is configured for a model without experts.
+      Refusal: One is configured for a model without experts.
     """
     if config.experts is None:
         if wanted is not None:
-            raise ValueError(
-                f"{role}.router_loss={wanted} balances experts, of which this model has none; leave it out"
-            )
+            raise Refusal(f"{role}.router_loss={wanted} balances experts, of which this model has none; leave it out")
         return 0.0
     return config.experts.loss_coefficient if wanted is None else wanted
 

@@ -35,7 +35,7 @@ class ScoreModel:
       tokens_per_batch: Most tokens (padding included) of one forward pass, unless one row per device is more.
 
     Raises:
-      ValueError: There is no such checkpoint, it has no score head, or it does not split over the mesh.
+      Refusal: There is no such checkpoint, it has no score head, or it does not split over the mesh.
     """
 
     def __init__(

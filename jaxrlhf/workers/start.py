@@ -49,7 +49,7 @@ def check_starts(config: Config, *, policy: Path | None) -> None:
       policy: Where the policy lies that stands in for the configuration's model.
 
     Raises:
-      ValueError: As `check_pretrained`.
+      Refusal: As `check_pretrained`.
     """
     wanted: list[tuple[str, Head]] = []
     for role in config.algorithm.roles:

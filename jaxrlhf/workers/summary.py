@@ -6,7 +6,7 @@ from collections.abc import Collection
 import jax
 
 from jaxrlhf.batching.transfer_protocol import Place
-from jaxrlhf.config import ROLLOUT, Layout, PolicyGradient, Preference
+from jaxrlhf.config import ROLLOUT, Layout, PolicyGradient, Preference, Refusal
 from jaxrlhf.models import OwnModel, empty_cache
 from jaxrlhf.models.lora.lora import adapter_shapes
 from jaxrlhf.models.memory import training_activation_bytes
@@ -27,7 +27,7 @@ def pool_rows(builder: Builder, roles: Collection[str]) -> list[Row]:
     """The pool, and each role on it.
 
     Raises:
-      ValueError: A layout, a batch or a token budget that the pool cannot hold.
+      Refusal: A layout, a batch or a token budget that the pool cannot hold.
     """
     pool = builder.pool
     hosts = len({device.process_index for device in pool.devices})
@@ -54,7 +54,7 @@ def pool_rows(builder: Builder, roles: Collection[str]) -> list[Row]:
 
 
 def _check_batches(builder: Builder, roles: Collection[str]) -> None:
-    """Raise `ValueError` if a batch has fewer rows than there are hosts to give some to."""
+    """Raise `Refusal` if a batch has fewer rows than there are hosts to give some to."""
     config, algorithm = builder.config, builder.config.algorithm
     setting = "pairs_per_update" if isinstance(algorithm, Preference) else "examples_per_update"
     update = (f"algorithm.{setting}", algorithm.problems_per_step(config))
@@ -73,7 +73,7 @@ def _check_batches(builder: Builder, roles: Collection[str]) -> None:
     for role, (setting, count), place, axes in taken:
         _, parts = place.part(axes)
         if count < parts:
-            raise ValueError(
+            raise Refusal(
                 f"{role}: {setting}={count} does not give a row to each of the {parts} groups of hosts that share it; "
                 f"raise it to at least {parts}, or use fewer hosts"
             )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrlhf.config import Lora, Quantization
+from jaxrlhf.config import Lora, Quantization, Refusal
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.lora.lora import adapter_dims, adapter_shapes, quantized
@@ -44,12 +44,12 @@ def layout_in(tree: Any) -> Any:
 
 
 def check_tiles(mesh: Mesh, config: AnyModel, head: Head, lora: Lora | None, rules: Rules, *, role: str) -> None:
-    """Raise `ValueError` if quantised weights that share a scale would be parted."""
+    """Raise `Refusal` if quantised weights that share a scale would be parted."""
     shapes = _frozen_shapes(config, head, lora, dtype=jnp.float32)
     try:
         check_divisible(mesh, _frozen_dims(config, head, lora), shapes, rules, role=role)
     except ValueError as error:
-        raise ValueError(
+        raise Refusal(
             f"{error}; it counts what shares a scale, up to {TILE} neighbours, which lora.quantize keeps together"
         ) from error
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jaxrlhf.config.check import positive, require
 from jaxrlhf.config.corrections import IcePop, Rejection, TruncatedImportance
 from jaxrlhf.config.losses import KLInLoss, KLInReward
 from jaxrlhf.config.policy_losses import PolicyLoss, RatioLoss
+from jaxrlhf.config.refusal import positive, require
 from jaxrlhf.config.training import Sampling, Training
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Algorithm(ABC):
         return None
 
     def check(self, config: Config) -> None:  # noqa: B027  most algorithms fit any configuration
-        """Raise `ValueError` if the rest of the configuration does not fit this algorithm."""
+        """Raise `Refusal` if the rest of the configuration does not fit this algorithm."""
 
 
 @dataclass(frozen=True)

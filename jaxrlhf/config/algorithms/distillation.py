@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
-from jaxrlhf.config.check import require
+from jaxrlhf.config.refusal import require
 from jaxrlhf.config.sources import Pretrained
 
 if TYPE_CHECKING:

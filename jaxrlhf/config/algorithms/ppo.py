@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
-from jaxrlhf.config.check import not_negative, require, within
 from jaxrlhf.config.losses import ValueLoss
+from jaxrlhf.config.refusal import not_negative, require, within
 from jaxrlhf.config.sources import Pretrained
 from jaxrlhf.config.training import Optimizer, Training
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
-from jaxrlhf.config.check import positive, require, within
+from jaxrlhf.config.refusal import positive, require, within
 from jaxrlhf.config.rewards import Rewards
 from jaxrlhf.config.sources import ArithmeticPairs, PairFile
 from jaxrlhf.config.training import Optimizer, Training

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.critic_free import GroupCompared
-from jaxrlhf.config.check import finite, not_negative, positive, require, within
 from jaxrlhf.config.losses import KLInReward
+from jaxrlhf.config.refusal import finite, not_negative, positive, require, within
 from jaxrlhf.config.training import Optimizer, Training
 
 if TYPE_CHECKING:

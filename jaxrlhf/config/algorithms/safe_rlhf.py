@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.ppo import PPO
-from jaxrlhf.config.check import finite, not_negative, positive, require
 from jaxrlhf.config.losses import KLInLoss, KLInReward
+from jaxrlhf.config.refusal import finite, not_negative, positive, require
 from jaxrlhf.config.sources import Arithmetic, Data, Gsm8k, Pretrained, PromptFile
 from jaxrlhf.config.training import Optimizer, Training
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
-from jaxrlhf.config.check import positive
+from jaxrlhf.config.refusal import positive
 
 if TYPE_CHECKING:
     from jaxrlhf.config.run import Config

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from jaxrlhf.config.algorithms.ppo import PPO
-from jaxrlhf.config.check import finite, not_negative, positive
 from jaxrlhf.config.policy_losses import PolicyLoss
+from jaxrlhf.config.refusal import finite, not_negative, positive
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from jaxrlhf.config.check import require
+from jaxrlhf.config.refusal import require
 
 
 def field_types(owner: type) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def spell(annotation: Any) -> str:
 
 
 def check_type(name: str, value: object, annotation: Any) -> None:
-    """Raise `ValueError` unless `value` is what the annotation of setting `name` allows."""
+    """Raise `Refusal` unless `value` is what the annotation of setting `name` allows."""
     one = _is_sequence(annotation) and _conforms((value,), annotation)
     hint = f"; a tuple of one is written ({value!r},), with a comma" if one else ""
     require(_conforms(value, annotation), f"{name} must be {spell(annotation)}, got {value!r}{hint}")

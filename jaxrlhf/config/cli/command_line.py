@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dis
 import io
 import os
 import sys
@@ -15,6 +14,7 @@ from jaxrlhf.config.cli.annotations import alternatives, spell
 from jaxrlhf.config.cli.load import load, shipped
 from jaxrlhf.config.cli.override import find, override, setting_names
 from jaxrlhf.config.cluster import RayCluster
+from jaxrlhf.config.refusal import Refusal
 from jaxrlhf.config.run import Config
 
 _EPILOG = (
@@ -24,8 +24,6 @@ _EPILOG = (
 
 INTERRUPTED = 130
 """Exit code of what Ctrl-C ended, as shells have it."""
-
-_MARK = "jaxrlhf_refusal"
 
 
 def from_cli(argv: Sequence[str] | None = None) -> Config:
@@ -39,11 +37,9 @@ def on_cluster(config: Config, flags: Namespace) -> Config:
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command; a refusal ends it with one line on stderr and exit code 2.
+    """Run a command: a `Refusal` ends it with one line on stderr and exit code 2, Ctrl-C with one and code 130.
 
-    A refusal is a `ValueError` that this package raises. One that comes out of a library,
-    or of a slip in our own code, is a bug and keeps its traceback. Under JAXRLHF_DEBUG=1
-    a refusal keeps it too. Ctrl-C ends it with one line and exit code 130.
+    Any other error keeps its traceback, and under JAXRLHF_DEBUG=1 a refusal does too.
     """
     try:
         main()
@@ -51,15 +47,15 @@ def run_command(main: Callable[[], None]) -> None:
         print(str(interrupt) or "stopped", file=sys.stderr)
         sys.stdout.flush()
         os._exit(INTERRUPTED)  # the interpreter would wait for calls that still run on the devices
-    except ValueError as error:
-        if os.environ.get("JAXRLHF_DEBUG") == "1" or not is_refusal(error):
+    except Refusal as error:
+        if os.environ.get("JAXRLHF_DEBUG") == "1":
             raise
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
 
 
 class CommandLine(argparse.ArgumentParser):
-    """An argument parser whose errors are `ValueError`s, and that can read a configuration too.
+    """An argument parser whose errors are refusals, and that can read a configuration too.
 
     A command adds what flags it has and parses:
 
@@ -73,7 +69,7 @@ class CommandLine(argparse.ArgumentParser):
         super().__init__(prog=prog, description=description, allow_abbrev=False, conflict_handler="resolve")
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        raise Refusal(message)
 
     def parse_config(
         self,
@@ -87,7 +83,7 @@ class CommandLine(argparse.ArgumentParser):
           prepare: What flags make of the configuration, before its settings are changed.
 
         Raises:
-          ValueError: No such configuration, flag or setting, or a value that does not fit.
+          Refusal: No such configuration, flag or setting, or a value that does not fit.
         """
         self.add_argument("-h", "--help", action="store_true", help="show this help, and every setting of --config")
         self.add_argument("--config", metavar="NAME", help=f"a file, or one of: {', '.join(shipped())}")
@@ -116,7 +112,7 @@ def _changes(config: Config, words: Sequence[str]) -> dict[str, Any]:
         switch = f"{room}.{last.removeprefix('no_')}".removeprefix(".")
         is_switch = switch in known and find(config, switch)[1] is bool
         if is_switch and switch != name and values:
-            raise ValueError(f"{flag} takes no value, got {' '.join(values)!r}")
+            raise Refusal(f"{flag} takes no value, got {' '.join(values)!r}")
         if is_switch and not values:
             changes[switch] = switch == name
         else:
@@ -134,7 +130,7 @@ def _flags(words: Sequence[str]) -> list[tuple[str, list[str]]]:
         elif found:
             found[-1][1].append(word)
         else:
-            raise ValueError(f"do not know what to do with {word!r}; settings are given as --name value")
+            raise Refusal(f"do not know what to do with {word!r}; settings are given as --name value")
     return found
 
 
@@ -146,7 +142,7 @@ def _value(config: Config, name: str, words: list[str]) -> Any:
             return None
         below = [setting for setting in setting_names(config) if setting.startswith(f"{name}.")]
         kinds = f" ({', '.join(below)})" if below else ""
-        raise ValueError(f"{name} holds settings{kinds}, not a value; to replace it edit the configuration file")
+        raise Refusal(f"{name} holds settings{kinds}, not a value; to replace it edit the configuration file")
     import tyro
 
     try:
@@ -154,7 +150,7 @@ def _value(config: Config, name: str, words: list[str]) -> Any:
             return tyro.cli(annotation, args=["--", *words], add_help=False, console_outputs=False)
     except SystemExit:
         given = repr(" ".join(words)) if words else "nothing"
-        raise ValueError(f"{name} must be {spell(annotation)}, got {given}") from None
+        raise Refusal(f"{name} must be {spell(annotation)}, got {given}") from None
 
 
 def _print_settings(config: Config, *, command: str) -> None:
@@ -174,22 +170,3 @@ def _until_the_reader_leaves() -> Iterator[None]:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
-
-
-def is_refusal(error: ValueError) -> bool:
-    """Whether a `raise` statement of this package made the error, in the process where it was first raised."""
-    if _MARK in error.__dict__:
-        return error.__dict__[_MARK]
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return False
-    frame = trace.tb_frame
-    ours = (frame.f_globals.get("__package__") or "").partition(".")[0] == "jaxrlhf"
-    return ours and dis.opname[frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
-
-
-def mark_refusal(error: BaseException, refusal: bool) -> None:
-    """Note what `is_refusal` said in another process, on an error that comes from there without its traceback."""
-    error.__dict__[_MARK] = refusal

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from jaxrlhf.config.cli.annotations import check_types, field_types
+from jaxrlhf.config.refusal import Refusal
 from jaxrlhf.config.run import Config
 
 _PACKAGE = Path(__file__).parents[2]
@@ -23,8 +24,8 @@ def load(path_or_name: str | Path) -> Config:
         ships with the package, such as `ppo_gsm8k`. `.py` may be left out.
 
     Raises:
-      ValueError: No such file, or its `get_config` is missing, fails or returns something
-        else; the message names the file, the line and what to do.
+      Refusal: No such file, settings that do not fit, or no `get_config` that returns a `Config`; the message names
+        the file, the line and what to do. Errors of the file's own code come as they are.
     """
     path = _find(str(path_or_name))
     module = ModuleType(f"{_MODULES}{path.stem}")
@@ -38,11 +39,14 @@ def load(path_or_name: str | Path) -> Config:
         defined = callable(getattr(module, "get_config", None))
         config = module.get_config() if defined else None
     except Exception as error:
-        raise ValueError(f"{_place(error, path)}: {_reason(error, module)}") from error
+        reason = _reason(error, module)
+        if reason is None:  # an error of the file's own code, whose traceback says more than a line could
+            raise
+        raise Refusal(f"{_place(error, path)}: {reason}") from error
     if not defined:
-        raise ValueError(f"{path}: defines no get_config(); add `def get_config() -> Config:`")
+        raise Refusal(f"{path}: defines no get_config(); add `def get_config() -> Config:`")
     if not isinstance(config, Config):
-        raise ValueError(f"{path}: get_config() must return a jaxrlhf Config, got {type(config).__name__}")
+        raise Refusal(f"{path}: get_config() must return a jaxrlhf Config, got {type(config).__name__}")
     return config
 
 
@@ -68,7 +72,7 @@ def _find(name: str) -> Path:
         return known[wanted]
     close = difflib.get_close_matches(Path(wanted).name, known, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise ValueError(f"no configuration {name!r}: neither a file nor one of {', '.join(known)}{hint}")
+    raise Refusal(f"no configuration {name!r}: neither a file nor one of {', '.join(known)}{hint}")
 
 
 def _place(error: Exception, path: Path) -> str:
@@ -79,12 +83,12 @@ def _place(error: Exception, path: Path) -> str:
     return f"{path}:{lines[-1]}" if lines else str(path)
 
 
-def _reason(error: Exception, module: ModuleType) -> str:
-    """The message in one line; a misspelled field comes with the closest one there is, a wrong type with the right."""
+def _reason(error: Exception, module: ModuleType) -> str | None:
+    """A line on what is wrong with the settings of a file, with what is close or right; None if it is not they."""
     message = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         return f"{error.msg}: {(error.text or '').strip()}"
-    if isinstance(error, ValueError):
+    if isinstance(error, Refusal):
         return message
     if isinstance(error, dataclasses.FrozenInstanceError):
         return f"{message}: settings stay as they are made; make others with dataclasses.replace(settings, field=value)"
@@ -94,10 +98,10 @@ def _reason(error: Exception, module: ModuleType) -> str:
     if misspelled:
         owner, field = misspelled.groups()
         settings = vars(module).get(owner)
-        known = field_types(settings) if isinstance(settings, type) and dataclasses.is_dataclass(settings) else {}
-        close = difflib.get_close_matches(field, known, n=1)
-        return f"{owner} has no setting {field}" + (f"; did you mean {close[0]}?" if close else "")
-    return f"{type(error).__name__}: {message}"
+        if isinstance(settings, type) and dataclasses.is_dataclass(settings):
+            close = difflib.get_close_matches(field, field_types(settings), n=1)
+            return f"{owner} has no setting {field}" + (f"; did you mean {close[0]}?" if close else "")
+    return None
 
 
 def _wrong_type(error: Exception) -> str | None:
@@ -107,6 +111,6 @@ def _wrong_type(error: Exception) -> str | None:
             settings = frame.f_locals["self"]
             try:
                 check_types(settings, type(settings).__name__)
-            except ValueError as wrong:
+            except Refusal as wrong:
                 return str(wrong)
     return None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrlhf.config.cli.annotations import check_type, field_types, variants
+from jaxrlhf.config.refusal import Refusal
 from jaxrlhf.config.run import Config
 
 
@@ -16,7 +17,7 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
         override(config, {"steps": 3, "actor.optimizer.learning_rate": 1e-5, "model": Pretrained("/x")})
 
     Raises:
-      ValueError: A name that is no setting, a value of another type, or settings that
+      Refusal: A name that is no setting, a value of another type, or settings that
         contradict each other after the change.
     """
     for name in changes:
@@ -42,12 +43,12 @@ def find(config: Config, name: str) -> tuple[Any, Any]:
       name: Dotted, with the index for members of tuples: `rewards.parts.0.weight`.
 
     Raises:
-      ValueError: There is no such setting; the message says what there is.
+      Refusal: There is no such setting; the message says what there is.
     """
     value, annotation, reached = config, type(config), ""
     for part in name.split("."):
         if part not in _parts(value):
-            raise ValueError(f"no setting {name}: " + _advice(config, name, reached, value, annotation))
+            raise Refusal(f"no setting {name}: " + _advice(config, name, reached, value, annotation))
         value, annotation = _parts(value)[part]
         reached = f"{reached}.{part}".removeprefix(".")
     return value, annotation

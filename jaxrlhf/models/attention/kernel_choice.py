@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.batch import Array
+from jaxrlhf.config import Refusal
 from jaxrlhf.models.attention.attention import (
     DECODE,
     LANES,
@@ -77,14 +78,14 @@ def choose_attention(
       cache: How it lies where a decode kernel is needed; `auto` is in pages where a kernel for them is used.
 
     Raises:
-      ValueError: Pages are asked for where nothing can compute with them.
+      Refusal: Pages are asked for where nothing can compute with them.
     """
     platform = mesh.local_devices[0].platform
     split = Attention(mesh=mesh, row_axes=row_axes, head_axes=head_axes, expert_axes=expert_axes)
     ways, stages = (math.prod(mesh.shape[axis] for axis in axes) for axes in (head_axes, stage_axes))
     pageless = _pageless(config, stages)
     if cache == "pages" and decodes and pageless is not None:
-        raise ValueError(f"cache='pages' cannot be had, because {pageless}; use 'auto' or 'slots'")
+        raise Refusal(f"cache='pages' cannot be had, because {pageless}; use 'auto' or 'slots'")
     if wanted == "xla" or platform not in BEST or isinstance(config, OwnModel):
         if cache == "pages" and decodes:
             return replace(split, pages="xla")

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.config import FromScratch
+from jaxrlhf.config import FromScratch, Refusal
 from jaxrlhf.models.config import Experts, Head, ModelConfig
 from jaxrlhf.models.huggingface.families import FAMILIES, Family, Fields, read_rope, write_rope
 from jaxrlhf.models.huggingface.hub import resolve
@@ -21,11 +21,11 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     """The fields of the checkpoint's config.json.
 
     Raises:
-      ValueError: The file is missing or is not a JSON object.
+      Refusal: The file is missing or is not a JSON object.
     """
     file = resolve(path) / "config.json"
     if not file.is_file():
-        raise ValueError(f"{file.parent} holds no config.json; a checkpoint directory needs one")
+        raise Refusal(f"{file.parent} holds no config.json; a checkpoint directory needs one")
     return _read_object(file)
 
 
@@ -33,9 +33,9 @@ def _read_object(file: Path) -> dict[str, Any]:
     try:
         fields = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON ({error}); download or export it again") from error
+        raise Refusal(f"{file} is not valid JSON ({error}); download or export it again") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"{file} holds {type(fields).__name__}, expected a JSON object")
+        raise Refusal(f"{file} holds {type(fields).__name__}, expected a JSON object")
     return fields
 
 
@@ -43,7 +43,7 @@ def read_stop_tokens(path: str | Path) -> list[int]:
     """End-of-sequence ids of the checkpoint's generation_config.json; empty if it says nothing of them.
 
     Raises:
-      ValueError: The file is not a JSON object.
+      Refusal: The file is not a JSON object.
     """
     file = resolve(path) / "generation_config.json"
     given = _read_object(file).get("eos_token_id") if file.is_file() else None
@@ -54,7 +54,7 @@ def read_family(path: str | Path) -> tuple[Family, Head]:
     """The checkpoint's family, and the head it was saved with: `lm` or `score`.
 
     Raises:
-      ValueError: The architecture is not one of the known ones.
+      Refusal: The architecture is not one of the known ones.
     """
     fields = read_fields(path)
     given = fields.get("architectures") or [None]
@@ -64,14 +64,14 @@ def read_family(path: str | Path) -> tuple[Family, Head]:
         if given == [family.classifier]:
             return family, "score"
     known = ", ".join(name for family in FAMILIES.values() for name in (family.causal, family.classifier))
-    raise ValueError(f"{path}/config.json has architecture {given[0]!r}; known are {known}")
+    raise Refusal(f"{path}/config.json has architecture {given[0]!r}; known are {known}")
 
 
 def read_config(path: str | Path) -> ModelConfig:
     """The shape of the checkpoint's decoder.
 
     Raises:
-      ValueError: Unknown architecture, a missing field, a field with a value that this decoder does
+      Refusal: Unknown architecture, a missing field, a field with a value that this decoder does
         not compute, or one that it does not know.
     """
     family, _ = read_family(path)

@@ -4,6 +4,8 @@ import functools
 import re
 from pathlib import Path
 
+from jaxrlhf.config import Refusal
+
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
 HUB_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 _WEIGHT_FILES = ("model*.safetensors",)  # some repositories hold the weights once more, under other names
@@ -20,21 +22,19 @@ def resolve(path: str | Path, *, weights: bool = False) -> Path:
       weights: Download the tensors of a hub id too.
 
     Raises:
-      ValueError: There is no such directory, nor a reachable hub repository of that name; or it is a run's folder.
+      Refusal: There is no such directory, nor a reachable hub repository of that name; or it is a run's folder.
     """
     directory, name = Path(path).expanduser(), str(path)
     if directory.is_dir():
         if (run := _run_of(directory)) is not None:
-            raise ValueError(
+            raise Refusal(
                 f"{name} belongs to a run and is no checkpoint that a model is loaded from; write one with "
                 f"`python -m jaxrlhf.export {run} DIRECTORY` (--step chooses the step), and give DIRECTORY"
             )
         return directory
     found = _HUB_ID.fullmatch(name)
     if found is None or ("/" in name and directory.parent.is_dir()):
-        raise ValueError(
-            f"no directory {name!r}; give a local checkpoint directory or a hub id such as Qwen/Qwen3-0.6B"
-        )
+        raise Refusal(f"no directory {name!r}; give a local checkpoint directory or a hub id such as Qwen/Qwen3-0.6B")
     return _download(found["name"], found["revision"], weights=weights)
 
 
@@ -74,28 +74,28 @@ def _download(hub_id: str, revision: str | None, *, weights: bool) -> Path:
         raise _broken_off(hub_id, error) from error
 
 
-def _not_found(hub_id: str, revision: str | None, error: Exception) -> ValueError:
+def _not_found(hub_id: str, revision: str | None, error: Exception) -> Refusal:
     from huggingface_hub.errors import RevisionNotFoundError
 
     if isinstance(error, RevisionNotFoundError):
-        return ValueError(f"hub repository {hub_id!r} has no branch, tag or commit {revision!r}; check the spelling")
-    return ValueError(
+        return Refusal(f"hub repository {hub_id!r} has no branch, tag or commit {revision!r}; check the spelling")
+    return Refusal(
         f"no local directory {hub_id!r} and no reachable hub repository of that name; "
         f"check the spelling, the network or the login ({_reason(error)})"
     )
 
 
-def _broken_off(hub_id: str, error: Exception) -> ValueError:
+def _broken_off(hub_id: str, error: Exception) -> Refusal:
     """Of a repository that is there, and whose files do not come."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError
 
     if isinstance(error, GatedRepoError):
-        return ValueError(
+        return Refusal(
             f"hub repository {hub_id!r} is gated: ask for access at {constants.ENDPOINT}/{hub_id}, "
             f"then log in with `hf auth login` or HF_TOKEN"
         )
-    return ValueError(
+    return Refusal(
         f"the download of {hub_id!r} from the hub broke off ({_reason(error)}); "
         f"start again, files that are complete are not downloaded twice"
     )

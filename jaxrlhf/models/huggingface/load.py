@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxrlhf.batch import Array, Params
+from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import read_family
 from jaxrlhf.models.huggingface.families import FAMILIES, Stored
@@ -58,7 +59,7 @@ def load_params(
       keep: Called with each parameter before the next one is read.
 
     Raises:
-      ValueError: As `check_params`.
+      Refusal: As `check_params`.
     """
     declared = declare(config, head)
     if shardings is None:
@@ -101,7 +102,7 @@ def check_params(path: str | Path, config: ModelConfig, head: Head) -> None:
     """Refuse what `load_params` could not read, by the headers of the files alone.
 
     Raises:
-      ValueError: The checkpoint lacks the wanted head, a tensor is missing, unexpected or of
+      Refusal: The checkpoint lacks the wanted head, a tensor is missing, unexpected or of
         the wrong shape or dtype, or a file is missing or damaged.
     """
     with TensorFiles(resolve(path, weights=True)) as files:
@@ -202,7 +203,7 @@ def _dtypes(files: TensorFiles, declared: dict, stored: dict[str, Stored]) -> di
 
 
 def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Stored]:
-    """Where each parameter lies that the files have; ValueError as `check_params`."""
+    """Where each parameter lies that the files have; Refusal as `check_params`."""
     stored = FAMILIES[config.family].stored(config, head)
     _, saved = read_family(files.directory)
     check_head(files.directory, head, saved)
@@ -216,9 +217,7 @@ def check_head(directory: Path, head: Head, saved: Head) -> None:
     """A value head may start from either kind of checkpoint; the others have to be in it."""
     if head not in ("value", saved):
         says = {"lm": "a language-model head (ForCausalLM)", "score": "a score head (ForSequenceClassification)"}
-        raise ValueError(
-            f"{directory} was saved with {says[saved]}, but {says[head]} is needed; give another checkpoint"
-        )
+        raise Refusal(f"{directory} was saved with {says[saved]}, but {says[head]} is needed; give another checkpoint")
 
 
 def _check_tensors(files: TensorFiles, config: ModelConfig, declared: dict, stored: dict[str, Stored]) -> None:
@@ -231,22 +230,22 @@ def _check_tensors(files: TensorFiles, config: ModelConfig, declared: dict, stor
             expected |= {source.named(at): shape for at in np.ndindex(stacked)}
     for name, shape in expected.items():
         if name not in files.file_of:
-            raise ValueError(f"tensor {name!r} of shape {list(shape)} is missing from the files in {files.directory}")
+            raise Refusal(f"tensor {name!r} of shape {list(shape)} is missing from the files in {files.directory}")
         found, kind = tuple(files[name].get_shape()), files[name].get_dtype()
         if found != shape:
-            raise ValueError(
+            raise Refusal(
                 f"tensor {name!r} in {files.where(name)} has shape {list(found)}, config.json and the "
                 f"head asked for make it {list(shape)}; the files do not belong together"
             )
         if kind not in DTYPES.values():
-            raise ValueError(
+            raise Refusal(
                 f"tensor {name!r} in {files.where(name)} has dtype {kind}; {', '.join(DTYPES.values())} are read: "
                 f"give the checkpoint in one of them"
             )
     for name in files.file_of:
         # A tied or replaced head, and the constants that old versions saved, change nothing.
         if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
-            raise ValueError(
+            raise Refusal(
                 f"tensor {name!r} in {files.where(name)} is no part of a {config.family} decoder; "
                 f"leaving it out would change the model"
             )

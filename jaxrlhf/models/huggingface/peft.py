@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.batch import Params
-from jaxrlhf.config import Lora
+from jaxrlhf.config import Lora, Refusal
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.families import FAMILIES
 from jaxrlhf.models.huggingface.hub import without_revision
@@ -99,7 +99,7 @@ def load_adapters(path: str | Path, config: ModelConfig, head: Head, lora: Lora,
     """Float32 adapters of a directory, in the given layout; a head that is not in it starts at zero.
 
     Raises:
-      ValueError: The directory holds no adapters of this rank, scale and targets, or changes
+      Refusal: The directory holds no adapters of this rank, scale and targets, or changes
         numbers in another way than adapters do.
     """
     from safetensors import SafetensorError
@@ -110,17 +110,17 @@ def load_adapters(path: str | Path, config: ModelConfig, head: Head, lora: Lora,
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is missing or damaged ({error}); export it again") from error
+        raise Refusal(f"{file} is missing or damaged ({error}); export it again") from error
     shapes = jax.tree.leaves_with_path(adapter_shapes(config, head, lora))
     arrays = {path_name(at): np.zeros(shape.shape, np.float32) for at, shape in shapes}
     places = {name: place for name, place in _places(config, head, lora).items() if name != _HEAD or name in tensors}
     for name in sorted(tensors.keys() ^ places.keys()):
         wrong = "is missing from" if name in places else "is no adapter of the model by lora.targets, and is in"
-        raise ValueError(f"tensor {name!r} {wrong} {file}; lora.targets are {', '.join(lora.targets)}")
+        raise Refusal(f"tensor {name!r} {wrong} {file}; lora.targets are {', '.join(lora.targets)}")
     for name, place in places.items():
         block, tensor = place.of(arrays), tensors[name]
         if tensor.shape != place.shape(block):
-            raise ValueError(
+            raise Refusal(
                 f"tensor {name!r} in {file} has shape {list(tensor.shape)}, and the model and "
                 f"lora.rank={lora.rank} make it {list(place.shape(block))}"
             )
@@ -137,7 +137,7 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _Place]:
     """Every tensor of the file by its name.
 
     Raises:
-      ValueError: The checkpoint's family keeps a target in one tensor with others.
+      Refusal: The checkpoint's family keeps a target in one tensor with others.
     """
     stored = FAMILIES[config.family].stored(config, head)
     places = {}
@@ -150,7 +150,7 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _Place]:
         inputs = INPUTS.get(weight.rpartition(".")[2], 1)
         tensor = stored[weight]
         if tensor.rows is not None or tensor.stored != f"{tensor.dims[inputs:]} {tensor.dims[:inputs]}":
-            raise ValueError(
+            raise Refusal(
                 f"{config.family} checkpoints keep {weight} with others in {tensor.name}, so it has no adapter "
                 f"of its own there; leave it out of lora.targets"
             )
@@ -162,13 +162,13 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _Place]:
 
 
 def _check_fields(file: Path, lora: Lora) -> None:
-    """Raise `ValueError` unless the settings are those of `lora`, and say nothing else that changes numbers."""
+    """Raise `Refusal` unless the settings are those of `lora`, and say nothing else that changes numbers."""
     try:
         fields = dict(json.loads(file.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{file} is missing or no JSON object ({error}); give a directory that peft wrote") from error
+        raise Refusal(f"{file} is missing or no JSON object ({error}); give a directory that peft wrote") from error
     if fields.get("peft_type") != "LORA" or fields.get("init_lora_weights", True) not in _PLAIN_STARTS:
-        raise ValueError(
+        raise Refusal(
             f"{file} has peft_type={fields.get('peft_type')!r} and init_lora_weights="
             f"{fields.get('init_lora_weights')!r}; only LORA beside unchanged weights can be read"
         )
@@ -176,9 +176,7 @@ def _check_fields(file: Path, lora: Lora) -> None:
     unread = {name: value for name, value in fields.items() if name not in (*_READ, *_HARMLESS)}
     strange = [name for name, value in unread.items() if value and value != plain.get(name)]
     if strange:
-        raise ValueError(
-            f"{file} has {', '.join(f'{name}={fields[name]!r}' for name in strange)}, which cannot be read"
-        )
+        raise Refusal(f"{file} has {', '.join(f'{name}={fields[name]!r}' for name in strange)}, which cannot be read")
     given = {
         "r": fields.get("r"),
         "lora_alpha": fields.get("lora_alpha"),
@@ -186,7 +184,7 @@ def _check_fields(file: Path, lora: Lora) -> None:
     }
     wanted = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
     if given != wanted:
-        raise ValueError(
+        raise Refusal(
             f"{file} has {', '.join(f'{name}={value}' for name, value in given.items())}, and lora has "
             f"rank={lora.rank}, alpha={lora.alpha}, rslora={lora.rslora}; make them the same"
         )

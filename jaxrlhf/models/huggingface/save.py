@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxrlhf.batch import Array, Params
+from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import read_fields, write_fields
 from jaxrlhf.models.huggingface.families import FAMILIES, Stored
@@ -85,11 +86,11 @@ def save_each(
       progress: Called after each tensor.
 
     Raises:
-      ValueError: The directory already holds safetensors, or a weight lies beyond what the dtype can hold.
+      Refusal: The directory already holds safetensors, or a weight lies beyond what the dtype can hold.
     """
     directory = Path(directory)
     if list(directory.glob("*.safetensors")):
-        raise ValueError(f"{directory} already holds safetensors, which might be mixed up; export to a new directory")
+        raise Refusal(f"{directory} already holds safetensors, which might be mixed up; export to a new directory")
     declared = {path_name(path): param for path, param in jax.tree.leaves_with_path(declare(config, head))}
     stored = FAMILIES[config.family].stored(config, head)
     shapes = _shapes(declared, stored)
@@ -153,9 +154,7 @@ def _fetch(array: jax.Array, stored: Stored, param: Param, at: tuple[int, ...], 
     shape = param.unpadded[len(at) :]
     block = np.asarray(tensor)[tuple(slice(shape[place]) for place in order)].reshape(stored.shape(shape))
     if dtype == np.float16 and not np.isfinite(block).all():
-        raise ValueError(
-            f"tensor {stored.named(at)!r} has weights beyond {dtype}'s 65504; export as bfloat16 or float32"
-        )
+        raise Refusal(f"tensor {stored.named(at)!r} has weights beyond {dtype}'s 65504; export as bfloat16 or float32")
     return block
 
 
@@ -203,10 +202,10 @@ def copy_description(source: Path, directory: Path, patterns: Sequence[str] = HU
 
 
 def check_new(directory: str | Path) -> Path:
-    """A directory to write to; `ValueError` if it is a file or holds some."""
+    """A directory to write to; `Refusal` if it is a file or holds some."""
     directory = Path(directory).expanduser()
     if directory.is_file():
-        raise ValueError(f"{directory} is a file; choose a new directory")
+        raise Refusal(f"{directory} is a file; choose a new directory")
     if directory.exists() and any(directory.iterdir()):
-        raise ValueError(f"{directory} is not empty; choose a new directory")
+        raise Refusal(f"{directory} is not empty; choose a new directory")
     return directory

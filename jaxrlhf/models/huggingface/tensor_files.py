@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxrlhf.config import Refusal
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -18,7 +20,7 @@ class TensorFiles:
       file_of: File name of each tensor.
 
     Raises:
-      ValueError: There are no safetensors, or a file is missing or damaged.
+      Refusal: There are no safetensors, or a file is missing or damaged.
     """
 
     def __init__(self, directory: Path):
@@ -29,7 +31,7 @@ class TensorFiles:
         elif (directory / INDEX).is_file():
             self.file_of = self._read_index()
         else:
-            raise ValueError(f"{directory} holds neither {SINGLE} nor {INDEX}; convert the checkpoint to safetensors")
+            raise Refusal(f"{directory} holds neither {SINGLE} nor {INDEX}; convert the checkpoint to safetensors")
 
     def __enter__(self) -> "TensorFiles":
         return self
@@ -58,13 +60,13 @@ class TensorFiles:
             file_of = dict(json.loads((self.directory / INDEX).read_text())["weight_map"])
             "".join(file_of.values())  # TypeError where a file is no name
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self.directory / INDEX} is no index ({error!r}); download it again") from error
+            raise Refusal(f"{self.directory / INDEX} is no index ({error!r}); download it again") from error
         held: dict[str, set[str]] = {}
         for name, file in file_of.items():
             if file not in held:
                 held[file] = set(self._file(file, name).keys())
             if name not in held[file]:
-                raise ValueError(f"tensor {name!r} is missing from {self.directory / file}, where {INDEX} puts it")
+                raise Refusal(f"tensor {name!r} is missing from {self.directory / file}, where {INDEX} puts it")
         return file_of
 
     def _file(self, name: str, tensor: str | None = None) -> Any:
@@ -81,13 +83,11 @@ class TensorFiles:
                 "" if tensor is None else f", and {INDEX} puts tensor {tensor!r} there",
             )
             if not file.is_file():
-                raise ValueError(
-                    f"{file} is missing{wanted}: the checkpoint is incomplete; download or export it again"
-                )
+                raise Refusal(f"{file} is missing{wanted}: the checkpoint is incomplete; download or export it again")
             try:
                 self._open[name] = safe_open(file, framework="numpy").__enter__()
             except (SafetensorError, OSError) as error:
-                raise ValueError(
+                raise Refusal(
                     f"{file} is damaged or incomplete ({error}){wanted}; download or export it again"
                 ) from error
         return self._open[name]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrlhf.config import Lora, Quantization
+from jaxrlhf.config import Lora, Quantization, Refusal
 from jaxrlhf.models.causal_lm import AnyModel, OwnModel
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.linear import Adapted, Adapter
@@ -29,18 +29,16 @@ def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]
     """The tree of `Param` that is trained in place of the parameters: adapters, and a value or score head.
 
     Raises:
-      ValueError: Some layers have no such matrix, or one in each expert, or they are a model's of the user's own.
+      Refusal: Some layers have no such matrix, or one in each expert, or they are a model's of the user's own.
     """
     if isinstance(config, OwnModel):
-        raise ValueError(f"lora adapts matrices of the decoder, and the model is {config.name}; drop lora")
+        raise Refusal(f"lora adapts matrices of the decoder, and the model is {config.name}; drop lora")
     declared = declare(config, head)
     stacks = {name: declared[name] for name in STACKS if name in declared}
     shared = set.intersection(*map(_matrices, stacks.values()))
     if missing := [name for name in lora.targets if name not in shared]:
         there = ", ".join(name for name in Lora.MATRICES if name in shared)
-        raise ValueError(
-            f"lora.targets has {', '.join(missing)}, and all layers of this model have {there}; choose some"
-        )
+        raise Refusal(f"lora.targets has {', '.join(missing)}, and all layers of this model have {there}; choose some")
     tree: dict[str, Any] = {
         stack: {room: found for room in ROOMS if (found := _adapters(layer[room], lora))}
         for stack, layer in stacks.items()

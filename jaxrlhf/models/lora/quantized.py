@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxrlhf.batch import Array
-from jaxrlhf.config import Quantization
+from jaxrlhf.config import Quantization, Refusal
 
 TILE = 32
 """Weights of the last dimension that share a scale, at most."""
@@ -57,7 +57,7 @@ def quantize(weight: Array, kind: Quantization) -> Quantized:
     qwix, (*before, last) = _qwix(), weight.shape
     tile = math.gcd(TILE, last)
     if tile % 2:
-        raise ValueError(f"lora.quantize is for matrices with an even last dimension, got {weight.shape}; drop it")
+        raise Refusal(f"lora.quantize is for matrices with an even last dimension, got {weight.shape}; drop it")
 
     def one(weight_W: Array) -> tuple[Array, Array]:
         tile = qwix.quantize(weight_W, kind)
@@ -77,5 +77,5 @@ def _qwix() -> ModuleType:
     try:
         import qwix
     except ImportError as error:
-        raise ValueError(f"lora.quantize needs qwix ({error}): pip install 'jaxrlhf[quantized]'") from error
+        raise Refusal(f"lora.quantize needs qwix ({error}): pip install 'jaxrlhf[quantized]'") from error
     return qwix

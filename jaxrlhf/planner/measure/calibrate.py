@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.planner.devices import hardware, recognise
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.measure import measure, measure_decoder, measure_links
@@ -47,10 +48,10 @@ def calibrate(devices: Sequence[jax.Device], *, seconds_per_figure: float, progr
       seconds_per_figure: About, for each of `FIGURES` and without compiling; sizes are chosen to fit.
 
     Raises:
-      ValueError: Seconds that are not above 0, or processes with different numbers of devices.
+      Refusal: Seconds that are not above 0, or processes with different numbers of devices.
     """
     if not seconds_per_figure > 0:
-        raise ValueError(f"seconds_per_figure must be above 0, got {seconds_per_figure}")
+        raise Refusal(f"seconds_per_figure must be above 0, got {seconds_per_figure}")
     machines, per_machine = _machines(devices)
     own = [device for device in devices if device.process_index == jax.process_index()]
     dtype = jnp.float32 if own[0].platform == "cpu" else jnp.bfloat16
@@ -110,7 +111,7 @@ def _machines(devices: Sequence[jax.Device]) -> tuple[int, int]:
     for device in devices:
         counts[device.process_index] += 1
     if len(set(counts.values())) > 1:
-        raise ValueError(f"processes have {counts} devices; machines are described by one number, give each as many")
+        raise Refusal(f"processes have {counts} devices; machines are described by one number, give each as many")
     return len(counts), next(iter(counts.values()))
 
 

@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxrlhf.config import Refusal
+
 ROUNDS = 60
 """Each narrows the search to about two thirds; this many reach the precision of a float."""
 
@@ -54,10 +56,10 @@ def fit_link(samples: Sequence[Sample]) -> tuple[float, float]:
       `(latency_s, bytes_per_s)`.
 
     Raises:
-      ValueError: Fewer than two samples, or one that is not above 0.
+      Refusal: Fewer than two samples, or one that is not above 0.
     """
     if len(samples) < 2 or any(min(sample) <= 0 for sample in samples):
-        raise ValueError(
+        raise Refusal(
             f"two constants need two or more samples with steps, bytes and seconds above 0, got {list(samples)}"
         )
     each = [sample.num_bytes / sample.steps for sample in samples]

@@ -12,7 +12,7 @@ Source: HybridFlow (arXiv:2409.19256), algorithms 1 and 2 and d_cost.
 import time
 from collections.abc import Iterator, Sequence
 
-from jaxrlhf.config import ROLLOUT
+from jaxrlhf.config import ROLLOUT, Refusal
 from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.cost.timeline import plan_of
 from jaxrlhf.planner.plan import Infeasible, Problem, Search
@@ -33,7 +33,7 @@ def search(problem: Problem, *, keep: int = 5) -> Search:
 
     Raises:
       Infeasible: Nothing fits; the message says which role lacks how many bytes, and what would help.
-      ValueError: Parts of the problem that contradict each other.
+      Refusal: Parts of the problem that contradict each other.
     """
     start = time.perf_counter()
     _check(problem, keep=keep)
@@ -95,21 +95,21 @@ def _points(options: PoolOptions, problem: Problem, roles: tuple[str, ...], plac
 def _check(problem: Problem, *, keep: int) -> None:
     names = [role.name for role in problem.roles]
     if keep < 1:
-        raise ValueError(f"keep={keep} plans are none; ask for 1 or more")
+        raise Refusal(f"keep={keep} plans are none; ask for 1 or more")
     if len(set(names)) != len(names) or ROLLOUT in names:
-        raise ValueError(f"roles {names} need names that differ, and none may be {ROLLOUT!r}")
+        raise Refusal(f"roles {names} need names that differ, and none may be {ROLLOUT!r}")
     generating = [role.name for role in problem.roles if role.generates]
     apart = problem.rollout_apart or any(ROLLOUT in roles for roles, _ in problem.pools or ())
     if len(generating) > 1 or (apart and not generating):
-        raise ValueError(f"one role generates for a rollout, here {generating or 'none does'}")
+        raise Refusal(f"one role generates for a rollout, here {generating or 'none does'}")
     named = {name for group in problem.together for name in group} | set(problem.layouts or {})
     if named - set(names):
-        raise ValueError(f"together and layouts name {sorted(named - set(names))}, and the roles are {names}")
+        raise Refusal(f"together and layouts name {sorted(named - set(names))}, and the roles are {names}")
     hardware, host = problem.hardware, problem.devices_per_host or 1
     if hardware.devices > _MOST_DEVICES:
-        raise ValueError(f"{hardware.devices} devices were asked for; the search goes up to {_MOST_DEVICES}")
+        raise Refusal(f"{hardware.devices} devices were asked for; the search goes up to {_MOST_DEVICES}")
     if not pool_sizes(hardware, devices_per_host=host):
-        raise ValueError(
+        raise Refusal(
             f"{hardware.devices} x {hardware.name} in machines of {hardware.devices_per_machine} hold no pool of whole "
             f"hosts of {host} devices; use smaller hosts, or name hardware with more machines"
         )
@@ -122,18 +122,16 @@ def _check_pools(
 ) -> None:
     placed = [role for roles, _ in pools for role in roles]
     if sorted(set(placed) - {ROLLOUT}) != sorted(names) or len(set(placed)) != len(placed):
-        raise ValueError(f"pools place {placed}, and the roles are {list(names)}; each has to be placed once")
+        raise Refusal(f"pools place {placed}, and the roles are {list(names)}; each has to be placed once")
     sizes = [devices for _, devices in pools]
     if min(sizes) < 1 or sum(sizes) > problem.hardware.devices:
-        raise ValueError(
+        raise Refusal(
             f"pools take {sizes} devices; each needs 1 or more, and there are {problem.hardware.devices} in all"
         )
     if any(devices % (problem.devices_per_host or 1) for devices in sizes):
-        raise ValueError(
-            f"pools take {sizes} devices, and hosts have {problem.devices_per_host}; pools have whole ones"
-        )
+        raise Refusal(f"pools take {sizes} devices, and hosts have {problem.devices_per_host}; pools have whole ones")
     if any({ROLLOUT, *generating} <= set(roles) for roles, _ in pools):
-        raise ValueError(f"a pool places {generating[0]} and {ROLLOUT}; drop {ROLLOUT}, or place it on another pool")
+        raise Refusal(f"a pool places {generating[0]} and {ROLLOUT}; drop {ROLLOUT}, or place it on another pool")
     for group in problem.together:
         if not any(set(group) <= set(roles) for roles, _ in pools):
-            raise ValueError(f"{' and '.join(group)} have to share a pool, and pools place them apart")
+            raise Refusal(f"{' and '.join(group)} have to share a pool, and pools place them apart")

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jaxrlhf.config.cli.command_line import is_refusal
 from jaxrlhf.single_controller.ray.failure import Host, may_have_lost_peer
 from jaxrlhf.single_controller.ray.stored import Stored, array_bytes, receive
 
@@ -62,7 +61,6 @@ class Raised:
 
     Attributes:
       pickled: None if it does not pickle.
-      refusal: Whether it tells the user what to change; only here, with its traceback, can this be known.
       lost_peer: Whether it may only follow from the death of another host.
     """
 
@@ -70,7 +68,6 @@ class Raised:
     kind: str
     text: str
     stack: str
-    refusal: bool
     lost_peer: bool
 
 
@@ -243,5 +240,4 @@ def _raised(error: BaseException) -> Raised:
             pickle.loads(pickled)
         except Exception:  # hooks of the object may raise anything; its text is then what is left
             pickled = None
-    refusal = isinstance(error, ValueError) and is_refusal(error)
-    return Raised(pickled, type(error).__qualname__, str(error), stack, refusal, may_have_lost_peer(error))
+    return Raised(pickled, type(error).__qualname__, str(error), stack, may_have_lost_peer(error))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrlhf.config import Refusal
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.single_controller.ray.failure import Host, HostNotStarted
 
@@ -46,7 +47,7 @@ def connect(cluster: RayCluster) -> Connection:
     A connection that this process already has is used, and left when the run ends.
 
     Raises:
-      ValueError: If Ray is not installed, or no cluster answers at the address.
+      Refusal: If Ray is not installed, or no cluster answers at the address.
     """
     ray = _ray()
     owned = not ray.is_initialized()
@@ -146,7 +147,7 @@ def _ray() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise ValueError("RayCluster needs Ray, which is not installed: pip install 'jaxrlhf[ray]'") from error
+        raise Refusal("RayCluster needs Ray, which is not installed: pip install 'jaxrlhf[ray]'") from error
     return ray
 
 
@@ -158,7 +159,7 @@ def _check_reachable(address: str | None) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
     except OSError as error:
-        raise ValueError(
+        raise Refusal(
             f"no Ray cluster answers at RayCluster.address={address!r} ({error}); start one there with "
             f"`ray start --head --port={port}`, or leave address out to start one on this machine"
         ) from error
@@ -174,7 +175,7 @@ def _start(ray: Any, cluster: RayCluster) -> Any:
     try:
         return ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
     except ConnectionError as error:
-        raise ValueError(f"no Ray cluster at RayCluster.address={cluster.address!r}: {error}") from error
+        raise Refusal(f"no Ray cluster at RayCluster.address={cluster.address!r}: {error}") from error
 
 
 def _dashboard(url: str | None) -> str:

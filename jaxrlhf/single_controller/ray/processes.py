@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxrlhf.config.cli.command_line import mark_refusal
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.single_controller.ray import cluster as ray_cluster
 from jaxrlhf.single_controller.ray.actor import Activity, HostProcess, Place, Raised, Setup, log_header, log_path
@@ -203,7 +202,6 @@ class HostProcesses:
         if raised.pickled is not None:
             with suppress(Exception):  # a class that only the host can import; its name and text remain
                 error = pickle.loads(raised.pickled)
-        mark_refusal(error, raised.refusal)
         error.add_note(f"raised in {label} on {host}; there:\n{raised.stack}")
         failure = HostRaised(host, label, f"raised {raised.kind}: {raised.text}")
         failure.__cause__ = error

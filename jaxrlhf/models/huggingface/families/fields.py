@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrlhf.config import Refusal
+
 # What a file is about, what a training run or a generation does by default: nothing of a forward pass.
 _HARMLESS = {
     *(
@@ -60,7 +62,7 @@ class Fields:
         """A field that has to be there."""
         value = self.take(name)
         if value is None:
-            raise ValueError(f"{self._where} has no {name}, which a {self._family} checkpoint must give")
+            raise Refusal(f"{self._where} has no {name}, which a {self._family} checkpoint must give")
         return value
 
     def only(self, name: str, *values: Any) -> None:
@@ -70,15 +72,15 @@ class Fields:
             computed = " or ".join(map(repr, values)) or "null"
             raise self.error(f"{name}={given!r}", f"this {self._family} decoder computes {computed} only")
 
-    def error(self, what: str, why: str) -> ValueError:
+    def error(self, what: str, why: str) -> Refusal:
         """What is wrong with the file."""
-        return ValueError(f"{self._where} has {what}; {why}")
+        return Refusal(f"{self._where} has {what}; {why}")
 
     def finish(self) -> None:
         """Refuse what was not asked for and might change the numbers.
 
         Raises:
-          ValueError: There is such a field.
+          Refusal: There is such a field.
         """
         for name in sorted(_OFF):
             if self._given.get(name):

@@ -14,7 +14,7 @@ def read(given: Fields) -> dict[str, Any]:
     """What `ModelConfig` is beside the fields that all families share.
 
     Raises:
-      ValueError: Some layers have no experts.
+      Refusal: Some layers have no experts.
     """
     given.only("attention_bias", False)
     given.only("hidden_act", "silu")

@@ -31,7 +31,7 @@ def parse_rope(rope: Mapping[str, Any], given: Fields) -> dict[str, Any]:
     """Likewise, from the dictionary of one kind of layers.
 
     Raises:
-      ValueError: The kind is not computed, or has other fields than it should.
+      Refusal: The kind is not computed, or has other fields than it should.
     """
     # All numbers but the lengths of contexts are measures, with or without a point in the file.
     rope = {

@@ -12,7 +12,7 @@ def read_layer_types(given: Fields) -> tuple[bool, ...] | None:
     """Of each layer whether it has the window; None where the file does not say.
 
     Raises:
-      ValueError: A layer is of another kind, or there are more or fewer than the model has.
+      Refusal: A layer is of another kind, or there are more or fewer than the model has.
     """
     kinds = given.take("layer_types")
     if kinds is None:

@@ -1,12 +1,20 @@
-"""The checks that settings run on themselves when they are built."""
+"""The error for input that its giver can mend, and the checks that settings run on themselves."""
 
 import math
 
 
+class Refusal(ValueError):
+    """Input that does not fit: settings, data, a checkpoint, devices.
+
+    Its message says what was given, what was expected and what to do. Commands print that one line in place of a
+    traceback, so raise it in code of your own only where the message says it all.
+    """
+
+
 def require(condition: bool, message: str) -> None:
-    """Raise `ValueError(message)` unless `condition` holds."""
+    """Raise `Refusal(message)` unless `condition` holds."""
     if not condition:
-        raise ValueError(message)
+        raise Refusal(message)
 
 
 def positive(owner: object, *names: str) -> None:
