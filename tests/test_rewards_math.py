@@ -71,4 +71,4 @@ def test_without_the_library_the_error_names_the_command():
         "resolve('jaxrlhf.rewards.mathematics:same_answer')"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "ValueError" in ended.stderr and "pip install 'jaxrlhf[math]'" in ended.stderr
+    assert "Refusal" in ended.stderr and "pip install 'jaxrlhf[math]'" in ended.stderr

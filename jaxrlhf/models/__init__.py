@@ -5,6 +5,7 @@ from jaxrlhf.models.attention.kernel_choice import choose_attention
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix, empty_cache, insert_prefix
 from jaxrlhf.models.causal_lm import AnyModel, OwnModel
 from jaxrlhf.models.decoder import decode, hidden_states, prefill, routed_decode, routed_prefill
+from jaxrlhf.models.from_config import from_scratch, model_config, tokenizer_path
 from jaxrlhf.models.heads import TokenOutput, logits, padded_logits, score, token_logp, values
 from jaxrlhf.models.huggingface.config import read_config, scratch_config
 from jaxrlhf.models.huggingface.hub import resolve
@@ -12,7 +13,6 @@ from jaxrlhf.models.huggingface.load import load_params
 from jaxrlhf.models.huggingface.save import save_params
 from jaxrlhf.models.parameters import Param, declare, init_params, param_dims, param_shapes
 from jaxrlhf.models.pipeline import Pipeline, pipeline_over
-from jaxrlhf.models.resolve import from_scratch, model_config, tokenizer_path
 from jaxrlhf.models.stack import joined_parts, layer_parts, unstack_layers
 
 __all__ = [

@@ -20,10 +20,10 @@ from jaxrlhf.models.attention.attention import Attention
 from jaxrlhf.models.attention.kernel_choice import choose_attention
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import Head
+from jaxrlhf.models.from_config import model_config
 from jaxrlhf.models.huggingface.config import read_config
 from jaxrlhf.models.lora.lora import adapter_shapes
 from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.models.resolve import model_config
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.resharding.transfer import Exchange
 from jaxrlhf.rewards.scorer import Scorer
