@@ -19,9 +19,11 @@ def main() -> None:
     if flags.samples < 1:
         raise Refusal(f"--samples must be 1 or more, got {flags.samples}")
 
+    from jaxrlhf.trainer.failures import one_message
     from jaxrlhf.trainer.policy import evaluate_policy
 
-    evaluate_policy(config, policy=flags.policy, samples=flags.samples, show=flags.show, step=flags.step)
+    with one_message():
+        evaluate_policy(config, policy=flags.policy, samples=flags.samples, show=flags.show, step=flags.step)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ RUN may also be what `python -m jaxrlhf.convert` wrote.
 """
 
 import argparse
+from pathlib import Path
 
 from jaxrlhf.config import CommandLine, Refusal, run_command
 
@@ -22,9 +23,10 @@ def main() -> None:
 
     from jaxrlhf.checkpoint.pretrained import export_converted, is_converted
     from jaxrlhf.tracking import BytesBar
+    from jaxrlhf.trainer.failures import one_message, writing
     from jaxrlhf.trainer.policy import export_policy
 
-    with BytesBar("writing") as bar:
+    with one_message(), writing(Path(flags.directory)), BytesBar("writing") as bar:
         if is_converted(flags.run):
             if flags.step is not None or flags.merge:
                 raise Refusal(f"{flags.run} is a converted checkpoint: it has no steps or adapters; drop the flags")

@@ -5,8 +5,7 @@ a Hugging Face checkpoint, such as the next stage starts from. `--cluster ray` r
 by Ray. Any setting can be changed on the command line by its dotted name; see `--help`.
 """
 
-import os
-import sys
+from pathlib import Path
 
 from jaxrlhf.config import CommandLine, on_cluster, run_command
 
@@ -24,28 +23,22 @@ def main() -> None:
     command.add_argument("--export", metavar="DIRECTORY", help="write what was trained there, for Hugging Face")
     config, flags = command.parse_config(prepare=on_cluster)
 
-    from jaxrlhf.batch import Diverged
     from jaxrlhf.models.huggingface.save import check_new
-    from jaxrlhf.rewards import RewardsFailing
-    from jaxrlhf.single_controller.ray.failure import HostFailure
+    from jaxrlhf.trainer.failures import one_message, writing
     from jaxrlhf.trainer.policy import check_exportable, export_policy
     from jaxrlhf.trainer.run import STOPPED, run
 
     if flags.export:
         check_new(flags.export)
         check_exportable(config)  # now, and not after the training
-    try:
+    with one_message():
         result = run(config, dry_run=flags.dry_run)
-    except (Diverged, HostFailure, RewardsFailing) as failure:
-        if os.environ.get("JAXRLHF_DEBUG") == "1":
-            raise
-        print(f"error: {failure}", file=sys.stderr)
-        sys.exit(1)
-    if not flags.dry_run and not result.finished:
-        print(f"{STOPPED} {result.workdir}")
-    elif flags.export and not flags.dry_run:
-        step = export_policy(result.workdir, flags.export)
-        print(f"wrote the model of step {step} to {flags.export}")
+        if not flags.dry_run and not result.finished:
+            print(f"{STOPPED} {result.workdir}")
+        elif flags.export and not flags.dry_run:
+            with writing(Path(flags.export)):
+                step = export_policy(result.workdir, flags.export)
+            print(f"wrote the model of step {step} to {flags.export}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
 """The loop around a step: what it does while models are trained, and in what order things are said and saved."""
 
+import errno
+import re
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +15,9 @@ import pytest
 from made_steps import done, problem, rollout_of
 
 from jaxrlhf.batch import Scores
-from jaxrlhf.config import GRPO, Arithmetic, Config, FromScratch, Rollout
+from jaxrlhf.config import GRPO, Arithmetic, Checkpointing, Config, FromScratch, Rollout
 from jaxrlhf.tracking import Call
+from jaxrlhf.trainer.failures import DiskFull, one_message
 from jaxrlhf.trainer.log import StageLog
 from jaxrlhf.trainer.loop import Loop
 from jaxrlhf.trainer.signals import Stop
@@ -93,33 +99,47 @@ class Roles:
 
 
 def run(
-    events: list, *, fails_at: int | None = None, saved: int | None = None, algorithm=GRPO, held_out=(), stop=None
+    events: list,
+    *,
+    fails_at: int | None = None,
+    saved: int | None = None,
+    algorithm=GRPO,
+    held_out=(),
+    stop=None,
+    directory=Path(),
+    log=None,
+    every_steps=0,
+    **changed,
 ) -> bool:
     written = threading.Event()
     config = Config(
         name="made",
         algorithm=algorithm(responses_per_update=PROMPTS * COPIES),
         steps=2,
+        checkpoint=Checkpointing(every_steps=every_steps, keep_best=0),
         model=FromScratch(),
         data=Arithmetic(),
         rollout=Rollout(prompts_per_step=PROMPTS, responses_per_prompt=COPIES),
     )
-    loop = Loop(
-        config=config,
-        roles=Roles(events, written, fails_at),
-        loader=SimpleNamespace(next=lambda: [problem(number) for number in range(PROMPTS)], state=dict),
-        held_out=held_out,
-        checkpoints=SimpleNamespace(
-            directory="checkpoints",
+    roles = Roles(events, written, fails_at)
+    parts = {
+        "roles": roles,
+        "loader": SimpleNamespace(next=lambda: [problem(number) for number in range(PROMPTS)], state=dict),
+        "checkpoints": SimpleNamespace(
+            directory=directory / "checkpoints",
             latest=lambda: saved,
             save=lambda number, *_, **__: events.append(("saved", number)),
             wait=lambda: None,
         ),
-        log=lambda done: Log(events, written),
-        decode=str,
-        stop=stop or Stop(),
-    )
-    return loop.run()
+        "log": lambda done: Log(events, written) if log is None else log(written),
+    }
+    for name, value in changed.items():  # as `roles__compute_reward`
+        part, _, attribute = name.partition("__")
+        if attribute:
+            setattr(parts[part], attribute, value)
+        else:
+            parts[part] = value
+    return Loop(config=config, held_out=held_out, decode=str, stop=stop or Stop(), **parts).run()
 
 
 def test_responses_are_written_down_while_the_models_are_trained():
@@ -176,3 +196,96 @@ class ForgetsToReturn(GRPO):
 def test_a_step_that_returns_something_else_is_told_what_to_return():
     with pytest.raises(ValueError, match="the step of ForgetsToReturn returned a NoneType; it has to return a StepRes"):
         run([], algorithm=ForgetsToReturn)
+
+
+def fails(error: Exception):
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("part", "phase"),
+    [
+        ("loader__next", "drawing data"),
+        ("roles__compute_reward", "running the algorithm"),
+        ("checkpoints__save", "saving"),
+        ("on_step", "calling on_step"),
+    ],
+)
+def test_an_error_says_in_which_step_and_phase_it_came(part, phase):
+    with pytest.raises(ZeroDivisionError) as info:
+        run([], **{part: fails(ZeroDivisionError("a bug"))})
+    step = 2 if part == "checkpoints__save" else 1
+    assert info.value.__notes__ == [f"in step {step} of made, while {phase}"]
+
+
+def test_an_update_that_fails_says_in_which_step_it_was():
+    with pytest.raises(FloatingPointError) as info:
+        run([], fails_at=2)
+    assert info.value.__notes__ == ["in step 2 of made, while updating models"]
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+FROM_TENSORSTORE = ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']")
+
+
+class FileLog(StageLog):
+    """A stage's log that lets the made-up update go on."""
+
+    def __init__(self, directory: Path, written: threading.Event) -> None:
+        super().__init__(directory, steps=2, first_step=0)
+        self._written = written
+
+    def rollout(self, samples) -> None:
+        self._written.set()
+        super().rollout(samples)
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "named"),
+    [
+        ("jaxrlhf.trainer.log.JsonLines.log", FULL, "metrics.jsonl"),
+        ("jaxrlhf.trainer.log.SampleFile.append", FULL, "samples.jsonl"),
+        ("jaxrlhf.trainer.log.save_learning_curve", FULL, "curve.png"),
+        ("", FROM_TENSORSTORE, "checkpoints"),
+    ],
+)
+def test_a_full_disk_is_said_in_one_message(target, error, named, tmp_path, monkeypatch, capsys):
+    if target:
+        monkeypatch.setattr(target, fails(error))
+    monkeypatch.setattr("jaxrlhf.trainer.failures.os._exit", sys.exit)
+    compiled = partial(tuple, [dict.fromkeys(["compile/count", "compile/seconds", "compile/loaded"], 0.0), {}])
+    saving = {} if target else {"checkpoints__save": fails(error)}
+    with pytest.raises(SystemExit) as end, one_message():
+        run(
+            [],
+            directory=tmp_path,
+            log=lambda done, written: FileLog(tmp_path, written),
+            roles__take_metrics=compiled,
+            **saving,
+        )
+    shown = capsys.readouterr().err
+    assert end.value.code == 1
+    assert end.value.__context__.__cause__ is error
+    assert re.match(rf"error: no space left to write {tmp_path}/{named}: [0-9.]+ of [0-9]+ MB are free there\n", shown)
+    assert "no checkpoint is whole yet; free some space, or copy the workdir to another disk, and give" in shown
+
+
+def test_a_full_disk_says_what_the_run_goes_on_from():
+    class Steps(SimpleNamespace):
+        steps = 0
+
+    made = Steps(directory=Path("checkpoints"), latest=lambda: made.steps or None, wait=lambda: None)
+
+    def save(number, *_, **__):
+        if number == 2:
+            raise FULL
+        made.steps = number
+
+    made.save = save
+    with pytest.raises(DiskFull) as info:
+        run([], checkpoints=made, every_steps=1)
+    assert info.value.__notes__[0] == "in step 2 of made, while saving"
+    assert info.value.__notes__[1].startswith("the last whole checkpoint is of step 1; free some space")

@@ -141,18 +141,20 @@ DIVERGED = Diverged("the policy's logits are not finite; resume from the last ch
     ],
     ids=lambda failure: type(failure).__name__,
 )
-def test_what_ends_a_run_is_one_message(failure, monkeypatch, capsys):
-    def fail(config, *, dry_run):
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_what_ends_a_run_is_one_message(command, failure, monkeypatch, capsys):
+    def fail(*_, **__):
         raise failure
 
     monkeypatch.setattr("jaxrlhf.trainer.run.run", fail)
-    monkeypatch.setattr(sys, "argv", ["train", "--config", str(Path(__file__).parent / "tiny_runs.py")])
+    monkeypatch.setattr("jaxrlhf.trainer.policy.evaluate_policy", fail)
+    monkeypatch.setattr(sys, "argv", [command, "--config", str(Path(__file__).parent / "tiny_runs.py")])
     with pytest.raises(SystemExit) as end:
-        runpy.run_module("jaxrlhf.train", run_name="__main__")
+        runpy.run_module(f"jaxrlhf.{command}", run_name="__main__")
     assert (end.value.code, capsys.readouterr().err) == (1, f"error: {failure}\n")
     monkeypatch.setenv("JAXRLHF_DEBUG", "1")
     with pytest.raises(type(failure)):
-        runpy.run_module("jaxrlhf.train", run_name="__main__")
+        runpy.run_module(f"jaxrlhf.{command}", run_name="__main__")
 
 
 # Users have no torch, which is here for the sake of other tests; transformers spends a second on it where it is.

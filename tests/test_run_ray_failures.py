@@ -192,5 +192,6 @@ def test_what_the_user_reads_after_a_kill(tmp_path):
     assert process.returncode == 1
     found = re.match(rf"error: \w+\.\w+: host 1 of pool 'all' \([\d.]+, pid {pid}\) died: (.*)\n", error)
     assert "It was killed" in found[1]
+    assert re.search(r"\nin step \d+ of \w+, while \w+", error)
     assert "Traceback" not in error
     assert f"{log} ends with:" in error

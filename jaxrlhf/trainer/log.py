@@ -28,6 +28,7 @@ from jaxrlhf.tracking import (
     time_table,
     typical,
 )
+from jaxrlhf.trainer.failures import writing
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -68,26 +69,31 @@ class StageLog:
     def step(self, number: int, metrics: Mapping[str, float]) -> None:
         """Log the numbers of a step."""
         self._compiled = {name: value for name, value in metrics.items() if name.startswith("compile/")}
-        self._metrics.log(number, metrics)
+        with writing(self._directory / METRICS):
+            self._metrics.log(number, metrics)
         for logger in self._loggers:
             logger.log(number, metrics)
 
     def rollout(self, samples: Sequence[Sample]) -> None:
         """Keep the responses that a step was trained on."""
-        self._samples.append(samples)
+        with writing(self._directory / SAMPLES):
+            self._samples.append(samples)
 
     def evaluation(self, samples: Sequence[Sample]) -> None:
         """Keep the answers to the held-out problems."""
-        self._evaluation.append(samples)
+        with writing(self._directory / EVALUATION):
+            self._evaluation.append(samples)
 
     def calls(self, calls: Sequence[Call]) -> None:
         """Keep what ran when, outside of steps."""
-        self._timeline.append(calls)
+        with writing(self._directory / TIMELINE):
+            self._timeline.append(calls)
         self._outside += calls
 
     def step_calls(self, step: StepCalls) -> None:
         """Keep what ran when in a step."""
-        self._timeline.append(step.calls)
+        with writing(self._directory / TIMELINE):
+            self._timeline.append(step.calls)
         self._steps.append(step)
 
     def profile_folder(self, number: int) -> Path:
@@ -96,7 +102,8 @@ class StageLog:
 
     def finish(self, *, title: str, show: int) -> None:
         """Draw the curve, print some of the last answers, and show where the time went."""
-        curve = save_learning_curve(self._directory / METRICS, self._directory / CURVE, title=title)
+        with writing(self._directory / CURVE):
+            curve = save_learning_curve(self._directory / METRICS, self._directory / CURVE, title=title)
         answered = self._directory / EVALUATION
         last = answered if answered.stat().st_size else self._directory / SAMPLES
         if last.stat().st_size:
@@ -116,7 +123,8 @@ class StageLog:
         caption = f"{compiled.format_map(self._compiled)}\n{steady}"
         self.console.print(time_table(lines, title=f"{title}: where the time went", caption=caption))
         step = typical(self._steps)
-        picture = save_step_picture(step, self._directory / TIMELINE_PICTURE, title=title)
+        with writing(self._directory / TIMELINE_PICTURE):
+            picture = save_step_picture(step, self._directory / TIMELINE_PICTURE, title=title)
         everything = self._directory / TIMELINE
         self.console.print(
             f"timeline of step {step.number}: {picture}; of all: {everything} (opens in ui.perfetto.dev)"
@@ -124,7 +132,7 @@ class StageLog:
 
     def close(self) -> None:
         """Close every file, also if one of them fails to."""
-        with ExitStack() as stack:
+        with writing(self._directory), ExitStack() as stack:
             for file in (self._timeline, self._evaluation, self._samples, self._metrics):
                 stack.callback(file.close)
 

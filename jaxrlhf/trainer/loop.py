@@ -2,8 +2,8 @@
 
 import importlib
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult
 from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.tracking import Call, StepCalls
 from jaxrlhf.trainer.evaluation import evaluate
+from jaxrlhf.trainer.failures import DiskFull, afterwards, writing
 from jaxrlhf.trainer.log import StageLog, to_samples
-from jaxrlhf.trainer.signals import Stop, afterwards
+from jaxrlhf.trainer.signals import Stop
 from jaxrlhf.workers.roles import response_texts
 
 _PHASE = {
@@ -72,21 +73,42 @@ class Loop:
         """Steps from where the stage stands to its end; False if it was asked to stop before."""
         done, state = self._resume()
         self.stop.step = done + 1
+        try:
+            with writing(self.checkpoints.directory.parent):
+                return self._run_from(done, state)
+        except DiskFull as full:
+            latest = self.checkpoints.latest()
+            kept = "no checkpoint is whole yet" if latest is None else f"the last whole checkpoint is of step {latest}"
+            full.add_note(f"{kept}; free some space, or copy the workdir to another disk, and give the same command")
+            raise
+
+    def _run_from(self, done: int, state: dict[str, float]) -> bool:
         log = self.log(done)
         # A save under way may still come to its end after an error.
-        with afterwards("closing the log", log.close), afterwards("the save under way", self.checkpoints.wait):
+        with afterwards("closing the log", log.close), afterwards("the save under way", self._wait_for_save):
             if self.prompt_lengths and done < self.config.steps:
-                self.roles.actor.compile_generation(self.prompt_lengths).result()
+                with self._named(done + 1, "compiling generation"):
+                    self.roles.actor.compile_generation(self.prompt_lengths).result()
             for number in range(done + 1, self.config.steps + 1):
                 self.stop.step = number
                 state, metrics = self._step(number, state, log)
                 if self.stop.asked or _due(number, self.config.checkpoint.every_steps, self.config.steps):
-                    self._save(number, state, metrics)
+                    with self._named(number, "saving"):
+                        self._save(number, state, metrics)
                     if self.stop.asked and number < self.config.steps:
                         return False
             log.calls(self.roles.timeline.take())
             log.finish(title=self.config.name, show=5)
             return True
+
+    @contextmanager
+    def _named(self, number: int, phase: str) -> Iterator[None]:
+        """Note the step and its phase on what the block raises."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in step {number} of {self.config.name}, while {phase}")
+            raise
 
     def _step(self, number: int, state: dict[str, float], log: StageLog) -> tuple[dict[str, float], Metrics]:
         """One step of the algorithm, with evaluation and logging around it."""
@@ -95,31 +117,46 @@ class Loop:
         log.calls(calls)
         evaluating = self._times(calls)  # what evaluation took is not the step's, but for weights that it had sent
         sent = {name: value for name, value in evaluating.items() if name.startswith("transfer/")}
-        problems = self.loader.next()
-        examples = () if self.examples is None else self.examples.next()
+        with self._named(number, "drawing data"):
+            problems = self.loader.next()
+            examples = () if self.examples is None else self.examples.next()
         with self._profiled(number, log):
             start = time.perf_counter()
-            result = resolve_dataflow(self.config.algorithm)(
-                self.roles, StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
-            )
-            if not isinstance(result, StepResult):
-                raise Refusal(
-                    f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
-                    "return a StepResult of jaxrlhf.dataflows.step, as `learn` of jaxrlhf.dataflows.critic_free does"
-                )
-            self._keep_responses(number, problems, result, log)  # models may be trained meanwhile
-            result = result.settled()
+            with self._named(number, "running the algorithm"):
+                work = StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
+                result = self._result_of(work)
+            with self._named(number, "writing responses"):  # models may be trained meanwhile
+                self._keep_responses(number, problems, result, log)
+            with self._named(number, "updating models"):
+                result = result.settled()
             step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
-        log.step_calls(step)
-        metrics = {**result.metrics, **sent, **self._timing(step, result)}
+        with self._named(number, "logging"):
+            log.step_calls(step)
+            metrics = {**result.metrics, **sent, **self._timing(step, result)}
         if _due(number, self.config.evaluation.every_steps, self.config.steps):
             metrics |= self._evaluate(number, log)
         if "eval/accuracy" in before:  # an evaluation of one's own may know of none
             metrics["eval/accuracy_at_start"] = before["eval/accuracy"]
-        log.step(number, metrics)
+        with self._named(number, "logging"):
+            log.step(number, metrics)
         if self.on_step is not None:
-            self.on_step(number, metrics)
+            with self._named(number, "calling on_step"):
+                self.on_step(number, metrics)
         return result.state, metrics
+
+    def _result_of(self, work: StepInput) -> StepResult:
+        """What the algorithm's dataflow returns.
+
+        Raises:
+          Refusal: It is no `StepResult`.
+        """
+        result = resolve_dataflow(self.config.algorithm)(self.roles, work)
+        if not isinstance(result, StepResult):
+            raise Refusal(
+                f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
+                "return a StepResult of jaxrlhf.dataflows.step, as `learn` of jaxrlhf.dataflows.critic_free does"
+            )
+        return result
 
     def _keep_responses(self, number: int, problems: Sequence[Problem], result: StepResult, log: StageLog) -> None:
         if result.rollout is not None and result.scores is not None:
@@ -134,8 +171,10 @@ class Loop:
         return self.roles.profiled(log.profile_folder(number)) if wanted else nullcontext()
 
     def _evaluate(self, number: int, log: StageLog) -> Metrics:
-        if not self.held_out:
-            return {}
+        with self._named(number, "evaluating"):
+            return self._evaluated(number, log) if self.held_out else {}
+
+    def _evaluated(self, number: int, log: StageLog) -> Metrics:
         start = time.perf_counter()
         if self.config.algorithm.evaluation is not None:
             judge = resolve_dataflow(self.config.algorithm, "evaluation")
@@ -176,7 +215,12 @@ class Loop:
         host = {"step": number, "state": state, "loader": self.loader.state(), "counters": self.roles.counters()}
         host |= {} if self.examples is None else {"examples": self.examples.state()}
         metric = metrics.get("eval/accuracy")
-        self.checkpoints.save(number, self.roles.items(), host, metric=metric)
+        with writing(self.checkpoints.directory):
+            self.checkpoints.save(number, self.roles.items(), host, metric=metric)
+
+    def _wait_for_save(self) -> None:
+        with writing(self.checkpoints.directory):
+            self.checkpoints.wait()
 
     def _resume(self) -> tuple[int, dict[str, float]]:
         latest = self.checkpoints.latest()

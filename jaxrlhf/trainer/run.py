@@ -20,11 +20,12 @@ from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.pools import Pools
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted
 from jaxrlhf.tracking import Logger, MetricsWriter, default_console, settings_table
+from jaxrlhf.trainer.failures import afterwards
 from jaxrlhf.trainer.log import StageLog
 from jaxrlhf.trainer.loop import Loop, OnStep, resolve_dataflow
 from jaxrlhf.trainer.placement import Placed, place
 from jaxrlhf.trainer.resume import changed_settings, check_same_start, describe_start
-from jaxrlhf.trainer.signals import Stop, afterwards, stopped_by_signals
+from jaxrlhf.trainer.signals import Stop, stopped_by_signals
 from jaxrlhf.trainer.summary import settings_rows
 from jaxrlhf.workers.build import Stage
 

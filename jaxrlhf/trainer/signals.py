@@ -4,7 +4,7 @@ import _thread
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -88,17 +88,3 @@ def _dropped_interrupts_come_again() -> Iterator[None]:
     finally:
         left.set()
         sys.unraisablehook = before
-
-
-@contextmanager
-def afterwards(what: str, end: Callable[[], None]) -> Iterator[None]:
-    """Calls `end` after the block; if the block failed, what fails here is a note on what went wrong first."""
-    try:
-        yield
-    except BaseException as error:
-        try:
-            end()
-        except Exception as other:
-            error.add_note(f"and {what} failed: {other!r}")
-        raise
-    end()

@@ -50,7 +50,8 @@ def run_command(main: Callable[[], None]) -> None:
     except Refusal as error:
         if os.environ.get("JAXRLHF_DEBUG") == "1":
             raise
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        said = "; ".join([str(error), *getattr(error, "__notes__", [])])
+        print("error:", " ".join(said.split()), file=sys.stderr)
         sys.exit(2)
 
 

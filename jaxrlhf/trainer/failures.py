@@ -1,0 +1,86 @@
+"""Failures of a run: where they happened, what they leave behind, and one message in place of a traceback."""
+
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jaxrlhf.batch import Diverged
+from jaxrlhf.rewards import RewardsFailing
+from jaxrlhf.single_controller.ray.failure import HostFailure
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskFull(OSError):
+    """A file that could not be written because its disk, or its owner's quota, is full.
+
+    Args:
+      place: The file or folder.
+    """
+
+    def __init__(self, place: Path) -> None:
+        there = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+        free, total = shutil.disk_usage(there).free, shutil.disk_usage(there).total
+        super().__init__(f"no space left to write {place}: {free / 1e6:.1f} of {total / 1e6:.0f} MB are free there")
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Raise `DiskFull` for whatever the block raises because a disk is full, from libraries too.
+
+    Args:
+      place: What the block writes, which errors of writes do not name.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DiskFull) or not _says_full(error):
+            raise
+        raise DiskFull(place) from error
+
+
+def _says_full(error: BaseException | None) -> bool:
+    """True if the error, or one that it came from, says that a disk is full."""
+    while error is not None:
+        # tensorstore and safetensors put the system's error into the text of their own.
+        if getattr(error, "errno", None) in _FULL or any(os.strerror(code) in str(error) for code in _FULL):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def afterwards(task: str, end: Callable[[], None]) -> Iterator[None]:
+    """Call `end` after the block; if the block failed, a failure of `end` becomes a note on the first one."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            end()
+        except Exception as other:
+            if not (isinstance(error, DiskFull) and isinstance(other, DiskFull)):  # which would say the same
+                error.add_note(f"and {task} failed: {other!r}")
+        raise
+    end()
+
+
+@contextmanager
+def one_message() -> Iterator[None]:
+    """End the program with one message and exit code 1 for failures that no traceback explains better.
+
+    Under JAXRLHF_DEBUG=1 they keep their traceback.
+    """
+    try:
+        yield
+    except (DiskFull, Diverged, HostFailure, RewardsFailing) as failure:
+        if os.environ.get("JAXRLHF_DEBUG") == "1":
+            raise
+        print("\n".join([f"error: {failure}", *getattr(failure, "__notes__", [])]), file=sys.stderr, flush=True)
+        if isinstance(failure, DiskFull):
+            sys.stdout.flush()
+            os._exit(1)  # at the interpreter's end libraries would try to write once more, and print tracebacks
+        sys.exit(1)
