@@ -262,7 +262,7 @@ def test_a_full_disk_is_said_in_one_message(target, error, named, tmp_path, monk
         run(
             [],
             directory=tmp_path,
-            log=lambda done, written: FileLog(tmp_path, written),
+            log=partial(FileLog, tmp_path),
             roles__take_metrics=compiled,
             **saving,
         )
