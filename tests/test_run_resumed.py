@@ -154,9 +154,9 @@ def test_a_stage_that_is_over_is_not_opened_again(tmp_path, monkeypatch):
     opened, config = [], replace(get_config(), workdir=str(tmp_path))
     policy = tmp_path / "cold_start" / "checkpoints" / "step_2" / "actor"
 
-    def run_stage(shared, directory, start):
+    def run_stage(shared, start):
         opened.append((shared.config.name, start))
-        return directory
+        return shared.config.folder
 
     monkeypatch.setattr(whole, "_run_stage", run_stage)
     monkeypatch.setattr(whole, "_check_workdir", lambda workdir, config: None)

@@ -55,7 +55,7 @@ from jaxrlhf.config.rewards import (
     Rewards,
     TagsReward,
 )
-from jaxrlhf.config.run import Checkpointing, ColdStart, Config, Evaluation
+from jaxrlhf.config.run import COLD_START, Checkpointing, ColdStart, Config, Evaluation
 from jaxrlhf.config.sources import (
     Arithmetic,
     ArithmeticPairs,
@@ -72,6 +72,7 @@ from jaxrlhf.config.training import Layout, Optimizer, Remat, Rollout, Sampling,
 
 __all__ = [
     "CISPO",
+    "COLD_START",
     "CRITICS",
     "DAPO",
     "DPO",

@@ -1,8 +1,9 @@
 """A whole run."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, Self
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
 from jaxrlhf.config.algorithms.supervised import SFT
@@ -13,6 +14,9 @@ from jaxrlhf.config.refusal import not_negative, positive, require
 from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward, ModelReward, Rewards
 from jaxrlhf.config.sources import Data, Model, PromptFile
 from jaxrlhf.config.training import Layout, Optimizer, Rollout, Training
+
+COLD_START = "cold_start"
+"""Folder of a run's cold start, in the run's own."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,34 @@ class Config:
             self.reference_layout is None or "reference" in roles,
             f"reference_layout is given, and {type(self.algorithm).__name__}{without} has no reference; drop it",
         )
+
+    @property
+    def folder(self) -> Path:
+        """The directory of the run's checkpoints, metrics and samples."""
+        return Path(self.workdir).expanduser() if self.workdir else Path("runs") / self.name
+
+    @property
+    def stages(self) -> tuple[Self, ...]:
+        """The run itself, after its cold start if it has one; each starts from the policy of the one before."""
+        cold = self.cold_start
+        if cold is None:
+            return (self,)
+        first = replace(
+            self,
+            name=f"{self.name} (cold start)",
+            workdir=str(self.folder / COLD_START),
+            algorithm=cold.algorithm,
+            steps=cold.steps,
+            actor=replace(self.actor, optimizer=cold.optimizer, lora=None),
+            cold_start=None,
+            profile_steps=(),
+            pools=(),  # the run's pools are launched already, and have roles that this stage does not call
+            offload=(),
+            reference_layout=None,
+            evaluation=Evaluation(every_steps=0, problems=1),
+            checkpoint=Checkpointing(every_steps=0, keep_last=1, keep_best=0),
+        )
+        return (first, self)
 
     @property
     def reference_is_frozen_actor(self) -> bool:

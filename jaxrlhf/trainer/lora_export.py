@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.checkpoint.pretrained import load_pretrained
-from jaxrlhf.config import FromScratch, Lora, Model, Pretrained, Quantization, Refusal
+from jaxrlhf.config import COLD_START, FromScratch, Lora, Model, Pretrained, Quantization, Refusal
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.peft import WEIGHTS, save_adapters
@@ -22,7 +22,7 @@ from jaxrlhf.models.linear import Adapter
 from jaxrlhf.models.lora.lora import adapter_shapes, change_of, is_matrix
 from jaxrlhf.models.lora.quantized import quantize
 from jaxrlhf.models.parameters import init_params, param_shapes, path_name
-from jaxrlhf.trainer.run import CHECKPOINTS, COLD_START
+from jaxrlhf.trainer.run import CHECKPOINTS
 
 SUFFIX = "_adapters"
 """Of the item of a checkpoint that holds a role's adapters in place of its weights."""

@@ -21,7 +21,7 @@ from jaxrlhf.trainer.evaluation import evaluate
 from jaxrlhf.trainer.log import to_samples
 from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, checkpoint_of, placed
 from jaxrlhf.trainer.placement import placed_for_evaluation
-from jaxrlhf.trainer.run import CHECKPOINTS, MODEL, load_data, workdir_of
+from jaxrlhf.trainer.run import CHECKPOINTS, MODEL, load_data
 from jaxrlhf.workers.build import Stage
 from jaxrlhf.workers.remat import head_of
 from jaxrlhf.workers.roles import response_texts
@@ -109,7 +109,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
             f"evaluation answers problems with a policy, and {type(config.algorithm).__name__} trains none; "
             "how it ranks held-out pairs is in the run's metrics"
         )
-    place = Path(policy).expanduser() if policy else workdir_of(config)
+    place = Path(policy).expanduser() if policy else config.folder
     described = (place / MODEL).is_dir()
     own = isinstance(config.model, Nnx) and not described and (place / CHECKPOINTS).is_dir()
     from_run = own or described
@@ -118,7 +118,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     if step is not None and not from_run:
         raise Refusal(f"--step {step} chooses a checkpoint of a run, and {policy} is the workdir of none; drop it")
     model = config.model if own else Pretrained(str(place / MODEL if from_run else policy))
-    config = replace(config, model=model, cold_start=None, actor=replace(config.actor, lora=None))
+    config = replace(config, model=model, actor=replace(config.actor, lora=None))
     tokenizer = load_tokenizer(tokenizer_path(config))
     if config.placement == "auto":
         config = placed_for_evaluation(config, place)

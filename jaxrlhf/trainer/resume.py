@@ -61,7 +61,9 @@ def check_same_start(workdir: Path, config: Config) -> None:
         if known and given:
             _check_same_weights(workdir, before.pop("path"), known, now.pop("path"), given)
     _check_same(workdir, "model", before, now)
-    _check_same(workdir, "cold_start", _cold_start(saved["cold_start"]), _cold_start(to_json(config.cold_start)))
+    # Which weights came out of a cold start; once it is over, its optimizer is not used again.
+    cold = [{"steps": was["steps"]} if was else {} for was in (saved["cold_start"], to_json(config.cold_start))]
+    _check_same(workdir, "cold_start", *cold)
     for role, training in trained.items():
         settings = saved["actor"] if role == "actor" else saved["algorithm"].get(role)
         before, now = _lora(settings and settings["lora"]), _lora(to_json(training.lora))
@@ -107,11 +109,6 @@ def _model(described: Settings) -> Settings:
     """Without the function that builds a module of one's own, whose name may hold an address."""
     default = to_json(FromScratch()) if described["class"] == "FromScratch" else {}
     return {name: value for name, value in (default | described).items() if name != "build"}
-
-
-def _cold_start(described: Settings | None) -> Settings:
-    """What says which weights came out of it; once it is over, its optimizer is not used again."""
-    return {} if described is None else {"steps": described["steps"]}
 
 
 def _lora(described: Settings | None) -> Settings:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import ROLLOUT, SFT, Checkpointing, Config, Evaluation, Preference, Refusal
+from jaxrlhf.config import ROLLOUT, SFT, Config, Preference, Refusal
 from jaxrlhf.data import Loaded, Loader, decoder, load_problems, load_tokenizer
 from jaxrlhf.models import AnyModel, OwnModel, model_config, tokenizer_path
 from jaxrlhf.models.huggingface.save import save_description
@@ -29,7 +29,6 @@ from jaxrlhf.trainer.signals import Stop, stopped_by_signals
 from jaxrlhf.trainer.summary import settings_rows
 from jaxrlhf.workers.build import Stage
 
-COLD_START = "cold_start"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 LOCK = "lock"
@@ -66,11 +65,6 @@ class RunResult:
     finished: bool
 
 
-def workdir_of(config: Config) -> Path:
-    """Where the run's files go."""
-    return Path(config.workdir).expanduser() if config.workdir else Path("runs") / config.name
-
-
 def run(
     config: Config, *, on_step: OnStep | None = None, loggers: Sequence[Logger] = (), dry_run: bool = False
 ) -> RunResult:
@@ -93,10 +87,10 @@ def run(
     tokenizer = load_tokenizer(tokenizer_path(config))
     model = model_config(config.model, tokenizer)
     data = load_data(config, tokenizer)
-    for stage in _stages(config):  # refuses too few problems now, and not after the cold start
+    for stage in config.stages:  # refuses too few problems now, and not after the cold start
         _loader(stage, data)
         _example_loader(stage, data)
-    workdir = workdir_of(config)
+    workdir = config.folder
     placed = place(config, workdir, vocabulary=len(tokenizer)) if config.placement == "auto" else None
     display, launched = Display(), config if placed is None else placed.config
     shared = Shared(config, launched, model, tokenizer, data, workdir, display, on_step, loggers, placed)
@@ -194,7 +188,7 @@ def _launch_and_run(shared: Shared, *, dry_run: bool) -> bool:
 def load_data(config: Config, tokenizer: Any) -> Data:
     """The training problems, and as many held-out ones as are evaluated on."""
     limits = {"max_prompt_tokens": config.rollout.max_prompt_tokens}
-    supervised = isinstance(config.algorithm, SFT) or config.cold_start is not None
+    supervised = any(isinstance(stage.algorithm, SFT) for stage in config.stages)
     if isinstance(config.algorithm, Preference):  # answers are read in both splits
         limits["max_solution_tokens"] = config.rollout.max_response_tokens - config.algorithm.places_after
         supervised = False
@@ -209,7 +203,7 @@ def load_data(config: Config, tokenizer: Any) -> Data:
 
 
 def _check_workdir(workdir: Path, config: Config) -> None:
-    saved = [*workdir.glob(f"{CHECKPOINTS}/*"), *workdir.glob(f"{COLD_START}/{CHECKPOINTS}/*")]
+    saved = [path for stage in config.stages for path in stage.folder.glob(f"{CHECKPOINTS}/*")]
     if saved and not config.resume:
         raise Refusal(f"{workdir} already holds a run and resume is off; choose another workdir, delete it, or resume")
     if any(workdir.glob(f"{CHECKPOINTS}/*")):
@@ -231,23 +225,22 @@ def _describe(shared: Shared) -> None:
 
 
 def _run_stages(shared: Shared) -> bool:
+    """Run the stages one after another; return whether the last came to its end."""
+    *first, _ = shared.config.stages
+    start, quiet = None, replace(shared, data=replace(shared.data, held_out=[]), on_step=None, loggers=())
     with stopped_by_signals(shared.stop):
-        start = None
-        if shared.config.cold_start is not None:
-            data = replace(shared.data, held_out=[])
-            quiet = replace(shared, config=_cold_start(shared.config), data=data, on_step=None, loggers=())
-            directory = shared.workdir / COLD_START
-            start = _trained(quiet.config, directory) or _run_stage(quiet, directory, None)
+        for stage in first:
+            start = _trained(stage) or _run_stage(replace(quiet, config=stage), start)
             if start is None or shared.stop.asked:
                 return False
-        return _run_stage(shared, shared.workdir, start) is not None
+        return _run_stage(shared, start) is not None
 
 
-def _trained(config: Config, directory: Path) -> Path | None:
-    """Where the policy of a stage that is over lies."""
-    if not (directory / CHECKPOINTS).is_dir():
+def _trained(config: Config) -> Path | None:
+    """The policy of a stage that is over, in its checkpoint."""
+    if not (config.folder / CHECKPOINTS).is_dir():
         return None
-    with closing(Checkpoints(directory / CHECKPOINTS, read_only=True)) as checkpoints:
+    with closing(Checkpoints(config.folder / CHECKPOINTS, read_only=True)) as checkpoints:
         if checkpoints.latest() != config.steps:
             return None
         default_console().print(_going_on(config, config.steps), markup=False, highlight=False, soft_wrap=True)
@@ -256,11 +249,6 @@ def _trained(config: Config, directory: Path) -> Path | None:
 
 def _going_on(config: Config, done: int) -> str:
     return f"{config.name}: step {done} of {config.steps} is done, going on from there"
-
-
-def _stages(config: Config) -> list[Config]:
-    """The cold start, if there is one, and the main stage."""
-    return [config] if config.cold_start is None else [_cold_start(config), config]
 
 
 def _loader(config: Config, data: Data) -> Loader:
@@ -277,27 +265,7 @@ def _example_loader(config: Config, data: Data) -> Loader | None:
     return Loader(data.examples.problems, per_step=own[1], seed=config.seed)
 
 
-def _cold_start(config: Config) -> Config:
-    """The cold start as a run of its own."""
-    cold = config.cold_start
-    assert cold is not None
-    return replace(
-        config,
-        name=f"{config.name} (cold start)",
-        algorithm=cold.algorithm,
-        steps=cold.steps,
-        actor=replace(config.actor, optimizer=cold.optimizer, lora=None),
-        cold_start=None,
-        profile_steps=(),
-        pools=(),  # the run's pools are launched already, and have roles that this stage does not call
-        offload=(),
-        reference_layout=None,
-        evaluation=Evaluation(every_steps=0, problems=1),
-        checkpoint=Checkpointing(every_steps=0, keep_last=1, keep_best=0),
-    )
-
-
-def _run_stage(shared: Shared, directory: Path, start: Path | None) -> Path | None:
+def _run_stage(shared: Shared, start: Path | None) -> Path | None:
     """Run one stage from a policy on disk, or from the configuration's model.
 
     Returns:
@@ -308,14 +276,14 @@ def _run_stage(shared: Shared, directory: Path, start: Path | None) -> Path | No
     total = config.steps * algorithm.updates_per_step(config)
     roles = shared.pools.roles(Stage(config, (*algorithm.roles, ROLLOUT, "reward"), total, start))
     checkpoints = Checkpoints(
-        directory / CHECKPOINTS, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+        config.folder / CHECKPOINTS, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
     )
 
     def open_log(done: int) -> StageLog:
         changed = changed_settings(shared.workdir, shared.run_config) if done else []
         if done < config.steps:  # and only now: a checkpoint that does not fit was refused, its run left as it was
             _describe(shared)
-        shared.display.log = StageLog(directory, steps=config.steps, first_step=done, loggers=shared.loggers)
+        shared.display.log = StageLog(config.folder, steps=config.steps, first_step=done, loggers=shared.loggers)
         if done:
             over = f"{config.name}: all {done} steps are done; raise steps, or choose another workdir, to train on"
             shared.display.log.console.print(over if done == config.steps else _going_on(config, done))
