@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from jaxrlhf.batch import Experience, Problem, Rollout, Scores, Sequences
-from jaxrlhf.config import Algorithm, Arithmetic, Config, FromScratch, Sampling
+from jaxrlhf.config import Algorithm, Arithmetic, Config, FromScratch, Sampling, function_of
 from jaxrlhf.config import Rollout as RolloutSettings
 from jaxrlhf.dataflows.step import StepInput, StepResult
-from jaxrlhf.trainer.loop import resolve_dataflow
 
 
 def done(value) -> Future:
@@ -86,7 +85,7 @@ class Made:
 
         roles = SimpleNamespace(actor=self, reward=self, **self.further)  # whoever calls another fails
         work = StepInput(config, [problem(number) for number in range(prompts)], 0, algorithm.initial_state(), draw)
-        result: StepResult = resolve_dataflow(algorithm)(roles, work)
+        result: StepResult = function_of(algorithm, "dataflow")(roles, work)
         return result, len(left)
 
     def rows(self, name: str) -> np.ndarray:

@@ -31,9 +31,9 @@ from jaxrlhf.config import (
     ReinforcePlusPlusBaseline,
     ReMax,
     Rollout,
+    function_of,
 )
 from jaxrlhf.dataflows.step import StepInput, StepResult
-from jaxrlhf.trainer.loop import resolve_dataflow
 
 PROMPTS, COPIES, WIDTH = 2, 3, 12
 IDS = np.repeat(np.arange(PROMPTS), COPIES)
@@ -154,7 +154,7 @@ def trained(algorithm, columns=COMPACT, scores=SCORES, order=None, outside=0.0) 
     settings = config.algorithm
     work = StepInput(config, [problem(n) for n in range(PROMPTS)], 0, settings.initial_state(), lambda: [])
     every = SimpleNamespace(actor=roles, reward=roles, reference=roles, critic=roles)
-    result = resolve_dataflow(settings)(every, work)
+    result = function_of(settings, "dataflow")(every, work)
     [policy] = roles.minibatches
     return Trained(result, policy, roles.values[0] if roles.values else None)
 

@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 import tyro
 
-from jaxrlhf.config import CommandLine, Config, Refusal, from_cli, load, override, run_command, shipped
+from jaxrlhf.config import CommandLine, Config, Refusal, load, override, run_command, shipped
 from jaxrlhf.config.cli.override import find, setting_names
 from jaxrlhf.planner.plan import Infeasible
 
 ROOT = Path(__file__).parents[1]
-SHOW = "from jaxrlhf.config import from_cli, run_command\nrun_command(lambda: print(from_cli().name))"
+SHOW = "from jaxrlhf.config import *\nrun_command(lambda: print(CommandLine().parse_config()[0].name))"
+
+
+def from_words(words: list[str]) -> Config:
+    return CommandLine().parse_config(words)[0]
 
 
 def python(*arguments: str, cwd: Path = ROOT.parent, **environment: str) -> subprocess.CompletedProcess:
@@ -62,7 +66,7 @@ def python(*arguments: str, cwd: Path = ROOT.parent, **environment: str) -> subp
     ],
 )
 def test_overrides(words, changes):
-    assert from_cli(["--config", "ppo_gsm8k", *words.split()]) == override(load("ppo_gsm8k"), changes)
+    assert from_words(["--config", "ppo_gsm8k", *words.split()]) == override(load("ppo_gsm8k"), changes)
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
@@ -75,7 +79,7 @@ def test_every_setting_can_be_given_and_means_what_tyro_reads(name):
             words.append(f"--{room}{dot}no-{switch}")
         else:
             words += [f"--{setting}", *map(str, value if isinstance(value, tuple) else [value])]
-    ours = from_cli(["--config", name, *words])
+    ours = from_words(["--config", name, *words])
     assert ours == tyro.cli(Config, default=config, args=words, config=(tyro.conf.AvoidSubcommands,))
     assert ours != config  # the switches
 
@@ -163,7 +167,7 @@ def test_help_may_be_cut_short():
 )
 def test_user_error_is_one_line(words, message, capsys):
     with pytest.raises(SystemExit) as end:
-        run_command(lambda: from_cli(words.split()))
+        run_command(lambda: from_words(words.split()))
     shown = capsys.readouterr()
     assert end.value.code == 2
     assert shown.err.startswith(f"error: {message}")

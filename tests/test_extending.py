@@ -16,9 +16,8 @@ from made_plans import machines
 
 import jaxrlhf
 from jaxrlhf import algos, config
-from jaxrlhf.config import GRPO, Algorithm, CommandLine, PolicyGradient, RatioLoss, to_json
+from jaxrlhf.config import GRPO, Algorithm, CommandLine, PolicyGradient, RatioLoss, function_of, to_json
 from jaxrlhf.planner.problem import problem_of
-from jaxrlhf.trainer.loop import resolve_dataflow
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -79,8 +78,8 @@ def test_an_algorithm_that_is_not_whole_says_what_it_lacks(own_file):
         "= step\n": '= "no_such_module:step"\n',
     }
     said = [
-        "RAFT.dataflow=None is no step; give a function of (roles, work), or its name as 'module:function'",
-        "RAFT.dataflow='step' is no step",
+        "RAFT.dataflow=None is no function; give one, or its name as 'module:function'",
+        "RAFT.dataflow='step' is no function",
         "RAFT.dataflow='jaxrlhf.dataflows.baselines:raft': jaxrlhf.dataflows.baselines has no function 'raft'",
         "RAFT.dataflow='no_such_module:step': importing no_such_module failed with No module named",
     ]
@@ -98,7 +97,7 @@ def test_a_dataflow_is_a_function_or_the_name_of_one():
     class Own(PolicyGradient):
         dataflow = np.add
 
-    assert resolve_dataflow(Own()) is np.add
+    assert function_of(Own(), "dataflow") is np.add
     with pytest.raises(TypeError, match="abstract"):
         Algorithm()
 

@@ -10,19 +10,18 @@ Outside the mask every input may be infinite or NaN. Inputs are therefore select
 formula sees them: selecting only the result would leave 0 * inf in the gradient.
 """
 
-import importlib
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Num
 
 from jaxrlhf.algos.kl import kl_estimate
-from jaxrlhf.algos.losses import PolicyTerms, PolicyTokens, clipped_value_loss
+from jaxrlhf.algos.losses import PolicyTokens, clipped_value_loss
 from jaxrlhf.algos.masked import selected
 from jaxrlhf.batch import Array
-from jaxrlhf.config import KLInLoss, PolicyGradient, RatioLoss, ValueLoss
+from jaxrlhf.config import KLInLoss, PolicyGradient, ValueLoss, function_of
 
 
 class TokenOutput(NamedTuple):
@@ -84,7 +83,7 @@ def policy_objective(
         _field(fields, "advantage", mask),
         _field(fields, "segment", mask) if "segment" in fields else None,
     )
-    terms = _function(policy)(tokens, policy)
+    terms = function_of(policy, "function")(tokens, policy)
     loss = weight * terms.loss
     metrics = {
         **{name: selected(value.astype(loss.dtype), mask) for name, value in terms.metrics.items()},
@@ -191,15 +190,6 @@ def nll_objective(
     """
     nll = -selected(output.logp, mask)
     return Objective(selected(weight, mask) * nll, {"supervised/loss": nll})
-
-
-def _function(policy: RatioLoss) -> Callable[[PolicyTokens, Any], PolicyTerms]:
-    """The loss that its settings name."""
-    function = type(policy).function
-    if not isinstance(function, str):
-        return function
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _field(fields: Mapping[str, Array], name: str, mask: Array) -> Array:

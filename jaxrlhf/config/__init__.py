@@ -28,16 +28,29 @@ from jaxrlhf.config.algorithms.prime import PRIME
 from jaxrlhf.config.algorithms.safe_rlhf import Constraint, Ptx, SafeRLHF
 from jaxrlhf.config.algorithms.supervised import SFT
 from jaxrlhf.config.algorithms.vapo import VAPO
-from jaxrlhf.config.cli.command_line import CommandLine, from_cli, on_cluster, run_command
-from jaxrlhf.config.cli.load import load, shipped
+from jaxrlhf.config.cli.command_line import CommandLine, on_cluster, run_command
+from jaxrlhf.config.cli.load import load, shipped, to_json
 from jaxrlhf.config.cli.override import override
-from jaxrlhf.config.cli.record import to_json
 from jaxrlhf.config.cluster import RayCluster
-from jaxrlhf.config.corrections import IcePop, Rejection, TruncatedImportance
+from jaxrlhf.config.functions import function_of
 from jaxrlhf.config.lora import Lora, Quantization
-from jaxrlhf.config.losses import AdaptiveKL, Aggregation, KLEstimator, KLInLoss, KLInReward, ValueLoss
+from jaxrlhf.config.losses import (
+    AdaptiveKL,
+    Aggregation,
+    CISPOLoss,
+    GSPOLoss,
+    IcePop,
+    KLEstimator,
+    KLInLoss,
+    KLInReward,
+    PolicyLoss,
+    RatioLoss,
+    Rejection,
+    SAPOLoss,
+    TruncatedImportance,
+    ValueLoss,
+)
 from jaxrlhf.config.placement import CRITICS, ROLLOUT, Pool, offloaded
-from jaxrlhf.config.policy_losses import CISPOLoss, GSPOLoss, PolicyLoss, RatioLoss, SAPOLoss
 from jaxrlhf.config.refusal import Refusal
 from jaxrlhf.config.rewards import (
     ArithmeticReward,
@@ -157,7 +170,7 @@ __all__ = [
     "Training",
     "TruncatedImportance",
     "ValueLoss",
-    "from_cli",
+    "function_of",
     "load",
     "offloaded",
     "on_cluster",

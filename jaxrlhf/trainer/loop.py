@@ -1,15 +1,13 @@
 """The loop around an algorithm's step: evaluate, log, save, resume, stop when asked."""
 
-import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import Algorithm, Config, Refusal
+from jaxrlhf.config import Config, Refusal, function_of
 from jaxrlhf.data import Loader
 from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult
 from jaxrlhf.single_controller.pools import Roles
@@ -150,7 +148,7 @@ class Loop:
         Raises:
           Refusal: It is no `StepResult`.
         """
-        result = resolve_dataflow(self.config.algorithm)(self.roles, work)
+        result = function_of(self.config.algorithm, "dataflow")(self.roles, work)
         if not isinstance(result, StepResult):
             raise Refusal(
                 f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
@@ -177,7 +175,7 @@ class Loop:
     def _evaluated(self, number: int, log: StageLog) -> Metrics:
         start = time.perf_counter()
         if self.config.algorithm.evaluation is not None:
-            judge = resolve_dataflow(self.config.algorithm, "evaluation")
+            judge = function_of(self.config.algorithm, "evaluation")
             metrics = judge(self.roles, self.config, self.held_out)
             return {**metrics, "time/eval_s": time.perf_counter() - start}
         metrics, rollout, scores = evaluate(self.roles, self.config, self.held_out)
@@ -242,26 +240,3 @@ class Loop:
 def _due(number: int, every_steps: int, steps: int) -> bool:
     """At the end, and every so many steps; 0 is only at the end."""
     return number == steps or (every_steps > 0 and number % every_steps == 0)
-
-
-def resolve_dataflow(algorithm: Algorithm, attribute: str = "dataflow") -> Callable[..., Any]:
-    """The function that an algorithm's settings give, or name as `module:function`: its step, or its evaluation.
-
-    Raises:
-      Refusal: There is no such function, or its module does not import.
-    """
-    owner = type(algorithm)
-    given = getattr(owner, attribute, None)
-    if callable(given):
-        return given
-    where = f"{owner.__name__}.{attribute}={given!r}"
-    module, colon, name = given.partition(":") if isinstance(given, str) else ("", "", "")
-    if not (module and colon and name):
-        raise Refusal(f"{where} is no step; give a function of (roles, work), or its name as 'module:function'")
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise Refusal(f"{where}: importing {module} failed with {error}") from error
-    if not callable(function):
-        raise Refusal(f"{where}: {module} has no function {name!r}")
-    return function

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import ROLLOUT, SFT, Config, Preference, Refusal
+from jaxrlhf.config import ROLLOUT, SFT, Config, Preference, Refusal, function_of
 from jaxrlhf.data import Loaded, Loader, decoder, load_problems, load_tokenizer
 from jaxrlhf.models import AnyModel, OwnModel, model_config, tokenizer_path
 from jaxrlhf.models.huggingface.save import save_description
@@ -22,7 +22,7 @@ from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotSta
 from jaxrlhf.tracking import Logger, MetricsWriter, default_console, settings_table
 from jaxrlhf.trainer.failures import afterwards
 from jaxrlhf.trainer.log import StageLog
-from jaxrlhf.trainer.loop import Loop, OnStep, resolve_dataflow
+from jaxrlhf.trainer.loop import Loop, OnStep
 from jaxrlhf.trainer.placement import Placed, place
 from jaxrlhf.trainer.resume import changed_settings, check_same_start, describe_start
 from jaxrlhf.trainer.signals import Stop, stopped_by_signals
@@ -83,7 +83,7 @@ def run(
       Refusal: Settings, data, tokenizer and checkpoint that do not fit, before any compile.
       KeyboardInterrupt: After Ctrl-C, and once all is saved: cells or runs that were to follow shall not.
     """
-    resolve_dataflow(config.algorithm)  # refuses what is no step before anything is read
+    function_of(config.algorithm, "dataflow")  # refuses what is no step before anything is read
     tokenizer = load_tokenizer(tokenizer_path(config))
     model = model_config(config.model, tokenizer)
     data = load_data(config, tokenizer)

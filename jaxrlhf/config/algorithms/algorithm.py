@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jaxrlhf.config.corrections import IcePop, Rejection, TruncatedImportance
-from jaxrlhf.config.losses import KLInLoss, KLInReward
-from jaxrlhf.config.policy_losses import PolicyLoss, RatioLoss
+from jaxrlhf.config.losses import IcePop, KLInLoss, KLInReward, PolicyLoss, RatioLoss, Rejection, TruncatedImportance
 from jaxrlhf.config.refusal import positive, require
 from jaxrlhf.config.training import Sampling, Training
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
-from jaxrlhf.config.losses import KLInLoss, KLInReward
-from jaxrlhf.config.policy_losses import CISPOLoss, GSPOLoss, PolicyLoss, SAPOLoss
+from jaxrlhf.config.losses import CISPOLoss, GSPOLoss, KLInLoss, KLInReward, PolicyLoss, SAPOLoss
 from jaxrlhf.config.refusal import positive, require, within
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from jaxrlhf.config.algorithms.ppo import PPO
-from jaxrlhf.config.policy_losses import PolicyLoss
+from jaxrlhf.config.losses import PolicyLoss
 from jaxrlhf.config.refusal import finite, not_negative, positive
 
 

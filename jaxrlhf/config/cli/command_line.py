@@ -26,11 +26,6 @@ INTERRUPTED = 130
 """Exit code of what Ctrl-C ended, as shells have it."""
 
 
-def from_cli(argv: Sequence[str] | None = None) -> Config:
-    """The configuration of `--config NAME --setting value ...`; None reads `sys.argv`."""
-    return CommandLine().parse_config(argv)[0]
-
-
 def on_cluster(config: Config, flags: Namespace) -> Config:
     """What `--cluster ray` makes of a configuration: hosts joined by Ray, as described there or by default."""
     return replace(config, cluster=config.cluster or RayCluster()) if flags.cluster == "ray" else config

@@ -1,4 +1,4 @@
-"""From a file name to a `Config`."""
+"""Configuration files: from a name to a `Config`, and from a `Config` to JSON."""
 
 import dataclasses
 import difflib
@@ -7,6 +7,7 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from jaxrlhf.config.cli.annotations import check_types, field_types
 from jaxrlhf.config.refusal import Refusal
@@ -114,3 +115,15 @@ def _wrong_type(error: Exception) -> str | None:
             except Refusal as wrong:
                 return str(wrong)
     return None
+
+
+def to_json(settings: Any) -> Any:
+    """Settings as JSON data; dataclasses carry the name of their class under `class`, functions are their names."""
+    if dataclasses.is_dataclass(settings):
+        fields = {field.name: to_json(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
+        return {"class": type(settings).__name__, **fields}
+    if isinstance(settings, tuple):
+        return [to_json(item) for item in settings]
+    if callable(settings):
+        return getattr(settings, "__qualname__", repr(settings))
+    return settings

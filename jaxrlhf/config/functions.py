@@ -1,0 +1,30 @@
+"""Functions that settings name, so that reading a configuration imports no JAX."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from jaxrlhf.config.refusal import Refusal
+
+
+def function_of(settings: object, attribute: str) -> Callable[..., Any]:
+    """The function that a class of settings has as `attribute`: itself, or named as `module:function`.
+
+    Raises:
+      Refusal: There is no such function, or its module does not import.
+    """
+    owner = type(settings)
+    given = getattr(owner, attribute, None)
+    if callable(given):
+        return given
+    where = f"{owner.__name__}.{attribute}={given!r}"
+    module, colon, name = given.partition(":") if isinstance(given, str) else ("", "", "")
+    if not (module and colon and name):
+        raise Refusal(f"{where} is no function; give one, or its name as 'module:function'")
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise Refusal(f"{where}: importing {module} failed with {error}") from error
+    if not callable(function):
+        raise Refusal(f"{where}: {module} has no function {name!r}")
+    return function
