@@ -28,6 +28,7 @@ _CHECKED = ["algos", "data", "sharding", "resharding", "models", "rewards", "eng
 install_import_hook([f"jaxrlhf.{room}" for room in _CHECKED], "type_checks.check")
 
 import jax  # noqa: E402 - after its environment is set and the hook is in place
+from refusal_wording import Wording  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -48,6 +49,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Counter(item.path.stem for item in items)
     rank = {name: place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: (rank.get(item.path.stem, len(rank)), -tests[item.path.stem]))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-refusals", action="store_true", help="write tests/golden_refusals.json anew")
+
+
+@pytest.fixture
+def refused(request: pytest.FixtureRequest) -> Iterator[Wording]:
+    """`with refused(): ...` is a block that raises a `Refusal` in the words of tests/golden_refusals.json."""
+    hidden = {str(request.getfixturevalue("tmp_path")): "<tmp>"} if "tmp_path" in request.fixturenames else {}
+    update = request.config.getoption("--update-refusals")
+    wording = Wording(f"{request.node.path.stem}::{request.node.name}", hidden, update=update)
+    yield wording
+    wording.close()
 
 
 def pytest_collection_finish() -> None:
