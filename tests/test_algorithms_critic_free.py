@@ -16,8 +16,8 @@ from made_steps import Made, rollout_of
 
 from jaxrlhf import algos
 from jaxrlhf.config import GPG, GRPO, OPO, RLOO, DrGRPO, KLInReward, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
-from jaxrlhf.dataflows import critic_free
-from jaxrlhf.dataflows.critic_free import Rewarded
+from jaxrlhf.dataflows import grpo
+from jaxrlhf.dataflows.grpo import Returns
 
 VECTORS = json.loads((Path(__file__).parent / "golden_vectors.json").read_text())
 MASK = np.asarray(VECTORS["inputs"]["mask"]) == 1
@@ -209,8 +209,8 @@ def test_those_that_compare_with_something_else_take_a_group_of_one():
 class Own(ReinforcePlusPlus):
     """With an advantage of one's own."""
 
-    advantage: Callable[[Rewarded], Any] = lambda of: of.score_B
-    dataflow = staticmethod(lambda roles, work: critic_free.step(roles, work, work.config.algorithm.advantage))
+    advantage: Callable[[Returns], Any] = lambda returns: returns.score_B
+    dataflow = staticmethod(lambda roles, work: grpo.step(roles, work, work.settings.advantage))
 
 
 @pytest.mark.parametrize(

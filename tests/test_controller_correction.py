@@ -9,7 +9,8 @@ from tiny_runs import get_config
 
 from jaxrlhf.batch import Rollout, Sequences
 from jaxrlhf.config import GRPO, IcePop, Rejection, TruncatedImportance
-from jaxrlhf.dataflows.step import StepInput, policy_minibatches
+from jaxrlhf.dataflows.minibatches import policy_minibatches
+from jaxrlhf.dataflows.step import StepInput
 
 _RESPONSES, _TOKENS = 16, 4
 

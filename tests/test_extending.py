@@ -74,13 +74,13 @@ def test_an_algorithm_that_is_not_whole_says_what_it_lacks(own_file):
     wrong = {
         "    dataflow = step\n": "",
         "    dataflow = step": '    dataflow = "step"',
-        "dataflow = step": 'dataflow = "jaxrlhf.dataflows.baselines:raft"',
+        "dataflow = step": 'dataflow = "jaxrlhf.dataflows.grpo:raft"',
         "= step\n": '= "no_such_module:step"\n',
     }
     said = [
         "RAFT.dataflow=None is no function; give one, or its name as 'module:function'",
         "RAFT.dataflow='step' is no function",
-        "RAFT.dataflow='jaxrlhf.dataflows.baselines:raft': jaxrlhf.dataflows.baselines has no function 'raft'",
+        "RAFT.dataflow='jaxrlhf.dataflows.grpo:raft': jaxrlhf.dataflows.grpo has no function 'raft'",
         "RAFT.dataflow='no_such_module:step': importing no_such_module failed with No module named",
     ]
     for (old, new), message in zip(wrong.items(), said, strict=True):

@@ -116,14 +116,14 @@ def test_configuration_says_how_to_run_it(name):
     assert "arXiv:" in text
 
 
-@pytest.mark.parametrize("name", ["ppo", "critic_free", "baselines", "dapo"])
+@pytest.mark.parametrize("name", ["ppo", "grpo", "dapo"])
 def test_an_algorithm_is_one_screen(name):
     text = (PACKAGE / "dataflows" / f"{name}.py").read_text()
     steps = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and "roles" in arguments(node)]
     assert steps
     for step in steps:
         assert step.end_lineno - step.lineno < 25, step.name
-    assert len(text.splitlines()) <= 150
+    assert len(text.splitlines()) <= 200
 
 
 def arguments(function: ast.FunctionDef) -> list[str]:

@@ -30,7 +30,8 @@ from jaxrlhf.config import (
     Training,
 )
 from jaxrlhf.data import embedded_tokenizer, load_problems
-from jaxrlhf.dataflows import preference
+from jaxrlhf.dataflows import dpo, preference_pairs
+from jaxrlhf.dataflows import reward_model as reward_model_dataflow
 from jaxrlhf.planner.local import hardware_of
 from jaxrlhf.planner.problem import problem_of
 from jaxrlhf.sharding.mesh import factored_mesh
@@ -136,7 +137,7 @@ def test_updates_of_the_policy_follow_the_gradients_of_the_losses_as_written():
     workers, pairs = workers_of(settings), pairs_of(settings)
     actor, reference = workers["actor"], workers["reference"]
     moved(actor)
-    sequences = preference.pair_sequences(pairs, settings)
+    sequences = preference_pairs.pair_sequences(pairs, settings)
     tokens_P = jnp.array([len(pair.solution_tokens) for pair in pairs])
 
     def written(params):
@@ -148,16 +149,16 @@ def test_updates_of_the_policy_follow_the_gradients_of_the_losses_as_written():
     logp_BT = actor.compute_log_prob(sequences, temperature=1.0)
     ref_logp_BT = reference.compute_ref_log_prob(sequences, temperature=1.0)
     for index, algorithm in enumerate(POLICY):
-        judged = preference.judge_by_policy(algorithm, sequences, logp_BT, ref_logp_BT)
-        assert preference.pair_metrics(judged)["preference/loss"] == pytest.approx(float(losses[index]), rel=1e-4)
-        assert_same(actor, preference.pair_experience(sequences, judged.loss), gradient(index))
+        judged = dpo.implicit_rewards(algorithm, sequences, logp_BT, ref_logp_BT)
+        assert preference_pairs.pair_metrics(judged)["preference/loss"] == pytest.approx(float(losses[index]), rel=1e-4)
+        assert_same(actor, preference_pairs.pair_experience(sequences, judged.loss), gradient(index))
 
 
 def test_updates_of_score_models_follow_the_gradients_of_the_losses_as_written():
     settings = config(reward_model())
     critic, pairs = workers_of(settings)["critic"], pairs_of(settings)
     moved(critic)
-    sequences = preference.pair_sequences(pairs, settings)
+    sequences = preference_pairs.pair_sequences(pairs, settings)
     last_B = np.array([len(pair.prompt_tokens) + len(answer) - 1 for pair, answer in answers_of(pairs)])
 
     def written(params):
@@ -167,9 +168,9 @@ def test_updates_of_score_models_follow_the_gradients_of_the_losses_as_written()
     losses, gradient = value_and_gradients(written, critic.params)
     value_BT = critic.compute_values(sequences)
     for index, kind in enumerate(SCORES):
-        judged = preference.judge_by_score(reward_model(kind), pairs, sequences, value_BT)
-        assert preference.pair_metrics(judged)["preference/loss"] == pytest.approx(float(losses[index]), rel=1e-4)
-        assert_same(critic, preference.pair_experience(sequences, judged.loss), gradient(index))
+        judged = reward_model_dataflow.pair_rewards(reward_model(kind), pairs, sequences, value_BT)
+        assert preference_pairs.pair_metrics(judged)["preference/loss"] == pytest.approx(float(losses[index]), rel=1e-4)
+        assert_same(critic, preference_pairs.pair_experience(sequences, judged.loss), gradient(index))
 
 
 def test_a_margin_is_asked_of_the_pair_that_names_it(tmp_path):
@@ -178,11 +179,11 @@ def test_a_margin_is_asked_of_the_pair_that_names_it(tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = config(reward_model(), data=PairFile(str(path), margin_key="margin"))
     pairs = pairs_of(settings)
-    sequences = preference.pair_sequences(pairs, settings)
+    sequences = preference_pairs.pair_sequences(pairs, settings)
     values = np.zeros(sequences.token_BT.shape, np.float32)
-    judged = preference.judge_by_score(settings.algorithm, pairs, sequences, values)
+    judged = reward_model_dataflow.pair_rewards(settings.algorithm, pairs, sequences, values)
     np.testing.assert_allclose(judged.loss.loss_P, np.log1p(np.exp([0.0, 4.0])), rtol=1e-6)
-    assert preference.pair_metrics(judged)["preference/accuracy"] == 0.5  # all scores are equal
+    assert preference_pairs.pair_metrics(judged)["preference/accuracy"] == 0.5  # all scores are equal
 
 
 @pytest.mark.slow
@@ -219,7 +220,7 @@ def test_a_reward_model_is_exported_as_what_scores_texts(tmp_path):
     critic = workers_of(settings)["critic"]
     folder = tmp_path / "run/checkpoints/step_2/critic"
     critic.items()["critic"].restore(folder)
-    sequences = preference.pair_sequences(pairs, settings)
+    sequences = preference_pairs.pair_sequences(pairs, settings)
     value_BT = critic.compute_values(sequences)
     np.testing.assert_allclose(judge.score(texts), value_BT[sequences.mask_BT], atol=1e-5)
     assert np.abs(value_BT[sequences.mask_BT]).max() > 1e-4

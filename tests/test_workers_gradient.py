@@ -28,7 +28,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.config import Rollout as RolloutSettings
 from jaxrlhf.data import embedded_tokenizer, load_problems
-from jaxrlhf.dataflows import baselines
+from jaxrlhf.dataflows import grpo
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Stage
@@ -332,7 +332,7 @@ def grpo_step(one_device, algorithm: GRPO):
     actor = Called(workers["actor"], calls)
     roles = SimpleNamespace(actor=actor, reference=Called(workers["reference"], calls), reward=Called(Dice(), calls))
     settings = replace(config(), algorithm=algorithm)
-    result = baselines.grpo(roles, StepInput(settings, problems, 0, algorithm.initial_state()))
+    result = grpo.grpo(roles, StepInput(settings, problems, 0, algorithm.initial_state()))
     return calls, [np.asarray(leaf) for leaf in jax.tree.leaves(actor.gradient)], actor.sums, result
 
 

@@ -1,3 +1,3 @@
-"""RL algorithms, one file each: the steps that the controller runs."""
+"""RL algorithms, one file each: their steps as functions of the roles and a `StepInput`."""
 
 __all__: list[str] = []

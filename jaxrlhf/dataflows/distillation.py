@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, and a teacher says of each token how much likelier it finds it.
+"""On-policy distillation: the student samples, and a teacher's log-probabilities of its tokens are the advantage.
 
     A_t = log pi_teacher(y_t | y_<t) - log pi_student(y_t | y_<t)
 
@@ -9,40 +9,45 @@ advantage: Thinking Machines Lab 2025, "On-policy distillation".
 """
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from jaxrlhf.algos import kl_estimate, policy_objective, selected
 from jaxrlhf.batch import Array, Rollout, Scores
-from jaxrlhf.dataflows import step as shared
-from jaxrlhf.dataflows.step import Prepared, StepInput, StepResult
+from jaxrlhf.config import PolicyGradient
+from jaxrlhf.dataflows.estimate import next_state, old_log_prob
+from jaxrlhf.dataflows.metrics import rollout_metrics
+from jaxrlhf.dataflows.minibatches import Minibatches, policy_minibatches
+from jaxrlhf.dataflows.step import StepInput, StepResult, call, value_of
 from jaxrlhf.single_controller.pools import Roles
 
 
-def step(roles: Roles, work: StepInput) -> StepResult:
+def step(roles: Roles, work: StepInput[PolicyGradient]) -> StepResult:
     """One iteration of on-policy distillation."""
     sampling = work.config.rollout
     rollout = roles.actor.generate_sequences(
         work.problems, sampling.sampling, responses_per_prompt=sampling.responses_per_prompt, seed=work.seed
     )
     scores = roles.reward.compute_reward(work.problems, rollout)
-    old_logp = shared.old_log_prob(roles, work, rollout)
+    old_logp = old_log_prob(roles, work, rollout)
     teacher_logp = roles.reference.compute_ref_log_prob(rollout)
-    prepared = shared.call(partial(prepare, work), rollout, scores, old_logp, teacher_logp)
-    actor = roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=work.config.algorithm)
-    rollout, scores, old_logp = map(shared.value_of, (rollout, scores, old_logp))
+    prepared = call(partial(prepare, work), rollout, scores, old_logp, teacher_logp)
+    actor = roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=work.settings)
+    rollout, scores, old_logp = map(value_of, (rollout, scores, old_logp))
     return StepResult(prepared.metrics, prepared.state, rollout, scores, old_logp, updates=(actor,))
 
 
 def prepare(
-    work: StepInput, rollout: Rollout, scores: Scores, old_logp_BT: Array | None, teacher_logp_BT: Array
-) -> Prepared:
+    work: StepInput[PolicyGradient],
+    rollout: Rollout,
+    scores: Scores,
+    old_logp_BT: Array | None,
+    teacher_logp_BT: Array,
+) -> Minibatches:
     """The advantage of each token, cut into minibatches; responses without a score are trained on too."""
-    mask_BT = rollout.sequences.mask_BT
+    sequences, mask_BT = rollout.sequences, rollout.sequences.mask_BT
     logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
     advantage_BT = -np.asarray(selected(kl_estimate(logp_BT, teacher_logp_BT, estimator="k1"), mask_BT))
-    logps: dict[str, Any] = {"old_logp_BT": old_logp_BT, "ref_logp_BT": teacher_logp_BT}
-    policy, corrected = shared.policy_minibatches(work, rollout.sequences, rollout, advantage_BT=advantage_BT, **logps)
-    metrics = shared.rollout_metrics(rollout, scores, old_logp_BT, teacher_logp_BT)
-    return Prepared(policy, [], metrics | corrected, shared.next_state(work, metrics, sequences=len(mask_BT)))
+    policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, teacher_logp_BT)
+    metrics = rollout_metrics(rollout, scores, old_logp_BT, teacher_logp_BT)
+    return Minibatches(policy, [], metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))

@@ -1,6 +1,6 @@
-"""Drawing prompts until enough of them got groups of responses that teach something.
+"""Dynamic sampling: drawing prompts until enough of them have groups of responses to learn from.
 
-Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), section 3.2: dynamic sampling.
+Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), section 3.2.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,26 +10,26 @@ import jax
 import numpy as np
 
 from jaxrlhf.batch import Array, Problem, Rollout, Scores
-from jaxrlhf.config import Refusal
+from jaxrlhf.config import PolicyGradient, Refusal
 from jaxrlhf.dataflows.step import Metrics, StepInput
 from jaxrlhf.single_controller.pools import Roles
 
-Teaches = Callable[[Scores, Array], Array]
-"""`teaches_B`, given the scores of some groups and the prompt ids of their responses."""
+Informative = Callable[[Scores, Array], Array]
+"""`informative_B`, given the scores of some groups and the prompt ids of their responses."""
 
 
 @dataclass(frozen=True)
-class Answered:
+class PromptGroups:
     """Problems with a group of responses to each, in the same order.
 
     Attributes:
-      teaches_P: Whether a group is worth an update.
+      informative_P: bool, groups to learn from.
     """
 
     problems: Sequence[Problem]
     rollout: Rollout
     scores: Scores
-    teaches_P: np.ndarray
+    informative_P: np.ndarray
 
     @property
     def copies(self) -> int:
@@ -37,71 +37,75 @@ class Answered:
         return len(self.scores.score_B) // len(self.problems)
 
     @property
-    def teaches_B(self) -> np.ndarray:
-        """Whether the group of a response is worth an update."""
-        return np.repeat(self.teaches_P, self.copies)
+    def informative_B(self) -> np.ndarray:
+        """bool, responses of groups to learn from."""
+        return np.repeat(self.informative_P, self.copies)
 
-    def joined(self, other: "Answered") -> "Answered":
-        """These groups, and then the other's but for prompts that are here: one prompt is one group."""
+    def concat(self, other: "PromptGroups") -> "PromptGroups":
+        """These groups, then the other's but for prompts that are here: one prompt is one group."""
         here = {problem.prompt_id for problem in self.problems}
-        new = other.chosen(np.flatnonzero([problem.prompt_id not in here for problem in other.problems]))
-        mine, theirs = ((one.rollout, one.scores, one.teaches_P) for one in (self, new))
-        return Answered(
-            [*self.problems, *new.problems], *jax.tree.map(lambda *rows: np.concatenate(rows), mine, theirs)
-        )
+        new = other.take(np.flatnonzero([problem.prompt_id not in here for problem in other.problems]))
+        mine, theirs = ((groups.rollout, groups.scores, groups.informative_P) for groups in (self, new))
+        together = jax.tree.map(lambda *rows: np.concatenate(rows), mine, theirs)
+        return PromptGroups([*self.problems, *new.problems], *together)
 
-    def chosen(self, groups: np.ndarray) -> "Answered":
-        """The groups at these places."""
+    def take(self, groups: np.ndarray) -> "PromptGroups":
+        """The groups at these indices."""
         rows = (groups[:, None] * self.copies + np.arange(self.copies)).ravel()
         rollout, scores = jax.tree.map(lambda value: np.asarray(value)[rows], (self.rollout, self.scores))
-        return Answered([self.problems[place] for place in groups], rollout, scores, self.teaches_P[groups])
+        return PromptGroups([self.problems[index] for index in groups], rollout, scores, self.informative_P[groups])
 
-    def batch(self, prompts: int) -> "Answered":
-        """As many groups as a step takes, those that teach first.
+    def batch(self, prompts: int) -> "PromptGroups":
+        """As many groups as a step takes, informative ones first.
 
         The others only fill the batch, which has one size, and are not to be trained on.
         """
-        return self.chosen(np.argsort(~self.teaches_P, kind="stable")[:prompts])
+        return self.take(np.argsort(~self.informative_P, kind="stable")[:prompts])
 
     def metrics(self) -> Metrics:
-        """Of all that was generated, before groups were left out."""
+        """Metrics of all that was generated, before groups were left out."""
         scorable_B = np.asarray(self.scores.scorable_B)
         return {
             "group/generated": float(len(self.problems)),
-            "group/flat_fraction": float(np.mean(~self.teaches_P)),
+            "group/flat_fraction": float(np.mean(~self.informative_P)),
             "score/generated_mean": float(np.mean(self.scores.score_B, where=scorable_B)),
             "tokens/generated": float(np.sum(self.rollout.sequences.mask_BT)),
         }
 
 
-def sampled(roles: Roles, work: StepInput, teaches: Teaches, *, max_rounds: int, otherwise: str) -> Answered:
-    """Groups for the step's problems, and for further ones until enough of them teach or the rounds are over.
+def dynamic_sampling(
+    roles: Roles, work: StepInput[PolicyGradient], informative: Informative, *, max_rounds: int, wanted: str
+) -> PromptGroups:
+    """Generate and score groups for the step's problems, and for more until enough are informative.
 
     Args:
-      otherwise: What is wrong with groups that do not teach, as words after "responses".
+      max_rounds: Most times that problems are drawn, the step's own included.
+      wanted: Words after "responses" that say what makes a group informative, for the refusal.
 
     Raises:
-      Refusal: No group teaches.
+      Refusal: No group is informative.
     """
-    assert work.more is not None
-    found, rounds = _answered(roles, work, work.problems, teaches), 1
-    while found.teaches_P.sum() < work.config.rollout.prompts_per_step and rounds < max_rounds:
-        found, rounds = found.joined(_answered(roles, work, work.more(), teaches)), rounds + 1
-    if not found.teaches_P.any():
+    assert work.draw_more is not None
+    groups, rounds = _answer(roles, work, work.problems, informative), 1
+    while groups.informative_P.sum() < work.config.rollout.prompts_per_step and rounds < max_rounds:
+        groups, rounds = groups.concat(_answer(roles, work, work.draw_more(), informative)), rounds + 1
+    if not groups.informative_P.any():
         raise Refusal(
-            f"none of {len(found.problems)} prompts got responses {otherwise}, so there is nothing to "
+            f"none of {len(groups.problems)} prompts got responses {wanted}, so there is nothing to "
             f"learn from; choose problems that are neither too easy nor too hard, draw more "
             f"rollout.responses_per_prompt, or raise algorithm.max_rounds={max_rounds}"
         )
-    return found
+    return groups
 
 
-def _answered(roles: Roles, work: StepInput, problems: Sequence[Problem], teaches: Teaches) -> Answered:
+def _answer(
+    roles: Roles, work: StepInput[PolicyGradient], problems: Sequence[Problem], informative: Informative
+) -> PromptGroups:
     """Generate a group of responses to each problem, and score them."""
     settings = work.config.rollout
     rollout = roles.actor.generate_sequences(
         problems, settings.sampling, responses_per_prompt=settings.responses_per_prompt, seed=work.seed
     )
     scores: Scores = roles.reward.compute_reward(problems, rollout).result()
-    teaches_B = np.asarray(teaches(scores, rollout.result().sequences.prompt_id_B))
-    return Answered(problems, rollout.result(), scores, teaches_B[:: settings.responses_per_prompt])
+    informative_B = np.asarray(informative(scores, rollout.result().sequences.prompt_id_B))
+    return PromptGroups(problems, rollout.result(), scores, informative_B[:: settings.responses_per_prompt])

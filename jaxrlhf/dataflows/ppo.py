@@ -10,62 +10,54 @@ from typing import Any
 from jaxrlhf.algos import gae, policy_objective, value_objective, whiten
 from jaxrlhf.batch import Array, Rollout, Scores
 from jaxrlhf.config import PPO
-from jaxrlhf.dataflows import step as shared
-from jaxrlhf.dataflows.step import Metrics, Prepared, StepInput, StepResult
+from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
+from jaxrlhf.dataflows.metrics import rollout_metrics
+from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
+from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult, call, value_of
 from jaxrlhf.single_controller.pools import Roles
 
 
-def step(roles: Roles, work: StepInput) -> StepResult:
+def step(roles: Roles, work: StepInput[PPO]) -> StepResult:
     """One PPO iteration."""
     return learn(roles, work, prepare, policy_objective)
 
 
-def learn(roles: Roles, work: StepInput, prepare: Callable[..., Prepared], objective: Any) -> StepResult:
-    """One iteration of an algorithm with a critic: `prepare` says what is learned, by `objective`."""
-    settings, sampling = work.config.algorithm, work.config.rollout
-    assert isinstance(settings, PPO)
+def learn(roles: Roles, work: StepInput[PPO], prepare: Callable[..., Minibatches], objective: Any) -> StepResult:
+    """One iteration of an algorithm with a critic, given its estimates and its objective."""
+    settings, sampling = work.settings, work.config.rollout
     rollout = roles.actor.generate_sequences(
         work.problems, sampling.sampling, responses_per_prompt=sampling.responses_per_prompt, seed=work.seed
     )
     scores = roles.reward.compute_reward(work.problems, rollout)
-    old_logp = shared.old_log_prob(roles, work, rollout)
-    ref_logp = shared.ref_log_prob(roles, work, rollout)
+    old_logp = old_log_prob(roles, work, rollout)
+    ref_logp = ref_log_prob(roles, work, rollout)
     value = roles.critic.compute_values(rollout)
-    prepared = shared.call(prepare, work, rollout, scores, old_logp, ref_logp, value)
+    prepared = call(prepare, work, rollout, scores, old_logp, ref_logp, value)
     critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=settings.value)
     actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # while the critic warms up, the policy rests
     if work.index >= settings.critic_warmup_steps:
         actor = roles.actor.update_actor(prepared.policy, objective=objective, settings=settings)
-    rollout, scores, old_logp = map(shared.value_of, (rollout, scores, old_logp))
+    rollout, scores, old_logp = map(value_of, (rollout, scores, old_logp))
     return StepResult(prepared.metrics, prepared.state, rollout, scores, old_logp, updates=(critic, actor))
 
 
 def prepare(
-    work: StepInput,
+    work: StepInput[PPO],
     rollout: Rollout,
     scores: Scores,
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,
     value_BT: Array,
-) -> Prepared:
+) -> Minibatches:
     """Rewards per token, advantages and returns, cut into minibatches."""
-    settings = work.config.algorithm
-    assert isinstance(settings, PPO)
-    sequences = shared.scored(rollout.sequences, scores)
+    sequences = scorable(rollout.sequences, scores)
     mask_BT = sequences.mask_BT
-    logps: dict[str, Any] = {"old_logp_BT": old_logp_BT, "ref_logp_BT": ref_logp_BT}
-    reward_BT = shared.charged_rewards(work, rollout, scores, mask_BT, **logps)
-    targets = gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=settings.lam)
-    metrics = shared.rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)
+    reward_BT = rewards_per_token(work, rollout, scores, mask_BT, old_logp_BT, ref_logp_BT)
+    targets = gae(reward_BT, value_BT, mask_BT, gamma=work.settings.gamma, lam=work.settings.lam)
+    advantage_BT = whiten(targets.advantage_BT, mask_BT)
+    policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT)
+    fields = {"returns": targets.return_BT, "old_value": value_BT}
+    value = minibatches(work, sequences, fields, aggregation="token-mean")
+    metrics = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)
     metrics |= {"kl/coefficient": work.state["kl_coefficient"]}
-    policy, corrected = shared.policy_minibatches(
-        work,
-        sequences,
-        rollout,
-        advantage_BT=whiten(targets.advantage_BT, mask_BT),
-        **logps,
-    )
-    value = shared.minibatches(
-        work, sequences, {"returns": targets.return_BT, "old_value": value_BT}, aggregation="token-mean"
-    )
-    return Prepared(policy, value, metrics | corrected, shared.next_state(work, metrics, sequences=len(mask_BT)))
+    return Minibatches(policy, value, metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))

@@ -1,4 +1,4 @@
-"""PRIME: the outcome, and beside it a reward for each token from a model that learns from outcomes on the way.
+"""PRIME: outcome rewards beside the token rewards of an implicit process reward model, trained online on outcomes.
 
 Source: Cui et al. 2025 (arXiv:2502.01456), algorithm 1.
 """
@@ -11,67 +11,67 @@ import numpy as np
 from jaxrlhf import algos
 from jaxrlhf.batch import Array, Experience, Scores
 from jaxrlhf.config import PRIME
-from jaxrlhf.dataflows import critic_free
-from jaxrlhf.dataflows import step as shared
-from jaxrlhf.dataflows.critic_free import Rewarded
-from jaxrlhf.dataflows.dynamic_sampling import Answered, sampled
-from jaxrlhf.dataflows.step import Prepared, StepInput, StepResult
+from jaxrlhf.dataflows import grpo
+from jaxrlhf.dataflows.dynamic_sampling import PromptGroups, dynamic_sampling
+from jaxrlhf.dataflows.estimate import old_log_prob, ref_log_prob, scorable
+from jaxrlhf.dataflows.grpo import Returns
+from jaxrlhf.dataflows.minibatches import Minibatches, minibatches
+from jaxrlhf.dataflows.step import StepInput, StepResult, call, value_of
 from jaxrlhf.single_controller.pools import Roles
 
 
 @dataclass(frozen=True)
-class WithOutcomes(Prepared):
-    """As of any algorithm without a critic, with minibatches for the process reward model.
+class PRIMEMinibatches(Minibatches):
+    """GRPO's minibatches, with those of the process reward model.
 
     Attributes:
-      outcomes: They are as many as the actor's.
+      outcomes: Minibatches for the process reward model, as many as the actor's.
     """
 
     outcomes: list[Experience]
 
 
-def step(roles: Roles, work: StepInput) -> StepResult:
+def step(roles: Roles, work: StepInput[PRIME]) -> StepResult:
     """One PRIME iteration: sample prompts of middling difficulty, reward tokens, update both models."""
-    settings = work.config.algorithm
-    assert isinstance(settings, PRIME)
+    settings = work.settings
     share = f"of which a share from {settings.least_accuracy} to {settings.most_accuracy} is right"
-    found = sampled(roles, work, partial(in_band, settings), max_rounds=settings.max_rounds, otherwise=share)
-    batch = found.batch(work.config.rollout.prompts_per_step)
-    old_logp = shared.old_log_prob(roles, work, batch.rollout)
-    ref_logp = shared.ref_log_prob(roles, work, batch.rollout)
+    in_range = partial(in_band, settings)
+    sampled = dynamic_sampling(roles, work, in_range, max_rounds=settings.max_rounds, wanted=share)
+    batch = sampled.batch(work.config.rollout.prompts_per_step)
+    old_logp = old_log_prob(roles, work, batch.rollout)
+    ref_logp = ref_log_prob(roles, work, batch.rollout)
     logp = roles.process_reward.compute_log_prob(batch.rollout)
-    prepared = shared.call(partial(prepare, work, batch), old_logp, ref_logp, logp)
+    prepared = call(partial(prepare, work, batch), old_logp, ref_logp, logp)
     process = roles.process_reward.update_process_reward(
         prepared.outcomes, objective=algos.outcome_objective, settings=settings
     )
     actor = roles.actor.update_actor(prepared.policy, objective=algos.policy_objective, settings=settings)
-    metrics = prepared.metrics | found.metrics() | {"group/kept": float(batch.teaches_P.sum())}
-    generated = (batch.rollout, batch.scores, shared.value_of(old_logp), batch.problems)
+    metrics = prepared.metrics | sampled.metrics() | {"group/kept": float(batch.informative_P.sum())}
+    generated = (batch.rollout, batch.scores, value_of(old_logp), batch.problems)
     return StepResult(metrics, prepared.state, *generated, updates=(process, actor))
 
 
 def in_band(settings: PRIME, scores: Scores, prompt_id_B: Array) -> Array:
-    """Whether the share of right responses to a prompt is one to train on."""
+    """True for responses to prompts whose share of right responses is in the range to train on, `[B]`."""
     right_B, scorable_B = np.asarray(scores.score_B) > settings.success, np.asarray(scores.scorable_B)
     _, group_B = np.unique(prompt_id_B, return_inverse=True)
-    right_P, count_P = (np.bincount(group_B, weights=each) for each in (right_B & scorable_B, scorable_B))
+    right_P, count_P = (np.bincount(group_B, weights=counted_B) for counted_B in (right_B & scorable_B, scorable_B))
     share_B = (right_P / np.maximum(count_P, 1))[group_B]
     return (settings.least_accuracy <= share_B) & (share_B <= settings.most_accuracy) & (count_P > 1)[group_B]
 
 
 def prepare(
-    work: StepInput, batch: Answered, old_logp_BT: Array | None, ref_logp_BT: Array, logp_BT: Array
-) -> WithOutcomes:
+    work: StepInput[PRIME], batch: PromptGroups, old_logp_BT: Array | None, ref_logp_BT: Array, logp_BT: Array
+) -> PRIMEMinibatches:
     """Advantages from outcomes and token rewards for the actor; outcomes for the process reward model."""
-    settings, rollout, scores = work.config.algorithm, batch.rollout, batch.scores
-    assert isinstance(settings, PRIME)
-    sequences = shared.scored(rollout.sequences, scores)
-    mask_BT = np.asarray(sequences.mask_BT) & batch.teaches_B[:, None]
+    settings, rollout, scores = work.settings, batch.rollout, batch.scores
+    sequences = scorable(rollout.sequences, scores)
+    mask_BT = np.asarray(sequences.mask_BT) & batch.informative_B[:, None]
     ratio_BT = np.where(mask_BT, np.subtract(logp_BT, ref_logp_BT), 0)
     advantage = partial(process_advantage, settings, ratio_BT, mask_BT)
-    prepared = critic_free.prepare(work, advantage, batch.teaches_B, rollout, scores, old_logp_BT, ref_logp_BT)
+    prepared = grpo.prepare(work, advantage, batch.informative_B, rollout, scores, old_logp_BT, ref_logp_BT)
     right_B = np.asarray(scores.score_B) > settings.success
-    outcomes = shared.minibatches(
+    outcomes = minibatches(
         work,
         replace(sequences, mask_BT=mask_BT),
         {"ref_logp": ref_logp_BT, "outcome": mask_BT & right_B[:, None]},
@@ -84,20 +84,20 @@ def prepare(
             ratio_BT.sum(axis=1)[trained_B], right_B[trained_B], np.asarray(sequences.prompt_id_B)[trained_B]
         ),
     }
-    return WithOutcomes(prepared.policy, [], metrics, prepared.state, outcomes)
+    return PRIMEMinibatches(prepared.policy, [], metrics, prepared.state, outcomes)
 
 
-def process_advantage(settings: PRIME, ratio_BT: Array, mask_BT: Array, of: Rewarded) -> Array:
-    """Outcomes and token rewards to go, each relative to the other responses to the prompt, whitened together."""
+def process_advantage(settings: PRIME, ratio_BT: Array, mask_BT: Array, returns: Returns) -> Array:
+    """RLOO of outcomes and of token rewards to go, whitened together."""
     process_BT = settings.process_weight * algos.normalized_rewards(ratio_BT, mask_BT)
-    returns_BT = algos.process_returns(of.reward_BT, process_BT, mask_BT, of.prompt_id_B, gamma=settings.gamma)
-    return algos.whiten(returns_BT, mask_BT)
+    return_BT = algos.process_returns(returns.reward_BT, process_BT, mask_BT, returns.prompt_id_B, gamma=settings.gamma)
+    return algos.whiten(return_BT, mask_BT)
 
 
 def pair_accuracy(ratio_B: np.ndarray, right_B: np.ndarray, prompt_id_B: np.ndarray) -> float:
-    """Of a right and a wrong response to one prompt, how often the right one has the higher log-ratio; equal is half.
+    """Share of pairs of a right and a wrong response to one prompt in which the right one has the higher log-ratio.
 
-    NaN where no prompt has both.
+    A pair of equal ratios counts as half; NaN where no prompt has both.
     """
     compared_BB = (prompt_id_B[:, None] == prompt_id_B) & right_B[:, None] & ~right_B
     ahead = np.sign(ratio_B[:, None] - ratio_B)[compared_BB]

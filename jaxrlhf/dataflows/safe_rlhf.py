@@ -1,11 +1,10 @@
-"""Safe RLHF: PPO for a reward less a cost, whose price is learnt so that the mean cost stays below its limit.
+"""Safe RLHF (PPO-Lagrangian): PPO for a reward less a cost, whose multiplier keeps the mean cost below a limit.
 
 Source: Dai et al. 2023 (arXiv:2310.12773), section 3.3 and appendix B.
 """
 
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -13,36 +12,37 @@ from jaxrlhf import algos
 from jaxrlhf.algos import gae, policy_objective, value_objective
 from jaxrlhf.batch import Array, Experience, Rollout, Scores
 from jaxrlhf.config import SafeRLHF
-from jaxrlhf.dataflows import step as shared
+from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
+from jaxrlhf.dataflows.metrics import rollout_metrics
+from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
 from jaxrlhf.dataflows.sft import with_examples
-from jaxrlhf.dataflows.step import Metrics, Prepared, StepInput, StepResult
+from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult, call, value_of
 from jaxrlhf.rewards.parts import part_names
 from jaxrlhf.single_controller.pools import Roles
 
 
 @dataclass(frozen=True)
-class WithCost(Prepared):
-    """As for PPO, with minibatches for the critic of costs.
+class SafeMinibatches(Minibatches):
+    """PPO's minibatches, with those of the critic of costs.
 
     Attributes:
-      cost: They are as many as the critic's.
+      cost: Minibatches for the cost critic, as many as the critic's.
     """
 
     cost: list[Experience]
 
 
-def step(roles: Roles, work: StepInput) -> StepResult:
+def step(roles: Roles, work: StepInput[SafeRLHF]) -> StepResult:
     """One iteration of PPO-Lagrangian."""
-    settings, sampling = work.config.algorithm, work.config.rollout
-    assert isinstance(settings, SafeRLHF)
+    settings, sampling = work.settings, work.config.rollout
     rollout = roles.actor.generate_sequences(
         work.problems, sampling.sampling, responses_per_prompt=sampling.responses_per_prompt, seed=work.seed
     )
     scores = roles.reward.compute_reward(work.problems, rollout)
-    old_logp = shared.old_log_prob(roles, work, rollout)
-    ref_logp = shared.ref_log_prob(roles, work, rollout)
+    old_logp = old_log_prob(roles, work, rollout)
+    ref_logp = ref_log_prob(roles, work, rollout)
     value, cost_value = roles.critic.compute_values(rollout), roles.cost_critic.compute_values(rollout)
-    prepared = shared.call(prepare, work, rollout, scores, old_logp, ref_logp, value, cost_value)
+    prepared = call(prepare, work, rollout, scores, old_logp, ref_logp, value, cost_value)
     critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=settings.value)
     cost_critic = roles.cost_critic.update_critic(prepared.cost, objective=value_objective, settings=settings.value)
     actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # while the critics warm up, the policy rests
@@ -50,70 +50,63 @@ def step(roles: Roles, work: StepInput) -> StepResult:
         objective = policy_objective if settings.ptx is None else algos.mixed_objective
         actor = roles.actor.update_actor(prepared.policy, objective=objective, settings=settings)
     of_costs = {name.replace("value/", "cost_value/"): value for name, value in cost_critic.result().items()}
-    rollout, scores, old_logp = map(shared.value_of, (rollout, scores, old_logp))
+    rollout, scores, old_logp = map(value_of, (rollout, scores, old_logp))
     return StepResult(prepared.metrics, prepared.state, rollout, scores, old_logp, updates=(critic, of_costs, actor))
 
 
 def prepare(
-    work: StepInput,
+    work: StepInput[SafeRLHF],
     rollout: Rollout,
     scores: Scores,
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,
     value_BT: Array,
     cost_value_BT: Array,
-) -> WithCost:
-    """The multiplier, and with it one advantage out of two; returns for each critic; examples beside responses."""
-    settings = work.config.algorithm
-    assert isinstance(settings, SafeRLHF)
+) -> SafeMinibatches:
+    """The multiplier, one advantage out of reward and cost, returns for each critic, examples beside responses."""
+    settings = work.settings
     scores, costs = reward_and_cost(work, scores)
-    sequences = shared.scored(rollout.sequences, scores)
+    sequences = scorable(rollout.sequences, scores)
     mask_BT = sequences.mask_BT
-    logps: dict[str, Any] = {"old_logp_BT": old_logp_BT, "ref_logp_BT": ref_logp_BT}
-    charged = {"kl_coefficient": work.state["kl_coefficient"] * (0.5 if settings.halve_kl else 1.0)}
+    kl_share = 0.5 if settings.halve_kl else 1.0
     reward_BT, minus_cost_BT = (
         np.clip(
-            shared.charged_rewards(replace(work, state=charged), rollout, one, mask_BT, **logps),
+            rewards_per_token(work, rollout, scored, mask_BT, old_logp_BT, ref_logp_BT, kl_share=kl_share),
             -settings.clip_rewards,
             settings.clip_rewards,
         )
-        for one in (scores, replace(costs, score_B=-costs.score_B))
+        for scored in (scores, replace(costs, score_B=-costs.score_B))
     )
     gain = gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=settings.lam)
     cost = gae(-minus_cost_BT, cost_value_BT, mask_BT, gamma=settings.gamma, lam=settings.lam)
     priced = multiplier_metrics(work, costs)
     multiplier = priced["cost/multiplier"]
     advantage_BT = algos.lagrangian_advantage(gain.advantage_BT, cost.advantage_BT, multiplier=multiplier)
-    policy, corrected = shared.policy_minibatches(
-        work, sequences, rollout, advantage_BT=algos.whiten(advantage_BT, mask_BT), **logps
-    )
+    advantage_BT = algos.whiten(advantage_BT, mask_BT)
+    policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT)
     if settings.ptx is not None:
         policy = with_examples(policy, work.examples, coefficient=settings.ptx.coefficient)
     value, cost_value = (
-        shared.minibatches(work, sequences, {"returns": returns, "old_value": old}, aggregation="token-mean")
+        minibatches(work, sequences, {"returns": returns, "old_value": old}, aggregation="token-mean")
         for returns, old in ((gain.return_BT, value_BT), (cost.return_BT, cost_value_BT))
     )
-    metrics = shared.rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT) | priced
+    metrics = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT) | priced
     metrics |= {"kl/coefficient": work.state["kl_coefficient"]}
-    state = shared.next_state(work, metrics, sequences=len(mask_BT)) | {"multiplier": multiplier}
-    return WithCost(policy, value, metrics | corrected, state, cost_value)
+    state = next_state(work, metrics, sequences=len(mask_BT)) | {"multiplier": multiplier}
+    return SafeMinibatches(policy, value, metrics | corrected, state, cost_value)
 
 
-def reward_and_cost(work: StepInput, scores: Scores) -> tuple[Scores, Scores]:
+def reward_and_cost(work: StepInput[SafeRLHF], scores: Scores) -> tuple[Scores, Scores]:
     """The scores of responses that have both a reward and a cost, and their costs."""
-    settings = work.config.algorithm
-    assert isinstance(settings, SafeRLHF)
-    cost_B = np.asarray(scores.parts[part_names(work.config.rewards.parts)[settings.constraint.part]])
+    cost_B = np.asarray(scores.parts[part_names(work.config.rewards.parts)[work.settings.constraint.part]])
     both_B = np.asarray(scores.scorable_B) & np.isfinite(cost_B)
     scores = replace(scores, scorable_B=both_B)
     return scores, replace(scores, score_B=np.where(both_B, cost_B, 0).astype(np.float32))
 
 
-def multiplier_metrics(work: StepInput, costs: Scores) -> Metrics:
-    """How costly the responses are, and what the multiplier becomes by that."""
-    settings = work.config.algorithm
-    assert isinstance(settings, SafeRLHF)
-    constraint, multiplier = settings.constraint, work.state["multiplier"]
+def multiplier_metrics(work: StepInput[SafeRLHF], costs: Scores) -> Metrics:
+    """Metrics of the responses' costs, and the multiplier that follows from them."""
+    constraint, multiplier = work.settings.constraint, work.state["multiplier"]
     cost_B = np.asarray(costs.score_B)[costs.scorable_B]
     if not len(cost_B):
         return {"cost/multiplier": multiplier, "cost/mean": float("nan"), "cost/unsafe_fraction": float("nan")}

@@ -8,15 +8,16 @@ import numpy as np
 
 from jaxrlhf.algos import nll_objective, token_weights
 from jaxrlhf.batch import Array, Experience, Problem, Sequences
+from jaxrlhf.config import SFT
 from jaxrlhf.dataflows.step import StepInput, StepResult, merged
 from jaxrlhf.single_controller.pools import Roles
 
 
-def step(roles: Roles, work: StepInput) -> StepResult:
+def step(roles: Roles, work: StepInput[SFT]) -> StepResult:
     """One update on `-log pi(solution | prompt)`, averaged over solution tokens."""
-    settings, rollout = work.config.algorithm, work.config.rollout
+    rollout = work.config.rollout
     batch = supervised_batch(work.problems, width=rollout.max_prompt_tokens + rollout.max_response_tokens)
-    actor = roles.actor.update_actor([batch], objective=nll_objective, settings=settings, temperature=1.0)
+    actor = roles.actor.update_actor([batch], objective=nll_objective, settings=work.settings, temperature=1.0)
     return StepResult(merged(actor))
 
 
@@ -39,37 +40,35 @@ def with_examples(
 ) -> list[Experience]:
     """Minibatches of responses, each with an equal share of the problems' solutions below it.
 
-    No field of the responses speaks of those; `mixed_objective` imitates them.
+    Fields of the responses are 0 for solutions, which `mixed_objective` imitates.
     """
-    each = len(problems) // len(batches)
-    assert each * len(batches) == len(problems) > 0
-    return [
-        _with_examples(batch, problems[index * each : (index + 1) * each], coefficient)
-        for index, batch in enumerate(batches)
-    ]
+    share = len(problems) // len(batches)
+    assert share * len(batches) == len(problems) > 0
+    parts = [problems[start : start + share] for start in range(0, len(problems), share)]
+    return [_with_examples(batch, part, coefficient) for batch, part in zip(batches, parts, strict=True)]
 
 
 def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: float) -> Experience:
     examples = supervised_batch(problems, width=batch.sequences.token_BT.shape[1])
-    # The prompts are of another source, so their ids are none of the responses'.
-    own = replace(
+    solutions = replace(
         examples.sequences,
+        # The prompts are of another source, so their ids must not meet the responses'.
         prompt_id_B=-1 - np.asarray(examples.sequences.prompt_id_B),
         choice_BTLk=_no_choice(batch.sequences.choice_BTLk, rows=len(problems)),
     )
-    tokens = [np.sum(part.mask_BT) for part in (batch.sequences, own)]
+    tokens = [np.sum(part.mask_BT) for part in (batch.sequences, solutions)]
     sampled, taught = (
         np.full_like(part.weight_BT, sum(tokens) / max(count, 1))
         for part, count in zip((batch, examples), tokens, strict=True)
     )
-    unsaid = np.zeros_like(taught)
-    fields: dict[str, Array] = {name: np.concatenate([value, unsaid]) for name, value in batch.fields.items()}
+    zeros = np.zeros_like(taught)
+    fields: dict[str, Array] = {name: np.concatenate([value, zeros]) for name, value in batch.fields.items()}
     fields["example_weight"] = np.concatenate([np.zeros_like(sampled), coefficient * examples.weight_BT])
     fields["metric_weight"] = np.concatenate([sampled, taught])
-    sequences = jax.tree.map(lambda *parts: np.concatenate(parts), batch.sequences, own)
-    return Experience(sequences, np.concatenate([batch.weight_BT, unsaid]), fields)
+    sequences = jax.tree.map(lambda *parts: np.concatenate(parts), batch.sequences, solutions)
+    return Experience(sequences, np.concatenate([batch.weight_BT, zeros]), fields)
 
 
 def _no_choice(choice_BTLk: Array | None, *, rows: int) -> Array | None:
-    """Of tokens that no policy sampled, where those of others are recorded."""
+    """Unknown expert choices of tokens that no policy sampled, where those of others are recorded."""
     return None if choice_BTLk is None else np.full((rows, *choice_BTLk.shape[1:]), -1, np.asarray(choice_BTLk).dtype)

@@ -1,10 +1,9 @@
-"""VAPO: PPO whose policy and critic look ahead by different lambdas, and which imitates what succeeded.
+"""VAPO: PPO with decoupled and length-adaptive lambdas, and imitation of successful responses.
 
 Source: Yue et al. 2025 (arXiv:2504.05118), section 3.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -12,52 +11,46 @@ from jaxrlhf.algos import gae, imitating_objective, length_adaptive_lambda, whit
 from jaxrlhf.batch import Array, Experience, Rollout, Scores
 from jaxrlhf.config import VAPO
 from jaxrlhf.dataflows import ppo
-from jaxrlhf.dataflows import step as shared
-from jaxrlhf.dataflows.step import Prepared, StepInput, StepResult
+from jaxrlhf.dataflows.estimate import next_state, rewards_per_token, scorable
+from jaxrlhf.dataflows.metrics import rollout_metrics
+from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
+from jaxrlhf.dataflows.step import StepInput, StepResult
 from jaxrlhf.single_controller.pools import Roles
 
 
-def step(roles: Roles, work: StepInput) -> StepResult:
+def step(roles: Roles, work: StepInput[VAPO]) -> StepResult:
     """One VAPO iteration."""
     return ppo.learn(roles, work, prepare, imitating_objective)
 
 
 def prepare(
-    work: StepInput,
+    work: StepInput[VAPO],
     rollout: Rollout,
     scores: Scores,
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,
     value_BT: Array,
-) -> Prepared:
-    """As PPO's, with decoupled lambdas and the weights of imitation."""
-    settings = work.config.algorithm
-    assert isinstance(settings, VAPO)
-    sequences = shared.scored(rollout.sequences, scores)
+) -> Minibatches:
+    """PPO's minibatches, with a lambda of their own for policy and critic and the weights of imitated tokens."""
+    settings, sequences = work.settings, scorable(rollout.sequences, scores)
     mask_BT = np.asarray(sequences.mask_BT)
-    logps: dict[str, Any] = {"old_logp_BT": old_logp_BT, "ref_logp_BT": ref_logp_BT}
-    reward_BT = shared.charged_rewards(work, rollout, scores, mask_BT, **logps)
+    reward_BT = rewards_per_token(work, rollout, scores, mask_BT, old_logp_BT, ref_logp_BT)
     lam_B = length_adaptive_lambda(mask_BT.sum(axis=1), scale=settings.length_scale)
     advantage_BT = gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=lam_B).advantage_BT
     return_BT = gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=settings.lam).return_BT
     succeeded_BT = mask_BT & (np.asarray(scores.score_B) > settings.success)[:, None]
-    metrics = shared.rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)
+    metrics = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)
     metrics |= {
         "kl/coefficient": work.state["kl_coefficient"],
         "vapo/lambda_mean": float(np.mean(lam_B)),
         "vapo/success_fraction": float(np.mean(succeeded_BT.any(axis=1))),
     }
-    policy, corrected = shared.policy_minibatches(
-        work,
-        sequences,
-        rollout,
-        advantage_BT=whiten(advantage_BT, mask_BT),
-        further={"imitation_weight": succeeded_BT},
-        **logps,
-    )
+    imitated = {"imitation_weight": succeeded_BT}
+    advantage_BT = whiten(advantage_BT, mask_BT)
+    policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT, imitated)
     policy = [weighted(batch, settings.imitation) for batch in policy]
-    value = shared.minibatches(work, sequences, {"returns": return_BT, "old_value": value_BT}, aggregation="token-mean")
-    return Prepared(policy, value, metrics | corrected, shared.next_state(work, metrics, sequences=len(mask_BT)))
+    value = minibatches(work, sequences, {"returns": return_BT, "old_value": value_BT}, aggregation="token-mean")
+    return Minibatches(policy, value, metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))
 
 
 def weighted(batch: Experience, coefficient: float) -> Experience:

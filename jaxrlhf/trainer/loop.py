@@ -121,12 +121,14 @@ class Loop:
         with self._profiled(number, log):
             start = time.perf_counter()
             with self._named(number, "running the algorithm"):
-                work = StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
+                work: StepInput[Algorithm] = StepInput(
+                    self.config, problems, number - 1, state, self.loader.next, examples
+                )
                 result = self._result_of(work)
             with self._named(number, "writing responses"):  # models may be trained meanwhile
                 self._keep_responses(number, problems, result, log)
             with self._named(number, "updating models"):
-                result = result.settled()
+                result = result.with_updates()
             step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
         with self._named(number, "logging"):
             log.step_calls(step)
@@ -152,7 +154,7 @@ class Loop:
         if not isinstance(result, StepResult):
             raise Refusal(
                 f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
-                "return a StepResult of jaxrlhf.dataflows.step, as `learn` of jaxrlhf.dataflows.critic_free does"
+                "return a StepResult of jaxrlhf.dataflows.step, as `learn` of jaxrlhf.dataflows.grpo does"
             )
         return result
 

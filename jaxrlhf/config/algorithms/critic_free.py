@@ -34,7 +34,7 @@ class GRPO(GroupCompared):
       normalize_std: Divide by the group's standard deviation.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:grpo"
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:grpo"
 
     normalize_std: bool = True
 
@@ -72,7 +72,7 @@ class SAPO(GRPO):
 class RLOO(GroupCompared):
     """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740)."""
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:rloo"
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:rloo"
 
     kl: KLInReward | KLInLoss | None = field(default_factory=KLInReward)
 
@@ -84,7 +84,7 @@ class OPO(GroupCompared):
     The baseline is the best one for one update a step; more are possible.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:opo"
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:opo"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class GPG(GroupCompared):
     With one update a step the loss is the paper's, which has no ratio; with more, the ratio is clipped.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:gpg"
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:gpg"
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class ReinforcePlusPlus(PolicyGradient):
       gamma: Discount per chosen token.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:reinforce_plus_plus"
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:reinforce_plus_plus"
 
     kl: KLInReward | KLInLoss | None = field(default_factory=KLInReward)
     gamma: float = 1.0
@@ -119,7 +119,7 @@ class ReinforcePlusPlus(PolicyGradient):
 class ReinforcePlusPlusBaseline(GroupCompared):
     """REINFORCE++ with the group's mean as the baseline (Hu et al. 2025, arXiv:2501.03262)."""
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:reinforce_plus_plus_baseline"
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:reinforce_plus_plus_baseline"
 
     kl: KLInReward | KLInLoss | None = field(default_factory=lambda: KLInLoss(estimator="k2"))
 
@@ -131,7 +131,7 @@ class ReMax(PolicyGradient):
     Each prompt is answered once more, greedily; that answer is scored and not trained on.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.baselines:remax"
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:remax"
 
     kl: KLInReward | KLInLoss | None = field(default_factory=KLInReward)
 

@@ -26,7 +26,7 @@ class Preference(Algorithm):
       pairs_per_update: Pairs in one optimizer update.
     """
 
-    evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.preference:evaluate"
+    evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.dpo:evaluate"
     places_after: ClassVar[int] = 0
 
     pairs_per_update: int = 32
@@ -62,7 +62,7 @@ class DPO(Preference):
       label_smoothing: The share of pairs that is taken to be labelled the wrong way round.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.preference:policy_step"
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.dpo:step"
 
     beta: float = 0.1
     label_smoothing: float = 0.0
@@ -100,7 +100,7 @@ class IPO(Preference):
       beta: The difference of log-ratios that is aimed at is 1 / (2 beta).
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.preference:policy_step"
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.dpo:step"
 
     beta: float = 0.1
 
@@ -125,7 +125,8 @@ class RewardModel(Preference):
       critic: How it is trained; its trunk starts as the configuration's model.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.preference:score_step"
+    dataflow: ClassVar[str] = "jaxrlhf.dataflows.reward_model:step"
+    evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.reward_model:evaluate"
     places_after: ClassVar[int] = 1
 
     critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))

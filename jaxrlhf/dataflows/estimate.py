@@ -1,0 +1,71 @@
+"""Log-probabilities, rewards per token and the KL coefficient of a step."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jaxrlhf.algos import adaptive_kl_coefficient, kl_estimate, token_rewards
+from jaxrlhf.batch import Array, Rollout, Scores, Sequences
+from jaxrlhf.config import KLInReward, PolicyGradient
+from jaxrlhf.dataflows.step import Metrics, State, StepInput
+from jaxrlhf.single_controller.pools import Roles
+
+
+def old_log_prob(roles: Roles, work: StepInput[PolicyGradient], rollout: Any) -> Any:
+    """The actor's log-probabilities of a rollout; None where the sampler's serve."""
+    return None if work.settings.trusts_sampler(work.config) else roles.actor.compute_log_prob(rollout)
+
+
+def ref_log_prob(roles: Roles, work: StepInput[PolicyGradient], rollout: Any) -> Any:
+    """The reference's log-probabilities of a rollout; None where there is no KL to it, and so no reference."""
+    return roles.reference.compute_ref_log_prob(rollout) if "reference" in work.settings.roles else None
+
+
+def scorable(sequences: Sequences, scores: Scores) -> Sequences:
+    """The sequences with unscorable rows taken out of the training mask."""
+    mask_BT = np.asarray(sequences.mask_BT) & np.asarray(scores.scorable_B)[:, None]
+    return replace(sequences, mask_BT=mask_BT)
+
+
+def rewards_per_token(
+    work: StepInput[PolicyGradient],
+    rollout: Rollout,
+    scores: Scores,
+    mask_BT: Array,
+    old_logp_BT: Array | None,
+    ref_logp_BT: Array | None,
+    *,
+    kl_share: float = 1.0,
+) -> Array:
+    """`reward_BT`: the score at each response's end, less the KL where that is in the reward.
+
+    Args:
+      mask_BT: Tokens of scorable responses.
+      kl_share: Factor of the KL coefficient.
+    """
+    kl = work.settings.kl
+    if not isinstance(kl, KLInReward):
+        return token_rewards(scores.score_B, None, mask_BT, kl_coefficient=0.0)
+    assert ref_logp_BT is not None, "a KL needs the reference"
+    logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
+    kl_BT = kl_estimate(logp_BT, ref_logp_BT, estimator=kl.estimator)
+    return token_rewards(scores.score_B, kl_BT, mask_BT, kl_coefficient=work.state["kl_coefficient"] * kl_share)
+
+
+def next_state(work: StepInput[PolicyGradient], metrics: Metrics, *, sequences: int) -> State:
+    """The state with the KL coefficient of the next step, if that adapts.
+
+    Args:
+      sequences: Responses of the step.
+    """
+    kl, state = work.settings.kl, dict(work.state)
+    if kl is not None and kl.adaptive is not None:
+        state["kl_coefficient"] = adaptive_kl_coefficient(
+            state["kl_coefficient"],
+            metrics["kl/ref_sequence_mean"],
+            target=kl.adaptive.target,
+            horizon=kl.adaptive.horizon,
+            sequences=sequences,
+        )
+    return state

@@ -1,0 +1,195 @@
+"""GRPO and its kin without a critic: RLOO, Dr. GRPO, OPO, GPG, REINFORCE++, ReMax.
+
+They share one step, generate, score and learn, and differ in the advantage, a function of the responses' returns.
+The equations are in `jaxrlhf.algos`. An algorithm of yours calls `step` or `learn` with another function.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrlhf import algos
+from jaxrlhf.batch import Array, Rollout, Scores
+from jaxrlhf.config import GRPO, PolicyGradient, Refusal, ReinforcePlusPlus
+from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
+from jaxrlhf.dataflows.metrics import rollout_metrics
+from jaxrlhf.dataflows.minibatches import Minibatches, policy_minibatches
+from jaxrlhf.dataflows.step import StepInput, StepResult, call, value_of
+from jaxrlhf.single_controller.pools import Roles
+
+
+@dataclass(frozen=True)
+class Returns:
+    """Rewards of a step's responses, of which an advantage is a function.
+
+    Attributes:
+      reward_BT: Reward paid when token t is emitted, KL penalty already subtracted.
+      mask_BT: Tokens of scorable responses.
+      scorable_B: Rows that have a score; the others take part in nothing.
+      prompt_id_B: Rows with the same id answer the same prompt.
+    """
+
+    reward_BT: Array
+    mask_BT: Array
+    scorable_B: Array
+    prompt_id_B: Array
+
+    @property
+    def score_B(self) -> np.ndarray:
+        """Sum of each response's rewards."""
+        return np.asarray(self.reward_BT).sum(axis=1)
+
+    @property
+    def length_B(self) -> np.ndarray:
+        """Tokens of each response."""
+        return np.asarray(self.mask_BT).sum(axis=1)
+
+    @property
+    def groups(self) -> tuple[Array, Array, Array]:
+        """Scores, which of them exist, and prompt ids: the first arguments of group baselines."""
+        return self.score_B, self.scorable_B, self.prompt_id_B
+
+
+Advantage = Callable[[Returns], Array]
+"""The advantage of each response, `[B]`, or of each token, `[B, T]` and 0 outside the mask."""
+
+
+def grpo(roles: Roles, work: StepInput[GRPO]) -> StepResult:
+    """GRPO: score minus the mean of the group, over its standard deviation; without the division it is Dr. GRPO."""
+    normalize = work.settings.normalize_std
+    return step(roles, work, lambda returns: algos.group_relative(*returns.groups, normalize_std=normalize))
+
+
+def rloo(roles: Roles, work: StepInput[PolicyGradient]) -> StepResult:
+    """RLOO: score minus the mean of the other responses of the group."""
+    return step(roles, work, lambda returns: algos.rloo(*returns.groups))
+
+
+def opo(roles: Roles, work: StepInput[PolicyGradient]) -> StepResult:
+    """OPO: score minus the length-weighted mean of the group."""
+    return step(roles, work, lambda returns: algos.length_weighted(*returns.groups, returns.length_B))
+
+
+def gpg(roles: Roles, work: StepInput[PolicyGradient]) -> StepResult:
+    """GPG: score minus the mean of the group, scaled up to make up for groups whose scores are all equal."""
+    return step(roles, work, lambda returns: algos.group_policy_gradient(*returns.groups))
+
+
+def reinforce_plus_plus(roles: Roles, work: StepInput[ReinforcePlusPlus]) -> StepResult:
+    """REINFORCE++: returns per token, whitened over the batch; no groups."""
+
+    def advantage(returns: Returns) -> Array:
+        return_BT = algos.discounted_returns(returns.reward_BT, returns.mask_BT, gamma=work.settings.gamma)
+        return algos.whiten(return_BT, returns.mask_BT)
+
+    return step(roles, work, advantage)
+
+
+def reinforce_plus_plus_baseline(roles: Roles, work: StepInput[PolicyGradient]) -> StepResult:
+    """REINFORCE++-baseline: score minus the mean of the group, then whitened over the batch."""
+
+    def advantage(returns: Returns) -> Array:
+        centred_B = algos.group_relative(*returns.groups, normalize_std=False)
+        return algos.whiten(algos.to_tokens(centred_B, returns.mask_BT), returns.mask_BT)
+
+    return step(roles, work, advantage)
+
+
+def remax(roles: Roles, work: StepInput[PolicyGradient]) -> StepResult:
+    """ReMax: rewards to go minus the score of the greedy response to the same prompt."""
+    greedy = replace(work.config.rollout.sampling, greedy=True)
+    one = roles.actor.generate_sequences(work.problems, greedy, responses_per_prompt=1, seed=work.seed)
+    baseline = roles.reward.compute_reward(work.problems, one)
+    copies = work.config.rollout.responses_per_prompt
+
+    def advantage(returns: Returns) -> Array:
+        scores: Scores = baseline.result()
+        baseline_B, known_B = np.repeat(scores.score_B, copies), np.repeat(scores.scorable_B, copies)
+        return algos.greedy_relative(returns.reward_BT, baseline_B, returns.mask_BT & known_B[:, None])
+
+    result = step(roles, work, advantage)
+    known_P = np.asarray(baseline.result().scorable_B)
+    metrics = result.metrics | {
+        "score/greedy": float(np.mean(baseline.result().score_B, where=known_P)) if known_P.any() else float("nan"),
+        "tokens/generated": result.metrics["tokens/generated"] + float(one.result().sequences.mask_BT.sum()),
+    }
+    return replace(result, metrics=metrics)
+
+
+def step(roles: Roles, work: StepInput[PolicyGradient], advantage: Advantage) -> StepResult:
+    """Generate, score and learn: one iteration of any algorithm without a critic."""
+    sampling = work.config.rollout
+    rollout = roles.actor.generate_sequences(
+        work.problems, sampling.sampling, responses_per_prompt=sampling.responses_per_prompt, seed=work.seed
+    )
+    scores = roles.reward.compute_reward(work.problems, rollout)
+    return learn(roles, work, rollout, scores, advantage)
+
+
+def learn(
+    roles: Roles,
+    work: StepInput[PolicyGradient],
+    rollout: Any,
+    scores: Any,
+    advantage: Advantage,
+    *,
+    trained_B: Array | None = None,
+) -> StepResult:
+    """Estimate advantages of scored responses and update the actor.
+
+    Args:
+      rollout: A `Rollout`, or a future of one.
+      scores: The rollout's `Scores`, or a future of them.
+      trained_B: Scorable rows to train on, all of which take part in baselines; None is all.
+    """
+    old_logp, ref_logp = old_log_prob(roles, work, rollout), ref_log_prob(roles, work, rollout)
+    prepared = call(partial(prepare, work, advantage, trained_B), rollout, scores, old_logp, ref_logp)
+    actor = roles.actor.update_actor(prepared.policy, objective=algos.policy_objective, settings=work.settings)
+    rollout, scores, old_logp = map(value_of, (rollout, scores, old_logp))
+    return StepResult(prepared.metrics, prepared.state, rollout, scores, old_logp, updates=(actor,))
+
+
+def prepare(
+    work: StepInput[PolicyGradient],
+    advantage: Advantage,
+    trained_B: Array | None,
+    rollout: Rollout,
+    scores: Scores,
+    old_logp_BT: Array | None,
+    ref_logp_BT: Array | None,
+) -> Minibatches:
+    """Rewards and advantages, cut into minibatches."""
+    sequences = scorable(rollout.sequences, scores)
+    mask_BT, prompt_id_B = sequences.mask_BT, np.asarray(sequences.prompt_id_B)
+    reward_BT = rewards_per_token(work, rollout, scores, mask_BT, old_logp_BT, ref_logp_BT)
+    given = _checked(advantage(Returns(reward_BT, mask_BT, scores.scorable_B, prompt_id_B)), mask_BT, work)
+    advantage_BT = algos.to_tokens(given, mask_BT) if given.ndim == 1 else given
+    moved_B = np.asarray(np.any(advantage_BT, axis=1))
+    flat = [not moved_B[prompt_id_B == prompt].any() for prompt in np.unique(prompt_id_B)]
+    metrics = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)
+    metrics |= {"kl/coefficient": work.state["kl_coefficient"], "group/flat_fraction": float(np.mean(flat))}
+    if trained_B is not None:
+        sequences = replace(sequences, mask_BT=mask_BT & np.asarray(trained_B)[:, None])
+    policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT)
+    return Minibatches(policy, [], metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))
+
+
+def _checked(returned: Any, mask_BT: Array, work: StepInput[PolicyGradient]) -> np.ndarray:
+    """The result of an advantage function, as an array.
+
+    Raises:
+      Refusal: It is not one finite number for each response, or for each token.
+    """
+    given, (rows, tokens) = np.asarray(returned), mask_BT.shape
+    finite = jnp.issubdtype(given.dtype, jnp.number) and bool(np.isfinite(given).all())
+    if not finite or given.shape not in ((rows,), (rows, tokens)):
+        raise Refusal(
+            f"the advantage of {type(work.settings).__name__} is of shape {given.shape} and {given.dtype}, "
+            f"{'all finite' if finite else 'not all finite numbers'}; it has to be one finite number for each of "
+            f"{rows} responses, or for each of their {tokens} tokens and 0 outside the mask"
+        )
+    return given

@@ -1,0 +1,116 @@
+"""Minibatches: a step's responses, shuffled and cut, with the weight of every token."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxrlhf.algos import rollout_correction, token_weights
+from jaxrlhf.batch import Array, Experience, Rollout, Sequences
+from jaxrlhf.config import Aggregation, KLInLoss, PolicyGradient
+from jaxrlhf.dataflows.step import Metrics, State, StepInput
+
+
+@dataclass(frozen=True)
+class Minibatches:
+    """A rollout turned into updates.
+
+    Attributes:
+      policy: Minibatches for the actor, over all epochs.
+      value: Minibatches for the critic; empty without one.
+      metrics: Numbers of the rollout and its advantages.
+      state: Numbers for the next step.
+    """
+
+    policy: list[Experience]
+    value: list[Experience]
+    metrics: Metrics
+    state: State
+
+
+def minibatches(
+    work: StepInput[PolicyGradient],
+    sequences: Sequences,
+    fields: Mapping[str, Array],
+    *,
+    aggregation: Aggregation,
+    importance_BT: Array | None = None,
+    kl_coefficient: float = 0.0,
+    entropy_coefficient: float = 0.0,
+) -> list[Experience]:
+    """Cut sequences into the shuffled minibatches of every epoch, each with weights over its own denominators.
+
+    Rows are drawn by the step's seed alone, so roles that are trained on one rollout see the
+    same rows in the same order. A minibatch without a token to train on is left out, as long as there is another:
+    an optimizer goes on by its momentum where the gradient is 0.
+
+    Args:
+      fields: `[B, T]` arrays that the loss reads, by name.
+      importance_BT: Factors of the main loss's weights.
+    """
+    horizon = float(work.config.rollout.max_response_tokens)
+    trained_B = np.asarray(np.any(sequences.mask_BT, axis=1))
+    batches = []
+    for epoch in range(work.settings.epochs_per_step):
+        order = np.random.default_rng([work.seed, epoch]).permutation(len(trained_B))
+        rows_of = order.reshape(-1, work.settings.responses_per_update)
+        for rows in [rows for rows in rows_of if trained_B[rows].any()] or rows_of[:1]:
+            part = jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], sequences)
+            weight_BT = np.asarray(
+                token_weights(part.mask_BT, part.prompt_id_B, aggregation=aggregation, horizon=horizon)
+            )
+            extra = {"kl_weight": kl_coefficient * weight_BT} if kl_coefficient else {}
+            extra |= {"entropy_weight": entropy_coefficient * weight_BT} if entropy_coefficient else {}
+            if importance_BT is not None:
+                weight_BT = weight_BT * np.asarray(importance_BT)[rows]
+            chosen: dict[str, Array] = {name: np.asarray(value, np.float32)[rows] for name, value in fields.items()}
+            batches.append(Experience(part, weight_BT, {**chosen, **extra}))
+    return batches
+
+
+def policy_minibatches(
+    work: StepInput[PolicyGradient],
+    sequences: Sequences,
+    rollout: Rollout,
+    advantage_BT: Array,
+    old_logp_BT: Array | None,
+    ref_logp_BT: Array | None,
+    extra_fields: Mapping[str, Array] | None = None,
+) -> tuple[list[Experience], Metrics]:
+    """The actor's minibatches, KL and importance weights folded into token weights, and metrics of the latter.
+
+    Args:
+      extra_fields: Fields that the algorithm's own objective reads.
+    """
+    settings = work.settings
+    fields = {"advantage": advantage_BT, **(extra_fields or {})}
+    if settings.old_logp == "bypass":
+        fields["old_logp"] = rollout.sampler_logp_BT
+    else:
+        fields |= {"sampler_logp": rollout.sampler_logp_BT} if old_logp_BT is None else {"old_logp": old_logp_BT}
+    in_loss = isinstance(settings.kl, KLInLoss)
+    if in_loss:
+        assert ref_logp_BT is not None, "a KL needs the reference"
+        fields["ref_logp"] = ref_logp_BT
+    importance_BT, metrics = None, {}
+    if settings.correction is not None or settings.rejection:
+        assert old_logp_BT is not None, "importance weights need the trainer's log-probabilities"
+        importance_BT, corrected = rollout_correction(
+            old_logp_BT,
+            rollout.sampler_logp_BT,
+            sequences.mask_BT,
+            importance=settings.correction,
+            rejection=settings.rejection,
+        )
+        metrics = {name: float(value) for name, value in corrected.items()}
+    batches = minibatches(
+        work,
+        sequences,
+        fields,
+        aggregation=settings.policy.aggregation,
+        importance_BT=importance_BT,
+        kl_coefficient=work.state["kl_coefficient"] if in_loss else 0.0,
+        entropy_coefficient=settings.policy.entropy_coefficient,
+    )
+    return batches, metrics

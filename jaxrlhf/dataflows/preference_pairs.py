@@ -1,0 +1,82 @@
+"""Preference pairs as sequences, as updates and as metrics.
+
+A step reads the log-probabilities or the scores of its pairs, takes the derivative of the loss by
+them, and makes one update with those derivatives as weights; see `jaxrlhf.algos.preference`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrlhf.algos import PairLoss, masked_sum
+from jaxrlhf.batch import Array, Experience, Pair, Problem, Sequences
+from jaxrlhf.config import Config, Preference
+from jaxrlhf.dataflows.step import Metrics
+
+
+class PairRewards(NamedTuple):
+    """Loss and rewards of preference pairs.
+
+    Attributes:
+      loss: Loss of each pair.
+      chosen_P: Reward of the chosen answer: implicit in the policy, or a score, or minus a cost.
+      rejected_P: Reward of the rejected answer.
+    """
+
+    loss: PairLoss
+    chosen_P: Array
+    rejected_P: Array
+
+
+def pair_sequences(problems: Sequence[Problem], config: Config) -> Sequences:
+    """Prompts followed by their chosen, then by their rejected answers; the mask marks what is read.
+
+    That is each token of the answers for a policy. A critic values the prefix before a token, so
+    the score of a whole sequence is read at the place after it, which any token fills.
+    """
+    settings, rollout = config.algorithm, config.rollout
+    assert isinstance(settings, Preference)
+    count, after = 2 * len(problems), settings.places_after
+    width = rollout.max_prompt_tokens + rollout.max_response_tokens
+    token_BT, mask_BT, length_B = np.zeros((count, width), np.int32), np.zeros((count, width), bool), []
+    for index, pair in enumerate(problems):
+        assert isinstance(pair, Pair), "the configuration lets no other problems through"
+        for row, answer in enumerate((pair.solution_tokens, pair.rejected_tokens), start=2 * index):
+            start, end = len(pair.prompt_tokens), len(pair.prompt_tokens) + len(answer)
+            token_BT[row, :end] = (*pair.prompt_tokens, *answer)
+            mask_BT[row, end if after else start : end + after] = True
+            length_B.append(end + after)
+    prompt_id_B = np.repeat(np.array([problem.prompt_id for problem in problems], np.int64), 2)
+    return Sequences(token_BT, np.array(length_B, np.int32), mask_BT, prompt_id_B)
+
+
+def pair_sums(value_BT: Array, sequences: Sequences) -> np.ndarray:
+    """`[P, 2]` sums over the tokens that are read, of the chosen and of the rejected answer."""
+    return np.asarray(masked_sum(value_BT, sequences.mask_BT, axis=1)).reshape(-1, 2)
+
+
+def pair_experience(sequences: Sequences, loss: PairLoss) -> Experience:
+    """The update on the mean of a loss over pairs."""
+    slope_PA = np.stack([np.asarray(loss.chosen_P), np.asarray(loss.rejected_P)], axis=1)
+    weight_B = (slope_PA / len(slope_PA)).reshape(-1).astype(np.float32)
+    return Experience(sequences, np.where(sequences.mask_BT, weight_B[:, None], np.float32(0)), {})
+
+
+def pair_metrics(rewards: PairRewards) -> Metrics:
+    """Loss, accuracy and margin of pairs; a pair of equal rewards counts as half right."""
+    margin_P = np.asarray(rewards.chosen_P - rewards.rejected_P)
+    return {
+        "preference/loss": float(np.mean(rewards.loss.loss_P)),
+        "preference/accuracy": float(np.mean((margin_P > 0) + 0.5 * (margin_P == 0))),
+        "preference/margin": float(margin_P.mean()),
+        "preference/chosen_reward": float(np.mean(rewards.chosen_P)),
+        "preference/rejected_reward": float(np.mean(rewards.rejected_P)),
+    }
+
+
+def held_out_metrics(rewards: PairRewards) -> Metrics:
+    """Metrics of held-out pairs; `eval/accuracy` is the share that is ranked as labelled."""
+    metrics = pair_metrics(rewards)
+    ranked = {f"eval/{name}": metrics[f"preference/{name}"] for name in ("accuracy", "loss", "margin")}
+    return {**ranked, "eval/problems": float(len(np.asarray(rewards.chosen_P)))}
