@@ -109,7 +109,7 @@ def test_the_layouts_are_all_that_fill_the_devices_and_divide_every_dimension(mo
             for data, shards, stage, tensor in factorisations(devices):
                 rows = -(-model.vocab_size // 16) * 16  # tables are padded
                 divides = (
-                    *(model.num_heads % tensor, model.num_kv_heads % tensor, model.intermediate_size % tensor),
+                    *(model.num_heads % tensor, model.intermediate_size % tensor),
                     *(model.num_layers % stage, rows % (stage * tensor), model.hidden_size % shards),
                 )
                 inside = machine % tensor == 0

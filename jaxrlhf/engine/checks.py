@@ -28,10 +28,12 @@ def check_sizes(config: AnyModel, *, capacity: int, stop_tokens: tuple[int, ...]
         raise Refusal(f"stop_tokens {outside} lie outside the vocabulary of {config.vocab_size}")
 
 
-def check_split(config: AnyModel, mesh: Mesh, *, kv_head_axis: str | None, stage_axis: str | None) -> None:
+def check_split(
+    config: AnyModel, mesh: Mesh, *, kv_copies: int, kv_head_axis: str | None, stage_axis: str | None
+) -> None:
     """Raise `Refusal` if the cache does not split evenly over the mesh."""
     for axis, what, count, size in (
-        (kv_head_axis, "key-value heads", config.num_kv_heads, "tensor"),
+        (kv_head_axis, "key-value heads", config.num_kv_heads * kv_copies, "tensor"),
         (stage_axis, "layers", config.num_layers, "stage"),
     ):
         ways = mesh.shape[axis] if axis else 1

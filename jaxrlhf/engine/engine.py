@@ -109,7 +109,7 @@ class Engine:
         )
         if isinstance(config, ModelConfig) and config.latent is not None:
             kv_head_axis = None  # a rotated key and a latent serve all heads
-        check_split(config, mesh, kv_head_axis=kv_head_axis, stage_axis=stage_axis)
+        check_split(config, mesh, kv_copies=attention.kv_copies, kv_head_axis=kv_head_axis, stage_axis=stage_axis)
         replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
         self.slots = -(-slots // replicas) * replicas
         rows = 1 << (max(1, min(slots, PREFILL_TOKENS // max_prompt_tokens)).bit_length() - 1)

@@ -116,7 +116,8 @@ class Window(NamedTuple):
 
 def empty_cache(*, slots: int, capacity: int, shape: Shape) -> list[LayerCache]:
     """A cache that nothing was written to."""
-    return models.empty_cache(shape.config, slots=slots, capacity=capacity, dtype=shape.dtype, pipeline=shape.pipeline)
+    how = {"dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
+    return models.empty_cache(shape.config, slots=slots, capacity=capacity, **how)
 
 
 def empty_pages(*, pages: int, shape: Shape) -> list[Array]:
@@ -252,7 +253,7 @@ def take_rows(leaf: jax.Array, row_GB: Array) -> jax.Array:
 
 def unstack(params: Params, *, shape: Shape) -> list[Params]:
     """The layers as `decode` reads them; slices of the stack inside its loop would be copied at every token."""
-    return models.unstack_layers(params, shape.config, pipeline=shape.pipeline)
+    return models.unstack_layers(params, shape.config, attention=shape.attention, pipeline=shape.pipeline)
 
 
 def decode(

@@ -31,7 +31,7 @@ def layer_rows(
 
     Also its keys and values as the cache keeps them, and what its router did, if it has one.
     """
-    query_RWNH, *kept = _heads(layer, config, hidden_RWD, turn)
+    query_RWNH, *kept = _heads(layer, config, hidden_RWD, turn, attention)
 
     def of_heads(key_RWKH: Array, value_RWKH: Array) -> tuple[Array, Array]:
         if config.latent is None:
@@ -64,7 +64,7 @@ def layer_slots(
 
     Also what its router did, if it has one.
     """
-    query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, hidden_B1D, turn)
+    query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, hidden_B1D, turn, attention)
     stored = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B, attention=attention)
     query_BNH, scores = query_B1NH[:, 0], _scores(layer, config)
     if config.latent is not None:
@@ -76,7 +76,7 @@ def layer_slots(
     return hidden_B1D, stored, routed
 
 
-def for_slots(layer: Params, *, routed: bool) -> Params:
+def for_slots(layer: Params, *, routed: bool, attention: Attention) -> Params:
     """The layer, or a part of it, as `layer_slots` reads it fastest: queries, keys and values in one product, weights
     for few tokens.
 
@@ -86,7 +86,7 @@ def for_slots(layer: Params, *, routed: bool) -> Params:
     heads, gated = {"qkv": 1, "query": 1, "query_down": 1, "latent": 1, "output": 2}, {"gate": 1, "up": 1, "down": 1}
     ready = dict(layer)
     if "attention" in layer:
-        ready["attention"] = _for_few_tokens(_join_projections(layer["attention"]), heads)
+        ready["attention"] = _for_few_tokens(_join_projections(layer["attention"], attention.kv_copies), heads)
     if "mlp" in layer and not routed:
         ready["mlp"] = _for_few_tokens(layer["mlp"], gated)
     elif "shared" in layer.get("mlp", {}):
@@ -100,20 +100,28 @@ def _for_few_tokens(weights: Params, input_dims: dict[str, int]) -> Params:
     return weights | {name: linear.for_few_tokens(weights[name], dims=dims) for name, dims in named.items()}
 
 
-def _join_projections(attention: Params) -> Params:
-    """Queries, keys and values side by side for each key-value head, so that they stay where their head is."""
+def _join_projections(attention: Params, kv_copies: int) -> Params:
+    """Queries, keys and values side by side for each copy of a key-value head, so that they stay where it is."""
     if "key_value" in attention:
         return attention
 
     def join(parts: list[Array]) -> Array:
+        parts = [parts[0], *(_copied(part, kv_copies) for part in parts[1:])]
         *before, kv_heads, head_dim = parts[1].shape
         return jnp.concatenate([part.reshape(*before, kv_heads, -1, head_dim) for part in parts], axis=-2)
 
     names = ("query", "key", "value")
     biases = [attention[f"{name}_bias"] for name in names if f"{name}_bias" in attention]
     rest = {name: leaf for name, leaf in attention.items() if name.removesuffix("_bias") not in names}
+    if rest.get("key_norm", jnp.zeros(0)).ndim > 1:  # one norm over all heads
+        rest["key_norm"] = _copied(rest["key_norm"], kv_copies)
     weight = linear.side_by_side([attention[name] for name in names], join)
     return rest | {"qkv": weight} | ({"qkv_bias": join(biases)} if biases else {})
+
+
+def _copied(head_KH: Array, copies: int) -> Array:
+    """`[..., K, H]` heads, each so many times in a row: next to those are the query heads that read them."""
+    return head_KH if copies == 1 else jnp.repeat(head_KH, copies, axis=-2)
 
 
 def _slides(layer: Params) -> Array | None:
@@ -125,8 +133,10 @@ def _scores(layer: Params, config: ModelConfig) -> Scores:
     return Scores(config.score_divisor, config.attn_logit_softcapping, config.sliding_window, _slides(layer))
 
 
-def _heads(layer: Params, config: ModelConfig, hidden_RWD: Array, turns: Rotations) -> tuple[Array, Array, Array]:
-    """Input to rotated queries, and to rotated keys and values, or what keeps them."""
+def _heads(
+    layer: Params, config: ModelConfig, hidden_RWD: Array, turns: Rotations, kernels: Attention
+) -> tuple[Array, Array, Array]:
+    """Rotated queries of a layer's input, and its rotated keys and values, or the latents that keep them."""
     attention, turn = layer["attention"], turns.of(_slides(layer))
     input_RWD = hidden_RWD if config.norms == "post" else norm(config, hidden_RWD, layer["attention_norm"])
     if config.latent is not None:
@@ -145,7 +155,8 @@ def _heads(layer: Params, config: ModelConfig, hidden_RWD: Array, turns: Rotatio
     if config.qk_norm:
         query_RWNH = _head_norm(config, query_RWNH, attention["query_norm"])
         key_RWKH = _head_norm(config, key_RWKH, attention["key_norm"])
-    return rotate(query_RWNH, turn), rotate(key_RWKH, turn), value_RWKH
+    key_RWKH, copies = rotate(key_RWKH, turn), 1 if "qkv" in attention else kernels.kv_copies
+    return rotate(query_RWNH, turn), _copied(key_RWKH, copies), _copied(value_RWKH, copies)
 
 
 def _head_norm(config: ModelConfig, head_RWNH: Array, weight: Array) -> Array:

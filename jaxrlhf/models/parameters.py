@@ -15,6 +15,7 @@ from jaxtyping import Array, PRNGKeyArray, UInt32
 from jaxrlhf.batch import Params
 from jaxrlhf.models.causal_lm import AnyModel, replaceable
 from jaxrlhf.models.config import Experts, Head, LatentAttention, ModelConfig, padded_rows
+from jaxrlhf.sharding.rules import Dim
 
 STACKS = ("layers", "dense_layers")
 """Where the decoder's parameters have stacks of layers."""
@@ -26,14 +27,15 @@ class Param:
 
     Attributes:
       shape: Full, unsharded shape.
-      dims: Name of each dimension for the sharding rules; None where it is never split.
+      dims: Name of each dimension for the sharding rules; None where it is never split, and a name with a count
+        where it stays whole over mesh axes that do not divide the count.
       init: How it starts when no checkpoint gives it.
       fan_in: Inputs that one output sums over; a normal weight starts with variance 1 / fan_in.
       padding: Entries at the end of the first dimension that are no part of the model: always zeros.
     """
 
     shape: tuple[int, ...]
-    dims: tuple[str | None, ...]
+    dims: tuple[Dim, ...]
     init: Literal["normal", "ones", "zeros"] = "normal"
     fan_in: int = 1
     padding: int = 0
@@ -122,8 +124,8 @@ def _latent_attention(config: ModelConfig, latent: LatentAttention) -> dict[str,
 
 def _attention(config: ModelConfig) -> dict[str, Param]:
     layers, width, head_dim = config.num_layers, config.hidden_size, config.head_dim
-    heads = {"query": ("heads", config.num_heads), "key": ("kv_heads", config.num_kv_heads)}
-    heads["value"] = heads["key"]
+    kv_heads: tuple[Dim, int] = ("kv_heads", config.num_kv_heads), config.num_kv_heads
+    heads: dict[str, tuple[Dim, int]] = {"query": ("heads", config.num_heads), "key": kv_heads, "value": kv_heads}
     tree = {
         name: Param((layers, width, count, head_dim), ("layers", "embed", dim, "head_dim"), fan_in=width)
         for name, (dim, count) in heads.items()

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
+from jaxrlhf.models.attention.attention import XLA, Attention
 from jaxrlhf.models.causal_lm import replaceable
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layer import for_slots
@@ -59,7 +60,9 @@ def run_layers(
 
 
 @replaceable
-def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | None = None) -> list[Params]:
+def unstack_layers(
+    params: Params, config: ModelConfig, *, attention: Attention = XLA, pipeline: Pipeline | None = None
+) -> list[Params]:
     """The stacked layers as a list, one tree per layer (with stages: per layer of a stage).
 
     Slices of the stack inside a decode loop are copied at every token; separate arrays are not.
@@ -72,7 +75,7 @@ def unstack_layers(params: Params, config: ModelConfig, *, pipeline: Pipeline | 
     def apart(layers: Params, count: int, routed: bool) -> list[Params]:
         def unstack(layers: Params) -> list[Params]:
             each = [jax.tree.map(lambda leaf: leaf[index], layers) for index in range(count)]  # noqa: B023
-            return [for_slots(layer, routed=routed) for layer in each]
+            return [for_slots(layer, routed=routed, attention=attention) for layer in each]
 
         if pipeline is None:
             return unstack(layers)

@@ -13,6 +13,9 @@ from jaxrlhf.sharding.mesh import EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_A
 
 Rules = Mapping[str, str | tuple[str, ...]]
 
+Dim = str | tuple[str, int] | None
+"""Name of a dimension; with a count, a dimension that stays whole over mesh axes that do not divide the count."""
+
 TRAIN: Rules = {
     "layers": STAGE_AXES,
     "embed": WEIGHT_AXES,
@@ -42,10 +45,25 @@ def _is_dims(node: Any) -> bool:
 def shardings(mesh: Mesh | AbstractMesh, dims: Any, rules: Rules) -> Any:
     """A tree of `NamedSharding` for a tree of dimension names; unnamed dimensions stay whole."""
 
-    def one(names: tuple[str | None, ...]) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(rules.get(name) if name else None for name in names)))
+    def one(names: tuple[Dim, ...]) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(_axes(mesh, name, rules) or None for name in names)))
 
     return jax.tree.map(one, dims, is_leaf=_is_dims)
+
+
+def _axes(mesh: Mesh | AbstractMesh, dim: Dim, rules: Rules) -> str | tuple[str, ...]:
+    """Mesh axes that split a dimension."""
+    if not isinstance(dim, tuple):
+        return rules.get(dim, ()) if dim else ()
+    name, count = dim
+    axes = rules.get(name, ())
+    while isinstance(axes, tuple) and count % _ways(mesh, axes):
+        axes = axes[:-1]
+    return () if count % _ways(mesh, axes) else axes
+
+
+def _ways(mesh: Mesh | AbstractMesh, axes: str | tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
 def laid_out(shapes: Any, layout: Any) -> Any:
@@ -60,7 +78,7 @@ def cast_shapes(dims: Any, shapes: Any, *, dtype: Any) -> Any:
     float32, and a rounded scale would give a copy other numbers than its master. So do integers.
     """
 
-    def one(names: tuple[str | None, ...], array: Any) -> Any:
+    def one(names: tuple[Dim, ...], array: Any) -> Any:
         matrix = len([name for name in names if name != "layers"]) > 1
         cast = matrix and jnp.issubdtype(array.dtype, jnp.floating)
         return jax.ShapeDtypeStruct(array.shape, dtype if cast else array.dtype)
@@ -82,16 +100,14 @@ def check_divisible(mesh: Mesh | AbstractMesh, dims: Any, shapes: Any, rules: Ru
     if stages > 1 and mixture:
         raise Refusal(f"{role}: {stages} stages cannot divide layers with experts; divide the experts: expert={stages}")
 
-    def one(names: tuple[str | None, ...], array: Any) -> None:
+    def one(names: tuple[Dim, ...], array: Any) -> None:
         for name, size in zip(names, array.shape, strict=True):
-            axes = rules.get(name, ()) if name else ()
-            axes = (axes,) if isinstance(axes, str) else axes
-            ways = math.prod(mesh.shape[axis] for axis in axes)
-            if size % ways:
+            axes = _axes(mesh, name, rules)
+            if size % (ways := _ways(mesh, axes)):
                 sizes = [n for n in range(1, size + 1) if size % n == 0]
                 raise Refusal(
                     f"{role}: the model's {name!r} dimension of {size} does not split {ways} ways "
-                    f"(mesh axes {' x '.join(axes)}); a split of {sizes[:8]} would"
+                    f"(mesh axes {' x '.join([axes] if isinstance(axes, str) else axes)}); a split of {sizes[:8]} would"
                 )
 
     jax.tree.map(one, dims, shapes, is_leaf=_is_dims)

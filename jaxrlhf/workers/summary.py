@@ -151,7 +151,7 @@ def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[Row]:
 def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list[Row]:
     model, engine, mesh, layout = builder.model, sampler.engine, sampler.mesh, builder.config.actor.layout
     weights = shard_bytes(builder.generation_shapes(), builder.generation_layout(mesh))
-    sizes = {"slots": engine.slots, "capacity": builder.width, "dtype": builder.dtype}
+    sizes = {"slots": engine.slots, "capacity": builder.width, "dtype": builder.dtype, "attention": engine.attention}
     cached = jax.tree.leaves(jax.eval_shape(lambda: empty_cache(model, **sizes)))
     cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in cached) // sampler.island.size
     split = f"stage {layout.generation_stage} x tensor {layout.generation_tensor}"

@@ -37,6 +37,8 @@ class Attention:
       row_axes: Mesh axes that split rows (or slots), evenly.
       head_axes: Mesh axes that split query heads, key-value heads and the width of MLPs, evenly.
       expert_axes: The last of `row_axes`, if they divide the experts of a layer as well.
+      kv_copies: Times that every key-value head is repeated after its projection, so that heads split over
+        `head_axes`; caches hold the copies.
     """
 
     rows: RowsKernel = "xla"
@@ -46,6 +48,7 @@ class Attention:
     row_axes: tuple[str, ...] = ()
     head_axes: tuple[str, ...] = ()
     expert_axes: tuple[str, ...] = ()
+    kv_copies: int = 1
 
     def on_devices(self, kernel: Callable[..., Array], in_specs: Any, out_specs: Any) -> Callable[..., Array]:
         """`kernel` run by every device on its own part of the arrays."""

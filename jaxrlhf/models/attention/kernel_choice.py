@@ -36,6 +36,7 @@ from jaxrlhf.models.attention.attention import (
 from jaxrlhf.models.attention.pages import PAGE_TOKENS
 from jaxrlhf.models.attention.score_mod import Scores
 from jaxrlhf.models.causal_lm import AnyModel, OwnModel
+from jaxrlhf.models.config import ModelConfig
 
 BEST: dict[str, tuple[RowsKernel, DecodeKernel, PagesKernel]] = {
     "gpu": ("cudnn", "pallas", "pallas"),
@@ -81,17 +82,20 @@ def choose_attention(
       Refusal: Pages are asked for where nothing can compute with them.
     """
     platform = mesh.local_devices[0].platform
-    split = Attention(mesh=mesh, row_axes=row_axes, head_axes=head_axes, expert_axes=expert_axes)
     ways, stages = (math.prod(mesh.shape[axis] for axis in axes) for axes in (head_axes, stage_axes))
+    copies = 1
+    if isinstance(config, ModelConfig) and config.latent is None:
+        copies = math.lcm(config.num_kv_heads, ways) // config.num_kv_heads
+    split = Attention(mesh=mesh, row_axes=row_axes, head_axes=head_axes, expert_axes=expert_axes, kv_copies=copies)
     pageless = _pageless(config, stages)
     if cache == "pages" and decodes and pageless is not None:
         raise Refusal(f"cache='pages' cannot be had, because {pageless}; use 'auto' or 'slots'")
     if wanted == "xla" or platform not in BEST or isinstance(config, OwnModel):
         if cache == "pages" and decodes:
             return replace(split, pages="xla")
-        return XLA if config.experts is None else split
+        return replace(XLA, kv_copies=copies) if config.experts is None else split
     rows, decode, pages = BEST[platform]
-    heads = config.num_heads // ways, config.num_kv_heads // ways, config.head_dim
+    heads = config.num_heads // ways, config.num_kv_heads * copies // ways, config.head_dim
     name = jnp.dtype(dtype).name
     window = None if config.sliding_window is None else _WINDOW
     scores = Scores(config.score_divisor, config.attn_logit_softcapping, window)

@@ -73,19 +73,25 @@ Cache = list[LayerCache] | list[LayerPages]
 
 @replaceable
 def empty_cache(
-    config: ModelConfig, *, slots: int, capacity: int, dtype: Any = jnp.float32, pipeline: Pipeline | None = None
+    config: ModelConfig,
+    *,
+    slots: int,
+    capacity: int,
+    dtype: Any = jnp.float32,
+    attention: Attention = XLA,
+    pipeline: Pipeline | None = None,
 ) -> list[LayerCache]:
     """A cache for `slots` sequences of at most `capacity` tokens. Build it under jit with
     `out_shardings` to have each device allocate its own part."""
     stages = 1 if pipeline is None else pipeline.stages
-    heads, key_dim, value_dim = _widths(config)
+    heads, key_dim, value_dim = _widths(config, attention)
     keys, values = (stages * slots, heads, key_dim, capacity), (stages * slots, heads, capacity, value_dim)
     return [LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_layers // stages)]
 
 
-def empty_prefix(config: ModelConfig, *, prompts: int, width: int, dtype: Any) -> Prefix:
+def empty_prefix(config: ModelConfig, *, prompts: int, width: int, dtype: Any, attention: Attention) -> Prefix:
     """Of prompts of `width` tokens, to be written part by part."""
-    heads, *dims = _widths(config)
+    heads, *dims = _widths(config, attention)
     return Prefix(*(jnp.zeros((config.num_layers, prompts, width, heads, dim), dtype) for dim in dims))
 
 
@@ -130,8 +136,8 @@ def _place(stored: jax.Array, block: Array, slot_I: Array) -> jax.Array:
     return stored.at[slot_I, :, :first, :second].set(block.astype(stored.dtype), mode="drop")
 
 
-def _widths(config: ModelConfig) -> tuple[int, int, int]:
+def _widths(config: ModelConfig, attention: Attention) -> tuple[int, int, int]:
     """Heads, and the widths of a key and of a value."""
     if config.latent is not None:
         return 1, config.latent.rope_dim, config.latent.rank
-    return config.num_kv_heads, config.head_dim, config.head_dim
+    return config.num_kv_heads * attention.kv_copies, config.head_dim, config.head_dim

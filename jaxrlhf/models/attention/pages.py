@@ -88,7 +88,7 @@ def empty_pages(config: ModelConfig, *, pages: int, dtype: Any, attention: Atten
     """
     assert attention.pages is not None, "the cache does not lie in pages"
     lanes = LANES.get(attention.pages, 1)
-    shape = pages, PAGE_TOKENS, 2 * config.num_kv_heads, -(-config.head_dim // lanes) * lanes
+    shape = pages, PAGE_TOKENS, 2 * config.num_kv_heads * attention.kv_copies, -(-config.head_dim // lanes) * lanes
     return [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]
 
 

@@ -1,5 +1,7 @@
 """What a device holds, in bytes."""
 
+import math
+
 from jaxrlhf.config import Layout, Lora
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.memory import adapters_held, weights_held
@@ -61,4 +63,4 @@ def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int) 
     """Keys and values of one token that one device holds."""
     kept = model.num_layers * model.cache_width * itemsize / layout.generation_stage
     # A latent serves all heads, so that every tensor shard keeps it.
-    return kept if model.latent is not None else kept / min(layout.generation_tensor, model.num_kv_heads)
+    return kept if model.latent is not None else kept / math.gcd(layout.generation_tensor, model.num_kv_heads)

@@ -141,7 +141,7 @@ def _tensors(role: Role, hardware: Hardware) -> list[int]:
     model, machine = role.model, hardware.devices_per_machine
     one_fabric = hardware.network_bytes_per_s >= hardware.link_bytes_per_s and not role.within_machine
     widest = min(hardware.devices, max(machine, _WIDEST_TENSOR)) if one_fabric else machine
-    split = (model.num_heads, model.num_kv_heads, _inner(role))
+    split = (model.num_heads, _inner(role))
     powers = [n for n in range(1, widest + 1) if machine % n == 0 or n % machine == 0]
     return [n for n in powers if all(size % n == 0 for size in split)]
 
