@@ -16,6 +16,7 @@ from tiny_checkpoints import build, write
 
 from jaxrlhf import models
 from jaxrlhf.models.config import Llama3Rope
+from jaxrlhf.sharding.rules import shardings
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +81,7 @@ def test_every_device_gets_its_shard(source, rules):
     config = models.read_config(source)
     whole = models.load_params(source, config, "lm")
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-
-    def place(names):
-        return NamedSharding(mesh, PartitionSpec(*(rules.get(name) for name in names)))
-
-    layout = jax.tree.map(place, models.param_dims(config, "lm"), is_leaf=lambda node: isinstance(node, tuple))
+    layout = shardings(mesh, models.param_dims(config, "lm"), rules)
     params = models.load_params(source, config, "lm", layout)
     jax.tree.map(lambda leaf, sharding: np.testing.assert_equal(leaf.sharding, sharding), params, layout)
 

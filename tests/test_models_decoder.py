@@ -13,6 +13,7 @@ from tiny_models import DECODER, close, drawn
 
 from jaxrlhf import models
 from jaxrlhf.models import linear
+from jaxrlhf.sharding.rules import shardings
 
 CONFIG = replace(DECODER, qkv_bias=True, qk_norm=True)
 ROWS, WIDTH = 4, 18
@@ -204,13 +205,6 @@ def test_half_precision_keeps_norms_and_logits_wide(params, rows):
 MESH_RULES = {"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
 
 
-def sharded(mesh, dims, rules):
-    def one(names):
-        return NamedSharding(mesh, PartitionSpec(*(rules.get(name) for name in names)))
-
-    return jax.tree.map(one, dims, is_leaf=lambda node: type(node) is tuple)
-
-
 def test_eight_devices_say_what_one_says(params, rows):
     """Logp, entropy and gradients under fsdp 4 x tensor 2 and rematerialisation."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -222,7 +216,7 @@ def test_eight_devices_say_what_one_says(params, rows):
         return (output.logp + 0.1 * output.entropy).sum(), output
 
     program = jax.jit(jax.grad(loss, has_aux=True), static_argnums=(2, 3))
-    layout = sharded(mesh, models.param_dims(CONFIG, "lm"), MESH_RULES)
+    layout = shardings(mesh, models.param_dims(CONFIG, "lm"), MESH_RULES)
     split = jax.device_put(params, layout)
     many = program.lower(split, jax.device_put(rows, by_row), True, by_row).compile()
     close(many(split, jax.device_put(rows, by_row)), program(params, rows, False, None))
@@ -239,7 +233,7 @@ def test_decoding_on_eight_devices(params, rows, turned_from, monkeypatch):
     monkeypatch.setattr(linear, "MANY_WEIGHTS", turned_from)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     rules = {name: axis for name, axis in MESH_RULES.items() if axis == "tensor"}
-    split = jax.device_put(params, sharded(mesh, models.param_dims(CONFIG, "lm"), rules))
+    split = jax.device_put(params, shardings(mesh, models.param_dims(CONFIG, "lm"), rules))
     layout = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
 
     def run(params, token_RW):
