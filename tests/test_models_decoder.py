@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tiny_models import DECODER, close, drawn
 
 from jaxrlhf import models
-from jaxrlhf.models import linear
+from jaxrlhf.models.kernels import cpu
 from jaxrlhf.sharding.rules import shardings
 
 CONFIG = replace(DECODER, qkv_bias=True, qk_norm=True)
@@ -226,11 +226,11 @@ def test_eight_devices_say_what_one_says(params, rows):
     assert f"f32[{ROWS},{WIDTH},{inner}]" not in many.as_text()
 
 
-@pytest.mark.parametrize("turned_from", [linear.MANY_WEIGHTS, 1])
-def test_decoding_on_eight_devices(params, rows, turned_from, monkeypatch):
+@pytest.mark.parametrize("transposed_from", [cpu.MANY_WEIGHTS, 1])
+def test_decoding_on_eight_devices(params, rows, transposed_from, monkeypatch):
     """Slots over fsdp, heads over tensor; the cache keeps its layout, whichever factor the weights are."""
-    monkeypatch.setattr(linear, "MANY_INPUTS", 1)
-    monkeypatch.setattr(linear, "MANY_WEIGHTS", turned_from)
+    monkeypatch.setattr(cpu, "MANY_INPUTS", 1)
+    monkeypatch.setattr(cpu, "MANY_WEIGHTS", transposed_from)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     rules = {name: axis for name, axis in MESH_RULES.items() if axis == "tensor"}
     split = jax.device_put(params, shardings(mesh, models.param_dims(CONFIG, "lm"), rules))

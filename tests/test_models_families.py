@@ -13,9 +13,9 @@ from tiny_checkpoints import build, write
 from tiny_models import DECODER, close, drawn
 
 from jaxrlhf import models
-from jaxrlhf.models import linear
 from jaxrlhf.models.attention.shared_prefix import AttentionRows, Spread
 from jaxrlhf.models.config import Experts, LatentAttention, LinearRope, YarnRope
+from jaxrlhf.models.kernels import cpu
 from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.sharding.rules import TRAIN, shardings
 
@@ -143,10 +143,10 @@ def through_the_cache(params, token_RW, pipeline=None):
     return jnp.swapaxes(jax.lax.scan(step, cache, jnp.arange(3, WIDTH))[1], 0, 1)
 
 
-@pytest.mark.parametrize("turned_from", [linear.MANY_WEIGHTS, 1])
-def test_decoding_through_the_caches_of_two_stages_is_the_full_forward(turned_from, monkeypatch):
-    monkeypatch.setattr(linear, "MANY_INPUTS", 1)
-    monkeypatch.setattr(linear, "MANY_WEIGHTS", turned_from)
+@pytest.mark.parametrize("transposed_from", [cpu.MANY_WEIGHTS, 1])
+def test_decoding_through_the_caches_of_two_stages_is_the_full_forward(transposed_from, monkeypatch):
+    monkeypatch.setattr(cpu, "MANY_INPUTS", 1)
+    monkeypatch.setattr(cpu, "MANY_WEIGHTS", transposed_from)
     params, token_RW = drawn(GEMMA), tokens()
     hidden_RWD = hidden_states(params, GEMMA, token_RW)
     mesh = mesh_of({"stage": 2}, jax.devices()[:2])

@@ -8,9 +8,10 @@ import pytest
 from jaxrlhf import models
 from jaxrlhf.models import linear
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.kernels import cpu
 
 WIDE, LARGE = 512, 1024
-"""Inputs from which on a weight is turned, and outputs with which it has enough of both."""
+"""Inputs from which on a weight is transposed, and outputs with which it has enough of both."""
 
 
 def draw(*shape):
@@ -18,7 +19,7 @@ def draw(*shape):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "turned"),
+    ("inputs", "outputs", "transposed"),
     [
         ((WIDE,), (LARGE,), True),
         ((64, WIDE // 64), (LARGE,), True),
@@ -27,20 +28,20 @@ def draw(*shape):
         ((WIDE - 1,), (2 * LARGE,), False),
     ],
 )
-def test_a_turned_weight_gives_the_product_of_the_weight(inputs, outputs, turned):
+def test_a_transposed_weight_gives_the_product_of_the_weight(inputs, outputs, transposed):
     weight, tokens = draw(*inputs, *outputs), draw(3, 1, *inputs)
-    prepared = linear.for_few_tokens(jnp.asarray(weight), dims=len(inputs))
-    assert isinstance(prepared, linear.Turned) is turned
+    prepared = linear.decode_layout(jnp.asarray(weight), dims=len(inputs))
+    assert isinstance(prepared, cpu.Transposed) is transposed
     found = linear.project(jnp.asarray(tokens), prepared, dims=len(inputs))
     axes = list(range(2, 2 + len(inputs))), list(range(len(inputs)))
     np.testing.assert_allclose(found, np.tensordot(tokens, weight, axes), rtol=0, atol=2e-4)
 
 
-def test_an_adapter_stays_beside_a_turned_weight():
+def test_an_adapter_stays_beside_a_transposed_weight():
     weight, down, up, tokens = draw(WIDE, LARGE), draw(WIDE, 2), draw(2, LARGE), draw(5, WIDE)
     adapted = linear.Adapted(jnp.asarray(weight), linear.Adapter(jnp.asarray(down), jnp.asarray(up), 0.5))
-    prepared = linear.for_few_tokens(adapted)
-    assert isinstance(prepared.weight, linear.Turned)
+    prepared = linear.decode_layout(adapted)
+    assert isinstance(prepared.weight, cpu.Transposed)
     found = linear.project(jnp.asarray(tokens), prepared)
     np.testing.assert_allclose(found, tokens @ (weight + 0.5 * down @ up), rtol=0, atol=5e-4)
 
@@ -51,6 +52,20 @@ def test_the_weight_is_read_as_the_left_factor():
     text = jax.jit(linear.few_rows_product).lower(tokens_TD, weight_FD).compile().as_text()
     [product] = [line for line in text.splitlines() if " dot(" in line]
     assert f"f32[{LARGE},8]" in product
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_a_product_and_its_gradients_are_those_of_numpy_on_every_backend(backend, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    weight, tokens, change = draw(4, 2, 3), draw(5, 4), draw(5, 2, 3)
+    found, pull = jax.vjp(linear.project, jnp.asarray(tokens), jnp.asarray(weight))
+    by_tokens, by_weight = pull(jnp.asarray(change))
+    np.testing.assert_allclose(found, np.tensordot(tokens, weight, 1), atol=1e-5)
+    np.testing.assert_allclose(by_tokens, np.tensordot(change, weight, ([1, 2], [1, 2])), atol=1e-5)
+    np.testing.assert_allclose(by_weight, np.tensordot(tokens, change, ([0], [0])), atol=1e-5)
+    np.testing.assert_allclose(linear.transposed_product(tokens, tokens, jnp.float32), tokens.T @ tokens, atol=1e-5)
+    prepared = linear.decode_layout(jnp.asarray(weight))
+    np.testing.assert_allclose(linear.project(jnp.asarray(tokens), prepared), found, atol=1e-5)
 
 
 def test_a_wide_model_decodes_what_its_whole_sequences_say():
@@ -69,7 +84,7 @@ def test_a_wide_model_decodes_what_its_whole_sequences_say():
     params = jax.jit(lambda key: models.init_params(config, "lm", key))(jax.random.key(0))
     layers = models.unstack_layers(params, config)
     kinds = [type(weight) for weight in (*layers[0]["attention"].values(), *layers[0]["mlp"].values())]
-    assert kinds.count(linear.Turned) == 5  # queries with keys and values, output, gate, up, down
+    assert kinds.count(cpu.Transposed) == 5  # queries with keys and values, output, gate, up, down
     token_RW = np.random.default_rng(0).integers(0, 48, (2, 7), dtype=np.int32)
     position_RW = np.tile(np.arange(7, dtype=np.int32), (2, 1))
 

@@ -34,7 +34,7 @@ def differences(function, array, step=1e-6):
 @pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize(("dtype", "close"), [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)])
 def test_the_norm_and_its_gradients_are_those_of_the_formula(dtype, close, unit_offset, backend, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)  # which sums as its own products
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)  # the reference, or the variant of CPUs
     config = replace(GEMMA, unit_offset=unit_offset, rms_norm_eps=EPS)
     input_D, scale_D = jnp.asarray(INPUT, dtype), jnp.asarray(SCALE, jnp.float32)
     found, pull = jax.vjp(lambda *given: norm(config, *given), input_D, scale_D)

@@ -86,18 +86,18 @@ def for_slots(layer: Params, *, routed: bool, attention: Attention) -> Params:
     heads, gated = {"qkv": 1, "query": 1, "query_down": 1, "latent": 1, "output": 2}, {"gate": 1, "up": 1, "down": 1}
     ready = dict(layer)
     if "attention" in layer:
-        ready["attention"] = _for_few_tokens(_join_projections(layer["attention"], attention.kv_copies), heads)
+        ready["attention"] = _in_decode_layout(_join_projections(layer["attention"], attention.kv_copies), heads)
     if "mlp" in layer and not routed:
-        ready["mlp"] = _for_few_tokens(layer["mlp"], gated)
+        ready["mlp"] = _in_decode_layout(layer["mlp"], gated)
     elif "shared" in layer.get("mlp", {}):
-        ready["mlp"] = layer["mlp"] | {"shared": _for_few_tokens(layer["mlp"]["shared"], gated)}
+        ready["mlp"] = layer["mlp"] | {"shared": _in_decode_layout(layer["mlp"]["shared"], gated)}
     return ready
 
 
-def _for_few_tokens(weights: Params, input_dims: dict[str, int]) -> Params:
+def _in_decode_layout(weights: Params, input_dims: dict[str, int]) -> Params:
     """Those that are named, for few tokens."""
     named = {name: dims for name, dims in input_dims.items() if name in weights}
-    return weights | {name: linear.for_few_tokens(weights[name], dims=dims) for name, dims in named.items()}
+    return weights | {name: linear.decode_layout(weights[name], dims=dims) for name, dims in named.items()}
 
 
 def _join_projections(attention: Params, kv_copies: int) -> Params:

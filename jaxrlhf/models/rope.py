@@ -5,6 +5,7 @@ pairs, as most checkpoints in Hugging Face format expect.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,8 @@ from jaxtyping import Bool, Float, Float32, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.config import LinearRope, Llama3Rope, LongRope, ModelConfig, RopeScaling, YarnRope
+from jaxrlhf.models.kernels import cpu
+from jaxrlhf.models.kernels.variants import variants
 
 
 class Rotation(NamedTuple):
@@ -40,8 +43,7 @@ def rotations(config: ModelConfig, position_RW: Int[Array, "R W"], *, longest: i
     """The rotation of each position: angle = position * frequency, in float32.
 
     Args:
-      longest: All positions are below it, and looked up in a table. A decode loop makes that once; XLA:CPU would
-        fuse cosines into every layer that lies apart, and compute them there at every token and for every head.
+      longest: Bound on the positions, where a decode loop may look rotations up in a table; None computes them.
     """
 
     def turn(theta: float, scaling: RopeScaling | None) -> Rotation:
@@ -51,13 +53,15 @@ def rotations(config: ModelConfig, position_RW: Int[Array, "R W"], *, longest: i
             angle_RWX = position_RW[:, :, None].astype(jnp.float32) * jnp.asarray(frequency_X)[None, None, :]
             return Rotation(jnp.cos(angle_RWX) * factor, jnp.sin(angle_RWX) * factor)
 
-        if longest is None:
-            return at(position_RW)
-        table_1SX = at(jnp.arange(longest)[None, :])
-        return jax.tree.map(lambda leaf_1SX: leaf_1SX[0].at[position_RW].get(mode="clip"), table_1SX)
+        return _at_positions(at, position_RW, longest)
 
     full = turn(config.rope_theta, config.rope_scaling)
     return Rotations(full, None if config.sliding_rope_theta is None else turn(config.sliding_rope_theta, None))
+
+
+@variants(cpu=cpu.look_up)
+def _at_positions(function: Callable[[Array], Rotation], position_RW: Array, longest: int | None) -> Rotation:
+    return function(position_RW)
 
 
 def rotate(head_RWNH: Float[Array, "R W N H"], turn: Rotation, *, interleaved: bool = False) -> Float[Array, "R W N H"]:
