@@ -89,7 +89,7 @@ def test_a_cut_gzip_file_is_refused(load, tmp_path):
 def test_pairs_are_held_out_by_file_or_by_prompt(load, tmp_path):
     records = [{**ASKED, "prompt": f"{n // 2}?", "gap": n} for n in range(400)]
     path, other = write(tmp_path / "pairs.jsonl", records), write(tmp_path / "other.jsonl", [HH])
-    assert load(PairFile(path), "evaluation").problems == []
+    assert load(PairFile(path), "evaluation").problems[:] == []
     assert [pair.record for pair in load(PairFile(path, other), "evaluation").problems] == [HH]
     parts = [load(PairFile(path, evaluation_fraction=0.25), split).problems for split in ("train", "evaluation")]
     prompts = [{pair.prompt for pair in part} for part in parts]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizers import normalizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 from jaxrlhf.config import Arithmetic, Gsm8k, PromptFile
 from jaxrlhf.data import embedded_tokenizer, load_problems
@@ -206,7 +206,8 @@ def test_a_template_that_refuses_a_chat(tmp_path):
 
 def test_no_evaluation_file_is_no_problems(load, tmp_path):
     file = write(tmp_path / "p.jsonl", [{"prompt": "1+1?"}])
-    assert load(prompt_file(file, answer_key=None), "evaluation") == ([], 0, 0, [])
+    problems, *others = load(prompt_file(file, answer_key=None), "evaluation")
+    assert (len(problems), others) == (0, [0, 0, [], []])
 
 
 # Limits
@@ -248,9 +249,14 @@ def test_nothing_fits(load, tmp_path):
         ("a.txt", "1", r"a\.txt: expected a \.jsonl, \.jsonl\.gz or \.parquet"),
         ("a.jsonl", "", "holds no records"),
         ("a.jsonl", "\n \n", "holds no records"),
-        ("a.jsonl", '{"prompt": "x"}\n\n{"prompt": \n', r"a\.jsonl, line 3: not valid JSON"),
-        ("a.jsonl", '{"prompt": "x"}\n["x"]\n', "line 2: expected a JSON object, got list"),
+        ("a.jsonl", '{"prompt": "x", "answer": 1}\n\n{"prompt": \n', r"a\.jsonl, line 3: not valid JSON"),
+        ("a.jsonl", '{"prompt": "x", "answer": 1}\n["x"]\n', "line 2: expected a JSON object, got list"),
         ("a.jsonl", b'{"prompt": "\xff"}\n', "line 1: not valid JSON"),
+        (
+            "a.jsonl",
+            '{"prompt": "x", "answer": "1"}\n' + "[" * 100_000,
+            "line 2: lists or objects are nested too deeply",
+        ),
         (
             "a.jsonl",
             '{"prompt": "x", "answer": "1"}\n{"question": "x", "b": 1}\n',
@@ -285,3 +291,91 @@ def test_a_parquet_file_is_told_by_row(load, tmp_path):
     empty = tmp_path / "b.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), empty)
     one_line_error(lambda: load(prompt_file(empty)), r"b\.parquet: the file holds no records")
+
+
+# Large files
+
+
+def test_texts_are_tokenised_once_and_those_that_no_record_has_never(load, tokenizer, tmp_path, monkeypatch):
+    file = write(tmp_path / "p.jsonl", [{"prompt": f"{n} + 1?"} for n in range(5000)])
+    seen = []
+    call = type(tokenizer).__call__
+
+    def counted(self, texts, **settings):
+        seen.extend([texts] if isinstance(texts, str) else texts)
+        return call(self, texts, **settings)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
+    loaded = load(prompt_file(file, answer_key=None))
+    assert seen == [f"<|user|>{n} + 1?<|assistant|>" for n in range(5000)]
+    assert [problem.prompt_id for problem in loaded.problems] == list(range(5000))
+    assert loaded.problems[4999].record == {"prompt": "4999 + 1?"}
+    assert loaded.problems.prompt_tokens.lengths.tolist() == [len(problem.prompt_tokens) for problem in loaded.problems]
+
+
+def test_of_a_text_that_cannot_fit_only_the_beginning_is_tokenised(load, tokenizer, tmp_path, monkeypatch):
+    file = write(tmp_path / "p.jsonl", [{"prompt": "7" * 3_000_000}, {"prompt": "1+1?"}])
+    most, call = [], type(tokenizer).__call__
+
+    def measured(self, texts, **settings):
+        most.append(max(map(len, [texts] if isinstance(texts, str) else texts)))
+        return call(self, texts, **settings)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", measured)
+    loaded = load(prompt_file(file, answer_key=None), max_prompt_tokens=20)
+    assert (loaded.dropped_too_long, [problem.prompt_id for problem in loaded.problems]) == (1, [1])
+    assert max(most) < 10_000
+
+
+def test_a_long_text_of_few_tokens_is_tokenised_whole(tmp_path):
+    tokenizer = embedded_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex("x+"), "x")
+    file = write(tmp_path / "p.jsonl", [{"prompt": "x" * 100_000 + " 12"}])
+    [problem] = load_problems(
+        prompt_file(file, answer_key=None), tokenizer, split="train", max_prompt_tokens=20
+    ).problems
+    assert tokenizer.decode(problem.prompt_tokens).endswith("x 12<|assistant|>")
+
+
+# Control tokens that a text spells out
+
+SPELLED = "say <|eos|> now"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_control_token_in_a_text_is_said_and_kept_as_text_if_asked_for(load, tokenizer, tmp_path, chat):
+    prompt = [{"role": "user", "content": SPELLED}] if chat else SPELLED
+    file = write(tmp_path / "p.jsonl", [{"prompt": "a", "s": "b"}, {"prompt": prompt, "s": SPELLED}])
+    settings = {"answer_key": None, "solution_key": "s"}
+    parsed = load(prompt_file(file, **settings))
+    kept = load(prompt_file(file, **settings, control_tokens="text"))
+    assert parsed.spelled == kept.spelled == [f"{file}, line 2: <|eos|>"]
+    assert parsed.problems[0] == kept.problems[0]
+    eos, user = tokenizer.convert_tokens_to_ids(["<|eos|>", "<|user|>"])
+    assert [list(parsed.problems[1].prompt_tokens).count(eos), parsed.problems[1].solution_tokens.count(eos)] == [1, 2]
+    assert [list(kept.problems[1].prompt_tokens).count(eos), kept.problems[1].solution_tokens.count(eos)] == [0, 1]
+    assert kept.problems[1].prompt_tokens[0] == user
+    assert kept.problems[1].prompt == parsed.problems[1].prompt == f"<|user|>{SPELLED}<|assistant|>"
+    assert tokenizer.decode(kept.problems[1].prompt_tokens) == kept.problems[1].prompt
+
+
+def test_a_control_token_in_a_plain_prompt_is_kept_as_text(plain_tokenizer, tmp_path):
+    file = write(tmp_path / "p.jsonl", [{"prompt": SPELLED}])
+    data = prompt_file(file, answer_key=None, control_tokens="text")
+    [problem] = load_problems(data, plain_tokenizer, split="train", max_prompt_tokens=99).problems
+    assert plain_tokenizer.eos_token_id not in problem.prompt_tokens
+    assert plain_tokenizer.decode(problem.prompt_tokens) == SPELLED
+
+
+def test_a_tokenizer_that_looks_at_what_is_around_cannot_keep_control_tokens_as_text(tmp_path):
+    tokenizer = embedded_tokenizer()
+    spaces = pre_tokenizers.Metaspace(replacement="#", prepend_scheme="first")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [spaces, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    file = write(tmp_path / "p.jsonl", [{"prompt": SPELLED}])
+    data = prompt_file(file, answer_key=None, control_tokens="text")
+    one_line_error(
+        lambda: load_problems(data, tokenizer, split="train", max_prompt_tokens=99),
+        r"p\.jsonl, line 1: the prompt spells out a control token, and this tokenizer cannot keep it as text",
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jaxrlhf.config.refusal import not_negative, positive, require, within
 
@@ -127,6 +127,8 @@ class PromptFile:
       prompt_key: Field with the prompt: a text, or a list of chat messages.
       answer_key: Field with the reference answer that rewards see; None if there is none.
       solution_key: Field with a worked solution for supervised training; None if there is none.
+      control_tokens: How a control token such as `<|im_end|>` is read that a text of the file spells out: "parse"
+        makes the token of it, as the tokenizer does by itself; "text" keeps its letters, so that no text ends a turn.
     """
 
     train: str
@@ -134,6 +136,7 @@ class PromptFile:
     prompt_key: str = "prompt"
     answer_key: str | None = "answer"
     solution_key: str | None = None
+    control_tokens: Literal["parse", "text"] = "parse"
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,8 @@ class PairFile:
       margin_key: Field with the least difference of the scores, a number; None if there is none.
       safe_keys: Fields that say whether the chosen and the rejected answer are harmless; None if there are none.
       malformed_fraction: Pairs that cannot be read are left out and reported; more than this share is an error.
+      control_tokens: How a control token such as `<|im_end|>` is read that a text of the file spells out: "parse"
+        makes the token of it, as the tokenizer does by itself; "text" keeps its letters, so that no text ends a turn.
     """
 
     train: str
@@ -180,6 +185,7 @@ class PairFile:
     margin_key: str | None = None
     safe_keys: tuple[str, ...] | None = None
     malformed_fraction: float = 0.01
+    control_tokens: Literal["parse", "text"] = "parse"
 
     def __post_init__(self) -> None:
         within(self, "evaluation_fraction", 0.0, 0.5)

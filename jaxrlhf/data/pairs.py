@@ -3,13 +3,13 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxrlhf.config import ArithmeticPairs, PairFile, Refusal
 from jaxrlhf.data.arithmetic import Split, arithmetic_records, stable_hash
-from jaxrlhf.data.records import Row, read_rows
+from jaxrlhf.data.records import Row, Stored, read_rows
 
 Messages = list[dict[str, str]]
 
@@ -26,7 +26,7 @@ class PairRecord(NamedTuple):
       answer: Reference answer for the rewards.
       margin: Least difference of the scores.
       safe: Whether chosen and rejected are harmless; None if that is not known.
-      record: As it was read.
+      record: The source record, as it is kept.
     """
 
     place: str
@@ -36,7 +36,7 @@ class PairRecord(NamedTuple):
     answer: str | None
     margin: float
     safe: tuple[bool, bool] | None
-    record: Mapping[str, Any]
+    record: Stored
 
 
 class Read(NamedTuple):
@@ -113,16 +113,16 @@ def read_pair_file(data: PairFile, split: Split) -> Read:
     path = data.evaluation if split == "evaluation" and data.evaluation else data.train
     if split == "evaluation" and data.evaluation is None and not data.evaluation_fraction:
         return Read([], [])
-    pairs, malformed = [], []
-    rows = read_rows(Path(path).expanduser())
-    for row in rows:
+    pairs, malformed, total = [], [], 0
+    for row in read_rows(Path(path).expanduser()):
+        total += 1
         try:
             pairs.append(_pair(row, data))
         except ValueError as error:
             malformed.append(str(error))
-    if not pairs or len(malformed) > data.malformed_fraction * len(rows):
+    if not pairs or len(malformed) > data.malformed_fraction * total:
         raise Refusal(
-            f"{len(malformed)} of the {len(rows)} pairs of {path} are malformed, and "
+            f"{len(malformed)} of the {total} pairs of {path} are malformed, and "
             f"data.malformed_fraction={data.malformed_fraction} are allowed; the first: {malformed[0]}"
         )
     if data.evaluation_fraction:
@@ -149,7 +149,7 @@ def _pair(row: Row, data: PairFile) -> PairRecord:
     margin = 0.0 if data.margin_key is None else row.value(data.margin_key)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise Refusal(f"{row.place}: {data.margin_key!r} must be a finite number, got {margin!r:.80}")
-    return PairRecord(row.place, prompt, chosen, rejected, None, float(margin), _safe(row, data), row.record)
+    return PairRecord(row.place, prompt, chosen, rejected, None, float(margin), _safe(row, data), row.stored)
 
 
 def _text(row: Row, key: str) -> str:

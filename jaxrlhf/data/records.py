@@ -3,18 +3,27 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrlhf.config import Refusal
 
+Stored = Mapping[str, Any] | bytes
+"""A record as it is kept: the JSON text of its line, which takes less memory than its objects, or the objects."""
+
+
+def restored(record: Stored) -> Mapping[str, Any]:
+    """The objects of a kept record."""
+    return json.loads(record) if isinstance(record, bytes) else record
+
 
 class Row(NamedTuple):
-    """A record and where it stands, such as `train.jsonl, line 3`."""
+    """A record and where it stands, such as `train.jsonl, line 3`; `stored` is what to keep of it."""
 
     place: str
     record: dict[str, Any]
+    stored: Stored
 
     def value(self, key: str) -> Any:
         """The field `key`; `Refusal` if the record has none."""
@@ -30,8 +39,8 @@ class Row(NamedTuple):
         return str(value)
 
 
-def read_rows(path: str | Path) -> list[Row]:
-    """All records of a file.
+def read_rows(path: str | Path) -> Iterator[Row]:
+    """The records of a file, one after another.
 
     Raises:
       Refusal: missing or empty file, a suffix other than `.jsonl`, `.jsonl.gz` and `.parquet`, or a
@@ -44,14 +53,15 @@ def read_rows(path: str | Path) -> list[Row]:
         raise Refusal(f"{path}: expected a .jsonl, .jsonl.gz or .parquet file")
     if not path.is_file():
         raise Refusal(f"{path}: no such file")
-    rows = readers[suffix](path)
-    if not rows:
+    empty = True
+    for row in readers[suffix](path):
+        empty = False
+        yield row
+    if empty:
         raise Refusal(f"{path}: the file holds no records")
-    return rows
 
 
-def _read_jsonl(path: Path) -> list[Row]:
-    rows = []
+def _read_jsonl(path: Path) -> Iterator[Row]:
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
@@ -60,10 +70,11 @@ def _read_jsonl(path: Path) -> list[Row]:
             record = json.loads(line)
         except ValueError as error:  # not JSON, or not UTF-8
             raise Refusal(f"{place}: not valid JSON ({error}); each line holds one object") from error
+        except RecursionError:
+            raise Refusal(f"{place}: lists or objects are nested too deeply to be read; flatten the record") from None
         if not isinstance(record, dict):
             raise Refusal(f"{place}: expected a JSON object, got {type(record).__name__}")
-        rows.append(Row(place, record))
-    return rows
+        yield Row(place, record, line.strip())
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -78,12 +89,14 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise Refusal(f"{path}: not a whole gzip file ({error})") from error
 
 
-def _read_parquet(path: Path) -> list[Row]:
+def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        records = pyarrow.parquet.read_table(path).to_pylist()
+        batches = pyarrow.parquet.read_table(path).to_batches(max_chunksize=4096)
     except (pyarrow.ArrowException, OSError) as error:
         raise Refusal(f"{path}: not a readable parquet file ({error})") from error
-    return [Row(f"{path}, row {number}", record) for number, record in enumerate(records, start=1)]
+    records = (record for batch in batches for record in batch.to_pylist())
+    for number, record in enumerate(records, start=1):
+        yield Row(f"{path}, row {number}", record, record)

@@ -1,20 +1,25 @@
 """From a data setting to tokenised problems."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.batch import Pair, Problem
 from jaxrlhf.config import Arithmetic, ArithmeticPairs, Data, Gsm8k, PairFile, PromptFile, Refusal
 from jaxrlhf.data.arithmetic import Split, arithmetic_records
+from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.pairs import PairRecord, read_arithmetic_pairs, read_pair_file
-from jaxrlhf.data.records import Row, read_rows
+from jaxrlhf.data.problem_table import PairColumns, ProblemTable
+from jaxrlhf.data.records import Row, Stored, read_rows
 
 Messages = list[dict[str, str]]
+
+_CHUNK = 4096
+"""Records that are tokenised in one call."""
 
 _CALCULATOR_MARK = re.compile(r"<<.*?>>")
 
@@ -27,15 +32,15 @@ class Example(NamedTuple):
       prompt: A user's text, or chat messages.
       answer: Reference answer for the rewards.
       solution: Worked solution for supervised training.
-      record: As it was read.
-      pair: Of which `solution` is the chosen answer; None if the record is none.
+      record: The source record, as it is kept.
+      pair: The pair whose chosen answer is `solution`; None if the record is none.
     """
 
     place: str
     prompt: str | Messages
     answer: str | None
     solution: str | None
-    record: Mapping[str, Any]
+    record: Stored
     pair: PairRecord | None = None
 
 
@@ -47,12 +52,24 @@ class Loaded(NamedTuple):
       dropped_too_long: Those left out for a token limit.
       total: Records in the split.
       malformed: What is wrong with pairs that could not be read, and where.
+      spelled: Places of texts that spell out a control token, each with the first one.
     """
 
-    problems: list[Problem]
+    problems: ProblemTable
     dropped_too_long: int
     total: int
     malformed: list[str]
+    spelled: list[str]
+
+
+class _Limits(NamedTuple):
+    """Most tokens of a prompt and of an answer; None is no limit."""
+
+    prompt: int
+    answer: int | None
+
+    def allow(self, lengths: "_Lengths") -> bool:
+        return lengths.prompt <= self.prompt and (self.answer is None or lengths.answer <= self.answer)
 
 
 def load_problems(
@@ -72,7 +89,7 @@ def load_problems(
 
     Args:
       max_prompt_tokens: Problems with longer prompts are dropped and counted.
-      max_solution_tokens: The same for solutions, EOS included, and both answers of a pair; None is no limit.
+      max_solution_tokens: Most tokens of a solution, EOS included, and of both answers of a pair; None is no limit.
 
     Returns:
       The problems; none at all for the evaluation split of a file without one.
@@ -80,41 +97,36 @@ def load_problems(
     Raises:
       Refusal: unreadable data, or no problem within the limits.
     """
-    examples, malformed = _read(data, split)
-    problems = _tokenize(examples, tokenizer)
-    kept = [
-        problem
-        for problem in problems
-        if len(problem.prompt_tokens) <= max_prompt_tokens
-        and (max_solution_tokens is None or _solution_length(problem) <= max_solution_tokens)
-    ]
-    if problems and not kept:
-        raise Refusal(_nothing_fits(problems, split, max_prompt_tokens, max_solution_tokens))
-    return Loaded(kept, len(problems) - len(kept), len(problems) + len(malformed), malformed)
+    limits = _Limits(max_prompt_tokens, max_solution_tokens)
+    tokenized = _Tokenized(tokenizer, limits, as_text=getattr(data, "control_tokens", "parse") == "text")
+    malformed: list[str] = []
+    examples = _read(data, split, malformed)
+    while chunk := list(islice(examples, _CHUNK)):
+        tokenized.add(chunk)
+    total, kept = len(tokenized.lengths), len(tokenized.table)
+    if total and not kept:
+        raise Refusal(_nothing_fits(tokenized.lengths, split, limits))
+    return Loaded(tokenized.table, total - kept, total + len(malformed), malformed, tokenized.spelled)
 
 
-def _solution_length(problem: Problem) -> int:
-    rejected = problem.rejected_tokens if isinstance(problem, Pair) else ()
-    return max(len(problem.solution_tokens), len(rejected))
-
-
-def _read(data: Data, split: Split) -> tuple[list[Example], list[str]]:
-    """The records, and what is wrong with pairs that could not be read."""
+def _read(data: Data, split: Split, malformed: list[str]) -> Iterator[Example]:
+    """The records; what is wrong with pairs that could not be read is added to a list."""
     match data:
         case Arithmetic():
-            return _read_arithmetic(data, split), []
+            return _read_arithmetic(data, split)
         case Gsm8k():
-            return _read_gsm8k(data, split), []
+            return _read_gsm8k(data, split)
         case PromptFile():
-            return _read_prompt_file(data, split), []
+            return _read_prompt_file(data, split)
         case ArithmeticPairs():
-            pairs, malformed = read_arithmetic_pairs(data, split)
+            read = read_arithmetic_pairs(data, split)
         case PairFile():
-            pairs, malformed = read_pair_file(data, split)
-    return [Example(pair.place, pair.prompt, pair.answer, pair.chosen, pair.record, pair) for pair in pairs], malformed
+            read = read_pair_file(data, split)
+    malformed += read.malformed
+    return (Example(pair.place, pair.prompt, pair.answer, pair.chosen, pair.record, pair) for pair in read.pairs)
 
 
-def _read_arithmetic(data: Arithmetic, split: Split) -> list[Example]:
+def _read_arithmetic(data: Arithmetic, split: Split) -> Iterator[Example]:
     records = arithmetic_records(
         difficulty=data.difficulty,
         problems=data.train_problems if split == "train" else data.eval_problems,
@@ -122,15 +134,14 @@ def _read_arithmetic(data: Arithmetic, split: Split) -> list[Example]:
         split=split,
         unfinished_share=data.unfinished_share if split == "train" else 0.0,
     )
-    return [
-        Example(f"arithmetic problem {n}", record["question"], record["answer"], record["solution"], record)
-        for n, record in enumerate(records)
-    ]
+    for n, record in enumerate(records):
+        yield Example(f"arithmetic problem {n}", record["question"], record["answer"], record["solution"], record)
 
 
-def _read_gsm8k(data: Gsm8k, split: Split) -> list[Example]:
-    files = _gsm8k_files(data.path, "train" if split == "train" else "test")
-    return [_gsm8k_example(row, data.instruction) for file in files for row in read_rows(file)]
+def _read_gsm8k(data: Gsm8k, split: Split) -> Iterator[Example]:
+    for file in _gsm8k_files(data.path, "train" if split == "train" else "test"):
+        for row in read_rows(file):
+            yield _gsm8k_example(row, data.instruction)
 
 
 def _gsm8k_example(row: Row, instruction: str) -> Example:
@@ -139,7 +150,7 @@ def _gsm8k_example(row: Row, instruction: str) -> Example:
     if not mark:
         raise Refusal(f"{row.place}: no '#### <number>' in 'answer'")
     prompt = f"{row.text('question')} {instruction}".strip()
-    return Example(row.place, prompt, answer.strip().replace(",", ""), solution, row.record)
+    return Example(row.place, prompt, answer.strip().replace(",", ""), solution, row.stored)
 
 
 def _gsm8k_files(path: str, name: str) -> list[Path]:
@@ -167,11 +178,11 @@ def _from_hub(path: str) -> Path:
         ) from error
 
 
-def _read_prompt_file(data: PromptFile, split: Split) -> list[Example]:
+def _read_prompt_file(data: PromptFile, split: Split) -> Iterator[Example]:
     path = data.train if split == "train" else data.evaluation
-    if path is None:
-        return []
-    return [_prompt_example(row, data) for row in read_rows(Path(path).expanduser())]
+    if path is not None:
+        for row in read_rows(Path(path).expanduser()):
+            yield _prompt_example(row, data)
 
 
 def _prompt_example(row: Row, data: PromptFile) -> Example:
@@ -186,7 +197,7 @@ def _prompt_example(row: Row, data: PromptFile) -> Example:
         prompt=prompt,
         answer=None if data.answer_key is None else row.text(data.answer_key),
         solution=None if data.solution_key is None else row.text(data.solution_key),
-        record=row.record,
+        record=row.stored,
     )
 
 
@@ -196,39 +207,121 @@ def _check_message(message: object, where: str) -> None:
         raise Refusal(f"{where} must have the texts 'role' and 'content', got {message!r:.80}")
 
 
-def _tokenize(examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
-    if not examples:
-        return []
-    prompts = [_prompt_text(example, tokenizer) for example in examples]
-    for example, prompt in zip(examples, prompts, strict=True):
-        _check_encodes(example, prompt)
-    # A chat template writes its special tokens itself; plain text gets the tokenizer's.
-    prompt_ids = tokenizer(prompts, add_special_tokens=tokenizer.chat_template is None)["input_ids"]
-    solution_ids = tokenizer([example.solution or "" for example in examples], add_special_tokens=False)["input_ids"]
-    rejected = [example.pair.rejected if example.pair else "" for example in examples]
-    rejected_ids = tokenizer(rejected, add_special_tokens=False)["input_ids"]
-    problems = []
-    for n, example in enumerate(examples):
-        if not prompt_ids[n]:
-            raise Refusal(
-                f"{example.place}: the tokenizer makes no tokens of the prompt {prompts[n]!r:.80}; leave it out"
-            )
-        kind, more = Problem, {}
+class _Lengths(NamedTuple):
+    """Tokens of a record's prompt, and of the longest answer to it; at least so many where a text was cut."""
+
+    prompt: int
+    answer: int
+
+
+class _Tokenized:
+    """Problems of a split as they are tokenised: those that fit, and what to say of the others."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: _Limits, *, as_text: bool) -> None:
+        self.table = ProblemTable()
+        self.lengths: list[_Lengths] = []
+        self.spelled: list[str] = []
+        self._tokenizer, self._limits, self._as_text = tokenizer, limits, as_text
+        self._control = ControlTokens(tokenizer)
+        self._token_letters = max(map(len, tokenizer.get_vocab()))
+
+    def add(self, examples: Sequence[Example]) -> None:
+        """Tokenise some records: each kind of text in one call, and none that no record has."""
+        spells = [self._spells(example) for example in examples]
+        prompts = self._rendered(examples, spells)
+        for example, prompt in zip(examples, prompts, strict=True):
+            _check_encodes(example, prompt)
+        most, most_answer = self._limits
+        prompt_ids = self._encode(prompts, most, prompt=True)
+        for n, spelled in enumerate(spells):
+            if spelled and self._as_text and self._tokenizer.chat_template is not None:
+                prompt_ids[n] = self._control.encode(prompts[n], place=examples[n].place)
+                prompts[n] = self._control.unmarked(prompts[n])
+        solution_ids = self._encode([example.solution for example in examples], most_answer)
+        rejected_ids = self._encode([example.pair and example.pair.rejected for example in examples], most_answer)
+        for n, example in enumerate(examples):
+            if not prompt_ids[n]:
+                raise Refusal(
+                    f"{example.place}: the tokenizer makes no tokens of the prompt {prompts[n]!r:.80}; leave it out"
+                )
+            self._add(example, prompts[n], prompt_ids[n] or [], solution_ids[n], rejected_ids[n])
+
+    def _add(
+        self,
+        example: Example,
+        prompt: str,
+        prompt_ids: list[int],
+        solution_ids: list[int] | None,
+        rejected_ids: list[int] | None,
+    ) -> None:
+        number, eos = len(self.lengths), self._tokenizer.eos_token_id
+        solution, rejected = ((*ids, eos) if ids is not None else () for ids in (solution_ids, rejected_ids))
+        self.lengths.append(_Lengths(len(prompt_ids), max(len(solution), len(rejected))))
+        if not self._limits.allow(self.lengths[-1]):
+            return
+        self.table.append(number, prompt, prompt_ids, example.answer, solution, example.record)
         if example.pair is not None:
-            ends = {"rejected_tokens": (*rejected_ids[n], tokenizer.eos_token_id)}
-            kind, more = Pair, {**ends, "margin": example.pair.margin, "safe": example.pair.safe}
-        problems.append(
-            kind(
-                prompt_id=n,
-                prompt=prompts[n],
-                prompt_tokens=tuple(prompt_ids[n]),
-                answer=example.answer,
-                solution_tokens=() if example.solution is None else (*solution_ids[n], tokenizer.eos_token_id),
-                record=example.record,
-                **more,
+            self.table.make_pair(rejected, PairColumns(example.pair.margin, example.pair.safe))
+
+    def _spells(self, example: Example) -> bool:
+        """True if a text of the record spells a control token; what is said of it at start is noted."""
+        texts = [*_texts(example.prompt), example.solution or "", example.pair.rejected if example.pair else ""]
+        found = self._control.first_in(texts)
+        if found is not None:
+            self.spelled.append(f"{example.place}: {found}")
+        return found is not None
+
+    def _rendered(self, examples: Sequence[Example], spells: Sequence[bool]) -> list[str]:
+        """Prompts as the tokenizer's chat template has them, marked where control tokens shall stay text."""
+        if self._tokenizer.chat_template is None:
+            return [_plain_text(example) for example in examples]
+        marking = [
+            self._marked(one) if spelled and self._as_text else one.prompt
+            for one, spelled in zip(examples, spells, strict=True)
+        ]
+        chats = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in marking]
+        try:
+            return cast(
+                list[str], self._tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
             )
-        )
-    return problems
+        except TemplateError as error:
+            if len(examples) > 1:  # once more, to say which
+                return [self._rendered([one], [spelled])[0] for one, spelled in zip(examples, spells, strict=True)]
+            place = examples[0].place
+            raise Refusal(f"{place}: the tokenizer's chat template refuses this prompt: {error}") from error
+
+    def _marked(self, example: Example) -> str | Messages:
+        def mark(text: str) -> str:
+            return self._control.mark(text, place=example.place)
+
+        if isinstance(example.prompt, str):
+            return mark(example.prompt)
+        return [{**message, "content": mark(message["content"])} for message in example.prompt]
+
+    def _encode(self, texts: Sequence[str | None], most: int | None, *, prompt: bool = False) -> list[list[int] | None]:
+        """Token ids of each text, None for None; of a text that cannot fit at least those that show it."""
+        given = [(n, text) for n, text in enumerate(texts) if text is not None]
+        # A token has so many letters at most; the factor leaves room for tokenizers that drop some, such as spaces.
+        letters = None if most is None else 4 * self._token_letters * (most + 1)
+        # A chat template writes its special tokens itself; plain text gets the tokenizer's.
+        settings = {
+            "add_special_tokens": prompt and self._tokenizer.chat_template is None,
+            "split_special_tokens": self._as_text and not (prompt and self._tokenizer.chat_template is not None),
+            "return_attention_mask": False,
+            "return_token_type_ids": False,
+        }
+        found: list[list[int] | None] = [None] * len(texts)
+        if not given:
+            return found
+        cut = self._tokenizer([text[:letters] for _, text in given], **settings)["input_ids"]
+        for (n, text), ids in zip(given, cut, strict=True):
+            whole = letters is None or len(text) <= letters or len(ids) > cast(int, most)
+            found[n] = ids if whole else self._tokenizer(text, **settings)["input_ids"]
+        return found
+
+
+def _texts(prompt: str | Messages) -> list[str]:
+    return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
 
 
 def _check_encodes(example: Example, prompt: str) -> None:
@@ -243,32 +336,23 @@ def _check_encodes(example: Example, prompt: str) -> None:
         ) from error
 
 
-def _prompt_text(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
-    if tokenizer.chat_template is None:
-        if isinstance(example.prompt, str):
-            return example.prompt
-        raise Refusal(
-            f"{example.place}: the prompt is chat messages and the tokenizer has no chat template; "
-            'give prompts as text, or set "chat_template" in its tokenizer_config.json'
-        )
-    messages = [{"role": "user", "content": example.prompt}] if isinstance(example.prompt, str) else example.prompt
-    try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise Refusal(f"{example.place}: the tokenizer's chat template refuses this prompt: {error}") from error
-    return cast(str, text)
+def _plain_text(example: Example) -> str:
+    if isinstance(example.prompt, str):
+        return example.prompt
+    raise Refusal(
+        f"{example.place}: the prompt is chat messages and the tokenizer has no chat template; "
+        'give prompts as text, or set "chat_template" in its tokenizer_config.json'
+    )
 
 
-def _nothing_fits(
-    problems: list[Problem], split: Split, max_prompt_tokens: int, max_solution_tokens: int | None
-) -> str:
-    message = f"all {len(problems)} {split} problems are over the token limits: "
-    prompts = [len(problem.prompt_tokens) for problem in problems]
-    message += f"rollout.max_prompt_tokens={max_prompt_tokens}, prompts have {min(prompts)} to {max(prompts)}"
-    if max_solution_tokens is not None:
-        solutions = [_solution_length(problem) for problem in problems]
+def _nothing_fits(lengths: Sequence[_Lengths], split: Split, limits: _Limits) -> str:
+    message = f"all {len(lengths)} {split} problems are over the token limits: "
+    prompts = [length.prompt for length in lengths]
+    message += f"rollout.max_prompt_tokens={limits.prompt}, prompts have {min(prompts)} to {max(prompts)}"
+    if limits.answer is not None:
+        answers = [length.answer for length in lengths]
         message += (
-            f"; rollout.max_response_tokens leaves {max_solution_tokens} to a solution, "
-            f"solutions have {min(solutions)} to {max(solutions)}"
+            f"; rollout.max_response_tokens leaves {limits.answer} to a solution, "
+            f"solutions have {min(answers)} to {max(answers)}"
         )
     return f"{message}; raise the limit until the longest fits, to keep all"

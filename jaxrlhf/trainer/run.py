@@ -292,7 +292,8 @@ def _run_stage(shared: Shared, start: Path | None) -> Path | None:
         return shared.display.log
 
     generates = "reward" in algorithm.roles or (shared.data.held_out and algorithm.evaluation is None)
-    prompts = [*shared.data.train.problems, *shared.data.held_out] if generates else []
+    train_lengths = shared.data.train.problems.prompt_tokens.lengths.tolist() if generates else []
+    held_out_lengths = [len(problem.prompt_tokens) for problem in shared.data.held_out] if generates else []
     loop = Loop(
         config=config,
         roles=roles,
@@ -302,7 +303,7 @@ def _run_stage(shared: Shared, start: Path | None) -> Path | None:
         checkpoints=checkpoints,
         log=open_log,
         decode=decoder(shared.tokenizer),
-        prompt_lengths=[len(problem.prompt_tokens) for problem in prompts],
+        prompt_lengths=[*train_lengths, *held_out_lengths],
         on_step=shared.on_step,
         stop=shared.stop,
     )

@@ -48,6 +48,9 @@ def _split_rows(name: str, split: Loaded, wanted: int) -> list[Row]:
     dropped = f"{split.dropped_too_long} of {split.total} dropped as too long"
     rows: list[Row] = [("data", name, f"{used} problems", dropped)]
     rows += [("data", f"{name}, malformed", f"{bad} left out", what) for what in split.malformed[:_SHOWN]]
+    if split.spelled:
+        what = f"{len(split.spelled)} records spell one; data.control_tokens says what becomes of it"
+        rows += [("data", f"{name}, control tokens", what, split.spelled[0])]
     return rows
 
 
