@@ -1,5 +1,7 @@
 """The norm of every layer."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
@@ -26,7 +28,7 @@ def norm(
 
 @variants(cpu=cpu.rms_norm)
 # Or a float32 copy of every input would wait for the backward pass.
-@jax.checkpoint
+@partial(jax.checkpoint, static_argnums=(2,))
 def rms_norm(input_D: Array, scale_D: Array, eps: float) -> Array:
     """RMS norm with a float32 scale."""
     wide_D, scale_D = input_D.astype(jnp.float32), jnp.expand_dims(scale_D, tuple(range(input_D.ndim - 1)))
