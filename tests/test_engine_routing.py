@@ -16,7 +16,7 @@ from jaxrlhf.models.config import Experts, LatentAttention, ModelConfig
 from jaxrlhf.models.decoder import routed_states
 from jaxrlhf.models.lora.lora import adapted, declare_adapters
 from jaxrlhf.sharding.mesh import mesh_of
-from jaxrlhf.workers.router_replay import router_metrics, watched
+from jaxrlhf.workers.router_replay import router_metrics
 from jaxrlhf.workers.sampler import to_rollout
 
 MODEL = ModelConfig(
@@ -76,8 +76,8 @@ def forward(params, rows, config=MODEL):
         rows.token_RW,
         rows.position_RW,
         rows.segment_RW,
-        spread=rows.spread,
-        watched=watched(rows)._replace(replayed=rows.choice_RWLk),
+        shared_prefix=rows.shared_prefix,
+        router=router(rows)._replace(replayed=rows.choice_RWLk),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.models.attention.attention import DECODE, ROWS, Attention, attend, attend_cache
-from jaxrlhf.models.attention.score_mod import PLAIN, Scores
+from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
 from jaxrlhf.models.kernels.gpu import pallas_decode
 from jaxrlhf.models.kernels.tpu import splash_rows
 
@@ -105,7 +105,7 @@ OTHER = {"divisor": 1.3, "cap": 0.8, "window": 6}
 
 
 def other_scores(slides=None):
-    return Scores(OTHER["divisor"], OTHER["cap"], OTHER["window"], slides)
+    return ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"], slides)
 
 
 @pytest.mark.parametrize("kernel", ["xla", "splash"])

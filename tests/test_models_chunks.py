@@ -17,7 +17,7 @@ from tiny_models import DECODER, close, drawn
 from jaxrlhf import models
 from jaxrlhf.models.attention.chunks import Chunk, attend_chunk
 from jaxrlhf.models.attention.kv_cache import Prefix
-from jaxrlhf.models.attention.score_mod import Scores
+from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.sharding.mesh import SLOT_AXES, STAGE_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
@@ -113,7 +113,7 @@ def test_a_chunk_attends_as_the_formula_says(start, slides):
                 expected[row, place, head] = weight @ value[row, first : at + 1, head // 2] / weight.sum()
     chunk = (array[:, start : start + 4].astype(np.float32) for array in (query, key, value))
     before = Prefix(*(np.where(np.arange(14)[:, None, None] < start, array, 99.0)[None] for array in (key, value)))
-    scores = Scores(divisor=1.7, soft_cap=0.9, window=window, slides=None if slides is None else jnp.array(slides))
+    scores = ScoreMod(divisor=1.7, soft_cap=0.9, window=window, slides=None if slides is None else jnp.array(slides))
     seen = Chunk(jax.tree.map(np.float32, before), np.zeros((), np.int32), np.full((), start, np.int32))
     found = attended(*chunk, seen, scores)
     np.testing.assert_allclose(found, expected, atol=1e-5)

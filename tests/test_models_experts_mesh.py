@@ -15,7 +15,7 @@ from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.models.decoder import routed_states
 from jaxrlhf.models.lora.quantized import quantize
-from jaxrlhf.models.moe.experts import Watched
+from jaxrlhf.models.moe.experts import RouterInputs
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.sharding.mesh import (
     BATCH_AXES,
@@ -107,7 +107,7 @@ def slopes(params, rows, attention=models.XLA, row_sharding=None, pipeline=None)
             params,
             MODEL,
             *rows,
-            watched=Watched(rows[2]),
+            router=RouterInputs(rows[2]),
             remat=True,
             attention=attention,
             row_sharding=row_sharding,

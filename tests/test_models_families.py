@@ -13,7 +13,7 @@ from tiny_checkpoints import build, write
 from tiny_models import DECODER, close, drawn
 
 from jaxrlhf import models
-from jaxrlhf.models.attention.shared_prefix import AttentionRows, Spread
+from jaxrlhf.models.attention.shared_prefix import AttentionRows, SharedPrefix
 from jaxrlhf.models.config import Experts, LatentAttention, LinearRope, YarnRope
 from jaxrlhf.models.kernels import cpu
 from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
@@ -74,10 +74,12 @@ def packed():
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def hidden_states(params, config, token_RW, spread=None):
-    """Of rows that hold one sequence each, or what is spread."""
+def hidden_states(params, config, token_RW, shared_prefix=None):
+    """Hidden states of rows that hold one sequence each, or share prompts."""
     position_RW = jnp.broadcast_to(jnp.arange(token_RW.shape[1]), token_RW.shape)
-    return models.hidden_states(params, config, token_RW, position_RW, jnp.ones_like(token_RW), spread=spread)
+    return models.hidden_states(
+        params, config, token_RW, position_RW, jnp.ones_like(token_RW), shared_prefix=shared_prefix
+    )
 
 
 def loss(params, rows, config, **how):
@@ -165,9 +167,11 @@ def test_windows_count_in_sequences_that_share_their_prompt():
     position_1W = np.concatenate([np.arange(12), 6 + np.arange(6)])[None].astype(np.int32)
     tells = np.concatenate([np.arange(12) >= 0, np.arange(12) >= 6])[None, None]
     segment = np.repeat([1, 2], 12)[None, None]
-    spread = Spread((AttentionRows(each.reshape(1, 1, -1).astype(np.int32), segment, tells, np.ones(1, np.int32)),))
+    shared_prefix = SharedPrefix(
+        (AttentionRows(each.reshape(1, 1, -1).astype(np.int32), segment, tells, np.ones(1, np.int32)),)
+    )
     shared_1WD = jax.jit(models.hidden_states, static_argnums=1)(
-        params, GEMMA, token_W[None], position_1W, np.ones_like(position_1W), spread=spread
+        params, GEMMA, token_W[None], position_1W, np.ones_like(position_1W), shared_prefix=shared_prefix
     )
     close(np.asarray(shared_1WD)[0, each], hidden_states(params, GEMMA, token_W[each]))
 

@@ -30,7 +30,7 @@ def draw(*shape):
 )
 def test_a_transposed_weight_gives_the_product_of_the_weight(inputs, outputs, transposed):
     weight, tokens = draw(*inputs, *outputs), draw(3, 1, *inputs)
-    prepared = linear.decode_layout(jnp.asarray(weight), dims=len(inputs))
+    prepared = linear.few_rows_layout(jnp.asarray(weight), dims=len(inputs))
     assert isinstance(prepared, cpu.Transposed) is transposed
     found = linear.project(jnp.asarray(tokens), prepared, dims=len(inputs))
     axes = list(range(2, 2 + len(inputs))), list(range(len(inputs)))
@@ -40,7 +40,7 @@ def test_a_transposed_weight_gives_the_product_of_the_weight(inputs, outputs, tr
 def test_an_adapter_stays_beside_a_transposed_weight():
     weight, down, up, tokens = draw(WIDE, LARGE), draw(WIDE, 2), draw(2, LARGE), draw(5, WIDE)
     adapted = linear.Adapted(jnp.asarray(weight), linear.Adapter(jnp.asarray(down), jnp.asarray(up), 0.5))
-    prepared = linear.decode_layout(adapted)
+    prepared = linear.few_rows_layout(adapted)
     assert isinstance(prepared.weight, cpu.Transposed)
     found = linear.project(jnp.asarray(tokens), prepared)
     np.testing.assert_allclose(found, tokens @ (weight + 0.5 * down @ up), rtol=0, atol=5e-4)
@@ -64,7 +64,7 @@ def test_a_product_and_its_gradients_are_those_of_numpy_on_every_backend(backend
     np.testing.assert_allclose(by_tokens, np.tensordot(change, weight, ([1, 2], [1, 2])), atol=1e-5)
     np.testing.assert_allclose(by_weight, np.tensordot(tokens, change, ([0], [0])), atol=1e-5)
     np.testing.assert_allclose(linear.transposed_product(tokens, tokens, jnp.float32), tokens.T @ tokens, atol=1e-5)
-    prepared = linear.decode_layout(jnp.asarray(weight))
+    prepared = linear.few_rows_layout(jnp.asarray(weight))
     np.testing.assert_allclose(linear.project(jnp.asarray(tokens), prepared), found, atol=1e-5)
 
 

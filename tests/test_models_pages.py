@@ -20,7 +20,7 @@ from jax.sharding import (
 
 from jaxrlhf.models.attention.attention import PAGES, Attention, attend_pages
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS, LayerPages, empty_pages, insert_pages
-from jaxrlhf.models.attention.score_mod import PLAIN, Scores
+from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.kernels.gpu import pallas_pages
 from jaxrlhf.models.kernels.tpu import ragged_pages
@@ -79,7 +79,7 @@ def close(ours, theirs, tolerance=1e-5):
 )
 def test_a_token_attends_to_what_is_filled_of_its_pages(kernel, heads, kv_heads, head_dim, width):
     arrays = drawn(heads=heads, kv_heads=kv_heads, head_dim=head_dim, width=width)
-    for scores, there in ((PLAIN, {}), (Scores(OTHER["divisor"], OTHER["cap"], OTHER["window"]), OTHER)):
+    for scores, there in ((PLAIN, {}), (ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"]), OTHER)):
         ours = jax.jit(partial(attend_pages, attention=Attention(pages=kernel)))(*arrays, scores)
         close(ours, naive_pages(*arrays, **there))
 
@@ -92,7 +92,7 @@ def test_the_kernel_that_comes_with_jax_for_tpu_computes_the_same(monkeypatch):
     run = jax.jit(partial(attend_pages, attention=Attention(pages="ragged")))
     for slides in (True, False):
         there = OTHER if slides else OTHER | {"window": np.inf}
-        scores = Scores(OTHER["divisor"], OTHER["cap"], OTHER["window"], jnp.array(slides))
+        scores = ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"], jnp.array(slides))
         close(run(*arrays, scores), naive_pages(*arrays, **there))
 
 
@@ -100,7 +100,7 @@ def test_the_kernel_that_comes_with_jax_for_tpu_computes_the_same(monkeypatch):
 @pytest.mark.parametrize("kernel", ["xla", "pallas"])
 def test_a_layer_may_have_no_window_where_others_have(kernel, slides):
     arrays = drawn(heads=2, kv_heads=1, head_dim=16)
-    scores = Scores(OTHER["divisor"], OTHER["cap"], OTHER["window"], jnp.array(slides))
+    scores = ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"], jnp.array(slides))
     ours = jax.jit(partial(attend_pages, attention=Attention(pages=kernel)))(*arrays, scores)
     close(ours, naive_pages(*arrays, **OTHER if slides else OTHER | {"window": np.inf}))
 
@@ -185,7 +185,7 @@ def traced(kernel, head_dim, dtype):
     """A program of a kernel, for a layer that has or has not a window."""
     kept = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((4, 14, head_dim), (40, PAGE_TOKENS, 4, head_dim))]
     where = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((4, 7), (4,))]
-    run = jax.jit(lambda slides, *arrays: kernel(*arrays, Scores(1.3, 0.8, 6, slides)))
+    run = jax.jit(lambda slides, *arrays: kernel(*arrays, ScoreMod(1.3, 0.8, 6, slides)))
     return run.trace(jax.ShapeDtypeStruct((), bool), *kept, *where)
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from jaxrlhf.batch import Sequences
 from jaxrlhf.batching.packing import Packing
-from jaxrlhf.models.attention.score_mod import Scores
-from jaxrlhf.models.attention.shared_prefix import ATTENDED, Spread, attend_spread
+from jaxrlhf.models.attention.score_mod import ScoreMod
+from jaxrlhf.models.attention.shared_prefix import ATTENDED, SharedPrefix, attend_shared_prefix
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -53,7 +53,7 @@ def places_of(rows):
     """Of every sequence, its places in the packed row."""
     position_W, segment_W = rows.position_RW[0], rows.segment_RW[0]
     whole = []
-    for part in rows.spread.parts:
+    for part in rows.shared_prefix.parts:
         for source_S, segment_S in zip(part.source_RAS[0], part.segment_RAS[0], strict=True):
             whole += [source_S[segment_S == segment] for segment in sorted(set(segment_S) - {0})]
     for places in whole:
@@ -65,16 +65,16 @@ def places_of(rows):
 @pytest.mark.parametrize("window", [None, 37])
 def test_results_and_gradients_are_those_of_each_sequence_alone(window: int | None) -> None:
     batches = list(Packing(responses(2), rows=14, row_tokens=384).rows())
-    used = [part.used_R.max() for part in batches[0].spread.parts]
+    used = [part.used_R.max() for part in batches[0].shared_prefix.parts]
     assert used[0] > 4 and used[1] > 2  # more than a loop takes at a time
-    scores = Scores(window=window)
+    scores = ScoreMod(window=window)
     for index, rows in enumerate(batches):
         whole, size = places_of(rows), rows.token_RW.shape[1]
         arrays = [drawn((1, size, heads, WIDTH), index + n) for n, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
         weight = drawn((1, size, HEADS, WIDTH), 9) * (rows.segment_RW > 0)[:, :, None, None]
 
         def ours(*arrays, rows=rows):
-            return attend_spread(*arrays, jax.tree.map(jnp.asarray, rows.spread), scores)
+            return attend_shared_prefix(*arrays, jax.tree.map(jnp.asarray, rows.shared_prefix), scores)
 
         expected = partial(naive_rows, rows=rows, whole=whole, window=window or 10**6)
         found, change = (
@@ -87,15 +87,15 @@ def test_results_and_gradients_are_those_of_each_sequence_alone(window: int | No
 
 def test_rows_that_are_not_used_are_not_computed() -> None:
     rows = next(Packing(responses(2), rows=14, row_tokens=384).rows())
-    narrow, wide = rows.spread.parts
+    narrow, wide = rows.shared_prefix.parts
     arrays = [np.ones((1, rows.token_RW.shape[1], heads, WIDTH), np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    both = attend_spread(*arrays, rows.spread)
+    both = attend_shared_prefix(*arrays, rows.shared_prefix)
     np.testing.assert_allclose(both[rows.segment_RW > 0], 1, rtol=1e-6)
     assert not both[rows.segment_RW == 0].any()
-    none = Spread((narrow, wide._replace(used_R=np.zeros(1, np.int32))))
+    none = SharedPrefix((narrow, wide._replace(used_R=np.zeros(1, np.int32))))
     told_W = np.zeros(rows.token_RW.shape[1], bool)
     told_W[narrow.source_RAS[0][narrow.tells_RAS[0]]] = True
-    assert not np.asarray(attend_spread(*arrays, none))[0, ~told_W].any() and told_W.any()
+    assert not np.asarray(attend_shared_prefix(*arrays, none))[0, ~told_W].any() and told_W.any()
 
 
 def test_layers_that_are_computed_again_do_not_attend_again() -> None:
@@ -104,13 +104,13 @@ def test_layers_that_are_computed_again_do_not_attend_again() -> None:
 
     def loops(**policy):
         def layer(array, factor, spread):
-            return jnp.sin(attend_spread(factor * array, array, array, spread)), None
+            return jnp.sin(attend_shared_prefix(factor * array, array, array, spread)), None
 
         def total(array, factor_L, spread):
             body = jax.checkpoint(lambda *carry: layer(*carry, spread), prevent_cse=False, **policy)
             return jax.lax.scan(body, array, factor_L)[0].sum()
 
-        program = jax.jit(jax.grad(total)).lower(array, np.ones(3, np.float32), rows.spread)
+        program = jax.jit(jax.grad(total)).lower(array, np.ones(3, np.float32), rows.shared_prefix)
         newer = {"xla_cpu_use_fusion_emitters": True}  # the older emitters of conftest.py make loops of scatters too
         return program.compile(newer).as_text().count(" while(")
 

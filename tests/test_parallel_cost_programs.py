@@ -91,7 +91,7 @@ def test_microbatches_with_shared_prompts_are_those_that_the_workers_make(layout
         role = trained(DENSE, tokens_per_microbatch=training.tokens_per_microbatch)
         batch = batch_of(role, layout, len(every_B), work, replace(HALVES, shares_prompts=True))
         assert batch.microbatches == packed.microbatches, (prompts, prompt_tokens, own, width)
-        shared = next(packed.rows()).spread is not None
+        shared = next(packed.rows()).shared_prefix is not None
         assert batch.tokens * shards == packed.pack(alike.token_BT)[0].size
         fewer.add(shared)
     assert True in fewer or responses == 2

@@ -48,7 +48,7 @@ def test_positions_and_segments_follow_the_sequences() -> None:
     token_BT = np.arange(1, 19, dtype=np.int32).reshape(3, 6) * (np.arange(6) < length_B[:, None])
     sequences = Sequences(token_BT, length_B, token_BT > 0, np.arange(3))
     (rows,) = Packing(sequences, rows=2, row_tokens=8).rows()
-    assert rows.spread is None
+    assert rows.shared_prefix is None
     for row in range(2):
         for segment in range(1, rows.segment_RW[row].max() + 1):
             (where,) = np.nonzero(rows.segment_RW[row] == segment)
@@ -104,12 +104,12 @@ def test_a_row_holds_a_prompt_once_and_attention_sees_every_sequence_whole(seed:
     batches = list(packing.rows())
     seen = []
     for rows in batches:
-        assert rows.token_RW.shape == (4 // merged, 40 * merged) and rows.spread is not None
+        assert rows.token_RW.shape == (4 // merged, 40 * merged) and rows.shared_prefix is not None
         for row, (token_W, position_W, segment_W) in enumerate(
             zip(rows.token_RW, rows.position_RW, rows.segment_RW, strict=True)
         ):
             told = np.zeros(len(token_W), int)
-            for part in rows.spread.parts:
+            for part in rows.shared_prefix.parts:
                 source_AS, segment_AS = part.source_RAS[row], part.segment_RAS[row]
                 assert not segment_AS[part.used_R[row] :].any() and segment_AS[: part.used_R[row]].any(axis=1).all()
                 for source_S, spread_S in zip(source_AS, segment_AS, strict=True):
@@ -158,7 +158,7 @@ def apart_of(sequences: Sequences) -> Sequences:
 
 
 def shares(sequences: Sequences) -> bool:
-    return next(Packing(sequences, rows=4, row_tokens=200).rows()).spread is not None
+    return next(Packing(sequences, rows=4, row_tokens=200).rows()).shared_prefix is not None
 
 
 def test_prompts_are_shared_where_that_is_worth_it() -> None:
@@ -179,16 +179,16 @@ def test_processes_agree_on_one_shape() -> None:
     batches = list(packing.rows())
     assert [rows.token_RW.shape for rows in batches] == [(1, 800)] * 5
     for rows in batches:
-        assert rows.spread is not None
-        assert [part.source_RAS.shape for part in rows.spread.parts] == [(1, 64, 200), (1, 8, 400)]
+        assert rows.shared_prefix is not None
+        assert [part.source_RAS.shape for part in rows.shared_prefix.parts] == [(1, 64, 200), (1, 8, 400)]
     assert packing.pack(alone.token_BT).shape == (5, 1, 800)
 
 
 def test_short_sequences_are_attended_to_in_narrow_rows_unless_a_wide_one_has_a_gap() -> None:
     sequences = groups(5, prompts=40, responses=4, width=400)
     for rows in Packing(sequences, rows=4, row_tokens=400).rows():
-        assert rows.spread is not None
-        narrow, wide = rows.spread.parts
+        assert rows.shared_prefix is not None
+        narrow, wide = rows.shared_prefix.parts
         assert (narrow.source_RAS.shape[2], wide.source_RAS.shape[2]) == (200, 400)
         filled = []  # width, tokens, first sequence
         for part in (narrow, wide):
@@ -204,12 +204,14 @@ def test_what_attention_is_compiled_for_does_not_follow_the_lengths() -> None:
     for seed in range(1, 9):
         sequences = groups(seed, prompts=6, responses=4, width=90)
         for rows in Packing(sequences, rows=4, row_tokens=90, attention_rows=attention_rows).rows():
-            assert rows.spread is not None
-            assert [part.source_RAS.shape for part in rows.spread.parts] == [(1, 16, 90)]
+            assert rows.shared_prefix is not None
+            assert [part.source_RAS.shape for part in rows.shared_prefix.parts] == [(1, 16, 90)]
     alike = groups(1, prompts=6, responses=4, width=90)
     even = Sequences(alike.token_BT, np.full(24, 46, np.int32), alike.mask_BT, alike.prompt_id_B)
     for rows in Packing(even, rows=4, row_tokens=90, attention_rows=attention_rows).rows():
-        assert rows.spread is not None and [part.source_RAS.shape for part in rows.spread.parts] == [(1, 16, 90)]
+        assert rows.shared_prefix is not None and [part.source_RAS.shape for part in rows.shared_prefix.parts] == [
+            (1, 16, 90)
+        ]
     many = groups(1, prompts=1, responses=80, width=90)
     short = Sequences(many.token_BT, many.mask_BT.argmax(axis=1) + 1, many.mask_BT, many.prompt_id_B)
     short.length_B[0] += 1

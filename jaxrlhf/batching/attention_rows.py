@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxrlhf.batching.microbatch import SMALLEST_ROW
-from jaxrlhf.models.attention.shared_prefix import AttentionRows, Spread
+from jaxrlhf.models.attention.shared_prefix import AttentionRows, SharedPrefix
 
 _ROOM = 4
 """Times a packed row's tokens that there is room for in each width from the start; it doubles where that is too few."""
@@ -56,7 +56,7 @@ class AttentionPlaces:
         source: np.ndarray,
         segment_B: np.ndarray,
         tells: np.ndarray,
-    ) -> Spread:
+    ) -> SharedPrefix:
         """Of some packed rows.
 
         Args:
@@ -79,7 +79,7 @@ class AttentionPlaces:
                     used_R=used_R[rows.start : rows.stop],
                 )
             )
-        return Spread(tuple(parts))
+        return SharedPrefix(tuple(parts))
 
 
 def _table(entries: np.ndarray, at: tuple[np.ndarray, ...], shape: tuple[int, ...]) -> np.ndarray:

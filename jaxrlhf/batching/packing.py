@@ -17,7 +17,7 @@ from jaxrlhf.batch import Array, Sequences
 from jaxrlhf.batching.attention_rows import AttentionPlaces
 from jaxrlhf.batching.microbatch import WORTH_SHARING, microbatch_shape_of
 from jaxrlhf.batching.shared_prompts import shared_prefixes, units_of
-from jaxrlhf.models.attention.shared_prefix import Spread
+from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 
 
 @struct.dataclass
@@ -31,7 +31,7 @@ class Rows:
         segment of one of its responses.
       mask_RW: bool, tokens that something is to be said of; those that the policy chose.
       choice_RWLk: int16, experts to take again, negative where routers choose; None leaves all to them.
-      spread: Where responses share prompts, how attention sees them; None is as they lie.
+      shared_prefix: Where responses share prompts, how attention sees them; None is as they lie.
     """
 
     token_RW: Array
@@ -39,7 +39,7 @@ class Rows:
     segment_RW: Array
     mask_RW: Array
     choice_RWLk: Array | None = None
-    spread: Spread | None = None
+    shared_prefix: SharedPrefix | None = None
 
 
 def first_fit_decreasing(length_B: np.ndarray, *, row_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -186,9 +186,9 @@ class Packing:
         )
         spreads = repeat(None) if self._attention is None else self._spreads(self._attention)
         for index, spread in zip(range(self.microbatches), spreads, strict=False):
-            yield jax.tree.map(lambda array, i=index: array[i], packed).replace(spread=spread)
+            yield jax.tree.map(lambda array, i=index: array[i], packed).replace(shared_prefix=spread)
 
-    def _spreads(self, attention: AttentionPlaces) -> Iterator[Spread]:
+    def _spreads(self, attention: AttentionPlaces) -> Iterator[SharedPrefix]:
         """How attention sees each microbatch."""
         b, position = self._source
         first = np.zeros(len(b), bool)

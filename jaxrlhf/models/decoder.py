@@ -16,13 +16,13 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.attention.attention import XLA, Attention
 from jaxrlhf.models.attention.chunks import Chunk, written
 from jaxrlhf.models.attention.kv_cache import Cache, Prefix, empty_prefix
-from jaxrlhf.models.attention.shared_prefix import ATTENDED, Spread
+from jaxrlhf.models.attention.shared_prefix import ATTENDED, SharedPrefix
 from jaxrlhf.models.causal_lm import replaceable
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layer import layer_rows, layer_slots
-from jaxrlhf.models.moe.experts import UNWATCHED, Routed, Watched
+from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
 from jaxrlhf.models.norm import norm
-from jaxrlhf.models.pipeline import Pipeline, relay, run_stages
+from jaxrlhf.models.pipeline import Pipeline, pipeline_decode, pipeline_forward
 from jaxrlhf.models.rope import rotations
 from jaxrlhf.models.stack import Layers, count_layers, kinds, run_layers, stacks
 
@@ -35,7 +35,7 @@ def hidden_states(
     position_RW: Int[Array, "R W"],
     segment_RW: Int[Array, "R W"],
     *,
-    spread: Spread | None = None,
+    shared_prefix: SharedPrefix | None = None,
     remat: bool = False,
     dtype: Any = jnp.float32,
     attention: Attention = XLA,
@@ -49,7 +49,7 @@ def hidden_states(
         token_RW,
         position_RW,
         segment_RW,
-        spread=spread,
+        shared_prefix=shared_prefix,
         remat=remat,
         dtype=dtype,
         attention=attention,
@@ -65,21 +65,21 @@ def routed_states(
     position_RW: Int[Array, "R W"],
     segment_RW: Int[Array, "R W"],
     *,
-    spread: Spread | None = None,
-    watched: Watched = UNWATCHED,
+    shared_prefix: SharedPrefix | None = None,
+    router: RouterInputs = NO_ROUTER_INPUTS,
     remat: bool = False,
     dtype: Any = jnp.float32,
     attention: Attention = XLA,
     row_sharding: jax.sharding.Sharding | None = None,
     pipeline: Pipeline | None = None,
-) -> tuple[Float[Array, "R W D"], Routed | None]:
+) -> tuple[Float[Array, "R W D"], RouterOutputs | None]:
     """The residual stream after the final norm, for every token of every packed row.
 
     Args:
       position_RW: Index of each token in its own sequence.
       segment_RW: Which sequence of the row a token belongs to; 0 is padding.
-      spread: Where sequences share tokens, what attention goes by instead of the segments.
-      watched: Of routers.
+      shared_prefix: Where sequences share tokens, what attention goes by instead of the segments.
+      router: Of routers.
       remat: Keep only each layer's input for the backward pass and recompute the rest.
       dtype: Of activations and of the result.
       attention: From `choose_attention`, for the mesh that the rows are on.
@@ -97,11 +97,11 @@ def routed_states(
         hidden_RWD = jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
 
     def stack(layers, hidden_RWD, rows):
-        turn, seen, watched = rows
+        turn, seen, router = rows
 
         def step(hidden_RWD, each):
             layer, replayed_RWk = each
-            asked = watched._replace(replayed=replayed_RWk)
+            asked = router._replace(replayed=replayed_RWk)
             hidden_RWD, _, _, routed = layer_rows(layer, config, hidden_RWD, turn, seen, attention, asked)
             return hidden_RWD, routed
 
@@ -109,13 +109,13 @@ def routed_states(
         kept = jax.checkpoint_policies.save_only_these_names(ATTENDED)
         body = jax.checkpoint(step, prevent_cse=False, policy=kept) if remat else step
         replayed_LRWk = None
-        if watched.replayed is not None and "router" in layers["mlp"]:
-            replayed_LRWk = jnp.moveaxis(watched.replayed, 2, 0)
+        if router.replayed is not None and "router" in layers["mlp"]:
+            replayed_LRWk = jnp.moveaxis(router.replayed, 2, 0)
         return jax.lax.scan(body, hidden_RWD, (layers, replayed_LRWk))
 
-    rows = turn, segment_RW if spread is None else spread, watched
+    rows = turn, segment_RW if shared_prefix is None else shared_prefix, router
     for layers in stacks(params, config, pipeline):
-        hidden_RWD, routed = run_stages(pipeline, stack, layers, hidden_RWD, rows)
+        hidden_RWD, routed = pipeline_forward(pipeline, stack, layers, hidden_RWD, rows)
     return norm(config, hidden_RWD, params["final_norm"]), routed
 
 
@@ -206,7 +206,7 @@ def _prefill_whole(
     hidden_PSD = _embed(params, config, token_PS, dtype)
     parts: list[Prefix] = []
     for layers in layer_kinds:
-        hidden_PSD, (part, choice_LPSk) = run_stages(pipeline, stack, layers, hidden_PSD, (turn, segment_PS))
+        hidden_PSD, (part, choice_LPSk) = pipeline_forward(pipeline, stack, layers, hidden_PSD, (turn, segment_PS))
         parts.append(part)
     prefix = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts) if len(parts) > 1 else parts[0]
     hidden_PD = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)[:, 0]
@@ -254,7 +254,7 @@ def _prefill_chunks(
             if pipeline is None:
                 hidden_PCD, kept = stack(layers, kept, hidden_PCD, place, first=first)
             else:
-                hidden_PCD, kept = relay(pipeline, stack, layers, kept, hidden_PCD, place)
+                hidden_PCD, kept = pipeline_decode(pipeline, stack, layers, kept, hidden_PCD, place)
             first += count_layers(layers)
         # Of a prompt that goes on after this chunk, the next one replaces it.
         last_P = length_P - 1 - start
@@ -330,7 +330,7 @@ def routed_decode(
         return hidden_B1D, written
 
     state = layers, cache, _embed(params, config, token_B[:, None], dtype), (turn, position_B)
-    hidden_B1D, written = stack(*state) if pipeline is None else relay(pipeline, stack, *state)
+    hidden_B1D, written = stack(*state) if pipeline is None else pipeline_decode(pipeline, stack, *state)
     choice_BLk = jnp.stack(chosen, axis=1) if chosen else None
     return norm(config, hidden_B1D, params["final_norm"])[:, 0], written, choice_BLk
 

@@ -77,10 +77,10 @@ def token_logp(
     place_RW = jnp.argsort(order_RM[:, :width], axis=1)
     target_RM = jnp.take_along_axis(jnp.pad(token_RW[:, 1:], ((0, 0), (0, 1))), order_RM, axis=1)
     table_VD = table(params, config).astype(hidden_RWD.dtype)
-    plan = _Plan(order_RM, place_RW, target_RM, -(-wanted_RW.sum(axis=1).max() // chunk))
+    order = _ReadOrder(order_RM, place_RW, target_RM, -(-wanted_RW.sum(axis=1).max() // chunk))
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
     reading = _Reading(chunk, entropy, config.final_logit_softcapping, config.vocab_size)
-    outputs = _read(hidden_RWD, table_VD, scale, plan, reading)
+    outputs = _read(hidden_RWD, table_VD, scale, order, reading)
 
     def back(output_RM: Array) -> Array:
         return _shift(jnp.where(wanted_RW, jnp.take_along_axis(output_RM, place_RW, axis=1), 0.0))
@@ -88,7 +88,7 @@ def token_logp(
     return TokenOutput(*map(back, outputs))
 
 
-class _Plan(NamedTuple):
+class _ReadOrder(NamedTuple):
     """Which hidden states are read, and in what order; `M` is the width, rounded up to whole chunks.
 
     Attributes:
@@ -127,38 +127,40 @@ class _Reading(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _read(hidden_RWD: Array, table_VD: Array, scale: Array, plan: _Plan, reading: _Reading) -> list[Array]:
+def _read(hidden_RWD: Array, table_VD: Array, scale: Array, order: _ReadOrder, reading: _Reading) -> list[Array]:
     """Log-probabilities, and entropies if asked for, in the plan's order."""
-    return _read_forward(hidden_RWD, table_VD, scale, plan, reading)[0]
+    return _read_forward(hidden_RWD, table_VD, scale, order, reading)[0]
 
 
 def _read_forward(
-    hidden_RWD: Array, table_VD: Array, scale: Array, plan: _Plan, reading: _Reading
+    hidden_RWD: Array, table_VD: Array, scale: Array, order: _ReadOrder, reading: _Reading
 ) -> tuple[list[Array], Any]:
     chunk, entropy = reading.chunk, reading.entropy
-    hidden_RMD = jnp.take_along_axis(hidden_RWD, plan.order_RM[:, :, None], axis=1)
-    zeros_RM = jnp.zeros(plan.order_RM.shape, jnp.float32)
+    hidden_RMD = jnp.take_along_axis(hidden_RWD, order.order_RM[:, :, None], axis=1)
+    zeros_RM = jnp.zeros(order.order_RM.shape, jnp.float32)
 
     def body(index: Array, outputs: list[Array]) -> list[Array]:
         logit_RCV = reading.logits(_part(hidden_RMD, index, chunk), table_VD) * scale
         normalizer_RC = jax.nn.logsumexp(logit_RCV, axis=-1)
         # A masked sum, not a gather: it stays local where the vocabulary is sharded.
-        chosen_RC = jnp.sum(jnp.where(_chosen(logit_RCV, _part(plan.target_RM, index, chunk)), logit_RCV, 0.0), axis=-1)
+        chosen_RC = jnp.sum(
+            jnp.where(_chosen(logit_RCV, _part(order.target_RM, index, chunk)), logit_RCV, 0.0), axis=-1
+        )
         read = [normalizer_RC, chosen_RC - normalizer_RC]
         if entropy:
             probability_RCV = jnp.exp(logit_RCV - normalizer_RC[:, :, None])
             read.append(normalizer_RC - jnp.sum(probability_RCV * logit_RCV, axis=-1))
         return [_put(output, part, index, chunk) for output, part in zip(outputs, read, strict=True)]
 
-    normalizer_RM, *outputs = lax.fori_loop(0, plan.chunks, body, [zeros_RM] * (3 if entropy else 2))
-    return outputs, (hidden_RWD, table_VD, scale, plan, normalizer_RM, outputs)
+    normalizer_RM, *outputs = lax.fori_loop(0, order.chunks, body, [zeros_RM] * (3 if entropy else 2))
+    return outputs, (hidden_RWD, table_VD, scale, order, normalizer_RM, outputs)
 
 
 def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple[Array, Array, Array, None]:
     """With p the probabilities: d logp = onehot - p, and d entropy = -p (logp + entropy)."""
     chunk, entropy, soft_cap = reading.chunk, reading.entropy, reading.soft_cap
-    hidden_RWD, table_VD, scale, plan, normalizer_RM, outputs = saved
-    hidden_RMD = jnp.take_along_axis(hidden_RWD, plan.order_RM[:, :, None], axis=1)
+    hidden_RWD, table_VD, scale, order, normalizer_RM, outputs = saved
+    hidden_RMD = jnp.take_along_axis(hidden_RWD, order.order_RM[:, :, None], axis=1)
 
     def body(index: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         change_RMD, change_DV, change_scale = sums
@@ -171,7 +173,7 @@ def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple
         logit_RCV = capped_RCV * scale
         logp_RCV = logit_RCV - part(normalizer_RM)
         slope_RC1 = part(changes[0])
-        toward_RCV = jnp.where(_chosen(logit_RCV, _part(plan.target_RM, index, chunk)), slope_RC1, 0.0)
+        toward_RCV = jnp.where(_chosen(logit_RCV, _part(order.target_RM, index, chunk)), slope_RC1, 0.0)
         if entropy:
             slope_RC1 = slope_RC1 + part(changes[1]) * (logp_RCV + part(outputs[1]))
         change_RCV = toward_RCV - jnp.exp(logp_RCV) * slope_RC1
@@ -184,8 +186,8 @@ def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple
         return _put(change_RMD, change_RCD, index, chunk), change_DV, change_scale
 
     start = jnp.zeros_like(hidden_RMD), jnp.zeros(table_VD.shape[::-1], jnp.float32), jnp.zeros((), jnp.float32)
-    change_RMD, change_DV, change_scale = lax.fori_loop(0, plan.chunks, body, start)
-    change_RWD = jnp.take_along_axis(change_RMD, plan.place_RW[:, :, None], axis=1)
+    change_RMD, change_DV, change_scale = lax.fori_loop(0, order.chunks, body, start)
+    change_RWD = jnp.take_along_axis(change_RMD, order.place_RW[:, :, None], axis=1)
     return change_RWD, change_DV.T.astype(table_VD.dtype), change_scale, None
 
 

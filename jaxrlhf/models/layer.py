@@ -9,11 +9,11 @@ from jaxrlhf.models.attention.chunks import Chunk, attend_chunk
 from jaxrlhf.models.attention.kv_cache import LayerCache
 from jaxrlhf.models.attention.mla import attend_latents, expanded, latents
 from jaxrlhf.models.attention.pages import LayerPages
-from jaxrlhf.models.attention.score_mod import Scores
-from jaxrlhf.models.attention.shared_prefix import Spread, attend_spread
+from jaxrlhf.models.attention.score_mod import ScoreMod
+from jaxrlhf.models.attention.shared_prefix import SharedPrefix, attend_shared_prefix
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.mlp import feed_forward
-from jaxrlhf.models.moe.experts import UNWATCHED, Routed, Watched
+from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
 from jaxrlhf.models.norm import norm
 from jaxrlhf.models.rope import Rotations, rotate
 
@@ -23,9 +23,9 @@ def layer_rows(
     config: ModelConfig,
     hidden_RWD: Array,
     turn: Rotations,
-    seen: Array | Spread | Chunk,
+    seen: Array | SharedPrefix | Chunk,
     attention: Attention,
-    watched: Watched = UNWATCHED,
+    router: RouterInputs = NO_ROUTER_INPUTS,
 ):
     """One layer over packed rows, whose tokens see their segment or what is spread; or over a chunk of prompts.
 
@@ -38,15 +38,15 @@ def layer_rows(
             return key_RWKH, value_RWKH
         return expanded(layer["attention"], config, config.latent, key_RWKH, value_RWKH)
 
-    arrays, scores = (query_RWNH, *of_heads(*kept)), _scores(layer, config)
-    if isinstance(seen, Spread):
-        mixed_RWNH = attend_spread(*arrays, seen, scores, attention=attention)
+    arrays, score_mod = (query_RWNH, *of_heads(*kept)), _score_mod(layer, config)
+    if isinstance(seen, SharedPrefix):
+        mixed_RWNH = attend_shared_prefix(*arrays, seen, score_mod, attention=attention)
     elif isinstance(seen, Chunk):
         tokens = hidden_RWD.shape[1]
-        mixed_RWNH = attend_chunk(*arrays, lambda at: of_heads(*seen.before(at, tokens=tokens)), seen.start, scores)
+        mixed_RWNH = attend_chunk(*arrays, lambda at: of_heads(*seen.before(at, tokens=tokens)), seen.start, score_mod)
     else:
-        mixed_RWNH = attend(*arrays, seen, scores, attention=attention)
-    hidden_RWD, routed = _finish(layer, config, hidden_RWD, mixed_RWNH, attention, watched)
+        mixed_RWNH = attend(*arrays, seen, score_mod, attention=attention)
+    hidden_RWD, routed = _finish(layer, config, hidden_RWD, mixed_RWNH, attention, router)
     return hidden_RWD, *kept, routed
 
 
@@ -66,17 +66,17 @@ def layer_slots(
     """
     query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, hidden_B1D, turn, attention)
     stored = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B, attention=attention)
-    query_BNH, scores = query_B1NH[:, 0], _scores(layer, config)
+    query_BNH, score_mod = query_B1NH[:, 0], _score_mod(layer, config)
     if config.latent is not None:
         assert isinstance(stored, LayerCache), "latents do not lie in pages"
-        mixed_BNH = attend_latents(layer["attention"], config, config.latent, query_BNH, stored, position_B, scores)
+        mixed_BNH = attend_latents(layer["attention"], config, config.latent, query_BNH, stored, position_B, score_mod)
     else:
-        mixed_BNH = stored.attend(query_BNH, position_B, scores, attention=attention)
-    hidden_B1D, routed = _finish(layer, config, hidden_B1D, mixed_BNH[:, None], attention, UNWATCHED)
+        mixed_BNH = stored.attend(query_BNH, position_B, score_mod, attention=attention)
+    hidden_B1D, routed = _finish(layer, config, hidden_B1D, mixed_BNH[:, None], attention, NO_ROUTER_INPUTS)
     return hidden_B1D, stored, routed
 
 
-def for_slots(layer: Params, *, routed: bool, attention: Attention) -> Params:
+def decode_layout(layer: Params, *, routed: bool, attention: Attention) -> Params:
     """The layer, or a part of it, as `layer_slots` reads it fastest: queries, keys and values in one product, weights
     for few tokens.
 
@@ -86,18 +86,18 @@ def for_slots(layer: Params, *, routed: bool, attention: Attention) -> Params:
     heads, gated = {"qkv": 1, "query": 1, "query_down": 1, "latent": 1, "output": 2}, {"gate": 1, "up": 1, "down": 1}
     ready = dict(layer)
     if "attention" in layer:
-        ready["attention"] = _in_decode_layout(_join_projections(layer["attention"], attention.kv_copies), heads)
+        ready["attention"] = _few_rows_layouts(_join_projections(layer["attention"], attention.kv_copies), heads)
     if "mlp" in layer and not routed:
-        ready["mlp"] = _in_decode_layout(layer["mlp"], gated)
+        ready["mlp"] = _few_rows_layouts(layer["mlp"], gated)
     elif "shared" in layer.get("mlp", {}):
-        ready["mlp"] = layer["mlp"] | {"shared": _in_decode_layout(layer["mlp"]["shared"], gated)}
+        ready["mlp"] = layer["mlp"] | {"shared": _few_rows_layouts(layer["mlp"]["shared"], gated)}
     return ready
 
 
-def _in_decode_layout(weights: Params, input_dims: dict[str, int]) -> Params:
+def _few_rows_layouts(weights: Params, input_dims: dict[str, int]) -> Params:
     """Those that are named, for few tokens."""
     named = {name: dims for name, dims in input_dims.items() if name in weights}
-    return weights | {name: linear.decode_layout(weights[name], dims=dims) for name, dims in named.items()}
+    return weights | {name: linear.few_rows_layout(weights[name], dims=dims) for name, dims in named.items()}
 
 
 def _join_projections(attention: Params, kv_copies: int) -> Params:
@@ -129,8 +129,8 @@ def _slides(layer: Params) -> Array | None:
     return layer["slides"][0] if "slides" in layer else None
 
 
-def _scores(layer: Params, config: ModelConfig) -> Scores:
-    return Scores(config.score_divisor, config.attn_logit_softcapping, config.sliding_window, _slides(layer))
+def _score_mod(layer: Params, config: ModelConfig) -> ScoreMod:
+    return ScoreMod(config.score_divisor, config.attn_logit_softcapping, config.sliding_window, _slides(layer))
 
 
 def _heads(
@@ -168,8 +168,8 @@ def _head_norm(config: ModelConfig, head_RWNH: Array, weight: Array) -> Array:
 
 
 def _finish(
-    layer: Params, config: ModelConfig, hidden_RWD: Array, mixed_RWNH: Array, attention: Attention, watched: Watched
-) -> tuple[Array, Routed | None]:
+    layer: Params, config: ModelConfig, hidden_RWD: Array, mixed_RWNH: Array, attention: Attention, router: RouterInputs
+) -> tuple[Array, RouterOutputs | None]:
     """Output projection and MLP, each added to the residual stream."""
 
     def added(name: str, output_RWD: Array) -> Array:
@@ -177,5 +177,5 @@ def _finish(
 
     hidden_RWD += added("attention", linear.project(mixed_RWNH, layer["attention"]["output"], dims=2))
     input_RWD = hidden_RWD if config.norms == "post" else norm(config, hidden_RWD, layer["mlp_norm"])
-    output_RWD, routed = feed_forward(layer["mlp"], config, input_RWD, attention=attention, watched=watched)
+    output_RWD, routed = feed_forward(layer["mlp"], config, input_RWD, attention=attention, router=router)
     return hidden_RWD + added("mlp", output_RWD), routed

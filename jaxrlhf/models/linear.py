@@ -62,19 +62,19 @@ def project(input_D: Array, weight: Weight | cpu.Transposed, *, dims: int = 1) -
     return output_TF.reshape(*kept, *weight.shape[dims:])
 
 
-def decode_layout(weight: Weight, *, dims: int = 1) -> Weight | cpu.Transposed:
+def few_rows_layout(weight: Weight, *, dims: int = 1) -> Weight | cpu.Transposed:
     """A weight as products of few tokens read it fastest.
 
     Args:
       dims: Number of its input dimensions.
     """
     if isinstance(weight, Adapted):
-        return Adapted(decode_layout(weight.weight, dims=dims), weight.adapter)
-    return weight if isinstance(weight, Quantized) else _decode_layout(weight, dims)
+        return Adapted(few_rows_layout(weight.weight, dims=dims), weight.adapter)
+    return weight if isinstance(weight, Quantized) else _few_rows_layout(weight, dims)
 
 
 @variants(cpu=cpu.transposed)
-def _decode_layout(weight: Array, dims: int) -> Array:
+def _few_rows_layout(weight: Array, dims: int) -> Array:
     return weight
 
 

@@ -9,7 +9,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
 from jaxrlhf.models.attention.attention import XLA, Attention
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.moe.experts import UNWATCHED, Routed, Watched, mix, report, route
+from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs, mix, report, route
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -23,8 +23,8 @@ def feed_forward(
     normed_RWD: Array,
     *,
     attention: Attention = XLA,
-    watched: Watched = UNWATCHED,
-) -> tuple[Array, Routed | None]:
+    router: RouterInputs = NO_ROUTER_INPUTS,
+) -> tuple[Array, RouterOutputs | None]:
     """The gated MLP, or the mixture of experts that stands in its place, and what its router did.
 
     Args:
@@ -32,11 +32,11 @@ def feed_forward(
     """
     if config.experts is None or "router" not in mlp:
         return gated(mlp, config, normed_RWD), None
-    routing = route(mlp, config.experts, normed_RWD, replayed_RWk=watched.replayed, attention=attention)
+    routing = route(mlp, config.experts, normed_RWD, replayed_RWk=router.replayed, attention=attention)
     mixed_RWD = mix(mlp, normed_RWD, routing, attention=attention)
     if "shared" in mlp:
         mixed_RWD += gated(mlp["shared"], config, normed_RWD)
-    return mixed_RWD, report(routing, watched)
+    return mixed_RWD, report(routing, router)
 
 
 def gated(mlp: Params, config: ModelConfig, normed_RWD: Array) -> Array:

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Nnx, Refusal
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
-from jaxrlhf.models.attention.shared_prefix import Spread
+from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 from jaxrlhf.models.causal_lm import OwnModel
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.parameters import Param
@@ -98,7 +98,7 @@ class NnxModel(OwnModel):
         position_RW: Array,
         segment_RW: Array,
         *,
-        spread: Spread | None = None,
+        shared_prefix: SharedPrefix | None = None,
         dtype: Any = jnp.float32,
         row_sharding: jax.sharding.Sharding | None = None,
         pipeline: Any = None,
@@ -106,7 +106,7 @@ class NnxModel(OwnModel):
     ) -> Array:
         """As the decoder's, of whole sequences."""
         assert pipeline is None, "a module has no stages, and workers refuse them"
-        assert spread is None, "a module attends by itself, so workers do not share prompts"
+        assert shared_prefix is None, "a module attends by itself, so workers do not share prompts"
         hidden_RWD = self._module(params, dtype)(token_RW, position_RW, segment_RW).astype(dtype)
         return hidden_RWD if row_sharding is None else jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
 

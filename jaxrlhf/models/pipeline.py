@@ -104,7 +104,7 @@ def pipeline_over(
     return pipeline if pipeline.stages > 1 else None
 
 
-def run_stages(
+def pipeline_forward(
     pipeline: Pipeline | None,
     stack: Callable[[Any, Array, Any], tuple[Array, Any]],
     layers: Any,
@@ -159,7 +159,7 @@ def run_stages(
     return _sum(done), extra
 
 
-def relay(
+def pipeline_decode(
     pipeline: Pipeline,
     stack: Callable[[Any, Any, Array, Any, Array], tuple[Array, Any]],
     layers: Any,

@@ -13,7 +13,7 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.models.attention.attention import XLA, Attention
 from jaxrlhf.models.causal_lm import replaceable
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.layer import for_slots
+from jaxrlhf.models.layer import decode_layout
 from jaxrlhf.models.parameters import STACKS
 from jaxrlhf.models.pipeline import Pipeline
 
@@ -75,7 +75,7 @@ def unstack_layers(
     def apart(layers: Params, count: int, routed: bool) -> list[Params]:
         def unstack(layers: Params) -> list[Params]:
             each = [jax.tree.map(lambda leaf: leaf[index], layers) for index in range(count)]  # noqa: B023
-            return [for_slots(layer, routed=routed, attention=attention) for layer in each]
+            return [decode_layout(layer, routed=routed, attention=attention) for layer in each]
 
         if pipeline is None:
             return unstack(layers)

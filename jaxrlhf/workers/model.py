@@ -26,7 +26,7 @@ from jaxrlhf.models.causal_lm import AnyModel, OwnModel
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import hidden_states, routed_states
 from jaxrlhf.models.lora.lora import adapted
-from jaxrlhf.models.moe.experts import UNWATCHED, Routed, Watched
+from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
 from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.models.pipeline import pipeline_over
 from jaxrlhf.resharding.offload import Moved, to_device, to_host
@@ -112,11 +112,13 @@ class ModelWorker(ABC):
     def _output(self, params: Params, rows: Rows, temperature: Array) -> Any:
         return self._read(params, self._hidden(params, rows)[0], rows, temperature)
 
-    def _hidden(self, params: Params, rows: Rows, watched: Watched = UNWATCHED) -> tuple[Array, Routed | None]:
+    def _hidden(
+        self, params: Params, rows: Rows, router: RouterInputs = NO_ROUTER_INPUTS
+    ) -> tuple[Array, RouterOutputs | None]:
         """The last hidden states, and what routers did."""
         tokens = rows.token_RW, rows.position_RW, rows.segment_RW
         how: dict[str, Any] = {
-            "spread": rows.spread,
+            "shared_prefix": rows.shared_prefix,
             "remat": self._remat,
             "dtype": self.dtype,
             "attention": self._attention,
@@ -125,7 +127,7 @@ class ModelWorker(ABC):
         }
         if self.config.experts is None:
             return hidden_states(params, self.config, *tokens, **how), None
-        return routed_states(params, self.config, *tokens, watched=watched._replace(replayed=rows.choice_RWLk), **how)
+        return routed_states(params, self.config, *tokens, router=router._replace(replayed=rows.choice_RWLk), **how)
 
     def _pack(self, sequences: Sequences) -> Packing:
         """Where the tokens of this process's sequences lie; every process makes the same number of microbatches."""

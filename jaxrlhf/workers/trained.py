@@ -18,7 +18,7 @@ from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Optimizer
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.workers.model import Metrics, ModelWorker, ResidentItem
-from jaxrlhf.workers.router_replay import router_coefficient, router_metrics, watched
+from jaxrlhf.workers.router_replay import router_coefficient, router_inputs, router_metrics
 
 Objective = Callable[..., Any]
 """`(output, mask_RW, weight_RW, fields, settings) -> (loss_RW, metrics)`; see `jaxrlhf.algos.objectives`."""
@@ -138,7 +138,7 @@ class TrainedWorker(ModelWorker):
 
                 def loss(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
                     params = adapted(frozen, trained)
-                    hidden_RWD, routed = self._hidden(params, rows, watched(rows))
+                    hidden_RWD, routed = self._hidden(params, rows, router_inputs(rows))
                     output = self._read(params, hidden_RWD, rows, temperature, entropy="entropy_weight" in fields)
                     token_loss, metrics = objective(output, mask, weight, fields, settings)
                     if routed is not None:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention_xla import attend_blocks
-from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, Scores, hiding
+from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias
 
 RowsKernel = Literal["xla", "cudnn", "splash"]
 DecodeKernel = Literal["xla", "pallas"]
@@ -67,7 +67,7 @@ def attend(
     key_RWKH: Float[Array, "R W K H"],
     value_RWKU: Float[Array, "R W K U"],
     segment_RW: Int[Array, "R W"],
-    scores: Scores = PLAIN,
+    score_mod: ScoreMod = PLAIN,
     *,
     attention: Attention = XLA,
 ) -> Float[Array, "R W N U"]:
@@ -87,7 +87,7 @@ def attend(
         row = PartitionSpec(attention.row_axes)
         head = PartitionSpec(attention.row_axes, None, attention.head_axes)
         kernel = attention.on_devices(kernel, (head, head, head, row, PartitionSpec()), head)
-    return kernel(query_RWNH, key_RWKH, value_RWKU, segment_RW, scores)[..., :value_dim]
+    return kernel(query_RWNH, key_RWKH, value_RWKU, segment_RW, score_mod)[..., :value_dim]
 
 
 def attend_cache(
@@ -95,7 +95,7 @@ def attend_cache(
     key_BKHS: Float[Array, "B K H S"],
     value_BKSH: Float[Array, "B K S H"],
     position_B: Int[Array, "B"],
-    scores: Scores = PLAIN,
+    score_mod: ScoreMod = PLAIN,
     *,
     attention: Attention = XLA,
 ) -> Float[Array, "B N H"]:
@@ -109,7 +109,7 @@ def attend_cache(
         slot = PartitionSpec(attention.row_axes)
         head = PartitionSpec(attention.row_axes, attention.head_axes)
         kernel = attention.on_devices(kernel, (head, head, head, slot, PartitionSpec()), head)
-    return kernel(query_BNH, key_BKHS, value_BKSH, position_B, scores)
+    return kernel(query_BNH, key_BKHS, value_BKSH, position_B, score_mod)
 
 
 def attend_pages(
@@ -117,7 +117,7 @@ def attend_pages(
     pages_ZSJU: Float[Array, "Z S J U"],
     table_BQ: Int[Array, "B Q"],
     position_B: Int[Array, "B"],
-    scores: Scores = PLAIN,
+    score_mod: ScoreMod = PLAIN,
     *,
     attention: Attention,
 ) -> Float[Array, "B N H"]:
@@ -129,22 +129,22 @@ def attend_pages(
     """
     assert attention.pages is not None, "the cache does not lie in pages"
     head_dim, width = query_BNH.shape[-1], pages_ZSJU.shape[-1]
-    scores = replace(scores, divisor=scores.divide_by(head_dim))
+    score_mod = replace(score_mod, divisor=score_mod.divide_by(head_dim))
     kernel = PAGES[attention.pages]
 
-    def run(query_BNH, pages_ZSJU, table_BQ, position_B, scores):
+    def run(query_BNH, pages_ZSJU, table_BQ, position_B, score_mod):
         pages, page_tokens, _, _ = pages_ZSJU.shape
         # A slot that is done may have run past its pages, and have none; it still sees something.
         held_B = (table_BQ < pages).sum(axis=1, dtype=jnp.int32) * page_tokens
         newest_B = jnp.clip(position_B, 0, jnp.maximum(held_B - 1, 0))
-        return kernel(query_BNH, pages_ZSJU, jnp.minimum(table_BQ, pages - 1), newest_B, scores)
+        return kernel(query_BNH, pages_ZSJU, jnp.minimum(table_BQ, pages - 1), newest_B, score_mod)
 
     slot, every = PartitionSpec(attention.row_axes), PartitionSpec()
     head = PartitionSpec(attention.row_axes, attention.head_axes)
     page = PartitionSpec(attention.row_axes, None, attention.head_axes)
     query_BNH = jnp.pad(query_BNH, ((0, 0), (0, 0), (0, width - head_dim)))
     run = attention.on_devices(run, (head, page, slot, slot, every), head)
-    return run(query_BNH, pages_ZSJU, table_BQ, position_B, scores)[..., :head_dim]
+    return run(query_BNH, pages_ZSJU, table_BQ, position_B, score_mod)[..., :head_dim]
 
 
 def widen(arrays: tuple[Array, ...], *, multiple: int) -> tuple[Array, ...]:
@@ -153,14 +153,14 @@ def widen(arrays: tuple[Array, ...], *, multiple: int) -> tuple[Array, ...]:
     return tuple(jnp.pad(array, [(0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)]) for array in arrays)
 
 
-def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B: Array, scores: Scores) -> Array:
+def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B: Array, score_mod: ScoreMod) -> Array:
     slots, kv_heads, head_dim, capacity = key_BKHS.shape
     query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)
     logit_BKGS = jnp.einsum("BKGH,BKHS->BKGS", query_BKGH, key_BKHS, preferred_element_type=jnp.float32)
     # A slot that is done may have run past its cache; it still sees something.
     newest_B = jnp.minimum(position_B, capacity - 1)
-    seen_BS = scores.sees(newest_B[:, None] - jnp.arange(capacity)[None, :])
-    score_BKGS = scores.cap(logit_BKGS / scores.divide_by(head_dim)) + hiding(seen_BS)[:, None, None, :]
+    seen_BS = score_mod.in_window(newest_B[:, None] - jnp.arange(capacity)[None, :])
+    score_BKGS = score_mod.cap(logit_BKGS / score_mod.divide_by(head_dim)) + mask_bias(seen_BS)[:, None, None, :]
     weight_BKGS = jnp.exp(score_BKGS - score_BKGS.max(axis=-1, keepdims=True))
     mixed_BKGH = jnp.einsum(
         "BKGS,BKSH->BKGH", weight_BKGS.astype(value_BKSH.dtype), value_BKSH, preferred_element_type=jnp.float32
@@ -169,7 +169,7 @@ def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B
     return mixed_BKGH.reshape(query_BNH.shape)
 
 
-def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: Array, scores: Scores) -> Array:
+def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: Array, score_mod: ScoreMod) -> Array:
     """A page of every slot at a time, up to the longest slot's last."""
     slots, _, width = query_BNH.shape
     _, page_tokens, both, _ = pages_ZSJH.shape
@@ -180,9 +180,9 @@ def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: A
         page_BSKYH = pages_ZSJH[table_BQ[:, index]].reshape(slots, page_tokens, both // 2, 2, width)
         key_BSKH, value_BSKH = page_BSKYH[:, :, :, 0], page_BSKYH[:, :, :, 1]
         logit_BKGS = jnp.einsum("BKGH,BSKH->BKGS", query_BKGH, key_BSKH, preferred_element_type=jnp.float32)
-        seen_BS = scores.sees(newest_B[:, None] - (index * page_tokens + jnp.arange(page_tokens))[None, :])
-        score_BKGS = scores.cap(logit_BKGS / scores.divide_by(width))
-        score_BKGS += hiding(seen_BS, lowest=LOWEST)[:, None, None, :]
+        seen_BS = score_mod.in_window(newest_B[:, None] - (index * page_tokens + jnp.arange(page_tokens))[None, :])
+        score_BKGS = score_mod.cap(logit_BKGS / score_mod.divide_by(width))
+        score_BKGS += mask_bias(seen_BS, lowest=LOWEST)[:, None, None, :]
         next_BKG = jnp.maximum(most_BKG, score_BKGS.max(axis=-1))
         kept_BKG, weight_BKGS = jnp.exp(most_BKG - next_BKG), jnp.exp(score_BKGS - next_BKG[..., None])
         new_BKGH = jnp.einsum(

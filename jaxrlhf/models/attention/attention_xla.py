@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention.score_mod import PLAIN, Scores, hiding
+from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod, mask_bias
 
 _SHORTEST_BLOCK = 64
 _MOST_BLOCKS = 8
@@ -21,18 +21,18 @@ _RECOMPUTED_WIDTH = 1024
 
 
 def attend_blocks(
-    query_RWNH: Array, key_RWKH: Array, value_RWKH: Array, segment_RW: Array, scores: Scores = PLAIN
+    query_RWNH: Array, key_RWKH: Array, value_RWKH: Array, segment_RW: Array, score_mod: ScoreMod = PLAIN
 ) -> Array:
     """As `attention.attend`; values may have a width of their own."""
     rows, width, heads, head_dim = query_RWNH.shape
     kv_heads = key_RWKH.shape[2]
-    query_RWKGH = scores.divided(query_RWNH).reshape(rows, width, kv_heads, -1, head_dim)
+    query_RWKGH = score_mod.divided(query_RWNH).reshape(rows, width, kv_heads, -1, head_dim)
     query_RKGWH = jnp.transpose(query_RWKGH, (0, 2, 3, 1, 4))
     # Both products then stream through contiguous memory.
     key_RKHW, value_RKWH = jnp.transpose(key_RWKH, (0, 2, 3, 1)), jnp.transpose(value_RWKH, (0, 2, 1, 3))
     mixed = []
     for start, end in _blocks(width):
-        first = 0 if scores.window is None or scores.slides is not None else max(0, start - scores.window + 1)
+        first = 0 if score_mod.window is None or score_mod.slides is not None else max(0, start - score_mod.window + 1)
         block = partial(_block, start=start - first)
         compute = jax.checkpoint(block) if width >= _RECOMPUTED_WIDTH else block
         mixed.append(
@@ -41,7 +41,7 @@ def attend_blocks(
                 key_RKHW[..., first:end],
                 value_RKWH[:, :, first:end],
                 segment_RW[:, first:end],
-                scores,
+                score_mod,
             )
         )
     mixed_RWKGH = jnp.transpose(jnp.concatenate(mixed, axis=3), (0, 3, 1, 2, 4))
@@ -55,7 +55,7 @@ def _blocks(width: int) -> list[tuple[int, int]]:
 
 
 def _block(
-    query_RKGQH: Array, key_RKHS: Array, value_RKSH: Array, segment_RS: Array, scores: Scores, *, start: int
+    query_RKGQH: Array, key_RKHS: Array, value_RKSH: Array, segment_RS: Array, score_mod: ScoreMod, *, start: int
 ) -> Array:
     """Queries from `start` on over the keys up to their end; softmax in float32."""
     rows, kv_heads, groups, queries, head_dim = query_RKGQH.shape
@@ -63,9 +63,9 @@ def _block(
     query_RKMH = query_RKGQH.reshape(rows, kv_heads, groups * queries, head_dim)
     logit_RKMS = jnp.einsum("RKMH,RKHS->RKMS", query_RKMH, key_RKHS, preferred_element_type=jnp.float32)
     seen_RQS = segment_RS[:, start:, None] == segment_RS[:, None, :]
-    seen_RQS &= scores.sees(jnp.arange(start, keys)[:, None] - jnp.arange(keys)[None, :])[None]
-    hidden_RMS = jnp.tile(hiding(seen_RQS), (1, groups, 1))
-    score_RKMS = scores.cap(logit_RKMS) + hidden_RMS[:, None]
+    seen_RQS &= score_mod.in_window(jnp.arange(start, keys)[:, None] - jnp.arange(keys)[None, :])[None]
+    hidden_RMS = jnp.tile(mask_bias(seen_RQS), (1, groups, 1))
+    score_RKMS = score_mod.cap(logit_RKMS) + hidden_RMS[:, None]
     # Every query sees itself, so the peak is finite.
     peak_RKM1 = jax.lax.stop_gradient(score_RKMS.max(axis=-1, keepdims=True))
     weight_RKMS = jnp.exp(score_RKMS - peak_RKM1)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.kv_cache import Prefix
-from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, Scores, hiding
+from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias
 
 
 class Chunk(NamedTuple):
@@ -59,7 +59,7 @@ def attend_chunk(
     value_PCKU: Float[Array, "P C K U"],
     before: Callable[[Array], tuple[Array, Array]],
     start: Int[Array, ""],
-    scores: Scores = PLAIN,
+    score_mod: ScoreMod = PLAIN,
 ) -> Float[Array, "P C N U"]:
     """Causal attention of a chunk to itself and to what is before it, a block of keys at a time.
 
@@ -76,7 +76,7 @@ def attend_chunk(
     """
     prompts, tokens, heads, head_dim = query_PCNH.shape
     kv_heads = key_PCKH.shape[2]
-    query_PCKGH = scores.divided(query_PCNH).reshape(prompts, tokens, kv_heads, -1, head_dim)
+    query_PCKGH = score_mod.divided(query_PCNH).reshape(prompts, tokens, kv_heads, -1, head_dim)
     query_PKGCH = jnp.transpose(query_PCKGH, (0, 2, 3, 1, 4))
     query_PKMH = query_PKGCH.reshape(prompts, kv_heads, -1, head_dim)
     place_C = jnp.arange(tokens)
@@ -85,9 +85,9 @@ def attend_chunk(
         # Both products then stream through contiguous memory.
         key_PKHS, value_PKSU = jnp.transpose(key_PSKH, (0, 2, 3, 1)), jnp.transpose(value_PSKU, (0, 2, 1, 3))
         logit_PKMS = jnp.einsum("PKMH,PKHS->PKMS", query_PKMH, key_PKHS, preferred_element_type=jnp.float32)
-        seen_CS = scores.sees((start + place_C)[:, None] - (at + place_C)[None, :]) & seen_S[None, :]
-        hidden_MS = jnp.tile(hiding(seen_CS, lowest=LOWEST), (heads // kv_heads, 1))
-        score_PKMS = scores.cap(logit_PKMS) + hidden_MS[None, None]
+        seen_CS = score_mod.in_window((start + place_C)[:, None] - (at + place_C)[None, :]) & seen_S[None, :]
+        hidden_MS = jnp.tile(mask_bias(seen_CS, lowest=LOWEST), (heads // kv_heads, 1))
+        score_PKMS = score_mod.cap(logit_PKMS) + hidden_MS[None, None]
         most_PKM1 = score_PKMS.max(axis=-1, keepdims=True)
         weight_PKMS = jnp.exp(score_PKMS - most_PKM1)
         mixed_PKMU = jnp.einsum(
@@ -106,9 +106,9 @@ def attend_chunk(
         return mixed, total, next_PKM1
 
     first = jnp.int32(0)
-    if scores.window is not None:
-        near = jnp.maximum(start - scores.window + 1, 0) // tokens
-        first = near if scores.slides is None else jnp.where(scores.slides, near, 0)
+    if score_mod.window is not None:
+        near = jnp.maximum(start - score_mod.window + 1, 0) // tokens
+        first = near if score_mod.slides is None else jnp.where(score_mod.slides, near, 0)
     own = block(start, key_PCKH, value_PCKU, jnp.ones(tokens, bool))
     mixed_PKMU, total_PKM1, _ = lax.fori_loop(first, -(-start // tokens), add, own)
     mixed_PKGCU = (mixed_PKMU / total_PKM1).reshape(*query_PKGCH.shape[:4], -1)

@@ -34,7 +34,7 @@ from jaxrlhf.models.attention.attention import (
     RowsKernel,
 )
 from jaxrlhf.models.attention.pages import PAGE_TOKENS
-from jaxrlhf.models.attention.score_mod import Scores
+from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.causal_lm import AnyModel, OwnModel
 from jaxrlhf.models.config import ModelConfig
 
@@ -98,12 +98,12 @@ def choose_attention(
     heads = config.num_heads // ways, config.num_kv_heads * copies // ways, config.head_dim
     name = jnp.dtype(dtype).name
     window = None if config.sliding_window is None else _WINDOW
-    scores = Scores(config.score_divisor, config.attn_logit_softcapping, window)
+    score_mod = ScoreMod(config.score_divisor, config.attn_logit_softcapping, window)
 
     def usable(use: _Use, kernel: str, obstacle: str | None = None) -> bool:
         if kernel == "xla":
             return True
-        here = _usable(use, kernel, platform, heads, scores, name, obstacle)
+        here = _usable(use, kernel, platform, heads, score_mod, name, obstacle)
         everywhere = _in_all_processes(here, mesh)
         if here and not everywhere:
             _warn(use, kernel, platform, heads, name, "another process of the mesh cannot use it")
@@ -137,12 +137,12 @@ def _usable(
     kernel: str,
     platform: str,
     heads: tuple[int, int, int],
-    scores: Scores,
+    score_mod: ScoreMod,
     dtype: str,
     obstacle: str | None,
 ) -> bool:
     """Whether a kernel can be used; warns, the first time it is asked, where it cannot."""
-    objection = obstacle or _objection(use, kernel, platform, heads, scores, dtype)
+    objection = obstacle or _objection(use, kernel, platform, heads, score_mod, dtype)
     if objection is not None:
         _warn(use, kernel, platform, heads, dtype, objection)
     return objection is None
@@ -171,7 +171,7 @@ def _objection(
     kernel: str,
     platform: str,
     heads: tuple[int, int, int],
-    scores: Scores,
+    score_mod: ScoreMod,
     dtype: str,
 ) -> str | None:
     """What speaks against a kernel: that it raises, or how far it is from `xla` in float32."""
@@ -187,10 +187,10 @@ def _objection(
     gradients = use == "rows"
     with jax.default_device(device), jax.default_matmul_precision("highest"):
         wide = [array.astype(np.float32) for array in arrays]
-        exact = jax.device_get(_results(wide, rest, scores, kernel=table["xla"], gradients=gradients))
+        exact = jax.device_get(_results(wide, rest, score_mod, kernel=table["xla"], gradients=gradients))
     try:
         with jax.default_device(device):
-            ours = jax.device_get(_results(arrays, rest, scores, kernel=table[kernel], gradients=gradients))
+            ours = jax.device_get(_results(arrays, rest, score_mod, kernel=table[kernel], gradients=gradients))
     except Exception as error:  # whatever a backend, a driver or another JAX raises is a reason
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
@@ -203,12 +203,12 @@ def _objection(
 
 @functools.partial(jax.jit, static_argnames=("kernel", "gradients"))
 def _results(
-    arrays: list[Array], rest: tuple[Array, ...], scores: Scores, *, kernel: Callable[..., Array], gradients: bool
+    arrays: list[Array], rest: tuple[Array, ...], score_mod: ScoreMod, *, kernel: Callable[..., Array], gradients: bool
 ) -> tuple[Array, ...]:
     """The kernel's output and, if asked for, the gradients of a weighted sum of it."""
     if not gradients:
-        return (kernel(*arrays, *rest, scores),)
-    out, pull = jax.vjp(lambda *arrays: kernel(*arrays, *rest, scores), *arrays)
+        return (kernel(*arrays, *rest, score_mod),)
+    out, pull = jax.vjp(lambda *arrays: kernel(*arrays, *rest, score_mod), *arrays)
     # Neither constant nor symmetric, or errors could cancel.
     weight = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype)
     return out, *pull(weight)

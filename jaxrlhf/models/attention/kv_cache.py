@@ -18,7 +18,7 @@ from jaxtyping import Float, Int, Num
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import XLA, Attention, attend_cache
 from jaxrlhf.models.attention.pages import LayerPages
-from jaxrlhf.models.attention.score_mod import Scores
+from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.causal_lm import replaceable
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.pipeline import Pipeline
@@ -61,10 +61,15 @@ class LayerCache(NamedTuple):
         )
 
     def attend(
-        self, query_BNH: Float[Array, "B N H"], position_B: Int[Array, "B"], scores: Scores, *, attention: Attention
+        self,
+        query_BNH: Float[Array, "B N H"],
+        position_B: Int[Array, "B"],
+        score_mod: ScoreMod,
+        *,
+        attention: Attention,
     ) -> Float[Array, "B N H"]:
         """As `attend_cache`."""
-        return attend_cache(query_BNH, *self, position_B, scores, attention=attention)
+        return attend_cache(query_BNH, *self, position_B, score_mod, attention=attention)
 
 
 Cache = list[LayerCache] | list[LayerPages]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
 from jaxrlhf.models.attention.kv_cache import LayerCache
-from jaxrlhf.models.attention.score_mod import Scores, hiding
+from jaxrlhf.models.attention.score_mod import ScoreMod, mask_bias
 from jaxrlhf.models.config import LatentAttention, ModelConfig
 from jaxrlhf.models.norm import norm
 from jaxrlhf.models.rope import Rotation, rotate
@@ -63,7 +63,7 @@ def attend_latents(
     query_BNH: Array,
     stored: LayerCache,
     position_B: Array,
-    scores: Scores,
+    score_mod: ScoreMod,
 ) -> Array:
     """As `attention.attend_cache`, over a cache of rotated keys and latents."""
     plain = config.head_dim - latent.rope_dim
@@ -75,8 +75,8 @@ def attend_latents(
     logit_BNS += jnp.einsum("BNC,BSC->BNS", query_BNC.astype(latent_B1SC.dtype), latent_B1SC[:, 0], **product)
     # A slot that is done may have run past its cache; it still sees something.
     newest_B = jnp.minimum(position_B, stored.capacity - 1)
-    seen_BS = scores.sees(newest_B[:, None] - jnp.arange(stored.capacity)[None, :])
-    score_BNS = scores.cap(logit_BNS / scores.divide_by(config.head_dim))
-    weight_BNS = jax.nn.softmax(score_BNS + hiding(seen_BS)[:, None], axis=-1)
+    seen_BS = score_mod.in_window(newest_B[:, None] - jnp.arange(stored.capacity)[None, :])
+    score_BNS = score_mod.cap(logit_BNS / score_mod.divide_by(config.head_dim))
+    weight_BNS = jax.nn.softmax(score_BNS + mask_bias(seen_BS)[:, None], axis=-1)
     mixed_BNC = jnp.einsum("BNS,BSC->BNC", weight_BNS.astype(latent_B1SC.dtype), latent_B1SC[:, 0])
     return jnp.einsum("BNC,CNU->BNU", mixed_BNC.astype(query_BNH.dtype), key_value_CNU[..., plain:])

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int, Num
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import LANES, Attention, attend_pages
-from jaxrlhf.models.attention.score_mod import Scores
+from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.config import ModelConfig
 
 PAGE_TOKENS = 32
@@ -60,10 +60,15 @@ class LayerPages(NamedTuple):
         return self._replace(pages_ZSJU=put(self.pages_ZSJU, self.table_BQ, key_BKH, value_BKH, position_B))
 
     def attend(
-        self, query_BNH: Float[Array, "B N H"], position_B: Int[Array, "B"], scores: Scores, *, attention: Attention
+        self,
+        query_BNH: Float[Array, "B N H"],
+        position_B: Int[Array, "B"],
+        score_mod: ScoreMod,
+        *,
+        attention: Attention,
     ) -> Float[Array, "B N H"]:
         """As `attend_pages`."""
-        return attend_pages(query_BNH, *self, position_B, scores, attention=attention)
+        return attend_pages(query_BNH, *self, position_B, score_mod, attention=attention)
 
 
 class PagedCache(NamedTuple):

@@ -10,7 +10,7 @@ from jaxrlhf.batch import Array
 
 
 @struct.dataclass
-class Scores:
+class ScoreMod:
     """How scores follow from products, and how far back they reach.
 
     Attributes:
@@ -41,7 +41,7 @@ class Scores:
         """Divided products to scores."""
         return score if self.soft_cap is None else self.soft_cap * jnp.tanh(score / self.soft_cap)
 
-    def sees(self, ago: Int[Array, "*any"]) -> Bool[Array, "*any"]:
+    def in_window(self, ago: Int[Array, "*any"]) -> Bool[Array, "*any"]:
         """Whether a token looks at the one that many positions before it."""
         seen = ago >= 0
         if self.window is None:
@@ -50,14 +50,14 @@ class Scores:
         return seen & (near if self.slides is None else near | ~self.slides)
 
 
-PLAIN = Scores()
+PLAIN = ScoreMod()
 """q . k / sqrt(H), of everything before."""
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """Score of what is not seen, where maxima are subtracted as they come: minus infinity less itself is not a number."""
 
 
-def hiding(seen: Bool[Array, "*any"], *, lowest: float = -jnp.inf) -> Float[Array, "*any"]:
+def mask_bias(seen: Bool[Array, "*any"], *, lowest: float = -jnp.inf) -> Float[Array, "*any"]:
     """What added to scores hides those that are not seen.
 
     Added and not selected: XLA:CPU fuses a sum with the products before and the softmax after it, and runs all of it

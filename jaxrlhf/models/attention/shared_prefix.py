@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import XLA, Attention, attend
-from jaxrlhf.models.attention.score_mod import PLAIN, Scores
+from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
 
 ATTENDED = "attended"
 """Name of what is worth keeping where layers are computed again: the loop that made it is then left out."""
@@ -46,67 +46,69 @@ class AttentionRows(NamedTuple):
     used_R: Array
 
 
-class Spread(NamedTuple):
+class SharedPrefix(NamedTuple):
     """Where the whole sequences of packed rows lie: those of like lengths together."""
 
     parts: tuple[AttentionRows, ...]
 
 
-def attend_spread(
+def attend_shared_prefix(
     query_RWNH: Float[Array, "R W N H"],
     key_RWKH: Float[Array, "R W K H"],
     value_RWKU: Float[Array, "R W K U"],
-    spread: Spread,
-    scores: Scores = PLAIN,
+    shared_prefix: SharedPrefix,
+    score_mod: ScoreMod = PLAIN,
     *,
     attention: Attention = XLA,
 ) -> Float[Array, "R W N U"]:
     """As `attend`, over the sequences that `spread` makes of each row; 0 in padding."""
-    how = replace(scores, slides=None), attention
-    mixed_RWNU = _attend(query_RWNH, key_RWKH, value_RWKU, spread, scores.slides, how)
+    how = replace(score_mod, slides=None), attention
+    mixed_RWNU = _attend(query_RWNH, key_RWKH, value_RWKU, shared_prefix, score_mod.slides, how)
     return checkpoint_name(mixed_RWNU, ATTENDED)
 
 
-_How = tuple[Scores, Attention]
+_How = tuple[ScoreMod, Attention]
 """What a program is compiled for; whether there is a window in this layer is an argument."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(query: Array, key: Array, value: Array, spread: Spread, slides: Array | None, how: _How) -> Array:
-    return _forward(query, key, value, spread, slides, how)[0]
+def _attend(
+    query: Array, key: Array, value: Array, shared_prefix: SharedPrefix, slides: Array | None, how: _How
+) -> Array:
+    return _forward(query, key, value, shared_prefix, slides, how)[0]
 
 
 def _forward(
-    query: Array, key: Array, value: Array, spread: Spread, slides: Array | None, how: _How
+    query: Array, key: Array, value: Array, shared_prefix: SharedPrefix, slides: Array | None, how: _How
 ) -> tuple[Array, Any]:
-    scores, attention = replace(how[0], slides=slides), how[1]
+    score_mod, attention = replace(how[0], slides=slides), how[1]
     mixed_RWNU = _zeros(query, value.shape[-1], value.dtype)
-    for part in spread.parts:
+    for part in shared_prefix.parts:
         chunks = _Chunks(part, attention)
 
         def put(index: Array, mixed_RWNU: Array, chunks: _Chunks = chunks) -> Array:
             source_RE, segment_XS, tells_RE = chunks.at(index)
             query_X, key_X, value_X = (chunks.lay_out(array, source_RE) for array in (query, key, value))
-            part_RENU = chunks.back(attend(query_X, key_X, value_X, segment_XS, scores, attention=attention))
+            part_RENU = chunks.back(attend(query_X, key_X, value_X, segment_XS, score_mod, attention=attention))
             target_RE = jnp.where(tells_RE, source_RE, mixed_RWNU.shape[1])
             return jax.vmap(lambda mixed, at, new: mixed.at[at].set(new, mode="drop"))(mixed_RWNU, target_RE, part_RENU)
 
         mixed_RWNU = chunks.over(put, mixed_RWNU)
-    return mixed_RWNU, (query, key, value, spread, slides)
+    return mixed_RWNU, (query, key, value, shared_prefix, slides)
 
 
 def _backward(how: _How, saved: Any, change_RWNU: Array) -> tuple[Any, ...]:
     """Each chunk is attended to again; what copies of a token ask for is summed in float32."""
-    *arrays, spread, slides = saved
-    scores, attention = replace(how[0], slides=slides), how[1]
+    *arrays, shared_prefix, slides = saved
+    score_mod, attention = replace(how[0], slides=slides), how[1]
     sums = [_zeros(array, array.shape[-1], jnp.float32) for array in arrays]
-    for part in spread.parts:
+    for part in shared_prefix.parts:
         chunks = _Chunks(part, attention)
 
         def add(index: Array, sums: list[Array], chunks: _Chunks = chunks) -> list[Array]:
             source_RE, segment_XS, tells_RE = chunks.at(index)
             whole = [chunks.lay_out(array, source_RE) for array in arrays]
-            _, pull = jax.vjp(lambda q, k, v: attend(q, k, v, segment_XS, scores, attention=attention), *whole)
+            _, pull = jax.vjp(lambda q, k, v: attend(q, k, v, segment_XS, score_mod, attention=attention), *whole)
             change_XSNU = chunks.lay_out(change_RWNU, source_RE) * tells_RE.reshape(segment_XS.shape)[..., None, None]
             plus = jax.vmap(lambda total, at, more: total.at[at].add(more))
             changes = map(chunks.back, pull(change_XSNU))

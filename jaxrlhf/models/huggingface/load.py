@@ -22,7 +22,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import read_family
-from jaxrlhf.models.huggingface.families import FAMILIES, Stored
+from jaxrlhf.models.huggingface.families import FAMILIES, StoredTensor
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.huggingface.tensor_files import DTYPES, TensorFiles
 from jaxrlhf.models.parameters import Param, declare, path_name
@@ -109,7 +109,9 @@ def check_params(path: str | Path, config: ModelConfig, head: Head) -> None:
         _check(files, config, head)
 
 
-def _piece(files: TensorFiles, source: Stored, param: Param, sharding: Sharding, at: tuple[int, ...]) -> jax.Array:
+def _piece(
+    files: TensorFiles, source: StoredTensor, param: Param, sharding: Sharding, at: tuple[int, ...]
+) -> jax.Array:
     """The tensors of each device's layer `at`, with their dimensions in the file's order.
 
     Before those come the stacked dimensions, with one entry for each range that devices hold.
@@ -158,7 +160,7 @@ def _put(order: tuple[int, ...], shape: tuple[int, ...], dtype: np.dtype, shardi
     return jax.jit(put, donate_argnums=0, out_shardings=sharding)
 
 
-def _read(tensor: Any, source: Stored, shape: tuple[int, ...], ranges: Ranges) -> np.ndarray:
+def _read(tensor: Any, source: StoredTensor, shape: tuple[int, ...], ranges: Ranges) -> np.ndarray:
     """Some ranges of our dimensions of one tensor, in the file's order; zeros beyond its end.
 
     Of each dimension in the file, the range of its first letter is read; letters merged
@@ -189,7 +191,7 @@ def _read(tensor: Any, source: Stored, shape: tuple[int, ...], ranges: Ranges) -
     return np.pad(block, [(0, width - have) for width, have in zip(widths, block.shape, strict=True)])
 
 
-def _dtypes(files: TensorFiles, declared: dict, stored: dict[str, Stored]) -> dict:
+def _dtypes(files: TensorFiles, declared: dict, stored: dict[str, StoredTensor]) -> dict:
     """Of each parameter, what holds all of its tensors without a change."""
     kinds = files.dtypes()
 
@@ -202,7 +204,7 @@ def _dtypes(files: TensorFiles, declared: dict, stored: dict[str, Stored]) -> di
     return jax.tree.map_with_path(widest, declared)
 
 
-def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Stored]:
+def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
     """Where each parameter lies that the files have; Refusal as `check_params`."""
     stored = FAMILIES[config.family].stored(config, head)
     _, saved = read_family(files.directory)
@@ -220,7 +222,7 @@ def check_head(directory: Path, head: Head, saved: Head) -> None:
         raise Refusal(f"{directory} was saved with {says[saved]}, but {says[head]} is needed; give another checkpoint")
 
 
-def _check_tensors(files: TensorFiles, config: ModelConfig, declared: dict, stored: dict[str, Stored]) -> None:
+def _check_tensors(files: TensorFiles, config: ModelConfig, declared: dict, stored: dict[str, StoredTensor]) -> None:
     """Every tensor is there with its shape, and none is left over that would change the numbers."""
     expected: dict[str, tuple[int, ...]] = {}
     for path, param in jax.tree.leaves_with_path(declared):

@@ -29,7 +29,7 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the weights beside the adapters as their checkpoint has them."""
 
 
-class _Place(NamedTuple):
+class _AdapterPlace(NamedTuple):
     """Where a tensor of the file lies in the tree of adapters, transposed.
 
     Attributes:
@@ -133,7 +133,7 @@ def load_adapters(path: str | Path, config: ModelConfig, head: Head, lora: Lora,
     return jax.tree.map_with_path(put, layout)
 
 
-def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _Place]:
+def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _AdapterPlace]:
     """Every tensor of the file by its name.
 
     Raises:
@@ -144,7 +144,7 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _Place]:
     for at, shape in jax.tree.leaves_with_path(adapter_shapes(config, head, lora)):
         path = path_name(at)
         if path == "head":
-            places[_HEAD] = _Place(path, None, 1)
+            places[_HEAD] = _AdapterPlace(path, None, 1)
             continue
         weight, _, side = path.rpartition(".")
         inputs = INPUTS.get(weight.rpartition(".")[2], 1)
@@ -157,7 +157,7 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _Place]:
         for layer in range(shape.shape[0]):
             part = {"down": "lora_A", "up": "lora_B"}[side]
             module = tensor.named((layer,)).removesuffix(".weight")
-            places[f"{_PREFIX}{module}.{part}.weight"] = _Place(path, layer, inputs if side == "down" else 1)
+            places[f"{_PREFIX}{module}.{part}.weight"] = _AdapterPlace(path, layer, inputs if side == "down" else 1)
     return places
 
 

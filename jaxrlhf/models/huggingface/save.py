@@ -16,7 +16,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import read_fields, write_fields
-from jaxrlhf.models.huggingface.families import FAMILIES, Stored
+from jaxrlhf.models.huggingface.families import FAMILIES, StoredTensor
 from jaxrlhf.models.huggingface.hub import HUB_FILES, resolve
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.tensor_files import INDEX, TensorFiles
@@ -132,7 +132,7 @@ def save_description(
         _describe(directory, _fields(config, "lm", "float32", tokenizer, source), tokenizer, source)
 
 
-def _shapes(declared: dict[str, Param], stored: dict[str, Stored]) -> dict[str, tuple[int, ...]]:
+def _shapes(declared: dict[str, Param], stored: dict[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
     """Every tensor's shape, those of a layer behind one another."""
     layers: dict[int, dict[str, tuple[int, ...]]] = {}
     for path, param in declared.items():
@@ -143,7 +143,7 @@ def _shapes(declared: dict[str, Param], stored: dict[str, Stored]) -> dict[str, 
     return {name: shape for layer in sorted(layers) for name, shape in layers[layer].items()}
 
 
-def _fetch(array: jax.Array, stored: Stored, param: Param, at: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def _fetch(array: jax.Array, stored: StoredTensor, param: Param, at: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """A tensor on the host, as it goes into the file."""
     order = tuple(stored.dims.index(letter) for letter in stored.letters)
     tensor = _taken(array, at, order, dtype)

@@ -14,7 +14,7 @@ _UNFINISHED = ".unfinished"
 _ALIGNMENT = 8
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """Where the bytes of a tensor go."""
 
     file: str
@@ -36,7 +36,7 @@ class TensorWriter:
 
     def __init__(self, directory: Path, tensors: Mapping[str, jax.ShapeDtypeStruct], *, max_file_bytes: int) -> None:
         self._directory, self._tensors = directory, dict(tensors)
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _TensorPlace] = {}
         self._unwritten = {name: tensor.shape[0] for name, tensor in tensors.items()}  # rows
         files = self._shared_out(max_file_bytes)
         self._files = [
@@ -107,7 +107,7 @@ class TensorWriter:
         text += b" " * (-len(text) % _ALIGNMENT)
         data = _ALIGNMENT + len(text)
         for name in names:
-            self._places[name] = _Place(file, data + header[name]["data_offsets"][0])
+            self._places[name] = _TensorPlace(file, data + header[name]["data_offsets"][0])
         with (self._directory / (file + _UNFINISHED)).open("wb") as opened:
             opened.write(len(text).to_bytes(_ALIGNMENT, "little") + text)
             opened.truncate(data + end)

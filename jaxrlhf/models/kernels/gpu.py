@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import widen
-from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, Scores
+from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod
 
 _BLOCK, _PART = 64, 512
 """Cache positions of a tile, and of one program of the decode kernel."""
@@ -29,7 +29,7 @@ def cudnn_rows(
     key_RWKH: Float[Array, "R W K H"],
     value_RWKH: Float[Array, "R W K H"],
     segment_RW: Int[Array, "R W"],
-    scores: Scores = PLAIN,
+    score_mod: ScoreMod = PLAIN,
 ) -> Float[Array, "R W N H"]:
     """cuDNN's flash attention; half precision only.
 
@@ -39,21 +39,21 @@ def cudnn_rows(
     Raises:
       NotImplementedError: Scores have a soft cap.
     """
-    if scores.soft_cap is not None:
+    if score_mod.soft_cap is not None:
         raise NotImplementedError("cuDNN's attention has no soft cap of scores")
     _, width, _, head_dim = query_RWNH.shape
     query, key, value, segment = widen((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=2)
     mask_RWW = segment[:, :, None] == segment[:, None, :]
-    if scores.window is not None:
+    if score_mod.window is not None:
         position_W = jnp.arange(segment.shape[1])
-        mask_RWW &= scores.sees(position_W[:, None] - position_W[None, :])[None]
+        mask_RWW &= score_mod.in_window(position_W[:, None] - position_W[None, :])[None]
     out = jax.nn.dot_product_attention(
         query,
         key,
         value,
         mask=mask_RWW[:, None],
         is_causal=True,
-        scale=1 / scores.divide_by(head_dim),
+        scale=1 / score_mod.divide_by(head_dim),
         implementation="cudnn",
     )
     return out[:, :width]
@@ -64,7 +64,7 @@ def pallas_decode(
     key_BKHS: Float[Array, "B K H S"],
     value_BKSH: Float[Array, "B K S H"],
     position_B: Int[Array, "B"],
-    scores: Scores = PLAIN,
+    score_mod: ScoreMod = PLAIN,
     *,
     interpret: bool = False,
 ) -> Float[Array, "B N H"]:
@@ -83,7 +83,7 @@ def pallas_decode(
     ]
     slots = query_BNH, jnp.minimum(position_B, capacity - 1)
     sizes = {"kv_heads": key_BKHS.shape[1], "capacity": capacity, "interpret": interpret}
-    return _decode(_read_slot, (key_BKHS, value_BKSH), specs, *slots, scores, **sizes)
+    return _decode(_read_slot, (key_BKHS, value_BKSH), specs, *slots, score_mod, **sizes)
 
 
 def pallas_pages(
@@ -91,7 +91,7 @@ def pallas_pages(
     pages_ZSJH: Float[Array, "Z S J H"],
     table_BQ: Int[Array, "B Q"],
     newest_B: Int[Array, "B"],
-    scores: Scores = PLAIN,
+    score_mod: ScoreMod = PLAIN,
     *,
     interpret: bool = False,
 ) -> Float[Array, "B N H"]:
@@ -107,7 +107,7 @@ def pallas_pages(
         pl.BlockSpec((pages, page_tokens, None, head_dim), lambda b, k, p: (0, 0, 2 * k + 1, 0)),
     ]
     sizes = {"kv_heads": both // 2, "capacity": columns * page_tokens, "interpret": interpret}
-    return _decode(_read_pages, (table_BQ, pages_ZSJH, pages_ZSJH), specs, query_BNH, newest_B, scores, **sizes)
+    return _decode(_read_pages, (table_BQ, pages_ZSJH, pages_ZSJH), specs, query_BNH, newest_B, score_mod, **sizes)
 
 
 def _read_slot(key_ref, value_ref, start, seen_S):
@@ -129,7 +129,16 @@ def _read_pages(table_ref, key_ref, value_ref, start, seen_S):
 
 
 def _decode(
-    read: Callable, cached: tuple, specs: list, query_BNH, newest_B, scores: Scores, *, kv_heads, capacity, interpret
+    read: Callable,
+    cached: tuple,
+    specs: list,
+    query_BNH,
+    newest_B,
+    score_mod: ScoreMod,
+    *,
+    kv_heads,
+    capacity,
+    interpret,
 ) -> Array:
     """Attention of slots to what `read` finds of their positions in the arrays of the cache."""
     slots, _, head_dim = query_BNH.shape
@@ -141,15 +150,17 @@ def _decode(
     # Entries that a slot sees, from the first to the one before the end.
     end_B = newest_B + 1
     first_B = jnp.zeros_like(end_B)
-    if scores.window is not None:
-        near_B = jnp.maximum(end_B - scores.window, 0)
-        first_B = near_B if scores.slides is None else jnp.where(scores.slides, near_B, 0)
+    if score_mod.window is not None:
+        near_B = jnp.maximum(end_B - score_mod.window, 0)
+        first_B = near_B if score_mod.slides is None else jnp.where(score_mod.slides, near_B, 0)
 
     whole = (slots, kv_heads, parts, group)
     of_slot = pl.BlockSpec((None,), lambda b, k, p: (b,))
     of_heads = pl.BlockSpec((None, None, None, tile), lambda b, k, p: (b, k, p, 0))
     out_BKPGH, sum_BKPG, most_BKPG = pl.pallas_call(
-        partial(_decode_part, read=read, group=group, tile=tile, divisor=scores.divide_by(head_dim), cap=scores.cap),
+        partial(
+            _decode_part, read=read, group=group, tile=tile, divisor=score_mod.divide_by(head_dim), cap=score_mod.cap
+        ),
         grid=(slots, kv_heads, parts),
         in_specs=[
             *[of_slot] * 2,

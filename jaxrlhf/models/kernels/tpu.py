@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import widen
-from jaxrlhf.models.attention.score_mod import PLAIN, Scores
+from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
 
 _LANES = 128
 """Width of a register; splash attention takes rows and heads that are multiples of it."""
@@ -31,7 +31,7 @@ def splash_rows(
     key_RWKH: Float[Array, "R W K H"],
     value_RWKH: Float[Array, "R W K H"],
     segment_RW: Int[Array, "R W"],
-    scores: Scores = PLAIN,
+    score_mod: ScoreMod = PLAIN,
     *,
     interpret: bool = False,
 ) -> Float[Array, "R W N H"]:
@@ -53,20 +53,20 @@ def splash_rows(
             block_sizes=_tiles(math.gcd(padded, _LARGEST_BLOCK)),
             head_shards=1,
             q_seq_shards=1,
-            attn_logits_soft_cap=scores.soft_cap,
+            attn_logits_soft_cap=score_mod.soft_cap,
             interpret=interpret,
         )
         return jax.vmap(lambda *row: kernel(*row[:3], segment_ids=splash.SegmentIds(row[3], row[3])))
 
     shape = padded, padded
-    arrays = head_major(scores.divided(query)), head_major(key), head_major(value), segment
+    arrays = head_major(score_mod.divided(query)), head_major(key), head_major(value), segment
     everything = splash.CausalMask(shape)
-    near = everything if scores.window is None else splash.LocalMask(shape, (scores.window - 1, 0), 0)
-    if scores.window is None or scores.slides is None:
+    near = everything if score_mod.window is None else splash.LocalMask(shape, (score_mod.window - 1, 0), 0)
+    if score_mod.window is None or score_mod.slides is None:
         out_RNWH = run(near)(*arrays)
     else:
         # Masks are compiled in, so that a layer chooses between two kernels.
-        out_RNWH = jax.lax.cond(scores.slides, run(near), run(everything), *arrays)
+        out_RNWH = jax.lax.cond(score_mod.slides, run(near), run(everything), *arrays)
     return jnp.swapaxes(out_RNWH, 1, 2)[:, :width, :, :head_dim]
 
 
@@ -86,7 +86,7 @@ def ragged_pages(
     pages_ZSJH: Float[Array, "Z S J H"],
     table_BQ: Int[Array, "B Q"],
     newest_B: Int[Array, "B"],
-    scores: Scores = PLAIN,
+    score_mod: ScoreMod = PLAIN,
 ) -> Float[Array, "B N H"]:
     """Ragged paged attention with one query to a slot; heads are a multiple of 128 wide.
 
@@ -100,13 +100,13 @@ def ragged_pages(
             *arrays,
             jnp.arange(slots + 1, dtype=jnp.int32),
             jnp.array([slots], jnp.int32),
-            sm_scale=1 / scores.divide_by(head_dim),
+            sm_scale=1 / score_mod.divide_by(head_dim),
             sliding_window=window,
-            soft_cap=scores.soft_cap,
+            soft_cap=score_mod.soft_cap,
             num_kv_pages_per_block=min(table_BQ.shape[1], max(1, _PAGES_BLOCK // pages_ZSJH.shape[1])),
             num_queries_per_block=_QUERIES_BLOCK,
         )
 
-    if scores.window is None or scores.slides is None:
-        return run(scores.window)(*arrays)
-    return jax.lax.cond(scores.slides, run(scores.window), run(None), *arrays)
+    if score_mod.window is None or score_mod.slides is None:
+        return run(score_mod.window)(*arrays)
+    return jax.lax.cond(score_mod.slides, run(score_mod.window), run(None), *arrays)

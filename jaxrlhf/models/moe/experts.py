@@ -37,7 +37,7 @@ class Routing(NamedTuple):
     own_RWk: Array
 
 
-class Watched(NamedTuple):
+class RouterInputs(NamedTuple):
     """What is asked of routers.
 
     Attributes:
@@ -51,10 +51,10 @@ class Watched(NamedTuple):
     replayed: Array | None = None
 
 
-UNWATCHED = Watched()
+NO_ROUTER_INPUTS = RouterInputs()
 
 
-class Routed(NamedTuple):
+class RouterOutputs(NamedTuple):
     """What a router did, for every token; `[L, ...]` where it is of all layers.
 
     Attributes:
@@ -223,12 +223,12 @@ def _permuted_backward(place_A: Array, change_AD: Array) -> tuple[Array, None, N
 _permuted.defvjp(_permuted_forward, _permuted_backward)
 
 
-def report(routing: Routing, watched: Watched) -> Routed:
+def report(routing: Routing, router: RouterInputs) -> RouterOutputs:
     """What a router did, as far as it is asked for."""
     probability_RWE = routing.probability_RWE
     entropy_RW = -(probability_RWE * jnp.log(jnp.maximum(probability_RWE, 1e-30))).sum(axis=-1)
-    loss_RW = None if watched.counted_RW is None else balance_loss(routing, watched.counted_RW)
-    return Routed(routing.own_RWk, lax.stop_gradient(entropy_RW), loss_RW)
+    loss_RW = None if router.counted_RW is None else balance_loss(routing, router.counted_RW)
+    return RouterOutputs(routing.own_RWk, lax.stop_gradient(entropy_RW), loss_RW)
 
 
 def balance_loss(routing: Routing, counted_RW: Int[Array, "R W"]) -> Float32[Array, "R W"]:

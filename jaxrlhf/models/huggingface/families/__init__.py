@@ -2,7 +2,7 @@
 
 from jaxrlhf.models.huggingface.families.deepseek_v2 import DEEPSEEK_V2
 from jaxrlhf.models.huggingface.families.deepseek_v3 import DEEPSEEK_V3
-from jaxrlhf.models.huggingface.families.family import LM_HEAD, SCALAR_HEAD, Family, Stored
+from jaxrlhf.models.huggingface.families.family import LM_HEAD, SCALAR_HEAD, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.gemma2 import GEMMA2
 from jaxrlhf.models.huggingface.families.gemma3 import GEMMA3
@@ -31,4 +31,4 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
 }
 
-__all__ = ["FAMILIES", "LM_HEAD", "SCALAR_HEAD", "Family", "Fields", "Stored", "read_rope", "write_rope"]
+__all__ = ["FAMILIES", "LM_HEAD", "SCALAR_HEAD", "Family", "Fields", "StoredTensor", "read_rope", "write_rope"]

@@ -9,7 +9,7 @@ from jaxrlhf.models.config import FamilyName, Head, ModelConfig
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """How one parameter lies in a checkpoint.
 
     Attributes:
@@ -56,41 +56,41 @@ class Stored(NamedTuple):
 
 LAYER = "model.layers.{layer}."
 
-DECODER: dict[str, Stored] = {
-    "embed": Stored("model.embed_tokens.weight", "VD", "V D"),
-    "layers.attention_norm": Stored(LAYER + "input_layernorm.weight", "D", "D"),
-    "layers.attention.query": Stored(LAYER + "self_attn.q_proj.weight", "DNH", "NH D"),
-    "layers.attention.key": Stored(LAYER + "self_attn.k_proj.weight", "DKH", "KH D"),
-    "layers.attention.value": Stored(LAYER + "self_attn.v_proj.weight", "DKH", "KH D"),
-    "layers.attention.output": Stored(LAYER + "self_attn.o_proj.weight", "NHD", "D NH"),
-    "layers.mlp_norm": Stored(LAYER + "post_attention_layernorm.weight", "D", "D"),
-    "layers.mlp.gate": Stored(LAYER + "mlp.gate_proj.weight", "DF", "F D"),
-    "layers.mlp.up": Stored(LAYER + "mlp.up_proj.weight", "DF", "F D"),
-    "layers.mlp.down": Stored(LAYER + "mlp.down_proj.weight", "FD", "D F"),
-    "final_norm": Stored("model.norm.weight", "D", "D"),
+DECODER: dict[str, StoredTensor] = {
+    "embed": StoredTensor("model.embed_tokens.weight", "VD", "V D"),
+    "layers.attention_norm": StoredTensor(LAYER + "input_layernorm.weight", "D", "D"),
+    "layers.attention.query": StoredTensor(LAYER + "self_attn.q_proj.weight", "DNH", "NH D"),
+    "layers.attention.key": StoredTensor(LAYER + "self_attn.k_proj.weight", "DKH", "KH D"),
+    "layers.attention.value": StoredTensor(LAYER + "self_attn.v_proj.weight", "DKH", "KH D"),
+    "layers.attention.output": StoredTensor(LAYER + "self_attn.o_proj.weight", "NHD", "D NH"),
+    "layers.mlp_norm": StoredTensor(LAYER + "post_attention_layernorm.weight", "D", "D"),
+    "layers.mlp.gate": StoredTensor(LAYER + "mlp.gate_proj.weight", "DF", "F D"),
+    "layers.mlp.up": StoredTensor(LAYER + "mlp.up_proj.weight", "DF", "F D"),
+    "layers.mlp.down": StoredTensor(LAYER + "mlp.down_proj.weight", "FD", "D F"),
+    "final_norm": StoredTensor("model.norm.weight", "D", "D"),
 }
 """Tensors of most families, by the path of the parameter."""
 
-QKV_BIAS: dict[str, Stored] = {
-    "layers.attention.query_bias": Stored(LAYER + "self_attn.q_proj.bias", "NH", "NH"),
-    "layers.attention.key_bias": Stored(LAYER + "self_attn.k_proj.bias", "KH", "KH"),
-    "layers.attention.value_bias": Stored(LAYER + "self_attn.v_proj.bias", "KH", "KH"),
+QKV_BIAS: dict[str, StoredTensor] = {
+    "layers.attention.query_bias": StoredTensor(LAYER + "self_attn.q_proj.bias", "NH", "NH"),
+    "layers.attention.key_bias": StoredTensor(LAYER + "self_attn.k_proj.bias", "KH", "KH"),
+    "layers.attention.value_bias": StoredTensor(LAYER + "self_attn.v_proj.bias", "KH", "KH"),
 }
 
-QK_NORM: dict[str, Stored] = {
-    "layers.attention.query_norm": Stored(LAYER + "self_attn.q_norm.weight", "H", "H"),
-    "layers.attention.key_norm": Stored(LAYER + "self_attn.k_norm.weight", "H", "H"),
+QK_NORM: dict[str, StoredTensor] = {
+    "layers.attention.query_norm": StoredTensor(LAYER + "self_attn.q_norm.weight", "H", "H"),
+    "layers.attention.key_norm": StoredTensor(LAYER + "self_attn.k_norm.weight", "H", "H"),
 }
 
-SANDWICH: dict[str, Stored] = {
-    "layers.attention_output_norm": Stored(LAYER + "post_attention_layernorm.weight", "D", "D"),
-    "layers.mlp_norm": Stored(LAYER + "pre_feedforward_layernorm.weight", "D", "D"),
-    "layers.mlp_output_norm": Stored(LAYER + "post_feedforward_layernorm.weight", "D", "D"),
+SANDWICH: dict[str, StoredTensor] = {
+    "layers.attention_output_norm": StoredTensor(LAYER + "post_attention_layernorm.weight", "D", "D"),
+    "layers.mlp_norm": StoredTensor(LAYER + "pre_feedforward_layernorm.weight", "D", "D"),
+    "layers.mlp_output_norm": StoredTensor(LAYER + "post_feedforward_layernorm.weight", "D", "D"),
 }
 """Norms of what attention and MLP give, beside those of what they take."""
 
-LM_HEAD = Stored("lm_head.weight", "VD", "V D")
-SCALAR_HEAD = Stored("score.weight", "D", "1 D")
+LM_HEAD = StoredTensor("lm_head.weight", "VD", "V D")
+SCALAR_HEAD = StoredTensor("score.weight", "D", "1 D")
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ class Family:
     name: FamilyName
     causal: str
     classifier: str
-    tensors: Callable[[ModelConfig], Mapping[str, Stored]]
+    tensors: Callable[[ModelConfig], Mapping[str, StoredTensor]]
     read: Callable[[Fields], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
 
-    def stored(self, config: ModelConfig, head: Head) -> dict[str, Stored]:
+    def stored(self, config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
         """Where each parameter of a model lies, by parameter path."""
         tensors = dict(self.tensors(config))
         if head != "lm":

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, SANDWICH, Family, Stored
+from jaxrlhf.models.huggingface.families.family import DECODER, SANDWICH, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
 
@@ -51,7 +51,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def tensors(config: ModelConfig) -> Mapping[str, Stored]:
+def tensors(config: ModelConfig) -> Mapping[str, StoredTensor]:
     """Where each parameter but the head is stored."""
     return DECODER | SANDWICH
 

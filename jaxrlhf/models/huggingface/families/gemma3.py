@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.families import gemma2
-from jaxrlhf.models.huggingface.families.family import DECODER, QK_NORM, SANDWICH, Family, Stored
+from jaxrlhf.models.huggingface.families.family import DECODER, QK_NORM, SANDWICH, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.rope_fields import parse_rope, rope_dictionary
 from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
@@ -57,7 +57,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def tensors(config: ModelConfig) -> Mapping[str, Stored]:
+def tensors(config: ModelConfig) -> Mapping[str, StoredTensor]:
     """Where each parameter but the head is stored."""
     return DECODER | SANDWICH | QK_NORM
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.models.config import LatentAttention, ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Stored
+from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.mixture import mixture
 
@@ -64,29 +64,29 @@ def write_latent(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def tensors(config: ModelConfig) -> Mapping[str, Stored]:
+def tensors(config: ModelConfig) -> Mapping[str, StoredTensor]:
     """Where each parameter but the head is stored."""
     latent, experts = config.latent, config.experts
     assert latent is not None and experts is not None
     attention = {
-        "layers.attention.latent": Stored(_OWN + "kv_a_proj_with_mqa.weight", "DC", "C D"),
-        "layers.attention.latent_norm": Stored(_OWN + "kv_a_layernorm.weight", "C", "C"),
-        "layers.attention.key_value": Stored(_OWN + "kv_b_proj.weight", "CNU", "NU C"),
-        "layers.attention.output": Stored(_OWN + "o_proj.weight", "NUD", "D NU"),
-        "layers.attention.query": Stored(_OWN + "q_proj.weight", "DNH", "NH D"),
+        "layers.attention.latent": StoredTensor(_OWN + "kv_a_proj_with_mqa.weight", "DC", "C D"),
+        "layers.attention.latent_norm": StoredTensor(_OWN + "kv_a_layernorm.weight", "C", "C"),
+        "layers.attention.key_value": StoredTensor(_OWN + "kv_b_proj.weight", "CNU", "NU C"),
+        "layers.attention.output": StoredTensor(_OWN + "o_proj.weight", "NUD", "D NU"),
+        "layers.attention.query": StoredTensor(_OWN + "q_proj.weight", "DNH", "NH D"),
     }
     if latent.query_rank is not None:
         attention |= {
-            "layers.attention.query_down": Stored(_OWN + "q_a_proj.weight", "DC", "C D"),
-            "layers.attention.query_norm": Stored(_OWN + "q_a_layernorm.weight", "C", "C"),
-            "layers.attention.query": Stored(_OWN + "q_b_proj.weight", "CNH", "NH C"),
+            "layers.attention.query_down": StoredTensor(_OWN + "q_a_proj.weight", "DC", "C D"),
+            "layers.attention.query_norm": StoredTensor(_OWN + "q_a_layernorm.weight", "C", "C"),
+            "layers.attention.query": StoredTensor(_OWN + "q_b_proj.weight", "CNH", "NH C"),
         }
     shared = {
-        f"layers.mlp.shared.{name}": Stored(f"{LAYER}mlp.shared_experts.{name}_proj.weight", dims, stored)
+        f"layers.mlp.shared.{name}": StoredTensor(f"{LAYER}mlp.shared_experts.{name}_proj.weight", dims, stored)
         for name, dims, stored in (("gate", "DF", "F D"), ("up", "DF", "F D"), ("down", "FD", "D F"))
     }
     if experts.bias:
-        shared["layers.mlp.router_bias"] = Stored(LAYER + "mlp.gate.e_score_correction_bias", "E", "E")
+        shared["layers.mlp.router_bias"] = StoredTensor(LAYER + "mlp.gate.e_score_correction_bias", "E", "E")
     sparse = mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | attention | shared
     moved = {path: stored._replace(layer=config.dense_layers) for path, stored in sparse.items() if path not in _APART}
     first = {f"dense_{path}": stored for path, stored in (DECODER | attention).items() if path.startswith("layers.")}

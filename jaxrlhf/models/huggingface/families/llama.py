@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, Family, Stored
+from jaxrlhf.models.huggingface.families.family import DECODER, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 
@@ -21,7 +21,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": False, "mlp_bias": False}
 
 
-def tensors(config: ModelConfig) -> Mapping[str, Stored]:
+def tensors(config: ModelConfig) -> Mapping[str, StoredTensor]:
     """Where each parameter but the head is stored."""
     return DECODER
 

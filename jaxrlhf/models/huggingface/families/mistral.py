@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, Family, Stored
+from jaxrlhf.models.huggingface.families.family import DECODER, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 
@@ -19,7 +19,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": config.sliding_window}
 
 
-def tensors(config: ModelConfig) -> Mapping[str, Stored]:
+def tensors(config: ModelConfig) -> Mapping[str, StoredTensor]:
     """Where each parameter but the head is stored."""
     return DECODER
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.models.config import Experts, ModelConfig
-from jaxrlhf.models.huggingface.families.family import Family, Stored
+from jaxrlhf.models.huggingface.families.family import Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.mixture import mixture
 
@@ -37,7 +37,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def tensors(config: ModelConfig) -> Mapping[str, Stored]:
+def tensors(config: ModelConfig) -> Mapping[str, StoredTensor]:
     """Where each parameter but the head is stored."""
     return mixture("block_sparse_moe", gate="w1", up="w3", down="w2")
 

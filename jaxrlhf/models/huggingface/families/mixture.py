@@ -1,9 +1,9 @@
 """Where a mixture of experts lies in a checkpoint: a tensor for each expert of each layer."""
 
-from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Stored
+from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, StoredTensor
 
 
-def mixture(place: str, *, gate: str, up: str, down: str) -> dict[str, Stored]:
+def mixture(place: str, *, gate: str, up: str, down: str) -> dict[str, StoredTensor]:
     """`DECODER` with routed experts in place of the MLP.
 
     Args:
@@ -13,8 +13,8 @@ def mixture(place: str, *, gate: str, up: str, down: str) -> dict[str, Stored]:
     expert = layer + "experts.{expert}."
     rest = {path: stored for path, stored in DECODER.items() if not path.startswith("layers.mlp.")}
     return rest | {
-        "layers.mlp.router": Stored(layer + "gate.weight", "DE", "E D"),
-        "layers.mlp.experts.gate": Stored(f"{expert}{gate}.weight", "DF", "F D"),
-        "layers.mlp.experts.up": Stored(f"{expert}{up}.weight", "DF", "F D"),
-        "layers.mlp.experts.down": Stored(f"{expert}{down}.weight", "FD", "D F"),
+        "layers.mlp.router": StoredTensor(layer + "gate.weight", "DE", "E D"),
+        "layers.mlp.experts.gate": StoredTensor(f"{expert}{gate}.weight", "DF", "F D"),
+        "layers.mlp.experts.up": StoredTensor(f"{expert}{up}.weight", "DF", "F D"),
+        "layers.mlp.experts.down": StoredTensor(f"{expert}{down}.weight", "FD", "D F"),
     }

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, Stored
+from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 _BEFORE = ("layers.attention_norm", "layers.mlp_norm")
@@ -22,14 +22,14 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": False}
 
 
-def tensors(config: ModelConfig) -> Mapping[str, Stored]:
+def tensors(config: ModelConfig) -> Mapping[str, StoredTensor]:
     """Where each parameter but the head is stored."""
     kept = {path: stored for path, stored in DECODER.items() if path not in _BEFORE}
     return kept | {
-        "layers.attention_output_norm": Stored(LAYER + "post_attention_layernorm.weight", "D", "D"),
-        "layers.mlp_output_norm": Stored(LAYER + "post_feedforward_layernorm.weight", "D", "D"),
-        "layers.attention.query_norm": Stored(LAYER + "self_attn.q_norm.weight", "NH", "NH"),
-        "layers.attention.key_norm": Stored(LAYER + "self_attn.k_norm.weight", "KH", "KH"),
+        "layers.attention_output_norm": StoredTensor(LAYER + "post_attention_layernorm.weight", "D", "D"),
+        "layers.mlp_output_norm": StoredTensor(LAYER + "post_feedforward_layernorm.weight", "D", "D"),
+        "layers.attention.query_norm": StoredTensor(LAYER + "self_attn.q_norm.weight", "NH", "NH"),
+        "layers.attention.key_norm": StoredTensor(LAYER + "self_attn.k_norm.weight", "KH", "KH"),
     }
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.models.config import LongRope, ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, Stored
+from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 _QKV, _GATE_UP = LAYER + "self_attn.qkv_proj.weight", LAYER + "mlp.gate_up_proj.weight"
@@ -32,17 +32,17 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": config.sliding_window, **original}
 
 
-def tensors(config: ModelConfig) -> Mapping[str, Stored]:
+def tensors(config: ModelConfig) -> Mapping[str, StoredTensor]:
     """Where each parameter but the head is stored."""
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rows = heads + 2 * kv_heads
     inner = config.intermediate_size
     return DECODER | {
-        "layers.attention.query": Stored(_QKV, "DNH", "NH D", 0, rows),
-        "layers.attention.key": Stored(_QKV, "DKH", "KH D", heads, rows),
-        "layers.attention.value": Stored(_QKV, "DKH", "KH D", heads + kv_heads, rows),
-        "layers.mlp.gate": Stored(_GATE_UP, "DF", "F D", 0, 2 * inner),
-        "layers.mlp.up": Stored(_GATE_UP, "DF", "F D", inner, 2 * inner),
+        "layers.attention.query": StoredTensor(_QKV, "DNH", "NH D", 0, rows),
+        "layers.attention.key": StoredTensor(_QKV, "DKH", "KH D", heads, rows),
+        "layers.attention.value": StoredTensor(_QKV, "DKH", "KH D", heads + kv_heads, rows),
+        "layers.mlp.gate": StoredTensor(_GATE_UP, "DF", "F D", 0, 2 * inner),
+        "layers.mlp.up": StoredTensor(_GATE_UP, "DF", "F D", inner, 2 * inner),
     }
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, QKV_BIAS, Family, Stored
+from jaxrlhf.models.huggingface.families.family import DECODER, QKV_BIAS, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.windows import read_optional_window, write_optional_window
 
@@ -20,7 +20,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return write_optional_window(config)
 
 
-def tensors(config: ModelConfig) -> Mapping[str, Stored]:
+def tensors(config: ModelConfig) -> Mapping[str, StoredTensor]:
     """Where each parameter but the head is stored."""
     return DECODER | QKV_BIAS
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.models.config import Experts, ModelConfig
-from jaxrlhf.models.huggingface.families.family import QK_NORM, Family, Stored
+from jaxrlhf.models.huggingface.families.family import QK_NORM, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.mixture import mixture
 from jaxrlhf.models.huggingface.families.windows import read_optional_window, write_optional_window
@@ -50,7 +50,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def tensors(config: ModelConfig) -> Mapping[str, Stored]:
+def tensors(config: ModelConfig) -> Mapping[str, StoredTensor]:
     """Where each parameter but the head is stored."""
     return mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | QK_NORM
 
