@@ -67,7 +67,7 @@ def _measure(devices: Sequence["jax.Device"], flags: Namespace) -> None:
     from jaxrlhf.planner.devices import save_hardware
     from jaxrlhf.planner.measure.calibrate import FIGURES, calibrate, datasheet
     from jaxrlhf.planner.measure.measured_table import measured_rows
-    from jaxrlhf.tracking import default_console, settings_table
+    from jaxrlhf.tracking import SettingsTable, default_console
     from jaxrlhf.tracking.console import is_live
 
     console = default_console()
@@ -83,7 +83,7 @@ def _measure(devices: Sequence["jax.Device"], flags: Namespace) -> None:
         return  # every process has measured; the first one tells
     save_hardware(measured, flags.out)
     console.print(f"{measured.source}\n", markup=False, highlight=False, soft_wrap=True)
-    console.print(settings_table(measured_rows(measured, datasheet(devices))))
+    console.print(SettingsTable(measured_rows(measured, datasheet(devices))))
     console.print(f"\nwrote {flags.out}; plan with it:", highlight=False, soft_wrap=True)
     use = f"  python -m jaxrlhf.plan --config NAME --hardware {flags.out}"
     console.print(use, markup=False, highlight=False, soft_wrap=True)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrlhf.batch import Problem
+from jaxrlhf.config import Refusal
 from jaxrlhf.data.loader import Loader
 
 
@@ -83,3 +84,12 @@ def test_a_state_of_other_data_is_refused(count, seed, name):
 def test_a_step_cannot_take_more_than_there_is(per_step):
     with pytest.raises(ValueError, match=r"rollout\.prompts_per_step \(.* examples_per_update, .*\) to 1 to 4"):
         Loader(problems(4), per_step=per_step, seed=0)
+
+
+def test_other_records_in_the_same_number_are_refused_though_an_older_state_knows_none():
+    state = Loader(problems(10), per_step=2, seed=0, fingerprint="these").state()
+    Loader(problems(10), per_step=2, seed=0, fingerprint="these").restore(state)
+    with pytest.raises(Refusal, match=r"records=these and this run has records=those"):
+        Loader(problems(10), per_step=2, seed=0, fingerprint="those").restore(state)
+    del state["records"]
+    Loader(problems(10), per_step=2, seed=0, fingerprint="those").restore(state)

@@ -379,3 +379,11 @@ def test_a_tokenizer_that_looks_at_what_is_around_cannot_keep_control_tokens_as_
         lambda: load_problems(data, tokenizer, split="train", max_prompt_tokens=99),
         r"p\.jsonl, line 1: the prompt spells out a control token, and this tokenizer cannot keep it as text",
     )
+
+
+@pytest.mark.parametrize("changed", [{"prompt": "2+1?"}, {"answer": "3"}, {"s": "So 3"}, {"extra": 2}])
+def test_records_have_a_fingerprint_that_every_part_of_them_changes(load, tmp_path, changed):
+    record = {"prompt": "1+1?", "answer": "2", "s": "So 2", "extra": 1}
+    files = [write(tmp_path / f"{n}.jsonl", [one]) for n, one in enumerate([record, record, record | changed])]
+    first, same, other = (load(prompt_file(file, solution_key="s")).problems.fingerprint for file in files)
+    assert first == same != other

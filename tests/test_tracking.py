@@ -21,12 +21,12 @@ from jaxrlhf.tracking import (
     RunConsole,
     Sample,
     SampleFile,
+    SettingsTable,
     TensorBoard,
     peak_memory_bytes,
     read_records,
     read_samples,
     save_learning_curve,
-    settings_table,
     show_samples,
 )
 from jaxrlhf.tracking.plots import draw_learning_curve
@@ -225,11 +225,38 @@ def test_on_a_terminal_there_are_bars_as_well():
 
 def test_table_of_settings(capsys):
     rows = [("rollout", "prompts", 64, "a note"), ("rollout", "responses", 256, ""), ("actor", "[x]", "1e-6", "")]
-    RunConsole(steps=1).print(settings_table(rows, title="derived"))
+    RunConsole(steps=1).print(SettingsTable(rows, title="derived"))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["rollout", "prompts", "64", "a", "note"] in lines
     assert ["responses", "256"] in lines  # the section is named once
     assert ["actor", "[x]", "1e-6"] in lines
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_table_of_settings_leaves_room_to_its_notes(width):
+    note = "a note that says in about sixty letters what becomes of this one"
+    rows = [("actor", "tokens per microbatch", "16384", note), ("rollout", "x", "data 4 x fsdp 2 x tensor 2", note)]
+    out = io.StringIO()
+    Console(file=out, width=width).print(SettingsTable(rows))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "16384" in out.getvalue() and "data 4 x fsdp 2 x tensor 2" in out.getvalue()
+    assert len([line for line in lines if line.strip()]) <= 7  # notes take a line or two each, not five
+
+
+def test_tensorboard_does_not_load_torch(tmp_path):
+    code = f"""
+import sys
+from pathlib import Path
+from jaxrlhf.tracking import TensorBoard
+board = TensorBoard(Path({str(tmp_path)!r}))
+board.log(1, {{"score": 0.5}})
+board.close()
+assert "torch" not in sys.modules
+import torch  # whoever wants it still gets it
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert list(tmp_path.glob("*tfevents*"))
 
 
 def test_compilations_are_counted():

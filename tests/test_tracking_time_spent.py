@@ -1,5 +1,7 @@
 """Where the time went: sums, shares and medians of calls whose lengths are known, and their picture."""
 
+import io
+
 import pytest
 from rich.console import Console
 
@@ -122,3 +124,12 @@ def test_the_picture_is_written(tmp_path):
     assert axes.get_xlim() == (0, 10)
     png = save_step_picture(STEPS[1], tmp_path / "timeline.png", title="a run")
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_narrow_table_cuts_no_number_off():
+    out = io.StringIO()
+    Console(file=out, width=80).print(time_table(LINES, title="where", caption="all"))
+    words = set(out.getvalue().split())
+    for line in LINES:
+        for seconds in (line.seconds, line.first_s, line.median_s):
+            assert seconds is None or f"{seconds:.2f}" in words

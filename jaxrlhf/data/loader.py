@@ -1,6 +1,7 @@
 """Which problems a step works on: shuffled, endless, and resumable to the very batch."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,13 +20,14 @@ class Loader:
     Args:
       problems: Already tokenised.
       per_step: Problems in a batch.
-      seed: Of the shuffling.
+      seed: Seed of the shuffling.
+      fingerprint: A text that is another one for other problems; a saved position is of these alone.
 
     Raises:
       Refusal: fewer problems than `per_step`.
     """
 
-    def __init__(self, problems: Sequence[Problem], *, per_step: int, seed: int) -> None:
+    def __init__(self, problems: Sequence[Problem], *, per_step: int, seed: int, fingerprint: str = "") -> None:
         if not 0 < per_step <= len(problems):
             raise Refusal(
                 f"a step takes {per_step} problems and there are {len(problems)}; set rollout.prompts_per_step "
@@ -34,7 +36,7 @@ class Loader:
             )
         self._problems = problems
         self._per_step = per_step
-        self._seed = seed
+        self._seed, self._fingerprint = seed, fingerprint
         self._epoch, self._offset = 0, 0
         self._order = self._shuffled(0)
 
@@ -46,18 +48,21 @@ class Loader:
         start, self._offset = self._offset, self._offset + self._per_step
         return [self._problems[index] for index in self._order[start : self._offset]]
 
-    def state(self) -> dict[str, int]:
-        """Where the loader stands, as JSON takes it."""
-        return {"epoch": self._epoch, "offset": self._offset, "seed": self._seed, "problems": len(self._problems)}
+    def state(self) -> dict[str, int | str]:
+        """Position in the data, as JSON takes it."""
+        return {"epoch": self._epoch, "offset": self._offset} | self._identity()
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def _identity(self) -> dict[str, int | str]:
+        return {"seed": self._seed, "problems": len(self._problems), "records": self._fingerprint}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state()` was taken.
 
         Raises:
-          Refusal: the state is of another seed or another number of problems.
+          Refusal: the state is of another seed, another number of problems or others in the same number.
         """
-        for name, here in (("seed", self._seed), ("problems", len(self._problems))):
-            if state[name] != here:
+        for name, here in self._identity().items():
+            if state.get(name, here) != here:  # an earlier version did not save all
                 raise Refusal(
                     f"the saved data position has {name}={state[name]} and this run has {name}={here}; "
                     "resume with the same data and seed, or start a new run"

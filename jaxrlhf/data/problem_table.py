@@ -1,7 +1,8 @@
 """The problems of a split in columns: a hundred bytes each beside their text, where objects take thousands."""
 
+import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -23,6 +24,11 @@ class TokenLists:
 
     def __getitem__(self, index: int) -> tuple[int, ...]:
         return tuple(self._ids[self._ends[index] : self._ends[index + 1]])
+
+    def feed(self, take: Callable[[memoryview], object]) -> None:
+        """Hand over the bytes of all lists."""
+        take(memoryview(self._ids))
+        take(memoryview(self._ends))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -74,6 +80,17 @@ class ProblemTable(Sequence[Problem]):
         """Make a pair of the problem that was added last; of a table all problems are pairs, or none."""
         self._rejected.append(rejected_tokens)
         self._pairs.append(columns)
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that is another one for other problems: of their tokens, answers and, from files of text, records."""
+        digest = hashlib.blake2b(digest_size=16)
+        for tokens in (self.prompt_tokens, self._solutions, self._rejected):
+            tokens.feed(digest.update)
+        for answer, record in zip(self._answers, self._records, strict=True):
+            digest.update(repr(answer).encode())
+            digest.update(record if isinstance(record, bytes) else b"")
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         return len(self._ids)

@@ -1,6 +1,6 @@
 """What a run says about itself: metrics, samples, progress, timing and curves."""
 
-from jaxrlhf.tracking.console import BytesBar, RunConsole, default_console, settings_table
+from jaxrlhf.tracking.console import BytesBar, RunConsole, SettingsTable, default_console
 from jaxrlhf.tracking.device_memory import DevicePeak, bytes_in_use
 from jaxrlhf.tracking.metrics import JsonLines, Logger, MetricsWriter, TensorBoard
 from jaxrlhf.tracking.plots import save_learning_curve
@@ -23,6 +23,7 @@ __all__ = [
     "RunConsole",
     "Sample",
     "SampleFile",
+    "SettingsTable",
     "StepCalls",
     "TensorBoard",
     "TimelineFile",
@@ -33,7 +34,6 @@ __all__ = [
     "read_samples",
     "save_learning_curve",
     "save_step_picture",
-    "settings_table",
     "show_samples",
     "time_spent",
     "time_table",

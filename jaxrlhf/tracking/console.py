@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -29,7 +30,54 @@ COLUMNS: Mapping[str, str] = {
     "throughput/generated_tokens_per_s": "{:,.0f} tokens/s",
     "time/step_s": "{:.2f} s/step",
 }
-PLAIN_WIDTH = 120  # of tables in logs and notebooks
+PLAIN_WIDTH = 120
+"""Columns of tables in logs and notebooks."""
+LEAST_NOTE_WIDTH = 40
+"""Columns that notes need to stand beside their rows."""
+
+
+class SettingsTable:
+    """Rows of (section, name, value, note); a section is named once, and a blank line follows it.
+
+    Where notes would have little room they stand below their row.
+    """
+
+    def __init__(self, rows: Sequence[tuple[str, str, object, str]], *, title: str | None = None) -> None:
+        self._rows, self._title = rows, title
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = list(zip(*((section, name, str(value)) for section, name, value, _ in self._rows), strict=True))
+        taken = sum(max(map(len, column), default=0) + 2 for column in columns)
+        beside = options.max_width - taken >= LEAST_NOTE_WIDTH
+        yield from self._wide() if beside else self._narrow()
+
+    def _wide(self) -> RenderResult:
+        table = Table(title=self._title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+        for heading in ("section", "setting"):
+            table.add_column(heading, no_wrap=True)
+        table.add_column("value", justify="right", no_wrap=True)
+        table.add_column("note", style="dim")
+        for number, (section, name, value, note) in enumerate(self._rows):
+            if number and self._begins(number):
+                table.add_row()
+            cells = (section if self._begins(number) else "", name, str(value), note)
+            table.add_row(*map(Text, cells))
+        yield table
+
+    def _narrow(self) -> RenderResult:
+        if self._title is not None:
+            yield Text(self._title, style="italic")
+        width = max(len(name) for _, name, _, _ in self._rows)
+        for number, (section, name, value, note) in enumerate(self._rows):
+            if self._begins(number):
+                yield Text(f"{chr(10) if number else ''}{section}", style="bold")
+            yield Text(f"  {name:<{width}}  {value}")
+            if note:
+                yield Padding(Text(note, style="dim"), (0, 0, 0, 6))
+
+    def _begins(self, number: int) -> bool:
+        """True if a section begins with the row."""
+        return number == 0 or self._rows[number - 1][0] != self._rows[number][0]
 
 
 class RunConsole:
@@ -93,9 +141,9 @@ class RunConsole:
         if done >= total:
             self._bars.remove_task(self._phase_bars.pop(phase))
 
-    def print(self, content: Table | Text | str) -> None:
+    def print(self, content: SettingsTable | Table | Text | str) -> None:
         """Print above the bars; square brackets in a text are no markup."""
-        if isinstance(content, Table):
+        if isinstance(content, SettingsTable | Table):
             self._console.print(content)
         else:
             self._console.print(content, markup=False, highlight=False, soft_wrap=True)
@@ -147,20 +195,3 @@ def default_console() -> Console:
 def is_live(console: Console) -> bool:
     """Whether the console can redraw what it has printed."""
     return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
-
-
-def settings_table(rows: Sequence[tuple[str, str, object, str]], *, title: str | None = None) -> Table:
-    """Rows of (section, name, value, note); a section is named once, and a blank line follows it."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for heading in ("section", "setting"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("note", style="dim")
-    for number, (section, name, value, note) in enumerate(rows):
-        first = number == 0 or rows[number - 1][0] != section
-        last = number + 1 < len(rows) and rows[number + 1][0] != section
-        cells = (section if first else "", name, str(value), note)
-        table.add_row(*map(Text, cells), end_section=last)
-        if last:
-            table.add_row()
-    return table

@@ -84,8 +84,8 @@ def time_table(lines: Sequence[Spent], *, title: str, caption: str) -> Table:
     """The lines as a table; a lane is named once, and a blank line follows it."""
     table = Table(title=Text(title), caption=Text(caption), box=None, pad_edge=False, header_style="bold")
     table.title_justify = table.caption_justify = "left"
-    for heading in ("pool", "call"):
-        table.add_column(heading, no_wrap=True)
+    for heading in ("pool", "call"):  # these wrap where it is narrow, and no number is cut
+        table.add_column(heading, overflow="fold")
     for heading in ("calls", "seconds", "share", "first step", "median step"):
         table.add_column(heading, justify="right", no_wrap=True)
     for number, line in enumerate(lines):

@@ -16,7 +16,7 @@ from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.save import check_new, save_each
 from jaxrlhf.models.parameters import param_shapes
 from jaxrlhf.single_controller.launch import launch
-from jaxrlhf.tracking import RunConsole, default_console, settings_table, show_samples
+from jaxrlhf.tracking import RunConsole, SettingsTable, default_console, show_samples
 from jaxrlhf.trainer.evaluation import evaluate
 from jaxrlhf.trainer.log import to_samples
 from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, checkpoint_of, placed
@@ -147,7 +147,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
         answers = to_samples(0, held_out, response_texts(rollout, decoder(tokenizer)), rollout, scores)
     show_samples(answers[: show * samples : samples])
     rows = [("evaluation", name.removeprefix("eval/"), f"{value:.4g}", "") for name, value in metrics.items()]
-    console.print(settings_table(rows, title=str(place)))
+    console.print(SettingsTable(rows, title=str(place)))
     return metrics
 
 

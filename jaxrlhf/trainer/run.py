@@ -19,7 +19,7 @@ from jaxrlhf.resharding.wire import TransferError
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.pools import Pools
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted
-from jaxrlhf.tracking import Logger, MetricsWriter, default_console, settings_table
+from jaxrlhf.tracking import Logger, MetricsWriter, SettingsTable, default_console
 from jaxrlhf.trainer.failures import afterwards
 from jaxrlhf.trainer.log import StageLog
 from jaxrlhf.trainer.loop import Loop, OnStep
@@ -178,7 +178,7 @@ def _launch_and_run(shared: Shared, *, dry_run: bool) -> bool:
     folder = None if dry_run else shared.workdir
     with closing(launch(config, shared.tokenizer, progress=shared.display.progress, workdir=folder)) as pools:
         rows = settings_rows(config, shared.model, pools, data.train, data.evaluation, data.examples)
-        default_console().print(settings_table(rows, title=config.name))
+        default_console().print(SettingsTable(rows, title=config.name))
         if dry_run:
             return False
         _check_workdir(shared.workdir, config)
@@ -253,7 +253,8 @@ def _going_on(config: Config, done: int) -> str:
 
 def _loader(config: Config, data: Data) -> Loader:
     per_step = config.algorithm.problems_per_step(config)
-    return Loader(data.train.problems, per_step=per_step, seed=config.seed)
+    problems = data.train.problems
+    return Loader(problems, per_step=per_step, seed=config.seed, fingerprint=problems.fingerprint)
 
 
 def _example_loader(config: Config, data: Data) -> Loader | None:
@@ -262,7 +263,8 @@ def _example_loader(config: Config, data: Data) -> Loader | None:
     if own is None:
         return None
     assert data.examples is not None
-    return Loader(data.examples.problems, per_step=own[1], seed=config.seed)
+    problems = data.examples.problems
+    return Loader(problems, per_step=own[1], seed=config.seed, fingerprint=problems.fingerprint)
 
 
 def _run_stage(shared: Shared, start: Path | None) -> Path | None:

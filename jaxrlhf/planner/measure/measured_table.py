@@ -23,7 +23,7 @@ _FIGURES = (
 
 
 def measured_rows(measured: Hardware, known: Hardware | None) -> list[Row]:
-    """Rows for `tracking.settings_table`; every figure is of one device while all are busy.
+    """Rows for `tracking.SettingsTable`; every figure is of one device while all are busy.
 
     Args:
       known: The same number of devices by their datasheet; None if they are of no known kind.
