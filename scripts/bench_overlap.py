@@ -39,7 +39,7 @@ from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.tracking import TimelineFile
-from jaxrlhf.workers.build import Stage
+from jaxrlhf.workers.build import Phase
 
 RESPONSES, WIDTH = 32, 128
 LIMIT = 0.75
@@ -111,7 +111,7 @@ def main() -> None:
     flags = parser.parse_args()
     config = configuration(ray=flags.cluster == "ray")
     tokenizer = embedded_tokenizer()
-    stage = Stage(config, ("critic", "reference"), total_updates=1)
+    stage = Phase(config, ("critic", "reference"), total_updates=1)
     with (
         closing(launch(config, tokenizer, progress=lambda *_: None, workdir=None)) as pools,
         closing(pools.roles(stage)) as roles,

@@ -42,7 +42,7 @@ from jaxrlhf.data import Loader, decoder
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.trainer.log import StageLog
 from jaxrlhf.trainer.loop import Loop
-from jaxrlhf.workers.build import Stage
+from jaxrlhf.workers.build import Phase
 
 
 def config_of(workload: bench.Workload, model: Path, *, steps: int, tokens_per_microbatch: int, remat: Remat) -> Config:
@@ -91,7 +91,7 @@ def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str
         records.append(metrics)
 
     with closing(launch(config, tokenizer, progress=lambda *_: None, workdir=workdir)) as pools:
-        stage = Stage(config, (*config.algorithm.roles, ROLLOUT, "reward"), config.steps)
+        stage = Phase(config, (*config.algorithm.roles, ROLLOUT, "reward"), config.steps)
         with closing(pools.roles(stage)) as roles, closing(Checkpoints(workdir / "checkpoints", keep_last=1)) as saved:
             loop = Loop(
                 config=config,

@@ -23,7 +23,7 @@ from jaxrlhf.algos import policy_objective
 from jaxrlhf.batch import Array, Experience, Rollout, Sequences
 from jaxrlhf.config import Config, Remat
 from jaxrlhf.single_controller.launch import launch
-from jaxrlhf.workers.build import Stage
+from jaxrlhf.workers.build import Phase
 
 
 def sequences_of(count: int, length: int, trained: int, vocab: int, responses: int) -> Sequences:
@@ -59,7 +59,7 @@ def measure(workload: bench.Workload, config: Config, *, repeats: int) -> dict[s
     weight_BT = np.where(sequences.mask_BT, 1 / sequences.mask_BT.sum(), 0).astype(np.float32)
     experience = [Experience(sequences, weight_BT, fields)]
     pools = launch(config, bench.tokenizer(preset, outside=False), progress=lambda *_: None, workdir=None)
-    roles = pools.roles(Stage(config, ("actor",), 100))
+    roles = pools.roles(Phase(config, ("actor",), 100))
     rollout = Rollout(sequences, np.zeros(shape, np.float32), np.zeros(shape[0], bool), np.zeros(shape[0], np.int32))
 
     def update() -> None:

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def watch_updates(reached) -> None:
-    from jaxrlhf.workers.trained import TrainedWorker
+    from jaxrlhf.workers.trained_model import TrainedWorker
 
     original = TrainedWorker.gradient
 

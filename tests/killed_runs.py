@@ -42,7 +42,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.trainer import log
 from jaxrlhf.trainer.run import run
-from jaxrlhf.workers.trained import TrainedWorker
+from jaxrlhf.workers.trained_model import TrainedWorker
 
 STEPS = 6
 SAVED_EVERY = 2

@@ -89,7 +89,7 @@ class World:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def lose_peer(self, error_s: float, answer_s: float, death_s: float) -> None:
-        """Host 0 says that it has lost host 1, which answers and dies at moments of its own."""
+        """HostId 0 says that it has lost host 1, which answers and dies at moments of its own."""
         if self.rank == 0:
             time.sleep(error_s)
             raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer")

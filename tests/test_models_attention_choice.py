@@ -192,8 +192,8 @@ def table(cache="slots"):
     """Name to value and what it follows from, of each section of a pool with an actor."""
     pool, config = ResourcePool("all", tuple(jax.devices()[:1])), get_config()
     config = replace(config, rollout=replace(config.rollout, cache=cache))
-    builder = Builder(config, embedded_tokenizer(), pool, ("actor",), rank=(0, 1), progress=lambda *_: None)
-    return {(section, name): rest for section, name, *rest in pool_rows(builder, ("actor",))}
+    builder = Builder(config, embedded_tokenizer(), pool, ("actor",), progress=lambda *_: None)
+    return {(section, name): rest for section, name, *rest in pool_rows(builder)}
 
 
 def test_a_run_tries_kernels_when_its_workers_are_built_and_its_table_names_them(monkeypatch):

@@ -19,7 +19,6 @@ from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.plan import Problem
 from jaxrlhf.planner.problem import problem_of
 from jaxrlhf.planner.search.mapping import search
-from jaxrlhf.workers.weights import policy_shapes
 
 LORA = Lora(rank=8)
 # XLA counts the body of a loop once: one layer of two. Of one, whose input needs no gradient, it would drop some.
@@ -78,7 +77,7 @@ def test_matrices_of_few_bits_take_what_they_take(kind, bits, dtype, itemsize):
     role, software = trained(MODEL, lora=lora), replace(HALVES, compute_bytes=itemsize)
     problem = Problem((role,), WORK, software, UNIT)
     held = Simulator(problem).role(role, Layout(1), 1, (), generates=False).idle_bytes
-    shapes = policy_shapes(MODEL, lora, dtype=dtype)["parameters"]
+    shapes = RoleWeights("actor", MODEL, "lm", dtype, lora).shapes()["parameters"]
     frozen = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
     vectors = 2 * 2 * 256 + 256
     own = adapters_held(MODEL, lora, Layout(1)) * (software.weight_bytes + software.optimizer_bytes)

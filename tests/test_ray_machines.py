@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from jaxrlhf.config import RayCluster
 from jaxrlhf.single_controller.ray import processes
 from jaxrlhf.single_controller.ray.cluster import connect, disconnect, platform
-from jaxrlhf.single_controller.ray.failure import Host, HostDied, HostHung, HostNotStarted
+from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostId, HostNotStarted
 from jaxrlhf.single_controller.ray.processes import HostProcesses
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ def test_a_stopped_host_is_found_and_its_end_awaited(cluster, tmp_path, monkeypa
     pool = HostProcesses("far", Placed, hosts=2, cluster=cluster, log_directory=tmp_path)
     pids = [host.pid for host in pool.hosts]
     # As if they were on machines whose processes cannot be seen from here.
-    monkeypatch.setattr(pool, "_hosts", [Host("far", rank, "203.0.113.1", pid) for rank, pid in enumerate(pids)])
+    monkeypatch.setattr(pool, "_hosts", [HostId("far", rank, "203.0.113.1", pid) for rank, pid in enumerate(pids)])
     start = time.monotonic()
     with pytest.raises(HostHung, match="does not say what it does") as info:
         pool.call("strike", 1, "be_stopped", label="placed.strike", timeout_s=1.0)

@@ -17,11 +17,11 @@ from jaxrlhf.config import RayCluster
 from jaxrlhf.single_controller.ray import processes
 from jaxrlhf.single_controller.ray.cluster import connect, disconnect, environment
 from jaxrlhf.single_controller.ray.failure import (
-    Host,
     HostClosed,
     HostDied,
     HostFailure,
     HostHung,
+    HostId,
     HostNotStarted,
     may_have_lost_peer,
 )
@@ -237,7 +237,7 @@ def test_what_the_cluster_does_not_have_is_refused_at_once(connection, tmp_path,
 
 @pytest.mark.parametrize("kind", [HostFailure, HostDied, HostHung, HostNotStarted])
 def test_failures_pickle(kind):
-    failure = kind(Host("models", 1, "10.0.0.1", 7), "actor.update_actor", "died")
+    failure = kind(HostId("models", 1, "10.0.0.1", 7), "actor.update_actor", "died")
     copy = pickle.loads(pickle.dumps(failure))
     assert (type(copy), str(copy), copy.host) == (kind, str(failure), failure.host)
     assert isinstance(copy, HostFailure)

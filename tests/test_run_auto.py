@@ -20,7 +20,7 @@ from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.trainer.placement import place, placed_for_evaluation
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 from jaxrlhf.trainer.run import run
-from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.build import Builder, Phase
 
 TOKENS = 500
 
@@ -122,12 +122,12 @@ def test_a_reference_split_further_than_the_actor_has_a_row_on_each_device():
     actor = replace(training(tensor=4), tokens_per_microbatch=160)
     config = replace(get_config(), actor=actor, reference_layout=Layout(), devices=8)
     pool = ResourcePool("all", tuple(jax.devices()))
-    builder = Builder(config, embedded_tokenizer(), pool, ("reference",), rank=(0, 1), progress=lambda *_: None)
+    builder = Builder(config, embedded_tokenizer(), pool, ("reference",), progress=lambda *_: None)
     assert builder.training("reference").tokens_per_microbatch == 8 * 80
-    workers = builder.workers(Stage(config, ("reference",), total_updates=1), ("reference",))
+    workers = builder.workers(Phase(config, ("reference",), total_updates=1))
     assert workers["reference"].place is not None
     alike = replace(config, actor=replace(actor, tokens_per_microbatch=1024))
-    builder = Builder(alike, embedded_tokenizer(), pool, ("reference",), rank=(0, 1), progress=lambda *_: None)
+    builder = Builder(alike, embedded_tokenizer(), pool, ("reference",), progress=lambda *_: None)
     assert builder.training("reference").tokens_per_microbatch == 1024
 
 

@@ -17,7 +17,7 @@ from tiny_runs import write_policy
 
 from jaxrlhf.batch import Diverged
 from jaxrlhf.rewards import RewardsFailing
-from jaxrlhf.single_controller.ray.failure import Host, HostFailure
+from jaxrlhf.single_controller.ray.failure import HostFailure, HostId
 
 PROBLEM = json.dumps({"question": "What is 1 + 1?", "answer": "It is 2.\n#### 2"}) + "\n"
 SIZES = (
@@ -137,7 +137,7 @@ DIVERGED = Diverged("the policy's logits are not finite; resume from the last ch
     [
         pickle.loads(pickle.dumps(DIVERGED)),  # as it comes from a host
         RewardsFailing("reward 'mine' failed on 100 responses in a row"),
-        HostFailure(Host("policy"), "actor.update_actor", "died\nIts log ends with: ..."),
+        HostFailure(HostId("policy"), "actor.update_actor", "died\nIts log ends with: ..."),
     ],
     ids=lambda failure: type(failure).__name__,
 )

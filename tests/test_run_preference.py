@@ -38,7 +38,7 @@ from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 from jaxrlhf.trainer.run import run
-from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.score_model import ScoreModel
 
 PAIRS = ArithmeticPairs(difficulty=1, train_problems=60, eval_problems=20)
@@ -60,14 +60,14 @@ def moved(worker) -> None:
     """Away from where it starts, at which policy and reference agree and all scores are 0."""
     keys = iter(jax.random.split(jax.random.key(0), 99))
     params = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(next(keys), x.shape), worker.params)
-    worker._parts["parameters"] = jax.device_put(params, worker._layout)
+    worker.parameters.tree = jax.device_put(params, jax.tree.map(lambda x: x.sharding, worker.params))
 
 
 def workers_of(settings: Config):
     pool = ResourcePool("all", tuple(jax.devices()[: settings.devices]))
     roles = settings.algorithm.roles
-    builder = Builder(settings, embedded_tokenizer(), pool, roles, rank=(0, 1), progress=lambda *_: None)
-    return builder.workers(Stage(settings, roles, total_updates=1), roles)
+    builder = Builder(settings, embedded_tokenizer(), pool, roles, progress=lambda *_: None)
+    return builder.workers(Phase(settings, roles, total_updates=1))
 
 
 def pairs_of(settings: Config):

@@ -20,8 +20,8 @@ from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.single_controller import launch, ray_backend
 from jaxrlhf.single_controller.ray import stored
 from jaxrlhf.single_controller.ray.cluster import connect, disconnect
-from jaxrlhf.workers.build import Stage
-from jaxrlhf.workers.roles import response_texts
+from jaxrlhf.workers.build import Phase
+from jaxrlhf.workers.reward import response_texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 
@@ -101,7 +101,7 @@ def launched(config):
     tokenizer = load_tokenizer(None)
     pools = launch(config, tokenizer, progress=lambda *_: None, workdir=Path(config.workdir))
     try:
-        roles = pools.roles(Stage(config, (*config.algorithm.roles, "rollout", "reward"), 4))
+        roles = pools.roles(Phase(config, (*config.algorithm.roles, "rollout", "reward"), 4))
         yield {ranks.name: ranks for ranks in pools._pools}, roles
         roles.close()
     finally:

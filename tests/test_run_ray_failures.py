@@ -22,7 +22,7 @@ import jaxrlhf
 from jaxrlhf.config import Pool, RayCluster
 from jaxrlhf.single_controller import ray_backend
 from jaxrlhf.single_controller.ray.cluster import connect, disconnect
-from jaxrlhf.single_controller.ray.failure import Host, HostDied, HostFailure, HostHung
+from jaxrlhf.single_controller.ray.failure import HostDied, HostFailure, HostHung
 from jaxrlhf.single_controller.ray.processes import HostProcesses
 from jaxrlhf.trainer import run as controller
 

@@ -31,7 +31,7 @@ from jaxrlhf.data import embedded_tokenizer, load_problems
 from jaxrlhf.dataflows import grpo
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.tokenizer_checks import stop_tokens
 
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
@@ -73,8 +73,8 @@ def build(settings: Config, *, tokenizer=None):
     """The builder of one pool, and the workers by role."""
     pool = ResourcePool("all", tuple(jax.devices()[: settings.devices]))
     roles = ("actor", "critic", "reference")
-    builder = Builder(settings, tokenizer or embedded_tokenizer(), pool, roles, rank=(0, 1), progress=lambda *_: None)
-    return builder, builder.workers(Stage(settings, roles, total_updates=1), roles)
+    builder = Builder(settings, tokenizer or embedded_tokenizer(), pool, roles, progress=lambda *_: None)
+    return builder, builder.workers(Phase(settings, roles, total_updates=1))
 
 
 def experience(seed: int = 0, *, rows: int = 16, width: int = 72) -> Experience:
@@ -205,7 +205,7 @@ def forward_logp(actor, sequences: Sequences) -> np.ndarray:
 
 def test_log_probabilities_of_packed_rows_are_those_of_each_sequence_alone(one_device) -> None:
     actor, sequences = one_device[1]["actor"], experience(seed=5).sequences
-    packed = actor._pack(sequences)
+    packed = actor.pack(sequences)
     rows = next(packed.rows())
     assert packed.microbatches * len(rows.token_RW) < 16 and rows.segment_RW.max() > 1  # several sequences to a row
     np.testing.assert_allclose(forward_logp(actor, sequences), naive_logp(actor, sequences), atol=2e-5)
@@ -270,7 +270,7 @@ def test_a_prompt_computed_once_is_a_prompt_computed_for_each_of_its_responses(
 def test_the_ratio_of_a_whole_response_is_over_its_own_tokens_wherever_they_lie(one_device) -> None:
     actor = one_device[1]["actor"]
     batch = part_of(of_prompts(experience(), responses=4), ("advantage", "old_logp"))
-    rows = next(actor._pack(batch.sequences).rows())
+    rows = next(actor.pack(batch.sequences).rows())
     assert np.asarray(rows.segment_RW).max() > 2, "rows no longer hold several responses"
     gspo, _ = actor.gradient(batch, policy_objective, GRPO(policy=GSPOLoss(clip_low=0.1, clip_high=0.1)))
 

@@ -27,8 +27,7 @@ from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.sharding.rules import shard_bytes
 from jaxrlhf.tracking import bytes_in_use
-from jaxrlhf.workers.build import Builder, Stage
-from jaxrlhf.workers.weights import adapter_layout
+from jaxrlhf.workers.build import Builder, Phase
 
 LORA = Lora(rank=2, alpha=4.0)
 
@@ -48,8 +47,8 @@ def config_of(*, lora: Lora | None = LORA, devices: int = 1, dtype: str = "float
 
 def build(config: Config, *roles: str):
     pool = ResourcePool("all", tuple(jax.devices()[: config.devices]))
-    builder = Builder(config, embedded_tokenizer(), pool, roles, rank=(0, 1), progress=lambda *_: None)
-    return builder, builder.workers(Stage(config, roles, total_updates=1), roles)
+    builder = Builder(config, embedded_tokenizer(), pool, roles, progress=lambda *_: None)
+    return builder, builder.workers(Phase(config, roles, total_updates=1))
 
 
 def actor_and_reference(config: Config) -> tuple[dict, int]:
@@ -83,9 +82,9 @@ def spread(workers) -> None:
     for worker in workers:
         drawn = jax.tree.map(
             lambda leaf: jax.device_put(0.2 * rng.standard_normal(leaf.shape, np.float32), leaf.sharding),
-            worker._parts["adapters"],
+            worker.adapters.tree,
         )
-        worker._parts["adapters"] = drawn
+        worker.adapters.tree = drawn
 
 
 def gradients(workers) -> list[np.ndarray]:
@@ -128,7 +127,7 @@ def plain() -> list[np.ndarray]:
 def test_gradients_on_eight_devices_are_those_of_one(plain, layout):
     sizes = {name: getattr(layout, name) for name in ("fsdp", "stage", "tensor")}
     _, workers = build(config_of(devices=8, **sizes), "actor", "critic")
-    adapter = workers["actor"]._parts["adapters"]["layers"]["attention"]["output"]
+    adapter = workers["actor"].adapters.tree["layers"]["attention"]["output"]
     assert adapter.down.sharding.shard_shape(adapter.down.shape) == (2 // layout.stage, 4 // layout.tensor, 8, 2)
     assert adapter.up.sharding.shard_shape(adapter.up.shape) == (2 // layout.stage, 2, 32 // layout.fsdp)
     others = gradients(workers)
@@ -140,8 +139,8 @@ def test_gradients_on_eight_devices_are_those_of_one(plain, layout):
 def test_the_reference_is_the_actor_before_it_learnt_and_holds_no_bytes(built):
     workers, grown = built
     actor, reference, sequences = workers["actor"], workers["reference"], experience().sequences
-    assert grown == sum(leaf.nbytes for leaf in jax.tree.leaves(actor._parts)) > 100_000
-    actor._parts["adapters"] = jax.tree.map(jnp.zeros_like, actor._parts["adapters"])
+    assert grown == sum(leaf.nbytes for leaf in jax.tree.leaves([held.tree for held in actor.trees.values()])) > 100_000
+    actor.adapters.tree = jax.tree.map(jnp.zeros_like, actor.adapters.tree)
     base = np.asarray(actor.compute_log_prob(sequences))
     assert np.array_equal(reference.compute_ref_log_prob(sequences), base)
     spread([actor])
@@ -156,16 +155,16 @@ def test_the_search_counts_the_bytes_that_actor_and_reference_hold(built):
     [actor] = [role for role in problem.roles if role.name == "actor"]
     held = Simulator(problem).role(replace(actor, remat=True), Layout(1), 1, (), generates=True).idle_bytes
     # The moments come with the first update.
-    moments = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(built[0]["actor"]._parts["adapters"]))
+    moments = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(built[0]["actor"].adapters.tree))
     assert held == pytest.approx(built[1] + moments, rel=1e-3)
 
 
 def assert_only_adapters_learn(worker, update) -> None:
-    frozen, adapters = on_host(worker._parts["parameters"]), on_host(worker._parts["adapters"])
+    frozen, adapters = on_host(worker.parameters.tree), on_host(worker.adapters.tree)
     update()
-    assert equal(on_host(worker._parts["parameters"]), frozen)
-    assert not any(np.array_equal(*pair) for pair in zip(on_host(worker._parts["adapters"]), adapters, strict=True))
-    moments = sum(leaf.size for leaf in jax.tree.leaves(worker._parts["optimizer"]) if leaf.ndim)
+    assert equal(on_host(worker.parameters.tree), frozen)
+    assert not any(np.array_equal(*pair) for pair in zip(on_host(worker.adapters.tree), adapters, strict=True))
+    moments = sum(leaf.size for leaf in jax.tree.leaves(worker.optimizer.tree) if leaf.ndim)
     assert moments == 2 * sum(leaf.size for leaf in adapters)
 
 
@@ -186,7 +185,7 @@ def test_a_critic_learns_adapters_and_the_whole_value_head():
         critic, lambda: critic.update_critic(batch, objective=value_objective, settings=ValueLoss())
     )
     assert "['head']" in critic.items()["critic_adapters"].describe()
-    assert "head" not in critic._parts["parameters"]
+    assert "head" not in critic.parameters.tree
 
 
 @pytest.mark.slow
@@ -210,13 +209,13 @@ def test_what_is_sampled_has_the_log_probabilities_that_are_trained_on():
 def test_weights_are_held_once_in_the_compute_dtype_and_shared_with_generation():
     builder, workers = build(config_of(dtype="bfloat16"), "actor")
     actor = workers["actor"]
-    for path, leaf in jax.tree.leaves_with_path(actor._parts["parameters"]):
+    for path, leaf in jax.tree.leaves_with_path(actor.parameters.tree):
         assert leaf.dtype == (jnp.float32 if "norm" in str(path) else jnp.bfloat16) or "bias" in str(path)
-    assert {leaf.dtype for leaf in jax.tree.leaves(actor._parts["adapters"])} == {jnp.dtype("float32")}
-    adapters = sum(leaf.size for leaf in jax.tree.leaves(actor._parts["adapters"]))
+    assert {leaf.dtype for leaf in jax.tree.leaves(actor.adapters.tree)} == {jnp.dtype("float32")}
+    adapters = sum(leaf.size for leaf in jax.tree.leaves(actor.adapters.tree))
     gc.collect()
     [idle] = bytes_in_use(jax.devices()[:1])
-    with actor._generating():
+    with actor.generating():
         assert bytes_in_use(jax.devices()[:1]) == [idle + 2 * adapters], "the weights are shared, adapters are cast"
     assert bytes_in_use(jax.devices()[:1]) == [idle]
     assert builder.hybrid.copy_bytes_per_device == 2 * adapters
@@ -227,14 +226,14 @@ def test_weights_wait_in_host_memory_and_adapters_stay():
     config = replace(config_of(devices=2, dtype="bfloat16", fsdp=2), offload=("actor",))
     _, workers = build(config, "actor", "reference")
     actor, sequences = workers["actor"], experience().sequences
-    assert device_bytes(actor._parts["parameters"]) == {}
+    assert device_bytes(actor.parameters.tree) == {}
     logp = workers["reference"].compute_ref_log_prob(sequences)
-    with actor._generating():
+    with actor.generating():
         pass
-    assert device_bytes(actor._parts["parameters"]) == {}
+    assert device_bytes(actor.parameters.tree) == {}
     assert np.array_equal(actor.compute_log_prob(sequences), logp)
     actor.update_actor([experience()], objective=policy_objective, settings=replace(config.algorithm, kl=None))
-    assert device_bytes(actor._parts["parameters"]) == {} == device_bytes(actor._parts["optimizer"])
+    assert device_bytes(actor.parameters.tree) == {} == device_bytes(actor.optimizer.tree)
 
 
 def test_what_a_reference_without_weights_cannot_do_is_refused():
@@ -253,7 +252,7 @@ def test_the_estimate_counts_what_a_device_holds_of_adapters(layout):
     lora = Lora(rank=4, targets=("query", "key", "output", "down"))
     mesh = factored_mesh(layout, jax.devices()[: layout.fsdp * layout.stage * layout.tensor])
     shapes = adapter_shapes(config, "lm", lora)
-    held = shard_bytes(shapes, adapter_layout(mesh, config, "lm", lora, role="actor")) / 4
+    held = shard_bytes(shapes, RoleWeights("actor", config, "lm", None, lora).adapter_layout(mesh)) / 4
     assert weights_learnt(config, "lm", lora, layout) == held
 
 

@@ -10,7 +10,7 @@ from tiny_runs import get_config
 from jaxrlhf.algos import policy_objective
 from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.build import Builder, Phase
 
 
 def own_objective(output, mask_BT, weight_BT, fields, settings):
@@ -51,19 +51,19 @@ def brought_anew(function: FunctionType) -> FunctionType:
 @pytest.fixture(scope="module")
 def actor():
     config, pool = get_config(), ResourcePool("all", tuple(jax.devices()[:1]))
-    builder = Builder(config, embedded_tokenizer(), pool, ("actor",), rank=(0, 1), progress=lambda *_: None)
-    return builder.workers(Stage(config, ("actor",), 1), ("actor",))["actor"]
+    builder = Builder(config, embedded_tokenizer(), pool, ("actor",), progress=lambda *_: None)
+    return builder.workers(Phase(config, ("actor",), 1))["actor"]
 
 
 def test_a_function_that_is_brought_anew_finds_its_program(actor) -> None:
     anew = brought_anew(own_objective)
     assert anew != own_objective
-    assert actor._accumulator(own_objective, None) is actor._accumulator(anew, None)
+    assert actor.gradient_program(own_objective, None) is actor.gradient_program(anew, None)
 
 
 def test_programs_of_other_objectives_and_settings_are_others(actor) -> None:
     chosen = [(own_objective, None), (other_objective, None), (own_objective, 1), (policy_objective, None)]
     unnamed = [partial(own_objective), partial(own_objective), lambda *_: None, lambda *_: None]
     unnamed += [Weighted(1.0).objective, Weighted(2.0).objective, scaled(1.0), scaled(2.0)]
-    programs = {id(actor._accumulator(*pair)) for pair in (*chosen, *((each, None) for each in unnamed))}
+    programs = {id(actor.gradient_program(*pair)) for pair in (*chosen, *((each, None) for each in unnamed))}
     assert len(programs) == len(chosen) + len(unnamed)

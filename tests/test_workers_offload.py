@@ -15,14 +15,14 @@ from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.resharding.offload import device_bytes
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.tracking import bytes_in_use
-from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.build import Builder, Phase
 
 
 def build(config: Config, *roles: str):
     """The builder of one pool, and the workers by role."""
     pool = ResourcePool("all", tuple(jax.devices()[: config.devices]))
-    builder = Builder(config, embedded_tokenizer(), pool, roles, rank=(0, 1), progress=lambda *_: None)
-    return builder, builder.workers(Stage(config, roles, total_updates=1), roles)
+    builder = Builder(config, embedded_tokenizer(), pool, roles, progress=lambda *_: None)
+    return builder, builder.workers(Phase(config, roles, total_updates=1))
 
 
 def config_of(devices: int, dtype: str, offload: tuple[str, ...], **layout: int) -> Config:
@@ -41,7 +41,7 @@ def config_of(devices: int, dtype: str, offload: tuple[str, ...], **layout: int)
 
 def on_devices(worker, part: str) -> int:
     """Bytes of a part of a model on the fullest device."""
-    return max(device_bytes(worker._parts[part]).values(), default=0)
+    return max(device_bytes(worker.trees[part].tree).values(), default=0)
 
 
 def experience(rows: int = 8, width: int = 80) -> Experience:
@@ -68,16 +68,16 @@ def test_masters_wait_while_the_actor_generates(devices: int, dtype: str, layout
     assert on_devices(actor, "parameters") == 0
     gc.collect()
     idle = bytes_in_use(used)
-    with actor.on_devices("parameters"):
+    with actor.parameters.on_devices():
         before = [np.asarray(leaf) for leaf in jax.tree.leaves(actor.params)]
-    with actor._generating():
+    with actor.generating():
         grown = [now - then for now, then in zip(bytes_in_use(used), idle, strict=True)]
         wanted = builder.hybrid.generation_bytes_per_device
         if dtype == "bfloat16":  # layers lie apart, but the norms of both have a stack as well
             wanted += 2 * 32 * 4 * 2
         assert max(grown) == wanted, "the weights that generate, and no masters"
     assert bytes_in_use(used) == idle
-    with actor.on_devices("parameters"):
+    with actor.parameters.on_devices():
         after = [np.asarray(leaf) for leaf in jax.tree.leaves(actor.params)]
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
@@ -106,7 +106,7 @@ def test_a_frozen_role_waits_between_its_calls() -> None:
     _, plain = build(config_of(1, "float32", ()), "reference")
     reference, batch = workers["reference"], experience().sequences
     assert on_devices(reference, "parameters") == 0
-    got, wanted = (worker._forward_all(batch).logp for worker in (reference, plain["reference"]))
+    got, wanted = (worker.forward(batch).logp for worker in (reference, plain["reference"]))
     np.testing.assert_array_equal(got, wanted)
     assert on_devices(reference, "parameters") == 0
     assert on_devices(plain["reference"], "parameters") > 0

@@ -9,21 +9,21 @@ from tiny_runs import get_config
 from jaxrlhf.config import RayCluster
 from jaxrlhf.single_controller.host import Built
 from jaxrlhf.single_controller.pools import Ranks, Roles
-from jaxrlhf.workers.build import Stage
+from jaxrlhf.workers.build import Phase
 
 
 class Told(Ranks):
     """Ranks that write down what they are told."""
 
     def __init__(self, name: str, told: list) -> None:
-        super().__init__(name, ())
+        super().__init__(name)
         self.built, self._told = [Built({}, ())], told
 
     def on_all(self, method, *args):
         self._told.append((self.name, method, *args))
         return []
 
-    def call(self, role, verb, args, kwargs):
+    def call(self, role, worker_method, args, kwargs):
         raise NotImplementedError
 
     def close(self):
@@ -33,7 +33,7 @@ class Told(Ranks):
 def roles_and_told(*, hosts: bool) -> tuple[Roles, list]:
     config = replace(get_config(), devices=None, cluster=RayCluster() if hosts else None)
     told: list = []
-    return Roles([Told("left", told), Told("right", told)], Stage(config, (), 1, None)), told
+    return Roles([Told("left", told), Told("right", told)], Phase(config, (), 1, None)), told
 
 
 def test_pools_of_one_process_share_its_trace(tmp_path):

@@ -9,31 +9,32 @@ import pytest
 from jaxrlhf.batch import Experience, Problem, Sequences
 from jaxrlhf.batching import transfer_protocol as protocols
 from jaxrlhf.batching.transfer_protocol import (
-    ALL_TO_ALL,
     DP_PROTO,
     ONE_TO_ALL,
     PROTOCOLS,
     THREE_D_ALL_MICRO_DP,
-    THREE_D_PP_ONLY,
     THREE_D_PROTO,
-    Place,
+    RankCoordinates,
     TransferProtocol,
     register,
     rows,
 )
 from jaxrlhf.config import Layout, Sampling
 from jaxrlhf.sharding.mesh import AXES, BATCH_AXES, SLOT_AXES, factored_mesh
-from jaxrlhf.workers.roles import Actor, Critic, Reference, Reward
-from jaxrlhf.workers.sampler import Generator
+from jaxrlhf.workers.actor import Actor
+from jaxrlhf.workers.critic import Critic
+from jaxrlhf.workers.reference import Reference
+from jaxrlhf.workers.reward import Reward
+from jaxrlhf.workers.sampler import RolloutWorker
 
 
-def places(hosts: int, **layout: int) -> list[Place]:
+def places(hosts: int, **layout: int) -> list[RankCoordinates]:
     """The ranks of 8 devices on `hosts` hosts, by counting along the mesh."""
     mesh = factored_mesh(Layout(**layout), jax.devices())
     sizes = dict(mesh.shape)
     every = [dict(zip(AXES, index, strict=True)) for index in itertools.product(*(range(sizes[a]) for a in AXES))]
     share = 8 // hosts
-    return [Place(rank, sizes, tuple(every[rank * share : (rank + 1) * share])) for rank in range(hosts)]
+    return [RankCoordinates(rank, sizes, tuple(every[rank * share : (rank + 1) * share])) for rank in range(hosts)]
 
 
 def batch(count: int) -> Sequences:
@@ -45,18 +46,18 @@ def problems(count: int) -> list[Problem]:
     return [Problem(prompt_id=index, prompt=f"p{index}", prompt_tokens=(index,)) for index in range(count)]
 
 
-def received(protocol: TransferProtocol, ranks: list[Place], count: int) -> list[list[int]]:
+def received(protocol: TransferProtocol, ranks: list[RankCoordinates], count: int) -> list[list[int]]:
     """Rows that each rank gets of a batch."""
     return [protocol.distribute((batch(count),), place)[0].prompt_id_B.tolist() for place in ranks]
 
 
-def collected(protocol: TransferProtocol, ranks: list[Place]) -> list[int]:
+def collected(protocol: TransferProtocol, ranks: list[RankCoordinates]) -> list[int]:
     """Ranks whose results are collected."""
     return [place.rank for place in ranks if protocol.leads(place)]
 
 
-def test_a_process_knows_its_place() -> None:
-    place = Place.of(factored_mesh(Layout(fsdp=2, tensor=4, generation_tensor=2), jax.devices()))
+def test_a_process_knows_its_coordinates() -> None:
+    place = RankCoordinates.of(factored_mesh(Layout(fsdp=2, tensor=4, generation_tensor=2), jax.devices()))
     assert place.rank == 0
     assert place.part(BATCH_AXES) == place.part(SLOT_AXES) == (0, 1), "it holds all devices"
     assert len(place.coordinates) == 8
@@ -98,13 +99,6 @@ def test_3d_all_micro_dp_scatters_over_generation_replicas() -> None:
     assert collected(THREE_D_PROTO, apart) == [0]
 
 
-def test_3d_pp_only_asks_one_rank_of_every_stage() -> None:
-    ranks = places(8, data=2, stage=2, tensor=2)
-    assert received(THREE_D_PP_ONLY, ranks, 2) == [[0, 1]] * 8
-    assert collected(THREE_D_PP_ONLY, ranks) == [0, 2]
-    assert THREE_D_PP_ONLY.collect([["w0"], ["w1"]]) == [["w0"], ["w1"]]
-
-
 def test_dp_proto_scatters_over_fsdp_too() -> None:
     ranks = places(4, data=2, fsdp=4)
     assert received(DP_PROTO, ranks, 8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -112,16 +106,8 @@ def test_dp_proto_scatters_over_fsdp_too() -> None:
     np.testing.assert_array_equal(DP_PROTO.collect([np.arange(2), np.arange(3)]), [0, 1, 0, 1, 2])
 
 
-def test_all_to_all_gives_every_rank_its_own() -> None:
-    ranks = places(4, data=4, tensor=2)
-    given = [ALL_TO_ALL.distribute((["a", "b", "c", "d"], [1, 2, 3, 4]), place) for place in ranks]
-    assert given == [("a", 1), ("b", 2), ("c", 3), ("d", 4)]
-    assert ALL_TO_ALL.collect([5, 6]) == [5, 6]
-    assert collected(ALL_TO_ALL, ranks) == [0, 1, 2, 3]
-
-
 def test_processes_that_share_no_model_are_data_parallel_ranks() -> None:
-    ranks = [Place.alone(rank, 3) for rank in range(3)]
+    ranks = [RankCoordinates.alone(rank, 3) for rank in range(3)]
     assert received(DP_PROTO, ranks, 6) == [[0, 1], [2, 3], [4, 5]]
     assert collected(DP_PROTO, ranks) == [0, 1, 2]
 
@@ -174,7 +160,7 @@ def test_batches_that_do_not_go_together_are_refused() -> None:
 
 def test_a_host_that_cuts_a_data_parallel_group_is_refused() -> None:
     with pytest.raises(ValueError, match=r"host 1 hold parts \[1, 2\] of the 4.*change the layout"):
-        Place(1, {"data": 4}, ({"data": 1}, {"data": 2})).part(("data",))
+        RankCoordinates(1, {"data": 4}, ({"data": 1}, {"data": 2})).part(("data",))
 
 
 def test_a_protocol_of_ones_own() -> None:
@@ -184,19 +170,19 @@ def test_a_protocol_of_ones_own() -> None:
     mine = register(TransferProtocol("REVERSED", reverse, lambda place: place.rank == 0, lambda results: results[0]))
     try:
         assert PROTOCOLS["REVERSED"] is mine
-        assert mine.distribute(([1, 2],), Place.alone(0, 1)) == ([2, 1],)
+        assert mine.distribute(([1, 2],), RankCoordinates.alone(0, 1)) == ([2, 1],)
         with pytest.raises(ValueError, match="protocol 'REVERSED' already"):
             register(mine)
     finally:
         del PROTOCOLS["REVERSED"]
-    assert set(PROTOCOLS) == {"ONE_TO_ALL", "3D_PROTO", "3D_ALL_MICRO_DP", "3D_PP_ONLY", "DP_PROTO", "ALL_TO_ALL"}
+    assert set(PROTOCOLS) == {"ONE_TO_ALL", "3D_PROTO", "3D_ALL_MICRO_DP", "DP_PROTO"}
 
 
 @pytest.mark.parametrize(
     ("worker", "name", "protocol"),
     [
         (Actor, "generate_sequences", THREE_D_ALL_MICRO_DP),
-        (Generator, "generate_sequences", THREE_D_ALL_MICRO_DP),
+        (RolloutWorker, "generate_sequences", THREE_D_ALL_MICRO_DP),
         (Actor, "compute_log_prob", THREE_D_PROTO),
         (Actor, "update_actor", THREE_D_PROTO),
         (Actor, "offer_weights", ONE_TO_ALL),
@@ -206,5 +192,5 @@ def test_a_protocol_of_ones_own() -> None:
         (Reward, "compute_reward", DP_PROTO),
     ],
 )
-def test_every_verb_carries_its_protocol(worker: type, name: str, protocol: object) -> None:
+def test_every_worker_method_carries_its_protocol(worker: type, name: str, protocol: object) -> None:
     assert getattr(worker, name).protocol is protocol

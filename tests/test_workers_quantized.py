@@ -13,7 +13,7 @@ from jaxrlhf.checkpoint import convert
 from jaxrlhf.config import Config, FromScratch, Lora, Pretrained, Sampling
 from jaxrlhf.data import load_problems
 from jaxrlhf.models.lora.quantized import Quantized
-from jaxrlhf.workers import start
+from jaxrlhf.workers import role_weights
 
 MODEL = FromScratch(hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32)
 
@@ -39,7 +39,7 @@ def built() -> tuple[dict, int]:
 @pytest.mark.parametrize(("kind", "bits"), [pytest.param("int8", 8, marks=pytest.mark.slow), ("nf4", 4)])
 def test_a_device_holds_its_part_of_the_bits(kind, bits):
     _, workers = build(quantized_config(kind, devices=8, fsdp=2, stage=2, tensor=2), "actor")
-    found = matrices(workers["actor"]._parts["parameters"])
+    found = matrices(workers["actor"].parameters.tree)
     weights = 2 * (4 * 64 * 4 * 32 + 3 * 64 * 128)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(found)) == weights * bits // 8 + weights // 32 * 4
     for leaf in jax.tree.leaves(found):
@@ -49,15 +49,15 @@ def test_a_device_holds_its_part_of_the_bits(kind, bits):
 def test_the_reference_is_the_quantised_actor_before_it_learnt_and_holds_no_bytes(built):
     workers, grown = built
     actor, reference, sequences = workers["actor"], workers["reference"], experience().sequences
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(actor._parts["parameters"]))
-    assert grown == sum(leaf.nbytes for leaf in jax.tree.leaves(actor._parts))
-    assert len(matrices(actor._parts["parameters"])) == 7
-    floats = 4 * sum(np.prod(node.shape) for node in matrices(actor._parts["parameters"]))
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(matrices(actor._parts["parameters"]))) < 0.16 * floats < held
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(actor.parameters.tree))
+    assert grown == sum(leaf.nbytes for leaf in jax.tree.leaves([held.tree for held in actor.trees.values()]))
+    assert len(matrices(actor.parameters.tree)) == 7
+    floats = 4 * sum(np.prod(node.shape) for node in matrices(actor.parameters.tree))
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(matrices(actor.parameters.tree))) < 0.16 * floats < held
     spread([actor])
     base = np.asarray(reference.compute_ref_log_prob(sequences))
     assert np.abs(actor.compute_log_prob(sequences) - base).max() > 0.01
-    actor._parts["adapters"] = jax.tree.map(jnp.zeros_like, actor._parts["adapters"])
+    actor.adapters.tree = jax.tree.map(jnp.zeros_like, actor.adapters.tree)
     assert np.array_equal(actor.compute_log_prob(sequences), base)
 
 
@@ -68,7 +68,7 @@ def test_a_matrix_is_quantised_before_the_next_is_loaded(converted, tmp_path, mo
     if converted:
         path, source = tmp_path / "converted", path
         convert(source, path)
-    given, one = [], start._in_place
+    given, one = [], role_weights._quantized_leaf
 
     def spy(leaf, wanted):
         assert all(earlier.is_deleted() for earlier in given)
@@ -76,9 +76,9 @@ def test_a_matrix_is_quantised_before_the_next_is_loaded(converted, tmp_path, mo
             given.append(leaf)
         return one(leaf, wanted)
 
-    monkeypatch.setattr(start, "_in_place", spy)
+    monkeypatch.setattr(role_weights, "_quantized_leaf", spy)
     config = replace(quantized_config(), model=Pretrained(str(path)))
-    params = build(config, "actor")[1]["actor"]._parts["parameters"]
+    params = build(config, "actor")[1]["actor"].parameters.tree
     assert len(given) == len(matrices(params)) == 7
     assert all(leaf.dtype == jnp.float32 for leaf in given)
 
@@ -123,7 +123,7 @@ def test_a_reference_of_its_own_layout_is_quantised_alike():
     config = replace(quantized_config(devices=2, tensor=2), reference_layout=replace(config_of().actor.layout, fsdp=2))
     workers, sequences = build(config, "actor", "reference")[1], experience().sequences
     actor = workers["actor"]
-    actor._parts["adapters"] = jax.tree.map(jnp.zeros_like, actor._parts["adapters"])
+    actor.adapters.tree = jax.tree.map(jnp.zeros_like, actor.adapters.tree)
     reference = workers["reference"].compute_ref_log_prob(sequences)
     np.testing.assert_allclose(reference, actor.compute_log_prob(sequences), atol=1e-5)
     assert len(matrices(workers["reference"].params)) == 7

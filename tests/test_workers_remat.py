@@ -17,7 +17,7 @@ from jaxrlhf.planner.plan import Problem
 from jaxrlhf.planner.workload import Role, Software
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers import remat
-from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.summary import pool_rows
 
 ROLES = ("actor", "critic", "reference", "reward")
@@ -29,7 +29,7 @@ def built(setting: str = "auto", *, roles=ROLES, offload=()) -> Builder:
     algorithm = replace(config.algorithm, critic=training)
     config = replace(config, actor=training, algorithm=algorithm, offload=offload)
     pool = ResourcePool("all", tuple(jax.devices()[:1]))
-    return Builder(config, embedded_tokenizer(), pool, roles, rank=(0, 1), progress=lambda *_: None)
+    return Builder(config, embedded_tokenizer(), pool, roles, progress=lambda *_: None)
 
 
 def on_accelerator(builder: Builder, memory: int | None) -> Builder:
@@ -98,7 +98,7 @@ def test_what_waits_on_the_host_or_is_on_another_pool_leaves_room() -> None:
 def test_the_table_says_what_was_chosen_and_why() -> None:
     for setting, value in [("auto", "full"), ("full", "full"), ("none", "none")]:
         builder = built(setting)
-        rows = {row[:2]: row[2:] for row in pool_rows(builder, ROLES)}
+        rows = {row[:2]: row[2:] for row in pool_rows(builder)}
         assert rows["actor", "remat"] == rows["critic", "remat"] == (value, builder.remat["actor"].why)
     assert rows["actor", "remat"][1] == "as configured"
 
@@ -106,7 +106,7 @@ def test_the_table_says_what_was_chosen_and_why() -> None:
 def test_workers_do_what_was_chosen() -> None:
     for setting, on in [("auto", True), ("none", False)]:
         builder = built(setting, roles=("actor", "critic"))
-        workers = builder.workers(Stage(builder.config, ("actor", "critic"), total_updates=1), ("actor", "critic"))
+        workers = builder.workers(Phase(builder.config, ("actor", "critic"), total_updates=1))
         assert workers["actor"]._remat == workers["critic"]._remat == on
 
 

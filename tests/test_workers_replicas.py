@@ -16,7 +16,7 @@ from jaxrlhf.config import SFT, Arithmetic, Config, FromScratch, Layout, Rollout
 from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.models.attention.attention import ROWS, attend_blocks
 from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.build import Builder, Phase
 
 WIDTH, REPLICAS = 40, 2
 SETTINGS = SFT(examples_per_update=16)
@@ -36,8 +36,8 @@ def actor(model: FromScratch, layout: Layout, *, devices: int):
         devices=devices,
     )
     pool = ResourcePool("all", tuple(jax.devices()[:devices]))
-    builder = Builder(settings, embedded_tokenizer(), pool, ["actor"], rank=(0, 1), progress=lambda *_: None)
-    return builder.workers(Stage(settings, ("actor",), total_updates=1), ["actor"])["actor"]
+    builder = Builder(settings, embedded_tokenizer(), pool, ["actor"], progress=lambda *_: None)
+    return builder.workers(Phase(settings, ("actor",), total_updates=1))["actor"]
 
 
 def experience(rows: int = 24) -> Experience:
@@ -114,11 +114,11 @@ def test_gradients_are_summed_over_replicas_once_in_an_update(
     def accumulator(*key):
         return seen("microbatch", original(*key))
 
-    original = worker._accumulator
+    original = worker.gradient_program
     if model is MIXTURE:  # whose attention may as well be a kernel that runs on each device
         worker._attention = replace(worker._attention, rows="cudnn")
         monkeypatch.setitem(ROWS, "cudnn", attend_blocks)
-    with mock.patch.multiple(worker, _accumulator=accumulator, _sum=seen("sum", worker._sum)):
+    with mock.patch.multiple(worker, gradient_program=accumulator, _sum=seen("sum", worker._sum)):
         found = gradient(worker)
     assert_same(found, of_one_device(model))
     told = sum(each.received_bytes for each in between_replicas(collectives(programs["microbatch"]), worker))

@@ -10,7 +10,7 @@ import pytest
 from tiny_runs import get_config
 
 from jaxrlhf.batch import Problem
-from jaxrlhf.batching.transfer_protocol import Place
+from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.config import FunctionReward, Pool, Rewards, Sampling
 from jaxrlhf.data import embedded_tokenizer, load_problems
 from jaxrlhf.engine import Completion, Engine
@@ -18,9 +18,9 @@ from jaxrlhf.rewards import Scorer
 from jaxrlhf.sharding.mesh import generation_mesh
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.workers import build
-from jaxrlhf.workers.build import Stage
-from jaxrlhf.workers.roles import Reward
-from jaxrlhf.workers.sampler import Ends, Sampler
+from jaxrlhf.workers.build import Phase
+from jaxrlhf.workers.reward import Reward
+from jaxrlhf.workers.sampler import CompletionFeed, Sampler
 
 WORDS = ("one", "two", "three", "four", "five", "six")
 PATIENCE_S = 20.0
@@ -67,10 +67,10 @@ class Setting:
         self._note = folder / "noted"
         self.decoded: list[tuple[int, ...]] = []
         self.scorer = Scorer(Rewards(parts=(FunctionReward(f"{folder}/functions.py:noting"),), workers=2))
-        self.reward = Reward(self.scorer, Place.alone(0, 1), self.decode, lambda *_: None)
-        self.ends = Ends()
+        self.reward = Reward(self.scorer, RankCoordinates.alone(0, 1), self.decode, lambda *_: None)
+        self.feed = CompletionFeed()
         mesh = generation_mesh(get_config().actor.layout, jax.devices()[:1])
-        self.sampler = Sampler(Typewriter(wait=wait), mesh, mesh, 8, lambda *_: None, self.ends)
+        self.sampler = Sampler(Typewriter(wait=wait), mesh, mesh, 8, lambda *_: None, self.feed)
 
     def decode(self, tokens) -> str:
         self.decoded.append(tuple(tokens))
@@ -114,7 +114,7 @@ def test_a_response_is_scored_before_the_next_one_has_ended(tmp_path):
 
     setting = Setting(tmp_path, wait)
     with setting.scorer:
-        setting.ends.listen = setting.reward.listen
+        setting.feed.listen = setting.reward.listen
         rollout = setting.generate(problems())  # comes back only if all are scored on the way
         scores = setting.reward.compute_reward(problems(), rollout)
         assert setting.noted() == [str((f"p{n // 3}", word, str(n // 3))) for n, word in enumerate(WORDS)]
@@ -126,7 +126,7 @@ def test_a_response_is_scored_before_the_next_one_has_ended(tmp_path):
 def test_scores_are_those_of_a_rollout_that_nobody_heard(setting):
     alone = setting.reward.compute_reward(problems(), setting.generate(problems()))
     assert setting.reward.take_metrics() == {"reward/overlapped_fraction": 0.0}
-    setting.ends.listen = setting.reward.listen
+    setting.feed.listen = setting.reward.listen
     heard = setting.reward.compute_reward(problems(), setting.generate(problems()))
     assert alone.score_B.tolist() == heard.score_B.tolist() == expected()
     assert setting.reward._text.cache_info().currsize == 0  # heard or not, texts do not pile up
@@ -136,7 +136,7 @@ def test_scores_are_those_of_a_rollout_that_nobody_heard(setting):
 
 
 def test_rollouts_may_be_scored_in_another_order_and_beside_others_of_the_same_text(setting):
-    setting.ends.listen = setting.reward.listen
+    setting.feed.listen = setting.reward.listen
     rollouts = [setting.generate(problems(answer=answer)) for answer in range(3)]
     for answer in (2, 0):
         scores = setting.reward.compute_reward(problems(answer=answer), rollouts[answer])
@@ -145,7 +145,7 @@ def test_rollouts_may_be_scored_in_another_order_and_beside_others_of_the_same_t
 
 
 def test_a_rollout_that_fails_leaves_nothing_in_the_way(setting):
-    setting.ends.listen = setting.reward.listen
+    setting.feed.listen = setting.reward.listen
 
     def fail():
         raise FloatingPointError("not finite")
@@ -175,7 +175,7 @@ def test_pools_of_one_process_hear_of_each_other(tmp_path, monkeypatch, pools):
     asked = load_problems(config.data, tokenizer, split="train", max_prompt_tokens=64).problems[:4]
     launched = launch(config, tokenizer, progress=lambda *_: None, workdir=None)
     try:
-        roles = launched.roles(Stage(config, ("actor", "reward", "rollout"), total_updates=1))
+        roles = launched.roles(Phase(config, ("actor", "reward", "rollout"), total_updates=1))
         rollout = roles.actor.generate_sequences(asked, Sampling(), responses_per_prompt=2, seed=0)
         rollout.result()
         until(lambda: noted.exists() and len(noted.read_text().splitlines()) == 8)

@@ -9,7 +9,7 @@ from jaxrlhf.batch import Experience, Sequences
 from jaxrlhf.config import SFT, Arithmetic, Config, FromScratch, Rollout, Training
 from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.build import Builder, Phase
 
 EXPERTS, EACH, WIDTH = 4, 2, 72
 
@@ -27,8 +27,8 @@ def actor(*, tokens: int = 2048, router_loss: float | None = 0.5, experts: int =
         devices=1,
     )
     pool = ResourcePool("all", tuple(jax.devices()[:1]))
-    builder = Builder(settings, embedded_tokenizer(), pool, ["actor"], rank=(0, 1), progress=lambda *_: None)
-    return builder.workers(Stage(settings, ("actor",), total_updates=1), ["actor"])["actor"]
+    builder = Builder(settings, embedded_tokenizer(), pool, ["actor"], progress=lambda *_: None)
+    return builder.workers(Phase(settings, ("actor",), total_updates=1))["actor"]
 
 
 def experience() -> Experience:

@@ -9,7 +9,7 @@ from tiny_runs import get_config
 from jaxrlhf.config import Optimizer
 from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.workers.build import Builder, Stage
+from jaxrlhf.workers.build import Builder, Phase
 
 
 @pytest.mark.parametrize("resting", [0, 2])
@@ -27,8 +27,8 @@ def test_a_policy_that_rests_at_first_still_decays_to_nothing(resting):
     )
     each, roles = config.algorithm.updates_per_step(config), ("actor", "critic")
     pool = ResourcePool("all", tuple(jax.devices()[:1]))
-    builder = Builder(config, embedded_tokenizer(), pool, roles, rank=(0, 1), progress=lambda *_: None)
-    workers = builder.workers(Stage(config, roles, total_updates=5 * each), roles)
+    builder = Builder(config, embedded_tokenizer(), pool, roles, progress=lambda *_: None)
+    workers = builder.workers(Phase(config, roles, total_updates=5 * each))
     for role, steps in (("actor", 5 - resting), ("critic", 5)):
         rates = [float(workers[role]._schedule(update)) for update in range(steps * each + 1)]
         assert rates == pytest.approx([1e-3 * (1 - update / (steps * each)) for update in range(steps * each + 1)])

@@ -9,13 +9,13 @@ import transformers
 
 from jaxrlhf import config
 from jaxrlhf.batch import Problem
-from jaxrlhf.batching.transfer_protocol import Place
+from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.config import Layout
 from jaxrlhf.data.tokenizer import build_embedded_tokenizer
 from jaxrlhf.engine import Completion
 from jaxrlhf.rewards import Scorer
 from jaxrlhf.sharding.mesh import factored_mesh
-from jaxrlhf.workers.roles import Reward
+from jaxrlhf.workers.reward import Reward
 from jaxrlhf.workers.sampler import to_rollout
 from jaxrlhf.workers.score_model import ScoreModel
 
@@ -94,7 +94,7 @@ def test_a_model_that_waits_in_host_memory_is_back_there_whatever_its_call_comes
     model = ScoreModel(str(path), mesh=mesh, dtype=jnp.dtype("float32"), offload=True)
 
     def places():
-        return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(model._params)}
+        return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(model.parameters.tree)}
 
     monkeypatch.setattr(model, "_forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -116,6 +116,6 @@ def test_only_a_response_that_was_cut_off_is_not_finished():
     completions = [Completion(n, tokens=(5, n), logps=(0.0, 0.0), truncated=n == 1, version=0) for n in range(2)]
     rewards = config.Rewards(parts=(config.ModelReward("judge"),))
     with Scorer(rewards, models={"judge": judge}) as scorer:
-        role = Reward(scorer, Place.alone(0, 1), lambda tokens: str(tokens), lambda *_: None)
+        role = Reward(scorer, RankCoordinates.alone(0, 1), lambda tokens: str(tokens), lambda *_: None)
         role.compute_reward(problems, to_rollout(problems, completions, width=4))
     assert seen == [("p0", "(5, 0)", True), ("p1", "(5, 1)", False)]

@@ -21,7 +21,7 @@ from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 
 
 @struct.dataclass
-class Rows:
+class PackedBatch:
     """Packed tokens.
 
     Attributes:
@@ -170,14 +170,14 @@ class Packing:
         array_BT[self._source] = flat[self._target]
         return array_BT
 
-    def rows(self) -> Iterator[Rows]:
+    def rows(self) -> Iterator[PackedBatch]:
         """The packed tokens, one microbatch after another."""
         b, position = self._source
         choice_BTLk = self._sequences.choice_BTLk
         position_BT, segment_BT = np.zeros((2, *self._shape), np.int32)
         position_BT[self._source] = position
         segment_BT[self._source] = self._segment_B[b]
-        packed = Rows(
+        packed = PackedBatch(
             token_RW=self.pack(self._sequences.token_BT),
             position_RW=self.pack(position_BT),
             segment_RW=self.pack(segment_BT),

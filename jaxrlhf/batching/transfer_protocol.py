@@ -1,4 +1,4 @@
-"""Transfer protocols: how a call's arguments reach a group's ranks and its results come back.
+"""Transfer protocols of worker methods: arguments are split over a group's ranks, results collected.
 
 A rank is one process of a group; it drives one device or several, and a pool on one machine
 has a single rank. Moving data between two models is the `collect` of the source and the
@@ -9,8 +9,9 @@ Source: HybridFlow (arXiv:2409.19256), section 4.1 and Table 3.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import numpy as np
@@ -20,17 +21,22 @@ from jaxrlhf.batch import Problem
 from jaxrlhf.config import Refusal
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, TENSOR_AXES
 
-Verb = TypeVar("Verb", bound=Callable[..., Any])
+First = TypeVar("First")
+Second = TypeVar("Second")
+Value = TypeVar("Value")
+Worker = TypeVar("Worker")
+Value_co = TypeVar("Value_co", covariant=True)
+Settings = ParamSpec("Settings")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the devices of one rank lie in its group's mesh.
+class RankCoordinates:
+    """Coordinates of one rank's devices in its group's mesh.
 
     Attributes:
-      rank: Of the process; ranks hold consecutive blocks of the mesh's devices.
-      sizes: Of the mesh axes.
-      coordinates: Of each of the rank's devices, by axis.
+      rank: Index of the process; ranks hold consecutive blocks of the mesh's devices.
+      sizes: Size of each mesh axis.
+      coordinates: Index along each axis, for each of the rank's devices.
     """
 
     rank: int
@@ -38,20 +44,20 @@ class Place:
     coordinates: tuple[Mapping[str, int], ...]
 
     @classmethod
-    def of(cls, mesh: Mesh) -> "Place":
-        """This process's place in a mesh."""
+    def of(cls, mesh: Mesh) -> "RankCoordinates":
+        """Coordinates of this process's devices in a mesh."""
         mine = jax.process_index()
         indices = [index for index, device in np.ndenumerate(mesh.devices) if device.process_index == mine]
         axes = mesh.axis_names
         return cls(mine, dict(mesh.shape), tuple(dict(zip(axes, index, strict=True)) for index in indices))
 
     @classmethod
-    def alone(cls, rank: int, ranks: int) -> "Place":
-        """One of `ranks` processes that share no model: each is a data-parallel rank of its own."""
+    def alone(cls, rank: int, ranks: int) -> "RankCoordinates":
+        """One of `ranks` processes that share no model, each a data-parallel rank of its own."""
         return cls(rank, {"data": ranks}, ({"data": rank},))
 
     def part(self, axes: Sequence[str]) -> tuple[int, int]:
-        """Which part of a batch split over `axes` the rank's devices hold, and of how many.
+        """Index of the rank's part of a batch that is split over `axes`, and the number of parts.
 
         Raises:
           Refusal: The devices hold neither whole parts nor lie together inside one.
@@ -68,7 +74,7 @@ class Place:
         return first // count, total // count
 
     def holds(self, *, first: Sequence[str] = (), last: Sequence[str] = ()) -> bool:
-        """Whether one of the devices is first on the axes `first` and last on the axes `last`."""
+        """True if one of the devices is first on the axes `first` and last on the axes `last`."""
         return any(
             all(at.get(axis, 0) == 0 for axis in first)
             and all(at.get(axis, 0) == self.sizes.get(axis, 1) - 1 for axis in last)
@@ -82,28 +88,28 @@ def _flat(index: Sequence[int], sizes: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class TransferProtocol:
-    """How values travel between the controller, or another group, and the ranks of a group.
+    """Transfer of a call's arguments to the ranks of a group, and of their results back.
 
-    Positional arguments of a verb are what is distributed; settings go by name, to every rank.
+    Positional arguments are distributed; settings go by name, to every rank.
 
     Attributes:
-      name: As in the paper's Table 3.
-      distribute: `(arguments, place of a rank) -> that rank's arguments`.
-      leads: Whether the result of the rank at this place is collected.
+      name: The paper's, in Table 3.
+      distribute: `(arguments, coordinates of a rank) -> that rank's arguments`.
+      leads: True for the ranks whose results are collected.
       collect: `(results of the leading ranks, in order of ranks) -> value`.
     """
 
     name: str
-    distribute: Callable[[tuple[Any, ...], Place], tuple[Any, ...]]
-    leads: Callable[[Place], bool]
+    distribute: Callable[[tuple[Any, ...], RankCoordinates], tuple[Any, ...]]
+    leads: Callable[[RankCoordinates], bool]
     collect: Callable[[Sequence[Any]], Any]
 
 
 def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...]:
-    """One part of the rows of a batch: of every array along its first dimension, and of lists of problems.
+    """Rows of one part of a batch: arrays are cut along their first dimension, lists of problems by items.
 
-    What has fewest rows sets the unit, so a prompt and its responses stay together. Parts
-    differ by at most one unit. What has no rows goes to every rank as it is.
+    The argument with the fewest rows sets the unit, so a prompt and its responses stay together.
+    Parts differ by at most one unit. Arguments without rows go to every rank whole.
 
     Raises:
       Refusal: Fewer units than parts, or an array's rows are no multiple of the unit.
@@ -130,7 +136,7 @@ def _has_rows(value: Any) -> bool:
 
 
 def join(results: Sequence[Any]) -> Any:
-    """Arrays joined along their first dimension; of numbers the first rank's, since SPMD ranks agree on them."""
+    """Arrays joined along their first dimension; numbers are the first rank's, since SPMD ranks agree on them."""
 
     def one(*parts: Any) -> Any:
         return np.concatenate([np.asarray(part) for part in parts]) if np.ndim(parts[0]) else parts[0]
@@ -138,22 +144,14 @@ def join(results: Sequence[Any]) -> Any:
     return jax.tree.map(one, *results) if len(results) > 1 else results[0]
 
 
-def scattered(axes: Sequence[str]) -> Callable[[tuple[Any, ...], Place], tuple[Any, ...]]:
-    """A `distribute` that splits rows over mesh axes, and repeats them over the others."""
+def scattered(axes: Sequence[str]) -> Callable[[tuple[Any, ...], RankCoordinates], tuple[Any, ...]]:
+    """A `distribute` that splits rows over some mesh axes and repeats them over the others."""
 
-    def distribute(arguments: tuple[Any, ...], place: Place) -> tuple[Any, ...]:
+    def distribute(arguments: tuple[Any, ...], place: RankCoordinates) -> tuple[Any, ...]:
         part, parts = place.part(axes)
         return rows(arguments, part=part, parts=parts) if parts > 1 else arguments
 
     return distribute
-
-
-def _broadcast(arguments: tuple[Any, ...], place: Place) -> tuple[Any, ...]:
-    return arguments
-
-
-def _own(arguments: tuple[Any, ...], place: Place) -> tuple[Any, ...]:
-    return tuple(argument[place.rank] for argument in arguments)
 
 
 PROTOCOLS: dict[str, TransferProtocol] = {}
@@ -172,8 +170,8 @@ def register(protocol: TransferProtocol) -> TransferProtocol:
     return protocol
 
 
-ONE_TO_ALL = register(TransferProtocol("ONE_TO_ALL", _broadcast, lambda place: True, list))
-"""The same arguments everywhere; a list of what every rank returns."""
+ONE_TO_ALL = register(TransferProtocol("ONE_TO_ALL", lambda arguments, _: arguments, lambda _: True, list))
+"""The same arguments everywhere; a list of every rank's result."""
 
 THREE_D_PROTO = register(
     TransferProtocol(
@@ -189,11 +187,6 @@ THREE_D_ALL_MICRO_DP = register(
 )
 """Rows split over generation replicas, micro data parallelism included; joined from the first rank of each."""
 
-THREE_D_PP_ONLY = register(
-    TransferProtocol("3D_PP_ONLY", _broadcast, lambda place: place.holds(first=(*BATCH_AXES, *TENSOR_AXES)), list)
-)
-"""The same arguments everywhere; a list of what the first data and tensor rank of every stage returns."""
-
 DP_PROTO = register(
     TransferProtocol(
         "DP_PROTO", scattered(BATCH_AXES), lambda place: place.holds(first=(*STAGE_AXES, *TENSOR_AXES)), join
@@ -201,20 +194,46 @@ DP_PROTO = register(
 )
 """Rows split over data-parallel ranks and joined again."""
 
-ALL_TO_ALL = register(TransferProtocol("ALL_TO_ALL", _own, lambda place: True, list))
-"""Arguments are lists with one entry for every rank, and so is the result."""
+
+class Awaited(Protocol[Value_co]):
+    """Result of a call that may still run, such as a `concurrent.futures.Future`."""
+
+    def result(self, timeout: float | None = None) -> Value_co:
+        """Wait for the value."""
 
 
-def verb(protocol: TransferProtocol) -> Callable[[Verb], Verb]:
-    """Mark a worker's method as one that the controller calls, with its protocol."""
+def worker_method(protocol: TransferProtocol) -> "_WorkerMethod":
+    """Mark a worker's method as one that the controller calls on the worker's group.
 
-    def mark(method: Verb) -> Verb:
-        method.protocol = protocol  # type: ignore[attr-defined]
+    To type checkers the method is what the controller calls: each of its first two positional
+    arguments may be the future of another call, and it returns a future. In the worker's own
+    process it is the function as it is written.
+
+    Args:
+      protocol: Splits the arguments over the ranks and collects the results.
+    """
+    return _WorkerMethod(protocol)
+
+
+@dataclass(frozen=True)
+class _WorkerMethod:
+    protocol: TransferProtocol
+
+    @overload
+    def __call__(
+        self, method: Callable[Concatenate[Worker, First, Second, Settings], Value]
+    ) -> Callable[Concatenate[Worker, First | Awaited[First], Second | Awaited[Second], Settings], Future[Value]]: ...
+    @overload
+    def __call__(
+        self, method: Callable[Concatenate[Worker, First, Settings], Value]
+    ) -> Callable[Concatenate[Worker, First | Awaited[First], Settings], Future[Value]]: ...
+    @overload
+    def __call__(self, method: Callable[[Worker], Value]) -> Callable[[Worker], Future[Value]]: ...
+    def __call__(self, method: Any) -> Any:
+        method.protocol = self.protocol
         return method
 
-    return mark
 
-
-def verbs_of(worker: type) -> dict[str, TransferProtocol]:
-    """The verbs of a worker class, by name."""
+def worker_methods(worker: type) -> dict[str, TransferProtocol]:
+    """Protocols of a worker class's methods that the controller calls, by name."""
     return {name: getattr(worker, name).protocol for name in dir(worker) if hasattr(getattr(worker, name), "protocol")}

@@ -1,25 +1,28 @@
-"""Groups: the roles of a run, called through futures.
+"""Worker groups: the roles of a run, whose methods the controller calls through futures.
 
 A call returns at once. Calls on one pool run one after another, in call order; calls on
 different pools run side by side as soon as the futures among their arguments are done. So
-moving a role to a pool of its own turns serial work into parallel work, and the controller
-function does not change.
+moving a role to a pool of its own turns serial work into parallel work, and the dataflow
+does not change.
 
-What a call returns may live in other processes. A future among the arguments of another call
+A call's result may live in other processes. A future among the arguments of another call
 hands on where its value lies; only `result()` brings the value here.
 """
 
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from jaxrlhf.tracking import Call
 
+Value = TypeVar("Value")
 
-class Remote(ABC):
+
+class RemoteValue(ABC):
     """A value in other processes."""
 
     @abstractmethod
@@ -27,22 +30,22 @@ class Remote(ABC):
         """The value, brought into this process."""
 
 
-class Pending(Future):
+class Pending(Future[Value]):
     """A call's future result."""
 
     def __init__(self) -> None:
         super().__init__()
         self._loading = threading.Lock()
-        self._here: tuple[Any] | None = None
+        self._here: tuple[Value] | None = None
 
-    def where(self) -> Any:
-        """The result as the call left it: the value, or the `Remote` that knows where it is. Waits for the call."""
+    def where(self) -> Value | RemoteValue:
+        """The value, or the `RemoteValue` that knows where it is; waits for the call."""
         return super().result()
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> Value:
         """The value, waiting for it and bringing it here."""
         value = super().result(timeout)
-        if not isinstance(value, Remote):
+        if not isinstance(value, RemoteValue):
             return value
         with self._loading:
             if self._here is None:
@@ -51,7 +54,7 @@ class Pending(Future):
 
 
 class Timeline:
-    """The calls of a step, collected from all lanes."""
+    """The calls of a step on all device queues."""
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
@@ -62,34 +65,43 @@ class Timeline:
             self._calls.append(call)
 
     def take(self) -> list[Call]:
-        """The calls since the last call, in order of their end."""
+        """The calls added since the last `take`, in order of their end."""
         with self._lock:
             calls, self._calls = self._calls, []
         return calls
 
 
-def _ready(value: Any) -> Any:
-    """An argument once it is there; what lives elsewhere stays there."""
-    if isinstance(value, Pending):
-        return value.where()
-    return value.result() if isinstance(value, Future) else value
+RunOnRanks = Callable[[str, str, tuple[object, ...], Mapping[str, object]], object]
+"""`(role, method, args, kwargs) -> result`, on all ranks of a group."""
 
 
-class Lane:
-    """Runs calls one after another, each once the futures among its arguments are done."""
+class DeviceQueue:
+    """Queue of the calls on one pool's devices: they run one after another, each once its arguments are there."""
 
     def __init__(self, name: str, timeline: Timeline) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._name, self._timeline = name, timeline
 
-    def submit(self, role: str, verb: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
-        pending = Pending()
+    def submit(self, function: RunOnRanks, role: str, method: str, *args: object, **kwargs: object) -> Pending[Any]:
+        """Append a call of a role's method."""
+        pending: Pending[Any] = Pending()
 
         def run() -> None:
             try:
-                pending.set_result(self._run(role, verb, function, args, kwargs))
+                ready = tuple(map(_awaited, args))
+                named = {name: _awaited(arg) for name, arg in kwargs.items()}
+                start = time.perf_counter()
+                try:
+                    value = function(role, method, ready, named)
+                except Exception as error:
+                    error.add_note(f"raised in {role}.{method}")
+                    raise
+                finally:
+                    self._timeline.add(Call(role, method, start, time.perf_counter(), self._name))
             except BaseException as error:
                 pending.set_exception(error)
+            else:
+                pending.set_result(value)
 
         def cancelled(done: Future[None]) -> None:
             if done.cancelled():
@@ -99,49 +111,35 @@ class Lane:
         self._threads.submit(run).add_done_callback(cancelled)
         return pending
 
-    def _run(self, role: str, verb: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        ready = [_ready(arg) for arg in args]
-        ready_named = {name: _ready(arg) for name, arg in kwargs.items()}
-        start = time.perf_counter()
-        try:
-            return function(*ready, **ready_named)
-        except Exception as error:
-            error.add_note(f"raised in {role}.{verb}")
-            raise
-        finally:
-            self._timeline.add(Call(role, verb, start, time.perf_counter(), self._name))
-
     def close(self, *, wait: bool = True) -> None:
         """Cancel the calls that wait, and wait for the one that runs."""
         self._threads.shutdown(wait=wait, cancel_futures=True)
 
 
+def _awaited(value: object) -> object:
+    """An argument once it is there; values of other processes stay there."""
+    if isinstance(value, Pending):
+        return value.where()
+    return value.result() if isinstance(value, Future) else value
+
+
 class Group:
-    """A role. Its verbs are the methods of its worker that are marked with `protocol.verb`.
+    """The workers of a role on all ranks of its pool. It has the worker methods that their class marks.
 
     Args:
-      role: For messages and the timeline.
-      verbs: What may be called.
-      call: `(role, verb, args, kwargs) -> result`, on the ranks of the group.
-      lane: Of the pool that the role is placed on.
+      role: Name for messages and the timeline.
+      methods: Names of the methods.
+      call: Runs a method on the ranks.
+      queue: The pool's.
     """
 
-    def __init__(
-        self, role: str, verbs: Collection[str], call: Callable[[str, str, tuple, dict], Any], lane: Lane
-    ) -> None:
-        self.role, self._verbs, self._call, self._lane = role, verbs, call, lane
+    def __init__(self, role: str, methods: Collection[str], call: RunOnRanks, queue: DeviceQueue) -> None:
+        self.role, self._methods, self._call, self._queue = role, methods, call, queue
 
-    def __getattr__(self, name: str) -> Callable[..., Pending]:
-        if name not in self._verbs:
-            raise AttributeError(f"{self.role} has no verb {name!r}; it has {sorted(self._verbs)}")
-
-        def call(*args: Any, **kwargs: Any) -> Pending:
-            def on_ranks(*ready: Any, **ready_named: Any) -> Any:
-                return self._call(self.role, name, ready, ready_named)
-
-            return self._lane.submit(self.role, name, on_ranks, *args, **kwargs)
-
-        return call
+    def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
+        if name not in self._methods:
+            raise AttributeError(f"{self.role} has no worker method {name!r}; it has {sorted(self._methods)}")
+        return partial(self._queue.submit, self._call, self.role, name)
 
 
 class ActorApart:
@@ -151,29 +149,29 @@ class ActorApart:
     chained by futures, so the actor's pool is free while the other generates.
 
     Args:
-      actor: Trains.
-      rollout: Generates.
+      actor: The group that trains.
+      rollout: The group that generates.
     """
 
     def __init__(self, actor: Group, rollout: Group) -> None:
         self._actor, self._rollout = actor, rollout
-        self._versions: Pending | None = None
+        self._versions: Pending[Any] | None = None
 
-    def _sent(self) -> Pending:
-        """The version of the weights on the rollout's devices, once they are there."""
-        if self._versions is None:
-            self._versions = self._rollout.load_weights(self._actor.offer_weights(self._rollout.wanted_weights()))
-        return self._versions
-
-    def update_actor(self, *args: Any, **kwargs: Any) -> Pending:
+    def update_actor(self, *args: object, **kwargs: object) -> Pending[Any]:
         self._versions = None
         return self._actor.update_actor(*args, **kwargs)
 
-    def compile_generation(self, *args: Any, **kwargs: Any) -> Pending:
+    def compile_generation(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.compile_generation(*args, versions=self._sent(), **kwargs)
 
-    def generate_sequences(self, *args: Any, **kwargs: Any) -> Pending:
+    def generate_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.generate_sequences(*args, versions=self._sent(), **kwargs)
 
-    def __getattr__(self, name: str) -> Callable[..., Pending]:
+    def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
         return getattr(self._actor, name)
+
+    def _sent(self) -> Pending[Any]:
+        """Version of the weights on the rollout's devices, once they are there."""
+        if self._versions is None:
+            self._versions = self._rollout.load_weights(self._actor.offer_weights(self._rollout.wanted_weights()))
+        return self._versions

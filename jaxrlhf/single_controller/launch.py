@@ -1,4 +1,4 @@
-"""From a configuration to launched pools."""
+"""Launch of a run's pools from its configuration."""
 
 import os
 from collections.abc import Sequence
@@ -13,11 +13,12 @@ from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.single_controller.host import Host
 from jaxrlhf.single_controller.pools import LocalRanks, Pools, Ranks
+from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.model import Progress
-from jaxrlhf.workers.sampler import Ends
+from jaxrlhf.workers.sampler import CompletionFeed
 
 REWARD_OUTPUT = "reward_output.log"
-"""What reward functions print goes there, under the workdir."""
+"""File of the workdir that takes what reward functions print."""
 
 
 def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Progress, workdir: Path | None) -> Pools:
@@ -43,19 +44,19 @@ def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Prog
         )
     output = None if workdir is None else workdir / REWARD_OUTPUT
     ranks: list[Ranks] = []
-    ends = Ends()
+    feed = CompletionFeed()
     try:
         for pool, devices in split_devices(config, jax.devices()):
-            host = Host(
+            builder = Builder(
                 config,
                 tokenizer,
                 ResourcePool(pool.name, tuple(devices)),
                 pool.roles,
                 progress=progress,
                 reward_output=output,
-                ends=ends,
+                feed=feed,
             )
-            ranks.append(LocalRanks(pool.name, pool.roles, host))
+            ranks.append(LocalRanks(Host(builder)))
     except BaseException:
         Pools(ranks).close()
         raise
@@ -63,7 +64,7 @@ def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Prog
 
 
 def placed(config: Config, *, devices: int) -> list[Pool]:
-    """The pools with every role in one, given how many devices there are for a pool that takes them all."""
+    """The pools, with every role in one of them. Without configured pools one takes all `devices`."""
     roles = tuple(dict.fromkeys((*config.algorithm.roles, "reward")))
     if not config.pools:
         return [Pool("all", config.devices or devices, roles)]

@@ -1,7 +1,6 @@
-"""The pools of a run and the groups on them, wherever their processes are.
+"""Pools of devices, the processes on them, and the roles that a dataflow calls.
 
-What a pool has to offer is `Ranks`; here are those of this process. The ones of other
-processes are in `ray_backend`. Everything above works with either.
+`Ranks` is one pool's processes: here those of this process, in `ray_backend` those of a cluster.
 """
 
 from abc import ABC, abstractmethod
@@ -9,61 +8,65 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from jaxrlhf.batching.transfer_protocol import verbs_of
+from jaxrlhf.batching.transfer_protocol import worker_methods
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import ROLLOUT
-from jaxrlhf.single_controller.group import ActorApart, Group, Lane, Timeline
+from jaxrlhf.single_controller.group import ActorApart, DeviceQueue, Group, Timeline
 from jaxrlhf.single_controller.host import Built, Host
 from jaxrlhf.tracking import ON_HOST
-from jaxrlhf.workers.build import Stage
+from jaxrlhf.workers.actor import Actor
+from jaxrlhf.workers.build import WORKERS, Phase
+from jaxrlhf.workers.critic import Critic
 from jaxrlhf.workers.model import Metrics
-from jaxrlhf.workers.roles import WORKERS
-from jaxrlhf.workers.summary import Row
+from jaxrlhf.workers.process_reward import ProcessReward
+from jaxrlhf.workers.reference import Reference
+from jaxrlhf.workers.reward import Reward
+from jaxrlhf.workers.summary import SummaryRow
 
 
 class Ranks(ABC):
     """The processes of one pool.
 
     Args:
-      name: Of the pool.
-      roles: Placed on it, in any stage.
+      name: The pool's.
     """
 
-    def __init__(self, name: str, roles: Sequence[str]) -> None:
-        self.name, self.roles = name, tuple(roles)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.built: list[Built] = []
 
     @abstractmethod
     def on_all(self, method: str, *args: Any) -> list[Any]:
-        """What a method of `Host` returns on every rank."""
+        """Results of a method of `Host` on every rank."""
 
     @abstractmethod
-    def call(self, role: str, verb: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a verb on all ranks and collect its results, here or as a `Remote`."""
+    def call(self, role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        """Run a worker method on all ranks and collect its results, here or as a `RemoteValue`."""
 
     @abstractmethod
     def close(self) -> None:
         """End the processes."""
 
-    def build(self, stage: Stage) -> None:
-        """Make the workers of a stage on every rank."""
-        self.built: list[Built] = self.on_all("build", stage)
+    def build(self, phase: Phase) -> None:
+        """Make the workers of a phase on every rank."""
+        self.built = self.on_all("build", phase)
 
 
 class LocalRanks(Ranks):
     """A pool of devices of this process: one rank, whose results are handed on as they are."""
 
-    def __init__(self, name: str, roles: Sequence[str], host: Host) -> None:
-        super().__init__(name, roles)
+    def __init__(self, host: Host) -> None:
+        super().__init__(host.builder.pool.name)
         self._host = host
 
     def on_all(self, method: str, *args: Any) -> list[Any]:
         return [getattr(self._host, method)(*args)]
 
-    def call(self, role: str, verb: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        protocol = verbs_of(WORKERS[role])[verb]
-        return protocol.collect([self._host.call(role, verb, args, kwargs)])
+    def call(self, role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        protocol = worker_methods(WORKERS[role])[method]
+        return protocol.collect([self._host.call(role, method, args, kwargs)])
 
     def close(self) -> None:
         self._host.close()
@@ -92,39 +95,48 @@ class PoolItem:
 
 
 class Roles:
-    """The groups that a step calls, by role.
+    """The roles that a dataflow calls.
+
+    To type checkers a role is its worker, whose worker methods take and return futures; at run
+    time it is the `Group` of that worker on its pool. A role that the algorithm does not have is missing.
 
     Args:
-      pools: With the workers of the stage built.
-      stage: Of the run.
+      pools: Pools with the workers of the phase built.
+      phase: The run's.
 
     Attributes:
-      timeline: When each call ran.
+      timeline: The time of each call.
     """
 
-    actor: Any
-    critic: Group
-    reference: Group
-    reward: Group
+    actor: Actor
+    critic: Critic
+    cost_critic: Critic
+    reference: Reference
+    process_reward: ProcessReward
+    reward: Reward
 
-    def __init__(self, pools: Sequence[Ranks], stage: Stage) -> None:
+    def __init__(self, pools: Sequence[Ranks], phase: Phase) -> None:
         self.timeline = Timeline()
-        self._pools, self._on_hosts = pools, stage.config.cluster is not None
-        self._lanes: list[Lane] = []
-        by_model = stage.config.rewards.by_model
+        self._pools, self._on_hosts = pools, phase.config.cluster is not None
+        self._queues: list[DeviceQueue] = []
+        groups: dict[str, Group] = {}
         for ranks in pools:
-            lane, beside = Lane(ranks.name, self.timeline), Lane(ON_HOST, self.timeline)
-            self._lanes += [lane, beside]
+            queue, beside = DeviceQueue(ranks.name, self.timeline), DeviceQueue(ON_HOST, self.timeline)
+            self._queues += [queue, beside]
             for role in ranks.built[0].places:
                 # Functions score beside the models' work; a reward model computes on the pool's devices, in turn.
-                chosen = beside if role == "reward" and not by_model else lane
-                setattr(self, role, Group(role, verbs_of(WORKERS[role]), ranks.call, chosen))
-        if hasattr(self, ROLLOUT):
-            self.actor = ActorApart(self.actor, getattr(self, ROLLOUT))
+                chosen = beside if role == "reward" and not phase.config.rewards.by_model else queue
+                groups[role] = Group(role, worker_methods(WORKERS[role]), ranks.call, chosen)
+        self._groups = sorted(groups)
+        vars(self).update(groups)
+        if ROLLOUT in groups:
+            vars(self)["actor"] = ActorApart(groups["actor"], groups[ROLLOUT])
 
-    def __getattr__(self, role: str) -> Group:
-        there = sorted(name for name, value in vars(self).items() if isinstance(value, Group | ActorApart))
-        raise AttributeError(f"this stage has no role {role!r}; it has {there}, as the algorithm's roles say")
+    if not TYPE_CHECKING:  # or every misspelt role would have a type
+
+        def __getattr__(self, role: str) -> NoReturn:
+            there = vars(self).get("_groups", [])
+            raise AttributeError(f"this stage has no role {role!r}; it has {there}, as the algorithm's roles say")
 
     def items(self) -> dict[str, Item]:
         """Every tree of arrays that a checkpoint of the run holds."""
@@ -140,20 +152,20 @@ class Roles:
             ranks.on_all("set_counters", dict(counters))
 
     def take_metrics(self) -> tuple[Metrics, dict[str, int]]:
-        """What the hosts measured since the last call, and the peak device bytes by verb: the most of any host."""
+        """Metrics of the hosts since the last call, and peak device bytes by worker method: the most of any host."""
         metrics: Metrics = {}
         peaks: dict[str, int] = {}
-        for measured, bytes_by_verb in (pair for ranks in self._pools for pair in ranks.on_all("take_metrics")):
+        for measured, bytes_by_method in (pair for ranks in self._pools for pair in ranks.on_all("take_metrics")):
             metrics |= {name: max(value, metrics.get(name, value)) for name, value in measured.items()}
-            peaks |= {verb: max(count, peaks.get(verb, 0)) for verb, count in bytes_by_verb.items()}
+            peaks |= {method: max(count, peaks.get(method, 0)) for method, count in bytes_by_method.items()}
         return metrics, peaks
 
     @contextmanager
     def profiled(self, folder: Path) -> Iterator[None]:
-        """Within the block every process traces what it and its devices do.
+        """Within the block every process traces its own work and its devices'.
 
         Args:
-          folder: Takes the traces; of hosts, in folders named after their pools and on their machines.
+          folder: Takes the traces; those of hosts lie in folders named after their pools, on their machines.
         """
         traced = [(self._pools[0], folder)]  # pools of this process share its trace
         if self._on_hosts:
@@ -171,29 +183,29 @@ class Roles:
 
     def close(self, *, wait: bool = True) -> None:
         """Let the threads end, and wait for running calls; without `wait` those go on until they are done."""
-        for lane in self._lanes:
-            lane.close(wait=wait)
+        for queue in self._queues:
+            queue.close(wait=wait)
 
 
 class Pools:
-    """The pools of a run, launched; they serve its stages one after another."""
+    """The pools of a run, launched; they serve its phases one after another."""
 
     def __init__(self, pools: Sequence[Ranks]) -> None:
         self._pools = list(pools)
 
-    def rows(self) -> list[Row]:
-        """What the configuration comes down to on each pool.
+    def rows(self) -> list[SummaryRow]:
+        """PackedBatch of the table at the start: the configuration's consequences on each pool.
 
         Raises:
           Refusal: A layout or a token budget that a pool cannot hold.
         """
         return [row for ranks in self._pools for row in ranks.on_all("rows")[0]]
 
-    def roles(self, stage: Stage) -> Roles:
-        """Make the workers of a stage. Those of the stage before are dropped."""
+    def roles(self, phase: Phase) -> Roles:
+        """Make the workers of a phase. Those of the phase before are dropped."""
         for ranks in self._pools:
-            ranks.build(stage)
-        return Roles(self._pools, stage)
+            ranks.build(phase)
+        return Roles(self._pools, phase)
 
     def close(self) -> None:
         """End all processes, and with them the calls that run; once, however often it is called."""

@@ -1,7 +1,7 @@
-"""The pools of a run on the hosts of a Ray cluster: one process a host, one JAX world a pool.
+"""Pools of a run on the hosts of a Ray cluster: one process a host, one JAX world a pool.
 
 Ray launches the processes, carries control messages and object references, and tells when a
-host is gone. What a verb returns stays in the object store of the host that made it; a group
+host is gone. A worker method's result stays in the object store of the host that made it; a group
 that takes it as an argument fetches it from there, not through the controller.
 """
 
@@ -16,37 +16,37 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.batching.transfer_protocol import PROTOCOLS, Place, verbs_of
+from jaxrlhf.batching.transfer_protocol import PROTOCOLS, worker_methods
 from jaxrlhf.config import Config, Pool, RayCluster, Refusal
 from jaxrlhf.config.cli.load import loaded
 from jaxrlhf.data import load_tokenizer
 from jaxrlhf.models import tokenizer_path
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.single_controller.group import Remote
+from jaxrlhf.single_controller.group import RemoteValue
 from jaxrlhf.single_controller.host import Host
 from jaxrlhf.single_controller.launch import REWARD_OUTPUT, placed
 from jaxrlhf.single_controller.pools import Pools, Ranks
 from jaxrlhf.single_controller.ray.cluster import Connection, connect, disconnect
 from jaxrlhf.single_controller.ray.processes import HostProcesses
 from jaxrlhf.single_controller.ray.stored import Stored
+from jaxrlhf.workers.build import WORKERS, Builder
 from jaxrlhf.workers.model import Progress
-from jaxrlhf.workers.roles import WORKERS
-from jaxrlhf.workers.summary import Row
+from jaxrlhf.workers.summary import SummaryRow
 
 LOGS = "hosts"
 """Folder of the workdir with what each host and its reward functions print."""
 
 PROGRESS_S = 1.0
-"""Between two looks at how far a host is."""
+"""Seconds between two looks at a host's progress."""
 
 
 @dataclass(frozen=True)
-class Gathered(Remote):
-    """What the leading ranks of a call returned, where they left it.
+class Gathered(RemoteValue):
+    """Results of a call's leading ranks, where they left them.
 
     Attributes:
-      parts: One of each leading rank, in their order.
+      parts: Results in the order of the ranks.
       protocol: Name of the protocol that collects them.
     """
 
@@ -60,8 +60,8 @@ class Gathered(Remote):
 class RayRanks(Ranks):
     """A pool of host processes."""
 
-    def __init__(self, name: str, roles: Sequence[str], processes: HostProcesses, progress: Progress) -> None:
-        super().__init__(name, roles)
+    def __init__(self, name: str, processes: HostProcesses, progress: Progress) -> None:
+        super().__init__(name)
         self._processes, self._progress = processes, progress
 
     def on_all(self, method: str, *args: Any) -> list[Any]:
@@ -69,17 +69,17 @@ class RayRanks(Ranks):
         stored = self._processes.call(method, *args, label=label)
         return [result.load() for result in stored]
 
-    def call(self, role: str, verb: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Gathered:
-        protocol = verbs_of(WORKERS[role])[verb]
+    def call(self, role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Gathered:
+        protocol = worker_methods(WORKERS[role])[method]
         with self._showing_progress():
-            results = self._processes.call("call", role, verb, args, kwargs, label=f"{role}.{verb}")
-        places: list[Place] = [built.places[role] for built in self.built]
+            results = self._processes.call("call", role, method, args, kwargs, label=f"{role}.{method}")
+        places = [built.places[role] for built in self.built]
         leading = [result for result, place in zip(results, places, strict=True) if protocol.leads(place)]
         return Gathered(tuple(leading), protocol.name)
 
     @contextmanager
     def _showing_progress(self) -> Iterator[None]:
-        """Within the block, what the first host says of its progress is passed on."""
+        """Within the block the first host's progress is passed on."""
         done = threading.Event()
 
         def ask() -> None:
@@ -103,7 +103,7 @@ class RayRanks(Ranks):
 
 
 class LatestProgress:
-    """Keeps how far the host's calls are, for the controller to ask."""
+    """Progress of a host's calls, for the controller to ask."""
 
     def __init__(self) -> None:
         self.latest: tuple[str, int, int] | None = None
@@ -118,7 +118,7 @@ def make_host(rank: int, hosts: int, *, config: Config, pool: Pool, output: Path
 
     compilation_cache.turn_on()
     own = None if output is None else output.with_name(f"{pool.name}-{rank}-{output.name}")
-    return Host(
+    builder = Builder(
         config,
         load_tokenizer(tokenizer_path(config)),
         ResourcePool(pool.name, tuple(sorted(jax.devices(), key=lambda device: device.process_index))),
@@ -128,6 +128,7 @@ def make_host(rank: int, hosts: int, *, config: Config, pool: Pool, output: Path
         reward_output=own,
         address=ray.util.get_node_ip_address(),
     )
+    return Host(builder)
 
 
 class RayPools(Pools):
@@ -137,7 +138,7 @@ class RayPools(Pools):
         super().__init__(pools)
         self._connection, self._after = connection, after
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[SummaryRow]:
         machines = f"{self._connection.nodes} machine{'s' * (self._connection.nodes > 1)}"
         where = f"{machines}; dashboard: {self._connection.dashboard}"
         return [("cluster", "Ray", self._connection.address, where), *super().rows()]
@@ -148,7 +149,7 @@ class RayPools(Pools):
 
 
 def carry_configuration_files() -> None:
-    """Have what configuration files define, such as an algorithm, sent to hosts whole: they cannot import it."""
+    """Have classes of configuration files, such as algorithms, sent to hosts whole: they cannot import them."""
     from ray import cloudpickle
 
     for module in loaded():
@@ -159,7 +160,7 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
     """Start the host processes of every pool.
 
     Raises:
-      Refusal: A pool's devices are no whole number of hosts, or as `connect`.
+      Refusal: A pool's devices are no whole number of hosts, or no cluster answers.
       HostFailure: A host did not start.
     """
     # The controller computes next to nothing, and must not take an accelerator from a host.
@@ -180,7 +181,7 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
                 cluster=cluster,
                 log_directory=folder / LOGS,
             )
-            ranks.append(RayRanks(pool.name, pool.roles, processes, progress))
+            ranks.append(RayRanks(pool.name, processes, progress))
     except BaseException:
         RayPools(ranks, connection, after).close()
         raise

@@ -16,7 +16,7 @@ from jaxrlhf.trainer.evaluation import evaluate
 from jaxrlhf.trainer.failures import DiskFull, afterwards, writing
 from jaxrlhf.trainer.log import StageLog, to_samples
 from jaxrlhf.trainer.signals import Stop
-from jaxrlhf.workers.roles import response_texts
+from jaxrlhf.workers.reward import response_texts
 
 _PHASE = {
     "wanted_weights": "relayout",

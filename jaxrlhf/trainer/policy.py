@@ -22,9 +22,9 @@ from jaxrlhf.trainer.log import to_samples
 from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, checkpoint_of, placed
 from jaxrlhf.trainer.placement import placed_for_evaluation
 from jaxrlhf.trainer.run import CHECKPOINTS, MODEL, load_data
-from jaxrlhf.workers.build import Stage
-from jaxrlhf.workers.remat import head_of
-from jaxrlhf.workers.roles import response_texts
+from jaxrlhf.workers.build import Phase
+from jaxrlhf.workers.pool_roles import head_of
+from jaxrlhf.workers.reward import response_texts
 
 _NO_FORMAT = "a module of your own (Nnx), for which there is no Hugging Face format"
 
@@ -139,7 +139,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
             raise Refusal(f"{place} trained no policy, and evaluation answers problems with one; name another run")
         else:
             adapters = None
-    stage = Stage(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start, adapters=adapters)
+    stage = Phase(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start, adapters=adapters)
     with console, closing(launch(config, tokenizer, progress=console.progress, workdir=None)) as pools:
         with closing(pools.roles(stage)) as roles:
             sampling = config.rollout.sampling if samples > 1 else Sampling(greedy=True)

@@ -27,7 +27,7 @@ from jaxrlhf.trainer.placement import Placed, place
 from jaxrlhf.trainer.resume import changed_settings, check_same_start, describe_start
 from jaxrlhf.trainer.signals import Stop, stopped_by_signals
 from jaxrlhf.trainer.summary import settings_rows
-from jaxrlhf.workers.build import Stage
+from jaxrlhf.workers.build import Phase
 
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
@@ -276,7 +276,7 @@ def _run_stage(shared: Shared, start: Path | None) -> Path | None:
     config, algorithm = shared.config, shared.config.algorithm
     assert shared.pools is not None
     total = config.steps * algorithm.updates_per_step(config)
-    roles = shared.pools.roles(Stage(config, (*algorithm.roles, ROLLOUT, "reward"), total, start))
+    roles = shared.pools.roles(Phase(config, (*algorithm.roles, ROLLOUT, "reward"), total, start))
     checkpoints = Checkpoints(
         config.folder / CHECKPOINTS, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
     )

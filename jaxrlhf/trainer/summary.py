@@ -5,7 +5,7 @@ from jaxrlhf.data import Loaded
 from jaxrlhf.models import AnyModel, OwnModel
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.single_controller.pools import Pools
-from jaxrlhf.workers.summary import Row
+from jaxrlhf.workers.summary import SummaryRow
 
 _SHOWN = 5
 """Malformed records of a split that the table names."""
@@ -18,7 +18,7 @@ def settings_rows(
     train: Loaded,
     evaluation: Loaded,
     examples: Loaded | None = None,
-) -> list[Row]:
+) -> list[SummaryRow]:
     """What the configuration comes down to on its devices.
 
     Args:
@@ -43,10 +43,10 @@ def _kind(model: AnyModel) -> str:
     return model.name if isinstance(model, OwnModel) else f"{model.family}, {model.num_layers} layers"
 
 
-def _split_rows(name: str, split: Loaded, wanted: int) -> list[Row]:
+def _split_rows(name: str, split: Loaded, wanted: int) -> list[SummaryRow]:
     used, bad = min(wanted, len(split.problems)), len(split.malformed)
     dropped = f"{split.dropped_too_long} of {split.total} dropped as too long"
-    rows: list[Row] = [("data", name, f"{used} problems", dropped)]
+    rows: list[SummaryRow] = [("data", name, f"{used} problems", dropped)]
     rows += [("data", f"{name}, malformed", f"{bad} left out", what) for what in split.malformed[:_SHOWN]]
     if split.spelled:
         what = f"{len(split.spelled)} records spell one; data.control_tokens says what becomes of it"
@@ -54,10 +54,10 @@ def _split_rows(name: str, split: Loaded, wanted: int) -> list[Row]:
     return rows
 
 
-def _step_rows(config: Config) -> list[Row]:
+def _step_rows(config: Config) -> list[SummaryRow]:
     algorithm, rollout = config.algorithm, config.rollout
     updates = algorithm.updates_per_step(config)
-    rows: list[Row] = [
+    rows: list[SummaryRow] = [
         ("step", "problems", f"{algorithm.problems_per_step(config)}", "per step"),
         ("step", "updates", f"{updates}", f"per step, {updates * config.steps} in the run"),
         ("step", "longest sequence", f"{rollout.max_prompt_tokens + rollout.max_response_tokens}", "tokens"),

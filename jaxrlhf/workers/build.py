@@ -1,71 +1,72 @@
-"""Builds the workers of one process: its share of models on meshes over a resource pool."""
+"""Builds the workers of one process: its share of models on the meshes of a pool."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batch import Params
-from jaxrlhf.batching.transfer_protocol import Place
-from jaxrlhf.config import CRITICS, ROLLOUT, Config, Lora, ModelReward, Pretrained, Training, offloaded
+from jaxrlhf.batching.transfer_protocol import RankCoordinates
+from jaxrlhf.checkpoint import check_pretrained
+from jaxrlhf.config import CRITICS, ROLLOUT, Config, ModelReward, Pretrained, offloaded
 from jaxrlhf.data import decoder
 from jaxrlhf.engine import Engine
-from jaxrlhf.models.attention.attention import Attention
 from jaxrlhf.models.attention.kernel_choice import choose_attention
-from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import Head
-from jaxrlhf.models.from_config import model_config
 from jaxrlhf.models.huggingface.config import read_config
-from jaxrlhf.models.lora.lora import adapter_shapes
-from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.resharding.transfer import Exchange
 from jaxrlhf.rewards.scorer import Scorer
-from jaxrlhf.sharding.mesh import (
-    BATCH_AXES,
-    EXPERT_AXES,
-    SLOT_AXES,
-    STAGE_AXES,
-    TENSOR_AXES,
-    factored_mesh,
-    generation_mesh,
-    replica_mesh,
-)
+from jaxrlhf.sharding.mesh import EXPERT_AXES, SLOT_AXES, factored_mesh, generation_mesh, replica_mesh
 from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.sharding.rules import GENERATE, cast_shapes, check_divisible, laid_out, shardings
+from jaxrlhf.sharding.rules import laid_out
 from jaxrlhf.sharding.submesh import local_island
-from jaxrlhf.workers.model import Progress
+from jaxrlhf.workers.actor import Actor
+from jaxrlhf.workers.critic import Critic
+from jaxrlhf.workers.model import ModelSetup, Progress
+from jaxrlhf.workers.pool_roles import PoolRoles, head_of
+from jaxrlhf.workers.process_reward import ProcessReward
+from jaxrlhf.workers.reference import FrozenActor, Reference
 from jaxrlhf.workers.remat import choose_remat
-from jaxrlhf.workers.roles import Actor, Critic, FrozenActor, ProcessReward, Reference, Reward
-from jaxrlhf.workers.sampler import Ends, Generator, Sampler
-from jaxrlhf.workers.start import check_starts, copied, initial_adapters, initial_params, quantized_each, saved_params
+from jaxrlhf.workers.reward import Reward
+from jaxrlhf.workers.role_weights import (
+    RoleWeights,
+    copied,
+    initial_adapters,
+    initial_params,
+    quantized_as,
+    saved_params,
+)
+from jaxrlhf.workers.sampler import CompletionFeed, RolloutWorker, Sampler
+from jaxrlhf.workers.score_model import ScoreModel
 from jaxrlhf.workers.tokenizer_checks import check_same_tokens, check_vocabulary, stop_tokens
-from jaxrlhf.workers.weights import adapter_layout, check_tiles, frozen, held, policy_dims, policy_shapes
 
-
-def compute_dtype(config: Config, devices: Sequence[jax.Device]) -> jnp.dtype:
-    """Dtype of activations and of the generation copy."""
-    if config.compute_dtype == "auto":
-        return jnp.dtype(jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16)
-    return jnp.dtype(config.compute_dtype)
+WORKERS: dict[str, type] = {
+    "actor": Actor,
+    **dict.fromkeys(CRITICS, Critic),
+    "process_reward": ProcessReward,
+    "reference": Reference,
+    "reward": Reward,
+    ROLLOUT: RolloutWorker,
+}
+"""The worker class of each role."""
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One stage of a run, as the processes that compute it are told.
+class Phase:
+    """One phase of a run, such as a cold start or RLHF, as the processes that compute it are told.
 
     Attributes:
-      config: Of the stage.
-      roles: That the stage calls.
-      total_updates: Over which learning rates decay.
+      config: The phase's configuration.
+      roles: Names of the roles that the phase calls.
+      total_updates: Updates over which learning rates decay.
       policy: Folder of a checkpoint's actor to start from; None is the configuration's model.
-      adapters: Idem of its adapters; None is as the configuration starts them.
+      adapters: Folder of a checkpoint's adapters to start from; None starts them as the configuration says.
     """
 
     config: Config
@@ -75,19 +76,19 @@ class Stage:
     adapters: Path | None = None
 
 
-class Builder:
-    """Builds roles on one pool; the engine is built once and serves every stage of a run.
+class Builder(PoolRoles):
+    """Builds workers on one pool; the engine is built once and serves every phase of a run.
 
     Args:
-      config: Of the run.
+      config: The run's.
       tokenizer: The policy's.
-      pool: Where the roles are placed.
-      roles: That are placed on the pool in any stage.
-      rank: Of this process among those that share the pool, and their number.
-      progress: Told how far generation and rewards are.
+      pool: Devices of the roles.
+      roles: Names of the roles that are placed on the pool in any phase.
+      rank: Index of this process among those that share the pool, and their number.
+      progress: Told how far long calls are.
       reward_output: File that takes what reward functions print; None is the standard error stream.
-      address: Under which other hosts reach this one.
-      ends: Shared by the builders of this process.
+      address: Address under which other hosts reach this one.
+      feed: Shared by the builders of this process.
     """
 
     def __init__(
@@ -97,50 +98,40 @@ class Builder:
         pool: ResourcePool,
         roles: Collection[str],
         *,
-        rank: tuple[int, int],
+        rank: tuple[int, int] = (0, 1),
         progress: Progress,
         reward_output: Path | None = None,
         address: str = "127.0.0.1",
-        ends: Ends | None = None,
+        feed: CompletionFeed | None = None,
     ) -> None:
-        self.config, self.tokenizer, self.pool, self._progress = config, tokenizer, pool, progress
-        self.rank, self._ends = rank, ends or Ends()
+        super().__init__(config, tokenizer, pool, roles)
+        self.rank, self.progress, self._feed = rank, progress, feed or CompletionFeed()
         carrier = "direct" if config.cluster is None else config.cluster.weights
         self._exchange, self._reward_output = Exchange(address, carrier=carrier), reward_output
-        self.model = model_config(config.model, tokenizer)
-        check_vocabulary(tokenizer, self.model, role="actor")
-        self.dtype = compute_dtype(config, pool.devices)
-        self.width = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-        self.shapes = param_shapes(self.model, "lm", jnp.float32)
+        self.policy = RoleWeights("actor", self.model, "lm", self.dtype, config.actor.lora)
         layout = config.actor.layout
-        apart = any(ROLLOUT in pool.roles for pool in config.pools)
         self.hybrid: HybridEngine | None = None
         self.sampler: Sampler | None = None
         if "actor" in roles:
             mesh = factored_mesh(layout, pool.devices)
-            held(mesh, self.model, "lm", config.actor.lora, dtype=self.dtype, role="actor")  # or it is refused here
-            if not apart:
-                generation, dims = generation_mesh(layout, pool.devices), policy_dims(self.model, config.actor.lora)
+            self.policy.trained_params(mesh)  # or it is refused here
+            if not any(ROLLOUT in other.roles for other in config.pools):
+                generation, dims = generation_mesh(layout, pool.devices), self.policy.dims()
                 self.sampler = self._sampler(generation)
-                shapes = policy_shapes(self.model, config.actor.lora, dtype=self.dtype)
-                self.hybrid = HybridEngine.by_rules(mesh, generation, dims, shapes, dtype=self.dtype)
+                self.hybrid = HybridEngine.by_rules(mesh, generation, dims, self.policy.shapes(), dtype=self.dtype)
         if ROLLOUT in roles:
-            self.sampler = self._sampler(
-                replica_mesh(config.actor.layout, pool.devices, role=f"rollout on pool {pool.name!r}")
-            )
-        trained = config.algorithm.training(config).keys() & set(roles)
-        self.remat = {role: choose_remat(self, role, roles) for role in sorted(trained)}
+            self.sampler = self._sampler(replica_mesh(layout, pool.devices, role=f"rollout on pool {pool.name!r}"))
+        self.remat = {role: choose_remat(self, role) for role in sorted(self.trained)}
         self._scorer: Scorer | None = None
         if "reward" in roles and not config.rewards.by_model:
             self.scorer()  # now, so that a function that does not load is refused before anything compiles
         for part in config.rewards.parts if "reward" in roles else ():
             if isinstance(part, ModelReward):
-                read_config(part.path)  # idem; weights are loaded with those of the other models
+                read_config(part.path)  # refused now; weights are loaded with those of the other models
 
     def _sampler(self, mesh: Mesh) -> Sampler:
         config, rollout = self.config, self.config.rollout
-        check_divisible(mesh, param_dims(self.model, "lm"), self.shapes, GENERATE, role="generation")
-        check_tiles(mesh, self.model, "lm", config.actor.lora, GENERATE, role="generation")
+        self.policy.check_generation(mesh)
         island = local_island(mesh)
         share = island.size / mesh.size
         engine = Engine(
@@ -170,17 +161,15 @@ class Builder:
                 cache=rollout.cache,
             ),
         )
-        return Sampler(engine, mesh, island, self.width, self._progress, self._ends)
+        return Sampler(engine, mesh, island, self.width, self.progress, self._feed)
 
     def scorer(self) -> Scorer:
-        """Of this process alone, made once: reward models are on its own devices."""
+        """Scorer of this process alone, made once: reward models are on its own devices."""
         if self._scorer is not None:
             return self._scorer
         models: dict[str, Callable[..., Any]] = {}
         parts = [part for part in self.config.rewards.parts if isinstance(part, ModelReward)]
         if parts:
-            from jaxrlhf.workers.score_model import ScoreModel
-
             devices = [device for device in self.pool.devices if device.process_index == jax.process_index()]
             offload, attention = offloaded(self.config.offload, "reward", "parameters"), self.config.attention
             for part in parts:
@@ -190,203 +179,147 @@ class Builder:
         self._scorer = Scorer(self.config.rewards, models=models, output=self._reward_output)
         return self._scorer
 
-    def workers(self, stage: Stage, roles: Collection[str]) -> dict[str, Any]:
-        """The named roles, all starting from the policy that the stage starts from."""
-        check_starts(self.config, policy=stage.policy)
+    def workers(self, phase: Phase) -> dict[str, Any]:
+        """The workers of a phase on this pool, all starting from the policy that the phase starts from."""
+        self._check_starts(phase)
+        roles = [role for role in self.roles if role in phase.roles]
         workers: dict[str, Any] = {}
         if ROLLOUT in roles:
             assert self.sampler is not None
-            layout = self.generation_layout(self.sampler.mesh)
-            workers[ROLLOUT] = Generator(self.sampler, layout, self.generation_shapes(), self._exchange)
+            layout = self.policy.generation_layout(self.sampler.mesh)
+            workers[ROLLOUT] = RolloutWorker(self.sampler, layout, self.policy.generation_shapes(), self._exchange)
         if "reward" in roles:
-            reward = Reward(self.scorer(), Place.alone(*self.rank), decoder(self.tokenizer), self._progress)
-            workers["reward"], self._ends.listen = reward, reward.listen
+            place = RankCoordinates.alone(*self.rank)
+            workers["reward"] = reward = Reward(self.scorer(), place, decoder(self.tokenizer), self.progress)
+            self._feed.listen = reward.listen
         if not set(roles) - {ROLLOUT, "reward"}:
             return workers
-        frozen_actor = stage.config.reference_is_frozen_actor
+        frozen_actor = phase.config.reference_is_frozen_actor
         copying = {"process_reward", *CRITICS, *([] if frozen_actor else ["reference"])}
-        start = self._policy(stage, roles, copied=bool(copying & set(roles)))
+        start = self._policy_params(phase, roles, copied=bool(copying & set(roles)))
         if "reference" in roles and not frozen_actor:
             workers["reference"] = self._reference(start)
         for role in CRITICS:
             if role in roles:
-                workers[role] = self._critic(role, start, stage)
+                workers[role] = self._critic(role, start, phase)
         if "process_reward" in roles:
-            workers["process_reward"] = self._process_reward(start, stage)
+            workers["process_reward"] = self._process_reward(start, phase)
         if "actor" in roles:  # last: the others copy the policy that it takes over
-            workers["actor"] = self._actor(start, stage)
+            workers["actor"] = self._actor(start, phase)
         if "reference" in roles and frozen_actor:
             lora = self.config.actor.lora
-            adapters = self._adapters("actor", "lm", lora) if lora is not None and lora.start is not None else {}
+            adapters = self._adapters(self.policy) if lora is not None and lora.start is not None else None
             workers["reference"] = FrozenActor(workers["actor"], adapters or {})
         return workers
 
-    def generation_shapes(self) -> Any:
-        """Shapes of the policy's weights as it generates."""
-        lora = self.config.actor.lora
-        trained = policy_shapes(self.model, lora, dtype=self.dtype)
-        return cast_shapes(policy_dims(self.model, lora), trained, dtype=self.dtype)
+    def _check_starts(self, phase: Phase) -> None:
+        """Refuse checkpoints that no role could start from, before anything is loaded or compiled.
 
-    def generation_layout(self, mesh: Mesh) -> Any:
-        """Shardings of the policy's weights as it generates on a mesh."""
-        return shardings(mesh, policy_dims(self.model, self.config.actor.lora), GENERATE)
+        Raises:
+          Refusal: See `check_pretrained`.
+        """
+        wanted: list[tuple[str, Head]] = []
+        for role in self.config.algorithm.roles:
+            own = self.own_model(role)
+            model = self.config.model if own is None and phase.policy is None else own
+            if isinstance(model, Pretrained):
+                wanted.append((model.path, head_of(role) if own is not None else "lm"))
+        wanted += [(part.path, "score") for part in self.config.rewards.parts if isinstance(part, ModelReward)]
+        for path, head in dict.fromkeys(wanted):
+            check_pretrained(path, read_config(path), head)
 
-    def _policy(self, stage: Stage, roles: Collection[str], *, copied: bool) -> Params:
-        """The policy's parameters before the stage, in the training layout and dtypes of a role that needs them.
+    def _policy_params(self, phase: Phase, roles: Collection[str], *, copied: bool) -> Params:
+        """The policy's parameters before the phase, in the training layout and dtypes of a role that needs them.
 
         If no other role copies them, they may be quantised as they are loaded.
         """
         role = next(name for name in ("actor", "reference", "process_reward", *CRITICS) if name in roles)
-        lora = stage.config.actor.lora if role == "actor" else None
-        if lora is not None and (copied or stage.policy is not None):
+        lora = phase.config.actor.lora if role == "actor" else None
+        if lora is not None and (copied or phase.policy is not None):
             lora = replace(lora, quantize=None)
-        target = held(self.mesh(role), self.model, "lm", lora, dtype=self.dtype, role=role)
-        if stage.policy is None:
-            return initial_params(self.config.model, self.model, "lm", target, seed=self.config.seed)
-        return saved_params(stage.policy, target)
+        weights = replace(self.policy, role=role, lora=lora)
+        target = weights.trained_params(self.mesh(role))
+        if phase.policy is None:
+            return initial_params(self.config.model, weights, target, seed=self.config.seed)
+        return saved_params(phase.policy, target)
 
-    def _adapters(self, role: str, head: Head, lora: Lora | None, saved: Path | None = None) -> Params | None:
-        """What is trained beside a role's frozen parameters, as it starts; None where they are trained themselves."""
-        if lora is None:
+    def _adapters(self, weights: RoleWeights, saved: Path | None = None) -> Params | None:
+        """Adapters of a role as it starts; None where its parameters are trained themselves."""
+        if weights.lora is None:
             return None
-        config = self.model_of(role)
-        layout = adapter_layout(self.mesh(role), config, head, lora, role=role)
+        mesh = self.mesh(weights.role)
         if saved is not None:
-            return saved_params(saved, laid_out(adapter_shapes(config, head, lora), layout))
-        return initial_adapters(config, head, lora, layout, seed=self.config.seed)
+            return saved_params(saved, laid_out(weights.adapter_shapes(), weights.adapter_layout(mesh)))
+        return initial_adapters(weights, mesh, seed=self.config.seed)
 
-    def mesh(self, role: str) -> Mesh:
-        """The training mesh of a role on this pool."""
-        return factored_mesh(self.training(role).layout, self.pool.devices, role=role)
-
-    def attention(self, role: str) -> Attention:
-        """The kernels of a role in its training layout."""
-        return choose_attention(
-            self.model_of(role),
-            self.dtype,
-            self.mesh(role),
-            row_axes=BATCH_AXES,
-            head_axes=TENSOR_AXES,
-            expert_axes=EXPERT_AXES,
-            stage_axes=STAGE_AXES,
-            wanted=self.config.attention,
-        )
-
-    def model_of(self, role: str) -> AnyModel:
-        """The shape of a role's decoder."""
-        own = self.own_model(role)
-        return self.model if own is None else model_config(own, self.tokenizer)
-
-    def own_model(self, role: str) -> Pretrained | None:
-        """Where a role's weights come from; None where it starts from the policy."""
-        return getattr(self.config.algorithm, f"{role}_model", None)
-
-    def training(self, role: str) -> Training:
-        """How a role is laid out and fed; the reference as the actor, but for its layout.
-
-        It has no token budget of its own, so it gets a row on each of its devices where the actor's holds fewer.
-        """
-        if role != "reference":
-            return self.config.algorithm.training(self.config)[role]
-        actor, layout = self.config.actor, self.config.reference_layout or self.config.actor.layout
-        shards = len(self.pool.devices) // (layout.stage * layout.tensor)
-        return replace(
-            actor, layout=layout, tokens_per_microbatch=max(actor.tokens_per_microbatch, self.width * shards)
-        )
-
-    def _shared(self, role: str) -> dict[str, Any]:
+    def _setup(self, role: str) -> ModelSetup:
         parts = [part for part in ("parameters", "optimizer") if offloaded(self.config.offload, role, part)]
-        return {
-            "remat": role in self.remat and self.remat[role].on,
-            "width": self.width,
-            "longest_response": self.config.rollout.max_response_tokens,
-            "dtype": self.dtype,
-            "attention": self.attention(role),
-            "progress": self._progress,
-            "offload": parts,
-        }
+        return ModelSetup(
+            role,
+            self.model_of(role),
+            head_of(role),
+            self.mesh(role),
+            self.training(role),
+            remat=role in self.remat and self.remat[role].on,
+            width=self.width,
+            longest_response=self.config.rollout.max_response_tokens,
+            dtype=self.dtype,
+            attention=self.attention(role),
+            progress=self.progress,
+            offload=parts,
+            temperature=self.config.rollout.sampling.temperature,
+        )
 
-    def _actor(self, start: Params, stage: Stage) -> Actor:
-        target = held(self.mesh("actor"), self.model, "lm", stage.config.actor.lora, dtype=self.dtype, role="actor")
+    def _actor(self, start: Params, phase: Phase) -> Actor:
+        weights = replace(self.policy, lora=phase.config.actor.lora)
         return Actor(
-            "actor",
-            self.model,
-            "lm",
-            self.mesh("actor"),
-            quantized_each(start, target),
-            self.config.actor,
-            **self._shared("actor"),
-            optimizer=stage.config.actor.optimizer,
-            total_updates=stage.total_updates - stage.config.algorithm.resting_updates(stage.config),
-            adapters=self._adapters("actor", "lm", stage.config.actor.lora, stage.adapters),
+            self._setup("actor"),
+            quantized_as(start, weights.trained_params(self.mesh("actor"))),
+            optimizer=phase.config.actor.optimizer,
+            total_updates=phase.total_updates - phase.config.algorithm.resting_updates(phase.config),
+            adapters=self._adapters(weights, phase.adapters),
             sampler=self.sampler,
             hybrid=self.hybrid,
             exchange=self._exchange,
-            temperature=self.config.rollout.sampling.temperature,
         )
 
     def _reference(self, start: Params) -> Reference:
-        mesh, config, own = self.mesh("reference"), self.model_of("reference"), self.own_model("reference")
-        lora = self.config.actor.lora if own is None else None
-        target = frozen(mesh, config, "lm", lora, dtype=self.dtype, role="reference")
+        weights, own = self.weights("reference"), self.own_model("reference")
+        target = weights.frozen_params(self.mesh("reference"))
         if own is not None:
-            check_vocabulary(self.tokenizer, config, role="reference")
+            check_vocabulary(self.tokenizer, weights.model, role="reference")
             check_same_tokens(self.tokenizer, own.path)
-            start = initial_params(own, config, "lm", target, seed=self.config.seed)
-        return Reference(
-            "reference",
-            config,
-            "lm",
-            mesh,
-            copied(start, target),
-            self.training("reference"),
-            **self._shared("reference"),
-            temperature=self.config.rollout.sampling.temperature,
-        )
+            start = initial_params(own, weights, target, seed=self.config.seed)
+        return Reference(self._setup("reference"), copied(start, target))
 
-    def _critic(self, role: str, start: Params, stage: Stage) -> Critic:
-        training, own = self.training(role), self.own_model(role)
-        mesh, lora = self.mesh(role), training.lora
-        config = self.model_of(role)
-        check_vocabulary(self.tokenizer, config, role=role)
-        target = held(mesh, config, "value", lora, dtype=self.dtype, role=role)
+    def _critic(self, role: str, start: Params, phase: Phase) -> Critic:
+        weights, training, own = self.weights(role), self.training(role), self.own_model(role)
+        check_vocabulary(self.tokenizer, weights.model, role=role)
+        target = weights.trained_params(self.mesh(role))
         if own is None:
-            trunk = {name: leaf for name, leaf in start.items() if name != "head"}
-            params = copied(trunk, target)
+            params = copied({name: leaf for name, leaf in start.items() if name != "head"}, target)
         else:
-            params = initial_params(own, config, "value", target, seed=self.config.seed)
-        adapters = self._adapters(role, "value", lora)
-        if adapters is not None and lora is not None:
+            params = initial_params(own, weights, target, seed=self.config.seed)
+        adapters = self._adapters(weights)
+        if adapters is not None and training.lora is not None:
             head = params.pop("head")  # trained whole, and so among the adapters
-            adapters = {**adapters, "head": head} if lora.start is None else adapters
+            adapters = {**adapters, "head": head} if training.lora.start is None else adapters
         return Critic(
-            role,
-            config,
-            "value",
-            mesh,
+            self._setup(role),
             params,
-            training,
-            **self._shared(role),
             optimizer=training.optimizer,
-            total_updates=stage.total_updates,
+            total_updates=phase.total_updates,
             adapters=adapters,
         )
 
-    def _process_reward(self, start: Params, stage: Stage) -> ProcessReward:
-        training, mesh = self.training("process_reward"), self.mesh("process_reward")
-        target = held(mesh, self.model, "lm", training.lora, dtype=self.dtype, role="process_reward")
+    def _process_reward(self, start: Params, phase: Phase) -> ProcessReward:
+        weights, training = self.weights("process_reward"), self.training("process_reward")
         return ProcessReward(
-            "process_reward",
-            self.model,
-            "lm",
-            mesh,
-            copied(start, target),
-            training,
-            **self._shared("process_reward"),
+            self._setup("process_reward"),
+            copied(start, weights.trained_params(self.mesh("process_reward"))),
             optimizer=training.optimizer,
-            total_updates=stage.total_updates,
-            adapters=self._adapters("process_reward", "lm", training.lora),
-            temperature=self.config.rollout.sampling.temperature,
+            total_updates=phase.total_updates,
+            adapters=self._adapters(weights),
         )
 
     def close(self) -> None:

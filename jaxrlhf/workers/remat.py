@@ -1,46 +1,40 @@
-"""Whether a trained role computes its layers again in the backward pass, chosen before anything compiles."""
+"""Rematerialisation: true for roles whose layers are computed again in the backward pass, chosen before compiling."""
 
 import math
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jaxrlhf.config import CRITICS, ROLLOUT, ModelReward, Refusal, offloaded
+from jaxrlhf.config import ROLLOUT, ModelReward, Refusal, offloaded
 from jaxrlhf.models import OwnModel, read_config
-from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.memory import adapters_held, keeps_activations, training_activation_bytes, weights_held
 from jaxrlhf.sharding.mesh import BATCH_AXES
 from jaxrlhf.workers.model import microbatch_shape, most_of_all_hosts
-
-if TYPE_CHECKING:
-    from jaxrlhf.workers.build import Builder
+from jaxrlhf.workers.pool_roles import PoolRoles, head_of
 
 _WEIGHT, _MOMENTS, _GRADIENTS = 4, 8, 8
 """Bytes of a trained weight: itself, its two moments, and while it is updated a microbatch's gradient and the sum."""
 
 
 class RematChoice(NamedTuple):
-    """The choice for one role.
+    """Choice for one role.
 
     Attributes:
-      on: Layers are computed again.
-      why: For the table of derived settings.
+      on: True if layers are computed again.
+      why: Reason, for the table at the start.
     """
 
     on: bool
     why: str
 
 
-def choose_remat(builder: "Builder", role: str, roles: Collection[str]) -> RematChoice:
-    """What `Training.remat` of a role comes down to on its pool.
-
-    Args:
-      roles: All that are placed on the pool.
-    """
-    setting, devices = builder.training(role).remat, builder.pool.devices
-    if isinstance(builder.model_of(role), OwnModel):
+def choose_remat(on: PoolRoles, role: str) -> RematChoice:
+    """Resolve `Training.remat` of a role on its pool."""
+    setting, devices = on.training(role).remat, on.pool.devices
+    if isinstance(on.model_of(role), OwnModel):
         if setting == "full":
             raise Refusal(
                 f"{role}.remat='full' is for the layers of the decoder; a model of your own says itself what is "
@@ -54,7 +48,7 @@ def choose_remat(builder: "Builder", role: str, roles: Collection[str]) -> Remat
     memory = device_memory(devices)
     if memory is None:
         return RematChoice(True, "remat='auto', and the memory of the devices is not known")
-    needed = update_bytes(builder, role, roles)
+    needed = update_bytes(on, role)
     keeps = keeps_activations(needed, memory)
     return RematChoice(not keeps, f"remat='auto': {needed / 2**30:.1f} of {memory / 2**30:.1f} GiB if all were kept")
 
@@ -66,33 +60,31 @@ def device_memory(devices: Sequence[jax.Device]) -> int | None:
     return int(-most_of_all_hosts(np.array(-least))) << 20 or None
 
 
-def update_bytes(builder: "Builder", role: str, roles: Collection[str]) -> float:
-    """Bytes that a device of the pool holds while the role is updated and keeps all activations, about."""
-    training, model, head = builder.training(role), builder.model_of(role), head_of(role)
+def update_bytes(on: PoolRoles, role: str) -> float:
+    """Bytes that a device of the pool holds, about, while the role is updated and keeps all activations."""
+    held = sum(_held_bytes(on, other, updates=other == role) for other in on.roles)
+    return activation_bytes(on, role, remat=False) + held
+
+
+def activation_bytes(on: PoolRoles, role: str, *, remat: bool) -> float:
+    """Bytes of a microbatch's activations on a device, about, logits included."""
+    training, mesh, model = on.training(role), on.mesh(role), on.model_of(role)
     assert isinstance(model, ModelConfig), "models of a user's own choose for themselves"
-    row_tokens, rows = microbatch_shape(training, builder.mesh(role), width=builder.width, role=role)
-    shards = math.prod(builder.mesh(role).shape[axis] for axis in BATCH_AXES)
-    activations = training_activation_bytes(
+    row_tokens, rows = microbatch_shape(training, mesh, width=on.width, role=role)
+    return training_activation_bytes(
         model,
-        head,
+        head_of(role),
         training.layout,
-        tokens=rows * row_tokens // shards,
-        row_tokens=row_tokens if builder.attention(role).rows == "xla" else 0,
-        itemsize=builder.dtype.itemsize,
-        remat=False,
+        tokens=rows * row_tokens // math.prod(mesh.shape[axis] for axis in BATCH_AXES),
+        row_tokens=row_tokens if on.attention(role).rows == "xla" else 0,  # other kernels keep no scores
+        itemsize=on.dtype.itemsize,
+        remat=remat,
     )
-    held = sum(_held_bytes(builder, other, updates=other == role) for other in roles)
-    return activations + held
 
 
-def head_of(role: str) -> Head:
-    """What the last hidden state of a role is read with."""
-    return "value" if role in CRITICS else "lm"
-
-
-def _held_bytes(builder: "Builder", role: str, *, updates: bool) -> float:
+def _held_bytes(on: PoolRoles, role: str, *, updates: bool) -> float:
     """Bytes of a role on one device while it, or another, is updated."""
-    config, compute = builder.config, builder.dtype.itemsize
+    config, compute = on.config, on.dtype.itemsize
     if role == "reward":
         if offloaded(config.offload, role, "parameters"):
             return 0.0
@@ -103,7 +95,7 @@ def _held_bytes(builder: "Builder", role: str, *, updates: bool) -> float:
     if role == "reference" and config.reference_is_frozen_actor:
         return 0.0
     training = config.algorithm.training(config).get(role)
-    model, layout = builder.model_of(role), builder.training(role).layout
+    model, layout = on.model_of(role), on.training(role).layout
     frozen, learnt = weights_held(model, head_of(role), layout), 0.0
     if training is not None and training.lora is not None and config.cold_start is None:  # which trains all weights
         assert isinstance(model, ModelConfig), "adapters are of the decoder"

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrlhf.batch import Array
-from jaxrlhf.batching.packing import Rows
+from jaxrlhf.batching.packing import PackedBatch
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.moe.experts import RouterInputs, RouterOutputs
@@ -25,12 +25,12 @@ def router_coefficient(config: AnyModel, wanted: float | None, *, role: str) -> 
     return config.experts.loss_coefficient if wanted is None else wanted
 
 
-def router_inputs(rows: Rows) -> RouterInputs:
+def router_inputs(rows: PackedBatch) -> RouterInputs:
     """Balance is over the tokens that something is said of, those of each sequence by themselves."""
     return RouterInputs(jnp.where(rows.mask_RW, rows.segment_RW, 0))
 
 
-def router_metrics(routed: RouterOutputs, rows: Rows, config: AnyModel, *, role: str) -> dict[str, Any]:
+def router_metrics(routed: RouterOutputs, rows: PackedBatch, config: AnyModel, *, role: str) -> dict[str, Any]:
     """Per token, to be averaged over the mask; means over layers.
 
     How loaded the busiest expert is, against all alike, is one number of a microbatch and stands at each token.

@@ -1,4 +1,4 @@
-"""Generating responses: on the actor's own devices, or on a pool apart with copies of its weights."""
+"""Generation of rollouts: on the actor's own devices, or on another pool with copies of its weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrlhf.batch import Problem, Rollout, Sequences
-from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, Place, verb
+from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Completion, Engine, Request
 from jaxrlhf.models.lora.lora import adapted
@@ -17,19 +17,19 @@ from jaxrlhf.resharding.transfer import Exchange, Offer, Splits, splits_of
 from jaxrlhf.sharding.submesh import hand_over
 from jaxrlhf.workers.model import Metrics, Progress
 
-Listener = Callable[[Problem, Completion], None]
+CompletionListener = Callable[[Problem, Completion], None]
 """Told of a response as it ends, with the problem that it answers."""
 
 
 @dataclass
-class Ends:
-    """Where a process's reward worker hears of the responses that any pool in this process generates.
+class CompletionFeed:
+    """Connection from the samplers of a process to its reward worker.
 
     Attributes:
-      listen: Called as a rollout begins; what it returns is told of each response. None while nobody wants to hear.
+      listen: Called as a rollout begins; returns the listener to its responses. None while nobody listens.
     """
 
-    listen: Callable[[], Listener] | None = None
+    listen: Callable[[], CompletionListener] | None = None
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Sampler:
 
     Attributes:
       mesh: The whole generation mesh.
-      island: The part of it that this process drives; its replicas need no other process.
+      island: This process's part of it; its replicas need no other process.
       width: T, columns of a rollout's arrays.
-      ends: Told of each response as it ends, while others are still generated.
+      feed: Told of each response as it ends, while others are still generated.
     """
 
     engine: Engine
@@ -48,15 +48,15 @@ class Sampler:
     island: Mesh
     width: int
     progress: Progress
-    ends: Ends
+    feed: CompletionFeed
 
     def load(self, weights: Any, version: int, *, spent: Any) -> None:
         """Set the engine's weights, given in the generation layout over the whole mesh.
 
         Args:
-          weights: `parameters`, and where they have some, `adapters`, which are applied beside them: added to weights
+          weights: `parameters`, and `adapters` if there are some, which are applied beside them: added to weights
             of few bits, small changes would be rounded away.
-          spent: Tree of bools: which of them nobody else reads, as `Engine.load` takes it. Beside adapters all stay.
+          spent: Tree of bools, true where nobody else reads the weights, for `Engine.load`. Beside adapters all stay.
         """
         here = hand_over(weights, self.island)
         if "adapters" in here:
@@ -87,50 +87,52 @@ class Sampler:
             sampling,
             seed=seed,
             progress=lambda done, total: self.progress("generate", done, total),
-            on_completion=self._told(requests, prompts),
+            on_completion=self._listener(requests, prompts),
         )
         return to_rollout(prompts, completions, width=self.width)
 
-    def _told(self, requests: Sequence[Request], problems: Sequence[Problem]) -> Callable[[Completion], None] | None:
-        if self.ends.listen is None:
+    def _listener(
+        self, requests: Sequence[Request], problems: Sequence[Problem]
+    ) -> Callable[[Completion], None] | None:
+        if self.feed.listen is None:
             return None
-        tell = self.ends.listen()
+        listener = self.feed.listen()
         asked = {request.request_id: problem for request, problem in zip(requests, problems, strict=True)}
-        return lambda completion: tell(asked[completion.request_id], completion)
+        return lambda completion: listener(asked[completion.request_id], completion)
 
 
-class Generator:
-    """The rollout role: an engine that is sent the actor's weights.
+class RolloutWorker:
+    """The rollout role: an engine on another pool, which is sent the actor's weights.
 
     Args:
-      layout: Tree of shardings of the weights, over the sampler's whole mesh.
-      shapes: The same tree of shaped arrays.
+      layout: Shardings of the weights over the sampler's whole mesh.
+      shapes: Shapes of the weights, a tree as the layout.
       exchange: Takes the weights from the actor's pool.
     """
 
     def __init__(self, sampler: Sampler, layout: Any, shapes: Any, exchange: Exchange) -> None:
-        self.place = Place.of(sampler.mesh)
+        self.place = RankCoordinates.of(sampler.mesh)
         self._sampler, self._layout, self._shapes, self._exchange = sampler, layout, shapes, exchange
         self._weights: dict[str, Any] = {}
         self._version = -1
         self._metrics: Metrics = {}
 
     def take_metrics(self) -> Metrics:
-        """What receiving weights cost since the last call."""
+        """Cost of receiving weights since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    @verb(ONE_TO_ALL)
+    @worker_method(ONE_TO_ALL)
     def wanted_weights(self) -> Splits:
-        """How many ways every weight that is to be sent is split here."""
+        """Splits of every weight that is to be sent."""
         return splits_of(*({part: tree[part] for part in self._missing()} for tree in (self._layout, self._shapes)))
 
     def _missing(self) -> list[str]:
-        """Parts of the weights to be sent: what is trained, and once what is frozen beside it."""
+        """Parts of the weights to be sent: the trained ones, and once the frozen ones beside them."""
         trained = "adapters" if "adapters" in self._layout else "parameters"
         return [part for part in self._layout if part == trained or part not in self._weights]
 
-    @verb(ONE_TO_ALL)
+    @worker_method(ONE_TO_ALL)
     def load_weights(self, offers: Sequence[tuple[int, Offer]]) -> int:
         """Take the weights that every rank of the actor offers; returns their version."""
         self._sampler.engine.unload()
@@ -149,12 +151,12 @@ class Generator:
         self._sampler.load(self._weights, version, spent=jax.tree.map(lambda _: True, self._layout))
         return self._version
 
-    @verb(ONE_TO_ALL)
+    @worker_method(ONE_TO_ALL)
     def compile_generation(self, prompt_lengths: Sequence[int], *, versions: Sequence[int]) -> None:
-        """Compile what generating from prompts of these lengths needs, so that no later step has to."""
-        self._holding(versions).engine.compile_ahead(prompt_lengths)
+        """Compile the programs that generate from prompts of these lengths, so that no later step has to."""
+        self._at_version(versions).engine.compile_ahead(prompt_lengths)
 
-    @verb(THREE_D_ALL_MICRO_DP)
+    @worker_method(THREE_D_ALL_MICRO_DP)
     def generate_sequences(
         self,
         problems: Sequence[Problem],
@@ -164,18 +166,18 @@ class Generator:
         seed: int,
         versions: Sequence[int],
     ) -> Rollout:
-        """As the actor's, with the weights last sent."""
-        sampler = self._holding(versions)
+        """Sample responses, prompt-major, with the weights last sent; see `Actor.generate_sequences`."""
+        sampler = self._at_version(versions)
         return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
-    def _holding(self, versions: Sequence[int]) -> Sampler:
+    def _at_version(self, versions: Sequence[int]) -> Sampler:
         """The sampler, whose engine frees its cache by itself; the weights stay."""
         assert set(versions) == {self._version}, f"holds version {self._version}, asked for {sorted(set(versions))}"
         return self._sampler
 
 
 def _choices(recorded: Sequence[np.ndarray | None], *, width: int) -> np.ndarray | None:
-    """Experts of every token; -1 where none were recorded, as of the last token of each response."""
+    """`choice_BTLk`, experts of every token; -1 where none were recorded, such as at a response's last token."""
     if not recorded or recorded[0] is None:
         return None
     choice_BTLk = np.full((len(recorded), width, *recorded[0].shape[1:]), -1, np.int16)

@@ -12,9 +12,9 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.checkpoint import load_pretrained
 from jaxrlhf.data import load_tokenizer
 from jaxrlhf.models import choose_attention, hidden_states, pipeline_over, read_config, resolve, score
-from jaxrlhf.resharding.offload import to_device, to_host
 from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES
-from jaxrlhf.workers.model import layout_of
+from jaxrlhf.workers.offloadable import Offloadable
+from jaxrlhf.workers.role_weights import RoleWeights
 
 _SMALLEST_WIDTH = 64
 
@@ -29,9 +29,9 @@ class ScoreModel:
     Args:
       path: Checkpoint directory or hub id, `...ForSequenceClassification` with one label.
       mesh: A factored mesh; parameters are laid out as for training, rows are split over the batch axes.
-      dtype: Of parameters and activations; the head computes in float32.
+      dtype: Dtype of parameters and activations; the head computes in float32.
       offload: Parameters wait in host memory between calls.
-      attention: As `Config.attention`.
+      attention: Kernels, see `Config.attention`.
       tokens_per_batch: Most tokens (padding included) of one forward pass, unless one row per device is more.
 
     Raises:
@@ -50,12 +50,9 @@ class ScoreModel:
     ) -> None:
         self._config = read_config(path)
         self._tokenizer = load_tokenizer(str(resolve(path)))
-        self._params = load_pretrained(
-            path, self._config, "score", layout_of(mesh, self._config, "score", role="reward model"), dtype=dtype
-        )
-        self._offload = offload
-        if offload:
-            self._params, _ = to_host(self._params)
+        layout = RoleWeights("reward model", self._config, "score", dtype, None).layout(mesh)
+        params = load_pretrained(path, self._config, "score", layout, dtype=dtype)
+        self.parameters = Offloadable(params, offload=offload)
         self._dtype, self._tokens_per_batch = dtype, tokens_per_batch
         self._rows_multiple = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         self._row_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
@@ -80,13 +77,8 @@ class ScoreModel:
         positions has no score: NaN.
         """
         sequences = [self._encode(prompt + response, finished) for prompt, response, finished in texts]
-        if not self._offload:
+        with self.parameters.on_devices():
             return self._score(sequences)
-        self._params, _ = to_device(self._params)
-        try:
-            return self._score(sequences)
-        finally:
-            self._params, _ = to_host(self._params)
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
         """The score of each sequence, by parameters on the devices."""
@@ -97,7 +89,7 @@ class ScoreModel:
                 length_R[row] = len(sequences[index])
                 token_RW[row, : length_R[row]] = sequences[index]
             placed = jax.device_put((token_RW, length_R), self._row_sharding)
-            score_B[chosen] = np.asarray(self._forward(self._params, *placed))[: len(chosen)]
+            score_B[chosen] = np.asarray(self._forward(self.parameters.tree, *placed))[: len(chosen)]
         return score_B
 
     def _encode(self, text: str, finished: bool) -> list[int]:

@@ -1,46 +1,41 @@
-"""What a configuration comes down to on the devices of one pool, as rows of a table."""
+"""Summary of a pool for the table at the start of a run: devices, layouts, kernels, bytes."""
 
 import math
-from collections.abc import Collection
 
 import jax
 
-from jaxrlhf.batching.transfer_protocol import Place
+from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.config import ROLLOUT, Layout, PolicyGradient, Preference, Refusal
 from jaxrlhf.models import OwnModel, empty_cache
-from jaxrlhf.models.lora.lora import adapter_shapes
-from jaxrlhf.models.memory import training_activation_bytes
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES
 from jaxrlhf.sharding.rules import shard_bytes
 from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.model import microbatch_shape
-from jaxrlhf.workers.remat import head_of
+from jaxrlhf.workers.remat import activation_bytes
+from jaxrlhf.workers.role_weights import layout_in
 from jaxrlhf.workers.sampler import Sampler
-from jaxrlhf.workers.weights import adapter_layout, frozen, held, layout_in
 
-Row = tuple[str, str, str, str]
-"""Section, name, value, and what the value follows from."""
+SummaryRow = tuple[str, str, str, str]
+"""Section, name, value, and the reason of the value."""
 
 
-def pool_rows(builder: Builder, roles: Collection[str]) -> list[Row]:
-    """The pool, and each role on it.
+def pool_rows(builder: Builder) -> list[SummaryRow]:
+    """Rows of the pool, and of each role on it.
 
     Raises:
       Refusal: A layout, a batch or a token budget that the pool cannot hold.
     """
-    pool = builder.pool
+    pool, roles = builder.pool, builder.roles
     hosts = len({device.process_index for device in pool.devices})
     place = f"{', '.join(roles)}; compute in {builder.dtype.name}"
     over = f" on {hosts} hosts" if hosts > 1 else ""
-    rows: list[Row] = [("pool", pool.name, f"{len(pool.devices)} x {pool.devices[0].device_kind}{over}", place)]
-    _check_batches(builder, roles)
-    for role in _trained(builder, roles):
+    rows: list[SummaryRow] = [("pool", pool.name, f"{len(pool.devices)} x {pool.devices[0].device_kind}{over}", place)]
+    _check_batches(builder)
+    for role in builder.trained:
         rows += _trained_rows(role, builder)
     if "reference" in roles:
-        model = builder.model_of("reference")
-        lora = builder.config.actor.lora if builder.own_model("reference") is None else None
-        weights = frozen(builder.mesh("reference"), model, "lm", lora, dtype=builder.dtype, role="reference")
+        weights = builder.weights("reference").frozen_params(builder.mesh("reference"))
         size = _bytes(shard_bytes(weights, layout_in(weights)))
         where = _waits(builder, "reference") or "per device"
         if builder.config.reference_is_frozen_actor:
@@ -53,7 +48,7 @@ def pool_rows(builder: Builder, roles: Collection[str]) -> list[Row]:
     return rows
 
 
-def _check_batches(builder: Builder, roles: Collection[str]) -> None:
+def _check_batches(builder: Builder) -> None:
     """Raise `Refusal` if a batch has fewer rows than there are hosts to give some to."""
     config, algorithm = builder.config, builder.config.algorithm
     setting = "pairs_per_update" if isinstance(algorithm, Preference) else "examples_per_update"
@@ -62,13 +57,13 @@ def _check_batches(builder: Builder, roles: Collection[str]) -> None:
         update = ("algorithm.responses_per_update", algorithm.responses_per_update)
     prompts = ("rollout.prompts_per_step", config.rollout.prompts_per_step)
     scored = ("evaluation.problems", config.evaluation.problems)
-    taken: list[tuple[str, tuple[str, int], Place, tuple[str, ...]]]
-    taken = [(role, update, Place.of(builder.mesh(role)), BATCH_AXES) for role in _trained(builder, roles)]
+    taken: list[tuple[str, tuple[str, int], RankCoordinates, tuple[str, ...]]]
+    taken = [(role, update, RankCoordinates.of(builder.mesh(role)), BATCH_AXES) for role in builder.trained]
     if builder.sampler is not None:
-        place = Place.of(builder.sampler.mesh)
+        place = RankCoordinates.of(builder.sampler.mesh)
         taken += [("generation", prompts, place, SLOT_AXES), ("generation", scored, place, SLOT_AXES)]
-    if "reward" in roles:
-        place = Place.alone(*builder.rank)
+    if "reward" in builder.roles:
+        place = RankCoordinates.alone(*builder.rank)
         taken += [("reward", prompts, place, BATCH_AXES), ("reward", scored, place, BATCH_AXES)]
     for role, (setting, count), place, axes in taken:
         _, parts = place.part(axes)
@@ -79,18 +74,14 @@ def _check_batches(builder: Builder, roles: Collection[str]) -> None:
             )
 
 
-def _trained(builder: Builder, roles: Collection[str]) -> list[str]:
-    return [role for role in roles if role in builder.config.algorithm.training(builder.config)]
-
-
-def _trained_rows(role: str, builder: Builder) -> list[Row]:
+def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
     training, mesh, model = builder.training(role), builder.mesh(role), builder.model_of(role)
-    head, remat = head_of(role), builder.remat[role]
+    remat = builder.remat[role]
     weights, state = _train_state(builder, role)
     row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.width, role=role)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     per_device = microbatch_rows * row_tokens // shards
-    rows: list[Row] = [
+    rows: list[SummaryRow] = [
         (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x stage x tensor"),
         (role, "microbatch", f"{microbatch_rows} x {row_tokens} tokens", f"{per_device} tokens per device"),
         (role, "train state", _bytes(weights), _waits(builder, role) or state),
@@ -98,45 +89,36 @@ def _trained_rows(role: str, builder: Builder) -> list[Row]:
     ]
     if isinstance(model, OwnModel):  # what it computes with, and keeps, is its own
         return rows
-    kernel = builder.attention(role).rows
-    activations = training_activation_bytes(
-        model,
-        head,
-        training.layout,
-        tokens=per_device,
-        row_tokens=row_tokens if kernel == "xla" else 0,  # the others keep no scores
-        itemsize=builder.dtype.itemsize,
-        remat=remat.on,
-    )
+    activations = activation_bytes(builder, role, remat=remat.on)
     return [
         *rows,
-        (role, "attention", f"rows={kernel}", _kernels_from(builder)),
+        (role, "attention", f"rows={builder.attention(role).rows}", _kernels_from(builder)),
         (role, "activations", _bytes(int(activations)), "per device while updating, about, logits included"),
     ]
 
 
 def _train_state(builder: Builder, role: str) -> tuple[int, str]:
-    """Bytes of a device for what a role trains, and what they are of."""
-    mesh, model, head, lora = builder.mesh(role), builder.model_of(role), head_of(role), builder.training(role).lora
-    weights = held(mesh, model, head, lora, dtype=builder.dtype, role=role)
-    weights_bytes = shard_bytes(weights, layout_in(weights))
-    if lora is None:
-        return 4 * weights_bytes, "per device: float32 weights, gradient, two Adam moments"
-    trained = shard_bytes(adapter_shapes(model, head, lora), adapter_layout(mesh, model, head, lora, role=role))
-    kind = "frozen" if lora.quantize is None else lora.quantize
-    adapters = f"{_bytes(4 * trained)} for adapters of rank {lora.rank}"
-    return weights_bytes + 4 * trained, f"per device: {kind} weights, and {adapters}"
+    """Bytes of a role's training state on a device, and its parts in words."""
+    mesh, weights = builder.mesh(role), builder.weights(role)
+    params = weights.trained_params(mesh)
+    params_bytes = shard_bytes(params, layout_in(params))
+    if weights.lora is None:
+        return 4 * params_bytes, "per device: float32 weights, gradient, two Adam moments"
+    trained = shard_bytes(weights.adapter_shapes(), weights.adapter_layout(mesh))
+    kind = "frozen" if weights.lora.quantize is None else weights.lora.quantize
+    adapters = f"{_bytes(4 * trained)} for adapters of rank {weights.lora.rank}"
+    return params_bytes + 4 * trained, f"per device: {kind} weights, and {adapters}"
 
 
 def _waits(builder: Builder, role: str) -> str:
-    """What of a role waits in host memory."""
+    """Parts of a role that wait in host memory, in words; empty if none do."""
     parts = [entry for entry in builder.config.offload if entry.partition(".")[0] == role]
     return f"per device while in use; {', '.join(parts)} waits in host memory" if parts else ""
 
 
-def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[Row]:
+def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[SummaryRow]:
     how = "training refines generation" if hybrid.refines else "training does NOT refine generation"
-    rows: list[Row] = [
+    rows: list[SummaryRow] = [
         ("switch", "weights", _bytes(hybrid.train_bytes_per_device), "per device in the train layout"),
         ("switch", "received", _bytes(hybrid.bytes_per_device), f"per device per switch; {how}"),
         ("switch", "received back", _bytes(hybrid.bytes_back_per_device), "per device per switch"),
@@ -148,9 +130,9 @@ def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[Row]:
     return rows
 
 
-def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list[Row]:
+def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list[SummaryRow]:
     model, engine, mesh, layout = builder.model, sampler.engine, sampler.mesh, builder.config.actor.layout
-    weights = shard_bytes(builder.generation_shapes(), builder.generation_layout(mesh))
+    weights = shard_bytes(builder.policy.generation_shapes(), builder.policy.generation_layout(mesh))
     sizes = {"slots": engine.slots, "capacity": builder.width, "dtype": builder.dtype, "attention": engine.attention}
     cached = jax.tree.leaves(jax.eval_shape(lambda: empty_cache(model, **sizes)))
     cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in cached) // sampler.island.size

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jaxrlhf.single_controller.ray.failure import Host, may_have_lost_peer
+from jaxrlhf.single_controller.ray.failure import HostId, may_have_lost_peer
 from jaxrlhf.single_controller.ray.stored import Stored, array_bytes, receive
 
 STDOUT, STDERR = 1, 2
@@ -36,7 +36,7 @@ class Setup:
       secrets: Environment variables that are kept out of Ray's records.
     """
 
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostId, ...]
     coordinator: str
     factory: bytes
     log_directory: Path
@@ -47,7 +47,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessLocation:
     """Where a process runs. `worker` is the machine's number in a TPU slice, if it is in one."""
 
     node_ip: str
@@ -91,16 +91,16 @@ class HostProcess:
 
     def __init__(self) -> None:
         self._object: Any = None
-        self._host: Host
+        self._host: HostId
         self._setup: Setup
         self._calls: dict[int, tuple[str, float]] = {}
 
-    def place(self) -> Place:
+    def place(self) -> ProcessLocation:
         """Where this is."""
         import ray
 
         worker = os.environ.get("TPU_WORKER_ID", "")
-        return Place(ray.util.get_node_ip_address(), os.getpid(), int(worker) if worker.isdigit() else None)
+        return ProcessLocation(ray.util.get_node_ip_address(), os.getpid(), int(worker) if worker.isdigit() else None)
 
     def free_address(self) -> str:
         """An `ip:port` of this machine that nobody listens on."""
@@ -116,12 +116,12 @@ class HostProcess:
         self._host = setup.hosts[number]
         return self._run(label, lambda: self._join(setup, number))
 
-    def start(self, host: Host, label: str) -> Stored | Raised:
+    def start(self, host: HostId, label: str) -> Stored | Raised:
         """Build the object, as the host that this is from now on."""
         self._host = host
         return self._run(label, lambda: self._start(self._setup, host))
 
-    def call(self, method: str, args: list, label: str) -> Stored | Raised:
+    def call(self, method: str, args: list[Any], label: str) -> Stored | Raised:
         """Run a method of the object. `args` is a list of one reference, which Ray would otherwise resolve itself."""
         import ray
 
@@ -152,7 +152,7 @@ class HostProcess:
             os.chdir(setup.directory)
         return _join(setup, number) if len(setup.hosts) > 1 else number
 
-    def _start(self, setup: Setup, host: Host) -> None:
+    def _start(self, setup: Setup, host: HostId) -> None:
         if host not in setup.hosts:  # its rank is another now
             _open_log(setup.log_directory, host)
         self._object = pickle.loads(setup.factory)(host.rank, len(setup.hosts))
@@ -173,17 +173,17 @@ class HostProcess:
         return Stored(reference, nbytes, start_s, time.time(), self._host, label)
 
 
-def log_path(directory: Path, host: Host) -> Path:
+def log_path(directory: Path, host: HostId) -> Path:
     """The file that receives what a host prints."""
     return directory / f"{host.pool}-{host.rank}.log"
 
 
-def log_header(host: Host) -> str:
+def log_header(host: HostId) -> str:
     """The beginning of the line from which on a log is that of this process, and of none before it."""
     return f"== {host}"
 
 
-def _open_log(directory: Path, host: Host) -> None:
+def _open_log(directory: Path, host: HostId) -> None:
     """Send everything that is printed, by C code too and in a crash, to the log of a host."""
     log = log_path(directory, host)
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.cluster import RayCluster
-from jaxrlhf.single_controller.ray.failure import Host, HostNotStarted
+from jaxrlhf.single_controller.ray.failure import HostId, HostNotStarted
 
 # Of this process's environment, what its host processes get too.
 SETTINGS = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")
@@ -101,13 +101,13 @@ def place(name: str, hosts: int, cluster: RayCluster, *, timeout_s: float) -> An
     asked = f"asks for {hosts} host processes with {_text(wanted)} each; the cluster has {_text(total, wanted)}"
     grows = cluster.address is not None  # an autoscaler may add machines
     if not grows and any(total.get(kind, 0) < hosts * count for kind, count in wanted.items()):
-        raise HostNotStarted(Host(name), f"{name}.start", asked)
+        raise HostNotStarted(HostId(name), f"{name}.start", asked)
     group = ray.util.placement_group([wanted] * hosts, strategy="SPREAD")
     if not group.wait(timeout_seconds=timeout_s):
         ray.util.remove_placement_group(group)
         free = _text(ray.available_resources(), wanted)
         waited = f"{asked}, of which {free} are free on all machines together, and no room came up in {timeout_s:g} s"
-        raise HostNotStarted(Host(name), f"{name}.start", waited)
+        raise HostNotStarted(HostId(name), f"{name}.start", waited)
     return group
 
 

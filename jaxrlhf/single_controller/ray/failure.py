@@ -7,7 +7,7 @@ OWN_STATUS = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED", "UNIMPLE
 
 
 @dataclass(frozen=True)
-class Host:
+class HostId:
     """A host process, or, where only the pool's name is known, the pool."""
 
     pool: str
@@ -30,7 +30,7 @@ class HostFailure(RuntimeError):
       cause: What happened, in words.
     """
 
-    def __init__(self, host: Host, label: str, cause: str) -> None:
+    def __init__(self, host: HostId, label: str, cause: str) -> None:
         super().__init__(host, label, cause)  # all of them, so that the error pickles
         self.host = host
         self.label = label

@@ -17,14 +17,22 @@ from typing import Any, NoReturn
 
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.single_controller.ray import cluster as ray_cluster
-from jaxrlhf.single_controller.ray.actor import Activity, HostProcess, Place, Raised, Setup, log_header, log_path
+from jaxrlhf.single_controller.ray.actor import (
+    Activity,
+    HostProcess,
+    ProcessLocation,
+    Raised,
+    Setup,
+    log_header,
+    log_path,
+)
 from jaxrlhf.single_controller.ray.answers import NEWS_S, Answers, collect
 from jaxrlhf.single_controller.ray.failure import (
-    Host,
     HostClosed,
     HostDied,
     HostFailure,
     HostHung,
+    HostId,
     HostNotStarted,
     HostRaised,
 )
@@ -64,17 +72,19 @@ class HostProcesses:
         self._log_directory = log_directory.absolute()
         self._ending = threading.RLock()  # a signal's handler may close the pool while it is being closed
         self._failure: HostFailure | None = None
-        self._hosts = [Host(name) for _ in range(hosts)]
+        self._hosts = [HostId(name) for _ in range(hosts)]
         self._actors: list[Any] = []
         self._group: Any = None
         try:
             self._start(factory, cluster)
         except BaseException as error:
-            self._end(error if isinstance(error, HostFailure) else HostClosed(Host(name), "start", f"failed: {error}"))
+            self._end(
+                error if isinstance(error, HostFailure) else HostClosed(HostId(name), "start", f"failed: {error}")
+            )
             raise
 
     @property
-    def hosts(self) -> tuple[Host, ...]:
+    def hosts(self) -> tuple[HostId, ...]:
         """The processes, in order of their rank."""
         return tuple(self._hosts)
 
@@ -116,7 +126,7 @@ class HostProcesses:
 
     def close(self) -> None:
         """End the processes, whatever they are doing. Calls in progress in other threads raise `HostClosed`."""
-        self._end(HostClosed(Host(self.name), f"{self.name}.close", "was closed by its owner"))
+        self._end(HostClosed(HostId(self.name), f"{self.name}.close", "was closed by its owner"))
 
     def __enter__(self) -> "HostProcesses":
         return self
@@ -154,12 +164,12 @@ class HostProcesses:
         self._number(sorted(range(len(ranks)), key=ranks.__getitem__), [places[index] for index in order])
         self._ask("start", [(host, label) for host in self._hosts], label, deadline)
 
-    def _number(self, order: Sequence[int], places: Sequence[Place]) -> None:
+    def _number(self, order: Sequence[int], places: Sequence[ProcessLocation]) -> None:
         """Put the processes, whose places these are, in an order."""
         self._actors = [self._actors[index] for index in order]
-        self._hosts = [Host(self.name, rank, places[at].node_ip, places[at].pid) for rank, at in enumerate(order)]
+        self._hosts = [HostId(self.name, rank, places[at].node_ip, places[at].pid) for rank, at in enumerate(order)]
 
-    def _ask(self, method: str, args_by_host: Sequence[tuple], label: str, deadline: float) -> list[Any]:
+    def _ask(self, method: str, args_by_host: Sequence[tuple[Any, ...]], label: str, deadline: float) -> list[Any]:
         """Answers of the first hosts, as many as there are arguments for."""
         start = time.monotonic()
         asked = zip(self._actors, args_by_host, strict=False)
@@ -167,7 +177,7 @@ class HostProcesses:
         try:
             answers = collect(references, deadline=deadline, ended=lambda: self._failure is not None)
         except BaseException as error:  # Ctrl-C for one: hosts are in a call that nobody waits for
-            self._end(HostClosed(Host(self.name), label, f"was interrupted by {error!r}"))
+            self._end(HostClosed(HostId(self.name), label, f"was interrupted by {error!r}"))
             raise
         if answers.complete:
             return [answers.values[rank] for rank in range(len(references))]
@@ -196,7 +206,7 @@ class HostProcesses:
             self._check_open(failure.label)
         raise failure
 
-    def _fail_with(self, raised: Raised, host: Host, label: str) -> NoReturn:
+    def _fail_with(self, raised: Raised, host: HostId, label: str) -> NoReturn:
         """Raise what a host's method raised, and keep it as the cause of what calls of other threads will say."""
         error: BaseException = RuntimeError(f"{raised.kind}: {raised.text}")
         if raised.pickled is not None:

@@ -5,7 +5,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrlhf.single_controller.ray.failure import Host, HostDied
+from jaxrlhf.single_controller.ray.failure import HostDied, HostId
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Stored:
     nbytes: int
     start_s: float
     end_s: float
-    host: Host
+    host: HostId
     label: str
 
     def load(self) -> Any:
@@ -72,7 +72,7 @@ def sent_bytes() -> int:
     return _SENT.total
 
 
-def send(args: tuple) -> Any:
+def send(args: tuple[Any, ...]) -> Any:
     """Put arguments into the object store, once for all who will receive them."""
     import ray
 

@@ -1,7 +1,6 @@
 """A model that is trained: updates that are one sum of weighted token losses."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -13,11 +12,13 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf.batch import Array, Diverged, Experience, Params
-from jaxrlhf.batching.packing import Rows
+from jaxrlhf.batching.packing import PackedBatch
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Optimizer
 from jaxrlhf.models.lora.lora import adapted
-from jaxrlhf.workers.model import Metrics, ModelWorker, ResidentItem
+from jaxrlhf.workers.model import Metrics, ModelSetup, ModelWorker
+from jaxrlhf.workers.offloadable import Offloadable, OffloadableItem
+from jaxrlhf.workers.role_weights import layout_in
 from jaxrlhf.workers.router_replay import router_coefficient, router_inputs, router_metrics
 
 Objective = Callable[..., Any]
@@ -25,11 +26,11 @@ Objective = Callable[..., Any]
 
 
 class Updated(NamedTuple):
-    """What an update reports, as means over tokens.
+    """Report of an update, as means over tokens.
 
     Attributes:
-      metrics: Over all its minibatches.
-      first: Over the first, in which the policy is still the one that the old log-probabilities are of.
+      metrics: Means over all its minibatches.
+      first: Means over the first, in which the policy is still the one that the old log-probabilities are of.
     """
 
     metrics: Metrics
@@ -42,16 +43,28 @@ class TrainedWorker(ModelWorker):
     Args:
       total_updates: Updates of the whole run, over which the learning rate may decay.
       adapters: Trained in place of the parameters, which are frozen; None trains the parameters.
+
+    Attributes:
+      trained: The parameters, or the adapters.
+      optimizer: State of the optimizer, made when it is first used: a policy that is only evaluated costs no moments.
+      updates: Updates made so far.
     """
 
     def __init__(
-        self, *args: Any, optimizer: Optimizer, total_updates: int, adapters: Params | None = None, **kwargs: Any
+        self,
+        setup: ModelSetup,
+        params: Params,
+        *,
+        optimizer: Optimizer,
+        total_updates: int,
+        adapters: Params | None = None,
     ) -> None:
-        super().__init__(*args, **kwargs)
-        self._router_loss = router_coefficient(self.config, self._training.router_loss, role=self.role)
-        self._trained = "parameters" if adapters is None else "adapters"
-        if adapters is not None:
-            self._parts["adapters"] = adapters
+        super().__init__(setup, params)
+        self._router_loss = router_coefficient(self.config, setup.training.router_loss, role=self.role)
+        trained = params if adapters is None else adapters
+        layout = layout_in(trained)
+        self.adapters = None if adapters is None else Offloadable(adapters)
+        self.trained = self.adapters or self.parameters
         self._schedule = learning_rate(optimizer, total_updates=total_updates)
         self._optimizer = optax.chain(
             optax.clip_by_global_norm(optimizer.max_grad_norm),
@@ -63,13 +76,13 @@ class TrainedWorker(ModelWorker):
                 weight_decay=optimizer.weight_decay,
             ),
         )
-        layout = self._layout if adapters is None else jax.tree.map(lambda x: x.sharding, adapters)
         self._whole = whole = NamedSharding(self.mesh, PartitionSpec())
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._parts[self._trained])
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
         state = jax.eval_shape(self._optimizer.init, shapes)
         self._state_layout = optax.tree_utils.tree_map_params(
             self._optimizer, lambda _, sharding: sharding, state, layout, transform_non_params=lambda _: whole
         )
+        self.optimizer = Offloadable(self._initial_state, offload="optimizer" in setup.offload)
         self.updates = 0
         replicas = self.replicas
         self._stacked = jax.tree.map(replicas.stacked, layout)
@@ -84,29 +97,17 @@ class TrainedWorker(ModelWorker):
         self._apply = jax.jit(
             self._apply_gradient, donate_argnums=(0, 1), out_shardings=(layout, self._state_layout, whole)
         )
-        self._accumulate: dict[tuple[Hashable, Hashable], Any] = {}
+        self._gradient_programs: dict[tuple[Hashable, Hashable], Callable[..., Any]] = {}
 
     @property
     def params(self) -> Params:
-        """What the model computes with: the weights, and the adapters laid over them."""
-        return adapted(self._frozen, self._parts[self._trained])
+        """Parameters that the model computes with, adapters laid over them."""
+        return adapted(self._frozen, self.trained.tree)
 
     @property
     def _frozen(self) -> Params:
-        """What is not trained."""
-        return {} if self._trained == "parameters" else self._parts["parameters"]
-
-    @contextmanager
-    def on_devices(self, *parts: str) -> Iterator[None]:
-        """As for every model; the optimizer's state is made when it is first asked for."""
-        if "optimizer" in parts and "optimizer" not in self._parts:
-            # Not before, so that a policy that is only evaluated costs no moments.
-            with super().on_devices("parameters"):
-                init = jax.jit(self._optimizer.init, out_shardings=self._state_layout)
-                self._parts["optimizer"] = init(self._parts[self._trained])
-            self._send_away("optimizer")
-        with super().on_devices(*parts):
-            yield
+        """Parameters that are not trained."""
+        return {} if self.adapters is None else self.parameters.tree
 
     def counters(self) -> dict[str, int]:
         """Updates made so far, by role; JSON of a checkpoint."""
@@ -117,20 +118,34 @@ class TrainedWorker(ModelWorker):
         self.updates = counters[self.role]
 
     def items(self) -> dict[str, TreeItem]:
-        name = self.role if self._trained == "parameters" else f"{self.role}_adapters"
-        return {name: ResidentItem(self, self._trained), f"{self.role}_optimizer": ResidentItem(self, "optimizer")}
+        name = self.role if self.adapters is None else f"{self.role}_adapters"
+        return {name: OffloadableItem(self.trained), f"{self.role}_optimizer": OffloadableItem(self.optimizer)}
+
+    @property
+    def trees(self) -> dict[str, Offloadable]:
+        adapters = {} if self.adapters is None else {"adapters": self.adapters}
+        return {"parameters": self.parameters, **adapters, "optimizer": self.optimizer}
+
+    def _initial_state(self) -> Any:
+        with self.parameters.on_devices():
+            return jax.jit(self._optimizer.init, out_shardings=self._state_layout)(self.trained.tree)
 
     def _apply_gradient(self, trained: Params, state: Any, gradient: Params) -> tuple[Params, Any, jax.Array]:
         changes, state = self._optimizer.update(gradient, state, trained)
         return optax.apply_updates(trained, changes), state, optax.tree.norm(gradient)
 
-    def _accumulator(self, objective: Objective, settings: Hashable) -> Any:
+    def gradient_program(self, objective: Objective, settings: Hashable) -> Callable[..., Any]:
         """The program that adds one microbatch's gradient to each replica's, compiled once per objective."""
-        key = (_told_apart(objective), settings)
-        if key not in self._accumulate:
+        key = (_identity(objective), settings)
+        if key not in self._gradient_programs:
 
             def add(
-                trained: Params, frozen: Params, gradient: Params, rows: Rows, experience: Any, temperature: Array
+                trained: Params,
+                frozen: Params,
+                gradient: Params,
+                rows: PackedBatch,
+                experience: Any,
+                temperature: Array,
             ) -> Any:
                 weight, fields = experience
                 fields = {**fields, "segment": rows.segment_RW}
@@ -155,17 +170,19 @@ class TrainedWorker(ModelWorker):
 
             whole, each = PartitionSpec(), self.replicas.each
             program = self.replicas.run(add, (whole, whole, each, each, each, whole), (each, whole))
-            self._accumulate[key] = jax.jit(program, donate_argnums=2, out_shardings=(self._stacked, self._whole))
-        return self._accumulate[key]
+            self._gradient_programs[key] = jax.jit(
+                program, donate_argnums=2, out_shardings=(self._stacked, self._whole)
+            )
+        return self._gradient_programs[key]
 
     def gradient(
         self, experience: Experience, objective: Objective, settings: Hashable, *, temperature: float = 1.0
     ) -> tuple[Params, list[dict[str, jax.Array]]]:
         """Gradient of `sum(weight * token_loss)` by what is trained, over all microbatches, and their metric sums."""
-        packing = self._pack(experience.sequences)
+        packing = self.pack(experience.sequences)
         packed = jax.tree.map(packing.pack, (experience.weight_BT, experience.fields))
-        program = self._accumulator(objective, settings)
-        trained = self._parts[self._trained]
+        program = self.gradient_program(objective, settings)
+        trained = self.trained.tree
         gradient, sums = self._zeros(trained), []
         for index, rows in enumerate(packing.rows()):
             part = jax.tree.map(lambda x, i=index: x[i], packed)
@@ -189,15 +206,14 @@ class TrainedWorker(ModelWorker):
           Diverged: A gradient is not finite.
         """
         sums, norms = [], []
-        with self.on_devices("parameters", "optimizer"):
+        with self.optimizer.on_devices(), self.parameters.on_devices():
             for experience in minibatches:
                 gradient, metrics = self.gradient(experience, objective, settings, temperature=temperature)
-                self._parts[self._trained], self._parts["optimizer"], norm = self._apply(
-                    self._parts[self._trained], self._parts["optimizer"], gradient
-                )
+                trained, state, norm = self._apply(self.trained.tree, self.optimizer.tree, gradient)
+                self.trained.tree, self.optimizer.tree = trained, state
                 sums.append(metrics)
                 norms.append(norm)
-                self._progress(f"{self.role} update", len(norms), len(minibatches))
+                self.setup.progress(f"{self.role} update", len(norms), len(minibatches))
             # In one go: what the first microbatches report is copied while the last are under way.
             rate, norms, sums = jax.device_get((self._schedule(self.updates), norms, sums))
         norms = [float(norm) for norm in norms]
@@ -219,10 +235,10 @@ class TrainedWorker(ModelWorker):
         return Updated({**means, **own}, _means(totals[:1]))
 
 
-def _told_apart(objective: Objective) -> Hashable:
-    """The same for the same objective: one that a configuration file defines reaches a host anew with each call.
+def _identity(objective: Objective) -> Hashable:
+    """Equal for equal objectives: a function of a configuration file reaches a host as a new object with each call.
 
-    Only a function that closes over nothing is what its name says.
+    Only a function that closes over nothing is determined by its name.
     """
     if not isinstance(objective, FunctionType) or objective.__closure__ or "<" in objective.__qualname__:
         return objective
@@ -230,7 +246,7 @@ def _told_apart(objective: Objective) -> Hashable:
 
 
 def _totals(sums: Sequence[dict[str, Any]]) -> Metrics:
-    """The sums of one minibatch out of those of its microbatches."""
+    """Sums of one minibatch from those of its microbatches."""
     return {name: float(sum(part[name] for part in sums)) for name in sums[0]}
 
 

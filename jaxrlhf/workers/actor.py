@@ -1,0 +1,160 @@
+"""The actor: the policy, which trains in one layout and generates in the other.
+
+Source: HybridFlow (arXiv:2409.19256), Table 4 of the appendix (model classes and their methods).
+"""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Sequences
+from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
+from jaxrlhf.config import Optimizer, Sampling
+from jaxrlhf.resharding.hybrid import HybridEngine, Switch, SwitchError
+from jaxrlhf.resharding.transfer import Exchange, Offer, Splits
+from jaxrlhf.workers.model import Metrics, ModelSetup
+from jaxrlhf.workers.sampler import Sampler
+from jaxrlhf.workers.trained_model import Objective, TrainedWorker
+
+
+class Actor(TrainedWorker):
+    """The policy.
+
+    Args:
+      sampler: Generates; None where another pool does.
+      hybrid: Switches the weights to the generation layout and back; None where another pool generates.
+      exchange: Offers the weights to another pool.
+
+    Attributes:
+      version: Updates that the weights have had.
+    """
+
+    replays_routing = True
+
+    def __init__(
+        self,
+        setup: ModelSetup,
+        params: Params,
+        *,
+        optimizer: Optimizer,
+        total_updates: int,
+        adapters: Params | None,
+        sampler: Sampler | None,
+        hybrid: HybridEngine | None,
+        exchange: Exchange,
+    ) -> None:
+        super().__init__(setup, params, optimizer=optimizer, total_updates=total_updates, adapters=adapters)
+        self._sampler, self._hybrid, self._exchange = sampler, hybrid, exchange
+        self.version = 0
+        self._switches: list[Switch] = []
+
+    def counters(self) -> dict[str, int]:
+        return {**super().counters(), "version": self.version}
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        super().set_counters(counters)
+        self.version = counters["version"]
+
+    def take_metrics(self) -> Metrics:
+        """Cost of switching layouts and of moving weights since the last call."""
+        switches, self._switches = self._switches, []
+        return super().take_metrics() | {
+            "time/relayout_s": sum(switch.seconds for switch in switches),
+            "relayout/received_bytes": float(max((switch.bytes_per_device for switch in switches), default=0)),
+        }
+
+    @contextmanager
+    def generating(self) -> Iterator[Sampler]:
+        """Within the block the current weights are in the engine."""
+        assert self._sampler is not None and self._hybrid is not None, "another pool generates for this actor"
+        with self.parameters.on_devices():
+            try:
+                weights = self._switched(self._hybrid.to_generation(self._weights))
+            except SwitchError as error:
+                self._weights, _ = self._hybrid.to_training(error.weights, self._weights)
+                raise
+            try:
+                # Masters beside cast copies wait in host memory.
+                with self.parameters.partly_away(self._hybrid.masters["parameters"]):
+                    self._sampler.load(weights, self.version, spent=self._hybrid.masters)
+                    yield self._sampler
+            finally:
+                self._sampler.engine.unload()
+                self._weights = self._switched(self._hybrid.to_training(weights, self._weights))
+
+    @property
+    def _weights(self) -> dict[str, Params]:
+        """Weights that are switched to generate: the parameters, and the adapters if there are some."""
+        adapters = {} if self.adapters is None else {"adapters": self.adapters.tree}
+        return {"parameters": self.parameters.tree, **adapters}
+
+    @_weights.setter
+    def _weights(self, weights: dict[str, Params]) -> None:
+        self.parameters.tree = weights["parameters"]
+        if self.adapters is not None:
+            self.adapters.tree = weights["adapters"]
+
+    def _switched(self, switched: tuple[Any, Switch]) -> Any:
+        weights, switch = switched
+        self._switches.append(switch)
+        return weights
+
+    @worker_method(ONE_TO_ALL)
+    def compile_generation(self, prompt_lengths: Sequence[int]) -> None:
+        """Compile the programs that generate from prompts of these lengths, so that no later step has to."""
+        with self.generating() as sampler:
+            sampler.engine.compile_ahead(prompt_lengths)
+
+    @worker_method(THREE_D_ALL_MICRO_DP)
+    def generate_sequences(
+        self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
+    ) -> Rollout:
+        """Sample responses, prompt-major, under the current policy.
+
+        Args:
+          seed: With a problem's id and the number of the copy it determines a response.
+        """
+        with self.generating() as sampler:
+            return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
+
+    @worker_method(ONE_TO_ALL)
+    def offer_weights(self, wanted: Sequence[Splits]) -> tuple[int, Offer]:
+        """Have the weights ready as the ranks that generate want them; they come and take them."""
+        with self.parameters.on_devices():
+            # Weights that go back to the host after this would be gone before they are taken.
+            keep = "parameters" not in self.setup.offload
+            paths = [grid.path for grid in wanted[0].grids]
+            asked = {part: tree for part, tree in self._weights.items() if any(part in path for path in paths)}
+            return self.version, self._exchange.offer(asked, wanted[0], keep=keep)
+
+    @worker_method(THREE_D_PROTO)
+    def compute_log_prob(self, rollout: Rollout | Sequences, *, temperature: float | None = None) -> Array:
+        """log pi of every response token under the current policy. `temperature=None` is the rollout's.
+
+        Raises:
+          RuntimeError: Responses were sampled by an older policy; sequences that no policy sampled have no version.
+        """
+        if isinstance(rollout, Rollout) and (stale := set(np.unique(rollout.version_B).tolist()) - {self.version}):
+            raise RuntimeError(
+                f"the policy is version {self.version} and the rollout holds responses of {sorted(stale)}; "
+                f"old log-probabilities have to be taken before the update"
+            )
+        return self.log_prob(rollout, temperature=temperature)
+
+    @worker_method(THREE_D_PROTO)
+    def update_actor(
+        self,
+        minibatches: Sequence[Experience],
+        *,
+        objective: Objective,
+        settings: Hashable,
+        temperature: float | None = None,
+    ) -> Metrics:
+        """Update the policy once per minibatch. `temperature=None` is the rollout's."""
+        scale = self.setup.temperature if temperature is None else temperature
+        metrics, first = self.update(minibatches, objective, settings, temperature=scale)
+        self.version += len(minibatches)
+        # At the first minibatch nothing has moved yet: what is not 0 here is numerics, or a bug.
+        return metrics | {"policy/kl_old_first": first["policy/kl_old"]} if "policy/kl_old" in first else metrics

@@ -1,0 +1,108 @@
+"""The roles on one pool: model, mesh, training settings, kernels and weights of each."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.config import CRITICS, Config, Pretrained, Training
+from jaxrlhf.models.attention.attention import Attention
+from jaxrlhf.models.attention.kernel_choice import choose_attention
+from jaxrlhf.models.causal_lm import AnyModel
+from jaxrlhf.models.config import Head
+from jaxrlhf.models.from_config import model_config
+from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, factored_mesh
+from jaxrlhf.sharding.pool import ResourcePool
+from jaxrlhf.workers.role_weights import RoleWeights
+from jaxrlhf.workers.tokenizer_checks import check_vocabulary
+
+
+def compute_dtype(config: Config, devices: Sequence[jax.Device]) -> jnp.dtype:
+    """Dtype of activations and of the weights that generate."""
+    if config.compute_dtype == "auto":
+        return jnp.dtype(jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16)
+    return jnp.dtype(config.compute_dtype)
+
+
+def head_of(role: str) -> Head:
+    """Head that a role's last hidden state is read with."""
+    return "value" if role in CRITICS else "lm"
+
+
+class PoolRoles:
+    """The roles on one pool, as the configuration has them.
+
+    Args:
+      config: The run's.
+      tokenizer: The policy's.
+      pool: Devices that the roles share.
+      roles: Names of the roles that are placed on the pool in any phase.
+
+    Attributes:
+      model: Shape of the policy.
+      dtype: Dtype of activations and of the weights that generate.
+      width: T, columns of a rollout's arrays.
+    """
+
+    def __init__(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, pool: ResourcePool, roles: Collection[str]
+    ) -> None:
+        self.config, self.tokenizer, self.pool, self.roles = config, tokenizer, pool, tuple(roles)
+        self.model = model_config(config.model, tokenizer)
+        check_vocabulary(tokenizer, self.model, role="actor")
+        self.dtype = compute_dtype(config, pool.devices)
+        self.width = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the roles that are trained."""
+        return [role for role in self.roles if role in self.config.algorithm.training(self.config)]
+
+    def mesh(self, role: str) -> Mesh:
+        """The training mesh of a role."""
+        return factored_mesh(self.training(role).layout, self.pool.devices, role=role)
+
+    def attention(self, role: str) -> Attention:
+        """The kernels of a role in its training layout."""
+        return choose_attention(
+            self.model_of(role),
+            self.dtype,
+            self.mesh(role),
+            row_axes=BATCH_AXES,
+            head_axes=TENSOR_AXES,
+            expert_axes=EXPERT_AXES,
+            stage_axes=STAGE_AXES,
+            wanted=self.config.attention,
+        )
+
+    def model_of(self, role: str) -> AnyModel:
+        """Shape of a role's model."""
+        own = self.own_model(role)
+        return self.model if own is None else model_config(own, self.tokenizer)
+
+    def own_model(self, role: str) -> Pretrained | None:
+        """Checkpoint of a role with a model of its own; None where it starts from the policy."""
+        return getattr(self.config.algorithm, f"{role}_model", None)
+
+    def training(self, role: str) -> Training:
+        """Layout and token budget of a role; the reference's are the actor's, but for its layout.
+
+        The reference has no token budget of its own, so it gets a row on each of its devices where the actor's
+        holds fewer.
+        """
+        if role != "reference":
+            return self.config.algorithm.training(self.config)[role]
+        actor, layout = self.config.actor, self.config.reference_layout or self.config.actor.layout
+        shards = len(self.pool.devices) // (layout.stage * layout.tensor)
+        return replace(
+            actor, layout=layout, tokens_per_microbatch=max(actor.tokens_per_microbatch, self.width * shards)
+        )
+
+    def weights(self, role: str) -> RoleWeights:
+        """Shapes, dtypes and shardings of a role's weights."""
+        another = role == "reference" and self.own_model(role) is not None  # it is no copy of the actor
+        lora = None if another else self.training(role).lora
+        return RoleWeights(role, self.model_of(role), head_of(role), self.dtype, lora)

@@ -1,0 +1,71 @@
+"""The reward: scores responses, by functions in a worker pool and by reward models."""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import numpy as np
+
+from jaxrlhf.batch import Problem, Rollout, Scores
+from jaxrlhf.batching.transfer_protocol import DP_PROTO, RankCoordinates, worker_method
+from jaxrlhf.engine import Completion
+from jaxrlhf.rewards.scorer import Scorer
+from jaxrlhf.workers.model import Metrics, Progress
+from jaxrlhf.workers.sampler import CompletionListener
+
+
+class Reward:
+    """Scores of responses.
+
+    Functions may begin as soon as a response ends, while others are still generated; models score
+    all responses together when they are asked to.
+
+    Args:
+      place: Coordinates among the processes that score, each by itself.
+      decode: Token ids to text, without special tokens.
+    """
+
+    def __init__(
+        self, scorer: Scorer, place: RankCoordinates, decode: Callable[[Sequence[int]], str], progress: Progress
+    ) -> None:
+        self.place = place
+        self._scorer, self._progress = scorer, progress
+        self._text = cache(decode)  # a response is made text once; emptied when all are scored, or others begin
+        self._ahead = np.zeros(2)
+
+    def listen(self) -> CompletionListener:
+        """A listener for the responses of a rollout that begins now."""
+        self._text.cache_clear()
+        self._scorer.open_batch()
+        return self._begin
+
+    def _begin(self, problem: Problem, completion: Completion) -> None:
+        self._scorer.begin(problem.prompt, partial(self._text, completion.tokens), problem.answer, problem.record)
+
+    def take_metrics(self) -> Metrics:
+        """Fraction of the functions' work that did not wait for `compute_reward`, since the last call."""
+        (under_way, calls), self._ahead = self._ahead, np.zeros(2)
+        return {"reward/overlapped_fraction": float(under_way / calls)} if calls else {}
+
+    @worker_method(DP_PROTO)
+    def compute_reward(self, problems: Sequence[Problem], rollout: Rollout) -> Scores:
+        """Score every response."""
+        responses = response_texts(rollout, self._text)
+        copies = len(responses) // len(problems)
+        rows = [problem for problem in problems for _ in range(copies)]
+        scores = self._scorer.score(
+            [row.prompt for row in rows],
+            responses,
+            [row.answer for row in rows],
+            [row.record for row in rows],
+            finished=(~np.asarray(rollout.truncated_B)).tolist(),
+            progress=lambda done, total: self._progress("reward", done, total),
+        )
+        self._text.cache_clear()
+        self._ahead += self._scorer.ahead
+        return scores
+
+
+def response_texts(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """The responses as text."""
+    tokens, mask = rollout.sequences.token_BT, rollout.sequences.mask_BT
+    return [decode(tuple(row[chosen].tolist())) for row, chosen in zip(tokens, mask, strict=True)]

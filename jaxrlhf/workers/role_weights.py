@@ -1,0 +1,226 @@
+"""Weights of a role: their shapes, dtypes and shardings, and the values that they start from."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrlhf.batch import Params
+from jaxrlhf.checkpoint import TreeItem, load_pretrained
+from jaxrlhf.config import Lora, Model, Pretrained, Refusal
+from jaxrlhf.models.causal_lm import AnyModel, OwnModel
+from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.huggingface.peft import load_adapters
+from jaxrlhf.models.lora.lora import adapter_dims, adapter_shapes, declare_adapters, quantized
+from jaxrlhf.models.lora.quantized import TILE, Quantized, quantize
+from jaxrlhf.models.parameters import draw, init_params, param_dims, param_shapes, path_name
+from jaxrlhf.sharding.mesh import STAGE_AXES
+from jaxrlhf.sharding.rules import GENERATE, TRAIN, Rules, cast_shapes, check_divisible, laid_out, shardings
+
+
+@dataclass(frozen=True)
+class RoleWeights:
+    """Shapes, dtypes and shardings of one role's weights, on any mesh.
+
+    Attributes:
+      role: Name, for messages.
+      model: Shape of the model.
+      head: Head that the last hidden state is read with.
+      dtype: Dtype of weights that are not trained.
+      lora: Adapters beside frozen parameters, or of the policy that the parameters are a copy of; None has none.
+    """
+
+    role: str
+    model: AnyModel
+    head: Head
+    dtype: Any
+    lora: Lora | None
+
+    def trained_params(self, mesh: Mesh) -> Params:
+        """Shapes with shardings of a trained role's parameters: float32 masters, or frozen ones beside adapters."""
+        if self.lora is not None:
+            return self.frozen_params(mesh)
+        return laid_out(param_shapes(self.model, self.head, jnp.float32), self.layout(mesh))
+
+    def frozen_params(self, mesh: Mesh) -> Params:
+        """Shapes with shardings of parameters that are not trained."""
+        layout = self.layout(mesh)
+        if self.lora is not None and self.lora.quantize is not None:
+            self._check_tiles(mesh, TRAIN)
+            layout = shardings(mesh, self._frozen_dims(), TRAIN)
+        return laid_out(self._frozen_shapes(self.dtype), layout)
+
+    def layout(self, mesh: Mesh) -> Any:
+        """Training shardings of the parameters, checked to split evenly."""
+        if isinstance(self.model, OwnModel) and (stages := int(np.prod([mesh.shape[axis] for axis in STAGE_AXES]))) > 1:
+            raise Refusal(
+                f"{self.role}: {stages} stages divide the layers of the decoder, not {self.model.name}; use stage=1"
+            )
+        dims = param_dims(self.model, self.head)
+        check_divisible(mesh, dims, param_shapes(self.model, self.head, jnp.float32), TRAIN, role=self.role)
+        return shardings(mesh, dims, TRAIN)
+
+    def adapter_shapes(self) -> Params:
+        """Shapes of the adapters."""
+        return adapter_shapes(self.model, self.head, self._adapters)
+
+    def adapter_layout(self, mesh: Mesh) -> Any:
+        """Training shardings of the adapters, checked to split evenly."""
+        dims = adapter_dims(self.model, self.head, self._adapters)
+        check_divisible(mesh, dims, self.adapter_shapes(), TRAIN, role=self.role)
+        return shardings(mesh, dims, TRAIN)
+
+    def dims(self) -> dict[str, Any]:
+        """Dimension names of `parameters`, and of `adapters` if the role has some."""
+        adapters = {} if self.lora is None else {"adapters": adapter_dims(self.model, self.head, self.lora)}
+        return {"parameters": self._frozen_dims(), **adapters}
+
+    def shapes(self) -> dict[str, Any]:
+        """Shapes of a trained role's weights, by the names of `dims`."""
+        if self.lora is None:
+            return {"parameters": param_shapes(self.model, self.head, jnp.float32)}
+        return {"parameters": self._frozen_shapes(self.dtype), "adapters": self.adapter_shapes()}
+
+    def generation_shapes(self) -> dict[str, Any]:
+        """Shapes of the weights that generate, by the names of `dims`."""
+        return cast_shapes(self.dims(), self.shapes(), dtype=self.dtype)
+
+    def generation_layout(self, mesh: Mesh) -> Any:
+        """Shardings of the weights that generate, by the names of `dims`."""
+        return shardings(mesh, self.dims(), GENERATE)
+
+    def check_generation(self, mesh: Mesh) -> None:
+        """Raise `Refusal` if the weights do not split evenly over a generation mesh."""
+        shapes = param_shapes(self.model, self.head, jnp.float32)
+        check_divisible(mesh, param_dims(self.model, self.head), shapes, GENERATE, role="generation")
+        self._check_tiles(mesh, GENERATE, role="generation")
+
+    @property
+    def _adapters(self) -> Lora:
+        assert self.lora is not None, f"the {self.role} has no adapters"
+        return self.lora
+
+    def _frozen_shapes(self, dtype: Any) -> Any:
+        shapes = cast_shapes(
+            param_dims(self.model, self.head), param_shapes(self.model, self.head, jnp.float32), dtype=dtype
+        )
+        if self.lora is None or self.lora.quantize is None:
+            return shapes
+        return jax.eval_shape(partial(quantized, kind=self.lora.quantize), shapes)
+
+    def _frozen_dims(self) -> dict[str, Any]:
+        """Dimension names of parameters that are not trained; the last of a scale counts tiles."""
+        dims = param_dims(self.model, self.head)
+        if self.lora is None or self.lora.quantize is None:
+            return dims
+        kind = self.lora.quantize
+        return quantized(
+            dims, kind, lambda names: Quantized(names, names, kind), is_leaf=lambda x: isinstance(x, tuple)
+        )
+
+    def _check_tiles(self, mesh: Mesh, rules: Rules, *, role: str | None = None) -> None:
+        """Raise `Refusal` if quantised weights that share a scale would be parted."""
+        try:
+            shapes = self._frozen_shapes(jnp.float32)
+            check_divisible(mesh, self._frozen_dims(), shapes, rules, role=role or self.role)
+        except Refusal as error:
+            raise Refusal(
+                f"{error}; it counts what shares a scale, up to {TILE} neighbours, which lora.quantize keeps together"
+            ) from error
+
+
+def layout_in(tree: Any) -> Any:
+    """Shardings of arrays, or of shapes with shardings."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def initial_params(model: Model, weights: RoleWeights, target: Params, *, seed: int) -> Params:
+    """Parameters at the start of a run: drawn at random, or a checkpoint's.
+
+    Args:
+      target: Shapes with shardings of the result.
+    """
+    config, head = weights.model, weights.head
+    if not isinstance(model, Pretrained):
+
+        def build(seed: Any) -> Params:
+            # The key is made inside, because a program over several processes takes no array of one of them.
+            return jax.tree.map(_converted, init_params(config, head, jax.random.key(seed)), target)
+
+        return jax.jit(build, out_shardings=layout_in(target))(np.uint32(seed))
+    assert isinstance(config, ModelConfig), "a checkpoint is of the decoder"
+    floats = jax.tree.map(lambda x: x.scale if isinstance(x, Quantized) else x, target, is_leaf=_is_quantized)
+    dtypes = jax.tree.map(lambda x: x.dtype, floats)
+    wanted = {path_name(path): node for path, node in jax.tree.leaves_with_path(target, is_leaf=_is_quantized)}
+
+    def keep(name: str, array: jax.Array) -> Any:
+        return _quantized_leaf(array, wanted[name])
+
+    return load_pretrained(model.path, config, head, layout_in(floats), dtype=dtypes, keep=keep)
+
+
+def initial_adapters(weights: RoleWeights, mesh: Mesh, *, seed: int) -> Params:
+    """Float32 adapters at the start of a run, in the training layout."""
+    config, head, lora, layout = weights.model, weights.head, weights.lora, weights.adapter_layout(mesh)
+    assert lora is not None
+    if lora.start is not None:
+        assert isinstance(config, ModelConfig), "adapters are of the decoder"
+        return load_adapters(lora.start, config, head, lora, layout)
+    declared = declare_adapters(config, head, lora)
+    build = jax.jit(lambda seed: draw(declared, jax.random.fold_in(jax.random.key(seed), 1)), out_shardings=layout)
+    return build(np.uint32(seed))
+
+
+def saved_params(folder: Path, target: Params) -> Params:
+    """Parameters of a checkpoint's item, in the shapes and shardings of `target`."""
+    restored: list[Params] = []
+    TreeItem(lambda: target, restored.append).restore(folder)
+    return restored[0]
+
+
+def copied(params: Params, target: Params) -> Params:
+    """New buffers in the shapes and shardings of `target`, zeros where `params` has none.
+
+    Trained parameters are donated to their update, so nothing is shared.
+    """
+
+    def copy(tree: Params) -> Params:
+        zeros = {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in target.items() if name not in tree}
+        there = {name: target[name] for name in tree}
+        return {**jax.tree.map(_converted, tree, there), **zeros}
+
+    return jax.jit(copy, out_shardings=layout_in(target))(params)
+
+
+def quantized_as(params: Params, target: Params) -> Params:
+    """The parameters, quantised where `target` is, one after another; each is deleted as it is replaced."""
+    return jax.tree.map(_quantized_leaf, params, target, is_leaf=_is_quantized)
+
+
+def _quantized_leaf(leaf: Any, wanted: Any) -> Any:
+    """The leaf as wanted; one that is quantised is deleted, so that only one leaf at a time exists twice."""
+    if not isinstance(wanted, Quantized) or isinstance(leaf, Quantized):
+        return leaf
+    convert = jax.jit(partial(_converted, wanted=wanted), out_shardings=layout_in(wanted))
+    made = jax.block_until_ready(convert(leaf))
+    leaf.delete()
+    return made
+
+
+def _converted(leaf: jax.Array, wanted: Any) -> Any:
+    """A copy in another dtype, or quantised: a layer of each stage at a time, which takes some room."""
+    if not isinstance(wanted, Quantized):
+        return jnp.array(leaf, wanted.dtype, copy=True)
+    layers = wanted.scale.sharding.shard_shape(wanted.scale.shape)[0]
+    staged = leaf.astype(wanted.scale.dtype).reshape(-1, layers, *leaf.shape[1:])
+    made = jax.lax.map(partial(quantize, kind=wanted.kind), jnp.moveaxis(staged, 1, 0))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), made)
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, Quantized)
