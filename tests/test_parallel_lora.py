@@ -19,6 +19,7 @@ from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.plan import Problem
 from jaxrlhf.planner.problem import problem_of
 from jaxrlhf.planner.search.mapping import search
+from jaxrlhf.workers.role_weights import RoleWeights
 
 LORA = Lora(rank=8)
 # XLA counts the body of a loop once: one layer of two. Of one, whose input needs no gradient, it would drop some.

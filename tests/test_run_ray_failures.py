@@ -22,7 +22,7 @@ import jaxrlhf
 from jaxrlhf.config import Pool, RayCluster
 from jaxrlhf.single_controller import ray_backend
 from jaxrlhf.single_controller.ray.cluster import connect, disconnect
-from jaxrlhf.single_controller.ray.failure import HostDied, HostFailure, HostHung
+from jaxrlhf.single_controller.ray.failure import HostDied, HostFailure, HostHung, HostId
 from jaxrlhf.single_controller.ray.processes import HostProcesses
 from jaxrlhf.trainer import run as controller
 
@@ -73,7 +73,7 @@ class Kill:
     """One kill -9, and what came of it."""
 
     call: str
-    host: Host
+    host: HostId
     killed_s: float = 0.0
     failed_s: float = 0.0
     failure: HostFailure | None = None

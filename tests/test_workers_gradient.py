@@ -258,7 +258,7 @@ def test_a_prompt_computed_once_is_a_prompt_computed_for_each_of_its_responses(
 ) -> None:
     _, workers = build(settings)
     batch = of_prompts(experience(), responses=4)
-    packed, apart = (workers["actor"]._pack(each.sequences) for each in (batch, of_nobody(batch)))
+    packed, apart = (workers["actor"].pack(each.sequences) for each in (batch, of_nobody(batch)))
     assert next(packed.rows()).shared_prefix is not None and next(apart.rows()).shared_prefix is None
     assert (packed.pack(batch.sequences.token_BT) > 0).sum() < 0.8 * (apart.pack(batch.sequences.token_BT) > 0).sum()
     agree(alone, gradients_of(workers, batch))

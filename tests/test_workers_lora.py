@@ -28,6 +28,7 @@ from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.sharding.rules import shard_bytes
 from jaxrlhf.tracking import bytes_in_use
 from jaxrlhf.workers.build import Builder, Phase
+from jaxrlhf.workers.role_weights import RoleWeights
 
 LORA = Lora(rank=2, alpha=4.0)
 

@@ -36,20 +36,20 @@ def on_accelerator(builder: Builder, memory: int | None) -> Builder:
     """The same, as a device sees it that says how much memory it has, or does not."""
     stats = None if memory is None else {"bytes_limit": memory, "bytes_in_use": 5}
     device = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: stats)
-    names = ("config", "training", "mesh", "model_of", "width", "attention", "dtype")
+    names = ("config", "roles", "training", "mesh", "model_of", "width", "attention", "dtype")
     return SimpleNamespace(pool=SimpleNamespace(devices=(device,)), **{name: getattr(builder, name) for name in names})
 
 
-def chosen(builder: Builder, memory: int | None, *, role: str = "actor", roles=ROLES) -> bool:
-    return remat.choose_remat(on_accelerator(builder, memory), role, roles).on
+def chosen(builder: Builder, memory: int | None) -> bool:
+    return remat.choose_remat(on_accelerator(builder, memory), "actor").on
 
 
-def most(builder: Builder, **arguments) -> int:
+def most(builder: Builder) -> int:
     """MiB of memory from which on activations are kept."""
     low, high = 0, 1 << 14
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if chosen(builder, middle << 20, **arguments) else (low, middle)
+        low, high = (middle, high) if chosen(builder, middle << 20) else (low, middle)
     return high
 
 
@@ -63,7 +63,7 @@ def test_what_is_configured_holds_whatever_the_memory(setting: str, on: bool) ->
 def test_on_cpu_and_where_the_memory_is_not_known_layers_are_computed_again() -> None:
     builder = built()
     assert builder.remat["actor"].on and "cpu" in builder.remat["actor"].why
-    unknown = remat.choose_remat(on_accelerator(builder, None), "actor", ROLES)
+    unknown = remat.choose_remat(on_accelerator(builder, None), "actor")
     assert unknown.on and "not known" in unknown.why
 
 
@@ -78,7 +78,7 @@ def test_activations_are_kept_while_all_that_is_held_takes_three_fifths_of_the_m
     scores = 4 * 240 / 2 * 8
     activations = tokens * (2 * layer + 3 * scores) + 2 * 512 * model.vocab_size * 4
     assert most(builder) == pytest.approx((held + activations) / 0.6 / 2**20, abs=1)
-    message = remat.choose_remat(on_accelerator(builder, 1 << 30), "actor", ROLES)
+    message = remat.choose_remat(on_accelerator(builder, 1 << 30), "actor")
     assert not message.on and "of 1.0 GiB" in message.why
 
 
@@ -86,7 +86,7 @@ def test_what_waits_on_the_host_or_is_on_another_pool_leaves_room() -> None:
     policy, value = (weights_of(built().model, head) for head in ("lm", "value"))
 
     def needed(role: str = "actor", *, roles=ROLES, offload=()) -> float:
-        return remat.update_bytes(built(offload=offload), role, roles)
+        return remat.update_bytes(built(roles=roles, offload=offload), role)
 
     assert needed() - needed(roles=("actor", "reference")) == 12 * value
     assert needed() - needed(offload=("critic",)) == 12 * value
@@ -107,7 +107,7 @@ def test_workers_do_what_was_chosen() -> None:
     for setting, on in [("auto", True), ("none", False)]:
         builder = built(setting, roles=("actor", "critic"))
         workers = builder.workers(Phase(builder.config, ("actor", "critic"), total_updates=1))
-        assert workers["actor"]._remat == workers["critic"]._remat == on
+        assert workers["actor"].setup.remat == workers["critic"].setup.remat == on
 
 
 # Plans.
