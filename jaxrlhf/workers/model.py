@@ -167,7 +167,9 @@ class ModelWorker:
     def _output(self, params: Params, rows: PackedBatch, temperature: Array) -> TokenOutput | Array:
         return self._read(params, self._hidden(params, rows)[0], rows, temperature)
 
-    def _hidden(self, params: Params, rows: PackedBatch, router: RouterInputs = NO_ROUTER_INPUTS) -> tuple[Array, RouterOutputs | None]:
+    def _hidden(
+        self, params: Params, rows: PackedBatch, router: RouterInputs = NO_ROUTER_INPUTS
+    ) -> tuple[Array, RouterOutputs | None]:
         """The last hidden states, and the routers' record."""
         tokens = rows.token_RW, rows.position_RW, rows.segment_RW
         how: dict[str, Any] = {
