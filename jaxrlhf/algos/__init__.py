@@ -19,7 +19,7 @@ from jaxrlhf.algos.advantages import (
 )
 from jaxrlhf.algos.constrained import lagrangian_advantage, next_multiplier
 from jaxrlhf.algos.implicit_prm import leave_one_out_rewards, normalized_rewards, outcome_objective, process_returns
-from jaxrlhf.algos.importance_sampling import Correction, SamplerGap, rollout_correction, sampler_gap
+from jaxrlhf.algos.importance_sampling import ImportanceWeights, SamplerGap, rollout_correction, sampler_gap
 from jaxrlhf.algos.kl import adaptive_kl_coefficient, kl_estimate
 from jaxrlhf.algos.losses import (
     PolicyTerms,
@@ -32,7 +32,7 @@ from jaxrlhf.algos.losses import (
 )
 from jaxrlhf.algos.masked import masked_mean, masked_sum, masked_var, segment_mean, segment_sum, selected, whiten
 from jaxrlhf.algos.objectives import (
-    Objective,
+    ObjectiveTerms,
     TokenOutput,
     imitating_objective,
     mixed_objective,
@@ -45,8 +45,8 @@ from jaxrlhf.algos.shaping import overlong_penalty, token_rewards
 from jaxrlhf.algos.weights import token_weights
 
 __all__ = [
-    "Correction",
-    "Objective",
+    "ImportanceWeights",
+    "ObjectiveTerms",
     "PairLoss",
     "PolicyTerms",
     "PolicyTokens",

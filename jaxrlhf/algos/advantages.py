@@ -1,8 +1,7 @@
-"""How much better than expected: advantages from a critic's values or from sibling responses.
+"""Advantages from a critic's values or from the other responses to a prompt.
 
-Critic-based estimates are per token and step over masked tokens: a tool's output between two
-turns neither discounts nor bootstraps. Group-based estimates are per response; `to_tokens`
-spreads them.
+Critic-based estimates are per token and step over masked tokens: a tool's output between two turns neither discounts
+nor bootstraps. Group-based estimates are per response; `to_tokens` gives them to tokens.
 """
 
 from functools import partial
@@ -19,7 +18,7 @@ from jaxrlhf.batch import Array
 
 
 class Targets(NamedTuple):
-    """What the policy (advantage, not whitened) and the critic (return) learn from; 0 outside the mask."""
+    """Advantages, not whitened, for the policy and returns for the critic; 0 outside the mask."""
 
     advantage_BT: Float[Array, "B T"]
     return_BT: Float[Array, "B T"]
@@ -34,19 +33,19 @@ def gae(
     gamma: float,
     lam: float | Float[Array, ""] | Float[Array, "B"],
 ) -> Targets:
-    """Generalised advantage estimation over the tokens the policy chose.
+    """Generalised advantage estimation over action tokens, those that the policy chose.
 
         delta_t  = r_t + gamma * v_t' - v_t
         A_t      = delta_t + gamma * lam * A_t'
         return_t = A_t + v_t
 
-    where t' is the next chosen token after t, and v and A are 0 after the last one.
+    where t' is the next action token after t, and v and A are 0 after the last one.
 
     Args:
       reward_BT: Paid when token t is emitted, KL penalty already subtracted.
       value_BT: Critic's estimate for the prefix before token t, in reward units.
-      mask_BT: Tokens the policy chose.
-      gamma: Discount per chosen token, in [0, 1].
+      mask_BT: Action tokens.
+      gamma: Discount per action token, in [0, 1].
       lam: 0 is one-step TD, 1 is Monte Carlo; one for all responses, or each its own.
 
     Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16.
@@ -76,12 +75,12 @@ def length_adaptive_lambda(length_B: Int[Array, "B"], *, scale: float) -> Float[
 def discounted_returns(
     reward_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], *, gamma: float
 ) -> Float[Array, "B T"]:
-    """Reward to go, `R_t = r_t + gamma * R_t'` with t' the next chosen token; 0 outside the mask.
+    """Reward to go, `R_t = r_t + gamma * R_t'` with t' the next action token; 0 outside the mask.
 
     Args:
       reward_BT: Paid when token t is emitted.
-      mask_BT: Tokens the policy chose; rewards outside are ignored.
-      gamma: Discount per chosen token, in [0, 1].
+      mask_BT: Action tokens; rewards outside are ignored.
+      gamma: Discount per action token, in [0, 1].
 
     Source: Sutton & Barto 2018, eq. 3.9.
     """
@@ -137,7 +136,7 @@ def rloo(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[
     A group of one gives 0, and so do unscorable rows, which take no part in the means.
 
     Args:
-      group_B: As in `group_relative`.
+      group_B: Group of each row; see `group_relative`.
 
     Source: Kool et al. 2019 (Buy 4 REINFORCE samples, get a baseline for free!), for language
     models Ahmadian et al. 2024 (arXiv:2402.14740).
@@ -160,8 +159,8 @@ def length_weighted(
     Unscorable rows give 0 and take no part; so does a group of one, or of equal scores.
 
     Args:
-      group_B: As in `group_relative`.
-      length_B: Chosen tokens of each response.
+      group_B: Group of each row; see `group_relative`.
+      length_B: Action tokens of each response.
 
     Source: Hao et al. 2025 (OPO, arXiv:2505.23585), eq. 8.
     """
@@ -176,7 +175,7 @@ def length_weighted(
 def group_policy_gradient(
     score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]
 ) -> Float[Array, "B"]:
-    """Score minus the mean of its group, scaled up for the groups that teach nothing.
+    """Score minus the mean of its group, scaled up for the groups whose scores are all equal.
 
         A_i = alpha * (s_i - mean_g),  alpha = responses / responses in groups whose scores differ
 
@@ -184,7 +183,7 @@ def group_policy_gradient(
     Unscorable rows give 0 and take no part; so does a group of one, or of equal scores.
 
     Args:
-      group_B: As in `group_relative`.
+      group_B: Group of each row; see `group_relative`.
 
     Source: Chu et al. 2025 (GPG, arXiv:2504.02546), section 3.3.
     """
@@ -205,7 +204,7 @@ def greedy_relative(
     Args:
       reward_BT: Paid when token t is emitted, KL penalty already subtracted.
       baseline_B: Score of the greedy response to each row's prompt.
-      mask_BT: Tokens the policy chose.
+      mask_BT: Action tokens.
 
     Source: Li et al. 2024 (ReMax, arXiv:2310.10505), section 4.
     """
@@ -213,10 +212,10 @@ def greedy_relative(
 
 
 def has_spread(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]) -> Bool[Array, "B"]:
-    """Whether the scorable scores of a row's group differ, so that comparing them says something.
+    """True for the rows of groups whose scorable scores differ, so that there is something to learn.
 
     Args:
-      group_B: As in `group_relative`.
+      group_B: Group of each row; see `group_relative`.
 
     Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), eq. 11.
     """
@@ -244,5 +243,5 @@ def _centred(score_B: Array, scorable_B: Array, group_B: Array) -> tuple[Array, 
 
 
 def to_tokens(advantage_B: Float[Array, "B"], mask_BT: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """Give each chosen token its response's advantage; 0 outside the mask."""
+    """Give each action token its response's advantage; 0 outside the mask."""
     return jnp.where(mask_BT, jnp.asarray(advantage_B)[:, None], 0)

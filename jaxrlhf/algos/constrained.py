@@ -1,4 +1,4 @@
-"""The most reward under a limit on a cost: the multiplier that prices the cost, and what it makes of two advantages.
+"""Lagrangian of a reward under a limit on a cost: its advantage, and the update of its multiplier.
 
 Source: Dai et al. 2023 (Safe RLHF, arXiv:2310.12773), section 3.3 and appendix B.3.
 """
@@ -13,7 +13,7 @@ from jaxrlhf.batch import Array
 def lagrangian_advantage(
     gain: Float[Array, "*shape"], cost: Float[Array, "*shape"], *, multiplier: float
 ) -> Float[Array, "*shape"]:
-    """What a unit of reward and a unit of cost, at its price, come to.
+    """Advantage of the reward less the cost at its price.
 
         A = (A_reward - multiplier * A_cost) / (1 + multiplier)
 
@@ -26,14 +26,14 @@ def lagrangian_advantage(
 
 
 def next_multiplier(multiplier: float, cost: float, *, limit: float, learning_rate: float, largest: float) -> float:
-    """The price of a unit of cost after a step of gradient ascent on its logarithm.
+    """The Lagrange multiplier after a step of gradient ascent on its logarithm.
 
         log m <- min(log m + learning_rate * m * (cost - limit), log largest)
 
-    So it never falls to 0, and the further it has risen the faster it moves.
+    It never falls to 0, and moves the faster the further it has risen.
 
     Args:
-      multiplier: The one so far, above 0.
+      multiplier: Multiplier so far, above 0.
       cost: Mean over responses.
     """
     log_multiplier = math.log(multiplier) + learning_rate * multiplier * (cost - limit)

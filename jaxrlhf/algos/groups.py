@@ -1,4 +1,4 @@
-"""Rows that belong together: the responses to one prompt, wherever they stand in the batch."""
+"""Sums over groups: the responses to one prompt, wherever they are in the batch."""
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,11 @@ def dense_ids(id_B: Int[Array, "B"]) -> Int[Array, "B"]:
 
 @jax.jit
 def group_sum(value_B: Num[Array, "B"], group_B: Int[Array, "B"]) -> Num[Array, "B"]:
-    """For each row, the sum over the rows of its group; groups numbered by `dense_ids`."""
+    """The sum over the group of each row; groups numbered by `dense_ids`."""
     return jax.ops.segment_sum(value_B, group_B, num_segments=len(group_B))[group_B]
 
 
 @jax.jit
 def group_min(value_B: Num[Array, "B"], group_B: Int[Array, "B"]) -> Num[Array, "B"]:
-    """For each row, the least value of its group; groups numbered by `dense_ids`."""
+    """The least value in the group of each row; groups numbered by `dense_ids`."""
     return jax.ops.segment_min(value_B, group_B, num_segments=len(group_B))[group_B]

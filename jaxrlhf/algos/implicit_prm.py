@@ -1,7 +1,7 @@
-"""Rewards for each token out of what only whole responses are known to earn: the implicit process reward.
+"""Implicit process reward model: rewards per token, learned from the outcomes of whole responses.
 
-A language model is trained so that its log-ratio to a reference, summed over a response, says
-whether the response is right. What the ratio is token by token then says which tokens made it so.
+A language model is trained so that its log-ratio to a reference, summed over a response, says whether the response
+is right. Token by token, the ratio then says which tokens made it so.
 
 Source: Yuan et al. 2024 (Free process rewards without process labels, arXiv:2412.01981); online, as a
 reward: Cui et al. 2025 (PRIME, arXiv:2502.01456).
@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int, Num
 from jaxrlhf.algos.advantages import discounted_returns
 from jaxrlhf.algos.groups import dense_ids, group_sum
 from jaxrlhf.algos.masked import masked_mean, segment_sum, selected
-from jaxrlhf.algos.objectives import Objective, TokenOutput
+from jaxrlhf.algos.objectives import ObjectiveTerms, TokenOutput
 from jaxrlhf.batch import Array
 
 
@@ -27,7 +27,7 @@ def outcome_objective(
     weight: Float[Array, "R W"],
     fields: Mapping[str, Num[Array, "R W"]],
     settings: Any,
-) -> Objective:
+) -> ObjectiveTerms:
     """Cross-entropy of a response's outcome y, given its summed log-ratio.
 
         q_t  = logp_t - ref_logp_t
@@ -37,7 +37,7 @@ def outcome_objective(
     make the mean.
 
     Args:
-      output: Of the process reward model.
+      output: Log-probabilities by the process reward model.
       fields: `ref_logp`, `outcome` (1 at the tokens of right responses, else 0), and `segment`.
       settings: `beta` is read.
 
@@ -48,7 +48,7 @@ def outcome_objective(
     logit = settings.beta * segment_sum(ratio, segment)
     right = selected(fields["outcome"], mask)
     loss = selected(jax.nn.softplus(logit) - right * logit, mask)
-    return Objective(selected(weight, mask) * loss, {})
+    return ObjectiveTerms(selected(weight, mask) * loss, {})
 
 
 def leave_one_out_rewards(
@@ -62,8 +62,8 @@ def leave_one_out_rewards(
     any. A group of one gives 0.
 
     Args:
-      paid_BT: Where a reward is paid: at each token, or at the last one.
-      group_B: As in `group_relative`.
+      paid_BT: Tokens at which a reward is paid: all, or the last one.
+      group_B: Group of each row; see `group_relative`.
 
     Source: Cui et al. 2025 (arXiv:2502.01456), eq. 6.
     """
@@ -97,14 +97,14 @@ def process_returns(
         sum_{s >= t} outcome'_s + sum_{s >= t} gamma^(s - t) process'_s
 
     Args:
-      outcome_BT: Paid at the last chosen token.
-      process_BT: Paid at every chosen token.
-      gamma: Discount of the process rewards per chosen token.
-      group_B: As in `group_relative`.
+      outcome_BT: Paid at the last action token.
+      process_BT: Paid at every action token.
+      gamma: Discount of the process rewards per action token.
+      group_B: Group of each row; see `group_relative`.
 
     Source: Cui et al. 2025 (arXiv:2502.01456), eq. 6.
     """
-    chosen_from_BT = jnp.cumsum(mask_BT[:, ::-1], axis=1)[:, ::-1]
-    last_BT = mask_BT & (chosen_from_BT == 1)
+    actions_from_BT = jnp.cumsum(mask_BT[:, ::-1], axis=1)[:, ::-1]
+    last_BT = mask_BT & (actions_from_BT == 1)
     outcome = discounted_returns(leave_one_out_rewards(outcome_BT, last_BT, group_B), mask_BT, gamma=1.0)
     return outcome + discounted_returns(leave_one_out_rewards(process_BT, mask_BT, group_B), mask_BT, gamma=gamma)

@@ -1,4 +1,4 @@
-"""The gap between the policy that sampled and the trainer's idea of the same policy: measured, weighed, rejected."""
+"""Importance sampling between the sampler's and the trainer's log-probabilities of one policy."""
 
 from functools import partial
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from jaxrlhf.batch import Array
 from jaxrlhf.config import IcePop, Rejection, TruncatedImportance
 
 
-class Correction(NamedTuple):
-    """What sampled tokens count for, given how likely the trainer's policy finds them.
+class ImportanceWeights(NamedTuple):
+    """Importance weights of sampled tokens.
 
     Attributes:
-      weight_BT: To multiply token weights by; a constant, 0 for rejected tokens and outside the mask.
+      weight_BT: Factor for token weights; a constant, 0 for rejected tokens and outside the mask.
       metrics: Scalars by name: mean and largest weight, effective share of the tokens, shares of tokens and of
-        responses that are rejected, and of tokens whose weight the cap holds down.
+        responses that are rejected, and of tokens whose weight is capped.
     """
 
     weight_BT: Float[Array, "B T"]
@@ -35,8 +35,8 @@ def rollout_correction(
     *,
     importance: TruncatedImportance | IcePop | None,
     rejection: tuple[Rejection, ...] = (),
-) -> Correction:
-    """Weigh what one policy sampled for the update of another; with r_t = clip(old_logp - sampler_logp, -20, 20):
+) -> ImportanceWeights:
+    """Weigh the sampler's tokens for the trainer's update; with r_t = clip(old_logp - sampler_logp, -20, 20):
 
         truncated, token      w_t = min(exp(r_t), cap)
         truncated, sequence   w_t = min(exp(clip(sum_t r_t, -20, 20)), cap)
@@ -47,9 +47,9 @@ def rollout_correction(
 
     Args:
       old_logp_BT: Trainer's log-probabilities at the start of the update.
-      sampler_logp_BT: As reported while sampling.
-      importance: The weights.
-      rejection: All of them apply.
+      sampler_logp_BT: Log-probabilities that the sampler reported.
+      importance: Kind of weights.
+      rejection: Bands, all of which apply.
 
     Source: truncation: Ionides 2008 (Truncated importance sampling); per token for language models: Yao et al. 2025
     (Your efficient RL framework secretly brings you off-policy RL training); per sequence, and rejection: Liu et al.
@@ -71,7 +71,7 @@ def rollout_correction(
     cap = importance.cap if isinstance(importance, TruncatedImportance) else jnp.inf
     weight_BT = lax.stop_gradient(selected(jnp.minimum(ratio_BT, cap), kept_BT))
     response_B = jnp.any(mask_BT, axis=1)
-    return Correction(
+    return ImportanceWeights(
         weight_BT,
         {
             "correction/weight_mean": masked_mean(weight_BT, mask_BT),
@@ -85,7 +85,7 @@ def rollout_correction(
 
 
 def _kept(log_ratio_BT: Array, mask_BT: Array, rejection: Rejection) -> Array:
-    """Where the estimate lies in the rejection's band; `[B, T]`, or `[B, 1]` for whole responses."""
+    """True where the estimate lies in the rejection's band; `[B, T]`, or `[B, 1]` for whole responses."""
     low, high = -rejection.high if rejection.low is None else rejection.low, rejection.high
     match rejection.estimator:
         case "k1":
@@ -106,17 +106,15 @@ def _kept(log_ratio_BT: Array, mask_BT: Array, rejection: Rejection) -> Array:
 
 
 class SamplerGap(NamedTuple):
-    """How far sampler and trainer disagree on the sampled tokens; all scalars, 0 for an empty mask.
+    """Disagreement of sampler and trainer on the sampled tokens; all scalars, 0 for an empty mask.
 
     Attributes:
       mean: Mean |difference| of log-probabilities, in nats; float32 engines reach 1e-5.
       max: Largest |difference|.
-      probability_error: Mean of exp|difference|, the factor by which probabilities are off;
-        1 is perfect, healthy below 1.05.
+      probability_error: Mean of exp|difference|, the factor by which probabilities are off; healthy below 1.05.
       kl_sampler_trainer: k3 estimate of KL(sampler || trainer); healthy below 1e-3.
-      kl_trainer_sampler: The same with the roles exchanged.
-      effective_fraction: Effective sample size of the importance weights over the number of
-        tokens, in (0, 1].
+      kl_trainer_sampler: k3 estimate of KL(trainer || sampler).
+      effective_fraction: Effective sample size of the importance weights over the number of tokens, in (0, 1].
     """
 
     mean: Float[Array, ""]

@@ -29,8 +29,8 @@ def kl_estimate(
     the batch.
 
     Args:
-      logp: Of the sampled tokens, under the policy. The estimate is elementwise: where tokens
-        may be infinite, select with the mask first (`selected`).
+      logp: Log-probabilities of the sampled tokens, under the policy. The estimate is elementwise: where they may be
+        infinite, select with the mask first (`selected`).
 
     Source: Schulman 2020 (joschu.net/blog/kl-approx.html) for k1, k2, k3; k3 as a loss is eq. 4
     of Shao et al. 2024 (arXiv:2402.03300); gradients as in Tang & Munos 2025 (arXiv:2506.09477).
@@ -65,8 +65,8 @@ def adaptive_kl_coefficient(coefficient: float, kl: float, *, target: float, hor
         coefficient * (1 + e * sequences / horizon)
 
     Args:
-      coefficient: The one that was just used.
-      kl: Observed over the step: mean over responses of their mean per token.
+      coefficient: Coefficient that was just used.
+      kl: KL of the step: mean over responses of their mean per token.
       target: Desired value of `kl`.
       horizon: Sequences over which a full-size error multiplies the coefficient by about e^0.2.
       sequences: Responses in the step.

@@ -1,10 +1,7 @@
-"""Token losses: what one sampled token contributes, before weighting and summing.
+"""Policy and value losses per token, before weighting and summing.
 
-All but GSPO's are elementwise and indifferent to shape and packing. Tokens outside the mask must
-hold finite numbers; `jaxrlhf.algos.objectives` sees to that.
-
-The losses of a policy, for `PolicyTokens` and settings, share their gradient where `logp == old_logp`:
-that of `-A * logp`.
+All but GSPO's are elementwise and indifferent to shape and packing. Tokens outside the mask must hold finite numbers;
+`jaxrlhf.algos.objectives` sees to that. Where `logp == old_logp`, all policy losses have the gradient of `-A * logp`.
 """
 
 from typing import NamedTuple
@@ -21,13 +18,13 @@ from jaxrlhf.config import CISPOLoss, GSPOLoss, PolicyLoss, SAPOLoss
 
 
 class PolicyTokens(NamedTuple):
-    """What a policy's loss reads of each token; finite everywhere, 0 where untrained.
+    """Inputs of a policy loss for each token; finite everywhere, 0 where untrained.
 
     Attributes:
-      logp: Current policy, temperature applied; the argument to differentiate by.
-      old_logp: Policy at the start of the update.
-      advantage: How much better than expected the token was.
-      segment: Which sequence of its row a token belongs to, from 1; only losses of whole sequences need it.
+      logp: Log-probability by the current policy, temperature applied; the argument to differentiate by.
+      old_logp: Log-probability by the policy at the start of the update.
+      advantage: Advantage of the token.
+      segment: Sequence of its row that a token belongs to, from 1; only losses of whole sequences need it.
     """
 
     logp: Float[Array, "*shape"]
@@ -45,9 +42,9 @@ class PolicyTerms(NamedTuple):
     """Per-token results of a policy's loss.
 
     Attributes:
-      loss: To be weighted and summed.
-      ratio: pi / pi_old, as the loss sees it.
-      metrics: What else it has to say of a token, by name; to be averaged over the mask.
+      loss: Loss of a token, to be weighted and summed.
+      ratio: pi / pi_old, per token or per response.
+      metrics: Further values by name, to be averaged over the mask.
     """
 
     loss: Float[Array, "*shape"]
@@ -133,14 +130,14 @@ def sapo_loss(tokens: PolicyTokens, settings: SAPOLoss) -> PolicyTerms:
 
 
 def _clipped(ratio: Array, advantage: Array, clip_low: float, clip_high: float) -> tuple[Array, Array]:
-    """The pessimistic one of a ratio's loss and of the clipped ratio's, and whether it is the latter."""
+    """The larger of the losses of a ratio and of the clipped ratio, and True where it is the latter."""
     plain = -advantage * ratio
     clipped = -advantage * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     return jnp.maximum(plain, clipped), clipped > plain
 
 
 class ValueTerms(NamedTuple):
-    """Per-token results of `clipped_value_loss`: the loss, and whether the clipped value decides it."""
+    """Per-token results of `clipped_value_loss`: the loss, and True where the clipped value decides it."""
 
     loss: Float[Array, "*shape"]
     clipped: Bool[Array, "*shape"]
@@ -159,10 +156,10 @@ def clipped_value_loss(
         loss   = max((value - returns)^2, (v_clip - returns)^2) / 2
 
     Args:
-      value: Current critic; the argument to differentiate by.
-      old_value: Critic at the start of the update.
+      value: Value by the current critic; the argument to differentiate by.
+      old_value: Value by the critic at the start of the update.
       returns: Regression target, in reward units like the values.
-      clip: In reward units.
+      clip: Largest move that counts, in reward units.
 
     Source: OpenAI Baselines; described in Engstrom et al. 2020 (arXiv:2005.12729), section 3.
     """

@@ -1,7 +1,7 @@
 """Statistics over the tokens a mask selects.
 
-Every function selects before it reduces: what lies outside the mask may be infinite or NaN and
-reaches neither the value nor the gradient. Sharded arrays give the statistics of the whole.
+Every function selects before it reduces: values outside the mask may be infinite or NaN and reach neither the result
+nor the gradient. Sharded arrays give the statistics of the whole.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ def masked_mean(
 
 
 def segment_sum(value_RW: Float[Array, "R W"], segment_RW: Int[Array, "R W"]) -> Float[Array, "R W"]:
-    """For each token of packed rows, the sum over the tokens of its row with the same id; 0 where the id is 0.
+    """Sum over each token's sequence in packed rows: the tokens of its row with the same id; 0 where the id is 0.
 
     Args:
       segment_RW: Ids from 1 to W, in any order; 0 is what lies outside the mask.
@@ -48,7 +48,7 @@ def segment_sum(value_RW: Float[Array, "R W"], segment_RW: Int[Array, "R W"]) ->
 
 
 def segment_mean(value_RW: Float[Array, "R W"], segment_RW: Int[Array, "R W"]) -> Float[Array, "R W"]:
-    """As `segment_sum`, over the number of those tokens."""
+    """Mean over each token's sequence in packed rows; see `segment_sum`."""
     return segment_sum(value_RW, segment_RW) / jnp.maximum(segment_sum(jnp.ones_like(value_RW), segment_RW), 1)
 
 

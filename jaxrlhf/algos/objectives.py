@@ -1,13 +1,12 @@
-"""What a trainer minimises: one function per kind of model, each a weighted loss per token.
+"""Objectives of trainers: one function per kind of model, each a weighted loss per token.
 
-An objective is `objective(output, mask, weight, fields, settings) -> Objective`. The trainer
-calls it inside `jit` on packed rows, sums `loss` over all tokens of the update and reports the
-mean of each metric over the mask. All denominators are in the weights, so an objective never
-reduces. To those of the experience the trainer adds the field `segment`: int32, which sequence
-of its row a token belongs to.
+An objective is `objective(output, mask, weight, fields, settings) -> ObjectiveTerms`. The trainer calls it inside
+`jit` on packed rows, sums `loss` over all tokens of the update and reports the mean of each metric over the mask. All
+denominators are in the weights, so an objective never reduces. The trainer adds the field `segment`, int32: the
+sequence of its row that a token belongs to.
 
-Outside the mask every input may be infinite or NaN. Inputs are therefore selected *before* any
-formula sees them: selecting only the result would leave 0 * inf in the gradient.
+Outside the mask every input may be infinite or NaN. Inputs are therefore selected *before* any formula sees them:
+selecting only the result would leave 0 * inf in the gradient.
 """
 
 from collections.abc import Mapping
@@ -25,18 +24,18 @@ from jaxrlhf.config import KLInLoss, PolicyGradient, ValueLoss, function_of
 
 
 class TokenOutput(NamedTuple):
-    """What a language model says of each token: its log-probability, and the entropy it was drawn with if asked."""
+    """Log-probability of each token, and the entropy of its distribution if asked for."""
 
     logp: Float[Array, "R W"]
     entropy: Float[Array, "R W"] | None = None
 
 
-class Objective(NamedTuple):
+class ObjectiveTerms(NamedTuple):
     """Per-token results, 0 outside the mask.
 
     Attributes:
-      loss: Weighted; its sum over all rows of the update is the loss.
-      metrics: Unweighted, by name; to be averaged over the mask.
+      loss: Weighted loss; its sum over all rows of the update is minimised.
+      metrics: Unweighted values by name, to be averaged over the mask.
     """
 
     loss: Float[Array, "R W"]
@@ -49,20 +48,20 @@ def policy_objective(
     weight: Float[Array, "R W"],
     fields: Mapping[str, Num[Array, "R W"]],
     settings: PolicyGradient,
-) -> Objective:
+) -> ObjectiveTerms:
     """The policy's loss, with KL to the reference and an entropy bonus where configured.
 
         weight * loss(logp, old_logp, advantage) + kl_weight * kl(logp, ref_logp) - entropy_weight * entropy
 
     Args:
-      output: Of the current policy, temperature applied.
+      output: Log-probabilities by the current policy, temperature applied.
       mask: Trained tokens.
-      weight: Aggregation weights, importance correction folded in.
-      fields: `advantage`; `old_logp`, or `sampler_logp` where the current policy is the old one,
-        which is then only compared with it; `ref_logp` and `kl_weight` if `settings.kl` is in the
-        loss; `entropy_weight` if `settings.policy.entropy_coefficient` is not 0; `segment` if the
-        loss is of whole responses. The coefficients are in those weights.
-      settings: Which loss, and the KL estimator.
+      weight: Aggregation weights times importance weights.
+      fields: `advantage`; `old_logp`, or `sampler_logp` where the current policy is the old one, which is then only
+        compared with it; `ref_logp` and `kl_weight` if `settings.kl` is in the loss; `entropy_weight` if
+        `settings.policy.entropy_coefficient` is not 0; `segment` if the loss is of whole responses. The coefficients
+        are in those weights.
+      settings: Loss and KL estimator.
 
     Raises:
       ValueError: If a field is missing, or is given where the settings do not use it.
@@ -101,7 +100,7 @@ def policy_objective(
         entropy = selected(output.entropy, mask)
         loss -= _field(fields, "entropy_weight", mask) * entropy
         metrics["policy/entropy_exact"] = entropy
-    return Objective(loss, metrics)
+    return ObjectiveTerms(loss, metrics)
 
 
 def imitating_objective(
@@ -110,8 +109,8 @@ def imitating_objective(
     weight: Float[Array, "R W"],
     fields: Mapping[str, Num[Array, "R W"]],
     settings: PolicyGradient,
-) -> Objective:
-    """`policy_objective`, and `-imitation_weight * logp`: tokens of good responses are made likelier outright.
+) -> ObjectiveTerms:
+    """`policy_objective` plus `-imitation_weight * logp` on tokens of good responses.
 
     Source: Yue et al. 2025 (VAPO, arXiv:2504.05118), section 3.4.
     """
@@ -119,7 +118,7 @@ def imitating_objective(
     nll = -selected(output.logp, mask)
     imitation = _field(fields, "imitation_weight", mask)
     metrics = {**policy.metrics, "vapo/imitation_loss": jnp.where(imitation > 0, nll, 0.0)}
-    return Objective(policy.loss + imitation * nll, metrics)
+    return ObjectiveTerms(policy.loss + imitation * nll, metrics)
 
 
 def mixed_objective(
@@ -128,12 +127,12 @@ def mixed_objective(
     weight: Float[Array, "R W"],
     fields: Mapping[str, Num[Array, "R W"]],
     settings: PolicyGradient,
-) -> Objective:
-    """`policy_objective` on what was sampled, and `-example_weight * logp` on examples that lie among it.
+) -> ObjectiveTerms:
+    """`policy_objective` on sampled responses, and `-example_weight * logp` on examples among them.
 
     Args:
-      fields: Further, `example_weight`, above 0 at the tokens of examples and 0 elsewhere; and `metric_weight`, by
-        which means over the mask become means over what was sampled, or over the examples.
+      fields: Further `example_weight`, above 0 at the tokens of examples and 0 elsewhere; and `metric_weight`, which
+        turns means over the mask into means over the responses, or over the examples.
 
     Source: Ouyang et al. 2022 (arXiv:2203.02155), eq. 2, with its pretraining term.
     """
@@ -143,7 +142,7 @@ def mixed_objective(
     nll = -selected(output.logp, mask & ~sampled)
     scale = _field(fields, "metric_weight", mask)
     metrics = {name: scale * value for name, value in {**policy.metrics, "ptx/loss": nll}.items()}
-    return Objective(policy.loss + example_weight * nll, metrics)
+    return ObjectiveTerms(policy.loss + example_weight * nll, metrics)
 
 
 def value_objective(
@@ -152,7 +151,7 @@ def value_objective(
     weight: Float[Array, "R W"],
     fields: Mapping[str, Num[Array, "R W"]],
     settings: ValueLoss,
-) -> Objective:
+) -> ObjectiveTerms:
     """Clipped value regression, `weight * clipped_value_loss`.
 
     Args:
@@ -174,7 +173,7 @@ def value_objective(
         clip=settings.clip,
     )
     metrics = {"value/loss": terms.loss, "value/clip_fraction": terms.clipped.astype(terms.loss.dtype)}
-    return Objective(selected(weight, mask) * terms.loss, metrics)
+    return ObjectiveTerms(selected(weight, mask) * terms.loss, metrics)
 
 
 def nll_objective(
@@ -183,13 +182,13 @@ def nll_objective(
     weight: Float[Array, "R W"],
     fields: Mapping[str, Num[Array, "R W"]],
     settings: object,
-) -> Objective:
+) -> ObjectiveTerms:
     """Supervised fine-tuning: weighted negative log-likelihood. Reads neither fields nor settings.
 
     Source: Ouyang et al. 2022 (arXiv:2203.02155), section 3.5 (SFT).
     """
     nll = -selected(output.logp, mask)
-    return Objective(selected(weight, mask) * nll, {"supervised/loss": nll})
+    return ObjectiveTerms(selected(weight, mask) * nll, {"supervised/loss": nll})
 
 
 def _field(fields: Mapping[str, Array], name: str, mask: Array) -> Array:
@@ -199,7 +198,7 @@ def _field(fields: Mapping[str, Array], name: str, mask: Array) -> Array:
 
 
 def _require(fields: Mapping[str, Array], name: str, wanted: bool, reason: str) -> None:
-    """A coefficient that is configured but not applied, or the reverse, must not pass in silence."""
+    """Raise `ValueError` if a coefficient is configured and not applied, or the reverse."""
     if wanted != (name in fields):
         raise ValueError(
             f"the experience {'has' if name in fields else 'lacks'} the field {name!r}, "

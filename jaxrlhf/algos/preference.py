@@ -1,7 +1,7 @@
-"""Losses of preference pairs, each with its derivative by what a model says of the two answers.
+"""Losses of preference pairs, with their derivatives by the log-probabilities or scores of the two answers.
 
-A trainer computes one sum of weighted tokens and never reduces over a sequence. It need not: with
-x_b the log-probability of a sequence, or its score, the gradient of L(x_1, x_2, ...) is that of
+A trainer computes one sum of weighted tokens and never reduces over a sequence. It need not: with x_b the
+log-probability of a sequence, or its score, the gradient of L(x_1, x_2, ...) is that of
 
     sum_b (dL / dx_b) * x_b
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.algos.masked import selected
-from jaxrlhf.algos.objectives import Objective, TokenOutput
+from jaxrlhf.algos.objectives import ObjectiveTerms, TokenOutput
 from jaxrlhf.batch import Array
 
 
@@ -24,9 +24,9 @@ class PairLoss(NamedTuple):
     """A loss of each pair.
 
     Attributes:
-      loss_P: To be averaged.
+      loss_P: Loss of a pair, to be averaged.
       chosen_P: Derivative by the chosen answer's log-probability or score.
-      rejected_P: The same of the rejected answer.
+      rejected_P: Derivative by the rejected answer's.
     """
 
     loss_P: Float[Array, "P"]
@@ -45,7 +45,7 @@ def dpo(
 
     Args:
       chosen_P: log pi - log pi_ref of the chosen answer, summed over its tokens.
-      rejected_P: The same of the rejected answer.
+      rejected_P: log pi - log pi_ref of the rejected answer, summed over its tokens.
       beta: Reward units per nat.
       label_smoothing: e, the chance that a label is wrong, below 0.5.
 
@@ -65,7 +65,7 @@ def ipo(chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], *, beta: flo
 
     Args:
       chosen_P: log pi - log pi_ref of the chosen answer, summed over its tokens.
-      rejected_P: The same of the rejected answer.
+      rejected_P: log pi - log pi_ref of the rejected answer, summed over its tokens.
 
     Source: Azar et al. 2023 (arXiv:2310.12036), eq. 17.
     """
@@ -91,7 +91,7 @@ def with_likelihood(
 def bradley_terry(
     chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], margin_P: Float[Array, "P"] | float = 0.0
 ) -> PairLoss:
-    """The chance that the chosen answer is preferred, given the scores of both.
+    """Bradley-Terry loss: -log of the chance that the chosen answer is preferred, given both scores.
 
         L = -log sigmoid(chosen - rejected - margin)
         dL/dchosen = sigmoid(chosen - rejected - margin) - 1
@@ -110,7 +110,7 @@ def pair_cost(
     chosen_safe_P: Bool[Array, "P"],
     rejected_safe_P: Bool[Array, "P"],
 ) -> PairLoss:
-    """Costs: the rejected answer, being more harmful, costs more, and what is harmless costs less than 0.
+    """Cost model's loss: the rejected answer, being more harmful, costs more; a harmless one costs less than 0.
 
         L = -log sigmoid(rejected - chosen) - log sigmoid(s_c chosen) - log sigmoid(s_r rejected)
 
@@ -134,10 +134,10 @@ def linear_objective(
     weight: Float[Array, "R W"],
     fields: Mapping[str, Array],
     settings: object,
-) -> Objective:
-    """What the model says of each token, times its weight: a derivative of the loss of whole sequences.
+) -> ObjectiveTerms:
+    """Log-probability or value of each token times its weight, the derivative of a loss of whole sequences.
 
-    Reads log-probabilities of a policy and values of a critic; neither fields nor settings.
+    It reads neither fields nor settings.
     """
     said = output.logp if isinstance(output, TokenOutput) else output
-    return Objective(selected(weight, mask) * selected(said, mask), {})
+    return ObjectiveTerms(selected(weight, mask) * selected(said, mask), {})

@@ -1,4 +1,4 @@
-"""From a score per response to a reward per token."""
+"""Reward shaping: from a score per response to a reward per token."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,11 +15,11 @@ def token_rewards(
     *,
     kl_coefficient: float,
 ) -> Float[Array, "B T"]:
-    """Pay the score at the last chosen token, and charge each chosen token for its divergence.
+    """Pay the score at the last action token, and charge each action token for its KL.
 
-        r_t = [t is the last chosen token] * score - kl_coefficient * kl_t
+        r_t = [t is the last action token] * score - kl_coefficient * kl_t
 
-    Outside the mask, and in rows without a chosen token, the reward is 0.
+    Outside the mask, and in rows without an action token, the reward is 0.
 
     Args:
       kl_BT: Estimate of KL(old policy || reference) per token; None charges nothing.
@@ -28,8 +28,8 @@ def token_rewards(
     Source: Ziegler et al. 2019 (arXiv:1909.08593), eq. 2; per token as in Ouyang et al. 2022
     (arXiv:2203.02155), section 3.5.
     """
-    chosen_from_BT = lax.cumsum(jnp.asarray(mask_BT, int), axis=1, reverse=True)
-    is_last_BT = mask_BT & (chosen_from_BT == 1)
+    actions_from_BT = lax.cumsum(jnp.asarray(mask_BT, int), axis=1, reverse=True)
+    is_last_BT = mask_BT & (actions_from_BT == 1)
     reward_BT = jnp.where(is_last_BT, jnp.asarray(score_B)[:, None], 0)
     return reward_BT if kl_BT is None else reward_BT - kl_coefficient * selected(kl_BT, mask_BT)
 
@@ -39,8 +39,7 @@ def overlong_penalty(
 ) -> Float[Array, "B"]:
     """Soft punishment of long responses, to be added to the score.
 
-    0 up to `max_tokens - buffer_tokens`, falling linearly to `-factor` at `max_tokens`, and
-    `-factor` beyond.
+    0 up to `max_tokens - buffer_tokens`, falling linearly to `-factor` at `max_tokens`, and `-factor` beyond.
 
     Args:
       length_B: Tokens of each response.

@@ -1,7 +1,7 @@
 """Loss aggregation as per-token weights, so that a trainer only ever computes one sum.
 
-Denominators are counts over all rows given here, which are those of one optimizer update. How
-the rows are then packed, split into microbatches or spread over devices cannot change the loss.
+Denominators are counts over all rows given here, which are those of one optimizer update. Packing, microbatches and
+devices can then not change the loss.
 """
 
 import jax
@@ -34,7 +34,7 @@ def token_weights(
 
     Args:
       mask_BT: Trained tokens of all rows of one optimizer update.
-      prompt_id_B: Which prompt a row answers; needed by prompt-mean.
+      prompt_id_B: Prompt that a row answers; needed by prompt-mean.
       horizon: Longest response that the configuration allows, in tokens (not the padded width,
         which changes from batch to batch); needed by seq-mean-token-sum-norm.
 

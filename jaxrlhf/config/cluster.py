@@ -1,4 +1,4 @@
-"""Where a run's processes are started when one process is not enough."""
+"""Host processes on a Ray cluster."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,24 +8,21 @@ from jaxrlhf.config.refusal import finite, not_negative, positive, require
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Host processes started by Ray, which needs the `ray` extra.
+    """Host processes started by Ray; needs the `ray` extra.
 
-    On a cluster that runs already, Ray starts processes with niceness 15, unless its machines were
-    started under `RAY_worker_niceness=0`.
+    A running cluster starts processes with niceness 15, unless its machines were started under `RAY_worker_niceness=0`.
 
     Attributes:
-      address: `host:port` of a running Ray cluster, or `auto` on one of its machines; None
-        starts a cluster on this machine and ends it with the run.
-      devices_per_host: Devices that one host process drives. On `cuda` and `tpu` they are
-        asked of Ray; on `cpu` they are made up.
-      platform: `auto` is what the cluster's machines report: tpu, else cuda, else cpu.
+      address: `host:port` of a running Ray cluster, or `auto` on one of its machines; None starts a cluster on this
+        machine and ends it with the run.
+      devices_per_host: Devices of one host process; asked of Ray on `cuda` and `tpu`, made up on `cpu`.
+      platform: Kind of device; `auto` takes what the cluster's machines report: tpu, else cuda, else cpu.
       cpus_per_host: Cores that Ray sets aside for a host process. It only counts them.
-      start_timeout_s: Within this, the processes of a pool are placed, started and joined.
-      call_timeout_s: Within this, every host answers a call; compilation counts.
-      restarts: How often a run whose hosts failed starts them again and goes on from the
-        newest checkpoint.
-      weights: How they travel between pools: `direct` from device to device by JAX's transfer
-        server, or through the memory of the hosts where the backend has none.
+      start_timeout_s: Seconds in which a pool's processes are placed, started and joined.
+      call_timeout_s: Seconds in which every host answers a call, compilation included.
+      restarts: Times that a run whose hosts failed starts them again, from its newest checkpoint.
+      weights: Transfer of weights between pools: `direct`, from device to device by JAX's transfer server, or `host`,
+        through the hosts' memory where the backend has no such server.
     """
 
     address: str | None = None

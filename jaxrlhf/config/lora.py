@@ -1,4 +1,4 @@
-"""Low-rank adapters, which a role trains in place of its weights."""
+"""Low-rank adapters."""
 
 import math
 from dataclasses import dataclass
@@ -11,24 +11,23 @@ Quantization = Literal["int8", "nf4"]
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685): weights stay as they are, adapters beside them learn.
+    """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685): weights are frozen, adapters beside them are trained.
 
         y = x W + scale * (x A) B,   scale = alpha / rank
 
-    A starts at random and B at zero, so that training starts from the model itself. The weights
-    lie in the compute dtype, without gradient or moments; adapters are float32. They want a
-    learning rate about ten times that of whole weights.
+    A starts at random and B at zero, so that training starts from the model itself. Weights are kept in the compute
+    dtype, without gradient or moments; adapters are float32 and want about ten times the learning rate.
 
     Class attributes:
-      MATRICES: What may have an adapter.
+      MATRICES: Matrices that may have an adapter.
 
     Attributes:
       rank: r, columns of A and rows of B.
       targets: Matrices of every layer that get an adapter.
       rslora: scale = alpha / sqrt(rank), which keeps its size as the rank grows (Kalajdzievski 2023, arXiv:2312.03732).
-      quantize: Kind of the frozen matrices of all layers, with or without an adapter: 8 bits, or the 4 of QLoRA
-        (Dettmers et al. 2023, arXiv:2305.14314). None leaves them in the compute dtype.
-      start: Directory of adapters as `peft` writes them, to start from; it has to have this rank, scale and targets.
+      quantize: Format of the frozen matrices of all layers: 8 bits, or the 4 of QLoRA (Dettmers et al. 2023,
+        arXiv:2305.14314). None leaves them in the compute dtype.
+      start: Directory of adapters in the format of `peft` to start from, of this rank, scale and targets.
     """
 
     MATRICES: ClassVar[tuple[str, ...]] = ("query", "key", "value", "output", "gate", "up", "down")
@@ -51,5 +50,5 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the product of the adapter is multiplied by."""
+        """Factor of the adapter's product."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)

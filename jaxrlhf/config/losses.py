@@ -17,7 +17,7 @@ class AdaptiveKL:
     """Steer the coefficient towards a KL (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
     Attributes:
-      target: Mean of k1 per chosen token, in nats: not the sum over a response, which the paper aims at.
+      target: Mean of k1 per action token, in nats; the paper aims at the sum over a response.
       horizon: Responses in which the coefficient may grow or shrink by a fifth.
     """
 
@@ -33,8 +33,7 @@ class KLInReward:
     """Subtract `coefficient * kl` from each token's reward; the KL is to the reference policy.
 
     Attributes:
-      estimator: With d = logp - ref_logp: `k1` is d, `abs` is |d|, `k2` is d^2 / 2 and
-        `k3` is exp(-d) - 1 + d.
+      estimator: With d = logp - ref_logp: `k1` is d, `abs` is |d|, `k2` is d^2 / 2, `k3` is exp(-d) - 1 + d.
     """
 
     coefficient: float = 0.001
@@ -50,8 +49,8 @@ class KLInLoss:
     """Add `coefficient * kl` to each token's loss; the KL is to the reference policy.
 
     Attributes:
-      estimator: As for `KLInReward`. `k1+` and `k3+` have the value of k1 and k3, and the
-        gradient of k2, which is the reverse KL's.
+      estimator: One of those of `KLInReward`; `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2,
+        which is the reverse KL's.
     """
 
     coefficient: float = 0.001
@@ -64,7 +63,7 @@ class KLInLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Clipped value regression; the value moves at most `clip` from the old one."""
+    """Clipped value regression: the value moves at most `clip`, in reward units, from the old one."""
 
     clip: float = 0.5
 
@@ -74,19 +73,17 @@ class ValueLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class RatioLoss:
-    """What every loss of a policy has. Subclass it for a new one.
+    """Base class of policy losses. Subclass it for a new one.
 
     Class attributes:
-      function: The loss of one token, a function of `PolicyTokens` and these settings that returns `PolicyTerms`
+      function: Loss of one token, a function of `PolicyTokens` and these settings that returns `PolicyTerms`
         (see `jaxrlhf.algos`), or its name as `module:function`.
 
     Attributes:
-      aggregation: How token losses become one number; every count is over the whole update.
-        `token-mean`: their sum over the number of trained tokens (DAPO). `token-sum`: their sum.
-        `seq-mean-token-mean`: the mean within each response, then over responses (GRPO).
-        `seq-mean-token-sum`: the sum within each response, then the mean over responses.
-        `seq-mean-token-sum-norm`: that over `max_response_tokens` (Dr. GRPO).
-        `prompt-mean`: the token-mean over each prompt's responses, then the mean over prompts.
+      aggregation: Loss aggregation; every count is over the whole update. `token-mean`: sum over the number of trained
+        tokens (DAPO). `token-sum`: sum. `seq-mean-token-mean`: mean within each response, then over responses (GRPO).
+        `seq-mean-token-sum`: sum within each response, then mean over responses. `seq-mean-token-sum-norm`: that over
+        `max_response_tokens` (Dr. GRPO). `prompt-mean`: token-mean over each prompt's responses, then over prompts.
       entropy_coefficient: Weight of the entropy bonus; 0 computes no entropy.
     """
 
@@ -104,8 +101,8 @@ class PolicyLoss(RatioLoss):
     """Clipped policy-gradient loss (PPO, GRPO).
 
     Attributes:
-      clip_low: Ratio may fall to 1 - clip_low.
-      clip_high: Ratio may rise to 1 + clip_high.
+      clip_low: Lower clip range: the ratio is clipped at 1 - clip_low.
+      clip_high: Upper clip range: the ratio is clipped at 1 + clip_high.
       dual_clip: Bound on the loss of tokens with negative advantage, as a multiple of it; None is off.
     """
 
@@ -127,11 +124,11 @@ class PolicyLoss(RatioLoss):
 
 @dataclass(frozen=True)
 class GSPOLoss(RatioLoss):
-    """Clipped loss whose ratio is that of the whole response, per token: the geometric mean of its tokens' ratios.
+    """Clipped loss with one ratio per response: the geometric mean of its tokens' ratios (GSPO).
 
     Attributes:
-      clip_low: The response's ratio may fall to 1 - clip_low. A mean over many tokens moves little, hence the size.
-      clip_high: The response's ratio may rise to 1 + clip_high.
+      clip_low: Lower clip range of the response's ratio, small because a mean over many tokens moves little.
+      clip_high: Upper clip range of the response's ratio.
       aggregation: `seq-mean-token-mean` only.
     """
 
@@ -154,11 +151,11 @@ class GSPOLoss(RatioLoss):
 
 @dataclass(frozen=True)
 class CISPOLoss(RatioLoss):
-    """Log-likelihood weighted by a bounded ratio: no token's gradient is dropped, only its weight is bounded.
+    """Log-likelihood weighted by a clipped importance ratio, so that no token loses its gradient (CISPO).
 
     Attributes:
-      ratio_low: The weight is at least this; 0 is no bound.
-      ratio_high: The weight is at most this.
+      ratio_low: Smallest weight; 0 is no bound.
+      ratio_high: Largest weight.
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:cispo_loss"
@@ -178,11 +175,11 @@ class CISPOLoss(RatioLoss):
 
 @dataclass(frozen=True)
 class SAPOLoss(RatioLoss):
-    """A soft gate in place of the clip: gradients fade as the ratio leaves 1.
+    """A soft gate in place of the clip: gradients fade as the ratio leaves 1 (SAPO).
 
     Attributes:
-      temperature_positive: How fast they fade where the advantage is above 0.
-      temperature_negative: Elsewhere; larger, because what pushes a token down pushes all others up.
+      temperature_positive: Speed of fading where the advantage is above 0.
+      temperature_negative: Speed elsewhere; larger, because a push down on one token pushes all others up.
     """
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:sapo_loss"
@@ -198,12 +195,12 @@ class SAPOLoss(RatioLoss):
 
 @dataclass(frozen=True)
 class TruncatedImportance:
-    """Weight tokens by min(pi_old / pi_sampler, cap): corrects sampler-trainer mismatch.
+    """Truncated importance sampling (TIS): weight tokens by min(pi_old / pi_sampler, cap).
 
     Attributes:
-      cap: Bounds the variance, at the price of bias.
-      level: `token`: the ratio of each token. `sequence`: the product of the ratios of all tokens of the response, for
-        each of them; unbiased without the cap, and of a variance that grows with the length.
+      cap: Largest weight; it bounds the variance, at the price of bias.
+      level: Ratio of each `token`, or of the whole `sequence` for each of its tokens, which is unbiased without the cap
+        and of a variance that grows with the length.
     """
 
     cap: float = 2.0
@@ -230,17 +227,17 @@ class IcePop:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Train nothing on what sampler and trainer see too differently: keep where low <= estimate <= high.
+    """Rejection sampling of sampler-trainer mismatch: train only where low <= estimate <= high.
 
-    Denominators go on counting what was rejected.
+    Denominators still count what was rejected. To keep geometric means of ratios in [a, b]: `k1`, `sequence-mean`,
+    low=-log(b), high=-log(a).
 
     Attributes:
       estimator: In nats, with r = log(pi_old / pi_sampler): `k1` is -r, `k2` is r^2 / 2 and `k3` is exp(r) - 1 - r.
-      level: `token`: each token by its own estimate. `sequence-mean`, `sequence-sum`: a whole response by that of its
-        tokens. `sequence-max`: a whole response, if any of its tokens is outside.
-      high: Of the estimate.
-      low: Of the estimate; None is -high. To keep geometric means of ratios in [a, b]: `k1`, `sequence-mean`,
-        low=-log(b), high=-log(a).
+      level: `token`: each token by its own estimate. `sequence-mean`, `sequence-sum`: a response by the mean or sum of
+        its tokens'. `sequence-max`: a response, if any of its tokens is outside.
+      high: Largest estimate kept.
+      low: Smallest estimate kept; None is -high.
     """
 
     estimator: Literal["k1", "k2", "k3"] = "k3"

@@ -1,4 +1,4 @@
-"""Which roles share which devices, and what waits in host memory."""
+"""Placement of roles on devices, and offload to host memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,25 +6,24 @@ from dataclasses import dataclass
 from jaxrlhf.config.refusal import positive, require
 
 ROLLOUT = "rollout"
-"""A role that any algorithm with an actor may place: it generates with copies of the actor's weights."""
+"""Role that generates with copies of the actor's weights; any algorithm with an actor may place it."""
 
 CRITICS = ("critic", "cost_critic")
-"""The roles whose model values prefixes; every other one that is the policy's kind of model speaks of tokens."""
+"""Roles with a value head."""
 
 PARTS = ("parameters", "optimizer")
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A named set of devices and the roles that live on it.
+    """A named set of devices, and the roles placed on it.
 
-    Roles on one pool take turns; roles on different pools run side by side. Placing
-    `rollout` apart from `actor` generates on devices of its own: the weights are sent over
-    before each rollout. Where `reward` is not placed it is scored beside the first pool.
+    Roles on one pool take turns; roles on different pools run at once. `rollout` on another pool than `actor` gets the
+    weights before each rollout. Where `reward` is not placed, it is computed beside the first pool.
 
     Attributes:
-      devices: Taken from the program's devices in order, pool after pool.
-      roles: Such as `("actor", "reference")`.
+      devices: Number of devices, taken from the program's in order, pool after pool.
+      roles: Names such as `("actor", "reference")`.
     """
 
     name: str
@@ -73,5 +72,5 @@ def check_offload(offload: Sequence[str], models: Sequence[str], trained: Sequen
 
 
 def offloaded(offload: Sequence[str], role: str, part: str) -> bool:
-    """Whether `part` of `role` waits in host memory while it is not in use."""
+    """True if `part` of `role` is kept in host memory while it is not in use."""
     return role in offload or f"{role}.{part}" in offload

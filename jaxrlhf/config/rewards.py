@@ -1,4 +1,4 @@
-"""Where scores come from: the parts that a response's score is the weighted sum of."""
+"""Rewards: the parts whose weighted sum is a response's score."""
 
 import math
 import re
@@ -47,17 +47,17 @@ class MathReward:
 
 @dataclass(frozen=True)
 class CodeReward:
-    """Does the last Python block of the response pass the record's tests, in a sandbox?
+    """Tests passed by the last Python block of the response, run in a sandbox.
 
     Attributes:
       tests_key: Field of the record with the tests: inputs and outputs, or test code. See `jaxrlhf.rewards.programs`.
       credit: `all` is 1 if every test passes, else 0; `fraction` is the share that passes.
       time_limit_s: Wall-clock limit of one test.
-      total_s: Of all tests of a response; those that are not run by then have failed.
+      total_s: Wall-clock limit of all tests of a response; those not run by then have failed.
       memory_bytes: Address space of the program.
-      output_bytes: What a test may print, and the largest file that it may write.
-      allow_unsandboxed: Run programs also where the machine cannot keep them from the network and
-        from other files. They then do as they please with the rights of the run.
+      output_bytes: Most that a test may print, and the largest file that it may write.
+      allow_unsandboxed: Run programs also where the machine cannot keep them from the network and from other files.
+        They then do as they please with the rights of the run.
     """
 
     tests_key: str = "tests"
@@ -83,7 +83,7 @@ class FormatReward:
 
 @dataclass(frozen=True)
 class TagsReward:
-    """The share of tags that are opened and closed once, in this order: `<think>...</think><answer>...`"""
+    """Share of tags that are opened and closed once, in this order: `<think>...</think><answer>...`"""
 
     names: tuple[str, ...] = ("think", "answer")
     weight: float = 0.1
@@ -94,7 +94,7 @@ class TagsReward:
 
 @dataclass(frozen=True)
 class RepetitionReward:
-    """Minus the share of sequences of `words` words that were there before; from 0 down to -1."""
+    """Minus the share of sequences of `words` words that occurred before; from 0 down to -1."""
 
     words: int = 4
     weight: float = 1.0
@@ -119,13 +119,13 @@ class FunctionReward:
 
 @dataclass(frozen=True)
 class CosineLengthReward:
-    """Pays right answers for being short, and wrong ones for having tried for longer; takes an answer reward's place.
+    """Cosine length reward in place of an answer reward: right answers earn more if short, wrong ones if long.
 
     Attributes:
-      max_characters: A token of English has about 4. A response of so many gets `too_long`.
-      correct: Says which answers are right, by more than 0.5; a function is a plain one.
-      right: Value of a right answer of no length and of the greatest; in between runs half a cosine.
-      wrong: The same of a wrong answer.
+      max_characters: Length from which a response gets `too_long`; a token of English has about 4 characters.
+      correct: Reward that is above 0.5 for right answers; as a function, neither batched nor async.
+      right: Values of a right answer of no length and of the greatest; in between runs half a cosine.
+      wrong: Values of a wrong answer, likewise.
     """
 
     max_characters: int
@@ -153,11 +153,10 @@ class CosineLengthReward:
 class ModelReward:
     """The score head of a sequence-classification checkpoint, read at the EOS of prompt and response.
 
-    The prompt is the policy's text, chat marks included; for a model of another family write a
-    `FunctionReward`.
+    The prompt is the policy's text, chat marks included; for a model of another family write a `FunctionReward`.
 
     Attributes:
-      layout: Over the devices of one host; each host of the pool scores its own responses.
+      layout: Split over the devices of one host; each host of the pool scores its own responses.
     """
 
     path: str
@@ -167,17 +166,17 @@ class ModelReward:
 
 @dataclass(frozen=True)
 class JudgeReward:
-    """What a model behind an OpenAI-compatible endpoint thinks of the response, from 0 to 1.
+    """Score from 0 to 1 by a model behind an OpenAI-compatible endpoint (LLM as a judge).
 
     Attributes:
-      url: Up to and with `/v1`, such as `http://localhost:8000/v1`.
+      url: Address up to and with `/v1`, such as `http://localhost:8000/v1`.
       model: Name that the endpoint knows it by.
-      template: What the judge is asked, with `{prompt}`, `{response}` and, where records have one, `{answer}`.
-      pattern: The first group of its last match in what the judge says is the score.
-      lowest: Score that counts as 0; below it there is none.
-      highest: Score that counts as 1.
-      temperature: None leaves it to the endpoint.
-      max_tokens: Of what the judge says.
+      template: Message to the judge, with `{prompt}`, `{response}` and, where records have one, `{answer}`.
+      pattern: Regular expression; the first group of its last match in the judge's answer is the score.
+      lowest: Score that counts as 0; none may be lower.
+      highest: Score that counts as 1; none may be higher.
+      temperature: Sampling temperature; None leaves it to the endpoint.
+      max_tokens: Longest answer of the judge.
       api_key_env: Environment variable that holds the key; the key itself is never written anywhere.
       concurrency: Requests that are open at once, on each host that scores.
       attempt_s: Limit of one request. Time-outs, 429 and 5xx are tried again.
@@ -271,11 +270,9 @@ class Rewards:
 
     Attributes:
       workers: Processes that run reward functions.
-      timeout_s: Wall-clock limit of one call; past it the process is killed and the
-        response is unscorable.
-      failures_in_a_row: Responses on which one function times out, crashes or raises, with no answer
-        in between, before the run is stopped; or that cannot be scored for any cause, None and NaN among
-        them, if they are three whole batches. 0 never stops it.
+      timeout_s: Wall-clock limit of one call; past it the process is killed and the response is unscorable.
+      failures_in_a_row: Responses in a row on which one function times out, crashes or raises before the run is
+        stopped; or that cannot be scored for any cause, if they fill three batches. 0 never stops it.
     """
 
     parts: tuple[RewardPart, ...] = (ArithmeticReward(),)
@@ -307,5 +304,5 @@ class Rewards:
 
     @property
     def by_model(self) -> bool:
-        """Whether a model of its own scores, and not only functions."""
+        """True if a reward model scores, and not only functions."""
         return any(isinstance(part, ModelReward) for part in self.parts)

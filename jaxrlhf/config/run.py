@@ -23,8 +23,7 @@ COLD_START = "cold_start"
 class ColdStart:
     """A short supervised stage before the main one, for policies that know nothing yet.
 
-    It trains the actor in the actor's layout and microbatches, with an optimizer of its own: all its
-    weights, also where the main stage then trains adapters beside them.
+    It trains all of the actor's weights, with an optimizer of its own; adapters are then trained beside them.
     """
 
     steps: int
@@ -40,8 +39,8 @@ class Evaluation:
     """Accuracy on held-out problems: the mean score of the first reward part on greedy answers.
 
     Attributes:
-      every_steps: 0 evaluates only before the first and after the last step.
-      problems: At most this many of the held-out split.
+      every_steps: Steps between evaluations; 0 evaluates only before the first and after the last step.
+      problems: Problems of the held-out split, at most.
     """
 
     every_steps: int = 10
@@ -54,13 +53,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """What is kept on disk.
+    """Checkpoints of a run.
 
     Attributes:
-      every_steps: 0 saves only at the end, on SIGTERM and on Ctrl-C.
+      every_steps: Steps between checkpoints; 0 saves only at the end, on SIGTERM and on Ctrl-C.
       keep_last: Newest checkpoints kept.
-      keep_best: Checkpoints of the highest `eval/accuracy` kept beside them. Where both are
-        periodic, checkpoints have to fall on evaluated steps.
+      keep_best: Checkpoints of the highest `eval/accuracy` kept beside them, for which they have to fall on evaluated
+        steps.
     """
 
     every_steps: int = 20
@@ -77,25 +76,23 @@ class Config:
     """A whole run.
 
     Attributes:
-      name: Also of the run's folder.
+      name: Name of the run, and of its folder.
       steps: Steps of the main stage.
-      reference_layout: Of the reference policy; None is the actor's.
+      reference_layout: Layout of the reference policy; None is the actor's.
       tokenizer: Hugging Face tokenizer directory or hub id; None is the model's own.
-      compute_dtype: Of activations and of the generation copy; `auto` is bfloat16 on GPU and
-        TPU and float32 on CPU. Master weights are always float32.
-      attention: `auto` takes the fastest kernels of the backend, each once it has computed what `xla` computes.
-      devices: How many devices to use, in one pool that all roles share; None is all.
-      pools: Which roles live on which devices; empty is one pool.
-      placement: `auto` searches pools, layouts and offload at start-up, for the devices that are there; `given` takes
-        what is written here.
-      hardware: What the devices can do, for the search: a name such as `a100x16x8`, or a file that
+      compute_dtype: Dtype of activations and of the generation copy; `auto` is bfloat16 on GPU and TPU, float32 on CPU.
+        Master weights are always float32.
+      attention: Kernels; `auto` takes the backend's fastest, each once it has computed what `xla` computes.
+      devices: Number of devices to use, in one pool that all roles share; None is all.
+      pools: Placement of roles on devices; empty is one pool.
+      placement: `auto` searches pools, layouts and offload at start-up; `given` takes what is written here.
+      hardware: Speed and memory of the devices, for the search: a name such as `a100x16x8`, or a file that
         `python -m jaxrlhf.calibrate` wrote; None recognises them.
       cluster: Hosts joined by Ray; None runs in this process, on its devices.
-      offload: What waits in host memory while it is not in use: `role`, `role.parameters` or `role.optimizer`.
-      workdir: Where checkpoints, metrics and samples go; None is `runs/<name>`.
+      offload: Parts kept in host memory while not in use: `role`, `role.parameters` or `role.optimizer`.
+      workdir: Folder of checkpoints, metrics and samples; None is `runs/<name>`.
       resume: Go on from the newest checkpoint in `workdir` if there is one.
-      profile_steps: Steps of the main stage in which every process traces its devices, into `profile/step_N` of
-        `workdir`.
+      profile_steps: Steps of the main stage in which every process traces its devices, into `workdir/profile/step_N`.
     """
 
     name: str
@@ -192,14 +189,14 @@ class Config:
 
     @property
     def reference_is_frozen_actor(self) -> bool:
-        """Whether the reference is the actor as it was before its adapters were trained, without weights of its own."""
+        """True if the reference is the actor without its adapters, and has no weights of its own."""
         together = not self.pools or any({"actor", "reference"} <= set(pool.roles) for pool in self.pools)
         alike = self.reference_layout in (None, self.actor.layout)
         return self.actor.lora is not None and self._refers_to_start and together and alike
 
     @property
     def _refers_to_start(self) -> bool:
-        """Whether there is a reference, and it is the policy that the run starts from."""
+        """True if there is a reference, and it is the policy that the run starts from."""
         return "reference" in self.algorithm.roles and getattr(self.algorithm, "reference_model", None) is None
 
     def _check_lora(self) -> None:
@@ -217,7 +214,7 @@ class Config:
         )
 
     def _check_search(self) -> None:
-        """Refuse what the search would overrule, and what only the search reads."""
+        """Refuse settings that the search would overrule, and those that it alone reads."""
         if self.placement == "given":
             require(
                 self.hardware is None,
@@ -233,13 +230,13 @@ class Config:
         )
 
     def _layouts(self) -> dict[str, Layout]:
-        """Of every role that has one of its own."""
+        """The layout of each role that has one of its own."""
         layouts = {role: training.layout for role, training in self.algorithm.training(self).items()}
         judges = [part for part in self.rewards.parts if isinstance(part, ModelReward)]
         return layouts | {f"reward {judge.path}": judge.layout for judge in judges}
 
     def _check_layouts(self) -> None:
-        """Refuse a generation layout for what generates nothing."""
+        """Refuse a generation layout for a role that generates nothing."""
         layouts = self._layouts() | {"reference_layout": self.reference_layout or Layout()}
         layouts.pop("actor", None)
         for name, layout in layouts.items():

@@ -1,4 +1,4 @@
-"""Where models and problems come from."""
+"""Models to start from, and data sets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,10 @@ from jaxrlhf.config.refusal import not_negative, positive, require, within
 class FromScratch:
     """A randomly initialised decoder over the embedded tokenizer, shaped like Qwen2, or with experts like Qwen3-MoE.
 
-    It needs no download.
-
     Attributes:
-      intermediate_size: Of the MLP, or of each expert.
-      experts: In place of each MLP; 0 is none.
-      experts_per_token: Of them, how many a token goes through.
+      intermediate_size: Width of the MLP, or of each expert.
+      experts: Experts in place of each MLP; 0 is none.
+      experts_per_token: Experts that a token goes through.
     """
 
     hidden_size: int = 128
@@ -53,16 +51,15 @@ class Pretrained:
 class Nnx:
     """A causal language model of your own, a `flax.nnx` module, with random weights.
 
-    The module is called with tokens, positions and segments, `[rows, width]` each: a row holds several
-    sequences, a position counts within its sequence, and a token sees those before it of its own segment
-    (0 is padding). It returns hidden states `[rows, width, D]`, after the last norm. Its method `head()`
-    returns the `[V, D]` matrix that they are multiplied with; with tied weights that is the embedding.
-
-    How parameters are split over devices is said in `jaxrlhf.models.nnx`. There is no Hugging Face
-    format for such a model, so its runs are not exported; `Config.tokenizer` is the embedded one or yours.
+    The module is called with tokens, positions and segments, `[rows, width]` each: a row holds several sequences, a
+    position counts within its sequence, and a token attends to those before it in its own segment (0 is padding). It
+    returns hidden states `[rows, width, D]`, after the last norm; its method `head()` returns the `[V, D]` matrix that
+    makes logits of them, with tied weights the embedding. `jaxrlhf.models.nnx` says how to split parameters over
+    devices. Hugging Face has no format for it, so its runs are not exported; `Config.tokenizer` is the embedded one or
+    yours.
 
     Attributes:
-      build: From `nnx.Rngs` to the module.
+      build: Function from `nnx.Rngs` to the module.
       max_positions: Longest sequence that it computes; None is any.
     """
 
@@ -88,8 +85,8 @@ class Arithmetic:
       difficulty: 1 to 5: more steps and larger numbers.
       train_problems: Size of the training split.
       eval_problems: Size of the held-out split; no problem text is in both.
-      unfinished_share: Share of the training solutions that stop one step early, with a wrong
-        answer. Supervised training imitates careless demonstrations too; rewards do not.
+      unfinished_share: Share of the training solutions that stop one step early, with a wrong answer: supervised
+        training imitates them, rewards do not.
     """
 
     difficulty: int = 2
@@ -143,8 +140,7 @@ class PromptFile:
 class ArithmeticPairs:
     """The problems of `Arithmetic`, each with its right solution and, rejected, a wrong one.
 
-    Half of the wrong ones stop one step early, where there is more than one; the others have a
-    slip in one step and go on from there.
+    Half of the wrong ones stop one step early where there are several; the others have a slip in one step.
     """
 
     difficulty: int = 2
@@ -161,17 +157,17 @@ class ArithmeticPairs:
 class PairFile:
     """Preference pairs from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
 
-    A record with a prompt has two answers to it. One without has two dialogues in the format of hh-rlhf
-    (Bai et al. 2022, arXiv:2204.05862), turns after `\\n\\nHuman:` and `\\n\\nAssistant:`, which differ in the last.
+    A record has a prompt and two answers; or two dialogues in the format of hh-rlhf (Bai et al. 2022,
+    arXiv:2204.05862), turns after `\\n\\nHuman:` and `\\n\\nAssistant:`, which differ in the last.
 
     Attributes:
       train: File of training records.
-      evaluation: File of held-out records; None holds none out, but for `evaluation_fraction`.
+      evaluation: File of held-out records; None leaves that to `evaluation_fraction`.
       evaluation_fraction: Share of the prompts of `train` that is held out; pairs with one prompt stay together.
       prompt_key: Field with the prompt: a text, or a list of chat messages.
       margin_key: Field with the least difference of the scores, a number; None if there is none.
       safe_keys: Fields that say whether the chosen and the rejected answer are harmless; None if there are none.
-      malformed_fraction: Pairs that cannot be read are left out and reported; more than this share is an error.
+      malformed_fraction: Largest share of pairs that cannot be read; up to it they are left out and reported.
       control_tokens: How a control token such as `<|im_end|>` is read that a text of the file spells out: "parse"
         makes the token of it, as the tokenizer does by itself; "text" keeps its letters, so that no text ends a turn.
     """

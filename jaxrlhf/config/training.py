@@ -1,4 +1,4 @@
-"""How a role is laid out and trained, and what a step generates."""
+"""Layout and training of a role, and the rollout of a step."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,22 +10,21 @@ from jaxrlhf.config.refusal import finite, not_negative, positive, require, with
 
 @dataclass(frozen=True)
 class Layout:
-    """How a role's devices are factored, for training and for generation.
+    """Parallel sizes of a role, for training and for generation.
 
-    Training splits the weights p-t-d ways, generation p_g-t_g ways, and what is left of the
-    devices are replicas. Where p_g divides p and t_g divides t, training refines generation:
-    a device's training shard is a part of its generation shard, and switching moves the
-    least. Any other pair works too, and moves more.
+    Training splits the weights p-t-d ways, generation p_g-t_g ways; the devices left over are replicas. Where p_g
+    divides p and t_g divides t, training refines generation: a device's training shard is a part of its generation
+    shard, and switching moves the least. Any other pair works too, and moves more.
 
     Attributes:
       data: d, replicas of the training state; None takes the devices that are left.
-      fsdp: Ways the parameters and optimizer are split over data-parallel devices.
-      stage: p, ways the layers are divided among devices in training.
-      tensor: t, ways every layer is split in training.
-      generation_stage: p_g, ways the layers are divided in generation.
-      generation_tensor: t_g, ways every layer is split in generation.
-      expert: Ways the experts of every layer are divided among devices, in training and in generation. The same
-        devices split rows and slots, and in training all other weights, as those of `fsdp` do.
+      fsdp: Ways that parameters and optimizer are split over data-parallel devices.
+      stage: p, pipeline stages in training.
+      tensor: t, ways that every layer is split in training.
+      generation_stage: p_g, pipeline stages in generation.
+      generation_tensor: t_g, ways that every layer is split in generation.
+      expert: Ways that the experts of every layer are divided, in training and in generation. The same devices split
+        rows and slots, and in training all other weights, as those of `fsdp` do.
 
     Source: HybridFlow (arXiv:2409.19256), section 5.1.
     """
@@ -54,12 +53,12 @@ class Layout:
 
     @property
     def refines(self) -> bool:
-        """Whether every training shard lies inside a generation shard."""
+        """True if every training shard lies inside a generation shard."""
         return self.stage % self.generation_stage == 0 and self.tensor % self.generation_tensor == 0
 
     @property
     def micro_stage(self) -> int:
-        """p / p_g: with `micro_tensor`, the generation replicas that one training replica becomes."""
+        """p / p_g; times `micro_tensor`, the generation replicas that one training replica becomes."""
         self._require_refinement("micro_stage")
         return self.stage // self.generation_stage
 
@@ -111,17 +110,17 @@ Remat = Literal["auto", "full", "none"]
 
 @dataclass(frozen=True)
 class Training:
-    """How one role is trained.
+    """Training of one role.
 
     Attributes:
-      tokens_per_microbatch: Most tokens (padding included) that one forward-backward holds,
-        over all devices of the role. Smaller saves memory; the gradient does not change.
-      remat: Whether each layer's activations are computed again in the backward pass: `full`, all but the layer's
-        input, or `none`, nothing. `auto` is `none` on an accelerator whose memory then has room to spare by the
-        estimate that the table of derived settings shows, else `full`; on CPU `full` is faster.
-      lora: Train adapters beside frozen weights; None trains the weights.
-      router_loss: Coefficient of the loss that balances the experts of a mixture over each response's tokens, which
-        are weighed as in the main loss; None is the checkpoint's own.
+      tokens_per_microbatch: Tokens, padding included, of one forward-backward over all devices of the role, at most.
+        Smaller saves memory; the gradient does not change.
+      remat: Rematerialisation: in the backward pass `full` computes each layer again from its input, `none` nothing.
+        `auto` is `none` on an accelerator that has the memory by the estimate in the table of derived settings, else
+        `full`; on CPU `full` is faster.
+      lora: Adapters to train beside frozen weights; None trains the weights.
+      router_loss: Coefficient of the load-balancing loss of a mixture of experts, over each response's tokens and with
+        the weights of the main loss; None takes the checkpoint's own.
     """
 
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -141,15 +140,15 @@ class Training:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn. `top_k=0` keeps all; `top_p=1` keeps all.
-
-    PPO and GRPO roll out with a temperature and stop tokens only, and refuse the rest.
+    """Sampling of a token. Algorithms with a policy loss take a temperature and stop tokens only, and refuse the rest.
 
     Attributes:
-      min_tokens: Stop tokens are not drawn before this many tokens.
+      top_p: Nucleus, in (0, 1]; 1 keeps all tokens.
+      top_k: Likeliest tokens kept; 0 keeps all.
+      min_tokens: Tokens before the first at which a stop token may be drawn.
       greedy: Take the likeliest token, whatever temperature, top_p and top_k say; `min_tokens` still applies.
       stop_tokens: Texts of single tokens that end a response beside the tokenizer's EOS.
-      ignore_eos: No token ends a response, so that each runs to its limit: to measure speed.
+      ignore_eos: Let no token end a response, so that each runs to its limit: to measure speed.
     """
 
     temperature: float = 1.0
@@ -176,20 +175,19 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What one step generates.
+    """Generation of one step.
 
     Attributes:
       prompts_per_step: P.
       responses_per_prompt: G; a step has B = P * G responses.
-      max_prompt_tokens: Longer prompts are dropped and counted.
-      max_response_tokens: Longer responses are cut and marked truncated.
+      max_prompt_tokens: Longest prompt; longer ones are dropped and counted.
+      max_response_tokens: Longest response; longer ones are cut and marked truncated.
       slots: Responses decoded at once; None is all of a step's.
       decode_tokens_per_dispatch: Tokens decoded by one program call before finished slots refill.
-      replay_routing: The experts that each token went through while it was sampled are recorded, and the policy's
-        tokens go through the same when they are trained on.
-      cache: How keys and values lie while tokens are decoded. `slots` gives every slot the capacity of the longest
-        response; in `pages` a response takes what it needs, and responses to one prompt share the pages that it
-        fills. `auto` is `pages` where this backend has a kernel that reads them (GPU and TPU), else `slots`.
+      replay_routing: Router replay (R3): train each token through the experts that it was sampled with.
+      cache: KV cache. `slots` gives every response the capacity of the longest; in `pages` each takes what it needs,
+        and responses to one prompt share its pages. `auto` is `pages` where the backend has a kernel that reads them
+        (GPU and TPU), else `slots`.
     """
 
     prompts_per_step: int = 64

@@ -1,4 +1,4 @@
-"""What the settings of all algorithms share."""
+"""Base classes of algorithms' settings."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from jaxrlhf.config.sources import Data
 
 _NARROWING = ("greedy", "top_p", "top_k", "min_tokens")
-"""Settings of `Sampling` under which tokens do not come from the policy's own distribution."""
+"""Settings of `Sampling` that draw tokens from another distribution than the policy's."""
 
 
 @dataclass(frozen=True)
 class Algorithm(ABC):
-    """What every algorithm's settings share. Subclass it for a new one.
+    """Base class of every algorithm's settings. Subclass it for a new one.
 
     Class attributes:
-      dataflow: The step: a function of the roles and a `StepInput`, or its name as `module:function`.
-      evaluation: What is made of held-out problems: a function of the roles, the configuration and the problems that
-        gives metrics, or its name; None answers them greedily and scores the answers.
+      dataflow: Step: a function of the roles and a `StepInput`, or its name as `module:function`.
+      evaluation: Function of the roles, the configuration and the held-out problems that gives metrics, or its name;
+        None answers the problems greedily and scores the answers.
     """
 
     dataflow: ClassVar[Callable[..., Any] | str]
@@ -35,34 +35,34 @@ class Algorithm(ABC):
     @property
     @abstractmethod
     def roles(self) -> tuple[str, ...]:
-        """The groups that the step calls; which they are may depend on the settings."""
+        """The roles that the step calls, with these settings."""
 
     def initial_state(self) -> dict[str, float]:
-        """Numbers the algorithm carries from step to step; they are in every checkpoint."""
+        """Numbers carried from step to step and saved in every checkpoint."""
         return {}
 
     def resumed_state(self, saved: Mapping[str, float]) -> dict[str, float]:
-        """The numbers to go on with, given those of the checkpoint; settings may have changed since."""
+        """The numbers to resume with, given a checkpoint's; settings may have changed since."""
         return dict(saved)
 
     def problems_per_step(self, config: Config) -> int:
-        """Records of the data set that one step takes."""
+        """Records of the data set in one step."""
         return config.rollout.prompts_per_step
 
     @abstractmethod
     def updates_per_step(self, config: Config) -> int:
-        """Optimizer updates that one step makes, of each trained role."""
+        """Optimizer updates of each trained role in one step."""
 
     def resting_updates(self, config: Config) -> int:
-        """Updates of others at the start in which the policy rests; its learning rate decays over the rest."""
+        """Updates at the start that leave the policy as it is; its learning rate decays over the others."""
         return 0
 
     def training(self, config: Config) -> dict[str, Training]:
-        """How each trained role is trained."""
+        """The training settings of each trained role."""
         return {"actor": config.actor}
 
     def examples(self, config: Config) -> tuple[Data, int] | None:
-        """Data of the algorithm's own with worked solutions, and how many of them a step takes; None is no such."""
+        """Further data with worked solutions, and the number of them in a step; None is no such data."""
         return None
 
     def check(self, config: Config) -> None:  # noqa: B027  most algorithms fit any configuration
@@ -71,18 +71,18 @@ class Algorithm(ABC):
 
 @dataclass(frozen=True)
 class PolicyGradient(Algorithm):
-    """What algorithms share that generate, score and follow the gradient of a policy loss.
+    """Base class of algorithms that generate, score and follow a policy loss.
 
     Attributes:
       responses_per_update: Responses in one optimizer update (the minibatch); divides a step's.
       epochs_per_step: Passes over a step's responses.
-      old_logp: Log-probabilities of the policy that generated. `trainer` computes them before the update. `sampler`
-        takes those that came with the samples, which are the same but for rounding: it saves that pass, and needs a
-        step of one update, whose policy is the old one. `auto` does so where nothing but metrics would read them: one
-        update a step, no KL in the reward, no correction. `bypass` takes the sampler's as those of the old policy also
-        where they differ: two policies instead of three, and the loss's own ratio is the importance weight.
-      correction: Importance weights of the old policy, as the trainer has it, against the sampler.
-      rejection: What is not trained on, because trainer and sampler differ too much on it.
+      old_logp: Log-probabilities of the policy at the start of the step. `trainer` computes them before the update.
+        `sampler` takes those of the samples, equal but for rounding, which saves a pass and needs a step of one update.
+        `auto` does so where only metrics would read them: one update a step, no KL in the reward, no correction.
+        `bypass` takes the sampler's as the old policy's also where they differ: two policies instead of three, and the
+        loss's own ratio is the importance weight.
+      correction: Importance weights of the trainer's old policy against the sampler's.
+      rejection: Tokens and responses to leave out, because trainer and sampler differ too much on them.
     """
 
     responses_per_update: int = 64
@@ -98,7 +98,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """With the reference only where there is a KL to it."""
+        """The roles; the reference only where there is a KL to it."""
         return ("actor", "reward") if self.kl is None else ("actor", "reference", "reward")
 
     def initial_state(self) -> dict[str, float]:
@@ -112,7 +112,7 @@ class PolicyGradient(Algorithm):
         return self.epochs_per_step * config.rollout.responses_per_step // self.responses_per_update
 
     def trusts_sampler(self, config: Config) -> bool:
-        """Whether the sampler's log-probabilities serve as the old ones."""
+        """True if the sampler's log-probabilities serve as the old policy's."""
         if self.old_logp == "auto":
             unread = self.correction is None and not self.rejection and not isinstance(self.kl, KLInReward)
             return unread and self.updates_per_step(config) == 1

@@ -1,4 +1,4 @@
-"""The settings of the algorithms without a critic."""
+"""Algorithms without a critic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GroupCompared(PolicyGradient):
-    """What algorithms share that compare the responses to one prompt."""
+    """Base class of algorithms that compare the responses to one prompt."""
 
     def check(self, config: Config) -> None:
         super().check(config)
@@ -41,7 +41,7 @@ class GRPO(GroupCompared):
 
 @dataclass(frozen=True)
 class DrGRPO(GRPO):
-    """GRPO done right (Liu et al. 2025, arXiv:2503.20783): GRPO without what favours some lengths and difficulties."""
+    """GRPO done right (Liu et al. 2025, arXiv:2503.20783): GRPO without its bias for some lengths and difficulties."""
 
     normalize_std: bool = False
     policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(aggregation="seq-mean-token-sum-norm"))
@@ -56,7 +56,7 @@ class GSPO(GRPO):
 
 @dataclass(frozen=True)
 class CISPO(GRPO):
-    """GRPO with clipped importance weights, which drop no token (MiniMax 2025, arXiv:2506.13585)."""
+    """Clipped importance sampling (MiniMax 2025, arXiv:2506.13585): GRPO in which no token loses its gradient."""
 
     policy: CISPOLoss = field(default_factory=CISPOLoss)
 
@@ -79,20 +79,14 @@ class RLOO(GroupCompared):
 
 @dataclass(frozen=True)
 class OPO(GroupCompared):
-    """On-policy RL with an optimal baseline (Hao et al. 2025, arXiv:2505.23585).
-
-    The baseline is the best one for one update a step; more are possible.
-    """
+    """On-policy RL with an optimal baseline, optimal for one update a step (Hao et al. 2025, arXiv:2505.23585)."""
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:opo"
 
 
 @dataclass(frozen=True)
 class GPG(GroupCompared):
-    """Group policy gradient (Chu et al. 2025, arXiv:2504.02546).
-
-    With one update a step the loss is the paper's, which has no ratio; with more, the ratio is clipped.
-    """
+    """Group policy gradient (Chu et al. 2025, arXiv:2504.02546), with a clipped ratio if a step has several updates."""
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:gpg"
 
@@ -102,7 +96,7 @@ class ReinforcePlusPlus(PolicyGradient):
     """REINFORCE++: no groups, advantages whitened over the batch (Hu et al. 2025, arXiv:2501.03262).
 
     Attributes:
-      gamma: Discount per chosen token.
+      gamma: Discount per action token.
     """
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:reinforce_plus_plus"
@@ -126,10 +120,7 @@ class ReinforcePlusPlusBaseline(GroupCompared):
 
 @dataclass(frozen=True)
 class ReMax(PolicyGradient):
-    """REINFORCE with the greedy response as the baseline (Li et al. 2024, arXiv:2310.10505).
-
-    Each prompt is answered once more, greedily; that answer is scored and not trained on.
-    """
+    """REINFORCE with the score of a further, greedy response as the baseline (Li et al. 2024, arXiv:2310.10505)."""
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:remax"
 
@@ -138,12 +129,10 @@ class ReMax(PolicyGradient):
 
 @dataclass(frozen=True)
 class OverlongPunishment:
-    """Soft punishment of responses that come near the length limit, added to their score.
-
-    It grows from 0 over the last tokens before `max_response_tokens`, where it is `factor`.
+    """Soft punishment of overlong responses: grows from 0 to `factor` over the last tokens and lowers the score.
 
     Attributes:
-      buffer_share: Of `max_response_tokens`, over which it grows.
+      buffer_share: Share of `max_response_tokens` over which it grows.
     """
 
     buffer_share: float = 0.2
@@ -158,14 +147,13 @@ class OverlongPunishment:
 class DAPO(GroupCompared):
     """Decoupled clip and dynamic sampling policy optimisation (Yu et al. 2025, arXiv:2503.14476).
 
-    Groups whose responses all score the same teach nothing. Further prompts are drawn in their place,
-    `prompts_per_step` at a time, until as many groups have spread or the rounds are over; then what is
-    missing is left out of the update.
+    Groups whose responses all score the same are replaced by those of further prompts, `prompts_per_step` at a time,
+    until `max_rounds` are over; then what is missing is left out of the update.
 
     Attributes:
-      max_rounds: Most times that a step draws prompts; 1 refills nothing.
-      overlong: Punishes long responses; it does not count as spread.
-      mask_truncated: Train nothing on responses that hit the length limit; they stay in the baseline.
+      max_rounds: Times that a step draws prompts, at most; 1 replaces nothing.
+      overlong: Punishment of long responses, left out of the comparison of scores.
+      mask_truncated: Overlong filtering: train nothing on truncated responses; they stay in the baseline.
     """
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.dapo:step"

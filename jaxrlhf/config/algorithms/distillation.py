@@ -1,4 +1,4 @@
-"""The settings of learning from a teacher."""
+"""On-policy distillation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Distillation(PolicyGradient):
-    """On-policy distillation: a teacher judges each token that the student samples.
+    """On-policy distillation (Agarwal et al. 2024, arXiv:2306.13649): a teacher judges each token of the student.
 
-    Rewards are measured and not followed. Source: Agarwal et al. 2024 (arXiv:2306.13649).
+    Rewards are measured and not followed.
 
     Attributes:
-      reference_model: The teacher; it has the student's tokenizer.
+      reference_model: Teacher, of the student's tokenizer.
     """
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.distillation:step"

@@ -1,4 +1,4 @@
-"""The settings of PPO: a policy with a learned critic."""
+"""PPO."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class PPO(PolicyGradient):
     """Proximal policy optimisation with a learned critic (Schulman et al. 2017, arXiv:1707.06347).
 
     Attributes:
-      gamma: Discount per chosen token.
+      gamma: Discount per action token.
       lam: GAE's lambda.
-      critic_model: Where the critic's trunk comes from; None copies the actor's.
+      critic_model: Checkpoint of the critic's trunk; None copies the actor's.
       critic_warmup_steps: Steps at the start in which only the critic is updated.
     """
 

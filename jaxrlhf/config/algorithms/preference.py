@@ -1,4 +1,4 @@
-"""The settings of algorithms that learn from preference pairs."""
+"""Algorithms that learn from preference pairs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preference(Algorithm):
-    """What algorithms share that learn from pairs; one update a step, and held-out pairs are ranked.
+    """Base class of algorithms that learn from preference pairs: one update a step, evaluation on held-out pairs.
 
     Class attributes:
-      places_after: Places that a sequence takes after its answer's last token.
+      places_after: Positions of a sequence after its answer's last token.
 
     Attributes:
       pairs_per_update: Pairs in one optimizer update.
@@ -58,8 +58,8 @@ class DPO(Preference):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
 
     Attributes:
-      beta: How strongly the policy is kept to the reference.
-      label_smoothing: The share of pairs that is taken to be labelled the wrong way round.
+      beta: Strength of the pull to the reference.
+      label_smoothing: Share of pairs assumed to be labelled the wrong way round.
     """
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.dpo:step"
@@ -82,7 +82,7 @@ class RPO(DPO):
     """DPO with the chosen answer's likelihood kept up (Pang et al. 2024, arXiv:2404.19733).
 
     Attributes:
-      nll_coefficient: Of the chosen answer's negative log-likelihood per token.
+      nll_coefficient: Weight of the chosen answer's negative log-likelihood per token.
     """
 
     nll_coefficient: float = 1.0
@@ -97,7 +97,7 @@ class IPO(Preference):
     """Identity preference optimisation (Azar et al. 2023, arXiv:2310.12036).
 
     Attributes:
-      beta: The difference of log-ratios that is aimed at is 1 / (2 beta).
+      beta: 1 / (2 beta) is the target for the difference of log-ratios.
     """
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.dpo:step"
@@ -115,14 +115,14 @@ class IPO(Preference):
 
 @dataclass(frozen=True)
 class RewardModel(Preference):
-    """A model whose scores say which answer is preferred (Ouyang et al. 2022, arXiv:2203.02155, section 3.5).
+    """A reward model: its scores say which answer is preferred (Ouyang et al. 2022, arXiv:2203.02155, section 3.5).
 
-    It is the critic without an actor: its value of a whole sequence is the score. Exported, it is
-    a sequence-classification checkpoint for `ModelReward`. An answer is at most one token shorter
-    than `rollout.max_response_tokens`: its score is read at the place after it.
+    It is a critic without an actor, whose value of a whole sequence is the score. Exported, it is a
+    sequence-classification checkpoint for `ModelReward`. The score is read at the position after an answer, which
+    therefore has at most `rollout.max_response_tokens` - 1 tokens.
 
     Attributes:
-      critic: How it is trained; its trunk starts as the configuration's model.
+      critic: Training of the model, whose trunk starts as the configuration's model.
     """
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.reward_model:step"

@@ -1,4 +1,4 @@
-"""The settings of PRIME: rewards for each token from a model that is trained on outcomes."""
+"""PRIME."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ if TYPE_CHECKING:
 class PRIME(GroupCompared):
     """Process reinforcement through implicit rewards (Cui et al. 2025, arXiv:2502.01456).
 
-    A second language model, which starts as the policy does, is trained so that its log-ratio to the
-    reference, summed over a response, says whether that is right. Token by token the ratio is a
-    reward beside the outcome. Prompts that are too easy or too hard are replaced by further ones,
-    `prompts_per_step` at a time, as in DAPO.
+    An implicit process reward model, which starts as the policy, is trained so that its log-ratio to the reference,
+    summed over a response, says whether that is right. Token by token the ratio is a reward beside the outcome.
+    Prompts that are too easy or too hard are replaced by further ones, as in DAPO.
 
     Attributes:
-      process_reward: How the second model is trained.
-      beta: What its summed log-ratio is multiplied by to be the log-odds that the response is right.
-      process_weight: Of the token rewards beside the outcome. They are scaled so that none of their sums to a
+      process_reward: Training of that model.
+      beta: Factor that makes its summed log-ratio the log-odds that the response is right.
+      process_weight: Weight of the token rewards beside the outcome. They are scaled so that no sum of them to a
         response's end is above 1 in size.
-      gamma: Discount of the token rewards per chosen token.
+      gamma: Discount of the token rewards per action token.
       success: Score above which a response is right.
-      least_accuracy: Share of right responses to a prompt from which on it is trained on.
-      most_accuracy: The same up to which it is.
-      max_rounds: Most times that a step draws prompts; 1 replaces none.
+      least_accuracy: Smallest share of right responses to a prompt that is trained on.
+      most_accuracy: Largest share of right responses to a prompt that is trained on.
+      max_rounds: Times that a step draws prompts, at most; 1 replaces none.
     """
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.prime:step"

@@ -1,4 +1,4 @@
-"""The settings of Safe RLHF: PPO for a reward, under a limit on a cost."""
+"""Safe RLHF: PPO under a limit on a cost."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Constraint:
-    """The mean cost of responses shall not be above a limit; a Lagrange multiplier prices what is.
+    """A limit on the mean cost of responses, held by a Lagrange multiplier.
 
     Attributes:
-      part: Index in `rewards.parts` of the cost: above 0 for responses that are unsafe. Its weight is 0, since the
+      part: Index in `rewards.parts` of the cost, which is above 0 for unsafe responses. Its weight is 0, since the
         multiplier weighs it.
-      limit: Of the mean cost.
-      multiplier: To begin with, in units of reward for a unit of cost.
-      learning_rate: Of the multiplier's logarithm, which takes a step of gradient ascent before each update.
-      largest_multiplier: It rises no further.
-      delay_steps: Steps at the start in which the multiplier rests.
+      limit: Largest mean cost.
+      multiplier: Initial multiplier, in units of reward for a unit of cost.
+      learning_rate: Step size of gradient ascent on the multiplier's logarithm, before each update.
+      largest_multiplier: Upper bound of the multiplier.
+      delay_steps: Steps at the start that leave the multiplier as it is.
     """
 
     part: int = 1
@@ -49,13 +49,11 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Ptx:
-    """Worked solutions that each update imitates beside what it learns from responses.
-
-    They are taken at the rollout's temperature, as all log-probabilities of an update are.
+    """Worked solutions that each update imitates beside its responses, at the rollout's temperature (PPO-ptx).
 
     Attributes:
-      data: Where they come from; its training split is used.
-      coefficient: Of their mean -logp per token.
+      data: Data set, of which the training split is used.
+      coefficient: Weight of their mean -logp per token.
       examples_per_update: Solutions in one optimizer update.
     """
 
@@ -78,11 +76,11 @@ class SafeRLHF(PPO):
     A second critic estimates costs. A KL in the reward is subtracted from rewards and added to costs.
 
     Attributes:
-      cost_critic: How the second critic is trained.
-      cost_critic_model: Where its trunk comes from; None copies the actor's.
-      clip_rewards: Rewards and costs of a token are at most this, to both sides, KL included.
-      halve_kl: Rewards and costs are charged half of the KL each, as in the paper; which is half the coefficient.
-      ptx: Keeps the policy able to do what these examples show.
+      cost_critic: Training of the second critic.
+      cost_critic_model: Checkpoint of its trunk; None copies the actor's.
+      clip_rewards: Bound on the size of a token's reward and cost, KL included.
+      halve_kl: Charge rewards and costs half of the KL each, as in the paper; which is half the coefficient.
+      ptx: Examples that keep the policy able to do what they show.
     """
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.safe_rlhf:step"

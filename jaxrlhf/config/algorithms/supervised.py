@@ -1,4 +1,4 @@
-"""The settings of supervised stages."""
+"""Supervised fine-tuning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of VAPO: PPO for long chains of thought."""
+"""VAPO: PPO for long chains of thought."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from jaxrlhf.config.refusal import finite, not_negative, positive
 class VAPO(PPO):
     """Value-augmented PPO (Yue et al. 2025, arXiv:2504.05118).
 
-    The critic learns from Monte Carlo returns (`lam` is its lambda), first alone for
-    `critic_warmup_steps`; the policy has a lambda for each length, clips higher, and imitates what
-    succeeded.
+    The critic learns from Monte Carlo returns (`lam` is its lambda), first alone for `critic_warmup_steps`; the policy
+    has a lambda for each length, clips higher, and imitates responses that succeeded.
 
     Attributes:
       length_scale: alpha in the policy's lambda = 1 - 1 / (alpha * length).

@@ -1,4 +1,4 @@
-"""The type of every setting, read from the dataclasses and held against values."""
+"""Types of settings, read from the dataclasses and checked against values."""
 
 import dataclasses
 import types

@@ -1,4 +1,4 @@
-"""From a command line to a `Config`, and refusals as one line on stderr."""
+"""Command lines: from words to a `Config`, and refusals as one line on stderr."""
 
 import argparse
 import contextlib
@@ -23,11 +23,11 @@ _EPILOG = (
 )
 
 INTERRUPTED = 130
-"""Exit code of what Ctrl-C ended, as shells have it."""
+"""Exit code of a command that Ctrl-C ended, as shells have it."""
 
 
 def on_cluster(config: Config, flags: Namespace) -> Config:
-    """What `--cluster ray` makes of a configuration: hosts joined by Ray, as described there or by default."""
+    """The configuration with `--cluster ray` applied: hosts joined by Ray, as it describes them or by default."""
     return replace(config, cluster=config.cluster or RayCluster()) if flags.cluster == "ray" else config
 
 
@@ -76,7 +76,7 @@ class CommandLine(argparse.ArgumentParser):
         """Read `--config`, the flags added to this parser, and settings to change.
 
         Args:
-          prepare: What flags make of the configuration, before its settings are changed.
+          prepare: Applies flags to the configuration, before its settings are changed.
 
         Raises:
           Refusal: No such configuration, flag or setting, or a value that does not fit.
@@ -160,7 +160,7 @@ def _print_settings(config: Config, *, command: str) -> None:
 
 @contextlib.contextmanager
 def _until_the_reader_leaves() -> Iterator[None]:
-    """What the block prints may be for a program that does not read all of it, such as `head`."""
+    """Suppress the error of a reader, such as `head`, that leaves before all is printed."""
     try:
         yield
         sys.stdout.flush()

@@ -52,7 +52,7 @@ def load(path_or_name: str | Path) -> Config:
 
 
 def loaded() -> list[ModuleType]:
-    """The files that were read, as modules; other processes cannot import what they define."""
+    """The files that were read, as modules, which other processes cannot import."""
     return [module for name, module in sys.modules.items() if name.startswith(_MODULES)]
 
 
@@ -77,7 +77,7 @@ def _find(name: str) -> Path:
 
 
 def _place(error: Exception, path: Path) -> str:
-    """`file:line` of the last line of the file that was running."""
+    """`file:line` of the line of the file that was running."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f"{path}:{error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
@@ -85,7 +85,7 @@ def _place(error: Exception, path: Path) -> str:
 
 
 def _reason(error: Exception, module: ModuleType) -> str | None:
-    """A line on what is wrong with the settings of a file, with what is close or right; None if it is not they."""
+    """One line on the settings that are wrong, with the closest name; None if the error is not about settings."""
     message = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         return f"{error.msg}: {(error.text or '').strip()}"
@@ -106,7 +106,7 @@ def _reason(error: Exception, module: ModuleType) -> str | None:
 
 
 def _wrong_type(error: Exception) -> str | None:
-    """What is wrong with settings whose own checks could not be run on what they were given."""
+    """The field of the wrong type, if settings were given one that their own checks could not be run on."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "__post_init__":
             settings = frame.f_locals["self"]

@@ -55,7 +55,7 @@ def find(config: Config, name: str) -> tuple[Any, Any]:
 
 
 def _parts(settings: Any) -> dict[str, tuple[Any, Any]]:
-    """What a dotted name may go on with, and the value and annotation that it then reaches."""
+    """The value and annotation of each part that a dotted name may go on with."""
     if isinstance(settings, tuple):
         return {str(index): (item, Any) for index, item in enumerate(settings)}
     if not dataclasses.is_dataclass(settings):
@@ -80,7 +80,7 @@ def _rebuild(settings: Any, changes: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _advice(config: Config, name: str, reached: str, value: Any, annotation: Any) -> str:
-    """Why the way to a setting ends at `reached`, and where it goes on."""
+    """Reason why a setting's name leads nowhere after `reached`, and a name that does lead somewhere."""
     part, *rest = name.removeprefix(reached).removeprefix(".").split(".")
     kinds = [] if value is config else variants(annotation)
     if value is None and kinds:
