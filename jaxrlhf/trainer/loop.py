@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import Config, Refusal, function_of
+from jaxrlhf.config import Algorithm, Config, Refusal, function_of
 from jaxrlhf.data import Loader
 from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult
 from jaxrlhf.single_controller.pools import Roles
