@@ -54,7 +54,7 @@ from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.problem import Lengths, problem_of
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import STAGES
-from jaxrlhf.trainer.run import load_data
+from jaxrlhf.trainer.phase import load_data
 
 ROOT = Path(__file__).parents[1]
 STEPS = 5

@@ -40,7 +40,7 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.data import Loader, decoder
 from jaxrlhf.single_controller.launch import launch
-from jaxrlhf.trainer.log import StageLog
+from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.loop import Loop
 from jaxrlhf.workers.build import Phase
 
@@ -99,7 +99,7 @@ def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str
                 loader=Loader(problems, per_step=workload.prompts, seed=0),
                 held_out=[],
                 checkpoints=saved,
-                log=lambda done: StageLog(workdir, steps=config.steps, first_step=done),
+                log=lambda done: PhaseLog(workdir, steps=config.steps, first_step=done),
                 decode=decoder(tokenizer),
                 prompt_lengths=[len(row) for row in tokens],
                 on_step=on_step,

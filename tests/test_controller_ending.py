@@ -18,7 +18,7 @@ from tiny_runs import get_config
 import jaxrlhf
 from jaxrlhf.trainer import run as whole
 from jaxrlhf.trainer.failures import DiskFull, afterwards
-from jaxrlhf.trainer.log import StageLog
+from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.signals import AGAIN_S, Stop, stopped_by_signals
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -155,11 +155,11 @@ def test_a_loop_that_is_asked_saves_the_step_in_progress_and_ends():
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_an_interrupted_run_raises_once_it_has_ended(finished, tmp_path, monkeypatch):
-    def interrupted(shared, *, dry_run):
-        shared.stop.interrupt()
+    def interrupted(context, *_, dry_run):
+        context.stop.interrupt()
         return finished
 
-    monkeypatch.setattr(whole, "_with_restarts", interrupted)
+    monkeypatch.setattr(whole, "_launch_and_run", interrupted)
     said = "^finished " if finished else "^stopped after saving; the same command goes on from "
     with pytest.raises(KeyboardInterrupt, match=said + str(tmp_path)):
         jaxrlhf.run(replace(get_config(), workdir=str(tmp_path)))
@@ -181,7 +181,7 @@ def test_a_log_that_cannot_be_closed_does_not_hide_why_the_run_ended(monkeypatch
 
 
 def test_a_log_closes_all_its_files_also_if_one_fails(tmp_path, monkeypatch):
-    log = StageLog(tmp_path, steps=1, first_step=0)
+    log = PhaseLog(tmp_path, steps=1, first_step=0)
     closed = []
     for name in ("_metrics", "_samples", "_timeline"):
         monkeypatch.setattr(getattr(log, name), "close", lambda name=name: closed.append(name))

@@ -18,7 +18,7 @@ from jaxrlhf.batch import Scores
 from jaxrlhf.config import GRPO, Arithmetic, Checkpointing, Config, FromScratch, Rollout
 from jaxrlhf.tracking import Call
 from jaxrlhf.trainer.failures import DiskFull, one_message
-from jaxrlhf.trainer.log import StageLog
+from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.loop import Loop
 from jaxrlhf.trainer.signals import Stop
 
@@ -184,7 +184,7 @@ def test_metrics_that_cannot_be_gone_on_with_leave_no_bars_on_the_screen(tmp_pat
     monkeypatch.setattr("jaxrlhf.trainer.log.RunConsole", lambda **settings: consoles.append(settings))
     (tmp_path / "metrics.jsonl").write_text('no json\n{"step": 1}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1, is not a JSON object"):
-        StageLog(tmp_path, steps=3, first_step=2)
+        PhaseLog(tmp_path, steps=3, first_step=2)
     assert not consoles
 
 
@@ -231,7 +231,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 FROM_TENSORSTORE = ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']")
 
 
-class FileLog(StageLog):
+class FileLog(PhaseLog):
     """A stage's log that lets the made-up update go on."""
 
     def __init__(self, directory: Path, written: threading.Event) -> None:

@@ -13,7 +13,8 @@ from jaxrlhf.config import Checkpointing, Evaluation
 from jaxrlhf.rewards import RewardsFailing, Scorer
 from jaxrlhf.rewards.pool import Pool
 from jaxrlhf.rewards.protocol import Example, Function
-from jaxrlhf.trainer.run import CHECKPOINTS, run
+from jaxrlhf.trainer.run import run
+from jaxrlhf.trainer.workdir import CHECKPOINTS
 
 FUNCTIONS = """
 import os

@@ -99,7 +99,7 @@ CASES = {
     ),
     "heads that do not split": (
         GOOD + " --devices 8 --actor.layout.tensor 8",
-        "actor: the model's 'kv_heads' dimension of 2 does not split 8 ways",
+        "actor: the model's 'heads' dimension of 4 does not split 8 ways",
     ),
     "stop token": (GOOD + " --rollout.sampling.stop-tokens <zzz>", "rollout.sampling.stop_tokens: '<zzz>' is "),
     "positions": (

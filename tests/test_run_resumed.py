@@ -150,16 +150,16 @@ def test_of_a_run_that_did_not_write_down_its_weights_only_the_path_is_known(che
         resume(tmp_path, checkpoint.rename(tmp_path / "there"))
 
 
-def test_a_stage_that_is_over_is_not_opened_again(tmp_path, monkeypatch):
+def test_a_phase_that_is_over_is_not_opened_again(tmp_path, monkeypatch):
     opened, config = [], replace(get_config(), workdir=str(tmp_path))
     policy = tmp_path / "cold_start" / "checkpoints" / "step_2" / "actor"
 
-    def run_stage(shared, start):
-        opened.append((shared.config.name, start))
-        return shared.config.folder
+    def run_phase(context, config, pools, start, **_):
+        opened.append((config.name, start))
+        return config.folder
 
-    monkeypatch.setattr(whole, "_run_stage", run_stage)
-    monkeypatch.setattr(whole, "_check_workdir", lambda workdir, config: None)
+    monkeypatch.setattr(whole, "run_phase", run_phase)
+    monkeypatch.setattr(whole, "_check_workdir", lambda config: None)
     jaxrlhf.run(config)
     assert opened == [("tiny (cold start)", None), ("tiny", tmp_path / "cold_start")]
     opened.clear()

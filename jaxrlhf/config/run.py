@@ -165,7 +165,7 @@ class Config:
         return Path(self.workdir).expanduser() if self.workdir else Path("runs") / self.name
 
     @property
-    def stages(self) -> tuple[Self, ...]:
+    def phases(self) -> tuple[Self, ...]:
         """The run itself, after its cold start if it has one; each starts from the policy of the one before."""
         cold = self.cold_start
         if cold is None:
@@ -179,7 +179,7 @@ class Config:
             actor=replace(self.actor, optimizer=cold.optimizer, lora=None),
             cold_start=None,
             profile_steps=(),
-            pools=(),  # the run's pools are launched already, and have roles that this stage does not call
+            pools=(),  # the run's pools are launched already, and have roles that this phase does not call
             offload=(),
             reference_layout=None,
             evaluation=Evaluation(every_steps=0, problems=1),

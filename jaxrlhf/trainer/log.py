@@ -1,4 +1,4 @@
-"""Everything a run writes down and shows: metrics, samples, the curve, where the time went."""
+"""The log of a phase: metrics, samples, the curve, and where the time went."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -39,14 +39,14 @@ TIMELINE_PICTURE = "timeline.png"
 PROFILE = "profile"
 
 
-class StageLog:
-    """The log of one stage of a run.
+class PhaseLog:
+    """The log of one phase of a run.
 
     Args:
-      directory: Where its files go.
-      steps: Of the stage.
-      first_step: Steps already done when the stage was resumed; what was logged after it is cut off.
-      loggers: A user's own, beside the built-in ones; they are not closed here.
+      directory: Folder of its files.
+      steps: Steps of the phase.
+      first_step: Steps already done when the phase was resumed; what was logged after it is cut off.
+      loggers: The user's loggers, beside the built-in ones; they are not closed here.
     """
 
     def __init__(self, directory: Path, *, steps: int, first_step: int, loggers: Sequence[Logger] = ()) -> None:
@@ -85,19 +85,19 @@ class StageLog:
             self._evaluation.append(samples)
 
     def calls(self, calls: Sequence[Call]) -> None:
-        """Keep what ran when, outside of steps."""
+        """Keep calls that ran outside of steps."""
         with writing(self._directory / TIMELINE):
             self._timeline.append(calls)
         self._outside += calls
 
     def step_calls(self, step: StepCalls) -> None:
-        """Keep what ran when in a step."""
+        """Keep calls that ran in a step."""
         with writing(self._directory / TIMELINE):
             self._timeline.append(step.calls)
         self._steps.append(step)
 
     def profile_folder(self, number: int) -> Path:
-        """Where the traces of a step go."""
+        """Folder of the traces of a step."""
         return self._directory / PROFILE / f"step_{number}"
 
     def finish(self, *, title: str, show: int) -> None:
@@ -149,7 +149,7 @@ def to_samples(
     """One record per response, prompt-major.
 
     Args:
-      logp_BT: The trainer's, to compare with the sampler's.
+      logp_BT: The trainer's log-probabilities, to compare with the sampler's.
     """
     copies = len(responses) // len(problems)
     mask_BT = np.asarray(rollout.sequences.mask_BT)

@@ -14,11 +14,11 @@ from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.tracking import Call, StepCalls
 from jaxrlhf.trainer.evaluation import evaluate
 from jaxrlhf.trainer.failures import DiskFull, afterwards, writing
-from jaxrlhf.trainer.log import StageLog, to_samples
+from jaxrlhf.trainer.log import PhaseLog, to_samples
 from jaxrlhf.trainer.signals import Stop
 from jaxrlhf.workers.reward import response_texts
 
-_PHASE = {
+_PART = {
     "wanted_weights": "relayout",
     "offer_weights": "relayout",
     "load_weights": "relayout",
@@ -32,25 +32,26 @@ _PHASE = {
     "update_critic": "update",
     "update_process_reward": "update",
 }
-"""Which part of a step's time each verb belongs to."""
+"""Part of a step's time that a worker method belongs to."""
 
 OnStep = Callable[[int, Metrics], None]
 
 
 @dataclass
 class Loop:
-    """One stage of a run.
+    """The steps of one phase of a run.
 
     Attributes:
-      config: Of the stage.
-      roles: What the step calls.
-      loader: Where its problems come from.
+      config: Configuration of the phase.
+      roles: Roles that the step calls.
+      loader: Draws the step's problems.
       held_out: Problems to evaluate on; empty evaluates nothing.
-      checkpoints: Of the stage.
-      log: Makes the stage's log, given the steps already done.
-      examples: Where those of the algorithm's own data come from, if it has some.
-      prompt_lengths: Of all that the stage may generate from; their programs are compiled before its first step.
+      checkpoints: Checkpoints of the phase.
+      log: Opens the phase's log, given the steps already done.
       decode: Token ids to text.
+      examples: Draws problems of the algorithm's own data, if it has some.
+      prompt_lengths: Lengths in tokens of all prompts that the phase may generate from; their programs are compiled
+        before its first step.
       on_step: Called after every step with its number and metrics.
       stop: Asks to save and end after the step in progress.
     """
@@ -60,7 +61,7 @@ class Loop:
     loader: Loader
     held_out: Sequence[Problem]
     checkpoints: Checkpoints
-    log: Callable[[int], StageLog]
+    log: Callable[[int], PhaseLog]
     decode: Callable[[Sequence[int]], str]
     examples: Loader | None = None
     prompt_lengths: Sequence[int] = ()
@@ -68,53 +69,57 @@ class Loop:
     stop: Stop = field(default_factory=Stop)
 
     def run(self) -> bool:
-        """Steps from where the stage stands to its end; False if it was asked to stop before."""
+        """Run the steps that are left; return False if it was asked to stop before the last."""
         done, state = self._resume()
         self.stop.step = done + 1
+        with self._telling_what_is_kept():
+            log = self.log(done)
+            # A save under way may still come to its end after an error.
+            with afterwards("closing the log", log.close), afterwards("the save under way", self._wait_for_save):
+                if self.prompt_lengths and done < self.config.steps:
+                    with self._named(done + 1, "compiling generation"):
+                        self.roles.actor.compile_generation(self.prompt_lengths).result()
+                for number in range(done + 1, self.config.steps + 1):
+                    self.stop.step = number
+                    state, metrics = self._step(number, state, log)
+                    if self.stop.asked or _due(number, self.config.checkpoint.every_steps, self.config.steps):
+                        with self._named(number, "saving"):
+                            self._save(number, state, metrics)
+                        if self.stop.asked and number < self.config.steps:
+                            return False
+                log.calls(self.roles.timeline.take())
+                log.finish(title=self.config.name, show=5)
+        return True
+
+    @contextmanager
+    def _telling_what_is_kept(self) -> Iterator[None]:
+        """Note the last whole checkpoint, and what to do, on a `DiskFull` of the block."""
         try:
             with writing(self.checkpoints.directory.parent):
-                return self._run_from(done, state)
+                yield
         except DiskFull as full:
             latest = self.checkpoints.latest()
             kept = "no checkpoint is whole yet" if latest is None else f"the last whole checkpoint is of step {latest}"
             full.add_note(f"{kept}; free some space, or copy the workdir to another disk, and give the same command")
             raise
 
-    def _run_from(self, done: int, state: dict[str, float]) -> bool:
-        log = self.log(done)
-        # A save under way may still come to its end after an error.
-        with afterwards("closing the log", log.close), afterwards("the save under way", self._wait_for_save):
-            if self.prompt_lengths and done < self.config.steps:
-                with self._named(done + 1, "compiling generation"):
-                    self.roles.actor.compile_generation(self.prompt_lengths).result()
-            for number in range(done + 1, self.config.steps + 1):
-                self.stop.step = number
-                state, metrics = self._step(number, state, log)
-                if self.stop.asked or _due(number, self.config.checkpoint.every_steps, self.config.steps):
-                    with self._named(number, "saving"):
-                        self._save(number, state, metrics)
-                    if self.stop.asked and number < self.config.steps:
-                        return False
-            log.calls(self.roles.timeline.take())
-            log.finish(title=self.config.name, show=5)
-            return True
-
     @contextmanager
-    def _named(self, number: int, phase: str) -> Iterator[None]:
-        """Note the step and its phase on what the block raises."""
+    def _named(self, number: int, task: str) -> Iterator[None]:
+        """Note the step and what it was doing on whatever the block raises."""
         try:
             yield
         except Exception as error:
-            error.add_note(f"in step {number} of {self.config.name}, while {phase}")
+            error.add_note(f"in step {number} of {self.config.name}, while {task}")
             raise
 
-    def _step(self, number: int, state: dict[str, float], log: StageLog) -> tuple[dict[str, float], Metrics]:
+    def _step(self, number: int, state: dict[str, float], log: PhaseLog) -> tuple[dict[str, float], Metrics]:
         """One step of the algorithm, with evaluation and logging around it."""
         before = self._evaluate(0, log) if number == 1 else {}
         calls = self.roles.timeline.take()
         log.calls(calls)
-        evaluating = self._times(calls)  # what evaluation took is not the step's, but for weights that it had sent
+        evaluating = self._times(calls)  # time of the evaluation, not of the step, but for weights that it had sent
         sent = {name: value for name, value in evaluating.items() if name.startswith("transfer/")}
+        dataflow = function_of(self.config.algorithm, "dataflow")
         with self._named(number, "drawing data"):
             problems = self.loader.next()
             examples = () if self.examples is None else self.examples.next()
@@ -124,7 +129,7 @@ class Loop:
                 work: StepInput[Algorithm] = StepInput(
                     self.config, problems, number - 1, state, self.loader.next, examples
                 )
-                result = self._result_of(work)
+                result = self._checked(dataflow(self.roles, work))
             with self._named(number, "writing responses"):  # models may be trained meanwhile
                 self._keep_responses(number, problems, result, log)
             with self._named(number, "updating models"):
@@ -135,7 +140,7 @@ class Loop:
             metrics = {**result.metrics, **sent, **self._timing(step, result)}
         if _due(number, self.config.evaluation.every_steps, self.config.steps):
             metrics |= self._evaluate(number, log)
-        if "eval/accuracy" in before:  # an evaluation of one's own may know of none
+        if "eval/accuracy" in before:  # an algorithm's own evaluation may know of none
             metrics["eval/accuracy_at_start"] = before["eval/accuracy"]
         with self._named(number, "logging"):
             log.step(number, metrics)
@@ -144,13 +149,8 @@ class Loop:
                 self.on_step(number, metrics)
         return result.state, metrics
 
-    def _result_of(self, work: StepInput) -> StepResult:
-        """What the algorithm's dataflow returns.
-
-        Raises:
-          Refusal: It is no `StepResult`.
-        """
-        result = function_of(self.config.algorithm, "dataflow")(self.roles, work)
+    def _checked(self, result: object) -> StepResult:
+        """What a dataflow returned, if it is a `StepResult`."""
         if not isinstance(result, StepResult):
             raise Refusal(
                 f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
@@ -158,23 +158,23 @@ class Loop:
             )
         return result
 
-    def _keep_responses(self, number: int, problems: Sequence[Problem], result: StepResult, log: StageLog) -> None:
+    def _keep_responses(self, number: int, problems: Sequence[Problem], result: StepResult, log: PhaseLog) -> None:
         if result.rollout is not None and result.scores is not None:
             responses = response_texts(result.rollout, self.decode)
             asked = problems if result.problems is None else result.problems
             samples = to_samples(number, asked, responses, result.rollout, result.scores, logp_BT=result.logp_BT)
             log.rollout(samples)
 
-    def _profiled(self, number: int, log: StageLog) -> AbstractContextManager[None]:
-        """Traces what devices do in the block, if the configuration asks for that of this step."""
+    def _profiled(self, number: int, log: PhaseLog) -> AbstractContextManager[None]:
+        """Trace the devices within the block, if the configuration asks for this step."""
         wanted = number in self.config.profile_steps
         return self.roles.profiled(log.profile_folder(number)) if wanted else nullcontext()
 
-    def _evaluate(self, number: int, log: StageLog) -> Metrics:
+    def _evaluate(self, number: int, log: PhaseLog) -> Metrics:
         with self._named(number, "evaluating"):
             return self._evaluated(number, log) if self.held_out else {}
 
-    def _evaluated(self, number: int, log: StageLog) -> Metrics:
+    def _evaluated(self, number: int, log: PhaseLog) -> Metrics:
         start = time.perf_counter()
         if self.config.algorithm.evaluation is not None:
             judge = function_of(self.config.algorithm, "evaluation")
@@ -187,17 +187,17 @@ class Loop:
         return {**metrics, "time/eval_s": seconds}
 
     def _times(self, calls: Sequence[Call]) -> Metrics:
-        """Seconds of calls by phase; peak device bytes, and what else the hosts measured, since the last time."""
-        times = dict.fromkeys([f"time/{phase}_s" for phase in _PHASE.values()], 0.0)
+        """Seconds by part of the step, peak device bytes, and what else the hosts measured since the last time."""
+        times = dict.fromkeys([f"time/{part}_s" for part in _PART.values()], 0.0)
         for call in calls:
-            times[f"time/{_PHASE[call.verb]}_s"] += call.end_s - call.start_s
+            times[f"time/{_PART[call.verb]}_s"] += call.end_s - call.start_s
         measured, peaks = self.roles.take_metrics()
         inside_s = measured.pop("time/relayout_s", 0.0)  # the hybrid engine switches within generation
         times["time/generate_s"] -= inside_s
         times["time/relayout_s"] += inside_s
         memory: Metrics = {}
         for verb, count in peaks.items():
-            name = f"memory/{_PHASE[verb]}_bytes"
+            name = f"memory/{_PART[verb]}_bytes"
             memory[name] = max(float(count), memory.get(name, 0.0))
         return {**times, **measured, **memory}
 
@@ -240,5 +240,5 @@ class Loop:
 
 
 def _due(number: int, every_steps: int, steps: int) -> bool:
-    """At the end, and every so many steps; 0 is only at the end."""
+    """True at the last step, and every so many steps; 0 is only at the last."""
     return number == steps or (every_steps > 0 and number % every_steps == 0)

@@ -22,7 +22,7 @@ from jaxrlhf.models.linear import Adapter
 from jaxrlhf.models.lora.lora import adapter_shapes, change_of, is_matrix
 from jaxrlhf.models.lora.quantized import quantize
 from jaxrlhf.models.parameters import init_params, param_shapes, path_name
-from jaxrlhf.trainer.run import CHECKPOINTS
+from jaxrlhf.trainer.workdir import CHECKPOINTS
 
 SUFFIX = "_adapters"
 """Of the item of a checkpoint that holds a role's adapters in place of its weights."""

@@ -20,8 +20,9 @@ from jaxrlhf.tracking import RunConsole, SettingsTable, default_console, show_sa
 from jaxrlhf.trainer.evaluation import evaluate
 from jaxrlhf.trainer.log import to_samples
 from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, checkpoint_of, placed
+from jaxrlhf.trainer.phase import load_data
 from jaxrlhf.trainer.placement import placed_for_evaluation
-from jaxrlhf.trainer.run import CHECKPOINTS, MODEL, load_data
+from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 from jaxrlhf.workers.build import Phase
 from jaxrlhf.workers.pool_roles import head_of
 from jaxrlhf.workers.reward import response_texts

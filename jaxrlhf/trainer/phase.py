@@ -1,0 +1,209 @@
+"""One phase of a run, its cold start or itself: data, workers, checkpoints and log around a loop."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.batch import Problem
+from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.config import ROLLOUT, SFT, Config, Preference
+from jaxrlhf.data import Loaded, Loader, decoder, load_problems
+from jaxrlhf.models import AnyModel, OwnModel
+from jaxrlhf.models.huggingface.save import save_description
+from jaxrlhf.single_controller.pools import Pools
+from jaxrlhf.tracking import Logger
+from jaxrlhf.trainer.failures import afterwards
+from jaxrlhf.trainer.log import PhaseLog
+from jaxrlhf.trainer.loop import Loop, OnStep
+from jaxrlhf.trainer.placement import Placed
+from jaxrlhf.trainer.resume import changed_settings, describe_start
+from jaxrlhf.trainer.signals import Stop
+from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
+from jaxrlhf.workers.build import Phase
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Tokenised problems of a run.
+
+    Attributes:
+      train: The training split.
+      evaluation: The held-out split.
+      held_out: The first problems of that split, which are evaluated on.
+      examples: The algorithm's own data, if it has some.
+    """
+
+    train: Loaded
+    evaluation: Loaded
+    held_out: Sequence[Problem]
+    examples: Loaded | None = None
+
+    def loader(self, config: Config) -> Loader:
+        """The training problems in the order of a phase."""
+        return _loader(self.train, config.algorithm.problems_per_step(config), config)
+
+    def example_loader(self, config: Config) -> Loader | None:
+        """The algorithm's own data in the order of a phase."""
+        wanted = config.algorithm.examples(config)
+        if wanted is None:
+            return None
+        assert self.examples is not None
+        return _loader(self.examples, wanted[1], config)
+
+
+def _loader(split: Loaded, per_step: int, config: Config) -> Loader:
+    return Loader(split.problems, per_step=per_step, seed=config.seed, fingerprint=split.problems.fingerprint)
+
+
+def load_data(config: Config, tokenizer: Any) -> RunData:
+    """Read and tokenise the data of a run.
+
+    Raises:
+      Refusal: Files that cannot be read, or splits without a problem that fits.
+    """
+    limits = {"max_prompt_tokens": config.rollout.max_prompt_tokens}
+    supervised = any(isinstance(phase.algorithm, SFT) for phase in config.phases)
+    if isinstance(config.algorithm, Preference):  # answers are read in both splits
+        limits["max_solution_tokens"] = config.rollout.max_response_tokens - config.algorithm.places_after
+        supervised = False
+    solutions = {"max_solution_tokens": config.rollout.max_response_tokens}
+    train = load_problems(config.data, tokenizer, split="train", **limits, **(solutions if supervised else {}))
+    evaluation = load_problems(config.data, tokenizer, split="evaluation", **limits)
+    examples = None
+    if (wanted := config.algorithm.examples(config)) is not None:
+        examples = load_problems(wanted[0], tokenizer, split="train", **limits, **solutions)
+    return RunData(train, evaluation, evaluation.problems[: config.evaluation.problems], examples)
+
+
+class Progress:
+    """The progress of long tasks, shown by the log of the phase that runs."""
+
+    def __init__(self) -> None:
+        self.log: PhaseLog | None = None
+
+    def __call__(self, task: str, done: int, total: int) -> None:
+        log = self.log
+        if log is not None:
+            log.console.progress(task, done, total)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Everything that the phases of a run share.
+
+    Attributes:
+      given: The configuration as the user gave it.
+      launched: The configuration with its placement filled in.
+      placed: The placement that the search found, if it placed the roles.
+      stop: Asks to save and end after the step in progress.
+    """
+
+    given: Config
+    launched: Config
+    model: AnyModel
+    tokenizer: PreTrainedTokenizerBase
+    data: RunData
+    progress: Progress
+    placed: Placed | None = None
+    stop: Stop = field(default_factory=Stop)
+
+    @property
+    def workdir(self) -> Path:
+        """Folder of the run."""
+        return self.launched.folder
+
+    def describe(self) -> None:
+        """Write the run's configuration, its placement, and its model but for the weights."""
+        describe_start(self.workdir, self.given)
+        if self.placed is not None:
+            self.placed.write(self.workdir)
+        if isinstance(self.model, OwnModel):  # only the configuration's file can make it
+            return
+        source = getattr(self.launched.model, "path", None)
+        # A checkpoint's own tokenizer is copied as it is.
+        tokenizer = None if source is not None and self.launched.tokenizer is None else self.tokenizer
+        save_description(self.model, self.workdir / MODEL, tokenizer=tokenizer, source=source)
+
+
+def run_phase(
+    context: RunContext,
+    config: Config,
+    pools: Pools,
+    start: Path | None,
+    *,
+    held_out: Sequence[Problem] = (),
+    on_step: OnStep | None = None,
+    loggers: Sequence[Logger] = (),
+) -> Path | None:
+    """Run one phase.
+
+    Args:
+      config: Configuration of the phase.
+      start: Checkpoint item that its policy starts from; None is the configuration's model.
+
+    Returns:
+      Where the trained policy lies; None if the phase was stopped before its last step.
+    """
+    algorithm, data = config.algorithm, context.data
+    total = config.steps * algorithm.updates_per_step(config)
+    roles = pools.roles(Phase(config, (*algorithm.roles, ROLLOUT, "reward"), total, start))
+    checkpoints = Checkpoints(
+        config.folder / CHECKPOINTS, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
+    )
+    generates = "reward" in algorithm.roles or (held_out and algorithm.evaluation is None)
+    train_lengths = data.train.problems.prompt_tokens.lengths.tolist() if generates else []
+    held_out_lengths = [len(problem.prompt_tokens) for problem in held_out] if generates else []
+    loop = Loop(
+        config=config,
+        roles=roles,
+        loader=data.loader(config),
+        examples=data.example_loader(config),
+        held_out=held_out,
+        checkpoints=checkpoints,
+        log=_log_opener(context, config, loggers),
+        decode=decoder(context.tokenizer),
+        prompt_lengths=[*train_lengths, *held_out_lengths],
+        on_step=on_step,
+        stop=context.stop,
+    )
+    wait = True
+    with afterwards("letting go of the checkpoints", checkpoints.close):
+        try:
+            return checkpoints.folder(config.steps, "actor") if loop.run() else None
+        except BaseException as error:
+            pools.close()  # ends calls that nobody waits for any more
+            wait = not isinstance(error, KeyboardInterrupt)
+            raise
+        finally:
+            roles.close(wait=wait)
+            context.progress.log = None
+
+
+def _log_opener(context: RunContext, config: Config, loggers: Sequence[Logger]) -> Callable[[int], PhaseLog]:
+    """A function that opens the phase's log, given the steps already done."""
+
+    def open_log(done: int) -> PhaseLog:
+        going_on = 0 < done < config.steps
+        changed = changed_settings(context.workdir, context.given) if going_on else []
+        if done < config.steps:  # and only now: a checkpoint that does not fit was refused, its run left as it was
+            context.describe()
+        log = PhaseLog(config.folder, steps=config.steps, first_step=done, loggers=loggers)
+        context.progress.log = log
+        if going_on:
+            log.console.print(resuming(config, done))
+        elif done:
+            over = f"all {done} steps are done; raise steps, or choose another workdir, to train on"
+            log.console.print(f"{config.name}: {over}")
+        if changed:
+            log.console.print(f"settings that are not as before: {', '.join(changed)}")
+        return log
+
+    return open_log
+
+
+def resuming(config: Config, done: int) -> str:
+    """The line that a phase prints when it goes on after some steps."""
+    return f"{config.name}: step {done} of {config.steps} is done, going on from there"

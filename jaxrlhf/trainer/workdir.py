@@ -1,0 +1,36 @@
+"""The workdir of a run: names in it, and the lock that keeps other runs out."""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.tracking import default_console
+
+LOCK = "lock"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+
+
+@contextmanager
+def locked(workdir: Path) -> Iterator[None]:
+    """Make the folder, and keep other runs out of it: they would cut off this one's metrics and clear its saves.
+
+    Raises:
+      Refusal: The folder cannot be written to, or another run holds it.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = open(workdir / LOCK, "w")  # noqa: SIM115  open until the end of the block
+    except OSError as error:
+        raise Refusal(f"workdir {workdir} cannot be written to: {error}; choose another") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Refusal(f"another run is at work in {workdir}; wait for its end, or choose another") from error
+        except OSError as error:
+            text = f"{workdir} is on a file system without locks ({error}); see to it that no other run uses it"
+            default_console().print(text, markup=False, highlight=False, soft_wrap=True)
+        yield
