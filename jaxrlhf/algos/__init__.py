@@ -1,7 +1,7 @@
 """Algorithms as pure array maths: no model, no device, no I/O.
 
-Controllers turn scores into advantages and per-token weights here; trainers call the
-objectives. Functions take numpy or JAX arrays, also inside `jit`.
+Controllers turn scores into advantages and per-token weights here; trainers call the objectives. Functions take numpy
+or JAX arrays, also inside `jit`.
 """
 
 from jaxrlhf.algos.advantages import (

@@ -109,16 +109,16 @@ def group_relative(
 
         A_i = (s_i - mean_g) / (std_g + eps)
 
-    The deviation is the unbiased one (n - 1). A group of one, or of equal scores, gives exactly
-    0; so do unscorable rows, which take no part in the statistics.
+    The deviation is the unbiased one (n - 1). A group of one, or of equal scores, gives exactly 0; so do unscorable
+    rows, which take no part in the statistics.
 
     Args:
-      group_B: Rows with the same id are one group, in any order. Ids beyond 32 bits must be a
-        numpy array, hence outside `jit`.
+      group_B: Rows with the same id are one group, in any order. Ids beyond 32 bits must be a numpy array, hence
+        outside `jit`.
       normalize_std: False is Dr. GRPO, which leaves out the division and its bias.
 
-    Source: Shao et al. 2024 (arXiv:2402.03300), section 4.1.2; Liu et al. 2025
-    (arXiv:2503.20783), section 3, for `normalize_std=False`.
+    Source: Shao et al. 2024 (arXiv:2402.03300), section 4.1.2; Liu et al. 2025 (arXiv:2503.20783), section 3, for
+    `normalize_std=False`.
     """
     group_B = dense_ids(group_B)
     centred_B, count_B = _centred(score_B, scorable_B, group_B)
@@ -138,8 +138,8 @@ def rloo(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[
     Args:
       group_B: Group of each row; see `group_relative`.
 
-    Source: Kool et al. 2019 (Buy 4 REINFORCE samples, get a baseline for free!), for language
-    models Ahmadian et al. 2024 (arXiv:2402.14740).
+    Source: Kool et al. 2019 (Buy 4 REINFORCE samples, get a baseline for free!), for language models Ahmadian et al.
+    2024 (arXiv:2402.14740).
     """
     centred_B, count_B = _centred(score_B, scorable_B, dense_ids(group_B))
     return centred_B * count_B / jnp.maximum(count_B - 1, 1)
@@ -155,8 +155,8 @@ def length_weighted(
 
         A_i = s_i - sum_g l_j * s_j / sum_g l_j
 
-    This baseline has the least variance if the squared gradient of a response grows with its length.
-    Unscorable rows give 0 and take no part; so does a group of one, or of equal scores.
+    This baseline has the least variance if the squared gradient of a response grows with its length. Unscorable rows
+    give 0 and take no part; so does a group of one, or of equal scores.
 
     Args:
       group_B: Group of each row; see `group_relative`.
@@ -179,8 +179,8 @@ def group_policy_gradient(
 
         A_i = alpha * (s_i - mean_g),  alpha = responses / responses in groups whose scores differ
 
-    A loss that is a mean over the batch then has the gradient of the groups that have one.
-    Unscorable rows give 0 and take no part; so does a group of one, or of equal scores.
+    A loss that is a mean over the batch then has the gradient of the groups that have one. Unscorable rows give 0 and
+    take no part; so does a group of one, or of equal scores.
 
     Args:
       group_B: Group of each row; see `group_relative`.
@@ -227,8 +227,8 @@ def has_spread(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B
 def _above_lowest(score_B: Array, scorable_B: Array, group_B: Array) -> Array:
     """Scorable scores minus the lowest of their group, and 0 elsewhere.
 
-    Measured from the lowest, equal scores are exactly 0 and stay so. Their plain mean is off by
-    rounding, and a rounding error over a rounding error is a full-size advantage.
+    Measured from the lowest, equal scores are exactly 0 and stay so. Their plain mean is off by rounding, and a
+    rounding error over a rounding error is a full-size advantage.
     """
     lowest_B = group_min(jnp.where(scorable_B, score_B, jnp.inf), group_B)
     return selected(score_B - lowest_B, scorable_B)

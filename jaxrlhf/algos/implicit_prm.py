@@ -1,10 +1,10 @@
 """Implicit process reward model: rewards per token, learned from the outcomes of whole responses.
 
-A language model is trained so that its log-ratio to a reference, summed over a response, says whether the response
-is right. Token by token, the ratio then says which tokens made it so.
+A language model is trained so that its log-ratio to a reference, summed over a response, says whether the response is
+right. Token by token, the ratio then says which tokens made it so.
 
-Source: Yuan et al. 2024 (Free process rewards without process labels, arXiv:2412.01981); online, as a
-reward: Cui et al. 2025 (PRIME, arXiv:2502.01456).
+Source: Yuan et al. 2024 (Free process rewards without process labels, arXiv:2412.01981); online, as a reward: Cui et
+al. 2025 (PRIME, arXiv:2502.01456).
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,7 @@ def outcome_objective(
         q_t  = logp_t - ref_logp_t
         loss = -y log sigmoid(beta sum_t q_t) - (1 - y) log sigmoid(-beta sum_t q_t)
 
-    Each token of a response has its loss, so that weights whose sum over a response is 1 / responses
-    make the mean.
+    Each token of a response has its loss, so that weights whose sum over a response is 1 / responses make the mean.
 
     Args:
       output: Log-probabilities by the process reward model.
@@ -58,8 +57,8 @@ def leave_one_out_rewards(
 
         r'_t = (n r_t - sum_{j of the group} m_j) / (n - 1)
 
-    with m_j the mean over the paid tokens of response j, and n the responses of the group that have
-    any. A group of one gives 0.
+    with m_j the mean over the paid tokens of response j, and n the responses of the group that have any. A group of one
+    gives 0.
 
     Args:
       paid_BT: Tokens at which a reward is paid: all, or the last one.

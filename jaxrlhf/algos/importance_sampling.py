@@ -53,8 +53,8 @@ def rollout_correction(
 
     Source: truncation: Ionides 2008 (Truncated importance sampling); per token for language models: Yao et al. 2025
     (Your efficient RL framework secretly brings you off-policy RL training); per sequence, and rejection: Liu et al.
-    2025 (When speed kills stability: demystifying RL collapse from the training-inference mismatch); IcePop: Ling
-    Team 2025 (Every step evolves, arXiv:2510.18855).
+    2025 (When speed kills stability: demystifying RL collapse from the training-inference mismatch); IcePop: Ling Team
+    2025 (Every step evolves, arXiv:2510.18855).
     """
     log_ratio_BT = _log_ratio(old_logp_BT, sampler_logp_BT, mask_BT)
     ratio_BT, kept_BT = jnp.exp(log_ratio_BT), mask_BT
@@ -133,8 +133,8 @@ def sampler_gap(
 
     The effective fraction is `mean(w)^2 / mean(w^2)` of the weights w = pi_old / pi_sampler.
 
-    Source: k3: Schulman 2020 (joschu.net/blog/kl-approx.html); effective sample size: Kong 1992
-    (A note on importance sampling using standardized weights).
+    Source: k3: Schulman 2020 (joschu.net/blog/kl-approx.html); effective sample size: Kong 1992 (A note on importance
+    sampling using standardized weights).
     """
     old_logp_BT, sampler_logp_BT = selected(old_logp_BT, mask_BT), selected(sampler_logp_BT, mask_BT)
     gap_BT = jnp.abs(old_logp_BT - sampler_logp_BT)

@@ -25,15 +25,14 @@ def kl_estimate(
         k1+  value of k1, gradient of k2
         k3+  value of k3, gradient of k2
 
-    In k3, d is clamped to +-20 and the value to 10, so that one improbable token cannot rule
-    the batch.
+    In k3, d is clamped to +-20 and the value to 10, so that one improbable token cannot rule the batch.
 
     Args:
       logp: Log-probabilities of the sampled tokens, under the policy. The estimate is elementwise: where they may be
         infinite, select with the mask first (`selected`).
 
-    Source: Schulman 2020 (joschu.net/blog/kl-approx.html) for k1, k2, k3; k3 as a loss is eq. 4
-    of Shao et al. 2024 (arXiv:2402.03300); gradients as in Tang & Munos 2025 (arXiv:2506.09477).
+    Source: Schulman 2020 (joschu.net/blog/kl-approx.html) for k1, k2, k3; k3 as a loss is eq. 4 of Shao et al. 2024
+    (arXiv:2402.03300); gradients as in Tang & Munos 2025 (arXiv:2506.09477).
     """
     if estimator.endswith("+"):
         value = _estimate(logp, ref_logp, estimator.removesuffix("+"))

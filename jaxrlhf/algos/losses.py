@@ -61,8 +61,8 @@ def clipped_policy_loss(tokens: PolicyTokens, settings: PolicyLoss) -> PolicyTer
 
     The dual clip bounds the loss of unwanted tokens that became far likelier.
 
-    Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two-sided bounds: Yu et al. 2025
-    (DAPO, arXiv:2503.14476), eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729).
+    Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two-sided bounds: Yu et al. 2025 (DAPO, arXiv:2503.14476),
+    eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729).
     """
     advantage, ratio = tokens.advantage, jnp.exp(tokens.log_ratio)
     loss, clipped = _clipped(ratio, advantage, settings.clip_low, settings.clip_high)
@@ -81,8 +81,8 @@ def gspo_loss(tokens: PolicyTokens, settings: GSPOLoss) -> PolicyTerms:
         s_i,t = sg(s_i) * pi / sg(pi)
         loss  = max(-A * s_i,t, -A * clip(s_i,t, 1 - clip_low, 1 + clip_high))
 
-    where sg stops the gradient. Every token of a response has the value s_i, and the mean over them
-    has the gradient of s_i. Advantages may differ from token to token (GSPO-token).
+    where sg stops the gradient. Every token of a response has the value s_i, and the mean over them has the gradient of
+    s_i. Advantages may differ from token to token (GSPO-token).
 
     Raises:
       ValueError: `tokens` has no segments.
@@ -105,8 +105,8 @@ def cispo_loss(tokens: PolicyTokens, settings: CISPOLoss) -> PolicyTerms:
 
     where sg stops the gradient.
 
-    Source: MiniMax 2025 (MiniMax-M1, arXiv:2506.13585), section 3.1; `ratio_high` as in Khatri et al.
-    2025 (ScaleRL, arXiv:2510.13786).
+    Source: MiniMax 2025 (MiniMax-M1, arXiv:2506.13585), section 3.1; `ratio_high` as in Khatri et al. 2025 (ScaleRL,
+    arXiv:2510.13786).
     """
     ratio = lax.stop_gradient(jnp.exp(tokens.log_ratio))
     bounded = jnp.clip(ratio, settings.ratio_low, settings.ratio_high)

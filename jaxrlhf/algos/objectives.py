@@ -1,7 +1,7 @@
 """Objectives of trainers: one function per kind of model, each a weighted loss per token.
 
-An objective is `objective(output, mask, weight, fields, settings) -> ObjectiveTerms`. The trainer calls it inside
-`jit` on packed rows, sums `loss` over all tokens of the update and reports the mean of each metric over the mask. All
+An objective is `objective(output, mask, weight, fields, settings) -> ObjectiveTerms`. The trainer calls it inside `jit`
+on packed rows, sums `loss` over all tokens of the update and reports the mean of each metric over the mask. All
 denominators are in the weights, so an objective never reduces. The trainer adds the field `segment`, int32: the
 sequence of its row that a token belongs to.
 
@@ -66,8 +66,8 @@ def policy_objective(
     Raises:
       ValueError: If a field is missing, or is given where the settings do not use it.
 
-    Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 and 9; KL in the loss: Shao et al.
-    2024 (arXiv:2402.03300), eq. 3 and 4.
+    Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 7 and 9; KL in the loss: Shao et al. 2024 (arXiv:2402.03300),
+    eq. 3 and 4.
     """
     policy = settings.policy
     in_loss = settings.kl if isinstance(settings.kl, KLInLoss) else None

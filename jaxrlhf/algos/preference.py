@@ -49,8 +49,8 @@ def dpo(
       beta: Reward units per nat.
       label_smoothing: e, the chance that a label is wrong, below 0.5.
 
-    Source: Rafailov et al. 2023 (arXiv:2305.18290), eq. 7; smoothing: Mitchell 2023, "A note on
-    DPO with noisy preferences", eq. 3.
+    Source: Rafailov et al. 2023 (arXiv:2305.18290), eq. 7; smoothing: Mitchell 2023, "A note on DPO with noisy
+    preferences", eq. 3.
     """
     reward_P = beta * (chosen_P - rejected_P)
     loss_P = -(1 - label_smoothing) * jax.nn.log_sigmoid(reward_P) - label_smoothing * jax.nn.log_sigmoid(-reward_P)
@@ -96,8 +96,7 @@ def bradley_terry(
         L = -log sigmoid(chosen - rejected - margin)
         dL/dchosen = sigmoid(chosen - rejected - margin) - 1
 
-    Source: Ouyang et al. 2022 (arXiv:2203.02155), eq. 1; margin: Touvron et al. 2023
-    (arXiv:2307.09288), eq. 2.
+    Source: Ouyang et al. 2022 (arXiv:2203.02155), eq. 1; margin: Touvron et al. 2023 (arXiv:2307.09288), eq. 2.
     """
     ahead_P = chosen_P - rejected_P - margin_P
     slope_P = jax.nn.sigmoid(ahead_P) - 1

@@ -25,8 +25,8 @@ def token_rewards(
       kl_BT: Estimate of KL(old policy || reference) per token; None charges nothing.
       kl_coefficient: Reward units per nat.
 
-    Source: Ziegler et al. 2019 (arXiv:1909.08593), eq. 2; per token as in Ouyang et al. 2022
-    (arXiv:2203.02155), section 3.5.
+    Source: Ziegler et al. 2019 (arXiv:1909.08593), eq. 2; per token as in Ouyang et al. 2022 (arXiv:2203.02155),
+    section 3.5.
     """
     actions_from_BT = lax.cumsum(jnp.asarray(mask_BT, int), axis=1, reverse=True)
     is_last_BT = mask_BT & (actions_from_BT == 1)

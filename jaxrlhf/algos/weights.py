@@ -29,21 +29,21 @@ def token_weights(
         seq-mean-token-sum-norm  1 / (sequences * horizon)
         prompt-mean              1 / (prompts * tokens of the prompt's sequences)
 
-    Only trained tokens count, and only sequences and prompts that have any. A batch without
-    trained tokens has weights 0.
+    Only trained tokens count, and only sequences and prompts that have any. A batch without trained tokens has weights
+    0.
 
     Args:
       mask_BT: Trained tokens of all rows of one optimizer update.
       prompt_id_B: Prompt that a row answers; needed by prompt-mean.
-      horizon: Longest response that the configuration allows, in tokens (not the padded width,
-        which changes from batch to batch); needed by seq-mean-token-sum-norm.
+      horizon: Longest response that the configuration allows, in tokens (not the padded width, which changes from batch
+        to batch); needed by seq-mean-token-sum-norm.
 
     Raises:
       ValueError: If the mode lacks what it needs.
 
-    Source: token-mean is eq. 12 of Yu et al. 2025 (DAPO, arXiv:2503.14476), seq-mean-token-mean
-    eq. 3 of Shao et al. 2024 (arXiv:2402.03300), seq-mean-token-sum-norm section 3 of Liu et
-    al. 2025 (arXiv:2503.20783), prompt-mean is in Khatri et al. 2025 (ScaleRL, arXiv:2510.13786).
+    Source: token-mean is eq. 12 of Yu et al. 2025 (DAPO, arXiv:2503.14476), seq-mean-token-mean eq. 3 of Shao et al.
+    2024 (arXiv:2402.03300), seq-mean-token-sum-norm section 3 of Liu et al. 2025 (arXiv:2503.20783), prompt-mean is in
+    Khatri et al. 2025 (ScaleRL, arXiv:2510.13786).
     """
     tokens_B = jnp.asarray(mask_BT, int).sum(1)
     per_sequence = _inverse(jnp.count_nonzero(tokens_B))

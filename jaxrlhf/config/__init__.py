@@ -1,8 +1,7 @@
 """Every knob of a run: frozen dataclasses, and how a file and a command line become one.
 
-A configuration is a Python file with `get_config() -> Config`. Knobs that count say what
-they count. Building a `Config` refuses what contradicts itself, before anything compiles.
-This room imports no JAX.
+A configuration is a Python file with `get_config() -> Config`. Knobs that count say what they count. Building a
+`Config` refuses what contradicts itself, before anything compiles. This room imports no JAX.
 """
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient

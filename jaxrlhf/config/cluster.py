@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxrlhf.config.refusal import finite, not_negative, positive, require
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
 
 
 @dataclass(frozen=True)
-class RayCluster:
+class RayCluster(Settings):
     """Host processes started by Ray; needs the `ray` extra.
 
     A running cluster starts processes with niceness 15, unless its machines were started under `RAY_worker_niceness=0`.
@@ -26,18 +27,16 @@ class RayCluster:
     """
 
     address: str | None = None
-    devices_per_host: int = 1
+    devices_per_host: Positive[int] = 1
     platform: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
-    cpus_per_host: float = 1.0
-    start_timeout_s: float = 120.0
-    call_timeout_s: float = 1800.0
-    restarts: int = 0
+    cpus_per_host: Finite[Positive[float]] = 1.0
+    start_timeout_s: Finite[Positive[float]] = 120.0
+    call_timeout_s: Finite[Positive[float]] = 1800.0
+    restarts: NotNegative[int] = 0
     weights: Literal["direct", "host"] = "direct"
 
     def __post_init__(self) -> None:
-        positive(self, "devices_per_host", "cpus_per_host", "start_timeout_s", "call_timeout_s")
-        finite(self, "cpus_per_host", "start_timeout_s", "call_timeout_s")
-        not_negative(self, "restarts")
+        super().__post_init__()
         if self.address is not None:
             self._check_address()
 

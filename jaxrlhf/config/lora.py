@@ -4,13 +4,14 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jaxrlhf.config.refusal import finite, positive, require
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import Finite, Positive, Settings
 
 Quantization = Literal["int8", "nf4"]
 
 
 @dataclass(frozen=True)
-class Lora:
+class Lora(Settings):
     """Low-rank adaptation (Hu et al. 2021, arXiv:2106.09685): weights are frozen, adapters beside them are trained.
 
         y = x W + scale * (x A) B,   scale = alpha / rank
@@ -32,16 +33,15 @@ class Lora:
 
     MATRICES: ClassVar[tuple[str, ...]] = ("query", "key", "value", "output", "gate", "up", "down")
 
-    rank: int = 16
-    alpha: float = 32.0
+    rank: Positive[int] = 16
+    alpha: Finite[Positive[float]] = 32.0
     targets: tuple[str, ...] = MATRICES
     rslora: bool = False
     quantize: Quantization | None = None
     start: str | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "rank", "alpha")
-        finite(self, "alpha")
+        super().__post_init__()
         strange = [name for name in self.targets if name not in self.MATRICES]
         require(
             bool(self.targets) and not strange,

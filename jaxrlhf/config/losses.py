@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from jaxrlhf.config.refusal import finite, not_negative, positive, require, within
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share
 
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "prompt-mean"
@@ -13,7 +14,7 @@ KLEstimator = Literal["k1", "abs", "k2", "k3", "k1+", "k3+"]
 
 
 @dataclass(frozen=True)
-class AdaptiveKL:
+class AdaptiveKL(Settings):
     """Steer the coefficient towards a KL (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
     Attributes:
@@ -21,63 +22,51 @@ class AdaptiveKL:
       horizon: Responses in which the coefficient may grow or shrink by a fifth.
     """
 
-    target: float = 0.1
-    horizon: int = 10_000
-
-    def __post_init__(self) -> None:
-        positive(self, "target", "horizon")
+    target: Positive[float] = 0.1
+    horizon: Positive[int] = 10_000
 
 
 @dataclass(frozen=True)
-class KLInReward:
+class KLInReward(Settings):
     """Subtract `coefficient * kl` from each token's reward; the KL is to the reference policy.
 
     Attributes:
       estimator: With d = logp - ref_logp: `k1` is d, `abs` is |d|, `k2` is d^2 / 2, `k3` is exp(-d) - 1 + d.
     """
 
-    coefficient: float = 0.001
+    coefficient: Positive[float] = 0.001
     estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     adaptive: AdaptiveKL | None = None
 
-    def __post_init__(self) -> None:
-        positive(self, "coefficient")
-
 
 @dataclass(frozen=True)
-class KLInLoss:
+class KLInLoss(Settings):
     """Add `coefficient * kl` to each token's loss; the KL is to the reference policy.
 
     Attributes:
-      estimator: One of those of `KLInReward`; `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2,
-        which is the reverse KL's.
+      estimator: One of those of `KLInReward`; `k1+` and `k3+` have the value of k1 and k3 and the gradient of k2, which
+        is the reverse KL's.
     """
 
-    coefficient: float = 0.001
+    coefficient: Positive[float] = 0.001
     estimator: KLEstimator = "k3"
     adaptive: AdaptiveKL | None = None
 
-    def __post_init__(self) -> None:
-        positive(self, "coefficient")
-
 
 @dataclass(frozen=True)
-class ValueLoss:
+class ValueLoss(Settings):
     """Clipped value regression: the value moves at most `clip`, in reward units, from the old one."""
 
-    clip: float = 0.5
-
-    def __post_init__(self) -> None:
-        positive(self, "clip")
+    clip: Positive[float] = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class RatioLoss:
+class RatioLoss(Settings):
     """Base class of policy losses. Subclass it for a new one.
 
     Class attributes:
-      function: Loss of one token, a function of `PolicyTokens` and these settings that returns `PolicyTerms`
-        (see `jaxrlhf.algos`), or its name as `module:function`.
+      function: Loss of one token, a function of `PolicyTokens` and these settings that returns `PolicyTerms` (see
+        `jaxrlhf.algos`), or its name as `module:function`.
 
     Attributes:
       aggregation: Loss aggregation; every count is over the whole update. `token-mean`: sum over the number of trained
@@ -90,10 +79,7 @@ class RatioLoss:
     function: ClassVar[Callable[..., Any] | str]
 
     aggregation: Aggregation = "token-mean"
-    entropy_coefficient: float = 0.0
-
-    def __post_init__(self) -> None:
-        finite(self, "entropy_coefficient")
+    entropy_coefficient: Finite[float] = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,14 +94,12 @@ class PolicyLoss(RatioLoss):
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:clipped_policy_loss"
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: Share[Positive[float]] = 0.2
+    clip_high: Positive[float] = 0.2
     dual_clip: float | None = 3.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "clip_low", "clip_high")
-        within(self, "clip_low", 0.0, 1.0)
         require(
             self.dual_clip is None or self.dual_clip > 1,
             f"PolicyLoss.dual_clip must be above 1 or None, got {self.dual_clip}",
@@ -134,14 +118,12 @@ class GSPOLoss(RatioLoss):
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:gspo_loss"
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    clip_low: Share[Positive[float]] = 3e-4
+    clip_high: Positive[float] = 4e-4
     aggregation: Aggregation = "seq-mean-token-mean"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "clip_low", "clip_high")
-        within(self, "clip_low", 0.0, 1.0)
         require(
             self.aggregation == "seq-mean-token-mean",
             "GSPOLoss has one ratio per response, so each response must count once and not by its tokens: "
@@ -160,12 +142,11 @@ class CISPOLoss(RatioLoss):
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:cispo_loss"
 
-    ratio_low: float = 0.0
+    ratio_low: NotNegative[float] = 0.0
     ratio_high: float = 5.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        not_negative(self, "ratio_low")
         require(
             self.ratio_low <= 1 <= self.ratio_high,
             "CISPOLoss bounds a ratio that starts at 1: ratio_low <= 1 <= ratio_high must hold, "
@@ -184,17 +165,13 @@ class SAPOLoss(RatioLoss):
 
     function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:sapo_loss"
 
-    temperature_positive: float = 1.0
-    temperature_negative: float = 1.05
+    temperature_positive: Positive[float] = 1.0
+    temperature_negative: Positive[float] = 1.05
     aggregation: Aggregation = "seq-mean-token-mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "temperature_positive", "temperature_negative")
 
 
 @dataclass(frozen=True)
-class TruncatedImportance:
+class TruncatedImportance(Settings):
     """Truncated importance sampling (TIS): weight tokens by min(pi_old / pi_sampler, cap).
 
     Attributes:
@@ -203,22 +180,19 @@ class TruncatedImportance:
         and of a variance that grows with the length.
     """
 
-    cap: float = 2.0
+    cap: Positive[float] = 2.0
     level: Literal["token", "sequence"] = "token"
-
-    def __post_init__(self) -> None:
-        positive(self, "cap")
 
 
 @dataclass(frozen=True)
-class IcePop:
+class IcePop(Settings):
     """Weight tokens by pi_old / pi_sampler where it lies in [low, high]; the others train nothing."""
 
-    low: float = 0.5
+    low: NotNegative[float] = 0.5
     high: float = 5.0
 
     def __post_init__(self) -> None:
-        not_negative(self, "low")
+        super().__post_init__()
         require(
             self.low <= 1 <= self.high,
             f"IcePop keeps ratios around 1: low <= 1 <= high must hold, got {self.low} and {self.high}",
@@ -226,7 +200,7 @@ class IcePop:
 
 
 @dataclass(frozen=True)
-class Rejection:
+class Rejection(Settings):
     """Rejection sampling of sampler-trainer mismatch: train only where low <= estimate <= high.
 
     Denominators still count what was rejected. To keep geometric means of ratios in [a, b]: `k1`, `sequence-mean`,
@@ -242,11 +216,11 @@ class Rejection:
 
     estimator: Literal["k1", "k2", "k3"] = "k3"
     level: Literal["token", "sequence-mean", "sequence-sum", "sequence-max"] = "sequence-mean"
-    high: float = 0.01
+    high: Positive[float] = 0.01
     low: float | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "high")
+        super().__post_init__()
         require(
             self.low is None or self.low <= 0,
             f"Rejection.low must be None or at most 0, the estimate where both agree, got {self.low}",

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxrlhf.config.refusal import positive, require
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import Positive, Settings
 
 ROLLOUT = "rollout"
 """Role that generates with copies of the actor's weights; any algorithm with an actor may place it."""
@@ -15,7 +16,7 @@ PARTS = ("parameters", "optimizer")
 
 
 @dataclass(frozen=True)
-class Pool:
+class Pool(Settings):
     """A named set of devices, and the roles placed on it.
 
     Roles on one pool take turns; roles on different pools run at once. `rollout` on another pool than `actor` gets the
@@ -27,11 +28,11 @@ class Pool:
     """
 
     name: str
-    devices: int
+    devices: Positive[int]
     roles: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        positive(self, "devices")
+        super().__post_init__()
         require(bool(self.name.strip()) and "/" not in self.name, f"Pool.name must be a plain name, got {self.name!r}")
         require(bool(self.roles), f"pool {self.name!r} has no roles; drop it, or place some")
 

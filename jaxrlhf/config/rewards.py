@@ -5,7 +5,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxrlhf.config.refusal import Refusal, not_negative, positive, require
+from jaxrlhf.config.refusal import Refusal, require
+from jaxrlhf.config.settings import NotNegative, Positive, Settings
 from jaxrlhf.config.training import Layout
 
 JUDGE_TEMPLATE = """Rate how well the response below answers the prompt: whether it is right, helpful and clear.
@@ -46,7 +47,7 @@ class MathReward:
 
 
 @dataclass(frozen=True)
-class CodeReward:
+class CodeReward(Settings):
     """Tests passed by the last Python block of the response, run in a sandbox.
 
     Attributes:
@@ -62,15 +63,12 @@ class CodeReward:
 
     tests_key: str = "tests"
     credit: Literal["all", "fraction"] = "all"
-    time_limit_s: float = 6.0
-    total_s: float = 25.0
-    memory_bytes: int = 1 << 29
-    output_bytes: int = 1 << 20
+    time_limit_s: Positive[float] = 6.0
+    total_s: Positive[float] = 25.0
+    memory_bytes: Positive[int] = 1 << 29
+    output_bytes: Positive[int] = 1 << 20
     allow_unsandboxed: bool = False
     weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        positive(self, "time_limit_s", "total_s", "memory_bytes", "output_bytes")
 
 
 @dataclass(frozen=True)
@@ -93,14 +91,11 @@ class TagsReward:
 
 
 @dataclass(frozen=True)
-class RepetitionReward:
+class RepetitionReward(Settings):
     """Minus the share of sequences of `words` words that occurred before; from 0 down to -1."""
 
-    words: int = 4
+    words: Positive[int] = 4
     weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        positive(self, "words")
 
 
 @dataclass(frozen=True)
@@ -118,7 +113,7 @@ class FunctionReward:
 
 
 @dataclass(frozen=True)
-class CosineLengthReward:
+class CosineLengthReward(Settings):
     """Cosine length reward in place of an answer reward: right answers earn more if short, wrong ones if long.
 
     Attributes:
@@ -128,7 +123,7 @@ class CosineLengthReward:
       wrong: Values of a wrong answer, likewise.
     """
 
-    max_characters: int
+    max_characters: Positive[int]
     correct: Gsm8kReward | ArithmeticReward | MathReward | FunctionReward = field(default_factory=Gsm8kReward)
     right: tuple[float, ...] = (1.0, 0.5)
     wrong: tuple[float, ...] = (-1.0, -0.5)
@@ -136,7 +131,7 @@ class CosineLengthReward:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        positive(self, "max_characters")
+        super().__post_init__()
         for name in ("right", "wrong"):
             pair = getattr(self, name)
             require(
@@ -165,7 +160,7 @@ class ModelReward:
 
 
 @dataclass(frozen=True)
-class JudgeReward:
+class JudgeReward(Settings):
     """Score from 0 to 1 by a model behind an OpenAI-compatible endpoint (LLM as a judge).
 
     Attributes:
@@ -190,16 +185,16 @@ class JudgeReward:
     lowest: float = 1.0
     highest: float = 10.0
     temperature: float | None = 0.0
-    max_tokens: int = 512
+    max_tokens: Positive[int] = 512
     api_key_env: str | None = None
-    concurrency: int = 8
-    attempt_s: float = 10.0
-    total_s: float = 25.0
+    concurrency: Positive[int] = 8
+    attempt_s: Positive[float] = 10.0
+    total_s: Positive[float] = 25.0
     weight: float = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_url(self, self.url)
-        positive(self, "max_tokens", "concurrency", "attempt_s", "total_s")
         require(
             math.isfinite(self.lowest) and math.isfinite(self.highest) and self.lowest < self.highest,
             f"JudgeReward.lowest={self.lowest} must be below highest={self.highest}",
@@ -220,7 +215,7 @@ class JudgeReward:
 
 
 @dataclass(frozen=True)
-class RemoteReward:
+class RemoteReward(Settings):
     """Scores from a service of your own, asked by POST in batches. See `jaxrlhf.rewards.remote`.
 
     Attributes:
@@ -231,15 +226,15 @@ class RemoteReward:
     """
 
     url: str
-    batch_size: int = 32
+    batch_size: Positive[int] = 32
     api_key_env: str | None = None
-    attempt_s: float = 10.0
-    total_s: float = 25.0
+    attempt_s: Positive[float] = 10.0
+    total_s: Positive[float] = 25.0
     weight: float = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_url(self, self.url)
-        positive(self, "batch_size", "attempt_s", "total_s")
 
 
 def _check_url(owner: object, url: str) -> None:
@@ -265,7 +260,7 @@ RewardPart = (
 
 
 @dataclass(frozen=True)
-class Rewards:
+class Rewards(Settings):
     """The score of a response is the weighted sum of its parts.
 
     Attributes:
@@ -276,17 +271,16 @@ class Rewards:
     """
 
     parts: tuple[RewardPart, ...] = (ArithmeticReward(),)
-    workers: int = 2
-    timeout_s: float = 30.0
-    failures_in_a_row: int = 100
+    workers: Positive[int] = 2
+    timeout_s: Positive[float] = 30.0
+    failures_in_a_row: NotNegative[int] = 100
 
     def __post_init__(self) -> None:
-        positive(self, "workers", "timeout_s")
+        super().__post_init__()
         require(
             self.timeout_s <= 1e6,
             f"Rewards.timeout_s={self.timeout_s:g} is more than the system can wait for; give at most 1e6",
         )
-        not_negative(self, "failures_in_a_row")
         require(len(self.parts) > 0, "Rewards.parts is empty; name at least one reward")
         for part in self.parts:
             total_s = getattr(part, "total_s", 0.0)

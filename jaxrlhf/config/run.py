@@ -10,8 +10,9 @@ from jaxrlhf.config.algorithms.supervised import SFT
 from jaxrlhf.config.cli.annotations import check_types
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.placement import Pool, check_offload, check_pools
-from jaxrlhf.config.refusal import not_negative, positive, require
+from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward, ModelReward, Rewards
+from jaxrlhf.config.settings import NotNegative, Positive, Settings
 from jaxrlhf.config.sources import Data, Model, PromptFile
 from jaxrlhf.config.training import Layout, Optimizer, Rollout, Training
 
@@ -20,22 +21,19 @@ COLD_START = "cold_start"
 
 
 @dataclass(frozen=True)
-class ColdStart:
+class ColdStart(Settings):
     """A short supervised stage before the main one, for policies that know nothing yet.
 
     It trains all of the actor's weights, with an optimizer of its own; adapters are then trained beside them.
     """
 
-    steps: int
+    steps: Positive[int]
     algorithm: SFT = field(default_factory=SFT)
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-3))
 
-    def __post_init__(self) -> None:
-        positive(self, "steps")
-
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Settings):
     """Accuracy on held-out problems: the mean score of the first reward part on greedy answers.
 
     Attributes:
@@ -43,16 +41,12 @@ class Evaluation:
       problems: Problems of the held-out split, at most.
     """
 
-    every_steps: int = 10
-    problems: int = 256
-
-    def __post_init__(self) -> None:
-        not_negative(self, "every_steps")
-        positive(self, "problems")
+    every_steps: NotNegative[int] = 10
+    problems: Positive[int] = 256
 
 
 @dataclass(frozen=True)
-class Checkpointing:
+class Checkpointing(Settings):
     """Checkpoints of a run.
 
     Attributes:
@@ -62,17 +56,13 @@ class Checkpointing:
         steps.
     """
 
-    every_steps: int = 20
-    keep_last: int = 2
-    keep_best: int = 1
-
-    def __post_init__(self) -> None:
-        positive(self, "keep_last")
-        not_negative(self, "every_steps", "keep_best")
+    every_steps: NotNegative[int] = 20
+    keep_last: Positive[int] = 2
+    keep_best: NotNegative[int] = 1
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Settings):
     """A whole run.
 
     Attributes:
@@ -86,8 +76,8 @@ class Config:
       devices: Number of devices to use, in one pool that all roles share; None is all.
       pools: Placement of roles on devices; empty is one pool.
       placement: `auto` searches pools, layouts and offload at start-up; `given` takes what is written here.
-      hardware: Speed and memory of the devices, for the search: a name such as `a100x16x8`, or a file that
-        `python -m jaxrlhf.calibrate` wrote; None recognises them.
+      hardware: Speed and memory of the devices, for the search: a name such as `a100x16x8`, or a file that `python -m
+        jaxrlhf.calibrate` wrote; None recognises them.
       cluster: Hosts joined by Ray; None runs in this process, on its devices.
       offload: Parts kept in host memory while not in use: `role`, `role.parameters` or `role.optimizer`.
       workdir: Folder of checkpoints, metrics and samples; None is `runs/<name>`.
@@ -97,7 +87,7 @@ class Config:
 
     name: str
     algorithm: Algorithm
-    steps: int
+    steps: Positive[int]
     model: Model
     data: Data
     rewards: Rewards = field(default_factory=Rewards)
@@ -110,28 +100,26 @@ class Config:
     tokenizer: str | None = None
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: Literal["auto", "xla"] = "auto"
-    devices: int | None = None
+    devices: Positive[int] | None = None
     pools: tuple[Pool, ...] = ()
     placement: Literal["given", "auto"] = "given"
     hardware: str | None = None
     cluster: RayCluster | None = None
     offload: tuple[str, ...] = ()
-    seed: int = 0
+    seed: NotNegative[int] = 0
     workdir: str | None = None
     resume: bool = True
     profile_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self, "Config")
-        positive(self, "steps")
-        not_negative(self, "seed")
+        super().__post_init__()
         require(self.seed < 2**32, f"Config.seed must be below 2**32, got {self.seed}")
         require(
             self.name.strip() not in ("", ".", "..") and not set(self.name) & set("/\\"),
             f"Config.name must be the name of a folder, without separators, got {self.name!r}; "
             "where the run goes is workdir",
         )
-        require(self.devices is None or self.devices > 0, f"Config.devices must be above 0 or None, got {self.devices}")
         self._check_placement()
         self._check_lora()
         self._check_search()

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from jaxrlhf.config.refusal import not_negative, positive, require, within
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import NotNegative, Positive, Settings, Share, within
 
 
 @dataclass(frozen=True)
-class FromScratch:
+class FromScratch(Settings):
     """A randomly initialised decoder over the embedded tokenizer, shaped like Qwen2, or with experts like Qwen3-MoE.
 
     Attributes:
@@ -17,19 +18,17 @@ class FromScratch:
       experts_per_token: Experts that a token goes through.
     """
 
-    hidden_size: int = 128
-    intermediate_size: int = 384
-    num_layers: int = 3
-    num_heads: int = 4
-    num_kv_heads: int = 4
-    head_dim: int = 32
-    experts: int = 0
-    experts_per_token: int = 2
+    hidden_size: Positive[int] = 128
+    intermediate_size: Positive[int] = 384
+    num_layers: Positive[int] = 3
+    num_heads: Positive[int] = 4
+    num_kv_heads: Positive[int] = 4
+    head_dim: Positive[int] = 32
+    experts: NotNegative[int] = 0
+    experts_per_token: Positive[int] = 2
 
     def __post_init__(self) -> None:
-        positive(self, "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-        not_negative(self, "experts")
-        positive(self, "experts_per_token")
+        super().__post_init__()
         require(
             self.experts == 0 or self.experts_per_token <= self.experts,
             f"FromScratch.experts_per_token={self.experts_per_token} of experts={self.experts}; take at most all",
@@ -64,21 +63,17 @@ class Nnx:
     """
 
     build: Callable[[Any], Any]
-    max_positions: int | None = None
+    max_positions: Positive[int] | None = None
 
     def __post_init__(self) -> None:
         require(callable(self.build), f"Nnx.build must be a function of nnx.Rngs, got {self.build!r}")
-        require(
-            self.max_positions is None or self.max_positions > 0,
-            f"Nnx.max_positions must be above 0 or None, got {self.max_positions}",
-        )
 
 
 Model = FromScratch | Pretrained | Nnx
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class Arithmetic(Settings):
     """Generated multi-step word problems with worked solutions.
 
     Attributes:
@@ -89,16 +84,11 @@ class Arithmetic:
         training imitates them, rewards do not.
     """
 
-    difficulty: int = 2
-    train_problems: int = 20_000
-    eval_problems: int = 256
-    unfinished_share: float = 0.0
+    difficulty: Annotated[int, within(1, 5)] = 2
+    train_problems: Positive[int] = 20_000
+    eval_problems: Positive[int] = 256
+    unfinished_share: Share[float] = 0.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        within(self, "difficulty", 1, 5)
-        within(self, "unfinished_share", 0.0, 1.0)
-        positive(self, "train_problems", "eval_problems")
 
 
 @dataclass(frozen=True)
@@ -124,8 +114,8 @@ class PromptFile:
       prompt_key: Field with the prompt: a text, or a list of chat messages.
       answer_key: Field with the reference answer that rewards see; None if there is none.
       solution_key: Field with a worked solution for supervised training; None if there is none.
-      control_tokens: How a control token such as `<|im_end|>` is read that a text of the file spells out: "parse"
-        makes the token of it, as the tokenizer does by itself; "text" keeps its letters, so that no text ends a turn.
+      control_tokens: How a control token such as `<|im_end|>` is read that a text of the file spells out: "parse" makes
+        the token of it, as the tokenizer does by itself; "text" keeps its letters, so that no text ends a turn.
     """
 
     train: str
@@ -137,24 +127,20 @@ class PromptFile:
 
 
 @dataclass(frozen=True)
-class ArithmeticPairs:
+class ArithmeticPairs(Settings):
     """The problems of `Arithmetic`, each with its right solution and, rejected, a wrong one.
 
     Half of the wrong ones stop one step early where there are several; the others have a slip in one step.
     """
 
-    difficulty: int = 2
-    train_problems: int = 20_000
-    eval_problems: int = 256
+    difficulty: Annotated[int, within(1, 5)] = 2
+    train_problems: Positive[int] = 20_000
+    eval_problems: Positive[int] = 256
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        within(self, "difficulty", 1, 5)
-        positive(self, "train_problems", "eval_problems")
 
 
 @dataclass(frozen=True)
-class PairFile:
+class PairFile(Settings):
     """Preference pairs from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
 
     A record has a prompt and two answers; or two dialogues in the format of hh-rlhf (Bai et al. 2022,
@@ -174,18 +160,17 @@ class PairFile:
 
     train: str
     evaluation: str | None = None
-    evaluation_fraction: float = 0.0
+    evaluation_fraction: Annotated[float, within(0.0, 0.5)] = 0.0
     prompt_key: str = "prompt"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     margin_key: str | None = None
     safe_keys: tuple[str, ...] | None = None
-    malformed_fraction: float = 0.01
+    malformed_fraction: Share[float] = 0.01
     control_tokens: Literal["parse", "text"] = "parse"
 
     def __post_init__(self) -> None:
-        within(self, "evaluation_fraction", 0.0, 0.5)
-        within(self, "malformed_fraction", 0.0, 1.0)
+        super().__post_init__()
         require(
             self.evaluation is None or not self.evaluation_fraction,
             f"PairFile holds out evaluation={self.evaluation!r} and evaluation_fraction={self.evaluation_fraction}; "

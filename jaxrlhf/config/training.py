@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxrlhf.config.lora import Lora
-from jaxrlhf.config.refusal import finite, not_negative, positive, require, within
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Settings):
     """Parallel sizes of a role, for training and for generation.
 
     Training splits the weights p-t-d ways, generation p_g-t_g ways; the devices left over are replicas. Where p_g
@@ -29,17 +30,16 @@ class Layout:
     Source: HybridFlow (arXiv:2409.19256), section 5.1.
     """
 
-    data: int | None = None
-    fsdp: int = 1
-    stage: int = 1
-    tensor: int = 1
-    generation_stage: int = 1
-    generation_tensor: int = 1
-    expert: int = 1
+    data: Positive[int] | None = None
+    fsdp: Positive[int] = 1
+    stage: Positive[int] = 1
+    tensor: Positive[int] = 1
+    generation_stage: Positive[int] = 1
+    generation_tensor: Positive[int] = 1
+    expert: Positive[int] = 1
 
     def __post_init__(self) -> None:
-        positive(self, "fsdp", "stage", "tensor", "generation_stage", "generation_tensor", "expert")
-        require(self.data is None or self.data > 0, f"Layout.data must be above 0 or None, got {self.data}")
+        super().__post_init__()
 
     @property
     def copy_devices(self) -> int:
@@ -78,7 +78,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class Optimizer(Settings):
     """AdamW with global-norm clipping.
 
     Attributes:
@@ -87,21 +87,18 @@ class Optimizer:
       max_grad_norm: Gradients are scaled down to this global norm.
     """
 
-    learning_rate: float = 1e-6
-    warmup_updates: int = 0
+    learning_rate: Finite[Positive[float]] = 1e-6
+    warmup_updates: NotNegative[int] = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
+    beta1: Share[float] = 0.9
+    beta2: Share[float] = 0.999
+    eps: Finite[Positive[float]] = 1e-8
+    weight_decay: Finite[NotNegative[float]] = 0.01
+    max_grad_norm: Positive[float] = 1.0
 
     def __post_init__(self) -> None:
-        positive(self, "learning_rate", "eps", "max_grad_norm")
-        not_negative(self, "warmup_updates", "weight_decay")
-        finite(self, "learning_rate", "eps", "weight_decay")
+        super().__post_init__()
         for name in ("beta1", "beta2"):
-            within(self, name, 0.0, 1.0)
             require(getattr(self, name) < 1, f"Optimizer.{name} must be below 1, got 1: such a moment never moves")
 
 
@@ -109,7 +106,7 @@ Remat = Literal["auto", "full", "none"]
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Settings):
     """Training of one role.
 
     Attributes:
@@ -125,13 +122,13 @@ class Training:
 
     optimizer: Optimizer = field(default_factory=Optimizer)
     layout: Layout = field(default_factory=Layout)
-    tokens_per_microbatch: int = 16_384
+    tokens_per_microbatch: Positive[int] = 16_384
     remat: Remat = "auto"
     lora: Lora | None = None
     router_loss: float | None = None
 
     def __post_init__(self) -> None:
-        positive(self, "tokens_per_microbatch")
+        super().__post_init__()
         require(
             self.router_loss is None or 0 <= self.router_loss < math.inf,
             f"Training.router_loss must be 0 or more, or None, got {self.router_loss}",
@@ -139,7 +136,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Settings):
     """Sampling of a token. Algorithms with a policy loss take a temperature and stop tokens only, and refuse the rest.
 
     Attributes:
@@ -154,19 +151,19 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    min_tokens: int = 0
+    min_tokens: NotNegative[int] = 0
     greedy: bool = False
     stop_tokens: tuple[str, ...] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             self.temperature > 0,
             f"Sampling.temperature must be above 0, got {self.temperature}; for argmax decoding set greedy=True",
         )
         require(0 < self.top_p <= 1, f"Sampling.top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"Sampling.top_k must be 0 (off) or more, got {self.top_k}")
-        not_negative(self, "min_tokens")
         require(
             not (self.ignore_eos and self.stop_tokens),
             f"Sampling.ignore_eos lets no token end a response, and stop_tokens={self.stop_tokens} would; give one",
@@ -174,7 +171,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Rollout(Settings):
     """Generation of one step.
 
     Attributes:
@@ -190,20 +187,18 @@ class Rollout:
         (GPU and TPU), else `slots`.
     """
 
-    prompts_per_step: int = 64
-    responses_per_prompt: int = 1
-    max_prompt_tokens: int = 512
-    max_response_tokens: int = 512
+    prompts_per_step: Positive[int] = 64
+    responses_per_prompt: Positive[int] = 1
+    max_prompt_tokens: Positive[int] = 512
+    max_response_tokens: Positive[int] = 512
     sampling: Sampling = field(default_factory=Sampling)
-    slots: int | None = None
-    decode_tokens_per_dispatch: int = 16
+    slots: Positive[int] | None = None
+    decode_tokens_per_dispatch: Positive[int] = 16
     replay_routing: bool = False
     cache: Literal["auto", "slots", "pages"] = "auto"
 
     def __post_init__(self) -> None:
-        positive(self, "prompts_per_step", "responses_per_prompt", "max_prompt_tokens", "max_response_tokens")
-        positive(self, "decode_tokens_per_dispatch")
-        require(self.slots is None or self.slots > 0, f"Rollout.slots must be above 0 or None, got {self.slots}")
+        super().__post_init__()
         require(
             self.sampling.min_tokens <= self.max_response_tokens,
             f"Sampling.min_tokens={self.sampling.min_tokens} is above max_response_tokens={self.max_response_tokens}",

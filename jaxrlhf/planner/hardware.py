@@ -5,24 +5,16 @@ that `python -m jaxrlhf.calibrate` wrote holds measured rates and shares.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from jaxrlhf.config.refusal import finite, not_negative, positive, require, within
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, within
 
 _COUNTS = ("machines", "devices_per_machine")
-_RATES = (
-    "memory_bytes",
-    "matmul_flops_per_s",
-    "memory_bytes_per_s",
-    "link_bytes_per_s",
-    "network_bytes_per_s",
-    "host_bytes_per_s",
-)
-_DELAYS = ("link_latency_s", "network_latency_s", "layer_overhead_s", "dispatch_overhead_s")
-_SHARES = ("matmul_efficiency", "memory_efficiency", "link_efficiency", "usable_memory")
 
 
 @dataclass(frozen=True)
-class Hardware:
+class Hardware(Settings):
     """Machines of equal devices.
 
     Devices of a machine are consecutive. Rates are per device and, for links, in one direction.
@@ -52,31 +44,27 @@ class Hardware:
     """
 
     name: str
-    machines: int
-    devices_per_machine: int
-    memory_bytes: float
-    matmul_flops_per_s: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    network_bytes_per_s: float
-    host_bytes_per_s: float
-    link_latency_s: float
-    network_latency_s: float
-    layer_overhead_s: float
-    dispatch_overhead_s: float
-    matmul_efficiency: float = 0.5
-    memory_efficiency: float = 0.7
-    link_efficiency: float = 0.8
-    usable_memory: float = 0.9
+    machines: Positive[int]
+    devices_per_machine: Positive[int]
+    memory_bytes: Finite[Positive[float]]
+    matmul_flops_per_s: Finite[Positive[float]]
+    memory_bytes_per_s: Finite[Positive[float]]
+    link_bytes_per_s: Finite[Positive[float]]
+    network_bytes_per_s: Finite[Positive[float]]
+    host_bytes_per_s: Finite[Positive[float]]
+    link_latency_s: Finite[NotNegative[float]]
+    network_latency_s: Finite[NotNegative[float]]
+    layer_overhead_s: Finite[NotNegative[float]]
+    dispatch_overhead_s: Finite[NotNegative[float]]
+    matmul_efficiency: Annotated[Positive[float], within(0, 1)] = 0.5
+    memory_efficiency: Annotated[Positive[float], within(0, 1)] = 0.7
+    link_efficiency: Annotated[Positive[float], within(0, 1)] = 0.8
+    usable_memory: Annotated[Positive[float], within(0, 1)] = 0.9
     shared_compute: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:
-        positive(self, *_COUNTS, *_RATES, *_SHARES)
-        not_negative(self, *_DELAYS)
-        finite(self, *_RATES, *_DELAYS)
-        for name in _SHARES:
-            within(self, name, 0, 1)
+        super().__post_init__()
         for name in _COUNTS:
             value = getattr(self, name)
             require(type(value) is int, f"Hardware.{name} must be a whole number, got {value!r}")

@@ -162,7 +162,7 @@ class Roles:
 
     @contextmanager
     def profiled(self, folder: Path) -> Iterator[None]:
-        """Within the block every process traces its own work and its devices'.
+        """within the block every process traces its own work and its devices'.
 
         Args:
           folder: Takes the traces; those of hosts lie in folders named after their pools, on their machines.

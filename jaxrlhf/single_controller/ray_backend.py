@@ -79,7 +79,7 @@ class RayRanks(Ranks):
 
     @contextmanager
     def _showing_progress(self) -> Iterator[None]:
-        """Within the block the first host's progress is passed on."""
+        """within the block the first host's progress is passed on."""
         done = threading.Event()
 
         def ask() -> None:

@@ -67,7 +67,7 @@ class Actor(TrainedWorker):
 
     @contextmanager
     def generating(self) -> Iterator[Sampler]:
-        """Within the block the current weights are in the engine."""
+        """within the block the current weights are in the engine."""
         assert self._sampler is not None and self._hybrid is not None, "another pool generates for this actor"
         with self.parameters.on_devices():
             try:

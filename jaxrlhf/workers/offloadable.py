@@ -29,7 +29,7 @@ class Offloadable:
 
     @contextmanager
     def on_devices(self) -> Iterator[None]:
-        """Within the block the tree is on the devices."""
+        """within the block the tree is on the devices."""
         if self.tree is None:
             assert self._make is not None
             self.tree = self._make()
@@ -45,7 +45,7 @@ class Offloadable:
 
     @contextmanager
     def partly_away(self, mask: Any) -> Iterator[None]:
-        """Within the block leaves whose bool in `mask` is true wait in host memory, if the tree is offloaded."""
+        """within the block leaves whose bool in `mask` is true wait in host memory, if the tree is offloaded."""
         if not self._offload:
             yield
             return

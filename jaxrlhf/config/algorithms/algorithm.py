@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxrlhf.config.losses import IcePop, KLInLoss, KLInReward, PolicyLoss, RatioLoss, Rejection, TruncatedImportance
-from jaxrlhf.config.refusal import positive, require
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import Positive, Settings
 from jaxrlhf.config.training import Sampling, Training
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _NARROWING = ("greedy", "top_p", "top_k", "min_tokens")
 
 
 @dataclass(frozen=True)
-class Algorithm(ABC):
+class Algorithm(Settings, ABC):
     """Base class of every algorithm's settings. Subclass it for a new one.
 
     Class attributes:
@@ -65,7 +66,7 @@ class Algorithm(ABC):
         """Further data with worked solutions, and the number of them in a step; None is no such data."""
         return None
 
-    def check(self, config: Config) -> None:  # noqa: B027  most algorithms fit any configuration
+    def check(self, config: Config) -> None:
         """Raise `Refusal` if the rest of the configuration does not fit this algorithm."""
 
 
@@ -85,16 +86,13 @@ class PolicyGradient(Algorithm):
       rejection: Tokens and responses to leave out, because trainer and sampler differ too much on them.
     """
 
-    responses_per_update: int = 64
-    epochs_per_step: int = 1
+    responses_per_update: Positive[int] = 64
+    epochs_per_step: Positive[int] = 1
     policy: RatioLoss = field(default_factory=PolicyLoss)
     kl: KLInReward | KLInLoss | None = None
     correction: TruncatedImportance | IcePop | None = None
     rejection: tuple[Rejection, ...] = ()
     old_logp: Literal["auto", "trainer", "sampler", "bypass"] = "auto"
-
-    def __post_init__(self) -> None:
-        positive(self, "responses_per_update", "epochs_per_step")
 
     @property
     def roles(self) -> tuple[str, ...]:

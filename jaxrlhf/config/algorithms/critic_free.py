@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
 from jaxrlhf.config.losses import CISPOLoss, GSPOLoss, KLInLoss, KLInReward, PolicyLoss, SAPOLoss
-from jaxrlhf.config.refusal import positive, require, within
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import Positive, Settings, Share
 
 if TYPE_CHECKING:
     from jaxrlhf.config.run import Config
@@ -102,11 +103,7 @@ class ReinforcePlusPlus(PolicyGradient):
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:reinforce_plus_plus"
 
     kl: KLInReward | KLInLoss | None = field(default_factory=KLInReward)
-    gamma: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        within(self, "gamma", 0.0, 1.0)
+    gamma: Share[float] = 1.0
 
 
 @dataclass(frozen=True)
@@ -128,19 +125,15 @@ class ReMax(PolicyGradient):
 
 
 @dataclass(frozen=True)
-class OverlongPunishment:
+class OverlongPunishment(Settings):
     """Soft punishment of overlong responses: grows from 0 to `factor` over the last tokens and lowers the score.
 
     Attributes:
       buffer_share: Share of `max_response_tokens` over which it grows.
     """
 
-    buffer_share: float = 0.2
-    factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        positive(self, "buffer_share", "factor")
-        within(self, "buffer_share", 0.0, 1.0)
+    buffer_share: Share[Positive[float]] = 0.2
+    factor: Positive[float] = 1.0
 
 
 @dataclass(frozen=True)
@@ -159,10 +152,6 @@ class DAPO(GroupCompared):
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.dapo:step"
 
     policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(clip_high=0.28))
-    max_rounds: int = 10
+    max_rounds: Positive[int] = 10
     overlong: OverlongPunishment | None = field(default_factory=OverlongPunishment)
     mask_truncated: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "max_rounds")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
 from jaxrlhf.config.losses import ValueLoss
-from jaxrlhf.config.refusal import not_negative, require, within
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import NotNegative, Share
 from jaxrlhf.config.sources import Pretrained
 from jaxrlhf.config.training import Optimizer, Training
 
@@ -28,18 +29,12 @@ class PPO(PolicyGradient):
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.ppo:step"
 
-    gamma: float = 1.0
-    lam: float = 1.0
+    gamma: Share[float] = 1.0
+    lam: Share[float] = 1.0
     value: ValueLoss = field(default_factory=ValueLoss)
     critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
     critic_model: Pretrained | None = None
-    critic_warmup_steps: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        within(self, "gamma", 0.0, 1.0)
-        within(self, "lam", 0.0, 1.0)
-        not_negative(self, "critic_warmup_steps")
+    critic_warmup_steps: NotNegative[int] = 0
 
     @property
     def roles(self) -> tuple[str, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
-from jaxrlhf.config.refusal import positive, require, within
+from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import Rewards
+from jaxrlhf.config.settings import Positive, within
 from jaxrlhf.config.sources import ArithmeticPairs, PairFile
 from jaxrlhf.config.training import Optimizer, Training
 
@@ -29,10 +30,7 @@ class Preference(Algorithm):
     evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.dpo:evaluate"
     places_after: ClassVar[int] = 0
 
-    pairs_per_update: int = 32
-
-    def __post_init__(self) -> None:
-        positive(self, "pairs_per_update")
+    pairs_per_update: Positive[int] = 32
 
     def problems_per_step(self, config: Config) -> int:
         return self.pairs_per_update
@@ -64,13 +62,8 @@ class DPO(Preference):
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.dpo:step"
 
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "beta")
-        within(self, "label_smoothing", 0.0, 0.5)
+    beta: Positive[float] = 0.1
+    label_smoothing: Annotated[float, within(0.0, 0.5)] = 0.0
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -85,11 +78,7 @@ class RPO(DPO):
       nll_coefficient: Weight of the chosen answer's negative log-likelihood per token.
     """
 
-    nll_coefficient: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "nll_coefficient")
+    nll_coefficient: Positive[float] = 1.0
 
 
 @dataclass(frozen=True)
@@ -102,11 +91,7 @@ class IPO(Preference):
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.dpo:step"
 
-    beta: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "beta")
+    beta: Positive[float] = 0.1
 
     @property
     def roles(self) -> tuple[str, ...]:

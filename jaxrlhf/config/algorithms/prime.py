@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.critic_free import GroupCompared
 from jaxrlhf.config.losses import KLInReward
-from jaxrlhf.config.refusal import finite, not_negative, positive, require, within
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import Finite, NotNegative, Positive, Share
 from jaxrlhf.config.training import Optimizer, Training
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ class PRIME(GroupCompared):
     """Process reinforcement through implicit rewards (Cui et al. 2025, arXiv:2502.01456).
 
     An implicit process reward model, which starts as the policy, is trained so that its log-ratio to the reference,
-    summed over a response, says whether that is right. Token by token the ratio is a reward beside the outcome.
-    Prompts that are too easy or too hard are replaced by further ones, as in DAPO.
+    summed over a response, says whether that is right. Token by token the ratio is a reward beside the outcome. Prompts
+    that are too easy or too hard are replaced by further ones, as in DAPO.
 
     Attributes:
       process_reward: Training of that model.
@@ -37,21 +38,16 @@ class PRIME(GroupCompared):
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.prime:step"
 
     process_reward: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-6)))
-    beta: float = 0.05
-    process_weight: float = 1.0
-    gamma: float = 1.0
-    success: float = 0.5
-    least_accuracy: float = 0.2
-    most_accuracy: float = 0.8
-    max_rounds: int = 10
+    beta: Positive[float] = 0.05
+    process_weight: NotNegative[float] = 1.0
+    gamma: Share[float] = 1.0
+    success: Finite[float] = 0.5
+    least_accuracy: Share[float] = 0.2
+    most_accuracy: Share[float] = 0.8
+    max_rounds: Positive[int] = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "beta", "max_rounds")
-        not_negative(self, "process_weight")
-        finite(self, "success")
-        for name in ("gamma", "least_accuracy", "most_accuracy"):
-            within(self, name, 0.0, 1.0)
         require(
             not isinstance(self.kl, KLInReward),
             f"PRIME takes outcomes at the last token alone, and kl={self.kl} would charge every token; give KLInLoss",

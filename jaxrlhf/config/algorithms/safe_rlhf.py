@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.ppo import PPO
 from jaxrlhf.config.losses import KLInLoss, KLInReward
-from jaxrlhf.config.refusal import finite, not_negative, positive, require
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
 from jaxrlhf.config.sources import Arithmetic, Data, Gsm8k, Pretrained, PromptFile
 from jaxrlhf.config.training import Optimizer, Training
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Constraint:
+class Constraint(Settings):
     """A limit on the mean cost of responses, held by a Lagrange multiplier.
 
     Attributes:
@@ -30,17 +31,15 @@ class Constraint:
       delay_steps: Steps at the start that leave the multiplier as it is.
     """
 
-    part: int = 1
-    limit: float = 0.0
-    multiplier: float = 1.0
-    learning_rate: float = 0.1
+    part: NotNegative[int] = 1
+    limit: Finite[float] = 0.0
+    multiplier: Positive[float] = 1.0
+    learning_rate: Positive[float] = 0.1
     largest_multiplier: float = 5.0
-    delay_steps: int = 0
+    delay_steps: NotNegative[int] = 0
 
     def __post_init__(self) -> None:
-        not_negative(self, "part", "delay_steps")
-        finite(self, "limit")
-        positive(self, "multiplier", "learning_rate")
+        super().__post_init__()
         require(
             self.multiplier <= self.largest_multiplier,
             f"Constraint.multiplier={self.multiplier} is above largest_multiplier={self.largest_multiplier}",
@@ -48,7 +47,7 @@ class Constraint:
 
 
 @dataclass(frozen=True)
-class Ptx:
+class Ptx(Settings):
     """Worked solutions that each update imitates beside its responses, at the rollout's temperature (PPO-ptx).
 
     Attributes:
@@ -58,11 +57,11 @@ class Ptx:
     """
 
     data: Data = field(default_factory=Arithmetic)
-    coefficient: float = 1.0
-    examples_per_update: int = 16
+    coefficient: Positive[float] = 1.0
+    examples_per_update: Positive[int] = 16
 
     def __post_init__(self) -> None:
-        positive(self, "coefficient", "examples_per_update")
+        super().__post_init__()
         solved = isinstance(self.data, Arithmetic | Gsm8k) or getattr(self.data, "solution_key", None) is not None
         fields = "solution_key is None; name the field that has them"
         why = fields if isinstance(self.data, PromptFile) else "those are pairs; give Arithmetic, Gsm8k or PromptFile"
@@ -89,13 +88,12 @@ class SafeRLHF(PPO):
     constraint: Constraint = field(default_factory=Constraint)
     cost_critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
     cost_critic_model: Pretrained | None = None
-    clip_rewards: float = 50.0
+    clip_rewards: Positive[float] = 50.0
     halve_kl: bool = False
     ptx: Ptx | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(self, "clip_rewards")
         require(
             not self.halve_kl or isinstance(self.kl, KLInReward),
             f"SafeRLHF.halve_kl halves a KL in the reward, and kl is {self.kl}; drop it, or give KLInReward",

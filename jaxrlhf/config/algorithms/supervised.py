@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
-from jaxrlhf.config.refusal import positive
+from jaxrlhf.config.settings import Positive
 
 if TYPE_CHECKING:
     from jaxrlhf.config.run import Config
@@ -22,10 +22,7 @@ class SFT(Algorithm):
 
     dataflow: ClassVar[str] = "jaxrlhf.dataflows.sft:step"
 
-    examples_per_update: int = 64
-
-    def __post_init__(self) -> None:
-        positive(self, "examples_per_update")
+    examples_per_update: Positive[int] = 64
 
     @property
     def roles(self) -> tuple[str, ...]:

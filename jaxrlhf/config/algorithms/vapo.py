@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jaxrlhf.config.algorithms.ppo import PPO
 from jaxrlhf.config.losses import PolicyLoss
-from jaxrlhf.config.refusal import finite, not_negative, positive
+from jaxrlhf.config.settings import Finite, NotNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,6 @@ class VAPO(PPO):
 
     policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(clip_high=0.28))
     critic_warmup_steps: int = 50
-    length_scale: float = 0.05
-    imitation: float = 0.1
-    success: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive(self, "length_scale")
-        not_negative(self, "imitation")
-        finite(self, "success")
+    length_scale: Positive[float] = 0.05
+    imitation: NotNegative[float] = 0.1
+    success: Finite[float] = 0.0

@@ -21,12 +21,12 @@ def load(path_or_name: str | Path) -> Config:
     """Read a configuration file and call its `get_config()`.
 
     Args:
-      path_or_name: A path; or, if there is no such file, the name of a configuration that
-        ships with the package, such as `ppo_gsm8k`. `.py` may be left out.
+      path_or_name: A path; or, if there is no such file, the name of a configuration that ships with the package, such
+        as `ppo_gsm8k`. `.py` may be left out.
 
     Raises:
-      Refusal: No such file, settings that do not fit, or no `get_config` that returns a `Config`; the message names
-        the file, the line and what to do. Errors of the file's own code come as they are.
+      Refusal: No such file, settings that do not fit, or no `get_config` that returns a `Config`; the message names the
+        file, the line and what to do. Errors of the file's own code come as they are.
     """
     path = _find(str(path_or_name))
     module = ModuleType(f"{_MODULES}{path.stem}")

@@ -17,8 +17,8 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
         override(config, {"steps": 3, "actor.optimizer.learning_rate": 1e-5, "model": Pretrained("/x")})
 
     Raises:
-      Refusal: A name that is no setting, a value of another type, or settings that
-        contradict each other after the change.
+      Refusal: A name that is no setting, a value of another type, or settings that contradict each other after the
+        change.
     """
     for name in changes:
         find(config, name)

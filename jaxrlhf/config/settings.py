@@ -1,0 +1,61 @@
+"""The base class of settings, and the bounds that their numbers keep."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from jaxrlhf.config.refusal import require
+
+Number = TypeVar("Number")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A condition on a number.
+
+    Attributes:
+      words: Reads after "must be".
+    """
+
+    holds: Callable[[float], bool]
+    words: str
+
+
+def within(low: float, high: float) -> Bound:
+    """A number from `low` to `high`."""
+    return Bound(lambda value: low <= value <= high, f"in [{low}, {high}]")
+
+
+Positive = Annotated[Number, Bound(lambda value: value > 0, "above 0")]
+NotNegative = Annotated[Number, Bound(lambda value: value >= 0, "0 or more")]
+Finite = Annotated[Number, Bound(math.isfinite, "finite")]
+Share = Annotated[Number, within(0.0, 1.0)]
+
+
+class Settings:
+    """Base class of settings: a frozen dataclass that refuses numbers outside the bounds of its fields."""
+
+    def __post_init__(self) -> None:
+        for name, bounds, optional in _bounds(type(self)):
+            value = getattr(self, name)
+            for bound in () if optional and value is None else bounds:
+                require(
+                    isinstance(value, int | float) and bound.holds(value),
+                    f"{type(self).__name__}.{name} must be {bound.words}{' or None' * optional}, got {value!r}",
+                )
+
+
+@cache
+def _bounds(owner: Any) -> list[tuple[str, tuple[Bound, ...], bool]]:
+    """The fields of a dataclass that have bounds, and True for those that may be None."""
+    hints, found = get_type_hints(owner, include_extras=True), []
+    for field in fields(owner):
+        members = get_args(hints[field.name]) if get_origin(hints[field.name]) is not Annotated else ()
+        optional = type(None) in members
+        for member in (hints[field.name], *members):
+            bounds = tuple(extra for extra in getattr(member, "__metadata__", ()) if isinstance(extra, Bound))
+            if bounds:
+                found.append((field.name, bounds, optional))
+    return found
