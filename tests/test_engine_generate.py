@@ -64,7 +64,7 @@ def problems(count: int, *, responses: int = 1, seed: int = 0) -> list[Request]:
 def _teacher(params, token_RW):
     segment_RW = jnp.ones_like(token_RW)
     position_RW = jnp.broadcast_to(jnp.arange(token_RW.shape[1]), token_RW.shape)
-    return models.hidden_states(params, MODEL, token_RW, position_RW, segment_RW) @ params["embed"].T
+    return models.hidden_states(params, MODEL, token_RW, position_RW, segment_RW).hidden_RWD @ params["embed"].T
 
 
 def teacher_logp(params, request, completion, *, temperature=1.0) -> np.ndarray:

@@ -13,10 +13,10 @@ from jaxrlhf.batching.packing import Packing
 from jaxrlhf.config import Lora, Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.config import Experts, LatentAttention, ModelConfig
-from jaxrlhf.models.decoder import routed_states
+from jaxrlhf.models.decoder import hidden_states
 from jaxrlhf.models.lora.lora import adapted, declare_adapters
 from jaxrlhf.sharding.mesh import mesh_of
-from jaxrlhf.workers.router_replay import router_metrics
+from jaxrlhf.workers.router_replay import router_inputs, router_metrics
 from jaxrlhf.workers.sampler import to_rollout
 
 MODEL = ModelConfig(
@@ -70,14 +70,14 @@ def rollout(params):
 
 @functools.partial(jax.jit, static_argnames="config")
 def forward(params, rows, config=MODEL):
-    return routed_states(
+    return hidden_states(
         params,
         config,
         rows.token_RW,
         rows.position_RW,
         rows.segment_RW,
         shared_prefix=rows.shared_prefix,
-        router=router(rows)._replace(replayed=rows.choice_RWLk),
+        router=router_inputs(rows)._replace(replayed=rows.choice_RWLk),
     )
 
 

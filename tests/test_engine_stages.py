@@ -103,7 +103,9 @@ def test_generation_on_two_of_the_four_stages_of_training(params, requests, expe
     @jax.jit
     def read(params, token_RW, segment_RW):
         position_RW = jnp.broadcast_to(jnp.arange(20), token_RW.shape)
-        hidden_RWD = models.hidden_states(params, MODEL, token_RW, position_RW, segment_RW, pipeline=pipeline)
+        hidden_RWD = models.hidden_states(
+            params, MODEL, token_RW, position_RW, segment_RW, pipeline=pipeline
+        ).hidden_RWD
         return models.token_logp(params, MODEL, hidden_RWD, token_RW, temperature=SAMPLING.temperature).logp
 
     rows = jax.device_put((token_RW, segment_RW), NamedSharding(mesh, PartitionSpec(BATCH_AXES)))

@@ -34,7 +34,7 @@ def without_stacks(params):
 def both_ways(config, params, token_PS, length_P, pipeline=None):
     """Prompts run whole and in chunks by layers that lie apart."""
     how = {"layers": layers_apart(config, params, pipeline), "pipeline": pipeline}
-    run = functools.partial(models.prefill if config.experts is None else models.routed_prefill, **how)
+    run = functools.partial(models.prefill, **how)
     rest = without_stacks(params)
     return run(rest, config, token_PS, length_P), run(rest, config, token_PS, length_P, chunk_tokens=CHUNK)
 

@@ -224,7 +224,7 @@ def test_programs_compute_with_the_kernels_they_are_given(program, kernel, monke
         if program == "packed":
 
             def run(params):
-                return models.hidden_states(params, CONFIG, rows, rows, rows, attention=attention)
+                return models.hidden_states(params, CONFIG, rows, rows, rows, attention=attention).hidden_RWD
         elif program == "prefill":
             run = partial(programs.prefill, layers=None, token_PS=rows, length_P=length, shape=shape)
         else:

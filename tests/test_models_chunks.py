@@ -33,9 +33,7 @@ REAL = np.arange(WIDTH) < LENGTHS[:, None]
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("chunk_tokens", "pipeline", "dtype"))
 def prefill(config, params, token_PS, length_P, **how):
-    if config.experts is None:
-        return models.prefill(params, config, token_PS, length_P, **how)
-    return models.routed_prefill(params, config, token_PS, length_P, **how)
+    return models.prefill(params, config, token_PS, length_P, **how)
 
 
 def of_tokens(result):
@@ -123,7 +121,7 @@ def test_half_precision_is_as_near_to_single_as_whole_prompts_are(whole):
     params, (expected_PD, *_) = whole(DENSE)
 
     def off(chunk_tokens):
-        hidden_PD, _ = prefill(DENSE, params, TOKENS, LENGTHS, chunk_tokens=chunk_tokens, dtype=jnp.bfloat16)
+        hidden_PD, *_ = prefill(DENSE, params, TOKENS, LENGTHS, chunk_tokens=chunk_tokens, dtype=jnp.bfloat16)
         assert hidden_PD.dtype == jnp.bfloat16
         return np.abs(np.float32(hidden_PD) - expected_PD).max()
 
@@ -132,7 +130,7 @@ def test_half_precision_is_as_near_to_single_as_whole_prompts_are(whole):
 
 def test_chunks_past_the_longest_prompt_are_not_run():
     """Their keys stay as they were made."""
-    _, prefix = prefill(DENSE, drawn(DENSE), TOKENS, np.minimum(LENGTHS, 7), chunk_tokens=CHUNK)
+    _, prefix, _ = prefill(DENSE, drawn(DENSE), TOKENS, np.minimum(LENGTHS, 7), chunk_tokens=CHUNK)
     assert np.asarray(prefix.key_LPSKH)[:, :, :10].all() and not np.asarray(prefix.key_LPSKH)[:, :, 10:].any()
 
 
@@ -158,7 +156,7 @@ def test_a_prompt_of_several_chunks_has_the_logits_that_transformers_computes(tm
     config = models.read_config(path)
     token_PS, length_P = np.random.default_rng(0).integers(1, VOCAB, (2, 37), dtype=np.int32), np.array([37, 18])
     params = models.load_params(path, config, "lm")
-    hidden_PD, _ = prefill(config, params, token_PS, length_P, chunk_tokens=8)
+    hidden_PD, *_ = prefill(config, params, token_PS, length_P, chunk_tokens=8)
     for row, length in enumerate(length_P):
         with torch.no_grad():
             logit_SV = theirs(torch.tensor(token_PS[row : row + 1, :length], dtype=torch.long)).logits[0]

@@ -42,7 +42,7 @@ def test_no_copy_of_a_weight_waits_for_the_backward_pass(params, rows):
 
 @functools.partial(jax.jit, static_argnames=("remat", "dtype"))
 def hidden(params, rows, remat=False, dtype=jnp.float32):
-    return models.hidden_states(params, CONFIG, *rows, remat=remat, dtype=dtype)
+    return models.hidden_states(params, CONFIG, *rows, remat=remat, dtype=dtype).hidden_RWD
 
 
 def test_the_declaration_counts_what_the_architecture_counts():
@@ -167,7 +167,7 @@ def test_decoding_through_the_cache_equals_the_full_forward(params, rows):
     token_RW, _, _ = rows
     hidden_RWD = np.asarray(hidden(params, rows))
     length_P = np.array([5, 3, 8])
-    last_PD, prefix = prefill(params, token_RW[:3, :10], length_P)
+    last_PD, prefix, _ = prefill(params, token_RW[:3, :10], length_P)
     close(last_PD, hidden_RWD[np.arange(3), length_P - 1])
 
     # 7 stands for what an earlier response left behind.
@@ -181,7 +181,7 @@ def test_decoding_through_the_cache_equals_the_full_forward(params, rows):
     step = jax.jit(lambda *state: models.decode(layers, params, CONFIG, *state), donate_argnums=2)
     position_B = length_P[row_B]
     for _ in range(4):
-        hidden_BD, cache = step(token_RW[row_B, position_B], position_B, cache)
+        hidden_BD, cache, _ = step(token_RW[row_B, position_B], position_B, cache)
         close(hidden_BD, hidden_RWD[row_B, position_B])
         position_B = position_B + 1
 
@@ -211,7 +211,7 @@ def test_eight_devices_say_what_one_says(params, rows):
     by_row = NamedSharding(mesh, PartitionSpec("fsdp"))
 
     def loss(params, rows, remat, row_sharding):
-        hidden_RWD = models.hidden_states(params, CONFIG, *rows, remat=remat, row_sharding=row_sharding)
+        hidden_RWD = models.hidden_states(params, CONFIG, *rows, remat=remat, row_sharding=row_sharding).hidden_RWD
         output = models.token_logp(params, CONFIG, hidden_RWD, rows[0], temperature=0.9, entropy=True, chunk_tokens=16)
         return (output.logp + 0.1 * output.entropy).sum(), output
 
@@ -237,14 +237,14 @@ def test_decoding_on_eight_devices(params, rows, transposed_from, monkeypatch):
     layout = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
 
     def run(params, token_RW):
-        _, prefix = models.prefill(params, CONFIG, token_RW[:, :6], jnp.array([6, 4, 5, 6]))
+        _, prefix, _ = models.prefill(params, CONFIG, token_RW[:, :6], jnp.array([6, 4, 5, 6]))
         cache = models.empty_cache(CONFIG, slots=4, capacity=WIDTH)
         cache = models.insert_prefix(cache, prefix, jnp.arange(4), jnp.arange(4))
         layers = models.unstack_layers(params, CONFIG)
         return models.decode(layers, params, CONFIG, token_RW[:, 6], jnp.array([6, 4, 5, 6]), cache)
 
-    one_BD, _ = jax.jit(run)(params, rows[0])
-    many_BD, cache = jax.jit(run, out_shardings=(None, layout))(split, rows[0])
+    one_BD, *_ = jax.jit(run)(params, rows[0])
+    many_BD, cache, _ = jax.jit(run, out_shardings=(None, layout, None))(split, rows[0])
     close(many_BD, one_BD)
     assert cache[0].key_BKHS.addressable_shards[0].data.shape == (1, 1, 8, WIDTH)
 
@@ -256,7 +256,7 @@ def test_a_decode_loop_computes_cosines_once(params):
     def step(position, carry):
         token_B, cache = carry
         at_B = jnp.full(2, position, jnp.int32)
-        hidden_BD, cache = models.decode(layers, params, CONFIG, token_B, at_B, cache)
+        hidden_BD, cache, _ = models.decode(layers, params, CONFIG, token_B, at_B, cache)
         return hidden_BD.argmax(axis=-1).astype(jnp.int32), cache
 
     def loop(token_B, cache):

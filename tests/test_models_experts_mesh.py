@@ -13,7 +13,7 @@ from jaxrlhf import models
 from jaxrlhf.config import Layout, Sampling
 from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.config import Experts, ModelConfig
-from jaxrlhf.models.decoder import routed_states
+from jaxrlhf.models.decoder import hidden_states
 from jaxrlhf.models.lora.quantized import quantize
 from jaxrlhf.models.moe.experts import RouterInputs
 from jaxrlhf.resharding.hybrid import HybridEngine
@@ -88,7 +88,8 @@ def test_no_copy_of_the_experts_waits_for_the_backward_pass(layout, quantized) -
     def derivative(params, tokens):
         def forward(embed):
             whole = {**params, "embed": embed}
-            return models.hidden_states(whole, MODEL, tokens, tokens, tokens, dtype=jnp.bfloat16, attention=attention)
+            how = {"dtype": jnp.bfloat16, "attention": attention}
+            return models.hidden_states(whole, MODEL, tokens, tokens, tokens, **how).hidden_RWD
 
         return jax.vjp(forward, params["embed"])[1]
 
@@ -103,7 +104,7 @@ def slopes(params, rows, attention=models.XLA, row_sharding=None, pipeline=None)
     """Logits, what routers did, and gradients of a sum over both."""
 
     def total(params):
-        hidden_RWD, routed = routed_states(
+        hidden_RWD, routed = hidden_states(
             params,
             MODEL,
             *rows,

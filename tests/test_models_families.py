@@ -79,11 +79,11 @@ def hidden_states(params, config, token_RW, shared_prefix=None):
     position_RW = jnp.broadcast_to(jnp.arange(token_RW.shape[1]), token_RW.shape)
     return models.hidden_states(
         params, config, token_RW, position_RW, jnp.ones_like(token_RW), shared_prefix=shared_prefix
-    )
+    ).hidden_RWD
 
 
 def loss(params, rows, config, **how):
-    hidden_RWD = models.hidden_states(params, config, *rows, **how)
+    hidden_RWD = models.hidden_states(params, config, *rows, **how).hidden_RWD
     output = models.token_logp(params, config, hidden_RWD, rows[0], temperature=0.9, entropy=True, chunk_tokens=16)
     weight_RW = jnp.sin(jnp.arange(output.logp.size)).reshape(output.logp.shape)
     return (jnp.where(rows[2] > 0, output.logp + 0.1 * output.entropy, 0.0) * weight_RW).sum(), output.logp
@@ -118,7 +118,7 @@ def test_soft_capped_logits_have_the_gradient_of_their_formula():
     params, rows = drawn(GEMMA), packed()
 
     def plain(params):
-        hidden_RWD = models.hidden_states(params, GEMMA, *rows)
+        hidden_RWD = models.hidden_states(params, GEMMA, *rows).hidden_RWD
         logit_RWV = 3.0 * jnp.tanh(hidden_RWD @ params["embed"].T / 3.0) / 0.9
         logp_RWV = logit_RWV - jax.nn.logsumexp(logit_RWV, axis=-1, keepdims=True)
         logp_RW = jnp.take_along_axis(logp_RWV[:, :-1], rows[0][:, 1:, None], axis=-1)[..., 0]
@@ -132,14 +132,14 @@ def test_soft_capped_logits_have_the_gradient_of_their_formula():
 def through_the_cache(params, token_RW, pipeline=None):
     """Logits of all but the first three tokens, one by one."""
     each, length_R = jnp.arange(ROWS), jnp.full(ROWS, 3)
-    _, prefix = models.prefill(params, GEMMA, token_RW[:, :3], length_R, pipeline=pipeline)
+    _, prefix, _ = models.prefill(params, GEMMA, token_RW[:, :3], length_R, pipeline=pipeline)
     cache = models.empty_cache(GEMMA, slots=ROWS, capacity=WIDTH, pipeline=pipeline)
     cache = models.insert_prefix(cache, prefix, each, each, pipeline=pipeline)
     layers = models.unstack_layers(params, GEMMA, pipeline=pipeline)
 
     def step(cache, place):
         at_R = jnp.full(ROWS, place)
-        hidden_RD, cache = models.decode(layers, params, GEMMA, token_RW[:, place], at_R, cache, pipeline=pipeline)
+        hidden_RD, cache, _ = models.decode(layers, params, GEMMA, token_RW[:, place], at_R, cache, pipeline=pipeline)
         return cache, models.logits(params, GEMMA, hidden_RD)
 
     return jnp.swapaxes(jax.lax.scan(step, cache, jnp.arange(3, WIDTH))[1], 0, 1)
@@ -173,7 +173,7 @@ def test_windows_count_in_sequences_that_share_their_prompt():
     shared_1WD = jax.jit(models.hidden_states, static_argnums=1)(
         params, GEMMA, token_W[None], position_1W, np.ones_like(position_1W), shared_prefix=shared_prefix
     )
-    close(np.asarray(shared_1WD)[0, each], hidden_states(params, GEMMA, token_W[each]))
+    close(np.asarray(shared_1WD.hidden_RWD)[0, each], hidden_states(params, GEMMA, token_W[each]))
 
 
 def test_a_window_hides_what_is_before_it():

@@ -90,7 +90,7 @@ def test_a_wide_model_decodes_what_its_whole_sequences_say():
 
     @jax.jit
     def whole(params):
-        hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, np.ones_like(token_RW))
+        hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, np.ones_like(token_RW)).hidden_RWD
         return hidden_RWD @ params["embed"].T
 
     @jax.jit
@@ -98,7 +98,7 @@ def test_a_wide_model_decodes_what_its_whole_sequences_say():
         cache = models.empty_cache(config, slots=2, capacity=8, dtype=jnp.float32)
 
         def step(cache, place):
-            hidden_BD, cache = models.decode(
+            hidden_BD, cache, _ = models.decode(
                 layers, params, config, jnp.asarray(token_RW)[:, place], jnp.full(2, place), cache
             )
             return cache, models.logits(params, config, hidden_BD)

@@ -47,7 +47,7 @@ def run(config, lora, cache, **sizes):
     def loss(params, token_RW, position_RW, segment_RW):
         whole = adapted(params["parameters"], params.get("adapters", {}))
         how = {"attention": attention, "row_sharding": by_row}
-        hidden_RWD = models.hidden_states(whole, config, token_RW, position_RW, segment_RW, **how)
+        hidden_RWD = models.hidden_states(whole, config, token_RW, position_RW, segment_RW, **how).hidden_RWD
         logp_RW = models.token_logp(whole, config, hidden_RWD, token_RW).logp
         return (logp_RW * jnp.sin(jnp.arange(logp_RW.size)).reshape(logp_RW.shape)).sum(), logp_RW
 

@@ -166,7 +166,7 @@ def test_tokens_decoded_one_by_one_have_the_logits_of_the_whole_sequence(two_of_
 
     @jax.jit
     def start(params):
-        hidden_PD, prefix = models.prefill(params, config, token_PS[:, :6], np.full(2, 6, np.int32))
+        hidden_PD, prefix, _ = models.prefill(params, config, token_PS[:, :6], np.full(2, 6, np.int32))
         cache = models.empty_cache(config, slots=2, capacity=16)
         return hidden_PD, models.insert_prefix(cache, prefix, jnp.arange(2), jnp.arange(2))
 
@@ -180,7 +180,7 @@ def test_tokens_decoded_one_by_one_have_the_logits_of_the_whole_sequence(two_of_
     hidden_PD, cache = start(params)
     for position in range(6, 12):
         np.testing.assert_allclose(models.logits(params, config, hidden_PD), whole_PSV[:, position - 1], atol=5e-5)
-        hidden_PD, cache = step(params, token_PS[:, position], np.full(2, position, np.int32), cache)
+        hidden_PD, cache, _ = step(params, token_PS[:, position], np.full(2, position, np.int32), cache)
 
 
 def test_a_gradient_by_adapters_computes_none_by_the_weights():

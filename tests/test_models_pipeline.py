@@ -48,7 +48,7 @@ def of(mesh):
 def loss(params, rows, *, remat=True, row_sharding=None, pipeline=None, dtype=jnp.float32):
     hidden_RWD = models.hidden_states(
         params, CONFIG, *rows, remat=remat, row_sharding=row_sharding, pipeline=pipeline, dtype=dtype
-    )
+    ).hidden_RWD
     output = models.token_logp(params, CONFIG, hidden_RWD, rows[0], temperature=0.9, entropy=True)
     logp_RW = jnp.where(rows[2] > 0, output.logp, 0.0)
     return (logp_RW * jnp.sin(jnp.arange(logp_RW.size)).reshape(logp_RW.shape)).sum(), logp_RW
@@ -113,7 +113,7 @@ def program(params, rows):
     def total(layers, others, rows):
         hidden_RWD = models.hidden_states(
             others | {"layers": layers}, CONFIG, *rows, remat=True, row_sharding=row_sharding, pipeline=pipeline
-        )
+        ).hidden_RWD
         return jnp.square(hidden_RWD).sum()
 
     layers, others = params["layers"], {name: leaf for name, leaf in params.items() if name != "layers"}

@@ -37,7 +37,7 @@ def their_logits(model, token_RW, mask_RW=None):
 
 @functools.partial(jax.jit, static_argnums=1)
 def our_logits(params, config, token_RW, position_RW, segment_RW):
-    hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, segment_RW)
+    hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, segment_RW).hidden_RWD
     return models.logits(params, config, hidden_RWD)
 
 
@@ -67,7 +67,7 @@ def test_logits_of_whole_padded_and_packed_rows(pair):
 @functools.partial(jax.jit, static_argnums=1)
 def our_greedy(params, config, token_PS, length_P):
     """Tokens drawn through the cache one after another, and the logits that they are drawn from."""
-    hidden_PD, prefix = models.prefill(params, config, token_PS, length_P)
+    hidden_PD, prefix, _ = models.prefill(params, config, token_PS, length_P)
     cache = models.empty_cache(config, slots=len(token_PS), capacity=24)
     each = jnp.arange(len(token_PS))
     layers = models.unstack_layers(params, config)
@@ -76,8 +76,8 @@ def our_greedy(params, config, token_PS, length_P):
         hidden_PD, cache = carry
         logit_PV = models.logits(params, config, hidden_PD)
         token_P = logit_PV.argmax(-1)
-        carry = models.decode(layers, params, config, token_P, length_P + count, cache)
-        return carry, (token_P, logit_PV)
+        hidden_PD, cache, _ = models.decode(layers, params, config, token_P, length_P + count, cache)
+        return (hidden_PD, cache), (token_P, logit_PV)
 
     cache = models.insert_prefix(cache, prefix, each, each)
     return jax.lax.scan(step, (hidden_PD, cache), jnp.arange(8))[1]
@@ -166,7 +166,7 @@ def test_score_head(tmp_path):
     position_RW, segment_RW = plain(token_RW)
     real_RW = position_RW < length_R[:, None]
     states = jax.jit(models.hidden_states, static_argnums=1)
-    hidden_RWD = states(params, config, token_RW, position_RW, segment_RW * real_RW)
+    hidden_RWD = states(params, config, token_RW, position_RW, segment_RW * real_RW).hidden_RWD
     ours = models.score(params, hidden_RWD, jnp.arange(3), length_R - 1)
     expected = their_logits(theirs, np.where(real_RW, token_RW, 0), real_RW.astype(np.int64))[:, 0]
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE)

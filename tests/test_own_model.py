@@ -79,7 +79,7 @@ def logp(model, params, token_RW, position_RW, segment_RW) -> np.ndarray:
     """Of every token, by what workers call."""
 
     def read(params, *rows):
-        return token_logp(params, model, hidden_states(params, model, *rows), rows[0]).logp
+        return token_logp(params, model, hidden_states(params, model, *rows).hidden_RWD, rows[0]).logp
 
     return np.asarray(jax.jit(read)(params, token_RW, position_RW, segment_RW))
 

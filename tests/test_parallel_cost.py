@@ -61,7 +61,7 @@ def test_the_forward_pass_multiplies_as_often_as_xla_says(kv_heads: int) -> None
     ints = jax.ShapeDtypeStruct((rows, width), jnp.int32)
 
     def forward(params, token, position, segment):
-        return models.logits(params, config, models.hidden_states(params, config, token, position, segment))
+        return models.logits(params, config, models.hidden_states(params, config, token, position, segment).hidden_RWD)
 
     compiled = to_read(jax.jit(forward).lower(models.param_shapes(config, "lm"), ints, ints, ints))
     counted = compiled.cost_analysis()["flops"]

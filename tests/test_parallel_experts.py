@@ -57,7 +57,7 @@ def compiled(model: ModelConfig, layout: Layout, shape: tuple[int, int], *, back
 
     def total(params, *ints):
         given = {"remat": remat, "attention": attention, "row_sharding": rows}
-        hidden_RWD = models.hidden_states(params, model, *ints, **given)
+        hidden_RWD = models.hidden_states(params, model, *ints, **given).hidden_RWD
         return models.token_logp(params, model, hidden_RWD, ints[0]).logp.sum()
 
     program = jax.jit(jax.grad(total), out_shardings=how) if backward else jax.jit(total)

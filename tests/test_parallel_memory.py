@@ -49,7 +49,9 @@ def test_activations_and_logits_are_about_what_xla_allocates(remat: bool) -> Non
     ints = jax.ShapeDtypeStruct((rows, width), jnp.int32)
 
     def loss(params, token, position, segment):
-        hidden = models.hidden_states(params, config, token, position, segment, remat=remat, dtype=jnp.float32)
+        hidden = models.hidden_states(
+            params, config, token, position, segment, remat=remat, dtype=jnp.float32
+        ).hidden_RWD
         return models.token_logp(params, config, hidden, token, temperature=1.0).logp.sum()
 
     shapes = models.param_shapes(config, "lm")
@@ -88,7 +90,9 @@ def kept_bytes(config: ModelConfig, dtype: Any, rows: int, width: int) -> float:
 
     def derivative(params, token, position, segment):
         def forward(layers):
-            return models.hidden_states({**params, "layers": layers}, config, token, position, segment, dtype=dtype)
+            return models.hidden_states(
+                {**params, "layers": layers}, config, token, position, segment, dtype=dtype
+            ).hidden_RWD
 
         return jax.vjp(forward, params["layers"])[1]
 
@@ -153,7 +157,7 @@ def test_scoring_holds_about_what_xla_allocates() -> None:
     ints = jax.ShapeDtypeStruct((rows, width), jnp.int32)
 
     def forward(params, token, position, segment):
-        hidden = models.hidden_states(params, config, token, position, segment, dtype=jnp.float32)
+        hidden = models.hidden_states(params, config, token, position, segment, dtype=jnp.float32).hidden_RWD
         return models.token_logp(params, config, hidden, token).logp
 
     compiled = to_read(jax.jit(forward).lower(models.param_shapes(config, "lm"), ints, ints, ints))
@@ -170,7 +174,7 @@ def test_scores_of_long_rows_are_about_what_xla_allocates(dtype: Any, remat: boo
     shapes, sizes = models.param_shapes(config, "lm"), {"tokens": width, "row_tokens": width, "itemsize": itemsize}
 
     def loss(params, token, position, segment):
-        hidden = models.hidden_states(params, config, token, position, segment, remat=remat, dtype=dtype)
+        hidden = models.hidden_states(params, config, token, position, segment, remat=remat, dtype=dtype).hidden_RWD
         return models.token_logp(params, config, hidden, token).logp.sum()
 
     def allocated(program: Any) -> int:
@@ -192,7 +196,9 @@ def test_adding_a_microbatchs_gradient_takes_a_second_gradient() -> None:
     ints, shapes = jax.ShapeDtypeStruct((1, 16), jnp.int32), models.param_shapes(config, "lm", jnp.float32)
 
     def loss(params, token, position, segment):
-        hidden = models.hidden_states(params, config, token, position, segment, remat=True, dtype=jnp.float32)
+        hidden = models.hidden_states(
+            params, config, token, position, segment, remat=True, dtype=jnp.float32
+        ).hidden_RWD
         return models.token_logp(params, config, hidden, token).logp.sum()
 
     def add(params, gradient, *rows):

@@ -181,7 +181,9 @@ def test_the_exported_policy_has_the_trained_logits_in_transformers(workdir, exp
     checkpoints.close()
     token_RW = np.random.default_rng(0).integers(0, config.vocab_size, (3, 40), dtype=np.int32)
     position_RW = np.broadcast_to(np.arange(40, dtype=np.int32), token_RW.shape)
-    hidden_RWD = models.hidden_states(restored["actor"], config, token_RW, position_RW, np.ones_like(token_RW))
+    hidden_RWD = models.hidden_states(
+        restored["actor"], config, token_RW, position_RW, np.ones_like(token_RW)
+    ).hidden_RWD
     ours = models.logits(restored["actor"], config, hidden_RWD)
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()

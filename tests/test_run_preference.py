@@ -80,7 +80,7 @@ def hidden(params, worker, sequences):
     token_BT = jnp.asarray(sequences.token_BT)
     place_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1]), token_BT.shape)
     inside_BT = (place_BT < jnp.asarray(sequences.length_B)[:, None]).astype(jnp.int32)
-    return models.hidden_states(params, worker.config, token_BT, place_BT, inside_BT)
+    return models.hidden_states(params, worker.config, token_BT, place_BT, inside_BT).hidden_RWD
 
 
 def answer_logp(params, worker, sequences, pairs):

@@ -29,7 +29,9 @@ def log_probabilities(place, token_RW):
     config = models.read_config(place)
     params = models.load_params(place, config, "lm")
     position_RW = np.broadcast_to(np.arange(token_RW.shape[1], dtype=np.int32), token_RW.shape)
-    hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, np.ones(token_RW.shape, np.int32))
+    hidden_RWD = models.hidden_states(
+        params, config, token_RW, position_RW, np.ones(token_RW.shape, np.int32)
+    ).hidden_RWD
     return np.asarray(jax.nn.log_softmax(jnp.asarray(models.logits(params, config, hidden_RWD)), axis=-1))
 
 

@@ -190,7 +190,7 @@ def naive_logp(actor, sequences: Sequences) -> np.ndarray:
     token_BT = np.asarray(sequences.token_BT)
     place_BT = np.broadcast_to(np.arange(token_BT.shape[1], dtype=np.int32), token_BT.shape)
     inside_BT = (place_BT < np.asarray(sequences.length_B)[:, None]).astype(np.int32)
-    hidden = models.hidden_states(actor.params, actor.config, token_BT, place_BT, inside_BT)
+    hidden = models.hidden_states(actor.params, actor.config, token_BT, place_BT, inside_BT).hidden_RWD
     logp_BTV = jax.nn.log_softmax(models.logits(actor.params, actor.config, hidden[:, :-1]))
     logp_BT = np.take_along_axis(np.asarray(logp_BTV), token_BT[:, 1:, None], axis=-1)[:, :, 0]
     return np.where(sequences.mask_BT, np.pad(logp_BT, ((0, 0), (1, 0))), 0.0)

@@ -36,7 +36,7 @@ def drawn(config):
 def logits(params, config, token_RW):
     """Of rows that hold one sequence each."""
     position_RW = jnp.broadcast_to(jnp.arange(token_RW.shape[1]), token_RW.shape)
-    hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, jnp.ones_like(token_RW))
+    hidden_RWD = models.hidden_states(params, config, token_RW, position_RW, jnp.ones_like(token_RW)).hidden_RWD
     return models.logits(params, config, hidden_RWD)
 
 

@@ -163,11 +163,8 @@ def prefill(
     """
     how = {"dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
     how |= {"chunk_tokens": chunk_tokens} if layers is None else {"chunk_tokens": chunk_tokens, "layers": layers}
-    if shape.records_routing:
-        hidden_PD, prefix, choice_PSLk = models.routed_prefill(params, _routed(shape), token_PS, length_P, **how)
-        return Prompts(hidden_PD, prefix, length_P, choice_PSLk)
-    hidden_PD, prefix = models.prefill(params, shape.config, token_PS, length_P, **how)
-    return Prompts(hidden_PD, prefix, length_P)
+    output = models.prefill(params, shape.config, token_PS, length_P, **how)
+    return Prompts(output.hidden_PD, output.prefix, length_P, output.choice_PSLk if shape.records_routing else None)
 
 
 def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion, *, shape: Shape) -> Slots:
@@ -301,14 +298,12 @@ def _step(
     """One token in every active slot; also the experts that the token before it went through, if recorded."""
     state = slots.token_B, slots.cached_B, cache.split() if isinstance(cache, PagedCache) else cache
     how = {"dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
-    written: Any  # what the layers of this kind of cache are
-    choice_BLk = None
-    if shape.records_routing:
-        hidden_BD, written, choice_BLk = models.routed_decode(layers, params, _routed(shape), *state, **how)
-    else:
-        hidden_BD, written = models.decode(layers, params, shape.config, *state, **how)
+    output = models.decode(layers, params, shape.config, *state, **how)
+    written: Any = output.cache  # layers of this kind of cache
     cache = cache.joined(written) if isinstance(cache, PagedCache) else written
-    token_B, logp_B = _draw(models.padded_logits(params, shape.config, hidden_BD), slots.drawn_B, slots, shape=shape)
+    token_B, logp_B = _draw(
+        models.padded_logits(params, shape.config, output.hidden_BD), slots.drawn_B, slots, shape=shape
+    )
     active_B = slots.active_B
     drawn_B = slots.drawn_B + active_B
     # The cache of a slot that is not active took a token that nobody reads: the next insertion
@@ -320,7 +315,7 @@ def _step(
         drawn_B=drawn_B,
         active_B=active_B & ~_ended(token_B, drawn_B, shape=shape),
     )
-    return cache, slots, choice_BLk
+    return cache, slots, output.choice_BLk if shape.records_routing else None
 
 
 def _routed(shape: Shape) -> ModelConfig:

@@ -4,7 +4,7 @@ from jaxrlhf.models.attention.attention import XLA, Attention
 from jaxrlhf.models.attention.kernel_choice import choose_attention
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix, empty_cache, insert_prefix
 from jaxrlhf.models.causal_lm import AnyModel, OwnModel
-from jaxrlhf.models.decoder import decode, hidden_states, prefill, routed_decode, routed_prefill
+from jaxrlhf.models.decoder import DecodeOutput, HiddenStates, PrefillOutput, decode, hidden_states, prefill
 from jaxrlhf.models.from_config import from_scratch, model_config, tokenizer_path
 from jaxrlhf.models.heads import TokenOutput, logits, padded_logits, score, token_logp, values
 from jaxrlhf.models.huggingface.config import read_config, scratch_config
@@ -19,10 +19,13 @@ __all__ = [
     "XLA",
     "AnyModel",
     "Attention",
+    "DecodeOutput",
+    "HiddenStates",
     "LayerCache",
     "OwnModel",
     "Param",
     "Pipeline",
+    "PrefillOutput",
     "Prefix",
     "TokenOutput",
     "choose_attention",
@@ -45,8 +48,6 @@ __all__ = [
     "prefill",
     "read_config",
     "resolve",
-    "routed_decode",
-    "routed_prefill",
     "save_params",
     "score",
     "scratch_config",

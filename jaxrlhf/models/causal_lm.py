@@ -58,26 +58,28 @@ class OwnModel(ABC):
         """`[V, D]`: logits are hidden states times its transpose."""
 
     @abstractmethod
-    def hidden_states(self, params: Params, token_RW: Array, position_RW: Array, segment_RW: Array, **how: Any) -> Any:
-        """For every token of every packed row what predicts its next one, `[R, W, D]`."""
+    def hidden_states(
+        self, params: Params, token_RW: Array, position_RW: Array, segment_RW: Array, **options: Any
+    ) -> Any:
+        """`HiddenStates` of packed rows."""
 
     @abstractmethod
-    def empty_cache(self, *, slots: int, capacity: int, **how: Any) -> Any:
+    def empty_cache(self, *, slots: int, capacity: int, **options: Any) -> Any:
         """A list of `LayerCache`."""
 
     @abstractmethod
-    def prefill(self, params: Params, token_PS: Array, length_P: Array, **how: Any) -> Any:
-        """What predicts the next token of each prompt, `[P, D]`, and a `Prefix`."""
+    def prefill(self, params: Params, token_PS: Array, length_P: Array, **options: Any) -> Any:
+        """`PrefillOutput` of prompts."""
 
     @abstractmethod
-    def unstack_layers(self, params: Params, **how: Any) -> list[Params]:
-        """What `decode` wants prepared once before its loop."""
+    def unstack_layers(self, params: Params, **options: Any) -> list[Params]:
+        """Layers that `decode` takes, prepared once before its loop."""
 
     @abstractmethod
     def decode(
-        self, layers: list[Params], params: Params, token_B: Array, position_B: Array, cache: Any, **how: Any
+        self, layers: list[Params], params: Params, token_B: Array, position_B: Array, cache: Any, **options: Any
     ) -> Any:
-        """One token for every slot: what predicts the next one, `[B, D]`, and the new cache."""
+        """`DecodeOutput` of one token of every slot."""
 
 
 AnyModel = ModelConfig | OwnModel

@@ -6,7 +6,7 @@ Norms, rotary positions and softmax are float32 whatever the activations are.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,38 +27,48 @@ from jaxrlhf.models.rope import rotations
 from jaxrlhf.models.stack import Layers, count_layers, kinds, run_layers, stacks
 
 
+class HiddenStates(NamedTuple):
+    """The residual stream after the final norm.
+
+    Attributes:
+      hidden_RWD: Hidden state of every token of every packed row.
+      router: Choices and losses of routers, `[L, ...]` over the layers with experts; None of a dense model.
+    """
+
+    hidden_RWD: Array
+    router: RouterOutputs | None = None
+
+
+class PrefillOutput(NamedTuple):
+    """Prompts that were run.
+
+    Attributes:
+      hidden_PD: Hidden state of each prompt's last token after the final norm, which predicts the next token.
+      prefix: Keys and values to insert into a cache; entries past a prompt's length are meaningless.
+      choice_PSLk: int16 experts that each token went through; None of a dense model.
+    """
+
+    hidden_PD: Array
+    prefix: Prefix
+    choice_PSLk: Array | None = None
+
+
+class DecodeOutput(NamedTuple):
+    """One token of every slot that was run.
+
+    Attributes:
+      hidden_BD: Hidden state after the final norm, which predicts the next token.
+      cache: The cache with the token's keys and values.
+      choice_BLk: int16 experts that the token went through; None of a dense model.
+    """
+
+    hidden_BD: Array
+    cache: Cache
+    choice_BLk: Array | None = None
+
+
 @replaceable
 def hidden_states(
-    params: Params,
-    config: ModelConfig,
-    token_RW: Int[Array, "R W"],
-    position_RW: Int[Array, "R W"],
-    segment_RW: Int[Array, "R W"],
-    *,
-    shared_prefix: SharedPrefix | None = None,
-    remat: bool = False,
-    dtype: Any = jnp.float32,
-    attention: Attention = XLA,
-    row_sharding: jax.sharding.Sharding | None = None,
-    pipeline: Pipeline | None = None,
-) -> Float[Array, "R W D"]:
-    """As `routed_states`, the hidden states alone."""
-    return routed_states(
-        params,
-        config,
-        token_RW,
-        position_RW,
-        segment_RW,
-        shared_prefix=shared_prefix,
-        remat=remat,
-        dtype=dtype,
-        attention=attention,
-        row_sharding=row_sharding,
-        pipeline=pipeline,
-    )[0]
-
-
-def routed_states(
     params: Params,
     config: ModelConfig,
     token_RW: Int[Array, "R W"],
@@ -72,24 +82,20 @@ def routed_states(
     attention: Attention = XLA,
     row_sharding: jax.sharding.Sharding | None = None,
     pipeline: Pipeline | None = None,
-) -> tuple[Float[Array, "R W D"], RouterOutputs | None]:
-    """The residual stream after the final norm, for every token of every packed row.
+) -> HiddenStates:
+    """Run the decoder over packed rows.
 
     Args:
       position_RW: Index of each token in its own sequence.
-      segment_RW: Which sequence of the row a token belongs to; 0 is padding.
-      shared_prefix: Where sequences share tokens, what attention goes by instead of the segments.
-      router: Of routers.
+      segment_RW: Number of each token's sequence in its row, from 1; 0 is padding.
+      shared_prefix: Sequences that share their prompts, which attention goes by instead of the segments.
+      router: Tokens that count for the balance of experts, and choices to replay.
       remat: Keep only each layer's input for the backward pass and recompute the rest.
-      dtype: Of activations and of the result.
-      attention: From `choose_attention`, for the mesh that the rows are on.
-      row_sharding: How rows are split over devices, for parameters that are split over the same
-        axes. Without it the compiler may gather the rows and split the width instead of
-        gathering each layer's weights.
-      pipeline: For layers that are divided over stages. Its rows have to split over its row axes.
-
-    Returns:
-      Also what routers did, `[L, ...]` without the first layers that have none; None of a dense model.
+      dtype: Dtype of activations and of the result.
+      attention: Kernels from `choose_attention`, for the mesh that the rows are on.
+      row_sharding: Sharding of rows over the axes that split parameters. Without it the compiler may
+        gather the rows and split the width instead of gathering each layer's weights.
+      pipeline: Stages that divide the layers. Rows have to split over its row axes.
     """
     turn = rotations(config, position_RW)
     hidden_RWD = _embed(params, config, token_RW, dtype)
@@ -116,7 +122,7 @@ def routed_states(
     rows = turn, segment_RW if shared_prefix is None else shared_prefix, router
     for layers in stacks(params, config, pipeline):
         hidden_RWD, routed = pipeline_forward(pipeline, stack, layers, hidden_RWD, rows)
-    return norm(config, hidden_RWD, params["final_norm"]), routed
+    return HiddenStates(norm(config, hidden_RWD, params["final_norm"]), routed)
 
 
 @replaceable
@@ -131,37 +137,15 @@ def prefill(
     dtype: Any = jnp.float32,
     attention: Attention = XLA,
     pipeline: Pipeline | None = None,
-) -> tuple[Float[Array, "P D"], Prefix]:
-    """As `routed_prefill`, without the experts."""
-    how = {"chunk_tokens": chunk_tokens, "dtype": dtype, "attention": attention, "pipeline": pipeline}
-    return routed_prefill(params, config, token_PS, length_P, layers=layers, **how)[:2]
-
-
-def routed_prefill(
-    params: Params,
-    config: ModelConfig,
-    token_PS: Int[Array, "P S"],
-    length_P: Int[Array, "P"],
-    *,
-    layers: list[Params] | None = None,
-    chunk_tokens: int | None = None,
-    dtype: Any = jnp.float32,
-    attention: Attention = XLA,
-    pipeline: Pipeline | None = None,
-) -> tuple[Float[Array, "P D"], Prefix, Int[Array, "P S L k"] | None]:
-    """Run left-aligned prompts once; returns what predicts their next token, and their keys and values.
+) -> PrefillOutput:
+    """Run left-aligned prompts once.
 
     Args:
       length_P: Tokens of each prompt, at least 1; the rest of its row is padding.
-      layers: From `unstack_layers`; those of `params` are not read then and may be absent. Larger to compile.
-      chunk_tokens: Of each prompt, run together where prompts are longer: memory is that of a chunk, and
-        chunks past the longest prompt's end are not run. None runs prompts whole.
-      pipeline: For layers that are divided over stages; the prefix then is, too.
-
-    Returns:
-      The hidden state of each prompt's last token after the final norm, and the prefix to
-      insert into a cache. Prefix entries past a prompt's length are meaningless. And the experts
-      that each token went through; None of a dense model.
+      layers: Result of `unstack_layers`, read in place of those of `params`, which may be absent. Larger to compile.
+      chunk_tokens: Tokens of each prompt that run together: memory is that of a chunk, and chunks past
+        the longest prompt's end are not run. None runs prompts whole.
+      pipeline: Stages that divide the layers, and the prefix with them.
 
     Raises:
       ValueError: A chunk has no tokens.
@@ -169,12 +153,12 @@ def routed_prefill(
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to run prompts whole")
     layer_kinds = stacks(params, config, pipeline) if layers is None else kinds(layers, config)
-    how = params, config, layer_kinds, token_PS, length_P, dtype, attention, pipeline
+    prompts = params, config, layer_kinds, token_PS, length_P, dtype, attention, pipeline
     if chunk_tokens is None or chunk_tokens >= token_PS.shape[1]:
-        hidden_PD, prefix, choice_PSLk = _prefill_whole(*how)
+        output = _prefill_whole(*prompts)
     else:
-        hidden_PD, prefix, choice_PSLk = _prefill_chunks(*how, chunk_tokens)
-    return norm(config, hidden_PD, params["final_norm"]), prefix, choice_PSLk
+        output = _prefill_chunks(*prompts, chunk_tokens)
+    return output._replace(hidden_PD=norm(config, output.hidden_PD, params["final_norm"]))
 
 
 def _prefill_whole(
@@ -186,7 +170,7 @@ def _prefill_whole(
     dtype: Any,
     attention: Attention,
     pipeline: Pipeline | None,
-) -> tuple[Array, Prefix, Array | None]:
+) -> PrefillOutput:
     position_PS = jnp.broadcast_to(jnp.arange(token_PS.shape[1]), token_PS.shape)
     segment_PS = (position_PS < length_P[:, None]).astype(jnp.int32)
     turn = rotations(config, position_PS)
@@ -210,7 +194,8 @@ def _prefill_whole(
         parts.append(part)
     prefix = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts) if len(parts) > 1 else parts[0]
     hidden_PD = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)[:, 0]
-    return hidden_PD, prefix, None if choice_LPSk is None else jnp.moveaxis(choice_LPSk, 0, 2).astype(jnp.int16)
+    choice_PSLk = None if choice_LPSk is None else jnp.moveaxis(choice_LPSk, 0, 2).astype(jnp.int16)
+    return PrefillOutput(hidden_PD, prefix, choice_PSLk)
 
 
 def _prefill_chunks(
@@ -223,11 +208,11 @@ def _prefill_chunks(
     attention: Attention,
     pipeline: Pipeline | None,
     chunk_tokens: int,
-) -> tuple[Array, Prefix, Array | None]:
-    """One chunk after another, each through stage after stage; the row's last one may begin in the one before."""
+) -> PrefillOutput:
+    """Run one chunk after another, each through stage after stage; the last one may begin in the one before."""
     prompts, width = token_PS.shape
 
-    def stack(layers, kept, hidden_PCD, place, own=True, first=0):
+    def stack(layers, kept, hidden_PCD, place, working=True, first=0):
         (turn, start), (prefix, choice_PSLk) = place, kept
         index_L = first + jnp.arange(count_layers(layers))
 
@@ -238,7 +223,7 @@ def _prefill_chunks(
             return hidden_PCD, (Prefix(key, value), None if routed is None else routed.choice_RWk)
 
         hidden_PCD, (new, choice_LPCk) = run_layers(step, hidden_PCD, layers, index_L)
-        prefix = written(prefix, new, first, start, own=own)
+        prefix = written(prefix, new, first, start, working=working)
         if choice_LPCk is not None:
             choice_PCLk = jnp.moveaxis(choice_LPCk, 0, 2).astype(jnp.int16)
             choice_PSLk = jax.lax.dynamic_update_slice_in_dim(choice_PSLk, choice_PCLk, start, axis=1)
@@ -267,7 +252,7 @@ def _prefill_chunks(
     kept = empty_prefix(config, prompts=prompts, width=width, dtype=dtype, attention=attention), choice_PSLk
     begun = jnp.zeros((prompts, config.hidden_size), dtype), kept
     last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, -(-length_P.max() // chunk_tokens), body, begun)
-    return last_PD, prefix, choice_PSLk
+    return PrefillOutput(last_PD, prefix, choice_PSLk)
 
 
 @replaceable
@@ -282,43 +267,22 @@ def decode(
     dtype: Any = jnp.float32,
     attention: Attention = XLA,
     pipeline: Pipeline | None = None,
-) -> tuple[Float[Array, "B D"], Cache]:
-    """As `routed_decode`, without the experts."""
-    how = {"dtype": dtype, "attention": attention, "pipeline": pipeline}
-    return routed_decode(layers, params, config, token_B, position_B, cache, **how)[:2]
-
-
-def routed_decode(
-    layers: list[Params],
-    params: Params,
-    config: ModelConfig,
-    token_B: Int[Array, "B"],
-    position_B: Int[Array, "B"],
-    cache: Cache,
-    *,
-    dtype: Any = jnp.float32,
-    attention: Attention = XLA,
-    pipeline: Pipeline | None = None,
-) -> tuple[Float[Array, "B D"], Cache, Int[Array, "B L k"] | None]:
-    """One token for every slot: write its keys and values at its position, attend up to it.
+) -> DecodeOutput:
+    """Run one token of every slot: write its keys and values at its position, attend up to it.
 
     Args:
-      layers: From `unstack_layers`, taken apart once before the decode loop.
-      params: The tree that `layers` came from; its `layers` entry is not read and may be absent.
+      layers: Result of `unstack_layers`, taken apart once before the decode loop.
+      params: The tree that `layers` came from; its stacks are not read and may be absent.
       token_B: The newest token of each slot.
-      position_B: That token's index in its sequence, below the cache's capacity.
-      pipeline: For layers and a cache that are divided over stages.
-
-    Returns:
-      The hidden state after the final norm, which predicts the next token, and the new cache. And the
-      experts that the token went through; None of a dense model.
+      position_B: Index of that token in its sequence, below the cache's capacity.
+      pipeline: Stages that divide the layers and the cache.
     """
     turn, chosen = rotations(config, position_B[:, None], longest=cache[0].capacity), []
 
-    def stack(layers, cache, hidden_B1D, slots, own=True):
+    def stack(layers, cache, hidden_B1D, slots, working=True):
         turn, position_B = slots
         # Past the capacity nothing is written.
-        entry_B = position_B if own is True else jnp.where(own, position_B, cache[0].capacity)
+        entry_B = position_B if working is True else jnp.where(working, position_B, cache[0].capacity)
         written = []
         for layer, stored in zip(layers, cache, strict=True):
             hidden_B1D, stored, routed = layer_slots(
@@ -332,7 +296,7 @@ def routed_decode(
     state = layers, cache, _embed(params, config, token_B[:, None], dtype), (turn, position_B)
     hidden_B1D, written = stack(*state) if pipeline is None else pipeline_decode(pipeline, stack, *state)
     choice_BLk = jnp.stack(chosen, axis=1) if chosen else None
-    return norm(config, hidden_B1D, params["final_norm"])[:, 0], written, choice_BLk
+    return DecodeOutput(norm(config, hidden_B1D, params["final_norm"])[:, 0], written, choice_BLk)
 
 
 def _embed(params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], dtype: Any) -> Float[Array, "R W D"]:

@@ -17,6 +17,7 @@ from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 from jaxrlhf.models.causal_lm import OwnModel
 from jaxrlhf.models.config import Head
+from jaxrlhf.models.decoder import DecodeOutput, HiddenStates, PrefillOutput
 from jaxrlhf.models.parameters import Param
 
 DIM_NAMES = ("embed", "heads", "kv_heads", "mlp", "vocab")
@@ -103,12 +104,14 @@ class NnxModel(OwnModel):
         row_sharding: jax.sharding.Sharding | None = None,
         pipeline: Any = None,
         **_: Any,
-    ) -> Array:
-        """As the decoder's, of whole sequences."""
+    ) -> HiddenStates:
+        """Run the module over packed rows."""
         assert pipeline is None, "a module has no stages, and workers refuse them"
         assert shared_prefix is None, "a module attends by itself, so workers do not share prompts"
         hidden_RWD = self._module(params, dtype)(token_RW, position_RW, segment_RW).astype(dtype)
-        return hidden_RWD if row_sharding is None else jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
+        if row_sharding is not None:
+            hidden_RWD = jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
+        return HiddenStates(hidden_RWD)
 
     def empty_cache(self, *, slots: int, capacity: int, **_: Any) -> list[LayerCache]:
         """One layer with one head, whose key and value at a position are the token there."""
@@ -116,10 +119,10 @@ class NnxModel(OwnModel):
             LayerCache(jnp.zeros((slots, 1, 1, capacity), jnp.int32), jnp.zeros((slots, 1, capacity, 1), jnp.int32))
         ]
 
-    def prefill(self, params: Params, token_PS: Array, length_P: Array, **how: Any) -> tuple[Array, Prefix]:
-        hidden_PD = self._last(params, token_PS, length_P - 1, **how)
+    def prefill(self, params: Params, token_PS: Array, length_P: Array, **options: Any) -> PrefillOutput:
+        hidden_PD = self._last(params, token_PS, length_P - 1, **options)
         token_LPSKH = token_PS[None, :, :, None, None]
-        return hidden_PD, Prefix(token_LPSKH, token_LPSKH)
+        return PrefillOutput(hidden_PD, Prefix(token_LPSKH, token_LPSKH))
 
     def unstack_layers(self, params: Params, **_: Any) -> list[Params]:
         return []
@@ -131,18 +134,18 @@ class NnxModel(OwnModel):
         token_B: Array,
         position_B: Array,
         cache: list[LayerCache],
-        **how: Any,
-    ) -> tuple[Array, list[LayerCache]]:
+        **options: Any,
+    ) -> DecodeOutput:
         token_BKH = token_B[:, None, None]
         [stored] = cache
         stored = stored.write(token_BKH, token_BKH, position_B)
-        return self._last(params, stored.key_BKHS[:, 0, 0], position_B, **how), [stored]
+        return DecodeOutput(self._last(params, stored.key_BKHS[:, 0, 0], position_B, **options), [stored])
 
-    def _last(self, params: Params, token_BS: Array, last_B: Array, **how: Any) -> Array:
-        """The hidden state of one token of each row, after which there is nothing."""
+    def _last(self, params: Params, token_BS: Array, last_B: Array, **options: Any) -> Array:
+        """The hidden state of the last token of each row."""
         position_BS = jnp.broadcast_to(jnp.arange(token_BS.shape[1]), token_BS.shape)
         segment_BS = (position_BS <= last_B[:, None]).astype(jnp.int32)
-        hidden_BSD = self.hidden_states(params, token_BS, position_BS, segment_BS, **how)
+        hidden_BSD = self.hidden_states(params, token_BS, position_BS, segment_BS, **options).hidden_RWD
         return jnp.take_along_axis(hidden_BSD, last_B[:, None, None], axis=1)[:, 0]
 
     def _module(self, params: Params, dtype: Any = jnp.float32) -> Any:

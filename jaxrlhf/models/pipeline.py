@@ -136,11 +136,13 @@ def pipeline_forward(
         def tick(received_RWD, now):
             index, fed_RWD = now
             # Before its first microbatch and after its last a stage computes what nobody reads.
-            own = jnp.clip(index - stage, 0, count - 1)
-            own_rows = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, own, 1, keepdims=False), rows_RM)
+            microbatch = jnp.clip(index - stage, 0, count - 1)
+            stage_rows = jax.tree.map(
+                lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, 1, keepdims=False), rows_RM
+            )
             hidden_RWD = jnp.where(stage == 0, fed_RWD, received_RWD)
             hidden_RWD = lax.with_sharding_constraint(hidden_RWD, PartitionSpec(pipeline.weight_axes))
-            done_RWD, extra = stack(layers, hidden_RWD, own_rows)
+            done_RWD, extra = stack(layers, hidden_RWD, stage_rows)
             return pipeline.to_next(done_RWD), (done_RWD, extra)
 
         _, (done_MRWD, extra) = lax.scan(tick, fed_MRWD[0], (jnp.arange(count + stages - 1), fed_MRWD))
@@ -174,8 +176,8 @@ def pipeline_decode(
     of the cache at every token, and decoding is bound by just these reads.
 
     Args:
-      stack: `(layers, state, hidden_B1D, slots, own) -> (hidden_B1D, state)`; where `own` is False
-        the stage is not at work and must leave `state` as it is.
+      stack: `(layers, state, hidden_B1D, slots, working) -> (hidden_B1D, state)`; where `working` is False
+        the stage waits and must leave `state` as it is.
       layers: Of all stages.
       state: Of all stages.
       slots: Tree of arrays, the same on every stage.
@@ -192,8 +194,8 @@ def pipeline_decode(
             hidden_B1D, state = stack(layers, state, hidden_B1D, slots, stage == turn)
         return pipeline.only_last(hidden_B1D), state
 
-    each, whole = PartitionSpec(pipeline.axes), PartitionSpec()
-    run = pipeline.on_stages(on_stage, (each, each, each, whole), (each, each))
+    by_stage, whole = PartitionSpec(pipeline.axes), PartitionSpec()
+    run = pipeline.on_stages(on_stage, (by_stage, by_stage, by_stage, whole), (by_stage, by_stage))
     done, state = run(layers, state, _copies(hidden_B1D, pipeline.stages), slots)
     return _sum(done), state
 

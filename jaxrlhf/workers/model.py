@@ -19,10 +19,10 @@ from jaxrlhf.config import Refusal, Training
 from jaxrlhf.models.attention.attention import Attention
 from jaxrlhf.models.causal_lm import AnyModel, OwnModel
 from jaxrlhf.models.config import Head
-from jaxrlhf.models.decoder import hidden_states, routed_states
+from jaxrlhf.models.decoder import HiddenStates, hidden_states
 from jaxrlhf.models.heads import CHUNK_TOKENS, token_logp, values
 from jaxrlhf.models.lora.lora import adapted
-from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
+from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs
 from jaxrlhf.models.pipeline import pipeline_over
 from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES
 from jaxrlhf.sharding.replicas import replicas_of
@@ -165,12 +165,10 @@ class ModelWorker:
         return {"parameters": self.parameters}
 
     def _output(self, params: Params, rows: PackedBatch, temperature: Array) -> TokenOutput | Array:
-        return self._read(params, self._hidden(params, rows)[0], rows, temperature)
+        return self._read(params, self._hidden(params, rows).hidden_RWD, rows, temperature)
 
-    def _hidden(
-        self, params: Params, rows: PackedBatch, router: RouterInputs = NO_ROUTER_INPUTS
-    ) -> tuple[Array, RouterOutputs | None]:
-        """The last hidden states, and the routers' record."""
+    def _hidden(self, params: Params, rows: PackedBatch, router: RouterInputs = NO_ROUTER_INPUTS) -> HiddenStates:
+        """Hidden states of packed rows, and the record of routers."""
         tokens = rows.token_RW, rows.position_RW, rows.segment_RW
         how: dict[str, Any] = {
             "shared_prefix": rows.shared_prefix,
@@ -180,9 +178,9 @@ class ModelWorker:
             "row_sharding": self.replicas.row_sharding,
             "pipeline": self._pipeline,
         }
-        if self.config.experts is None:
-            return hidden_states(params, self.config, *tokens, **how), None
-        return routed_states(params, self.config, *tokens, router=router._replace(replayed=rows.choice_RWLk), **how)
+        if self.config.experts is not None:
+            how["router"] = router._replace(replayed=rows.choice_RWLk)
+        return hidden_states(params, self.config, *tokens, **how)
 
     def _read(
         self, params: Params, hidden_RWD: Array, rows: PackedBatch, temperature: Array, *, entropy: bool = False

@@ -123,5 +123,5 @@ class ScoreModel:
             dtype=self._dtype,
             attention=self._attention,
             pipeline=self._pipeline,
-        )
+        ).hidden_RWD
         return score(params, hidden_RWD, jnp.arange(rows), jnp.maximum(length_R - 1, 0))

@@ -157,7 +157,7 @@ class TrainedWorker(ModelWorker):
                     output = self._read(params, hidden_RWD, rows, temperature, entropy="entropy_weight" in fields)
                     token_loss, metrics = objective(output, mask, weight, fields, settings)
                     if routed is not None:
-                        assert routed.loss_RW is not None, "it is watched"
+                        assert routed.loss_RW is not None, "it is counted"
                         router_loss = self._router_loss * jnp.where(mask, weight, 0.0) * routed.loss_RW.mean(axis=0)
                         token_loss += router_loss
                         metrics = {**metrics, **router_metrics(routed, rows, self.config, role=self.role)}

@@ -41,13 +41,13 @@ class Chunk(NamedTuple):
         return of_layer(self.prefix.key_LPSKH), of_layer(self.prefix.value_LPSKH)
 
 
-def written(prefix: Prefix, new: Prefix, layer: int, start: Array, *, own: Bool[Array, ""] | bool = True) -> Prefix:
-    """The prefix with a chunk of some layers, from `layer` on; as it is where that is not its `own`."""
+def written(prefix: Prefix, new: Prefix, layer: int, start: Array, *, working: Bool[Array, ""] | bool = True) -> Prefix:
+    """The prefix with a chunk of some layers, from `layer` on; as it was on a pipeline stage that is not working."""
 
     def put(old_LPSKH: Array, new_LPCKH: Array) -> Array:
         at = layer, 0, start, 0, 0
-        if own is not True:
-            new_LPCKH = jnp.where(own, new_LPCKH, lax.dynamic_slice(old_LPSKH, at, new_LPCKH.shape))
+        if working is not True:
+            new_LPCKH = jnp.where(working, new_LPCKH, lax.dynamic_slice(old_LPSKH, at, new_LPCKH.shape))
         return lax.dynamic_update_slice(old_LPSKH, new_LPCKH.astype(old_LPSKH.dtype), at)
 
     return jax.tree.map(put, prefix, new)
@@ -109,8 +109,8 @@ def attend_chunk(
     if score_mod.window is not None:
         near = jnp.maximum(start - score_mod.window + 1, 0) // tokens
         first = near if score_mod.slides is None else jnp.where(score_mod.slides, near, 0)
-    own = block(start, key_PCKH, value_PCKU, jnp.ones(tokens, bool))
-    mixed_PKMU, total_PKM1, _ = lax.fori_loop(first, -(-start // tokens), add, own)
+    chunk = block(start, key_PCKH, value_PCKU, jnp.ones(tokens, bool))
+    mixed_PKMU, total_PKM1, _ = lax.fori_loop(first, -(-start // tokens), add, chunk)
     mixed_PKGCU = (mixed_PKMU / total_PKM1).reshape(*query_PKGCH.shape[:4], -1)
     mixed_PCKGU = jnp.transpose(mixed_PKGCU, (0, 3, 1, 2, 4))
     return mixed_PCKGU.astype(value_PCKU.dtype).reshape(prompts, tokens, heads, -1)

@@ -152,7 +152,7 @@ def training_s(devices: Sequence[jax.Device], size: Training, *, dtype: Any, sec
         position_RW = jnp.broadcast_to(jnp.arange(size.width), token_RW.shape)
         hidden_RWD = models.hidden_states(
             params, model, token_RW, position_RW, jnp.ones_like(token_RW), remat=False, dtype=dtype
-        )
+        ).hidden_RWD
         return -models.token_logp(params, model, hidden_RWD, token_RW).logp.mean()
 
     def gradient(params: Params, token_RW: jax.Array) -> Params:
