@@ -24,7 +24,7 @@ from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOut
 from jaxrlhf.models.norm import norm
 from jaxrlhf.models.pipeline import Pipeline, pipeline_decode, pipeline_forward
 from jaxrlhf.models.rope import rotations
-from jaxrlhf.models.stack import Layers, count_layers, kinds, run_layers, stacks
+from jaxrlhf.models.stack import Layers, count_layers, run_layers, split_by_stack, stacks
 
 
 class HiddenStates(NamedTuple):
@@ -152,8 +152,8 @@ def prefill(
     """
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to run prompts whole")
-    layer_kinds = stacks(params, config, pipeline) if layers is None else kinds(layers, config)
-    prompts = params, config, layer_kinds, token_PS, length_P, dtype, attention, pipeline
+    layer_stacks = stacks(params, config, pipeline) if layers is None else split_by_stack(layers, config)
+    prompts = params, config, layer_stacks, token_PS, length_P, dtype, attention, pipeline
     if chunk_tokens is None or chunk_tokens >= token_PS.shape[1]:
         output = _prefill_whole(*prompts)
     else:
@@ -164,7 +164,7 @@ def prefill(
 def _prefill_whole(
     params: Params,
     config: ModelConfig,
-    layer_kinds: Sequence[Layers],
+    layer_stacks: Sequence[Layers],
     token_PS: Array,
     length_P: Array,
     dtype: Any,
@@ -189,7 +189,7 @@ def _prefill_whole(
 
     hidden_PSD = _embed(params, config, token_PS, dtype)
     parts: list[Prefix] = []
-    for layers in layer_kinds:
+    for layers in layer_stacks:
         hidden_PSD, (part, choice_LPSk) = pipeline_forward(pipeline, stack, layers, hidden_PSD, (turn, segment_PS))
         parts.append(part)
     prefix = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts) if len(parts) > 1 else parts[0]
@@ -201,7 +201,7 @@ def _prefill_whole(
 def _prefill_chunks(
     params: Params,
     config: ModelConfig,
-    layer_kinds: Sequence[Layers],
+    layer_stacks: Sequence[Layers],
     token_PS: Array,
     length_P: Array,
     dtype: Any,
@@ -235,7 +235,7 @@ def _prefill_chunks(
         token_PC = jax.lax.dynamic_slice_in_dim(token_PS, start, chunk_tokens, axis=1)
         place = rotations(config, jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)), start
         hidden_PCD, first = _embed(params, config, token_PC, dtype), 0
-        for layers in layer_kinds:
+        for layers in layer_stacks:
             if pipeline is None:
                 hidden_PCD, kept = stack(layers, kept, hidden_PCD, place, first=first)
             else:

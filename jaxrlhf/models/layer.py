@@ -76,51 +76,8 @@ def layer_slots(
     return hidden_B1D, stored, routed
 
 
-def decode_layout(layer: Params, *, routed: bool, attention: Attention) -> Params:
-    """The layer, or a part of it, as `layer_slots` reads it fastest: queries, keys and values in one product, weights
-    for few tokens.
-
-    Args:
-      routed: Its MLP has experts.
-    """
-    heads, gated = {"qkv": 1, "query": 1, "query_down": 1, "latent": 1, "output": 2}, {"gate": 1, "up": 1, "down": 1}
-    ready = dict(layer)
-    if "attention" in layer:
-        ready["attention"] = _few_rows_layouts(_join_projections(layer["attention"], attention.kv_copies), heads)
-    if "mlp" in layer and not routed:
-        ready["mlp"] = _few_rows_layouts(layer["mlp"], gated)
-    elif "shared" in layer.get("mlp", {}):
-        ready["mlp"] = layer["mlp"] | {"shared": _few_rows_layouts(layer["mlp"]["shared"], gated)}
-    return ready
-
-
-def _few_rows_layouts(weights: Params, input_dims: dict[str, int]) -> Params:
-    """Those that are named, for few tokens."""
-    named = {name: dims for name, dims in input_dims.items() if name in weights}
-    return weights | {name: linear.few_rows_layout(weights[name], dims=dims) for name, dims in named.items()}
-
-
-def _join_projections(attention: Params, kv_copies: int) -> Params:
-    """Queries, keys and values side by side for each copy of a key-value head, so that they stay where it is."""
-    if "key_value" in attention:
-        return attention
-
-    def join(parts: list[Array]) -> Array:
-        parts = [parts[0], *(_copied(part, kv_copies) for part in parts[1:])]
-        *before, kv_heads, head_dim = parts[1].shape
-        return jnp.concatenate([part.reshape(*before, kv_heads, -1, head_dim) for part in parts], axis=-2)
-
-    names = ("query", "key", "value")
-    biases = [attention[f"{name}_bias"] for name in names if f"{name}_bias" in attention]
-    rest = {name: leaf for name, leaf in attention.items() if name.removesuffix("_bias") not in names}
-    if rest.get("key_norm", jnp.zeros(0)).ndim > 1:  # one norm over all heads
-        rest["key_norm"] = _copied(rest["key_norm"], kv_copies)
-    weight = linear.side_by_side([attention[name] for name in names], join)
-    return rest | {"qkv": weight} | ({"qkv_bias": join(biases)} if biases else {})
-
-
-def _copied(head_KH: Array, copies: int) -> Array:
-    """`[..., K, H]` heads, each so many times in a row: next to those are the query heads that read them."""
+def repeat_heads(head_KH: Array, copies: int) -> Array:
+    """`[..., K, H]` key-value heads, each so many times in a row, beside the query heads that read them."""
     return head_KH if copies == 1 else jnp.repeat(head_KH, copies, axis=-2)
 
 
@@ -156,7 +113,7 @@ def _heads(
         query_RWNH = _head_norm(config, query_RWNH, attention["query_norm"])
         key_RWKH = _head_norm(config, key_RWKH, attention["key_norm"])
     key_RWKH, copies = rotate(key_RWKH, turn), 1 if "qkv" in attention else kernels.kv_copies
-    return rotate(query_RWNH, turn), _copied(key_RWKH, copies), _copied(value_RWKH, copies)
+    return rotate(query_RWNH, turn), repeat_heads(key_RWKH, copies), repeat_heads(value_RWKH, copies)
 
 
 def _head_norm(config: ModelConfig, head_RWNH: Array, weight: Array) -> Array:

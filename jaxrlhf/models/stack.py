@@ -1,19 +1,24 @@
-"""The decoder's layers: stacked along a first dimension, as they are trained, or apart, as tokens are decoded."""
+"""Layers in the two layouts: stacked on a first dimension for training, a list of layers for decoding.
+
+A scan over the stack compiles one layer. A decode loop would copy slices of a stack at every token, so
+its layers are separate arrays, in the decode layout: queries, keys and values in one product.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
+from jaxrlhf.models import linear
 from jaxrlhf.models.attention.attention import XLA, Attention
 from jaxrlhf.models.causal_lm import replaceable
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.layer import decode_layout
+from jaxrlhf.models.layer import repeat_heads
 from jaxrlhf.models.parameters import STACKS
 from jaxrlhf.models.pipeline import Pipeline
 
@@ -22,7 +27,7 @@ Layers = Params | list[Params]
 
 
 def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> list[Params]:
-    """Layers of one kind after another, beside which of them have a window where they differ in it."""
+    """The stacks of layers in their order, with a flag for each layer where some have a window."""
     if config.dense_layers:
         if pipeline is not None:
             raise Refusal(
@@ -35,95 +40,108 @@ def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> li
     return [{**params["layers"], "slides": jnp.array(config.sliding_layers)[:, None]}]
 
 
-def kinds(layers: list[Params], config: ModelConfig) -> list[list[Params]]:
-    """Layers that lie apart, as `stacks` divides them."""
+def split_by_stack(layers: list[Params], config: ModelConfig) -> list[list[Params]]:
+    """A list of layers, divided as `stacks` divides them."""
     dense = config.dense_layers
     return [layers[:dense], layers[dense:]] if dense else [layers]
 
 
 def count_layers(layers: Layers) -> int:
-    """How many there are (with stages: of a stage)."""
+    """Number of layers; inside of a pipeline, of a stage's."""
     return len(layers) if isinstance(layers, list) else len(jax.tree.leaves(layers)[0])
 
 
 def run_layers(
-    step: Callable[[Array, tuple[Params, Any]], tuple[Array, Any]], hidden: Array, layers: Layers, more_L: Any = None
+    step: Callable[[Array, tuple[Params, Any]], tuple[Array, Any]], hidden: Array, layers: Layers, extra_L: Any = None
 ) -> tuple[Array, Any]:
-    """`jax.lax.scan` of `step` over `(layers, more_L)`; where layers lie apart, one after another."""
+    """`jax.lax.scan` of `step` over `(layers, extra_L)`, or a Python loop over a list of layers."""
     if not isinstance(layers, list):
-        return jax.lax.scan(step, hidden, (layers, more_L))
-    extras = []
+        return jax.lax.scan(step, hidden, (layers, extra_L))
+    outputs = []
     for index, layer in enumerate(layers):
-        hidden, extra = step(hidden, (layer, jax.tree.map(lambda leaf: leaf[index], more_L)))  # noqa: B023
-        extras.append(extra)
-    return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *extras)
+        hidden, output = step(hidden, (layer, jax.tree.map(lambda leaf: leaf[index], extra_L)))  # noqa: B023
+        outputs.append(output)
+    return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
 
 @replaceable
 def unstack_layers(
     params: Params, config: ModelConfig, *, attention: Attention = XLA, pipeline: Pipeline | None = None
 ) -> list[Params]:
-    """The stacked layers as a list, one tree per layer (with stages: per layer of a stage).
-
-    Slices of the stack inside a decode loop are copied at every token; separate arrays are not.
-    The projections to queries, keys and values become one, `qkv`: a few tokens fill no product.
+    """A tree for each layer (with stages: for each layer of a stage), in the decode layout.
 
     Args:
-      params: Or one of its `layer_parts`, of whose result `joined_parts` makes layers.
+      params: Parameters, or one of their `layer_parts`, of whose results `joined_parts` makes layers.
     """
 
-    def apart(layers: Params, count: int, routed: bool) -> list[Params]:
-        def unstack(layers: Params) -> list[Params]:
-            each = [jax.tree.map(lambda leaf: leaf[index], layers) for index in range(count)]  # noqa: B023
-            return [decode_layout(layer, routed=routed, attention=attention) for layer in each]
+    def unstack(layers: Params, count: int) -> list[Params]:
+        trees = [jax.tree.map(lambda leaf: leaf[index], layers) for index in range(count)]  # noqa: B023
+        return [decode_layout(tree, attention) for tree in trees]
 
-        if pipeline is None:
-            return unstack(layers)
-        stage = PartitionSpec(pipeline.axes)
-        return pipeline.on_stages(unstack, stage, stage)(layers)
-
-    dense, stages = config.dense_layers, 1 if pipeline is None else pipeline.stages
-    last = (config.num_layers - dense) // stages, config.experts is not None
-    each = [(dense, False), last] if dense else [last]
-    return [
-        layer
-        for layers, kind in zip(stacks(params, config, pipeline), each, strict=True)
-        for layer in apart(layers, *kind)
-    ]
+    counts = [config.dense_layers, config.num_layers - config.dense_layers][-2 if config.dense_layers else -1 :]
+    found = stacks(params, config, pipeline)
+    if pipeline is None:
+        return [layer for layers, count in zip(found, counts, strict=True) for layer in unstack(layers, count)]
+    stage = PartitionSpec(pipeline.axes)
+    return pipeline.on_stages(lambda layers: unstack(layers, counts[0] // pipeline.stages), stage, stage)(found[0])
 
 
 def layer_parts(params: Params) -> Iterator[Params]:
-    """The stacks of layers in parts that can be taken apart one after another, so that little exists twice."""
-    trees = {name: params[name] for name in STACKS if name in params}
-
-    def part(select: Callable[[Params], Params]) -> Params:
-        return {stack: select(tree) for stack, tree in trees.items()}
-
-    yield part(lambda tree: {"attention": tree["attention"]})
-    for path in sorted({path for tree in trees.values() for path in _paths(tree["mlp"])}):
-        yield part(lambda tree: {"mlp": _only(tree["mlp"], path)})  # noqa: B023
-    yield part(lambda tree: {name: leaf for name, leaf in tree.items() if name not in ("attention", "mlp")})
+    """The stacks in parts that can be unstacked one after another, so that little exists twice: attention, each
+    matrix of the MLP, and the rest."""
+    flat = flatten_dict({name: params[name] for name in STACKS if name in params})
+    parts: dict[Any, Params] = {}
+    for path in sorted(flat):
+        part = {"attention": "attention", "mlp": path[1:]}.get(path[1])
+        parts.setdefault(part, {})[path] = flat[path]
+    none: Params = {name: {} for name in STACKS if name in params}
+    return ({**none, **unflatten_dict(part)} for part in parts.values())
 
 
 def joined_parts(parts: Sequence[list[Params]]) -> list[Params]:
-    """Layers out of what `unstack_layers` made of each part."""
-    return [reduce(_joined, pieces) for pieces in zip(*parts, strict=True)]
+    """Layers out of the results of `unstack_layers` for each part."""
+    return [
+        unflatten_dict({path: leaf for piece in pieces for path, leaf in flatten_dict(piece).items()})
+        for pieces in zip(*parts, strict=True)
+    ]
 
 
-def _paths(tree: Params) -> list[tuple[str, ...]]:
-    """Of all that is no dictionary."""
-    inner = {name: _paths(leaf) if isinstance(leaf, dict) else [()] for name, leaf in tree.items()}
-    return [(name, *path) for name, paths in inner.items() for path in paths]
+_HEADS = {"qkv": 1, "query": 1, "query_down": 1, "latent": 1, "output": 2}
+_MLP = {"gate": 1, "up": 1, "down": 1}
+"""Input dimensions of the matrices that a decode loop multiplies few tokens with."""
 
 
-def _only(tree: Params, path: tuple[str, ...]) -> Params:
-    """The tree without all that is elsewhere."""
-    name, *rest = path
-    if name not in tree:
-        return {}
-    return {name: _only(tree[name], tuple(rest)) if rest else tree[name]}
+def decode_layout(layer: Params, attention: Attention) -> Params:
+    """A layer, or a part of it, as a decode loop reads it fastest."""
+    ready = dict(layer)
+    if "attention" in layer:
+        ready["attention"] = _few_rows_layouts(_join_projections(layer["attention"], attention.kv_copies), _HEADS)
+    if "mlp" in layer:
+        ready["mlp"] = _few_rows_layouts(layer["mlp"], _MLP)
+        if "shared" in layer["mlp"]:
+            ready["mlp"]["shared"] = _few_rows_layouts(layer["mlp"]["shared"], _MLP)
+    return ready
 
 
-def _joined(one: Params, other: Params) -> Params:
-    both = {name: _joined(one[name], other[name]) for name in one.keys() & other.keys() if isinstance(one[name], dict)}
-    return {**one, **other, **both}
+def _few_rows_layouts(weights: Params, input_dims: dict[str, int]) -> Params:
+    named = {name: dims for name, dims in input_dims.items() if name in weights}
+    return weights | {name: linear.few_rows_layout(weights[name], dims=dims) for name, dims in named.items()}
+
+
+def _join_projections(attention: Params, kv_copies: int) -> Params:
+    """Queries, keys and values side by side for each copy of a key-value head, so that they stay where it is."""
+    if "key_value" in attention:
+        return attention
+
+    def join(parts: list[Array]) -> Array:
+        parts = [parts[0], *(repeat_heads(part, kv_copies) for part in parts[1:])]
+        *before, kv_heads, head_dim = parts[1].shape
+        return jnp.concatenate([part.reshape(*before, kv_heads, -1, head_dim) for part in parts], axis=-2)
+
+    names = ("query", "key", "value")
+    biases = [attention[f"{name}_bias"] for name in names if f"{name}_bias" in attention]
+    rest = {name: leaf for name, leaf in attention.items() if name.removesuffix("_bias") not in names}
+    if rest.get("key_norm", jnp.zeros(0)).ndim > 1:  # one norm over all heads
+        rest["key_norm"] = repeat_heads(rest["key_norm"], kv_copies)
+    weight = linear.side_by_side([attention[name] for name in names], join)
+    return rest | {"qkv": weight} | ({"qkv_bias": join(biases)} if biases else {})

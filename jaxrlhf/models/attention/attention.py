@@ -147,12 +147,6 @@ def attend_pages(
     return run(query_BNH, pages_ZSJU, table_BQ, position_B, score_mod)[..., :head_dim]
 
 
-def widen(arrays: tuple[Array, ...], *, multiple: int) -> tuple[Array, ...]:
-    """`[R, W, ...]` arrays padded to a multiple of positions, which causal attention before them does not see."""
-    more = -arrays[0].shape[1] % multiple
-    return tuple(jnp.pad(array, [(0, 0), (0, more), *[(0, 0)] * (array.ndim - 2)]) for array in arrays)
-
-
 def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B: Array, score_mod: ScoreMod) -> Array:
     slots, kv_heads, head_dim, capacity = key_BKHS.shape
     query_BKGH = query_BNH.reshape(slots, kv_heads, -1, head_dim)

@@ -64,3 +64,9 @@ def mask_bias(seen: Bool[Array, "*any"], *, lowest: float = -jnp.inf) -> Float[A
     on every core; a selection parts them, and leaves each product to one core.
     """
     return jnp.where(seen, 0.0, lowest)
+
+
+def pad_positions(arrays: tuple[Array, ...], *, multiple: int) -> tuple[Array, ...]:
+    """`[R, W, ...]` arrays padded to a multiple of positions, which causal attention before them does not see."""
+    padding = -arrays[0].shape[1] % multiple
+    return tuple(jnp.pad(array, [(0, 0), (0, padding), *[(0, 0)] * (array.ndim - 2)]) for array in arrays)

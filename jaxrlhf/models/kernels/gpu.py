@@ -14,8 +14,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention.attention import widen
-from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod
+from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, pad_positions
 
 _BLOCK, _PART = 64, 512
 """Cache positions of a tile, and of one program of the decode kernel."""
@@ -42,7 +41,7 @@ def cudnn_rows(
     if score_mod.soft_cap is not None:
         raise NotImplementedError("cuDNN's attention has no soft cap of scores")
     _, width, _, head_dim = query_RWNH.shape
-    query, key, value, segment = widen((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=2)
+    query, key, value, segment = pad_positions((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=2)
     mask_RWW = segment[:, :, None] == segment[:, None, :]
     if score_mod.window is not None:
         position_W = jnp.arange(segment.shape[1])

@@ -13,8 +13,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention.attention import widen
-from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
+from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod, pad_positions
 
 _LANES = 128
 """Width of a register; splash attention takes rows and heads that are multiples of it."""
@@ -40,7 +39,7 @@ def splash_rows(
     Rows and heads are padded to multiples of 128. Queries are divided before the product, and so rounded once more.
     """
     _, width, heads, head_dim = query_RWNH.shape
-    query, key, value, segment = widen((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=_LANES)
+    query, key, value, segment = pad_positions((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=_LANES)
     padded = segment.shape[1]
 
     def head_major(array: Array) -> Array:
