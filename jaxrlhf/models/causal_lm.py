@@ -1,6 +1,6 @@
 """A model that is not our decoder: what it brings to be trained, generated with and checkpointed.
 
-Wherever the decoder has a `ModelConfig`, such a model has an `OwnModel`, whose methods take the place of
+Wherever the decoder has a `ModelConfig`, such a model has an `CausalLM`, whose methods take the place of
 the decoder's functions of the same names.
 """
 
@@ -14,7 +14,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.config import Head, ModelConfig
 
 
-class OwnModel(ABC):
+class CausalLM(ABC):
     """A causal language model with functions of its own; frozen and hashable, as programs are compiled for it.
 
     Parameters are nested dictionaries of arrays; with a value or score head they have a vector `head`
@@ -82,18 +82,18 @@ class OwnModel(ABC):
         """`DecodeOutput` of one token of every slot."""
 
 
-AnyModel = ModelConfig | OwnModel
+AnyModel = ModelConfig | CausalLM
 """Our decoder's shape, or a model with functions of its own."""
 
 
-def replaceable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the decoder that an `OwnModel` has a method for; which is called goes by its argument `config`."""
+def causal_lm_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the decoder that an `CausalLM` has a method for; which is called goes by its argument `config`."""
     name, place = function.__name__, list(inspect.signature(function).parameters).index("config")
 
     @functools.wraps(function)
     def choose(*arguments: Any, **options: Any) -> Any:
         config = arguments[place]
-        if not isinstance(config, OwnModel):
+        if not isinstance(config, CausalLM):
             return function(*arguments, **options)
         return getattr(config, name)(*arguments[:place], *arguments[place + 1 :], **options)
 

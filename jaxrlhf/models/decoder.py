@@ -17,7 +17,7 @@ from jaxrlhf.models.attention.attention import XLA, Attention
 from jaxrlhf.models.attention.chunks import Chunk, written
 from jaxrlhf.models.attention.kv_cache import Cache, Prefix, empty_prefix
 from jaxrlhf.models.attention.shared_prefix import ATTENDED, SharedPrefix
-from jaxrlhf.models.causal_lm import replaceable
+from jaxrlhf.models.causal_lm import causal_lm_method
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layer import layer_rows, layer_slots
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
@@ -67,7 +67,7 @@ class DecodeOutput(NamedTuple):
     choice_BLk: Array | None = None
 
 
-@replaceable
+@causal_lm_method
 def hidden_states(
     params: Params,
     config: ModelConfig,
@@ -125,7 +125,7 @@ def hidden_states(
     return HiddenStates(norm(config, hidden_RWD, params["final_norm"]), routed)
 
 
-@replaceable
+@causal_lm_method
 def prefill(
     params: Params,
     config: ModelConfig,
@@ -255,7 +255,7 @@ def _prefill_chunks(
     return PrefillOutput(last_PD, prefix, choice_PSLk)
 
 
-@replaceable
+@causal_lm_method
 def decode(
     layers: list[Params],
     params: Params,

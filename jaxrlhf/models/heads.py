@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Float32, Int
 
 from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, Params
-from jaxrlhf.models.causal_lm import AnyModel, replaceable
+from jaxrlhf.models.causal_lm import AnyModel, causal_lm_method
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.linear import few_rows_product, transposed_product
 
@@ -20,7 +20,7 @@ CHUNK_TOKENS = 512
 _NEVER = -1e9  # the logit of a row that only pads the table: no probability, and finite, so that zero times it is zero
 
 
-@replaceable
+@causal_lm_method
 def table(params: Params, config: ModelConfig) -> Array:
     """`[V, D]`: logits are hidden states times its transpose. Rows beyond the vocabulary pad it."""
     return params["embed" if config.tie_embeddings else "head"]

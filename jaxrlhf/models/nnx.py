@@ -1,4 +1,4 @@
-"""A causal language model that a user wrote as a `flax.nnx` module, as an `OwnModel`."""
+"""A causal language model that a user wrote as a `flax.nnx` module, as an `CausalLM`."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Nnx, Refusal
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix
-from jaxrlhf.models.causal_lm import OwnModel
+from jaxrlhf.models.causal_lm import CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import DecodeOutput, HiddenStates, PrefillOutput
 from jaxrlhf.models.parameters import Param
@@ -25,7 +25,7 @@ DIM_NAMES = ("embed", "heads", "kv_heads", "mlp", "vocab")
 
 
 @dataclass(frozen=True)
-class NnxModel(OwnModel):
+class NnxModel(CausalLM):
     """A module as functions of its `nnx.Param`s, which are the tree `{"module": {...}}`.
 
     All else that a module holds is as `build` makes it. It runs as `eval()` leaves it, without dropout.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, UInt32
 
 from jaxrlhf.batch import Params
-from jaxrlhf.models.causal_lm import AnyModel, replaceable
+from jaxrlhf.models.causal_lm import AnyModel, causal_lm_method
 from jaxrlhf.models.config import Experts, Head, LatentAttention, ModelConfig, padded_rows
 from jaxrlhf.sharding.rules import Dim
 
@@ -51,7 +51,7 @@ class Param:
         return self.dims[0] == "layers"
 
 
-@replaceable
+@causal_lm_method
 def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
     """The tree of `Param` of a model with the given head.
 
@@ -170,7 +170,7 @@ def _mixture(config: ModelConfig, experts: Experts) -> dict[str, Any]:
     return tree
 
 
-@replaceable
+@causal_lm_method
 def init_params(config: ModelConfig, head: Head, key: PRNGKeyArray | UInt32[Array, "2"]) -> Params:
     """Random float32 parameters: weights normal(0, 1 / fan_in), norms that scale by one, biases and scalar heads zero.
 

@@ -16,7 +16,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models import linear
 from jaxrlhf.models.attention.attention import XLA, Attention
-from jaxrlhf.models.causal_lm import replaceable
+from jaxrlhf.models.causal_lm import causal_lm_method
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.layer import repeat_heads
 from jaxrlhf.models.parameters import STACKS
@@ -64,7 +64,7 @@ def run_layers(
     return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
 
-@replaceable
+@causal_lm_method
 def unstack_layers(
     params: Params, config: ModelConfig, *, attention: Attention = XLA, pipeline: Pipeline | None = None
 ) -> list[Params]:

@@ -11,7 +11,7 @@ from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ROLLOUT, SFT, Config, Preference
 from jaxrlhf.data import Loaded, Loader, decoder, load_problems
-from jaxrlhf.models import AnyModel, OwnModel
+from jaxrlhf.models import AnyModel, CausalLM
 from jaxrlhf.models.huggingface.save import save_description
 from jaxrlhf.single_controller.pools import Pools
 from jaxrlhf.tracking import Logger
@@ -120,7 +120,7 @@ class RunContext:
         describe_start(self.workdir, self.given)
         if self.placed is not None:
             self.placed.write(self.workdir)
-        if isinstance(self.model, OwnModel):  # only the configuration's file can make it
+        if isinstance(self.model, CausalLM):  # only the configuration's file can make it
             return
         source = getattr(self.launched.model, "path", None)
         # A checkpoint's own tokenizer is copied as it is.

@@ -2,7 +2,7 @@
 
 from jaxrlhf.config import Config, PolicyGradient
 from jaxrlhf.data import Loaded
-from jaxrlhf.models import AnyModel, OwnModel
+from jaxrlhf.models import AnyModel, CausalLM
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.single_controller.pools import Pools
 from jaxrlhf.workers.summary import SummaryRow
@@ -40,7 +40,7 @@ def settings_rows(
 
 
 def _kind(model: AnyModel) -> str:
-    return model.name if isinstance(model, OwnModel) else f"{model.family}, {model.num_layers} layers"
+    return model.name if isinstance(model, CausalLM) else f"{model.family}, {model.num_layers} layers"
 
 
 def _split_rows(name: str, split: Loaded, wanted: int) -> list[SummaryRow]:

@@ -17,7 +17,7 @@ from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Refusal, Training
 from jaxrlhf.models.attention.attention import Attention
-from jaxrlhf.models.causal_lm import AnyModel, OwnModel
+from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import HiddenStates, hidden_states
 from jaxrlhf.models.heads import CHUNK_TOKENS, token_logp, values
@@ -140,7 +140,7 @@ class ModelWorker:
             devices=self.row_shards // parts,
             stages=1 if self._pipeline is None else self._pipeline.stages,
             longest_response=self.setup.longest_response,
-            shares=not isinstance(self.config, OwnModel),
+            shares=not isinstance(self.config, CausalLM),
             attention_rows=self._attention_rows,
             agree=most_of_all_hosts,
         )

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxrlhf.config import ROLLOUT, ModelReward, Refusal, offloaded
-from jaxrlhf.models import OwnModel, read_config
+from jaxrlhf.models import CausalLM, read_config
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.memory import adapters_held, keeps_activations, training_activation_bytes, weights_held
 from jaxrlhf.sharding.mesh import BATCH_AXES
@@ -34,7 +34,7 @@ class RematChoice(NamedTuple):
 def choose_remat(on: PoolRoles, role: str) -> RematChoice:
     """Resolve `Training.remat` of a role on its pool."""
     setting, devices = on.training(role).remat, on.pool.devices
-    if isinstance(on.model_of(role), OwnModel):
+    if isinstance(on.model_of(role), CausalLM):
         if setting == "full":
             raise Refusal(
                 f"{role}.remat='full' is for the layers of the decoder; a model of your own says itself what is "

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import TreeItem, load_pretrained
 from jaxrlhf.config import Lora, Model, Pretrained, Refusal
-from jaxrlhf.models.causal_lm import AnyModel, OwnModel
+from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.peft import load_adapters
 from jaxrlhf.models.lora.lora import adapter_dims, adapter_shapes, declare_adapters, quantized
@@ -57,7 +57,7 @@ class RoleWeights:
 
     def layout(self, mesh: Mesh) -> Any:
         """Training shardings of the parameters, checked to split evenly."""
-        if isinstance(self.model, OwnModel) and (stages := int(np.prod([mesh.shape[axis] for axis in STAGE_AXES]))) > 1:
+        if isinstance(self.model, CausalLM) and (stages := int(np.prod([mesh.shape[axis] for axis in STAGE_AXES]))) > 1:
             raise Refusal(
                 f"{self.role}: {stages} stages divide the layers of the decoder, not {self.model.name}; use stage=1"
             )

@@ -6,7 +6,7 @@ import jax
 
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.config import ROLLOUT, Layout, PolicyGradient, Preference, Refusal
-from jaxrlhf.models import OwnModel, empty_cache
+from jaxrlhf.models import CausalLM, empty_cache
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES
 from jaxrlhf.sharding.rules import shard_bytes
@@ -87,7 +87,7 @@ def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
         (role, "train state", _bytes(weights), _waits(builder, role) or state),
         (role, "remat", "full" if remat.on else "none", remat.why),
     ]
-    if isinstance(model, OwnModel):  # what it computes with, and keeps, is its own
+    if isinstance(model, CausalLM):  # what it computes with, and keeps, is its own
         return rows
     activations = activation_bytes(builder, role, remat=remat.on)
     return [

@@ -35,7 +35,7 @@ from jaxrlhf.models.attention.attention import (
 )
 from jaxrlhf.models.attention.pages import PAGE_TOKENS
 from jaxrlhf.models.attention.score_mod import ScoreMod
-from jaxrlhf.models.causal_lm import AnyModel, OwnModel
+from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import ModelConfig
 
 BEST: dict[str, tuple[RowsKernel, DecodeKernel, PagesKernel]] = {
@@ -90,7 +90,7 @@ def choose_attention(
     pageless = _pageless(config, stages)
     if cache == "pages" and decodes and pageless is not None:
         raise Refusal(f"cache='pages' cannot be had, because {pageless}; use 'auto' or 'slots'")
-    if wanted == "xla" or platform not in BEST or isinstance(config, OwnModel):
+    if wanted == "xla" or platform not in BEST or isinstance(config, CausalLM):
         if cache == "pages" and decodes:
             return replace(split, pages="xla")
         return replace(XLA, kv_copies=copies) if config.experts is None else split
@@ -124,7 +124,7 @@ def choose_attention(
 
 def _pageless(config: AnyModel, stages: int) -> str | None:
     """Why a cache cannot lie in pages."""
-    if isinstance(config, OwnModel):
+    if isinstance(config, CausalLM):
         return "a model with functions of its own has a cache of its own"
     if config.latent is not None:
         return "latents do not lie in pages"

@@ -19,7 +19,7 @@ from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import XLA, Attention, attend_cache
 from jaxrlhf.models.attention.pages import LayerPages
 from jaxrlhf.models.attention.score_mod import ScoreMod
-from jaxrlhf.models.causal_lm import replaceable
+from jaxrlhf.models.causal_lm import causal_lm_method
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.pipeline import Pipeline
 
@@ -76,7 +76,7 @@ Cache = list[LayerCache] | list[LayerPages]
 """Of every layer; what follows here is of those that have no pages."""
 
 
-@replaceable
+@causal_lm_method
 def empty_cache(
     config: ModelConfig,
     *,

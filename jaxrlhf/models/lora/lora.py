@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrlhf.config import Lora, Quantization, Refusal
-from jaxrlhf.models.causal_lm import AnyModel, OwnModel
+from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.linear import Adapted, Adapter
 from jaxrlhf.models.lora.quantized import Quantized, quantize
@@ -31,7 +31,7 @@ def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]
     Raises:
       Refusal: Some layers have no such matrix, or one in each expert, or they are a model's of the user's own.
     """
-    if isinstance(config, OwnModel):
+    if isinstance(config, CausalLM):
         raise Refusal(f"lora adapts matrices of the decoder, and the model is {config.name}; drop lora")
     declared = declare(config, head)
     stacks = {name: declared[name] for name in STACKS if name in declared}
