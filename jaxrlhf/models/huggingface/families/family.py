@@ -1,4 +1,4 @@
-"""What a family of checkpoints is: a table from our parameters to the tensors of its files."""
+"""The type of a checkpoint family: a table from parameters to the tensors of its files, and fields of config.json."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,16 +10,16 @@ from jaxrlhf.models.huggingface.families.fields import Fields
 
 
 class StoredTensor(NamedTuple):
-    """How one parameter lies in a checkpoint.
+    """The place and layout of one parameter in a checkpoint.
 
     Attributes:
-      name: Tensor name; `{layer}` where each layer has its own tensor.
-      dims: Our dimensions in our order, one letter each, the layers dimension left out.
+      name: Tensor name; `{layer}` where each layer has its own tensor, `{expert}` where each expert has.
+      dims: Our dimensions in our order, one letter each, without layers and experts that have own tensors.
       stored: The same letters in the file's order, a space between the tensor's dimensions;
         `NH D` is a matrix whose rows are heads times head width. `1` is a dimension of size one.
-      start: Row of the tensor at which the parameter begins, where several share the tensor.
-      rows: Of that tensor; None where it is the parameter's own.
-      layer: First layer that has one.
+      start: First row of the parameter in a tensor that several share.
+      rows: Rows of a tensor that several parameters share; None where it is the parameter's own.
+      layer: First layer that has the tensor.
     """
 
     name: str
@@ -35,11 +35,11 @@ class StoredTensor(NamedTuple):
         return self.stored.replace(" ", "").replace("1", "")
 
     def stacked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of a parameter's shape the first dimensions, along which each entry has a tensor of its own."""
+        """First dimensions of a parameter's shape, along which each entry has a tensor of its own."""
         return shape[: len(shape) - len(self.dims)]
 
     def named(self, at: Sequence[int]) -> str:
-        """The tensor's name at a place in the stacked dimensions: of a layer, or of an expert of a layer."""
+        """Name of the tensor at a place in the stacked dimensions: of a layer, or of an expert of a layer."""
         places = dict(zip(("layer", "expert"), at, strict=False))
         return self.name.format(**{**places, "layer": places.get("layer", 0) + self.layer})
 
@@ -49,45 +49,66 @@ class StoredTensor(NamedTuple):
         return tuple(math.prod(size[letter] for letter in group) for group in self.stored.split())
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Likewise, of the whole tensor."""
+        """Shape in the file of the whole tensor, of which the parameter may be a part."""
         first, *rest = self.shape(shape)
         return (first if self.rows is None else self.rows, *rest)
 
 
 LAYER = "model.layers.{layer}."
 
+
+def in_layers(**tensors: tuple[str, str, str]) -> dict[str, StoredTensor]:
+    """A table of parameters of layers: `attention__key=("self_attn.k_proj.weight", "DKH", "KH D")`."""
+    return {
+        f"layers.{path.replace('__', '.')}": StoredTensor(LAYER + name, dims, stored)
+        for path, (name, dims, stored) in tensors.items()
+    }
+
+
 DECODER: dict[str, StoredTensor] = {
     "embed": StoredTensor("model.embed_tokens.weight", "VD", "V D"),
-    "layers.attention_norm": StoredTensor(LAYER + "input_layernorm.weight", "D", "D"),
-    "layers.attention.query": StoredTensor(LAYER + "self_attn.q_proj.weight", "DNH", "NH D"),
-    "layers.attention.key": StoredTensor(LAYER + "self_attn.k_proj.weight", "DKH", "KH D"),
-    "layers.attention.value": StoredTensor(LAYER + "self_attn.v_proj.weight", "DKH", "KH D"),
-    "layers.attention.output": StoredTensor(LAYER + "self_attn.o_proj.weight", "NHD", "D NH"),
-    "layers.mlp_norm": StoredTensor(LAYER + "post_attention_layernorm.weight", "D", "D"),
-    "layers.mlp.gate": StoredTensor(LAYER + "mlp.gate_proj.weight", "DF", "F D"),
-    "layers.mlp.up": StoredTensor(LAYER + "mlp.up_proj.weight", "DF", "F D"),
-    "layers.mlp.down": StoredTensor(LAYER + "mlp.down_proj.weight", "FD", "D F"),
     "final_norm": StoredTensor("model.norm.weight", "D", "D"),
+    **in_layers(
+        attention_norm=("input_layernorm.weight", "D", "D"),
+        attention__query=("self_attn.q_proj.weight", "DNH", "NH D"),
+        attention__key=("self_attn.k_proj.weight", "DKH", "KH D"),
+        attention__value=("self_attn.v_proj.weight", "DKH", "KH D"),
+        attention__output=("self_attn.o_proj.weight", "NHD", "D NH"),
+        mlp_norm=("post_attention_layernorm.weight", "D", "D"),
+        mlp__gate=("mlp.gate_proj.weight", "DF", "F D"),
+        mlp__up=("mlp.up_proj.weight", "DF", "F D"),
+        mlp__down=("mlp.down_proj.weight", "FD", "D F"),
+    ),
 }
 """Tensors of most families, by the path of the parameter."""
 
-QKV_BIAS: dict[str, StoredTensor] = {
-    "layers.attention.query_bias": StoredTensor(LAYER + "self_attn.q_proj.bias", "NH", "NH"),
-    "layers.attention.key_bias": StoredTensor(LAYER + "self_attn.k_proj.bias", "KH", "KH"),
-    "layers.attention.value_bias": StoredTensor(LAYER + "self_attn.v_proj.bias", "KH", "KH"),
-}
+QKV_BIAS = in_layers(
+    attention__query_bias=("self_attn.q_proj.bias", "NH", "NH"),
+    attention__key_bias=("self_attn.k_proj.bias", "KH", "KH"),
+    attention__value_bias=("self_attn.v_proj.bias", "KH", "KH"),
+)
 
-QK_NORM: dict[str, StoredTensor] = {
-    "layers.attention.query_norm": StoredTensor(LAYER + "self_attn.q_norm.weight", "H", "H"),
-    "layers.attention.key_norm": StoredTensor(LAYER + "self_attn.k_norm.weight", "H", "H"),
-}
+QK_NORM = in_layers(
+    attention__query_norm=("self_attn.q_norm.weight", "H", "H"),
+    attention__key_norm=("self_attn.k_norm.weight", "H", "H"),
+)
 
-SANDWICH: dict[str, StoredTensor] = {
-    "layers.attention_output_norm": StoredTensor(LAYER + "post_attention_layernorm.weight", "D", "D"),
-    "layers.mlp_norm": StoredTensor(LAYER + "pre_feedforward_layernorm.weight", "D", "D"),
-    "layers.mlp_output_norm": StoredTensor(LAYER + "post_feedforward_layernorm.weight", "D", "D"),
-}
-"""Norms of what attention and MLP give, beside those of what they take."""
+
+def mixture(mlp: str, *, gate: str, up: str, down: str) -> dict[str, StoredTensor]:
+    """`DECODER` with routed experts in place of the MLP, a tensor for each expert.
+
+    Args:
+      mlp: Name of the mixture in a layer; the others are names of an expert's matrices.
+    """
+    rest = {path: stored for path, stored in DECODER.items() if not path.startswith("layers.mlp.")}
+    expert = mlp + ".experts.{expert}."
+    return rest | in_layers(
+        mlp__router=(f"{mlp}.gate.weight", "DE", "E D"),
+        mlp__experts__gate=(f"{expert}{gate}.weight", "DF", "F D"),
+        mlp__experts__up=(f"{expert}{up}.weight", "DF", "F D"),
+        mlp__experts__down=(f"{expert}{down}.weight", "FD", "D F"),
+    )
+
 
 LM_HEAD = StoredTensor("lm_head.weight", "VD", "V D")
 SCALAR_HEAD = StoredTensor("score.weight", "D", "1 D")
@@ -101,8 +122,8 @@ class Family:
       name: `model_type` of its config.json.
       causal: Architecture with a language-model head.
       classifier: Architecture with a score head.
-      tensors: Where each parameter but the head is stored.
-      read: What `ModelConfig` is beside the fields that all families share, and defaults of those. It asks
+      tensors: Table of the parameters but the head, for a model.
+      read: Fields of `ModelConfig` beside those that all families share, and defaults of those. It asks
         for every field of config.json that this family has beside them.
       write: Fields of config.json beside those that all families share.
     """
@@ -115,7 +136,7 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
 
     def stored(self, config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
-        """Where each parameter of a model lies, by parameter path."""
+        """Table of all parameters of a model, by parameter path."""
         tensors = dict(self.tensors(config))
         if head != "lm":
             tensors["head"] = SCALAR_HEAD

@@ -5,17 +5,10 @@ from typing import Any
 
 from jaxrlhf.config import Refusal
 
-# What a file is about, what a training run or a generation does by default: nothing of a forward pass.
+# Descriptions of the file and defaults of training or generation: nothing of a forward pass.
 _HARMLESS = {
-    *(
-        "architectures",
-        "model_type",
-        "auto_map",
-        "_name_or_path",
-        "name_or_path",
-        "transformers_version",
-        "torch_dtype",
-    ),
+    *("architectures", "model_type", "auto_map", "_name_or_path", "name_or_path", "transformers_version"),
+    *("torch_dtype",),
     *("dtype", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
     *("tokenizer_class", "prefix", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
     *("decoder_start_token_id", "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop"),
@@ -37,12 +30,12 @@ _OFF = {
 
 
 class Fields:
-    """What a config.json says, and which of it has been asked for.
+    """The fields of a config.json, and a record of those that have been asked for.
 
     Args:
-      given: The fields.
-      where: The file, for messages.
-      family: Whose fields they are, for messages.
+      given: Fields and their values.
+      where: Name of the file, for messages.
+      family: Name of the family, for messages.
     """
 
     def __init__(self, given: Mapping[str, Any], where: str, family: str):
@@ -50,7 +43,7 @@ class Fields:
         self._asked: set[str] = set()
 
     def default(self, **values: Any) -> None:
-        """What fields stand for that are absent or null."""
+        """Set values of fields that are absent or null."""
         self._given |= {name: value for name, value in values.items() if self._given.get(name) is None}
 
     def take(self, name: str, default: Any = None) -> Any:
@@ -73,7 +66,7 @@ class Fields:
             raise self.error(f"{name}={given!r}", f"this {self._family} decoder computes {computed} only")
 
     def error(self, what: str, why: str) -> Refusal:
-        """What is wrong with the file."""
+        """A refusal of the file: what it has, and why that is wrong."""
         return Refusal(f"{self._where} has {what}; {why}")
 
     def finish(self) -> None:

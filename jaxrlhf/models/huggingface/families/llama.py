@@ -1,36 +1,149 @@
-"""Llama 2 and 3.x: no biases, rotary frequencies stretched from 3.1 on."""
+"""Llama, Mistral and Mixtral, OLMo 2, Phi-3."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, Family, StoredTensor
+from jaxrlhf.models.config import Experts, LongRope, ModelConfig
+from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, StoredTensor, in_layers, mixture
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 
-def read(given: Fields) -> dict[str, Any]:
-    """What `ModelConfig` is beside the fields that all families share."""
+def _read_llama(given: Fields) -> dict[str, Any]:
     given.only("attention_bias", False)
     given.only("mlp_bias", False)
     given.default(num_key_value_heads=given.take("num_attention_heads"))
     return {}
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Fields of config.json beside those that all families share."""
-    return {"attention_bias": False, "mlp_bias": False}
-
-
-def tensors(config: ModelConfig) -> Mapping[str, StoredTensor]:
-    """Where each parameter but the head is stored."""
-    return DECODER
-
-
 LLAMA = Family(
     name="llama",
     causal="LlamaForCausalLM",
     classifier="LlamaForSequenceClassification",
-    tensors=tensors,
-    read=read,
-    write=write,
+    tensors=lambda config: DECODER,
+    read=_read_llama,
+    write=lambda config: {"attention_bias": False, "mlp_bias": False},
 )
+"""Llama 2 and 3.x: no biases, rotary frequencies stretched from 3.1 on."""
+
+
+def _read_mistral(given: Fields) -> dict[str, Any]:
+    given.default(num_key_value_heads=8)
+    return {"sliding_window": given.take("sliding_window", 4096)}
+
+
+MISTRAL = Family(
+    name="mistral",
+    causal="MistralForCausalLM",
+    classifier="MistralForSequenceClassification",
+    tensors=lambda config: DECODER,
+    read=_read_mistral,
+    write=lambda config: {"sliding_window": config.sliding_window},
+)
+"""Mistral: every layer has a window, unless the file says null."""
+
+
+def _read_mixtral(given: Fields) -> dict[str, Any]:
+    given.only("hidden_act", "silu")
+    given.only("router_jitter_noise", 0.0)
+    given.default(num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=1e6)
+    experts = Experts(
+        count=given.take("num_local_experts", 8),
+        per_token=given.take("num_experts_per_tok", 2),
+        intermediate_size=given.need("intermediate_size"),
+        loss_coefficient=float(given.take("router_aux_loss_coef", 0.001)),
+    )
+    return {"experts": experts, "sliding_window": given.take("sliding_window")}
+
+
+def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None
+    return {
+        "intermediate_size": experts.intermediate_size,
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "router_aux_loss_coef": experts.loss_coefficient,
+        "router_jitter_noise": 0.0,
+        "sliding_window": config.sliding_window,
+    }
+
+
+MIXTRAL = Family(
+    name="mixtral",
+    causal="MixtralForCausalLM",
+    classifier="MixtralForSequenceClassification",
+    tensors=lambda config: mixture("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    read=_read_mixtral,
+    write=_write_mixtral,
+)
+"""Mixtral: Mistral with a mixture of experts in every layer, whose weights add up to 1."""
+
+
+def _read_olmo2(given: Fields) -> dict[str, Any]:
+    given.only("attention_bias", False)
+    given.default(rms_norm_eps=1e-5, num_key_value_heads=given.take("num_attention_heads"))
+    return {"norms": "post", "qk_norm": True, "qk_norm_across_heads": True}
+
+
+def _olmo2_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    before = ("layers.attention_norm", "layers.mlp_norm")
+    return {path: stored for path, stored in DECODER.items() if path not in before} | in_layers(
+        attention_output_norm=("post_attention_layernorm.weight", "D", "D"),
+        mlp_output_norm=("post_feedforward_layernorm.weight", "D", "D"),
+        attention__query_norm=("self_attn.q_norm.weight", "NH", "NH"),
+        attention__key_norm=("self_attn.k_norm.weight", "KH", "KH"),
+    )
+
+
+OLMO2 = Family(
+    name="olmo2",
+    causal="Olmo2ForCausalLM",
+    classifier="Olmo2ForSequenceClassification",
+    tensors=_olmo2_tensors,
+    read=_read_olmo2,
+    write=lambda config: {"attention_bias": False},
+)
+"""OLMo 2: norms come after attention and MLP, and one norm goes over all q heads, one over all k heads."""
+
+
+def _read_phi3(given: Fields) -> dict[str, Any]:
+    for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
+        given.only(name, False)
+    for name in ("full_attn_mod", "interpolate_factor"):
+        given.only(name, 1)
+    given.default(
+        rms_norm_eps=1e-5,
+        num_key_value_heads=given.take("num_attention_heads"),
+        original_max_position_embeddings=4096,
+    )
+    return {"sliding_window": given.take("sliding_window")}
+
+
+def _write_phi3(config: ModelConfig) -> dict[str, Any]:
+    original = {}
+    if isinstance(config.rope_scaling, LongRope):
+        original = {"original_max_position_embeddings": config.rope_scaling.original_max_position_embeddings}
+    return {"sliding_window": config.sliding_window, **original}
+
+
+def _phi3_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    qkv, gate_up = LAYER + "self_attn.qkv_proj.weight", LAYER + "mlp.gate_up_proj.weight"
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rows, inner = heads + 2 * kv_heads, config.intermediate_size
+    return DECODER | {
+        "layers.attention.query": StoredTensor(qkv, "DNH", "NH D", 0, rows),
+        "layers.attention.key": StoredTensor(qkv, "DKH", "KH D", heads, rows),
+        "layers.attention.value": StoredTensor(qkv, "DKH", "KH D", heads + kv_heads, rows),
+        "layers.mlp.gate": StoredTensor(gate_up, "DF", "F D", 0, 2 * inner),
+        "layers.mlp.up": StoredTensor(gate_up, "DF", "F D", inner, 2 * inner),
+    }
+
+
+PHI3 = Family(
+    name="phi3",
+    causal="Phi3ForCausalLM",
+    classifier="Phi3ForSequenceClassification",
+    tensors=_phi3_tensors,
+    read=_read_phi3,
+    write=_write_phi3,
+)
+"""Phi-3, 3.5 and 4: q, k and v lie in one tensor, gate and up in another; part of each head is rotated."""

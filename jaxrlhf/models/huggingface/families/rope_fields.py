@@ -1,4 +1,4 @@
-"""How rotary positions stand in config.json: since transformers 5 in `rope_parameters`, before beside each other."""
+"""Fields of rotary positions in config.json: since transformers 5 in `rope_parameters`, before beside each other."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def read_rope(given: Fields) -> dict[str, Any]:
 
 
 def parse_rope(rope: Mapping[str, Any], given: Fields) -> dict[str, Any]:
-    """Likewise, from the dictionary of one kind of layers.
+    """Base, scaling, rotated part and longest sequence of one kind of layers, from its dictionary.
 
     Raises:
       Refusal: The kind is not computed, or has other fields than it should.

@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint have a window, by `layer_types` or by what said so before."""
+"""Layers of a checkpoint that have a window, by `layer_types` or by the fields that said so before."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ _KINDS = {"full_attention": False, "sliding_attention": True}
 
 
 def read_layer_types(given: Fields) -> tuple[bool, ...] | None:
-    """Of each layer whether it has the window; None where the file does not say.
+    """Flags of the layers that have the window; None where the file does not say.
 
     Raises:
       Refusal: A layer is of another kind, or there are more or fewer than the model has.
@@ -25,7 +25,7 @@ def read_layer_types(given: Fields) -> tuple[bool, ...] | None:
 
 
 def write_layer_types(config: ModelConfig) -> list[str]:
-    """The inverse."""
+    """`layer_types` for `config.sliding_layers`."""
     names = {slides: kind for kind, slides in _KINDS.items()}
     return [names[slides] for slides in config.sliding_layers]
 
@@ -46,7 +46,7 @@ def read_optional_window(given: Fields) -> dict[str, Any]:
 
 
 def write_optional_window(config: ModelConfig) -> dict[str, Any]:
-    """The inverse."""
+    """Fields that `read_optional_window` reads."""
     if config.sliding_window is None:
         return {"use_sliding_window": False}
     layers = config.sliding_layers

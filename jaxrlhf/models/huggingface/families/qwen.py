@@ -1,21 +1,47 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts in every layer."""
+"""Qwen2, Qwen3 and Qwen3-MoE; each with a window in later layers if it is switched on."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.models.config import Experts, ModelConfig
-from jaxrlhf.models.huggingface.families.family import QK_NORM, Family, StoredTensor
+from jaxrlhf.models.huggingface.families.family import DECODER, QK_NORM, QKV_BIAS, Family, mixture
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.mixture import mixture
 from jaxrlhf.models.huggingface.families.windows import read_optional_window, write_optional_window
 
 
-def read(given: Fields) -> dict[str, Any]:
-    """What `ModelConfig` is beside the fields that all families share.
+def _read_qwen2(given: Fields) -> dict[str, Any]:
+    given.only("use_mrope", False)
+    return {"qkv_bias": True, **read_optional_window(given)}
 
-    Raises:
-      Refusal: Some layers have no experts.
-    """
+
+QWEN2 = Family(
+    name="qwen2",
+    causal="Qwen2ForCausalLM",
+    classifier="Qwen2ForSequenceClassification",
+    tensors=lambda config: DECODER | QKV_BIAS,
+    read=_read_qwen2,
+    write=write_optional_window,
+)
+"""Qwen2 and Qwen2.5: biases on q, k and v."""
+
+
+def _read_qwen3(given: Fields) -> dict[str, Any]:
+    given.only("attention_bias", False)
+    given.default(head_dim=128)
+    return {"qk_norm": True, **read_optional_window(given)}
+
+
+QWEN3 = Family(
+    name="qwen3",
+    causal="Qwen3ForCausalLM",
+    classifier="Qwen3ForSequenceClassification",
+    tensors=lambda config: DECODER | QK_NORM,
+    read=_read_qwen3,
+    write=lambda config: {"attention_bias": False, **write_optional_window(config)},
+)
+"""Qwen3 (dense): normalised q and k heads, head width free of the hidden size."""
+
+
+def _read_qwen3_moe(given: Fields) -> dict[str, Any]:
     given.only("attention_bias", False)
     given.only("hidden_act", "silu")
     given.only("decoder_sparse_step", 1)
@@ -33,8 +59,7 @@ def read(given: Fields) -> dict[str, Any]:
     return {"qk_norm": True, "experts": experts, **read_optional_window(given)}
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """Fields of config.json beside those that all families share."""
+def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
     experts = config.experts
     assert experts is not None
     return {
@@ -50,16 +75,12 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def tensors(config: ModelConfig) -> Mapping[str, StoredTensor]:
-    """Where each parameter but the head is stored."""
-    return mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | QK_NORM
-
-
 QWEN3_MOE = Family(
     name="qwen3_moe",
     causal="Qwen3MoeForCausalLM",
     classifier="Qwen3MoeForSequenceClassification",
-    tensors=tensors,
-    read=read,
-    write=write,
+    tensors=lambda config: mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | QK_NORM,
+    read=_read_qwen3_moe,
+    write=_write_qwen3_moe,
 )
+"""Qwen3-MoE: Qwen3 with a mixture of experts in every layer."""

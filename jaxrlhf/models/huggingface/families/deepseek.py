@@ -1,0 +1,168 @@
+"""DeepSeek-V2 and V3: multi-head latent attention, and experts after a few first layers without."""
+
+from typing import Any
+
+from jaxrlhf.models.config import Experts, LatentAttention, ModelConfig
+from jaxrlhf.models.huggingface.families.family import DECODER, Family, StoredTensor, in_layers, mixture
+from jaxrlhf.models.huggingface.families.fields import Fields
+
+_NO_TENSORS = ("layers.attention.key", "layers.attention.value")
+
+
+def _read_latent(given: Fields, *, interleaved: bool, dense_layers: int) -> dict[str, Any]:
+    """Fields of `ModelConfig` that both versions set, but the router's.
+
+    Args:
+      dense_layers: Default of `first_k_dense_replace`.
+    """
+    for name, computed in (("attention_bias", False), ("mlp_bias", False), ("moe_layer_freq", 1), ("ep_size", 1)):
+        given.only(name, computed)
+    given.only("hidden_act", "silu")
+    for name in ("seq_aux", "num_nextn_predict_layers", "num_mtp_layers", "qk_head_dim"):
+        given.take(name)  # of training, of speculation, or said by others
+    given.default(num_key_value_heads=given.take("num_attention_heads"))
+    latent = LatentAttention(
+        rank=given.need("kv_lora_rank"),
+        rope_dim=given.need("qk_rope_head_dim"),
+        value_dim=given.need("v_head_dim"),
+        query_rank=given.take("q_lora_rank", 1536),
+        interleaved=interleaved,
+    )
+    return {
+        "latent": latent,
+        "head_dim": given.need("qk_nope_head_dim") + latent.rope_dim,
+        "dense_layers": given.take("first_k_dense_replace", dense_layers),
+    }
+
+
+def _read_experts(given: Fields, **router: Any) -> Experts:
+    inner = given.need("moe_intermediate_size")
+    return Experts(
+        count=given.need("n_routed_experts"),
+        per_token=given.need("num_experts_per_tok"),
+        intermediate_size=inner,
+        shared_intermediate_size=inner * given.need("n_shared_experts"),
+        loss_coefficient=float(given.take("aux_loss_alpha", 0.0)),
+        **router,
+    )
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    """Fields of config.json that both versions have."""
+    latent, experts = config.latent, config.experts
+    assert latent is not None and experts is not None
+    return {
+        "attention_bias": False,
+        "head_dim": latent.rope_dim,
+        "kv_lora_rank": latent.rank,
+        "q_lora_rank": latent.query_rank,
+        "qk_nope_head_dim": config.head_dim - latent.rope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "first_k_dense_replace": config.dense_layers,
+        "n_routed_experts": experts.count,
+        "n_shared_experts": experts.shared_intermediate_size // experts.intermediate_size,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "n_group": experts.groups,
+        "topk_group": experts.groups_per_token,
+        "norm_topk_prob": experts.normalised,
+        "routed_scaling_factor": experts.scaling,
+        "scoring_func": experts.scores,
+        "aux_loss_alpha": experts.loss_coefficient,
+    }
+
+
+def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    latent, experts = config.latent, config.experts
+    assert latent is not None and experts is not None
+    attention = in_layers(
+        attention__latent=("self_attn.kv_a_proj_with_mqa.weight", "DC", "C D"),
+        attention__latent_norm=("self_attn.kv_a_layernorm.weight", "C", "C"),
+        attention__key_value=("self_attn.kv_b_proj.weight", "CNU", "NU C"),
+        attention__output=("self_attn.o_proj.weight", "NUD", "D NU"),
+        attention__query=("self_attn.q_proj.weight", "DNH", "NH D"),
+    )
+    if latent.query_rank is not None:
+        attention |= in_layers(
+            attention__query_down=("self_attn.q_a_proj.weight", "DC", "C D"),
+            attention__query_norm=("self_attn.q_a_layernorm.weight", "C", "C"),
+            attention__query=("self_attn.q_b_proj.weight", "CNH", "NH C"),
+        )
+    shared = in_layers(
+        mlp__shared__gate=("mlp.shared_experts.gate_proj.weight", "DF", "F D"),
+        mlp__shared__up=("mlp.shared_experts.up_proj.weight", "DF", "F D"),
+        mlp__shared__down=("mlp.shared_experts.down_proj.weight", "FD", "D F"),
+    )
+    if experts.bias:
+        shared |= in_layers(mlp__router_bias=("mlp.gate.e_score_correction_bias", "E", "E"))
+    sparse = mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | attention | shared
+    moved = {path: stored._replace(layer=config.dense_layers) for path, stored in sparse.items()}
+    first = {f"dense_{path}": stored for path, stored in (DECODER | attention).items() if path.startswith("layers.")}
+    tensors = moved | first
+    return {path: stored for path, stored in tensors.items() if path.removeprefix("dense_") not in _NO_TENSORS}
+
+
+def _read_v2(given: Fields) -> dict[str, Any]:
+    given.only("scoring_func", "softmax")
+    given.only("topk_method", "greedy", "group_limited_greedy")
+    given.only("norm_topk_prob", False)
+    grouped = given.take("topk_method") == "group_limited_greedy"
+    groups, chosen = given.take("n_group"), given.take("topk_group")
+    experts = _read_experts(
+        given,
+        normalised=False,
+        scaling=float(given.take("routed_scaling_factor", 1.0)),
+        groups=groups if grouped else 1,
+        groups_per_token=chosen if grouped else 1,
+    )
+    return {"experts": experts, **_read_latent(given, interleaved=True, dense_layers=0)}
+
+
+def _write_v2(config: ModelConfig) -> dict[str, Any]:
+    grouped = config.experts is not None and config.experts.groups > 1
+    return _write(config) | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
+
+
+DEEPSEEK_V2 = Family(
+    name="deepseek_v2",
+    causal="DeepseekV2ForCausalLM",
+    classifier="DeepseekV2ForSequenceClassification",
+    tensors=_tensors,
+    read=_read_v2,
+    write=_write_v2,
+)
+"""DeepSeek-V2: the best experts, or the best of the best groups."""
+
+
+def _read_v3(given: Fields) -> dict[str, Any]:
+    given.only("scoring_func", "sigmoid")
+    given.only("topk_method", "noaux_tc")
+    experts = _read_experts(
+        given,
+        scores="sigmoid",
+        normalised=bool(given.take("norm_topk_prob", True)),
+        scaling=float(given.take("routed_scaling_factor", 2.5)),
+        bias=True,
+        groups=given.take("n_group", 8),
+        groups_per_token=given.take("topk_group", 4),
+        group_best=2,
+    )
+    interleaved = bool(given.take("rope_interleave", True))
+    return {"experts": experts, **_read_latent(given, interleaved=interleaved, dense_layers=3)}
+
+
+def _write_v3(config: ModelConfig) -> dict[str, Any]:
+    interleaved = config.latent is not None and config.latent.interleaved
+    return _write(config) | {"topk_method": "noaux_tc", "rope_interleave": interleaved}
+
+
+DEEPSEEK_V3 = Family(
+    name="deepseek_v3",
+    causal="DeepseekV3ForCausalLM",
+    classifier="DeepseekV3ForSequenceClassification",
+    tensors=_tensors,
+    read=_read_v3,
+    write=_write_v3,
+)
+"""DeepSeek-V3: experts by sigmoid scores and a bias, of the groups whose best pairs are best."""

@@ -1,0 +1,120 @@
+"""Gemma 2 and 3: norms before and after, scaled embeddings, layers with a window between others."""
+
+from typing import Any
+
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.huggingface.families.family import DECODER, QK_NORM, Family, in_layers
+from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.rope_fields import parse_rope, rope_dictionary
+from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
+
+_FULL_THETA, _SLIDING_THETA = 1_000_000.0, 10_000.0
+
+_TENSORS = DECODER | in_layers(
+    attention_output_norm=("post_attention_layernorm.weight", "D", "D"),
+    mlp_norm=("pre_feedforward_layernorm.weight", "D", "D"),
+    mlp_output_norm=("post_feedforward_layernorm.weight", "D", "D"),
+)
+
+
+def _read_gemma(given: Fields) -> dict[str, Any]:
+    """Fields of both versions."""
+    given.only("attention_bias", False)
+    given.only("use_bidirectional_attention", False)
+    # The first versions of Gemma's files had a wrong one, which is not read since.
+    given.take("hidden_act")
+    given.only("hidden_activation", "gelu_pytorch_tanh")
+    given.default(head_dim=256)
+    return {
+        "activation": "gelu_tanh",
+        "norms": "sandwich",
+        "unit_offset": True,
+        "scale_embeddings": True,
+        "tie_embeddings": given.take("tie_word_embeddings", True),
+        "query_pre_attn_scalar": given.take("query_pre_attn_scalar", 256),
+    }
+
+
+def _read_gemma2(given: Fields) -> dict[str, Any]:
+    layers = read_layer_types(given) or tuple(index % 2 == 0 for index in range(given.need("num_hidden_layers")))
+    return _read_gemma(given) | {
+        "attn_logit_softcapping": given.take("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": given.take("final_logit_softcapping", 30.0),
+        "sliding_window": given.take("sliding_window", 4096),
+        "sliding_layers": layers,
+    }
+
+
+def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "query_pre_attn_scalar": config.query_pre_attn_scalar,
+        "attn_logit_softcapping": config.attn_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "sliding_window": config.sliding_window,
+        "layer_types": write_layer_types(config),
+    }
+
+
+GEMMA2 = Family(
+    name="gemma2",
+    causal="Gemma2ForCausalLM",
+    classifier="Gemma2ForSequenceClassification",
+    tensors=lambda config: _TENSORS,
+    read=_read_gemma2,
+    write=_write_gemma2,
+)
+"""Gemma 2: soft caps, and a window in every second layer."""
+
+
+def _read_gemma3(given: Fields) -> dict[str, Any]:
+    # Read by transformers, and computed by nobody.
+    given.only("attn_logit_softcapping")
+    pattern = given.take("sliding_window_pattern") or given.take("_sliding_window_pattern") or 6
+    given.take("_sliding_window_pattern")
+    count = given.need("num_hidden_layers")
+    return _read_gemma(given) | {
+        "qk_norm": True,
+        "final_logit_softcapping": given.take("final_logit_softcapping"),
+        "sliding_window": given.take("sliding_window", 4096),
+        "sliding_layers": read_layer_types(given) or tuple(index % pattern != pattern - 1 for index in range(count)),
+        **_read_ropes(given),
+    }
+
+
+def _read_ropes(given: Fields) -> dict[str, Any]:
+    """Rotary positions of the two kinds of layers; in `rope_parameters` since transformers 5."""
+    ropes = given.take("rope_parameters") or {}
+    full = {"rope_theta": given.take("rope_theta", _FULL_THETA), **(given.take("rope_scaling") or {})}
+    full |= ropes.get("full_attention") or {}
+    sliding = {"rope_theta": given.take("rope_local_base_freq", _SLIDING_THETA)}
+    sliding |= ropes.get("sliding_attention") or {}
+    if unread := ropes.keys() - {"full_attention", "sliding_attention"}:
+        raise given.error(f"rope_parameters of {sorted(unread)}", "layers are full_attention or sliding_attention")
+    near = parse_rope(sliding, given)
+    if near["rope_scaling"] is not None:
+        raise given.error("scaled rope_parameters of sliding_attention", "only those of full_attention are computed")
+    return parse_rope(full, given) | {"sliding_rope_theta": near["rope_theta"]}
+
+
+def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
+    near = config.rope_theta if config.sliding_rope_theta is None else config.sliding_rope_theta
+    return _write_gemma2(config) | {
+        "rope_parameters": {
+            "full_attention": rope_dictionary(config.rope_theta, config.rope_scaling),
+            "sliding_attention": rope_dictionary(near, None),
+        },
+        "rope_local_base_freq": near,
+    }
+
+
+GEMMA3 = Family(
+    name="gemma3_text",
+    causal="Gemma3ForCausalLM",
+    classifier="Gemma3TextForSequenceClassification",
+    tensors=lambda config: _TENSORS | QK_NORM,
+    read=_read_gemma3,
+    write=_write_gemma3,
+)
+"""Gemma 3 (text): normalised heads, five layers with a window and a rotary base of its own to one without."""
