@@ -117,3 +117,12 @@ def test_the_page_of_algorithms_has_each_with_its_functions():
             assert function.removeprefix("jaxrlhf.") in rows[name], name
         for used in re.findall(r"`algos\.(\w+)`", rows[name]):
             assert hasattr(algos, used), used
+
+
+def test_dataflows_are_read_without_workers():
+    files = [path.stem for path in Path(jaxrlhf.__file__).parent.glob("dataflows/*.py") if path.stem != "__init__"]
+    code = f"import sys, {', '.join(f'jaxrlhf.dataflows.{name}' for name in files)}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("jaxrlhf.")}
+    assert {"ppo", "grpo", "dapo", "dpo"} <= set(files)
+    assert not rooms & {"workers", "engine", "models", "single_controller", "trainer", "checkpoint", "planner"}

@@ -12,8 +12,7 @@ from jaxrlhf.batch import Array, Scores
 from jaxrlhf.config import DAPO
 from jaxrlhf.dataflows.dynamic_sampling import PromptGroups, dynamic_sampling
 from jaxrlhf.dataflows.grpo import Returns, learn
-from jaxrlhf.dataflows.step import StepInput, StepResult
-from jaxrlhf.single_controller.pools import Roles
+from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
 
 
 def step(roles: Roles, work: StepInput[DAPO]) -> StepResult:

@@ -15,8 +15,7 @@ from jaxrlhf.dataflows.preference_pairs import (
     pair_sequences,
     pair_sums,
 )
-from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult, call, merged
-from jaxrlhf.single_controller.pools import Roles
+from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, merged
 
 
 def step(roles: Roles, work: StepInput[DPO | IPO]) -> StepResult:

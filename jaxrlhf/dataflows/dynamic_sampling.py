@@ -11,8 +11,7 @@ import numpy as np
 
 from jaxrlhf.batch import Array, Problem, Rollout, Scores
 from jaxrlhf.config import PolicyGradient, Refusal
-from jaxrlhf.dataflows.step import Metrics, StepInput
-from jaxrlhf.single_controller.pools import Roles
+from jaxrlhf.dataflows.step import Metrics, Roles, StepInput
 
 Informative = Callable[[Scores, Array], Array]
 """`informative_B`, given the scores of some groups and the prompt ids of their responses."""
@@ -56,7 +55,7 @@ class PromptGroups:
         return PromptGroups([self.problems[index] for index in groups], rollout, scores, self.informative_P[groups])
 
     def batch(self, prompts: int) -> "PromptGroups":
-        """As many groups as a step takes, informative ones first.
+        """The groups of a step, informative ones first.
 
         The others only fill the batch, which has one size, and are not to be trained on.
         """

@@ -8,8 +8,7 @@ import numpy as np
 from jaxrlhf.algos import adaptive_kl_coefficient, kl_estimate, token_rewards
 from jaxrlhf.batch import Array, Rollout, Scores, Sequences
 from jaxrlhf.config import KLInReward, PolicyGradient
-from jaxrlhf.dataflows.step import Metrics, State, StepInput
-from jaxrlhf.single_controller.pools import Roles
+from jaxrlhf.dataflows.step import Metrics, Roles, State, StepInput
 
 
 def old_log_prob(roles: Roles, work: StepInput[PolicyGradient], rollout: Any) -> Any:

@@ -13,8 +13,7 @@ from jaxrlhf.config import PPO
 from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
 from jaxrlhf.dataflows.metrics import rollout_metrics
 from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
-from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult, call, value_of
-from jaxrlhf.single_controller.pools import Roles
+from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, value_of
 
 
 def step(roles: Roles, work: StepInput[PPO]) -> StepResult:

@@ -16,8 +16,7 @@ from jaxrlhf.dataflows.dynamic_sampling import PromptGroups, dynamic_sampling
 from jaxrlhf.dataflows.estimate import old_log_prob, ref_log_prob, scorable
 from jaxrlhf.dataflows.grpo import Returns
 from jaxrlhf.dataflows.minibatches import Minibatches, minibatches
-from jaxrlhf.dataflows.step import StepInput, StepResult, call, value_of
-from jaxrlhf.single_controller.pools import Roles
+from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 
 @dataclass(frozen=True)

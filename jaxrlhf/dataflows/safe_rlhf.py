@@ -16,9 +16,8 @@ from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, r
 from jaxrlhf.dataflows.metrics import rollout_metrics
 from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
 from jaxrlhf.dataflows.sft import with_examples
-from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult, call, value_of
+from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, value_of
 from jaxrlhf.rewards.parts import part_names
-from jaxrlhf.single_controller.pools import Roles
 
 
 @dataclass(frozen=True)

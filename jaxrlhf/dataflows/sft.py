@@ -9,8 +9,7 @@ import numpy as np
 from jaxrlhf.algos import nll_objective, token_weights
 from jaxrlhf.batch import Array, Experience, Problem, Sequences
 from jaxrlhf.config import SFT
-from jaxrlhf.dataflows.step import StepInput, StepResult, merged
-from jaxrlhf.single_controller.pools import Roles
+from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, merged
 
 
 def step(roles: Roles, work: StepInput[SFT]) -> StepResult:

@@ -1,14 +1,19 @@
-"""The input and the result of an algorithm's step."""
+"""The roles, the input and the result of an algorithm's step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import numpy as np
 
 from jaxrlhf.batch import Array, Problem, Rollout, Scores
 from jaxrlhf.config import Algorithm, Config
+
+if TYPE_CHECKING:
+    from jaxrlhf.single_controller.pools import Roles as Roles
+else:  # an algorithm is read, tested and planned without the workers
+    Roles = Any
 
 Metrics = dict[str, float]
 State = dict[str, float]

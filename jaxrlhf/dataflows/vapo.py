@@ -14,8 +14,7 @@ from jaxrlhf.dataflows import ppo
 from jaxrlhf.dataflows.estimate import next_state, rewards_per_token, scorable
 from jaxrlhf.dataflows.metrics import rollout_metrics
 from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
-from jaxrlhf.dataflows.step import StepInput, StepResult
-from jaxrlhf.single_controller.pools import Roles
+from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
 
 
 def step(roles: Roles, work: StepInput[VAPO]) -> StepResult:

@@ -11,7 +11,7 @@ from jaxrlhf.rewards.parts import part_names
 from jaxrlhf.single_controller.pools import Roles
 
 _SEED = 20_000_003
-"""Evaluation samples do not depend on the step, so that steps can be compared."""
+"""Seed of evaluation samples, the same at every step so that steps can be compared."""
 
 
 def evaluate(
@@ -50,7 +50,7 @@ def evaluate(
 
 
 def _mean_pass_at_k(score_PG: np.ndarray, k: int) -> float:
-    """Over the problems with at least k scorable answers; an unscorable one is not a wrong one."""
+    """Mean of pass@k over the problems with at least k scorable answers; an unscorable one is not a wrong one."""
     counts = [(int(np.isfinite(row).sum()), int((row[np.isfinite(row)] >= 1.0).sum())) for row in score_PG]
     chances = [pass_at_k(scorable, correct, k) for scorable, correct in counts if scorable >= k]
     return float(np.mean(chances)) if chances else float("nan")

@@ -33,7 +33,7 @@ def writing(place: Path) -> Iterator[None]:
     """Raise `DiskFull` for whatever the block raises because a disk is full, from libraries too.
 
     Args:
-      place: What the block writes, which errors of writes do not name.
+      place: File or folder that the block writes; errors of writes do not name it.
     """
     try:
         yield

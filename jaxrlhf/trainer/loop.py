@@ -150,7 +150,7 @@ class Loop:
         return result.state, metrics
 
     def _checked(self, result: object) -> StepResult:
-        """What a dataflow returned, if it is a `StepResult`."""
+        """Refuse what a dataflow returned unless it is a `StepResult`."""
         if not isinstance(result, StepResult):
             raise Refusal(
                 f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "

@@ -1,4 +1,4 @@
-"""Runs that trained adapters: what those belong to, and both merged into whole weights."""
+"""Export of runs that trained LoRA adapters: the weights they belong to, and both merged."""
 
 import json
 from collections.abc import Iterator
@@ -25,15 +25,17 @@ from jaxrlhf.models.parameters import init_params, param_shapes, path_name
 from jaxrlhf.trainer.workdir import CHECKPOINTS
 
 SUFFIX = "_adapters"
-"""Of the item of a checkpoint that holds a role's adapters in place of its weights."""
+"""End of the name of a checkpoint item that holds a role's adapters in place of its weights."""
 
 
 @dataclass(frozen=True)
 class AdaptedRun:
-    """What the adapters of a run belong to, as its config.json has it.
+    """The adapters of a run and the weights they belong to, by its config.json.
 
     Attributes:
-      model: What the weights beside the adapters started from.
+      lora: Settings of the adapters.
+      model: Start of the weights beside the adapters.
+      seed: Seed of the run, which made those of a model from scratch.
       cold_start: Folder of the run's cold start, which trained those weights; None if there was none.
     """
 
@@ -83,7 +85,7 @@ class AdaptedRun:
         yield from ((path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(params))
 
     def merged(self, adapters: Params, config: ModelConfig, head: Head) -> Iterator[tuple[str, jax.Array]]:
-        """Each weight, as the adapters were trained beside it, with its adapter's change added, with its path."""
+        """Each weight with its adapter's change added, and its path."""
         trained = jax.tree.leaves_with_path(adapters, is_leaf=lambda node: isinstance(node, Adapter))
         changes = {path_name(path): node for path, node in trained}
         for path, weight in self.weights(config, head):
@@ -114,7 +116,7 @@ class AdaptedRun:
         """Write the adapters alone, with the tokenizer.
 
         Raises:
-          Refusal: As `checkpoint_of`.
+          Refusal: The weights beside the adapters are in no checkpoint but the run's.
         """
         source = checkpoint_of(self.model, cold_start=self.cold_start is not None)
         save_adapters(adapters, config, head, self.lora, directory, model=source.path, dtype=jnp.dtype(dtype))
@@ -130,7 +132,7 @@ class AdaptedRun:
 
 
 def checkpoint_of(model: Model, *, cold_start: bool) -> Pretrained:
-    """The checkpoint that adapters belong to which are written alone.
+    """The checkpoint that adapters belong to if they are written alone.
 
     Raises:
       Refusal: The weights beside them are in no checkpoint but the run's.
@@ -145,12 +147,12 @@ def checkpoint_of(model: Model, *, cold_start: bool) -> Pretrained:
 
 @partial(jax.jit, static_argnums=1)
 def _rounded(weight: jax.Array, kind: Quantization) -> jax.Array:
-    """The floats that a quantised weight stands for, made a layer at a time, because XLA takes much room for it."""
+    """A weight rounded as its quantised form, a layer at a time because XLA takes much memory for it."""
     return jax.lax.map(lambda layer: quantize(layer, kind).astype(layer.dtype), weight)
 
 
 def placed(shapes: Any) -> Any:
-    """The shapes with a sharding: on this host."""
+    """The shapes with a sharding on this host's memory."""
     whole = _on_host()
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)
 

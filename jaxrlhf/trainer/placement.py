@@ -1,4 +1,4 @@
-"""What `placement='auto'` comes to at start-up: the plan of the run, or a new one for the devices that are there."""
+"""Placement at start-up under `placement='auto'`: the plan of the run, or a new one for the devices here."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +22,9 @@ class Placed:
     """A configuration with its placement filled in.
 
     Attributes:
-      config: As the run is launched.
-      title: Of the plan's picture.
-      found: The plan was searched for now, and is not the workdir's own.
+      config: Configuration to launch.
+      title: Title of the plan's picture.
+      found: True if the plan was searched for now, and is not the workdir's own.
     """
 
     config: Config

@@ -1,4 +1,4 @@
-"""Trained policies outside their run: export to Hugging Face, evaluation from any checkpoint."""
+"""Trained policies outside their run: export to Hugging Face, evaluation of any checkpoint."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -46,9 +46,9 @@ def export_policy(
 
     Args:
       run: Workdir of the run.
-      step: Which checkpoint; None is the newest.
+      step: Step of the checkpoint; None is the newest.
       merge: Write whole weights, with the adapters that the run trained added to them.
-      progress: Told how many bytes are written, and of how many.
+      progress: Called with the bytes written so far, and all.
 
     Returns:
       The step that was exported.
@@ -65,7 +65,7 @@ def export_policy(
     config = read_config(model)
     with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
         step = _chosen(checkpoints, step)
-        # What trains no policy trains a reward model, which is a critic without an actor.
+        # A run without a policy trains a reward model: a critic without an actor.
         trained = [item for item in ("actor", f"actor{SUFFIX}") if checkpoints.folder(step, item).is_dir()]
         role: Literal["actor", "critic"] = "actor" if trained else "critic"
         if checkpoints.folder(step, role + SUFFIX).is_dir():
@@ -103,7 +103,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
       policy: A run's workdir or a Hugging Face checkpoint; None is the configuration's workdir.
       samples: Answers per problem; above 1 they are sampled as in the configuration's rollout.
       show: Answers to print.
-      step: Which checkpoint of a run; None is the newest.
+      step: Step of a run's checkpoint; None is the newest.
     """
     if "actor" not in config.algorithm.roles:
         raise Refusal(
@@ -140,9 +140,9 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
             raise Refusal(f"{place} trained no policy, and evaluation answers problems with one; name another run")
         else:
             adapters = None
-    stage = Phase(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start, adapters=adapters)
+    phase = Phase(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start, adapters=adapters)
     with console, closing(launch(config, tokenizer, progress=console.progress, workdir=None)) as pools:
-        with closing(pools.roles(stage)) as roles:
+        with closing(pools.roles(phase)) as roles:
             sampling = config.rollout.sampling if samples > 1 else Sampling(greedy=True)
             metrics, rollout, scores = evaluate(roles, config, held_out, sampling=sampling, samples=samples)
         answers = to_samples(0, held_out, response_texts(rollout, decoder(tokenizer)), rollout, scores)

@@ -1,4 +1,4 @@
-"""What a run may not change when it is resumed, though its checkpoints would fit."""
+"""Checks of a resumed run: settings that may not change, though its checkpoints would fit."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,8 @@ Settings = dict[str, Any]
 
 DESCRIBED = "config.json"
 STARTED_FROM = "weights.json"
-_OF_A_START = ("name", "workdir", "resume")
-"""Settings that say nothing of what is trained."""
+_FREE = ("name", "workdir", "resume")
+"""Settings that change nothing in training."""
 
 
 def describe_start(workdir: Path, run: Config) -> None:
@@ -31,7 +31,7 @@ def changed_settings(workdir: Path, run: Config) -> list[str]:
     if not (workdir / DESCRIBED).exists():
         return []
     before, now = _flat(_read(workdir / DESCRIBED)), _flat(to_json(run))
-    changed = [name for name in now if name in before and before[name] != now[name] and name not in _OF_A_START]
+    changed = [name for name in now if name in before and before[name] != now[name] and name not in _FREE]
     return [f"{name} {before[name]} -> {now[name]}" for name in changed]
 
 
@@ -42,7 +42,7 @@ def check_same_start(workdir: Path, config: Config) -> None:
     or what those weights are rounded to, is in the settings and not in the arrays. A checkpoint may have moved.
 
     Args:
-      workdir: Of the run, whose checkpoints go with its config.json.
+      workdir: Folder of the run, whose checkpoints go with its config.json.
 
     Raises:
       Refusal: `model`, `cold_start` or a role's `lora` is not what it was, or config.json is damaged, or gone though
@@ -106,13 +106,13 @@ def _check_same(workdir: Path, name: str, before: Settings, now: Settings) -> No
 
 
 def _model(described: Settings) -> Settings:
-    """Without the function that builds a module of one's own, whose name may hold an address."""
+    """Settings of the model but for the function that builds a user's module, whose name may hold an address."""
     default = to_json(FromScratch()) if described["class"] == "FromScratch" else {}
     return {name: value for name, value in (default | described).items() if name != "build"}
 
 
 def _lora(described: Settings | None) -> Settings:
-    """What an earlier version did not write is at its default."""
+    """Settings of adapters, at their defaults where an earlier version wrote none."""
     if described is None:
         return {}
     return {name: value for name, value in (to_json(Lora()) | described).items() if name != "class"}

@@ -1,4 +1,4 @@
-"""How a run ends: asked to by SIGTERM, Ctrl-C or the stop button of a notebook, or by an error."""
+"""Signals that end a run: SIGTERM, Ctrl-C and the stop button of a notebook."""
 
 import _thread
 import signal
@@ -9,16 +9,16 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 AGAIN_S = 0.1
-"""Until an interrupt that went nowhere comes again."""
+"""Seconds until an interrupt that Python dropped comes again."""
 
 
 class Stop:
-    """Whether a run shall save and end after the step in progress.
+    """A request that the run save and end after the step in progress.
 
     Attributes:
-      step: Number of that step, or of the one that is prepared.
-      asked: The run shall end.
-      interrupted: By a person, who also wants what comes after the run to be left.
+      step: Number of the step in progress, or of the one that is prepared.
+      asked: True if the run shall end.
+      interrupted: True if a person asked, who also wants what comes after the run to be left.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Stop:
         self.asked = True
 
     def interrupt(self, *_: Any) -> None:
-        """As `ask`, and say so."""
+        """End after the step in progress, and print that."""
         self.asked = self.interrupted = True
         print(f"finishing step {self.step}, then saving; press Ctrl-C again to stop at once", flush=True)
 

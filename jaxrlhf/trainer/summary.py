@@ -19,10 +19,10 @@ def settings_rows(
     evaluation: Loaded,
     examples: Loaded | None = None,
 ) -> list[SummaryRow]:
-    """What the configuration comes down to on its devices.
+    """Derived settings of a configuration on its devices.
 
     Args:
-      examples: Of the algorithm's own data, if it has some.
+      examples: The algorithm's own data, if it has some.
 
     Raises:
       Refusal: A layout or a token budget that the devices cannot hold.
