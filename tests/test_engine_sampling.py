@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrlhf.config import Sampling
-from jaxrlhf.engine.sampling import _draw, sample, settings_of, uniforms
+from jaxrlhf.engine.sampling import sample, settings_of, uniforms
 
 SAMPLE = jax.jit(sample, static_argnames="stop_tokens")
 UNIFORMS = jax.jit(uniforms)
@@ -168,9 +168,14 @@ def test_uniforms_are_uniform_and_independent():
 @pytest.mark.parametrize("devices", [2, 8])
 def test_devices_that_split_a_vocabulary_exchange_sums_and_a_chunk_of_it(vocab: int, devices: int) -> None:
     mesh = Mesh(np.array(jax.devices()[:devices]), ("tensor",))
-    weights = jax.ShapeDtypeStruct((8, vocab), jnp.float32, sharding=NamedSharding(mesh, P(None, "tensor")))
-    uniforms = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=NamedSharding(mesh, P()))
-    program = jax.jit(_draw).lower(weights, uniforms).compile().as_text()
+
+    def abstract(shape, dtype, *split):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*split)))
+
+    logits, uniforms = abstract((8, vocab), jnp.float32, None, "tensor"), abstract((8, 2), jnp.float32)
+    settings = jax.tree.map(lambda x: abstract(x.shape, x.dtype), settings_of(Sampling(top_k=5, top_p=0.9), slots=8))
+    lowered = SAMPLE.lower(logits, uniforms, abstract((8,), jnp.int32), settings, stop_tokens=(1,))
+    program = lowered.compile().as_text()
     moved = re.findall(r"= \(?\w+\[([\d,]*)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute)", program)
     entries = [math.prod(int(size) for size in shape.split(",") if size) for shape in moved]
-    assert entries and max(entries) < 8 * vocab / 16  # sums of chunks, or one chunk, of each slot
+    assert entries and max(entries) < 8 * vocab / 16  # sums, or one chunk, of each slot; never its logits

@@ -24,6 +24,9 @@ from jaxtyping import Bool, Float, Int, UInt32
 from jaxrlhf import config
 from jaxrlhf.batch import Array
 
+_DIGIT = 4
+"""Bits of a threshold that one round of the search finds."""
+
 
 class Settings(NamedTuple):
     """How each slot draws; see `config.Sampling`.
@@ -143,20 +146,47 @@ def _restricted_weights(
 def _threshold(scaled_BV: Float[Array, "B V"], settings: Settings) -> Float[Array, "B 1"]:
     """Smallest logit kept: the top k, then of those the fewest that hold a mass of top_p.
 
-    Tokens that tie with the last one kept are kept too.
+    Tokens that tie with the last one kept are kept too. A search over thresholds by sums, where sorting would have
+    devices that split the vocabulary gather the logits of all.
 
     Source: Holtzman et al. 2020 (arXiv:1904.09751), section 3.1, for top_p.
     """
     vocab = scaled_BV.shape[-1]
-    sorted_BV = jnp.sort(scaled_BV, axis=-1, descending=True)
-    rank_1V = jnp.arange(vocab)[None, :]
-    kept_by_k_B1 = jnp.where(settings.top_k_B > 0, settings.top_k_B, vocab)[:, None]
-    probability_BV = jax.nn.softmax(jnp.where(rank_1V < kept_by_k_B1, sorted_BV, -jnp.inf), axis=-1)
-    mass_before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
-    # Rounding may leave the sum below 1, so 1 is not compared but keeps all.
-    in_nucleus_BV = (mass_before_BV < settings.top_p_B[:, None]) | (settings.top_p_B == 1)[:, None]
-    kept_BV = (rank_1V < kept_by_k_B1) & (in_nucleus_BV | (rank_1V == 0))
-    return jnp.where(kept_BV, sorted_BV, jnp.inf).min(axis=-1, keepdims=True)
+    order_BV = _ordered_bits(scaled_BV)
+    wanted_B = jnp.where(settings.top_k_B > 0, settings.top_k_B, vocab).astype(jnp.float32)
+    last_B = _last_that_reaches(order_BV, jnp.ones_like(scaled_BV), wanted_B)
+    weight_BV = jnp.exp(scaled_BV - scaled_BV.max(axis=-1, keepdims=True))
+    weight_BV = jnp.where(order_BV >= last_B[:, None], weight_BV, 0.0)
+    nucleus_B = _last_that_reaches(order_BV, weight_BV, settings.top_p_B * weight_BV.sum(axis=-1))
+    # Rounding may leave a sum below all of the mass, so 1 is not compared but keeps all.
+    last_B = jnp.where(settings.top_p_B == 1, last_B, jnp.maximum(last_B, nucleus_B))
+    return jnp.where(order_BV >= last_B[:, None], scaled_BV, jnp.inf).min(axis=-1, keepdims=True)
+
+
+def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
+    """Bits of float32 numbers in such an order that unsigned integers compare as the numbers do."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _last_that_reaches(
+    order_BV: UInt32[Array, "B V"], weight_BV: Float[Array, "B V"], target_B: Float[Array, "B"]
+) -> UInt32[Array, "B"]:
+    """Largest threshold at and above which entries weigh as much as the target; 0 if all of them do not.
+
+    It is found four bits at a time: eight sums for each of fifteen thresholds.
+    """
+    digit_S = jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32)
+
+    def narrow(round_: Int[Array, ""], found_B: UInt32[Array, "B"]) -> UInt32[Array, "B"]:
+        shift = (32 - _DIGIT * (round_ + 1)).astype(jnp.uint32)
+        threshold_BS = found_B[:, None] | (digit_S << shift)[None, :]
+        above_BSV = order_BV[:, None, :] >= threshold_BS[:, :, None]
+        mass_BS = jnp.where(above_BSV, weight_BV[:, None, :], 0.0).sum(axis=-1)
+        reached_B = (mass_BS >= target_B[:, None]).sum(axis=-1, dtype=jnp.uint32)
+        return found_B | (reached_B << shift)
+
+    return lax.fori_loop(0, 32 // _DIGIT, narrow, jnp.zeros_like(target_B, jnp.uint32))
 
 
 def _invert(weight_BN: Float[Array, "B N"], uniform_B: Float[Array, "B"]) -> Int[Array, "B"]:

@@ -90,7 +90,9 @@ def _view(path: Any, leaf: jax.Array, island: Mesh) -> jax.Array:
             f"{jax.tree_util.keystr(path)} in layout {leaf.sharding.spec} is not whole on an island of {island.size} "
             f"devices; hand over weights in the generation layout, to an island of their own mesh and process"
         )
-    # jax.device_put would share buffers too, but refuses arrays that span processes.
+    if leaf.is_fully_addressable:
+        return jax.device_put(leaf, sharding)  # index maps are equal, so it takes the buffers as they are
+    # It refuses arrays that span processes; theirs are put together from this process's shards.
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [shards[device].data for device in wanted])
 
 
