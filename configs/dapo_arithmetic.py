@@ -1,10 +1,9 @@
-"""DAPO on generated arithmetic word problems, from a model that knows nothing: minutes on a laptop CPU.
+"""DAPO on generated arithmetic word problems, from random weights: minutes on a laptop CPU.
 
     python -m jaxrlhf.train --config dapo_arithmetic.py
 
-As `grpo_arithmetic.py`, but a step goes on drawing problems until it has 16 on which the answers
-disagree, answers near the length limit are punished, and nothing holds the policy to a reference.
-Nothing is downloaded.
+The run of `grpo_arithmetic.py` with dynamic sampling, up to 16 problems a step whose answers score differently, with
+overlong punishment, and without a KL to the reference. Nothing is downloaded.
 
 Source: Yu et al. 2025 (DAPO, arXiv:2503.14476).
 """

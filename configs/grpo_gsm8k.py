@@ -2,11 +2,10 @@
 
     python -m jaxrlhf.train --config grpo_gsm8k.py
 
-256 problems a step with 5 responses each, four updates of 64 problems, a KL penalty of 0.001
-in the loss, 15 epochs of the 7473 training problems.
+256 problems a step with 5 responses each, four updates of 64 problems, a KL penalty of 0.001 in the loss, 15 epochs of
+the 7473 training problems. No result yet: it wants an accelerator.
 
-Source: Shao et al. 2024 (arXiv:2402.03300); the problems are Cobbe et al. 2021
-(arXiv:2110.14168).
+Source: Shao et al. 2024 (arXiv:2402.03300); the problems are Cobbe et al. 2021 (arXiv:2110.14168).
 """
 
 from jaxrlhf.config import (

@@ -2,12 +2,11 @@
 
     python -m jaxrlhf.train --config ppo_gsm8k.py
 
-256 problems a step, four updates of 64 responses each, a KL penalty of 0.001 in the reward,
-15 epochs of the 7473 training problems.
+256 problems a step, four updates of 64 responses each, a KL penalty of 0.001 in the reward, 15 epochs of the 7473
+training problems. No result yet: it wants an accelerator.
 
-Source: Schulman et al. 2017 (arXiv:1707.06347); the problems are Cobbe et al. 2021
-(arXiv:2110.14168); hyper-parameters as in the quickstart of verl, HybridFlow's own
-implementation (Sheng et al. 2025, arXiv:2409.19256).
+Source: Schulman et al. 2017 (arXiv:1707.06347); the problems are Cobbe et al. 2021 (arXiv:2110.14168);
+hyper-parameters as in the quickstart of verl, HybridFlow's own implementation (Sheng et al. 2025, arXiv:2409.19256).
 """
 
 from jaxrlhf.config import (

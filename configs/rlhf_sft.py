@@ -2,8 +2,8 @@
 
     python -m jaxrlhf.train --config rlhf_sft.py --export models/rlhf_sft
 
-More than half of the demonstrations stop one step early, and the policy learns to do so too.
-`rlhf_reward_model.py` is next, then `rlhf_ppo.py`. Nothing is downloaded.
+More than half of the demonstrations stop one step early, and the policy imitates them. `rlhf_reward_model.py` is next,
+then `rlhf_ppo.py`. Nothing is downloaded.
 
 Source: Ouyang et al. 2022 (arXiv:2203.02155), step 1.
 """

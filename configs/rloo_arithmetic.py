@@ -1,9 +1,8 @@
-"""RLOO on generated arithmetic word problems, from a model that knows nothing: minutes on a laptop CPU.
+"""RLOO on generated arithmetic word problems, from random weights: minutes on a laptop CPU.
 
     python -m jaxrlhf.train --config rloo_arithmetic.py
 
-As `grpo_arithmetic.py`, but a response is compared with the mean of the others to its problem, and
-the divergence from the reference policy is charged in the reward. Nothing is downloaded.
+The run of `grpo_arithmetic.py` with a leave-one-out baseline and the KL in the reward. Nothing is downloaded.
 
 Source: Ahmadian et al. 2024 (arXiv:2402.14740).
 """

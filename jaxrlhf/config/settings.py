@@ -38,17 +38,18 @@ class Settings:
     """Base class of settings: a frozen dataclass that refuses numbers outside the bounds of its fields."""
 
     def __post_init__(self) -> None:
-        for name, bounds, optional in _bounds(type(self)):
+        owner: Any = type(self)
+        for name, bounds, optional in _bounds(owner):
             value = getattr(self, name)
             for bound in () if optional and value is None else bounds:
                 require(
                     isinstance(value, int | float) and bound.holds(value),
-                    f"{type(self).__name__}.{name} must be {bound.words}{' or None' * optional}, got {value!r}",
+                    f"{owner.__name__}.{name} must be {bound.words}{' or None' * optional}, got {value!r}",
                 )
 
 
 @cache
-def _bounds(owner: Any) -> list[tuple[str, tuple[Bound, ...], bool]]:
+def _bounds(owner: type) -> list[tuple[str, tuple[Bound, ...], bool]]:
     """The fields of a dataclass that have bounds, and True for those that may be None."""
     hints, found = get_type_hints(owner, include_extras=True), []
     for field in fields(owner):

@@ -154,8 +154,8 @@ class PairFile(Settings):
       margin_key: Field with the least difference of the scores, a number; None if there is none.
       safe_keys: Fields that say whether the chosen and the rejected answer are harmless; None if there are none.
       malformed_fraction: Largest share of pairs that cannot be read; up to it they are left out and reported.
-      control_tokens: How a control token such as `<|im_end|>` is read that a text of the file spells out: "parse"
-        makes the token of it, as the tokenizer does by itself; "text" keeps its letters, so that no text ends a turn.
+      control_tokens: Reading of a control token such as `<|im_end|>` that a text of the file spells out: "parse" makes
+        the token of it, as the tokenizer does by itself; "text" keeps its letters, so that no text ends a turn.
     """
 
     train: str
