@@ -1,7 +1,7 @@
-"""A model that is not our decoder: what it brings to be trained, generated with and checkpointed.
+"""The protocol of a model that is not the decoder here, to be trained, generated with and checkpointed.
 
-Wherever the decoder has a `ModelConfig`, such a model has an `CausalLM`, whose methods take the place of
-the decoder's functions of the same names.
+Such a model has a `CausalLM` where the decoder has a `ModelConfig`; its methods take the place of the
+decoder's functions of the same names.
 """
 
 import functools
@@ -18,18 +18,18 @@ class CausalLM(ABC):
     """A causal language model with functions of its own; frozen and hashable, as programs are compiled for it.
 
     Parameters are nested dictionaries of arrays; with a value or score head they have a vector `head`
-    beside whatever else there is. Keyword arguments are those of the decoder's functions: an own
-    model takes what it has a use for, and refuses what it cannot do.
+    as well. Keyword arguments are those of the decoder's functions: a model takes those that it has a
+    use for, and refuses what it cannot do.
 
     Attributes:
-      name: In words.
+      name: Words for messages and tables.
       vocab_size: V, rows of the table.
       hidden_size: D, width of the hidden states.
-      max_positions: Longest sequence that it computes.
-      num_layers: Of its cache.
-      num_kv_heads: Of its cache.
-      experts: None that anybody could count.
-      final_logit_softcapping: Logits l become c tanh(l / c); None leaves them.
+      max_positions: Longest sequence that it computes, in tokens.
+      num_layers: Number of layers of its cache.
+      num_kv_heads: Number of heads of its cache.
+      experts: Always None: no mixture of experts.
+      final_logit_softcapping: Cap c, by which logits l become c tanh(l / c); None leaves them.
     """
 
     name: str
@@ -83,11 +83,11 @@ class CausalLM(ABC):
 
 
 AnyModel = ModelConfig | CausalLM
-"""Our decoder's shape, or a model with functions of its own."""
+"""The decoder's shape, or a model with functions of its own."""
 
 
 def causal_lm_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the decoder that an `CausalLM` has a method for; which is called goes by its argument `config`."""
+    """Decorate a function of the decoder: a `CausalLM` as its argument `config` has its own method called instead."""
     name, place = function.__name__, list(inspect.signature(function).parameters).index("config")
 
     @functools.wraps(function)

@@ -24,9 +24,9 @@ FamilyName = Literal[
 
 
 def padded_rows(vocab_size: int) -> int:
-    """Rows of an embedding or a head: after the last token come zeros up to a multiple of 64, or of 16 if it is tiny.
+    """Rows of an embedding or a head: zeros after the last token, up to a multiple of 64, or of 16 if it is tiny.
 
-    So they split over that many devices, and a run's checkpoint is the same whatever its layout.
+    They split over that many devices, and a run's checkpoint is the same whatever its layout.
     """
     multiple = 64 if vocab_size >= 512 else 16
     return -(-vocab_size // multiple) * multiple
@@ -34,7 +34,7 @@ def padded_rows(vocab_size: int) -> int:
 
 @dataclass(frozen=True)
 class LinearRope:
-    """Every frequency is divided by the factor."""
+    """Rotary scaling that divides every frequency by the factor."""
 
     factor: float
 
@@ -54,10 +54,10 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class YarnRope:
-    """Frequencies between `beta_fast` and `beta_slow` turns of the original context are blended from kept to stretched.
+    """YaRN: frequencies between `beta_fast` and `beta_slow` turns of the original context go from kept to stretched.
 
     Attributes:
-      attention_factor: What cosines and sines are multiplied by; None follows from the factor and the two scales.
+      attention_factor: Factor of cosines and sines; None follows from the factor and the two scales.
       truncate: Blending starts and ends at whole dimensions.
 
     Source: Peng et al. 2023 (arXiv:2309.00071), section 3.
@@ -73,7 +73,7 @@ class YarnRope:
     truncate: bool = True
 
     def magnitude(self, scale: float = 1.0) -> float:
-        """How much longer queries and keys become with the longer context: 0.1 scale ln(factor) + 1.
+        """Growth of queries and keys with the longer context: 0.1 scale ln(factor) + 1.
 
         Source: Peng et al. 2023 (arXiv:2309.00071), eq. 22.
         """
@@ -82,13 +82,13 @@ class YarnRope:
 
 @dataclass(frozen=True)
 class LongRope:
-    """A factor for each frequency, one set for sequences up to the original context, one for longer ones.
+    """LongRoPE: a factor for each frequency, one set for sequences up to the original context, one for longer ones.
 
-    Which set holds for a token would depend on tokens after it, so only the short one is computed and
+    The set that holds for a token would depend on tokens after it, so only the short one is computed and
     `max_positions` is the original context; the other is carried along.
 
     Attributes:
-      attention_factor: What cosines and sines are multiplied by.
+      attention_factor: Factor of cosines and sines.
 
     Source: Ding et al. 2024 (arXiv:2402.13753); Phi-3.
     """
@@ -104,11 +104,11 @@ RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Keys and values of all heads are made of one short vector for each token, which is what is cached.
+    """Multi-head latent attention: keys and values of all heads are made of one short cached vector per token.
 
     Attributes:
       rank: Width of that vector.
-      rope_dim: Last part of a query or key that is rotated; that of keys is the same in all heads.
+      rope_dim: Width of the last part of a query or key, which is rotated; all heads share that of keys.
       value_dim: Width of a head's values.
       query_rank: Width of a vector that queries are made of; None makes them of the layer's input.
       interleaved: Neighbours are rotated together, and not halves.
@@ -129,17 +129,17 @@ class Experts:
 
     Attributes:
       count: E, routed experts of a layer.
-      per_token: k, of them, how many a token goes through.
+      per_token: k, experts that a token goes through.
       intermediate_size: F of one expert.
-      shared_intermediate_size: F of what every token goes through beside them; 0 is nothing.
-      scores: What becomes of the router's logits.
+      shared_intermediate_size: F of the shared experts, which every token goes through; 0 is none.
+      scores: Function of the router's logits.
       normalised: The scores of a token's experts are divided by their sum.
-      scaling: What they are multiplied by then.
+      scaling: Factor of the scores after that.
       bias: Scores have a bias while experts are chosen by them, and not as weights (DeepSeek-V3).
-      groups: Equal parts of the experts; a token goes through those of its best groups alone.
-      groups_per_token: How many groups that are.
-      group_best: A group is as good as the sum of this many of its best scores.
-      loss_coefficient: Of the loss that balances experts, as the checkpoint was trained.
+      groups: Equal parts of the experts; a token goes through experts of its best groups alone.
+      groups_per_token: Number of best groups.
+      group_best: Number of best scores whose sum ranks a group.
+      loss_coefficient: Coefficient of the load-balancing loss that the checkpoint was trained with.
     """
 
     count: int
@@ -166,10 +166,10 @@ class Experts:
                 f"groups_per_token={self.groups_per_token} of groups={self.groups} of {self.count} experts; "
                 f"groups have to be equal, and at least one of them chosen"
             )
-        each = self.count // self.groups
-        if not 1 <= self.group_best <= each or self.groups_per_token * each < self.per_token:
+        in_group = self.count // self.groups
+        if not 1 <= self.group_best <= in_group or self.groups_per_token * in_group < self.per_token:
             raise Refusal(
-                f"a group has {each} experts; that has to be at least group_best={self.group_best}, and "
+                f"a group has {in_group} experts; that has to be at least group_best={self.group_best}, and "
                 f"groups_per_token={self.groups_per_token} groups have to hold per_token={self.per_token} experts"
             )
 
@@ -179,7 +179,7 @@ class ModelConfig:
     """A decoder with grouped-query attention, rotary positions and a gated MLP.
 
     Attributes:
-      family: Which checkpoint format the weights are read from and exported to.
+      family: Checkpoint format that weights are read from and exported to.
       vocab_size: V, rows of the embedding.
       hidden_size: D, width of the residual stream.
       intermediate_size: F, width of the MLP.
@@ -187,25 +187,25 @@ class ModelConfig:
       num_heads: N, query heads.
       num_kv_heads: K, key-value heads; divides N.
       head_dim: H.
-      qkv_bias: Whether q, k and v projections have a bias (Qwen2).
-      qk_norm: Whether q and k heads are RMS-normalised (Qwen3).
-      qk_norm_across_heads: That norm is one over all heads together (OLMo 2).
-      tie_embeddings: Whether the language-model head is the embedding.
-      activation: Of the MLP's gate; `gelu_tanh` is the approximation by a hyperbolic tangent.
-      norms: Where a layer's norms are: `pre` before attention and before the MLP, `post` on what they
+      qkv_bias: The q, k and v projections have a bias (Qwen2).
+      qk_norm: The q and k heads are RMS-normalised (Qwen3).
+      qk_norm_across_heads: One such norm goes over all heads together (OLMo 2).
+      tie_embeddings: The language-model head is the embedding.
+      activation: Function of the MLP's gate; `gelu_tanh` is the approximation by a hyperbolic tangent.
+      norms: Place of a layer's norms: `pre` before attention and before the MLP, `post` on what they
         add to the residual stream (OLMo 2), `sandwich` both (Gemma).
       unit_offset: Norms scale by one plus their weight (Gemma).
       scale_embeddings: Embeddings are multiplied by sqrt(D) (Gemma).
-      query_pre_attn_scalar: Scores are divided by its square root; None is the head width.
-      attn_logit_softcapping: Scores s become c tanh(s / c).
-      final_logit_softcapping: Likewise logits.
+      query_pre_attn_scalar: Number whose square root divides scores; None is the head width.
+      attn_logit_softcapping: Cap c, by which scores s become c tanh(s / c).
+      final_logit_softcapping: Cap of logits in the same way.
       rope_theta: Base of the rotary frequencies.
       partial_rotary_factor: First part of each head that is rotated.
-      sliding_window: How many tokens a token sees, itself included; None is all.
-      sliding_layers: Layers that have the window; the others see everything. Empty: all have it.
-      sliding_rope_theta: Base of the rotary frequencies in those layers, which are not scaled; None: as the others.
-      latent: How keys and values are made of latents, with queries and keys of width H; None projects them.
-      dense_layers: First layers, that have an MLP where the others have experts.
+      sliding_window: Number of tokens that a token sees, itself included; None is all.
+      sliding_layers: Flags of the layers that have the window; the others see everything. Empty: all have it.
+      sliding_rope_theta: Base of the rotary frequencies in those layers, which are not scaled; None is `rope_theta`.
+      latent: Latent attention, with queries and keys of width H; None projects keys and values.
+      dense_layers: Number of first layers, which have an MLP where the others have experts.
       max_positions: Longest sequence the checkpoint was made for, in tokens.
       experts: Mixture of experts in place of the MLP; None is a dense MLP.
     """
@@ -274,7 +274,7 @@ class ModelConfig:
 
     @property
     def score_divisor(self) -> float:
-        """What products of queries and keys are divided by."""
+        """Number that products of queries and keys are divided by."""
         divisor = math.sqrt(self.query_pre_attn_scalar or self.head_dim)
         if self.latent is not None and isinstance(self.rope_scaling, YarnRope) and self.rope_scaling.mscale_all_dim:
             # Here the part that is not rotated grows as well.
@@ -283,7 +283,7 @@ class ModelConfig:
 
     @property
     def cache_width(self) -> int:
-        """Numbers that the cache holds of a token in each layer."""
+        """Numbers of a token that the cache holds in each layer."""
         if self.latent is not None:
             return self.latent.rank + self.latent.rope_dim
         return 2 * self.num_kv_heads * self.head_dim
@@ -319,7 +319,7 @@ class ModelConfig:
         """Weights of one layer's MLP, or of its router, its shared part and its experts.
 
         Args:
-          experts: How many to count; None is all.
+          experts: Number of experts to count; None is all.
         """
         if self.experts is None:
             return 3 * self.hidden_size * self.intermediate_size
@@ -331,13 +331,13 @@ class ModelConfig:
         """Weights of attention and MLP, on average over the layers.
 
         Args:
-          experts: As for `mlp_parameters`.
+          experts: Number of experts to count; None is all.
         """
         first, last = 3 * self.hidden_size * self.intermediate_size, self.mlp_parameters(experts=experts)
         return self.attention_parameters + last + (first - last) * self.dense_layers / self.num_layers
 
     def head_parameters(self, head: Head = "lm") -> int:
-        """Weights that the last hidden state is read with; the embedding's where they are tied."""
+        """Weights of the head; those of the embedding where they are tied."""
         return self.hidden_size * (self.vocab_size if head == "lm" else 1)
 
     def num_parameters(self, head: Head = "lm") -> int:

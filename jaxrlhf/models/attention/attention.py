@@ -4,6 +4,7 @@
 computes the same function. `kernel_choice` finds the best ones that a backend computes right.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -24,19 +25,19 @@ PagesKernel = Literal["xla", "pallas", "ragged"]
 
 @dataclass(frozen=True)
 class Attention:
-    """Which kernels compute attention, how the cache lies, and what splits the arrays of a layer over devices.
+    """Choice of attention kernels and cache, and the mesh axes that split the arrays of a layer.
 
     The compiler splits `xla` by itself. It would gather the arrays of any other kernel, so that one
     runs on each device of `mesh` with the rows and the heads that are there.
 
     Attributes:
-      rows: Of `attend`.
-      decode: Of `attend_cache`.
-      pages: Of `attend_pages`; None where a cache does not lie in pages.
+      rows: Kernel of `attend`.
+      decode: Kernel of `attend_cache`.
+      pages: Kernel of `attend_pages`; None where a cache does not lie in pages.
       mesh: Auto axes; None is one device.
       row_axes: Mesh axes that split rows (or slots), evenly.
       head_axes: Mesh axes that split query heads, key-value heads and the width of MLPs, evenly.
-      expert_axes: The last of `row_axes`, if they divide the experts of a layer as well.
+      expert_axes: Last of `row_axes`, if they divide the experts of a layer as well.
       kv_copies: Times that every key-value head is repeated after its projection, so that heads split over
         `head_axes`; caches hold the copies.
     """
@@ -59,7 +60,7 @@ class Attention:
 
 
 XLA = Attention()
-"""What every backend can compute."""
+"""The choice that every backend can compute."""
 
 
 def attend(
@@ -82,8 +83,8 @@ def attend(
     value_dim = value_RWKU.shape[-1]
     if attention.rows != "xla":
         # Kernels know of one width.
-        more = query_RWNH.shape[-1] - value_dim
-        value_RWKU = jnp.pad(value_RWKU, ((0, 0), (0, 0), (0, 0), (0, more)))
+        padding = query_RWNH.shape[-1] - value_dim
+        value_RWKU = jnp.pad(value_RWKU, ((0, 0), (0, 0), (0, 0), (0, padding)))
         row = PartitionSpec(attention.row_axes)
         head = PartitionSpec(attention.row_axes, None, attention.head_axes)
         kernel = attention.on_devices(kernel, (head, head, head, row, PartitionSpec()), head)
@@ -101,8 +102,7 @@ def attend_cache(
 ) -> Float[Array, "B N H"]:
     """One query per slot over its cache entries at index <= position, inside the window; softmax in float32.
 
-    Keys lie with positions last and values with head width last, so both products stream
-    through contiguous memory (on CPU several times faster than positions first).
+    Keys lie with positions last and values with head width last, so both products stream through contiguous memory.
     """
     kernel = DECODE[attention.decode]
     if attention.decode != "xla":
@@ -121,10 +121,10 @@ def attend_pages(
     *,
     attention: Attention,
 ) -> Float[Array, "B N H"]:
-    """As `attend_cache`, over the pages that the table names; each device has pages and numbers of its own.
+    """Paged attention: `attend_cache` over the pages that the table names; each device has pages of its own.
 
     Args:
-      pages_ZSJU: Of S positions: for each key-value head its key, then its value, maybe wider than queries are.
+      pages_ZSJU: Z pages of S positions: for each key-value head its key, then its value, maybe wider than queries.
       table_BQ: Pages of each slot in order; numbers past the last page are none.
     """
     assert attention.pages is not None, "the cache does not lie in pages"
@@ -139,11 +139,11 @@ def attend_pages(
         newest_B = jnp.clip(position_B, 0, jnp.maximum(held_B - 1, 0))
         return kernel(query_BNH, pages_ZSJU, jnp.minimum(table_BQ, pages - 1), newest_B, score_mod)
 
-    slot, every = PartitionSpec(attention.row_axes), PartitionSpec()
+    slot, whole = PartitionSpec(attention.row_axes), PartitionSpec()
     head = PartitionSpec(attention.row_axes, attention.head_axes)
     page = PartitionSpec(attention.row_axes, None, attention.head_axes)
     query_BNH = jnp.pad(query_BNH, ((0, 0), (0, 0), (0, width - head_dim)))
-    run = attention.on_devices(run, (head, page, slot, slot, every), head)
+    run = attention.on_devices(run, (head, page, slot, slot, whole), head)
     return run(query_BNH, pages_ZSJU, table_BQ, position_B, score_mod)[..., :head_dim]
 
 
@@ -164,7 +164,7 @@ def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B
 
 
 def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: Array, score_mod: ScoreMod) -> Array:
-    """A page of every slot at a time, up to the longest slot's last."""
+    """Paged attention, a page of every slot at a time, up to the longest slot's last."""
     slots, _, width = query_BNH.shape
     _, page_tokens, both, _ = pages_ZSJH.shape
     query_BKGH = query_BNH.reshape(slots, both // 2, -1, width)
@@ -190,42 +190,26 @@ def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: A
     return (out_BKGH / sum_BKG[..., None]).astype(query_BNH.dtype).reshape(query_BNH.shape)
 
 
-# Imported where they are called: a JAX that has no such kernel still has the others.
+def _lazy(backend: str, name: str) -> Callable[..., Array]:
+    """A kernel of `kernels/`, imported when it is called: a JAX that has no such kernel still has the others."""
+
+    def kernel(*arrays: Any) -> Array:
+        return getattr(importlib.import_module(f"jaxrlhf.models.kernels.{backend}"), name)(*arrays)
+
+    return kernel
 
 
-def _rows_cudnn(*arrays: Any) -> Array:
-    from jaxrlhf.models.kernels.gpu import cudnn_rows
-
-    return cudnn_rows(*arrays)
-
-
-def _rows_splash(*arrays: Any) -> Array:
-    from jaxrlhf.models.kernels.tpu import splash_rows
-
-    return splash_rows(*arrays)
-
-
-def _decode_pallas(*arrays: Any) -> Array:
-    from jaxrlhf.models.kernels.gpu import pallas_decode
-
-    return pallas_decode(*arrays)
-
-
-def _pages_pallas(*arrays: Any) -> Array:
-    from jaxrlhf.models.kernels.gpu import pallas_pages
-
-    return pallas_pages(*arrays)
-
-
-def _pages_ragged(*arrays: Any) -> Array:
-    from jaxrlhf.models.kernels.tpu import ragged_pages
-
-    return ragged_pages(*arrays)
-
-
-ROWS: dict[str, Callable[..., Array]] = {"xla": attend_blocks, "cudnn": _rows_cudnn, "splash": _rows_splash}
-DECODE: dict[str, Callable[..., Array]] = {"xla": _decode_xla, "pallas": _decode_pallas}
-PAGES: dict[str, Callable[..., Array]] = {"xla": _pages_xla, "pallas": _pages_pallas, "ragged": _pages_ragged}
+ROWS: dict[str, Callable[..., Array]] = {
+    "xla": attend_blocks,
+    "cudnn": _lazy("gpu", "cudnn_rows"),
+    "splash": _lazy("tpu", "splash_rows"),
+}
+DECODE: dict[str, Callable[..., Array]] = {"xla": _decode_xla, "pallas": _lazy("gpu", "pallas_decode")}
+PAGES: dict[str, Callable[..., Array]] = {
+    "xla": _pages_xla,
+    "pallas": _lazy("gpu", "pallas_pages"),
+    "ragged": _lazy("tpu", "ragged_pages"),
+}
 
 LANES: dict[str, int] = {"ragged": 128}
-"""What the width of heads in pages is a multiple of, where a kernel wants that."""
+"""Multiples of which the width of heads in pages has to be, by kernel."""

@@ -23,7 +23,7 @@ _RECOMPUTED_WIDTH = 1024
 def attend_blocks(
     query_RWNH: Array, key_RWKH: Array, value_RWKH: Array, segment_RW: Array, score_mod: ScoreMod = PLAIN
 ) -> Array:
-    """As `attention.attend`; values may have a width of their own."""
+    """Attention of packed rows, with the arguments of `attention.attend`; values may have a width of their own."""
     rows, width, heads, head_dim = query_RWNH.shape
     kv_heads = key_RWKH.shape[2]
     query_RWKGH = score_mod.divided(query_RWNH).reshape(rows, width, kv_heads, -1, head_dim)
@@ -49,7 +49,7 @@ def attend_blocks(
 
 
 def _blocks(width: int) -> list[tuple[int, int]]:
-    """First query of each block and the one after its last."""
+    """First query of each block, and the one after its last."""
     size = -(-width // min(_MOST_BLOCKS, -(-width // _SHORTEST_BLOCK)))
     return [(start, min(start + size, width)) for start in range(0, width, size)]
 

@@ -1,7 +1,6 @@
-"""Prompts run a chunk of tokens at a time, each chunk against the keys and values of those before it.
+"""Chunked prefill: prompts run a chunk of tokens at a time, each against the keys and values before it.
 
-What a prompt needs beside its keys and values then is what a chunk needs, and it costs what its own length
-costs: chunks that no prompt reaches are not run.
+Activations take the memory of a chunk, and chunks that no prompt reaches are not run.
 """
 
 from collections.abc import Callable
@@ -18,12 +17,12 @@ from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bia
 
 
 class Chunk(NamedTuple):
-    """What the tokens of a chunk see beside each other, in one layer.
+    """A chunk of prompts in one layer.
 
     Attributes:
-      prefix: Of all layers; there are those before `start`.
-      layer: int32, which of them.
-      start: int32, the chunk's first token, counted from the prompt's.
+      prefix: Keys and values of all layers, written before `start`.
+      layer: int32 index of the layer.
+      start: int32 index of the chunk's first token in its prompt.
     """
 
     prefix: Prefix
@@ -31,7 +30,7 @@ class Chunk(NamedTuple):
     start: Array
 
     def before(self, start: Array, *, tokens: int) -> tuple[Array, Array]:
-        """Keys and values of so many tokens from one on."""
+        """Keys and values of `tokens` tokens from `start` on."""
 
         def of_layer(leaf_LPSKH: Array) -> Array:
             _, prompts, _, heads, width = leaf_LPSKH.shape
@@ -69,8 +68,9 @@ def attend_chunk(
     XLA on every backend: the kernels of `attend` know of no queries that begin in the middle of their keys.
 
     Args:
-      before: Keys and values of the C tokens from one on; of those, tokens from `start` on are not seen.
-      start: The chunk's first token.
+      before: Function of an index that gives keys and values of the C tokens from it on; those from `start` on are
+        not seen.
+      start: Index of the chunk's first token in its prompt.
 
     Source: Dao et al. 2022 (FlashAttention, arXiv:2205.14135), section 3.1.
     """
@@ -98,11 +98,11 @@ def attend_chunk(
     def add(index: Array, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         at = index * tokens
         *sums, most_PKM1 = so_far
-        *more, other_PKM1 = block(at, *before(at), at + place_C < start)
+        *new_sums, other_PKM1 = block(at, *before(at), at + place_C < start)
         next_PKM1 = jnp.maximum(most_PKM1, other_PKM1)
         # Where a block has nothing to see its weights are 1, and so small beside those of the chunk that they are 0.
         kept_PKM1, added_PKM1 = jnp.exp(most_PKM1 - next_PKM1), jnp.exp(other_PKM1 - next_PKM1)
-        mixed, total = (kept_PKM1 * old + added_PKM1 * new for old, new in zip(sums, more, strict=True))
+        mixed, total = (kept_PKM1 * old + added_PKM1 * new for old, new in zip(sums, new_sums, strict=True))
         return mixed, total, next_PKM1
 
     first = jnp.int32(0)

@@ -1,11 +1,11 @@
-"""Which attention kernels a process uses: the best of its backend that compute what `xla` computes.
+"""Choice of attention kernels: the best of a backend that compute what `xla` computes.
 
 A kernel is tried once, on small random arrays with the model's heads and scores, before anything is
 compiled with it. One that fails or gives other numbers is replaced by `xla` with a warning. Processes that
 share a mesh use what is good in all of them, or they would compile programs that wait for each other.
 
-A cache lies in pages where a kernel reads them, so that memory follows tokens. `xla` can compute with pages, too,
-but copies every page that it reads: there a cache lies in pages for those who ask for it.
+A cache lies in pages where a kernel reads them, so that memory follows tokens. `xla` copies every page that it
+reads, so there a cache lies in pages only for those who ask for it.
 """
 
 import functools
@@ -42,15 +42,15 @@ BEST: dict[str, tuple[RowsKernel, DecodeKernel, PagesKernel]] = {
     "gpu": ("cudnn", "pallas", "pallas"),
     "tpu": ("splash", "xla", "ragged"),
 }
-"""By platform; others have `xla` alone."""
+"""Kernels of rows, of decoding and of pages by platform; others have `xla` alone."""
 
 _Use = Literal["rows", "decode", "pages"]
 _Problem = tuple[list[np.ndarray], tuple[np.ndarray, ...]]
 
 _WIDTH, _CAPACITY = 199, 700
-"""Of the arrays: no multiple of any tile."""
+"""Width of rows and capacity of slots that kernels are tried on: no multiple of any tile."""
 _WINDOW = 45
-"""Of scores that have one: it ends inside of segments and of tiles."""
+"""Window that kernels are tried with: it ends inside of segments and of tiles."""
 
 
 def choose_attention(
@@ -69,14 +69,14 @@ def choose_attention(
     """The kernels for a model on a mesh. Call it outside of traced functions.
 
     Args:
-      dtype: Of activations and of the cache.
+      dtype: Dtype of activations and of the cache.
       row_axes: Mesh axes that split rows (or slots).
       head_axes: Mesh axes that split heads.
       expert_axes: Mesh axes that divide experts.
       stage_axes: Mesh axes that divide the layers; only `xla` can be used inside one of several stages.
       decodes: Whether a decode kernel is needed as well.
       wanted: `xla` tries nothing.
-      cache: How it lies where a decode kernel is needed; `auto` is in pages where a kernel for them is used.
+      cache: Layout of the cache where a decode kernel is needed; `auto` is pages where a kernel for them is used.
 
     Raises:
       Refusal: Pages are asked for where nothing can compute with them.
@@ -123,7 +123,7 @@ def choose_attention(
 
 
 def _pageless(config: AnyModel, stages: int) -> str | None:
-    """Why a cache cannot lie in pages."""
+    """Reason that a cache cannot lie in pages; None where it can."""
     if isinstance(config, CausalLM):
         return "a model with functions of its own has a cache of its own"
     if config.latent is not None:
@@ -141,7 +141,7 @@ def _usable(
     dtype: str,
     obstacle: str | None,
 ) -> bool:
-    """Whether a kernel can be used; warns, the first time it is asked, where it cannot."""
+    """Return whether a kernel can be used; warn, the first time it is asked, where it cannot."""
     objection = obstacle or _objection(use, kernel, platform, heads, score_mod, dtype)
     if objection is not None:
         _warn(use, kernel, platform, heads, dtype, objection)
@@ -158,11 +158,11 @@ def _warn(use: _Use, kernel: str, platform: str, heads: tuple[int, int, int], dt
 
 
 def _in_all_processes(holds: bool, mesh: Mesh) -> bool:
-    """Whether it holds in every process that has devices of the mesh; all of them have to ask."""
+    """Return whether it holds in every process that has devices of the mesh; all of them have to ask."""
     if not mesh.is_multi_process:
         return holds
-    each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    held = jax.make_array_from_callback((mesh.size,), each, lambda _: np.array([holds]))
+    by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    held = jax.make_array_from_callback((mesh.size,), by_device, lambda _: np.array([holds]))
     return bool(jax.jit(jnp.all, out_shardings=NamedSharding(mesh, PartitionSpec()))(held))
 
 
@@ -174,7 +174,7 @@ def _objection(
     score_mod: ScoreMod,
     dtype: str,
 ) -> str | None:
-    """What speaks against a kernel: that it raises, or how far it is from `xla` in float32."""
+    """Reason not to use a kernel: it raises, or is too far from `xla` in float32; None if it is good."""
     device = jax.local_devices(backend=platform)[0]
     table, problem = _TRIED[use]
     arrays, rest = problem(*heads)
@@ -254,4 +254,4 @@ _TRIED: dict[_Use, tuple[dict[str, Callable[..., Array]], Callable[[int, int, in
     "decode": (DECODE, _decode_problem),
     "pages": (PAGES, _pages_problem),
 }
-"""What has kernels, and what they are tried on: arrays, and what says which of their entries are seen."""
+"""Table of kernels of each use, and the problem that they are tried on: arrays, and the rest of the arguments."""

@@ -68,12 +68,12 @@ class LayerCache(NamedTuple):
         *,
         attention: Attention,
     ) -> Float[Array, "B N H"]:
-        """As `attend_cache`."""
+        """Attention of one query per slot to this layer's cache."""
         return attend_cache(query_BNH, *self, position_B, score_mod, attention=attention)
 
 
 Cache = list[LayerCache] | list[LayerPages]
-"""Of every layer; what follows here is of those that have no pages."""
+"""Caches of all layers, in slots or in pages."""
 
 
 @causal_lm_method
@@ -95,7 +95,7 @@ def empty_cache(
 
 
 def empty_prefix(config: ModelConfig, *, prompts: int, width: int, dtype: Any, attention: Attention) -> Prefix:
-    """Of prompts of `width` tokens, to be written part by part."""
+    """Zeros for prompts of `width` tokens, to be written part by part."""
     heads, *dims = _widths(config, attention)
     return Prefix(*(jnp.zeros((config.num_layers, prompts, width, heads, dim), dtype) for dim in dims))
 
@@ -130,8 +130,8 @@ def insert_prefix(
         ]
 
     if pipeline is not None:
-        each, whole = PartitionSpec(pipeline.axes), PartitionSpec()
-        insert = pipeline.on_stages(insert, (each, each, whole, whole), each)
+        by_stage, whole = PartitionSpec(pipeline.axes), PartitionSpec()
+        insert = pipeline.on_stages(insert, (by_stage, by_stage, whole, whole), by_stage)
     return insert(cache, prefix, row_I, slot_I)
 
 

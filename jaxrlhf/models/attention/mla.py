@@ -21,7 +21,7 @@ from jaxrlhf.models.norm import norm
 from jaxrlhf.models.rope import Rotation, rotate
 
 _EPS = 1e-6
-"""Of the norms inside of attention, whatever the model's is."""
+"""Number under the root of norms inside of attention, whatever the model's is."""
 
 
 def latents(
@@ -29,7 +29,7 @@ def latents(
 ) -> tuple[Array, Array, Array]:
     """Queries of a layer's input, the rotated key `[R, W, 1, X]` of all heads, and the latents `[R, W, 1, C]`.
 
-    A query is what is not rotated, then what is. Key and latents are what the cache keeps.
+    The rotated part of a query comes last. The cache keeps the key and the latents.
     """
     query_input = input_RWD
     if latent.query_rank is not None:
@@ -65,7 +65,7 @@ def attend_latents(
     position_B: Array,
     score_mod: ScoreMod,
 ) -> Array:
-    """As `attention.attend_cache`, over a cache of rotated keys and latents."""
+    """Attention of one query per slot to a cache of rotated keys and latents."""
     plain = config.head_dim - latent.rope_dim
     key_value_CNU = attention["key_value"].astype(query_BNH.dtype)
     key_B1XS, latent_B1SC = stored

@@ -20,14 +20,14 @@ from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.config import ModelConfig
 
 PAGE_TOKENS = 32
-"""Of a slot's last page half are unused on average; what kernels read at once is several pages."""
+"""Positions of a page. Half of a slot's last page is unused on average; kernels read several pages at once."""
 
 NO_PAGE = 2**31 - 1
 """Past every page: nothing is written there."""
 
 
 class LayerPages(NamedTuple):
-    """One layer's Z pages, and which of them B slots have."""
+    """One layer's Z pages, and the table of B slots."""
 
     pages_ZSJU: Array
     table_BQ: Array
@@ -67,7 +67,7 @@ class LayerPages(NamedTuple):
         *,
         attention: Attention,
     ) -> Float[Array, "B N H"]:
-        """As `attend_pages`."""
+        """Attention of one query per slot to its pages."""
         return attend_pages(query_BNH, *self, position_B, score_mod, attention=attention)
 
 
@@ -87,9 +87,9 @@ class PagedCache(NamedTuple):
 
 
 def empty_pages(config: ModelConfig, *, pages: int, dtype: Any, attention: Attention) -> list[Array]:
-    """So many pages for every layer. Build them under jit with `out_shardings` to have each device allocate its own.
+    """Zeros for so many pages of every layer, with heads as wide as the kernel of `attention` wants them.
 
-    Heads are as wide as the kernel of `attention` wants them.
+    Build them under jit with `out_shardings` to have each device allocate its own.
     """
     assert attention.pages is not None, "the cache does not lie in pages"
     lanes = LANES.get(attention.pages, 1)
@@ -115,19 +115,19 @@ def insert_pages(
         _, page_tokens, _, _ = pages_ZSJU.shape
         _, insertions, columns = page_1IQ.shape
         entry_IWJU = _entries(key_PWKH[row_I], value_PWKH[row_I], like=pages_ZSJU)
-        more = columns * page_tokens - entry_IWJU.shape[1]
-        entry_IWJU = jnp.pad(entry_IWJU, ((0, 0), (0, more), (0, 0), (0, 0)))
+        padding = columns * page_tokens - entry_IWJU.shape[1]
+        entry_IWJU = jnp.pad(entry_IWJU, ((0, 0), (0, padding), (0, 0), (0, 0)))
         entry_IQSJU = entry_IWJU.reshape(insertions, columns, page_tokens, *entry_IWJU.shape[2:])
         return pages_ZSJU.at[page_1IQ[0]].set(entry_IQSJU, mode="drop")
 
-    page, every = page_spec(attention), PartitionSpec()
+    page, whole = page_spec(attention), PartitionSpec()
     head, part = PartitionSpec(None, None, attention.head_axes), PartitionSpec(attention.row_axes)
-    put = attention.on_devices(put, (page, head, head, every, part), page)
+    put = attention.on_devices(put, (page, head, head, whole, part), page)
     return put(pages_ZSJU, key_PWKH, value_PWKH, row_I, page_GIQ)
 
 
 def page_spec(attention: Attention) -> PartitionSpec:
-    """How an array of pages is split."""
+    """Split of an array of pages over the mesh."""
     return PartitionSpec(attention.row_axes, None, attention.head_axes)
 
 
@@ -135,5 +135,5 @@ def _entries(key: Array, value: Array, *, like: Array) -> Array:
     """`[..., K, H]` keys and values as a page holds them: `[..., 2 K, U]`."""
     *before, kv_heads, head_dim = key.shape
     both = jnp.stack([key, value], axis=-2).reshape(*before, 2 * kv_heads, head_dim)
-    more = like.shape[-1] - head_dim
-    return jnp.pad(both, [(0, 0)] * (both.ndim - 1) + [(0, more)]).astype(like.dtype)
+    padding = like.shape[-1] - head_dim
+    return jnp.pad(both, [(0, 0)] * (both.ndim - 1) + [(0, padding)]).astype(like.dtype)

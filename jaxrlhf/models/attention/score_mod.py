@@ -1,4 +1,4 @@
-"""What attention makes of products of queries and keys, and which of them it looks at."""
+"""Score modifications and masks: divisor, soft cap and sliding window of attention."""
 
 import math
 
@@ -11,14 +11,14 @@ from jaxrlhf.batch import Array
 
 @struct.dataclass
 class ScoreMod:
-    """How scores follow from products, and how far back they reach.
+    """Scores of attention from products of queries and keys, and the window that a token sees.
 
     Attributes:
-      divisor: Of the products; None is sqrt(H).
-      soft_cap: Scores s become c tanh(s / c).
-      window: How many tokens a token sees, itself included; None is all before it.
-      slides: Whether there is a window in this layer, where layers differ and one program computes
-        them all; None: there is.
+      divisor: Number that products are divided by; None is sqrt(H).
+      soft_cap: Cap c, by which scores s become c tanh(s / c); None leaves them.
+      window: Number of tokens that a token sees, itself included; None is all before it.
+      slides: Flag of this layer, true if it has the window, where layers differ and one program computes them
+        all; None has it in all.
     """
 
     divisor: float | None = struct.field(pytree_node=False, default=None)
@@ -42,7 +42,7 @@ class ScoreMod:
         return score if self.soft_cap is None else self.soft_cap * jnp.tanh(score / self.soft_cap)
 
     def in_window(self, ago: Int[Array, "*any"]) -> Bool[Array, "*any"]:
-        """Whether a token looks at the one that many positions before it."""
+        """True where a token sees the one that many positions before it."""
         seen = ago >= 0
         if self.window is None:
             return seen
@@ -54,15 +54,11 @@ PLAIN = ScoreMod()
 """q . k / sqrt(H), of everything before."""
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-"""Score of what is not seen, where maxima are subtracted as they come: minus infinity less itself is not a number."""
+"""Finite score of hidden positions, for softmax in parts: minus infinity less itself is not a number."""
 
 
 def mask_bias(seen: Bool[Array, "*any"], *, lowest: float = -jnp.inf) -> Float[Array, "*any"]:
-    """What added to scores hides those that are not seen.
-
-    Added and not selected: XLA:CPU fuses a sum with the products before and the softmax after it, and runs all of it
-    on every core; a selection parts them, and leaves each product to one core.
-    """
+    """Bias that hides scores that are not seen; XLA fuses a sum with the products before it, and not a selection."""
     return jnp.where(seen, 0.0, lowest)
 
 

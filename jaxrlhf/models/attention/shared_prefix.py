@@ -1,9 +1,8 @@
-"""Rows in which responses share their prompt, and the whole sequences that attention sees.
+"""Shared-prefix attention: packed rows hold a prompt once for all its responses.
 
-Everything but attention looks at one token at a time, so a prompt that several responses share
-is computed once. Attention gets every sequence whole, prompt and response side by side, which
-is what its kernels are made for: a few sequences at a time, and as often as there are any, so that
-one program serves batches of all lengths and costs what their lengths cost.
+Layers but attention compute one token at a time, so a shared prompt is computed once. Attention gets
+every sequence whole, prompt and response side by side, as its kernels want it: a few sequences at a time
+in a loop, so that one program serves batches of all lengths and costs what their lengths cost.
 """
 
 from collections.abc import Callable
@@ -22,10 +21,10 @@ from jaxrlhf.models.attention.attention import XLA, Attention, attend
 from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
 
 ATTENDED = "attended"
-"""Name of what is worth keeping where layers are computed again: the loop that made it is then left out."""
+"""Name of attention outputs, which rematerialisation keeps so that the loop is not run again."""
 
 _CHUNK_TOKENS = {"xla": 768}
-"""Of a row, that are attended to at a time: on CPU as much as its caches hold."""
+"""Tokens of a row that one round of the loop attends to, by kernel: on CPU as much as its caches hold."""
 _MOST_CHUNK_TOKENS = 16_384
 
 
@@ -33,11 +32,10 @@ class AttentionRows(NamedTuple):
     """Sequences side by side in `A` rows of `S` tokens, for each packed row.
 
     Attributes:
-      source_RAS: int32 index in the packed row of the token that belongs here.
-      segment_RAS: int32, sequences count from 1; 0 is padding.
-      tells_RAS: bool, whether the token takes its result from here: of a token in common one copy does, and
-        all are alike.
-      used_R: int32, attention rows that hold anything; they come first.
+      source_RAS: int32 index of the token in the packed row.
+      segment_RAS: int32 number of the sequence, from 1; 0 is padding.
+      tells_RAS: bool, true for the one copy of a token that its result is read from; all copies are alike.
+      used_R: int32 number of attention rows that hold anything; they come first.
     """
 
     source_RAS: Array
@@ -47,7 +45,7 @@ class AttentionRows(NamedTuple):
 
 
 class SharedPrefix(NamedTuple):
-    """Where the whole sequences of packed rows lie: those of like lengths together."""
+    """Whole sequences of packed rows, those of like lengths together."""
 
     parts: tuple[AttentionRows, ...]
 
@@ -61,27 +59,27 @@ def attend_shared_prefix(
     *,
     attention: Attention = XLA,
 ) -> Float[Array, "R W N U"]:
-    """As `attend`, over the sequences that `spread` makes of each row; 0 in padding."""
-    how = replace(score_mod, slides=None), attention
-    mixed_RWNU = _attend(query_RWNH, key_RWKH, value_RWKU, shared_prefix, score_mod.slides, how)
+    """Attention of packed rows in which sequences share tokens; 0 in padding."""
+    static = replace(score_mod, slides=None), attention
+    mixed_RWNU = _attend(query_RWNH, key_RWKH, value_RWKU, shared_prefix, score_mod.slides, static)
     return checkpoint_name(mixed_RWNU, ATTENDED)
 
 
-_How = tuple[ScoreMod, Attention]
-"""What a program is compiled for; whether there is a window in this layer is an argument."""
+_Static = tuple[ScoreMod, Attention]
+"""Static arguments of a program; the flag of a layer's window is traced."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attend(
-    query: Array, key: Array, value: Array, shared_prefix: SharedPrefix, slides: Array | None, how: _How
+    query: Array, key: Array, value: Array, shared_prefix: SharedPrefix, slides: Array | None, static: _Static
 ) -> Array:
-    return _forward(query, key, value, shared_prefix, slides, how)[0]
+    return _forward(query, key, value, shared_prefix, slides, static)[0]
 
 
 def _forward(
-    query: Array, key: Array, value: Array, shared_prefix: SharedPrefix, slides: Array | None, how: _How
+    query: Array, key: Array, value: Array, shared_prefix: SharedPrefix, slides: Array | None, static: _Static
 ) -> tuple[Array, Any]:
-    score_mod, attention = replace(how[0], slides=slides), how[1]
+    score_mod, attention = replace(static[0], slides=slides), static[1]
     mixed_RWNU = _zeros(query, value.shape[-1], value.dtype)
     for part in shared_prefix.parts:
         chunks = _Chunks(part, attention)
@@ -97,10 +95,10 @@ def _forward(
     return mixed_RWNU, (query, key, value, shared_prefix, slides)
 
 
-def _backward(how: _How, saved: Any, change_RWNU: Array) -> tuple[Any, ...]:
-    """Each chunk is attended to again; what copies of a token ask for is summed in float32."""
+def _backward(static: _Static, saved: Any, change_RWNU: Array) -> tuple[Any, ...]:
+    """Gradients: each chunk is attended to again, and gradients of a token's copies are summed in float32."""
     *arrays, shared_prefix, slides = saved
-    score_mod, attention = replace(how[0], slides=slides), how[1]
+    score_mod, attention = replace(static[0], slides=slides), static[1]
     sums = [_zeros(array, array.shape[-1], jnp.float32) for array in arrays]
     for part in shared_prefix.parts:
         chunks = _Chunks(part, attention)
@@ -122,7 +120,7 @@ _attend.defvjp(_forward, _backward)
 
 
 class _Chunks:
-    """Attention rows, some of each packed row at a time; E are the places of a chunk, X its rows."""
+    """Loop over attention rows, some of each packed row at a time; E are the places of a chunk, X its rows."""
 
     def __init__(self, part: AttentionRows, attention: Attention) -> None:
         self._rows: int
@@ -131,15 +129,15 @@ class _Chunks:
         tokens = _CHUNK_TOKENS.get(attention.rows, _MOST_CHUNK_TOKENS)
         self._size = min(count, max(1, tokens // self._width))
         self._chunks = -(-part.used_R.max() // self._size)
-        more = ((0, 0), (0, -count % self._size), (0, 0))
-        self._tables = [jnp.pad(table, more) for table in (part.source_RAS, part.segment_RAS, part.tells_RAS)]
+        padding = ((0, 0), (0, -count % self._size), (0, 0))
+        self._tables = [jnp.pad(table, padding) for table in (part.source_RAS, part.segment_RAS, part.tells_RAS)]
 
     def over(self, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """What is carried through the body of every chunk that holds anything."""
+        """Run the body on every chunk that holds anything."""
         return lax.fori_loop(0, self._chunks, body, carry)
 
     def at(self, index: Array) -> tuple[Array, Array, Array]:
-        """Sources and whether they tell, `[R, E]`, and the segments between them, `[X, S]`."""
+        """Sources `[R, E]`, segments `[X, S]`, and flags of copies that tell `[R, E]`."""
         source_RCS, segment_RCS, tells_RCS = (
             lax.dynamic_slice_in_dim(table, index * self._size, self._size, axis=1) for table in self._tables
         )
