@@ -47,7 +47,7 @@ class Pretrained:
 
 
 @dataclass(frozen=True)
-class Nnx:
+class Nnx(Settings):
     """A causal language model of your own, a `flax.nnx` module, with random weights.
 
     The module is called with tokens, positions and segments, `[rows, width]` each: a row holds several sequences, a
@@ -66,6 +66,7 @@ class Nnx:
     max_positions: Positive[int] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(callable(self.build), f"Nnx.build must be a function of nnx.Rngs, got {self.build!r}")
 
 
