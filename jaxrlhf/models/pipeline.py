@@ -40,7 +40,7 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """How many parts the layers are divided into."""
+        """Number of parts that the layers are divided into."""
         return self.size(self.axes)
 
     @property
@@ -178,8 +178,8 @@ def pipeline_decode(
     Args:
       stack: `(layers, state, hidden_B1D, slots, working) -> (hidden_B1D, state)`; where `working` is False
         the stage waits and must leave `state` as it is.
-      layers: Of all stages.
-      state: Of all stages.
+      layers: Layers of all stages.
+      state: State of all stages.
       slots: Tree of arrays, the same on every stage.
     """
 
@@ -205,7 +205,7 @@ def _copies(array: Array, count: int) -> Array:
 
 
 def _sum(parts: Array) -> Array:
-    """What `only_last` returned, whole on every stage."""
+    """Result of `only_last`, whole on every stage."""
     # Outside shard_map, because XLA:CPU aborts on bfloat16 sums inside. Only one term is not zero,
     # so the sum is exact in any dtype; `jnp.sum` would send float32.
     return lax.reduce_sum(parts, axes=(0,))

@@ -16,8 +16,8 @@ from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod, mask_bias
 _SHORTEST_BLOCK = 64
 _MOST_BLOCKS = 8
 """More would save less than a further eighth, and every block is compiled by itself."""
-_RECOMPUTED_WIDTH = 1024
-"""From this width on the backward pass computes a block's softmax again instead of keeping it."""
+LONG_ROW = 1024
+"""Width from which on the backward pass computes a block's softmax again instead of keeping it."""
 
 
 def attend_blocks(
@@ -34,7 +34,7 @@ def attend_blocks(
     for start, end in _blocks(width):
         first = 0 if score_mod.window is None or score_mod.slides is not None else max(0, start - score_mod.window + 1)
         block = partial(_block, start=start - first)
-        compute = jax.checkpoint(block) if width >= _RECOMPUTED_WIDTH else block
+        compute = jax.checkpoint(block) if width >= LONG_ROW else block
         mixed.append(
             compute(
                 query_RKGWH[:, :, :, start:end],

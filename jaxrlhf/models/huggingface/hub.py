@@ -1,4 +1,4 @@
-"""Where a checkpoint is found: a directory, or a repository of the hub, downloaded to the hub's cache."""
+"""Directory of a checkpoint: a local one, or a repository of the hub, downloaded to the hub's cache."""
 
 import functools
 import re
@@ -86,7 +86,7 @@ def _not_found(hub_id: str, revision: str | None, error: Exception) -> Refusal:
 
 
 def _broken_off(hub_id: str, error: Exception) -> Refusal:
-    """Of a repository that is there, and whose files do not come."""
+    """Refusal of a repository that is there, and whose files do not come."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError
 

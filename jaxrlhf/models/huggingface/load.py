@@ -29,9 +29,9 @@ from jaxrlhf.models.parameters import Param, declare, path_name
 
 Ranges = tuple[tuple[int, int], ...]
 Progress = Callable[[int, int], None]
-"""Told how many bytes of the parameters are there, and how many there will be."""
+"""Callback with the bytes of the parameters that are there, and of all."""
 Keep = Callable[[str, jax.Array], Any]
-"""Given a parameter and its path, says what stands in its place in the tree."""
+"""Function of a parameter's path and array that returns its node of the tree."""
 
 
 def load_params(
@@ -53,13 +53,13 @@ def load_params(
       path: Checkpoint directory or hub id.
       config: From `read_config` of the same path.
       shardings: Tree of `NamedSharding` like the parameters; None loads onto one device.
-      dtype: Of the result, whatever the files hold: one, or a tree of them like the parameters. None is as in
-        the files, for each parameter the narrowest that holds all of its tensors.
+      dtype: Dtype of the result: one, or a tree of them like the parameters. None is as in the files, for each
+        parameter the narrowest that holds all of its tensors.
       progress: Called after each tensor.
       keep: Called with each parameter before the next one is read.
 
     Raises:
-      Refusal: As `check_params`.
+      Refusal: The checkpoint lacks the wanted head, or its tensors are not those of the model.
     """
     declared = declare(config, head)
     if shardings is None:
@@ -94,7 +94,7 @@ def load_params(
             return array
 
         return jax.tree.map_with_path(
-            lambda path, *how: keep(path_name(path), load(path, *how)), declared, shardings, dtypes, sizes
+            lambda path, *leaves: keep(path_name(path), load(path, *leaves)), declared, shardings, dtypes, sizes
         )
 
 
@@ -192,7 +192,7 @@ def _read(tensor: Any, source: StoredTensor, shape: tuple[int, ...], ranges: Ran
 
 
 def _dtypes(files: TensorFiles, declared: dict, stored: dict[str, StoredTensor]) -> dict:
-    """Of each parameter, what holds all of its tensors without a change."""
+    """Narrowest dtype of each parameter that holds all of its tensors unchanged."""
     kinds = files.dtypes()
 
     def widest(path: tuple, param: Param) -> np.dtype:
@@ -205,7 +205,11 @@ def _dtypes(files: TensorFiles, declared: dict, stored: dict[str, StoredTensor])
 
 
 def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
-    """Where each parameter lies that the files have; Refusal as `check_params`."""
+    """Table of the parameters that the files have.
+
+    Raises:
+      Refusal: The files do not fit the model.
+    """
     stored = FAMILIES[config.family].stored(config, head)
     _, saved = read_family(files.directory)
     check_head(files.directory, head, saved)

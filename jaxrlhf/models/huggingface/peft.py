@@ -30,11 +30,12 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 class _AdapterPlace(NamedTuple):
-    """Where a tensor of the file lies in the tree of adapters, transposed.
+    """Place of a tensor of the file in the tree of adapters, transposed.
 
     Attributes:
-      layer: None where it is not of a layer.
-      rows: Leading dimensions that are the matrix's rows, the others are its columns.
+      path: Path of the parameter.
+      layer: Index of the layer; None where it is not of a layer.
+      rows: Number of leading dimensions that are the matrix's rows; the others are its columns.
     """
 
     path: str
@@ -46,7 +47,7 @@ class _AdapterPlace(NamedTuple):
         return arrays[self.path] if self.layer is None else arrays[self.path][self.layer]
 
     def shape(self, block: np.ndarray) -> tuple[int, int]:
-        """Of the tensor."""
+        """Shape of the tensor."""
         rows = math.prod(block.shape[: self.rows])
         return block.size // rows, rows
 

@@ -36,10 +36,8 @@ def save_params(
 ) -> None:
     """Write config.json and safetensors, sharded behind an index when they are larger than one file.
 
-    As `save_each`, of parameters that are all there.
-
     Args:
-      dtype: Of the tensors in the files; None is what each is in the source, or float32 without one.
+      dtype: Dtype of the tensors in the files; None is that of each in the source, or float32 without one.
     """
     if dtype is None:
         dtype = jnp.float32 if source is None else read_dtypes(source)
@@ -78,7 +76,7 @@ def save_each(
 
     Args:
       arrays: Every parameter of `declare(config, head)`, in any order.
-      dtype: Of the tensors in the files: one, or each one's by its name, and float32 of what has none. Then
+      dtype: Dtype of the tensors in the files: one, or each one's by its name, and float32 of what has none. Then
         config.json keeps what the source's says.
       tokenizer: Saved beside the model; None copies the files that the source has of one.
       source: Checkpoint that the model came from: its config.json and generation_config.json are kept.
@@ -117,7 +115,7 @@ def save_each(
 
 
 def read_dtypes(path: str | Path) -> dict[str, str]:
-    """What each tensor of a Hugging Face checkpoint is stored in, by its name."""
+    """Dtype of each tensor of a Hugging Face checkpoint, by its name."""
     with TensorFiles(resolve(path, weights=True)) as files:
         return files.dtypes()
 

@@ -9,14 +9,14 @@ from jaxrlhf.config import Refusal
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""What weights are read and written in, and its name in the files; in the order that files keep tensors in."""
+"""Dtypes of weights and their names in the files, in the order that files keep tensors in."""
 
 
 class TensorFiles:
     """Tensors by name, read slice by slice. A context manager: it holds files open.
 
     Attributes:
-      directory: Of the checkpoint.
+      directory: Directory of the checkpoint.
       file_of: File name of each tensor.
 
     Raises:
@@ -50,7 +50,7 @@ class TensorFiles:
         return str(self.directory / self.file_of[name])
 
     def dtypes(self) -> dict[str, str]:
-        """What each tensor is stored in, of those that are stored in something that is read."""
+        """Dtype of each tensor, without those in dtypes that are not read."""
         ours = {kind: dtype for dtype, kind in DTYPES.items()}
         kinds = {name: self[name].get_dtype() for name in self.file_of}
         return {name: ours[kind] for name, kind in kinds.items() if kind in ours}
@@ -73,7 +73,7 @@ class TensorFiles:
         """An open file.
 
         Args:
-          tensor: That is wanted of it, for messages.
+          tensor: Name of the tensor that is wanted, for messages.
         """
         from safetensors import SafetensorError, safe_open
 

@@ -15,7 +15,7 @@ _ALIGNMENT = 8
 
 
 class _TensorPlace(NamedTuple):
-    """Where the bytes of a tensor go."""
+    """File and first byte of a tensor."""
 
     file: str
     start: int
@@ -48,7 +48,7 @@ class TensorWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(map(self._num_bytes, self._tensors))
 
     def write(self, name: str, rows: np.ndarray, *, start: int = 0) -> None:

@@ -67,7 +67,7 @@ def pallas_decode(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B N H"]:
-    """Flash decoding on GPU: reads of each slot's cache what a token sees, in the order in which it lies.
+    """Flash decoding on GPU: reads the part of each slot's cache that a token sees, in the order in which it lies.
 
     The cache is split along its positions; parts are joined by their largest score and their sum:
 
@@ -94,7 +94,7 @@ def pallas_pages(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B N H"]:
-    """As `pallas_decode`, from pages: a tile gathers its positions from wherever their pages are.
+    """Flash decoding from pages: a tile gathers its positions from wherever their pages are.
 
     The kernel that JAX ships knows no windows, and multiplies float32 in TF32.
     """

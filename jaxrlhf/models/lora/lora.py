@@ -1,7 +1,7 @@
 """Low-rank adapters: their declaration, and trees of weights with and without them.
 
-Adapters are a tree of their own, with an `Adapter` at the place of each weight that has one, and
-with what is trained whole beside them. `adapted` lays that tree over the parameters.
+Adapters are a tree of their own: an `Adapter` at the place of each adapted weight, and the head if it is
+trained. `adapted` lays that tree over the parameters.
 """
 
 import math
@@ -19,10 +19,10 @@ from jaxrlhf.models.lora.quantized import Quantized, quantize
 from jaxrlhf.models.parameters import STACKS, Param, declare, path_name
 
 ROOMS = ("attention", "mlp")
-"""Where the matrices of a layer are in its tree."""
+"""Subtrees of a layer that hold its matrices."""
 
 INPUTS = {"output": 2}
-"""Dimensions that a matrix contracts, where that is not one."""
+"""Number of input dimensions of a matrix, where that is not one."""
 
 
 def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]:
@@ -47,12 +47,12 @@ def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]
 
 
 def _adapters(params: dict[str, Any], lora: Lora) -> dict[str, Adapter]:
-    """Of a layer's attention or MLP."""
+    """Adapters of a layer's attention or MLP."""
     return {name: _adapter(name, param, lora) for name, param in params.items() if name in lora.targets}
 
 
 def _matrices(layer: dict[str, Any]) -> set[str]:
-    """What is one product of each layer: no bias, no norm, no stack of experts."""
+    """Names of the matrices of a layer that are one product: no bias, no norm, no stack of experts."""
     return {
         name
         for room in ROOMS
@@ -73,12 +73,12 @@ def _adapter(name: str, param: Param, lora: Lora) -> Adapter:
 
 
 def adapter_dims(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]:
-    """As `param_dims`, of what is trained."""
+    """Dimension names of the adapters and the head."""
     return jax.tree.map(lambda param: param.dims, declare_adapters(config, head, lora))
 
 
 def adapter_shapes(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]:
-    """As `param_shapes`, of what is trained, in float32."""
+    """Float32 shapes of the adapters and the head."""
     return jax.tree.map(
         lambda param: jax.ShapeDtypeStruct(param.shape, jnp.float32), declare_adapters(config, head, lora)
     )
@@ -95,17 +95,17 @@ def adapted(params: Any, adapters: Any) -> Any:
 
 
 def is_matrix(path: str) -> bool:
-    """Whether the parameter is a matrix of layers, experts' included."""
+    """Return whether a parameter is a matrix of layers, experts' included."""
     names = path.split(".")
     return names[0] in STACKS and names[-1] in Lora.MATRICES
 
 
 def quantized(tree: Any, kind: Quantization, one: Callable[[Any], Quantized] | None = None, is_leaf: Any = None) -> Any:
-    """The parameters, or a tree like them, with what `is_matrix` quantised.
+    """The parameters, or a tree like them, with the matrices of layers quantised.
 
     Args:
-      one: What becomes of such a leaf, where the tree is not one of arrays.
-      is_leaf: As in `jax.tree.map`.
+      one: Function of such a leaf, where the tree is not one of arrays.
+      is_leaf: Test of a leaf, for `jax.tree.map`.
     """
 
     def each(path: tuple[Any, ...], leaf: Any) -> Any:
@@ -117,7 +117,7 @@ def quantized(tree: Any, kind: Quantization, one: Callable[[Any], Quantized] | N
 
 
 def merged(params: Any) -> Any:
-    """The same function in weights alone: adapters are added to theirs, in float32."""
+    """Parameters with adapters merged into their weights, in float32."""
 
     def one(node: Any) -> Any:
         return node.weight + change_of(node.adapter) if isinstance(node, Adapted) else node

@@ -1,4 +1,4 @@
-"""Frozen matrices of few bits, which are floats again only where they are used.
+"""Quantised frozen matrices, which are floats again only where they are used.
 
 QLoRA (Dettmers et al. 2023, arXiv:2305.14314) without its second quantisation, that of the scales. `qwix`
 knows the levels; it is given one tile at a time, since of a whole array it makes a vector, which the
@@ -16,12 +16,12 @@ from jaxrlhf.batch import Array
 from jaxrlhf.config import Quantization, Refusal
 
 TILE = 32
-"""Weights of the last dimension that share a scale, at most."""
+"""Most weights of the last dimension that share a scale."""
 
 
 @struct.dataclass
 class Quantized:
-    """A weight in the weight's place in the tree: `level[value] * scale`.
+    """A quantised weight in the weight's place in the tree: `level[value] * scale`.
 
     Attributes:
       value: int8 as they are; of nf4 uint8, with the codes of two neighbours in the last dimension.
@@ -35,7 +35,7 @@ class Quantized:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """Shape of the weight."""
         *before, last = self.value.shape
         return (*before, last if self.kind == "int8" else 2 * last)
 

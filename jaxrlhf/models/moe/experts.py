@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a layer's MLP: which experts a token goes through, and what they make of it.
+"""A mixture of experts in place of a layer's MLP: routing, and the sum of the chosen experts.
 
 No token is dropped and no expert has a capacity: assignments are sorted by expert, and every
 expert multiplies as many rows as chose it.
@@ -22,13 +22,13 @@ from jaxrlhf.models.moe.grouped import grouped_mlp
 
 
 class Routing(NamedTuple):
-    """What a router says of every token; `k` experts of `E` are chosen.
+    """Routing of every token to `k` of `E` experts.
 
     Attributes:
-      choice_RWk: int32, which experts.
-      weight_RWk: float32, what their outputs are multiplied by.
-      probability_RWE: float32, how likely the router finds each expert; adds up to 1.
-      own_RWk: int32, which experts the router would have chosen where others were given.
+      choice_RWk: int32 experts that the token goes through.
+      weight_RWk: float32 weights of their outputs.
+      probability_RWE: float32 probabilities of the router; they add up to 1.
+      own_RWk: int32 experts that the router chose itself, where others are replayed.
     """
 
     choice_RWk: Array
@@ -38,13 +38,13 @@ class Routing(NamedTuple):
 
 
 class RouterInputs(NamedTuple):
-    """What is asked of routers.
+    """Inputs of routers.
 
     Attributes:
-      counted_RW: int32, which sequence of its row a token counts for in the balance of experts, from 1; 0 is
-        none. None asks for nothing.
-      replayed: Choices to take instead of the router's, `[R, W, L, k]`, or of one layer `[R, W, k]`;
-        negative where it has to choose itself.
+      counted_RW: int32 number of the sequence that a token counts for in the balance of experts, from 1; 0 is
+        none. None computes no loss.
+      replayed: Choices to take instead of the router's (router replay), `[R, W, L, k]`, or of one layer
+        `[R, W, k]`; negative where it has to choose itself.
     """
 
     counted_RW: Array | None = None
@@ -55,12 +55,12 @@ NO_ROUTER_INPUTS = RouterInputs()
 
 
 class RouterOutputs(NamedTuple):
-    """What a router did, for every token; `[L, ...]` where it is of all layers.
+    """Outputs of a router for every token; `[L, ...]` for all layers.
 
     Attributes:
-      choice_RWk: int32, the experts that it chose by itself.
-      entropy_RW: float32, of its probabilities.
-      loss_RW: float32, `balance_loss`; None if nothing is counted.
+      choice_RWk: int32 experts that it chose itself.
+      entropy_RW: float32 entropy of its probabilities, in nats.
+      loss_RW: float32 `balance_loss`; None if nothing is counted.
     """
 
     choice_RWk: Array
@@ -76,7 +76,7 @@ def route(
     replayed_RWk: Int[Array, "R W k"] | None = None,
     attention: Attention = XLA,
 ) -> Routing:
-    """The experts of each token, and their weights.
+    """Choose the experts of each token, and their weights.
 
         s = softmax(x W) or sigmoid(x W)
         choice = top-k of s + bias, within the best groups of experts
@@ -87,7 +87,7 @@ def route(
 
     Args:
       replayed_RWk: Choices to take instead of the router's; negative where it has to choose itself.
-      attention: Says what splits rows over devices.
+      attention: Mesh and axes that split rows over devices.
 
     Source: Shazeer et al. 2017 (arXiv:1701.06538), section 2.1; groups and bias: DeepSeek-AI 2024
     (DeepSeek-V3, arXiv:2412.19437), eq. 12 to 16.
@@ -128,7 +128,7 @@ def _in_best_groups(ranked_RWE: Array, experts: Experts) -> Array:
 
 
 def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, attention: Attention) -> Array:
-    """What the chosen experts make of each token, by their weights.
+    """Weighted sum of the outputs of each token's experts.
 
         out = sum_k weight_k down_k(silu(gate_k(x)) * up_k(x))
 
@@ -159,14 +159,14 @@ def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, att
         *matrices, index_E = (leaf[0] for leaf in (*given[2], fixed[1]))
         return _mix_own((*tokens, matrices), (choice_RWk, index_E))[None, None]
 
-    def each(array: Array, axes: tuple[str, ...]) -> Array:
+    def copies(array: Array, axes: tuple[str, ...]) -> Array:
         return jnp.broadcast_to(array, (math.prod(mesh.shape[axis] for axis in axes), *array.shape))
 
     def gathered(array: Array) -> Array:
-        return each(lax.with_sharding_constraint(each(array, inner), by_row), outer)
+        return copies(lax.with_sharding_constraint(copies(array, inner), by_row), outer)
 
     tokens = map(gathered, (normed_RWD, weight_RWk, routing.choice_RWk))
-    parts = _mix_all(run, lambda array: each(array, rows), mlp["experts"], *tokens)
+    parts = _mix_all(run, lambda array: copies(array, rows), mlp["experts"], *tokens)
     # Exact enough in the activations' dtype, as the sum over the parts of a dense MLP's width is.
     parts = lax.reduce_sum(parts, axes=(0,))
     return lax.reduce_sum(lax.with_sharding_constraint(parts, by_row), axes=(0,))
@@ -224,7 +224,7 @@ _permuted.defvjp(_permuted_forward, _permuted_backward)
 
 
 def report(routing: Routing, router: RouterInputs) -> RouterOutputs:
-    """What a router did, as far as it is asked for."""
+    """Outputs of a router, with the balance loss if tokens are counted."""
     probability_RWE = routing.probability_RWE
     entropy_RW = -(probability_RWE * jnp.log(jnp.maximum(probability_RWE, 1e-30))).sum(axis=-1)
     loss_RW = None if router.counted_RW is None else balance_loss(routing, router.counted_RW)
@@ -232,7 +232,7 @@ def report(routing: Routing, router: RouterInputs) -> RouterOutputs:
 
 
 def balance_loss(routing: Routing, counted_RW: Int[Array, "R W"]) -> Float32[Array, "R W"]:
-    """How unevenly each sequence loads the experts, as a number for each of its counted tokens.
+    """Load-balancing loss of each sequence, as a number for each of its counted tokens.
 
         loss_t = E sum_e f_e p_te        f_e = share of the sequence's tokens that chose e
 
@@ -241,7 +241,7 @@ def balance_loss(routing: Routing, counted_RW: Int[Array, "R W"]) -> Float32[Arr
     changes a gradient, which goes through the probabilities alone.
 
     Args:
-      counted_RW: Which sequence of its row a token counts for, from 1; 0 is none.
+      counted_RW: Number of the sequence that a token counts for, from 1; 0 is none.
 
     Source: Fedus et al. 2022 (Switch, arXiv:2101.03961), eq. 4 to 6; by sequence: DeepSeek-AI
     2024 (DeepSeek-V3, arXiv:2412.19437), eq. 17 to 20.
