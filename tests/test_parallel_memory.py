@@ -11,12 +11,9 @@ from unit_machines import ALL_SPLIT, DENSE, HALVES, ROUTED, UNIT, WORK, weights_
 
 from jaxrlhf import models
 from jaxrlhf.config import Layout
-from jaxrlhf.models.attention.attention_xla import attend_blocks
+from jaxrlhf.models.attention.attention_xla import LONG_ROW, attend_blocks
 from jaxrlhf.models.config import Experts, ModelConfig
-from jaxrlhf.models.heads import CHUNK_TOKENS
 from jaxrlhf.models.memory import (
-    CHUNK_TOKENS,
-    LONG_ROW,
     inference_activation_bytes,
     layer_activation_bytes,
     score_bytes,
@@ -110,10 +107,6 @@ def test_rows_keep_their_scores_up_to_the_width_that_the_estimate_says(width: in
     kept = jax.eval_shape(lambda *arrays: jax.vjp(lambda *three: attend_blocks(*three, arrays[3]), *arrays[:3])[1],
                           heads, heads, heads, segment)  # fmt: skip
     assert (max(leaf.size for leaf in jax.tree.leaves(kept)) >= 2 * (width // 8) * width) == keeps
-
-
-def test_as_many_logits_exist_at_a_time_as_the_model_computes() -> None:
-    assert CHUNK_TOKENS == CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
