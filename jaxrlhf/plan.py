@@ -44,7 +44,7 @@ def _check_picture(path: Path) -> None:
 
 def _plan(written: Config, flags: Namespace) -> None:
     from jaxrlhf import planner
-    from jaxrlhf.planner.search.mapping import search
+    from jaxrlhf.planner.search.mapping import binding_slots, search
     from jaxrlhf.tracking import default_console
 
     config = planner.freed(written) if flags.afresh else written
@@ -53,6 +53,8 @@ def _plan(written: Config, flags: Namespace) -> None:
     question = planner.question_of(config, hardware, lengths=lengths)
     found = search(question.problem, keep=max(2, flags.plans))  # two, to say why the second lost
     best = found.plans[0]
+    bound = binding_slots(question.problem, best)
+    notes = (*question.notes, *([bound] if bound else []))
     picture = flags.picture or (None if flags.json else f"plan_{config.name}.png")
     if picture is not None:
         planner.save_timeline(best, Path(picture), title=planner.timeline_title(config, hardware))
@@ -65,12 +67,12 @@ def _plan(written: Config, flags: Namespace) -> None:
             "plans": [planner.plan_to_json(plan) for plan in found.plans[: flags.plans]],
             "search": {name: getattr(found, name) for name in ("placements", "allocations", "simulated", "seconds")},
             "settings": code,
-            "notes": question.notes,
+            "notes": notes,
         }
         print(json.dumps(rows, indent=2))
         return
     console = default_console()
-    console.print(planner.report(found, hardware, question.notes, shown=flags.plans))
+    console.print(planner.report(found, hardware, notes, shown=flags.plans))
     console.print(f"timeline of the best plan: {picture}", markup=False, highlight=False)
     advice = _advice(code)
     console.print(f"\n{advice}", markup=False, highlight=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -219,3 +220,30 @@ def test_devices_of_no_known_kind_are_refused(monkeypatch, capsys):
     message = refusal(monkeypatch, capsys, "--config", "ppo_gsm8k")
     assert "no figures are known" in message
     assert "jaxrlhf.calibrate" in message
+
+
+def test_slots_that_bind_are_named_with_what_more_would_gain(tmp_path, monkeypatch, capsys):
+    arguments = ("--config", "ppo_gsm8k", "--hardware", "h100", "--json", "--picture", tmp_path / "x.png")
+    said = []
+    for slots in (32, 256):
+        plan(monkeypatch, *arguments, "--rollout.slots", slots)
+        printed = json.loads(capsys.readouterr().out)
+        said.append([note for note in printed["notes"] if "rollout.slots" in note])
+    [few], many = said
+    assert many == []
+    more, fast, slow = re.search(r"=32 binds: with (\d+) .* take (\S+) s in place of (\S+) s", few).groups()
+    assert int(more) > 32 and float(fast) < 0.95 * float(slow)
+
+
+def test_a_budget_below_the_longest_sequence_is_raised_and_said_by_a_plan_and_refused_without(
+    tmp_path, monkeypatch, capsys
+):
+    arguments = ("--config", "grpo_gsm8k", "--hardware", "h100", "--picture", tmp_path / "x.png")
+    small = ("--actor.tokens-per-microbatch", 512)
+    assert "cannot hold one sequence" in refusal(monkeypatch, capsys, *arguments, *small)
+    plan(monkeypatch, *arguments, *small, "--placement", "auto", "--json")
+    printed = json.loads(capsys.readouterr().out)
+    longest = load("grpo_gsm8k").rollout.max_prompt_tokens + load("grpo_gsm8k").rollout.max_response_tokens
+    assert any("actor: tokens_per_microbatch=512 does not hold the longest" in note for note in printed["notes"])
+    raised = int(re.search(r'"actor.tokens_per_microbatch": (\d+)', printed["settings"])[1])
+    assert raised >= longest

@@ -235,13 +235,16 @@ class Config(Settings):
             )
 
     def _check_microbatches(self) -> None:
+        if self.placement == "auto":  # a plan raises what is too small
+            return
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
         for role, training in self.algorithm.training(self).items():
             name = role if role == "actor" else f"algorithm.{role}"
             require(
                 training.tokens_per_microbatch >= longest,
                 f"{name}.tokens_per_microbatch={training.tokens_per_microbatch} cannot hold one sequence of "
-                f"max_prompt_tokens + max_response_tokens = {longest} tokens; raise it to at least {longest}",
+                f"max_prompt_tokens + max_response_tokens = {longest} tokens; raise it to at least {longest}, or have "
+                "placement='auto' do that",
             )
 
     def _check_records(self) -> None:

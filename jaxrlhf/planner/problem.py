@@ -294,6 +294,13 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
     elif given := [*written_layouts(config), *(["offload"] if config.offload else [])]:
         notes.append(f"{', '.join(given)} as the configuration says; --afresh of the plan command searches all")
     notes += [f"figures of {hardware.name}: {hardware.source}"] if hardware.source else []
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    for role, training in config.algorithm.training(config).items():
+        if training.tokens_per_microbatch < longest:
+            notes.append(
+                f"{role}: tokens_per_microbatch={training.tokens_per_microbatch} does not hold the longest sequence; "
+                f"the plan takes {longest} for each device that has rows of its own"
+            )
     what = "responses" if generates(config) else "solutions"
     unknown = [name for name in ("prompt", "response") if getattr(lengths, f"{name}_tokens") is None]
     if unknown:

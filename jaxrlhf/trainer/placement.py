@@ -11,7 +11,7 @@ from jaxrlhf.planner.plan import Plan
 from jaxrlhf.planner.problem import placed_roles, question_of
 from jaxrlhf.planner.report.report import report, timeline_title
 from jaxrlhf.planner.saved import PLAN, read_plan, save_plan, why_not
-from jaxrlhf.planner.search.mapping import search
+from jaxrlhf.planner.search.mapping import binding_slots, search
 from jaxrlhf.tracking import default_console
 
 _SHOWN = 3
@@ -55,8 +55,10 @@ def place(config: Config, workdir: Path, *, vocabulary: int) -> Placed:
         return Placed(planned_config(config, saved), saved, hardware, title, found=False)
     question = question_of(config, hardware, vocabulary=vocabulary)
     searched = search(question.problem, keep=_SHOWN)
-    default_console().print(report(searched, hardware, question.notes, shown=_SHOWN))
     plan = searched.plans[0]
+    bound = binding_slots(question.problem, plan)
+    notes = (*question.notes, *([bound] if bound else []))
+    default_console().print(report(searched, hardware, notes, shown=_SHOWN))
     return Placed(planned_config(config, plan), plan, hardware, title, found=True)
 
 

@@ -11,11 +11,12 @@ Source: HybridFlow (arXiv:2409.19256), algorithms 1 and 2 and d_cost.
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from jaxrlhf.config import ROLLOUT, Refusal
 from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.cost.timeline import plan_of
-from jaxrlhf.planner.plan import Infeasible, Problem, Search
+from jaxrlhf.planner.plan import Infeasible, Plan, Problem, Search
 from jaxrlhf.planner.search.allocation import allocate
 from jaxrlhf.planner.search.layouts import pool_sizes
 from jaxrlhf.planner.search.pool_options import Point, PoolOptions
@@ -135,3 +136,25 @@ def _check_pools(
     for group in problem.together:
         if not any(set(group) <= set(roles) for roles, _ in pools):
             raise Refusal(f"{' and '.join(group)} have to share a pool, and pools place them apart")
+
+
+GAIN_WORTH_SAYING = 0.05
+"""Share of a step's seconds; predictions are not better than that."""
+
+
+def binding_slots(problem: Problem, best: Plan) -> str | None:
+    """A sentence if a step would be faster with more responses decoded at once than `rollout.slots` allows.
+
+    Args:
+      best: The best plan of the problem.
+    """
+    given = problem.workload.slots
+    if given is None or best.slots is None or best.slots < given:
+        return None
+    free = search(replace(problem, workload=replace(problem.workload, slots=None)), keep=1).plans[0]
+    if free.seconds > (1 - GAIN_WORTH_SAYING) * best.seconds:
+        return None
+    return (
+        f"rollout.slots={given} binds: with {free.slots} a step is predicted to take {free.seconds:.3g} s in place of "
+        f"{best.seconds:.3g} s; left at None, the plan chooses"
+    )
