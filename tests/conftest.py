@@ -36,9 +36,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _LONGEST = (
     *("test_algorithms_learn", "test_learning", "test_learning_arithmetic", "test_run_ray", "test_run_ray_failures"),
     *("test_learning_rivals", "test_run_resume_algorithms", "test_learning_preference", "test_run_resume"),
-    *("test_run_lora", "test_run_pools"),
+    *("test_run_lora", "test_run_placed"),
     *("test_workers_gradient", "test_workers_lora", "test_models_transformers", "test_models_families"),
-    *("test_run_auto", "test_own_model", "test_run_devices", "test_checkpoint_pretrained", "test_run_gsm8k"),
+    *("test_run_auto", "test_own_model", "test_checkpoint_pretrained", "test_run_gsm8k"),
     *("test_run_policy", "test_models_experts", "test_run_policy_losses"),
 )
 """Files that take long in either tier, the longest first."""
@@ -73,8 +73,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of what this worker's whole runs have compiled."""
-    return tmp_path_factory.mktemp("compiled")
+    """Folder of what whole runs have compiled, the same for all workers of pytest."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ class OwnLogger:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(programs, tmp_path_factory):
     """A run whose reward fails on some problems, and all that it left behind."""
     workdir = tmp_path_factory.mktemp("metrics")
     (workdir / "reward.py").write_text(REWARD)
@@ -226,7 +226,7 @@ def test_the_time_of_the_run_is_printed_and_drawn(run):
     [step] = [line for line in lines if line[:2] == ["step", "all"]]
     assert step[2:6] == [str(STEPS), f"{sum(record['time/step_s'] for record in run.metrics):.2f}", "s", "100.0%"]
     last = run.metrics[-1]
-    programs = f"{last['compile/count']:.0f} programs in {last['compile/seconds']:.1f} s, 0 of them loaded"
+    programs = f"{last['compile/count']:.0f} programs in {last['compile/seconds']:.1f} s, {last['compile/loaded']:.0f} of them loaded"
     assert programs in run.printed
     assert (run.workdir / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
@@ -273,7 +273,6 @@ def test_unscorable_rows_train_nothing(run):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("programs")
 def test_a_run_survives_that_nothing_is_scorable(tmp_path):
     (tmp_path / "reward.py").write_text("def broken(prompt, response, answer, record):\n    return float('nan')\n")
     config = get_config()

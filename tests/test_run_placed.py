@@ -1,0 +1,66 @@
+"""One run on one device, on eight in other layouts and on pools of them: the same tokens and the same numbers."""
+
+import shutil
+
+import pytest
+from placed_runs import APART, SPLIT, assert_same_numbers, run
+from tiny_runs import numbers, records
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def alone(programs, undrawn, tmp_path_factory):
+    return run(tmp_path_factory.mktemp("alone"), steps=STEPS)
+
+
+def metrics(workdir, room):
+    """The last step's metrics of one room, such as `offload`."""
+    return {name: value for name, value in records(workdir / "metrics.jsonl")[-1].items() if name.startswith(room)}
+
+
+def test_eight_devices(alone, tmp_path):
+    layout = {"fsdp": 4, "tensor": 2, "generation_tensor": 1}
+    run(tmp_path, devices=8, actor=layout, critic=layout, steps=STEPS)
+    assert_same_numbers(tmp_path, alone)
+
+
+def test_eight_devices_go_on_from_the_checkpoint_of_one(alone, tmp_path):
+    workdir = tmp_path / "moved"
+    shutil.copytree(alone, workdir)
+    for step in ("step_3", "step_4"):
+        shutil.rmtree(workdir / "checkpoints" / step)
+    layout = {"data": 2, "tensor": 4, "generation_tensor": 2}
+    run(workdir, devices=8, actor=layout, critic={"data": 2, "tensor": 4}, steps=STEPS)
+    assert_same_numbers(workdir, alone)
+    mine, theirs = numbers(workdir / "metrics.jsonl"), numbers(alone / "metrics.jsonl")
+    assert mine[:2] == theirs[:2]
+    assert mine[2:] != theirs[2:], "the second half was not computed anew"
+
+
+def test_two_pools_and_a_generation_layout_that_training_does_not_refine(alone, tmp_path):
+    actor = {"fsdp": 2, "tensor": 2, "generation_tensor": 4}
+    run(tmp_path, pools=SPLIT, actor=actor, critic={"fsdp": 4}, steps=STEPS)
+    assert_same_numbers(tmp_path, alone)
+    assert metrics(tmp_path, "relayout/")["relayout/received_bytes"] > 0
+    saved = {path.name for path in (tmp_path / "checkpoints" / f"step_{STEPS}").iterdir()}
+    assert saved >= {"actor", "actor_optimizer", "critic", "critic_optimizer"}
+
+
+def test_generation_on_a_pool_apart(alone, tmp_path):
+    actor = {"fsdp": 2, "tensor": 2, "generation_tensor": 2}
+    run(tmp_path, pools=APART, actor=actor, critic={"fsdp": 4}, steps=STEPS)
+    assert_same_numbers(tmp_path, alone)
+    assert metrics(tmp_path, "transfer/")["transfer/received_bytes"] > 0
+    assert metrics(tmp_path, "relayout/") == {"relayout/received_bytes": 0.0}
+
+
+def test_stages_in_both_layouts_and_models_that_wait_in_host_memory(alone, tmp_path):
+    layout = {"stage": 2, "tensor": 2, "fsdp": 2, "generation_stage": 2, "generation_tensor": 1}
+    offload = ("actor", "critic", "reference")
+    run(tmp_path, devices=8, actor=layout, critic={"stage": 2, "fsdp": 4}, offload=offload, steps=STEPS)
+    assert_same_numbers(tmp_path, alone)
+    moved = metrics(tmp_path, "offload/")
+    assert all(moved[f"offload/{role}_bytes"] > 0 for role in offload)
