@@ -226,7 +226,8 @@ def test_the_time_of_the_run_is_printed_and_drawn(run):
     [step] = [line for line in lines if line[:2] == ["step", "all"]]
     assert step[2:6] == [str(STEPS), f"{sum(record['time/step_s'] for record in run.metrics):.2f}", "s", "100.0%"]
     last = run.metrics[-1]
-    programs = f"{last['compile/count']:.0f} programs in {last['compile/seconds']:.1f} s, {last['compile/loaded']:.0f} of them loaded"
+    count, loaded = (f"{last[f'compile/{name}']:.0f}" for name in ("count", "loaded"))
+    programs = f"{count} programs in {last['compile/seconds']:.1f} s, {loaded} of them loaded"
     assert programs in run.printed
     assert (run.workdir / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
