@@ -1,4 +1,4 @@
-"""Attention over what is spread is attention over each sequence by itself."""
+"""Shared-prefix attention is attention over each sequence by itself."""
 
 from functools import partial
 
@@ -30,27 +30,19 @@ def drawn(shape, seed):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def naive(query_TNH, key_TKH, value_TKH, window):
-    """Of one sequence, head by head."""
-    heads = []
-    for head in range(HEADS):
-        key_TH, value_TH = (array[:, head // (HEADS // KV_HEADS)] for array in (key_TKH, value_TKH))
-        ago = np.arange(len(key_TH))[:, None] - np.arange(len(key_TH))
-        score = jnp.where((ago >= 0) & (ago < window), query_TNH[:, head] @ key_TH.T / np.sqrt(WIDTH), -jnp.inf)
-        heads.append(jax.nn.softmax(score, axis=1) @ value_TH)
-    return jnp.stack(heads, axis=1)
-
-
-def naive_rows(query, key, value, rows, whole, window):
-    """`whole`: for each sequence its places in the packed row."""
-    mixed = jnp.zeros_like(query)
-    for places in whole:
-        mixed = mixed.at[0, places].set(naive(query[0, places], key[0, places], value[0, places], window))
-    return mixed
+def naive_rows(query, key, value, place_BS, inside_BS, window):
+    """Each sequence by itself, from its places in the packed row; places past the row are padding."""
+    query, key, value = (array[0].at[place_BS].get(mode="fill", fill_value=0) for array in (query, key, value))
+    key, value = (jnp.repeat(array, HEADS // KV_HEADS, axis=2) for array in (key, value))
+    ago_SS = np.arange(place_BS.shape[1])[:, None] - np.arange(place_BS.shape[1])
+    score_BNSS = jnp.einsum("BSNH,BTNH->BNST", query, key) / np.sqrt(WIDTH)
+    seen_BSS = ((ago_SS >= 0) & (ago_SS < window))[None] & inside_BS[:, None, :]
+    weight_BNSS = jax.nn.softmax(jnp.where(seen_BSS[:, None], score_BNSS, -1e30), axis=-1)
+    return jnp.einsum("BNST,BTNH->BSNH", weight_BNSS, value)
 
 
 def places_of(rows):
-    """Of every sequence, its places in the packed row."""
+    """Places in the packed row of every sequence, padded by places past the row."""
     position_W, segment_W = rows.position_RW[0], rows.segment_RW[0]
     whole = []
     for part in rows.shared_prefix.parts:
@@ -59,7 +51,25 @@ def places_of(rows):
     for places in whole:
         np.testing.assert_array_equal(position_W[places], np.arange(len(places)))
         assert (segment_W[places] > 0).all()
-    return whole
+    place_BS = np.full((36, 384), len(position_W))
+    for index, places in enumerate(whole):
+        place_BS[index, : len(places)] = places
+    return place_BS
+
+
+@partial(jax.jit, static_argnames="window")
+def both(arrays, weight, shared_prefix, place_BS, *, window):
+    """Results and gradients of packed rows, and of each sequence by itself."""
+    inside_BS = place_BS < weight.shape[1]
+
+    def ours(*arrays):
+        return attend_shared_prefix(*arrays, shared_prefix, ScoreMod(window=window))
+
+    def expected(*arrays):
+        mixed = naive_rows(*arrays, place_BS, inside_BS, window or 10**6)
+        return jnp.zeros_like(arrays[0]).at[0, place_BS].set(mixed, mode="drop")
+
+    return [(function(*arrays), jax.vjp(function, *arrays)[1](weight)) for function in (ours, expected)]
 
 
 @pytest.mark.parametrize("window", [None, 37])
@@ -67,22 +77,13 @@ def test_results_and_gradients_are_those_of_each_sequence_alone(window: int | No
     batches = list(Packing(responses(2), rows=14, row_tokens=384).rows())
     used = [part.used_R.max() for part in batches[0].shared_prefix.parts]
     assert used[0] > 4 and used[1] > 2  # more than a loop takes at a time
-    scores = ScoreMod(window=window)
     for index, rows in enumerate(batches):
-        whole, size = places_of(rows), rows.token_RW.shape[1]
+        size = rows.token_RW.shape[1]
         arrays = [drawn((1, size, heads, WIDTH), index + n) for n, heads in enumerate((HEADS, KV_HEADS, KV_HEADS))]
         weight = drawn((1, size, HEADS, WIDTH), 9) * (rows.segment_RW > 0)[:, :, None, None]
-
-        def ours(*arrays, rows=rows):
-            return attend_shared_prefix(*arrays, jax.tree.map(jnp.asarray, rows.shared_prefix), scores)
-
-        expected = partial(naive_rows, rows=rows, whole=whole, window=window or 10**6)
-        found, change = (
-            jax.jit(lambda *arrays, f=f, weight=weight: (f(*arrays), jax.vjp(f, *arrays)[1](weight)))(*arrays)
-            for f in (ours, expected)
-        )
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(change), strict=True):
-            np.testing.assert_allclose(a, b, atol=3e-5)
+        found, expected = both(arrays, weight, rows.shared_prefix, places_of(rows), window=window)
+        for ours, naive in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(ours, naive, atol=3e-5)
 
 
 def test_rows_that_are_not_used_are_not_computed() -> None:
@@ -103,11 +104,11 @@ def test_layers_that_are_computed_again_do_not_attend_again() -> None:
     array = np.ones((1, rows.token_RW.shape[1], KV_HEADS, WIDTH), np.float32)
 
     def loops(**policy):
-        def layer(array, factor, spread):
-            return jnp.sin(attend_shared_prefix(factor * array, array, array, spread)), None
+        def layer(array, factor, shared_prefix):
+            return jnp.sin(attend_shared_prefix(factor * array, array, array, shared_prefix)), None
 
-        def total(array, factor_L, spread):
-            body = jax.checkpoint(lambda *carry: layer(*carry, spread), prevent_cse=False, **policy)
+        def total(array, factor_L, shared_prefix):
+            body = jax.checkpoint(lambda *carry: layer(*carry, shared_prefix), prevent_cse=False, **policy)
             return jax.lax.scan(body, array, factor_L)[0].sum()
 
         program = jax.jit(jax.grad(total)).lower(array, np.ones(3, np.float32), rows.shared_prefix)
