@@ -268,8 +268,8 @@ def test_saving_goes_on_beside_the_training(opened, tmp_path):
     assert (tmp_path / "checkpoints" / "step_1").exists()
 
 
-def test_a_host_without_the_directory(tmp_path):
-    with pytest.raises(ValueError, match=r"host 0 does not see .*/actor, .* a file system that all hosts share"):
+def test_a_host_without_the_directory(refused, tmp_path):
+    with refused():
         TreeItem(tree, lambda tree: None).save(tmp_path / "actor")
 
 
@@ -284,37 +284,34 @@ def stored(opened):
     return checkpoints
 
 
-def test_missing_item(stored):
-    with pytest.raises(ValueError, match=r"step 5 has no 'critic'; it holds \['actor'\]. Resume with the algorithm"):
+def test_missing_item(refused, stored):
+    with refused():
         stored.read(5, {"actor": like(tree()), "critic": like(tree())})
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes",
     [
-        ({"embed": jnp.zeros((16, 4))}, r"actor\['embed'\] is float32\[16, 8\], this run needs float32\[16, 4\]"),
-        (
-            {"embed": jnp.zeros((16, 8), jnp.bfloat16)},
-            r"actor\['embed'\] is float32\[16, 8\], this run needs bfloat16\[16, 8\]",
-        ),
-        ({"head": jnp.zeros(8)}, r"actor\['head'\] is absent, this run needs float32\[8\]"),
+        {"embed": jnp.zeros((16, 4))},
+        {"embed": jnp.zeros((16, 8), jnp.bfloat16)},
+        {"head": jnp.zeros(8)},
     ],
 )
-def test_other_arrays(stored, changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_other_arrays(refused, stored, changes):
+    with refused():
         stored.read(5, {"actor": like({**tree(), **changes})})
 
 
-def test_a_refused_restore_touches_no_array(stored):
+def test_a_refused_restore_touches_no_array(refused, stored):
     trees = {"actor": tree(1), "critic": tree(2)}
-    with pytest.raises(ValueError, match="has no 'critic'"):
+    with refused():
         stored.restore(5, held_in(trees))
     assert_same_bits(trees, {"actor": tree(1), "critic": tree(2)})
 
 
-def test_array_left_over(stored):
+def test_array_left_over(refused, stored):
     target = {name: array for name, array in like(tree()).items() if name != "count"}
-    with pytest.raises(ValueError, match=r"actor\['count'\] is int32\[\], this run needs none; resume with the model"):
+    with refused():
         stored.read(5, {"actor": target})
 
 

@@ -74,15 +74,15 @@ def test_malformed_pairs_are_left_out_and_told_of_with_file_and_line(load, tmp_p
 
 
 @pytest.mark.parametrize(("records", "allowed"), [([HH, *MALFORMED.values()], 0.5), (MALFORMED.values(), 1.0)])
-def test_too_many_malformed_pairs_or_no_others_are_an_error(load, tmp_path, records, allowed):
-    with pytest.raises(ValueError, match=f"6 of the {len(records)} pairs of .*the first: .*line "):
+def test_too_many_malformed_pairs_or_no_others_are_an_error(refused, load, tmp_path, records, allowed):
+    with refused():
         load(PairFile(write(tmp_path / "pairs.jsonl", records), malformed_fraction=allowed))
 
 
-def test_a_cut_gzip_file_is_refused(load, tmp_path):
+def test_a_cut_gzip_file_is_refused(refused, load, tmp_path):
     path = tmp_path / "pairs.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(HH).encode() * 100)[:-20])
-    with pytest.raises(ValueError, match=r"pairs\.jsonl\.gz: not a whole gzip file"):
+    with refused():
         load(PairFile(str(path)))
 
 

@@ -111,10 +111,10 @@ def edit_config(directory, **changes):
     file.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
 
 
-def test_without_eos_it_is_refused(tmp_path):
+def test_without_eos_it_is_refused(refused, tmp_path):
     build_embedded_tokenizer(tmp_path)
     edit_config(tmp_path, eos_token=None)
-    with pytest.raises(ValueError, match=r'no end-of-sequence token.* set "eos_token" in its tokenizer_config.json'):
+    with refused():
         load_tokenizer(str(tmp_path))
 
 
@@ -124,14 +124,14 @@ def test_without_a_pad_token_it_is_taken_as_it_is(tmp_path):
     assert load_tokenizer(str(tmp_path)).pad_token is None
 
 
-def test_a_class_that_ignores_the_file_is_refused(tmp_path):
+def test_a_class_that_ignores_the_file_is_refused(refused, tmp_path):
     build_embedded_tokenizer(tmp_path)
     edit_config(tmp_path, tokenizer_class="Qwen2Tokenizer")
-    with pytest.raises(ValueError, match=r"Qwen2Tokenizer.* other ids than the tokenizer\.json"):
+    with refused():
         load_tokenizer(str(tmp_path))
 
 
-def test_one_that_loses_text_is_refused(tmp_path):
+def test_one_that_loses_text_is_refused(refused, tmp_path):
     lossy = Tokenizer(
         models.BPE(vocab={s: n for n, s in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
     )
@@ -139,7 +139,7 @@ def test_one_that_loses_text_is_refused(tmp_path):
     lossy.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     lossy.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=lossy, eos_token="<eos>").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"turns 'Tom has .* into 'tom has "):
+    with refused():
         load_tokenizer(str(tmp_path))
 
 
@@ -152,6 +152,6 @@ def test_nothing_to_load(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_directory(tmp_path):
-    with pytest.raises(ValueError, match="no tokenizer could be loaded from"):
+def test_a_missing_directory(refused, tmp_path):
+    with refused():
         load_tokenizer(str(tmp_path / "nowhere"))

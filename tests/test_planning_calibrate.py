@@ -56,8 +56,8 @@ def test_two_samples_that_no_latency_explains_still_give_constants_above_zero() 
 
 
 @pytest.mark.parametrize("samples", [[Sample(1, 1e3, 1e-3)], [Sample(1, 1e3, 1e-3), Sample(1, 2e3, 0.0)]])
-def test_a_fit_of_too_little_is_refused(samples: list[Sample]) -> None:
-    with pytest.raises(ValueError, match="two or more samples with steps, bytes and seconds above 0"):
+def test_a_fit_of_too_little_is_refused(refused, samples: list[Sample]) -> None:
+    with refused():
         fit_link(samples)
 
 
@@ -282,10 +282,10 @@ def test_devices_on_a_processor_share_it_however_many_there_are() -> None:
         assert not quietly(made_up(count, processes=processes)).shared_compute
 
 
-def test_what_cannot_be_described_is_refused() -> None:
-    with pytest.raises(ValueError, match=re.escape("processes have {0: 2, 1: 1} devices")):
+def test_what_cannot_be_described_is_refused(refused) -> None:
+    with refused():
         quietly(made_up(3, processes=2))
-    with pytest.raises(ValueError, match="seconds_per_figure must be above 0, got 0"):
+    with refused():
         calibrate.calibrate(jax.devices(), seconds_per_figure=0, progress=lambda *_: None)
 
 

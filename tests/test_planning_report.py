@@ -102,10 +102,8 @@ def test_several_reward_models_are_one_role_of_a_pool():
     assert planned.offload == ("reward", "reward.parameters")
 
 
-def test_a_plan_of_other_roles_is_refused():
-    with pytest.raises(
-        ValueError, match="the plan places actor and the configuration has actor, critic, reference, re"
-    ):
+def test_a_plan_of_other_roles_is_refused(refused):
+    with refused():
         planned_settings(a_config(), supervised())
 
 
@@ -135,22 +133,22 @@ def test_a_plan_survives_json(plan):
 
 
 @pytest.mark.parametrize("name", ["pools", "calls", "offload", "stage_seconds", "slots"])
-def test_what_is_no_plan_is_refused(name):
+def test_what_is_no_plan_is_refused(refused, name):
     data = plan_to_json(split())
     del data[name]
-    with pytest.raises(ValueError, match=f"this is no plan: has no '{name}'; plan anew"):
+    with refused():
         plan_from_json(data)
 
 
 @pytest.mark.parametrize(
     "changes", [{"pools": [{"strange": 1}]}, {"calls": [3]}, {"offload": 3}, {"stage_seconds": "s"}]
 )
-def test_what_only_looks_like_a_plan_is_refused(changes):
-    with pytest.raises(ValueError, match="this is no plan"):
+def test_what_only_looks_like_a_plan_is_refused(refused, changes):
+    with refused():
         plan_from_json(plan_to_json(split()) | changes)
 
 
-def test_a_plan_is_kept_with_its_hardware(tmp_path):
+def test_a_plan_is_kept_with_its_hardware(refused, tmp_path):
     assert read_plan(tmp_path) is None
     save_plan(split(), machines(), tmp_path, title="made")
     saved = read_plan(tmp_path)
@@ -164,7 +162,7 @@ def test_a_plan_is_kept_with_its_hardware(tmp_path):
         "it places actor, critic, reference, reward and the run has actor"
     )
     (tmp_path / "plan.json").write_text("{")
-    with pytest.raises(ValueError, match=r"plan.json cannot be read .*; delete it, and the run plans anew"):
+    with refused():
         read_plan(tmp_path)
 
 

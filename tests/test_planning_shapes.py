@@ -185,8 +185,8 @@ def test_an_unknown_id_names_the_closest_known_ones():
     assert "\n" not in message
 
 
-def test_an_id_in_another_case_gets_a_hint():
-    with pytest.raises(ValueError, match=r"did you mean meta-llama/Llama-2-7b-hf\? ids are case-sensitive"):
+def test_an_id_in_another_case_gets_a_hint(refused):
+    with refused():
         shape_of("meta-llama/llama-2-7B-hf")
 
 

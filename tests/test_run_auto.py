@@ -92,20 +92,20 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, capsys, slow_devi
     assert not workdir.exists()
 
 
-def test_a_cluster_is_planned_in_whole_hosts(tmp_path, monkeypatch):
+def test_a_cluster_is_planned_in_whole_hosts(refused, tmp_path, monkeypatch):
     configs = launched(monkeypatch)
     cluster = RayCluster(devices_per_host=8)
     interrupted(lambda: run(auto(tmp_path, cluster=cluster, hardware="a100x2")))
     assert all(pool.devices % 8 == 0 for pool in configs[0].pools)
-    with pytest.raises(ValueError, match="no device of a cluster is seen"):
+    with refused():
         run(auto(tmp_path, cluster=cluster))
-    with pytest.raises(ValueError, match="hold no pool of whole hosts of 64 devices"):
+    with refused():
         run(auto(tmp_path, cluster=RayCluster(devices_per_host=64), hardware="a100x2"))
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_what_does_not_fit_is_refused_before_anything_is_written(refused, tmp_path, monkeypatch):
     configs = launched(monkeypatch)
-    with pytest.raises(ValueError, match="hardware='v4' has machines of 4 devices, and this process uses 8"):
+    with refused():
         run(auto(tmp_path / "run", hardware="v4"))
     assert configs == []
     assert not (tmp_path / "run").exists()

@@ -55,13 +55,13 @@ def test_a_student_comes_closer_to_a_teacher_of_another_shape(tmp_path):
     assert np.mean(apart[-4:]) < 0.5 * np.mean(apart[:2]), apart
 
 
-def test_a_teacher_with_other_tokens_and_a_second_kl_are_refused(tmp_path):
+def test_a_teacher_with_other_tokens_and_a_second_kl_are_refused(refused, tmp_path):
     teacher = write_policy(tmp_path / "teacher")
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     tokenizer.add_tokens(["<|new|>"])
     tokenizer.save_pretrained(teacher)
-    with pytest.raises(ValueError, match="has another tokenizer than the policy"):
+    with refused():
         run(config(teacher, workdir=str(tmp_path / "run")))
     settings = config(teacher)
-    with pytest.raises(ValueError, match="kl would count it twice"):
+    with refused():
         replace(settings, algorithm=replace(settings.algorithm, kl=KLInLoss()))

@@ -1,7 +1,6 @@
 """A run is not resumed with what makes other numbers of its checkpoints."""
 
 import json
-import re
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -32,25 +31,25 @@ def trained(workdir, config: Config):
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    "changed",
     [
-        ({"alpha": 8.0}, r"actor\.lora of alpha=4\.0, and the configuration has alpha=8\.0"),
-        ({"rank": 4, "alpha": 8.0}, r"of rank=2, alpha=4\.0, and the configuration has rank=4, alpha=8\.0"),
-        ({"targets": ("query",)}, r"has targets=\['query'\]"),
-        ({"rslora": True}, "of rslora=False, and the configuration has rslora=True"),
-        ({"quantize": "nf4"}, "of quantize=None, and the configuration has quantize='nf4'"),
+        {"alpha": 8.0},
+        {"rank": 4, "alpha": 8.0},
+        {"targets": ("query",)},
+        {"rslora": True},
+        {"quantize": "nf4"},
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_changed_adapters_are_refused(changed, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
+def test_changed_adapters_are_refused(refused, changed, tmp_path):
+    with refused():
         check_same_start(trained(tmp_path, adapting()), adapting(replace(LORA, **changed)))
 
 
-def test_adapters_that_come_or_go_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"with actor\.lora of rank=2, .* and the configuration has none"):
+def test_adapters_that_come_or_go_are_refused(refused, tmp_path):
+    with refused():
         check_same_start(trained(tmp_path / "had", adapting()), adapting(None))
-    with pytest.raises(ValueError, match=r"with critic\.lora of none, and the configuration has rank=2"):
+    with refused():
         check_same_start(trained(tmp_path / "has", adapting()), adapting(critic=LORA))
 
 
@@ -59,37 +58,33 @@ def small(experts: int = 0, **model: int) -> FromScratch:
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "words"),
+    ("was", "now"),
     [
-        (Pretrained("a"), Pretrained("b"), "with model of path='a', and the configuration has path='b'"),
-        (
-            small(4, experts_per_token=2),
-            small(4, experts_per_token=1),
-            r"of experts_per_token=2, .* experts_per_token=1",
-        ),
-        (small(), Pretrained("a"), r"of .*class='FromScratch'.* has .*path='a'"),
-        (Nnx(nnx.Linear), small(), "of class='Nnx', and the configuration has class='FromScratch', .*num_layers=2"),
+        (Pretrained("a"), Pretrained("b")),
+        (small(4, experts_per_token=2), small(4, experts_per_token=1)),
+        (small(), Pretrained("a")),
+        (Nnx(nnx.Linear), small()),
     ],
     ids=["another path", "other experts", "another kind", "no longer one's own"],
 )
-def test_another_model_is_refused(was, now, words, tmp_path):
+def test_another_model_is_refused(refused, was, now, tmp_path):
     trained(tmp_path, replace(adapting(None), model=was))
-    with pytest.raises(ValueError, match=words):
+    with refused():
         check_same_start(tmp_path, replace(adapting(None), model=now))
 
 
 @pytest.mark.parametrize(
-    ("was", "now", "words"),
+    ("was", "now"),
     [
-        (ColdStart(2), ColdStart(3), "with cold_start of steps=2, and the configuration has steps=3"),
-        (ColdStart(2), None, "with cold_start of steps=2, and the configuration has none"),
-        (None, ColdStart(2), "with cold_start of none, and the configuration has steps=2"),
+        (ColdStart(2), ColdStart(3)),
+        (ColdStart(2), None),
+        (None, ColdStart(2)),
     ],
     ids=["longer", "none", "one"],
 )
-def test_another_cold_start_is_refused(was, now, words, tmp_path):
+def test_another_cold_start_is_refused(refused, was, now, tmp_path):
     trained(tmp_path, replace(adapting(None), cold_start=was))
-    with pytest.raises(ValueError, match=words):
+    with refused():
         check_same_start(tmp_path, replace(adapting(None), cold_start=now))
 
 
@@ -125,7 +120,7 @@ def test_a_checkpoint_may_be_moved(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("moved", [False, True], ids=["at its place", "moved"])
 @pytest.mark.parametrize("changed", ["a tensor", "its length", "config.json", "a further file"])
-def test_another_checkpoint_is_refused_wherever_it_lies(changed, moved, checkpoint, tmp_path):
+def test_another_checkpoint_is_refused_wherever_it_lies(refused, changed, moved, checkpoint, tmp_path):
     weights = checkpoint / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[9_000_000 : 9_000_000 + len(content) // 1000] = bytes(len(content) // 1000)
@@ -137,16 +132,15 @@ def test_another_checkpoint_is_refused_wherever_it_lies(changed, moved, checkpoi
     }
     other[changed]()
     path = checkpoint.rename(tmp_path / "there") if moved else checkpoint
-    file = {"config.json": "config.json", "a further file": "model-2.safetensors"}.get(changed, "model.safetensors")
-    says = f"started from the checkpoint {checkpoint}, and {path} is another one now: {file} differs; resume with"
-    with pytest.raises(ValueError, match=re.escape(says)):
+
+    with refused():
         resume(tmp_path, path)
 
 
-def test_of_a_run_that_did_not_write_down_its_weights_only_the_path_is_known(checkpoint, tmp_path):
+def test_of_a_run_that_did_not_write_down_its_weights_only_the_path_is_known(refused, checkpoint, tmp_path):
     (tmp_path / "run" / "weights.json").unlink()
     resume(tmp_path, checkpoint)
-    with pytest.raises(ValueError, match=r"with model of path='.*here', and the configuration has path='.*there'"):
+    with refused():
         resume(tmp_path, checkpoint.rename(tmp_path / "there"))
 
 
@@ -178,22 +172,22 @@ def test_what_is_the_same_is_not_refused(tmp_path):
     check_same_start(tmp_path, adapting(critic=LORA))
 
 
-def test_adapters_whose_settings_are_gone_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"config\.json is gone, .* scale of actor's adapters"):
+def test_adapters_whose_settings_are_gone_are_refused(refused, tmp_path):
+    with refused():
         check_same_start(tmp_path, adapting())
     check_same_start(tmp_path, adapting(None))
 
 
-def test_settings_that_are_torn_are_refused(tmp_path):
+def test_settings_that_are_torn_are_refused(refused, tmp_path):
     file = trained(tmp_path, adapting(None)) / "config.json"
     file.write_text(file.read_text()[:100])
-    with pytest.raises(ValueError, match=r"config\.json cannot be read .*; mend it"):
+    with refused():
         check_same_start(tmp_path, adapting(None))
 
 
-def test_a_run_is_refused_before_it_begins(tmp_path):
+def test_a_run_is_refused_before_it_begins(refused, tmp_path):
     before = (trained(tmp_path, adapting()) / "config.json").read_bytes()
-    with pytest.raises(ValueError, match=r"has alpha=8\.0; resume with what it was"):
+    with refused():
         jaxrlhf.run(replace(adapting(replace(LORA, alpha=8.0)), workdir=str(tmp_path)))
     assert not (tmp_path / "metrics.jsonl").exists()
     assert (tmp_path / "config.json").read_bytes() == before
