@@ -244,7 +244,7 @@ def test_decoding_on_eight_devices(params, rows, transposed_from, monkeypatch):
         return models.decode(layers, params, CONFIG, token_RW[:, 6], jnp.array([6, 4, 5, 6]), cache)
 
     one_BD, *_ = jax.jit(run)(params, rows[0])
-    many_BD, cache, _ = jax.jit(run, out_shardings=(None, layout, None))(split, rows[0])
+    many_BD, cache, _ = jax.jit(run, out_shardings=models.DecodeOutput(None, layout, None))(split, rows[0])
     close(many_BD, one_BD)
     assert cache[0].key_BKHS.addressable_shards[0].data.shape == (1, 1, 8, WIDTH)
 

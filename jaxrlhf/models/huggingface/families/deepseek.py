@@ -124,14 +124,7 @@ def _write_v2(config: ModelConfig) -> dict[str, Any]:
     return _write(config) | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
-DEEPSEEK_V2 = Family(
-    name="deepseek_v2",
-    causal="DeepseekV2ForCausalLM",
-    classifier="DeepseekV2ForSequenceClassification",
-    tensors=_tensors,
-    read=_read_v2,
-    write=_write_v2,
-)
+DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2", _tensors, _read_v2, _write_v2)
 """DeepSeek-V2: the best experts, or the best of the best groups."""
 
 
@@ -157,12 +150,5 @@ def _write_v3(config: ModelConfig) -> dict[str, Any]:
     return _write(config) | {"topk_method": "noaux_tc", "rope_interleave": interleaved}
 
 
-DEEPSEEK_V3 = Family(
-    name="deepseek_v3",
-    causal="DeepseekV3ForCausalLM",
-    classifier="DeepseekV3ForSequenceClassification",
-    tensors=_tensors,
-    read=_read_v3,
-    write=_write_v3,
-)
+DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", _tensors, _read_v3, _write_v3)
 """DeepSeek-V3: experts by sigmoid scores and a bias, of the groups whose best pairs are best."""

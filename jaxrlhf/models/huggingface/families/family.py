@@ -120,20 +120,30 @@ class Family:
 
     Attributes:
       name: `model_type` of its config.json.
-      causal: Architecture with a language-model head.
-      classifier: Architecture with a score head.
+      architecture: First part of the names of its architectures.
       tensors: Table of the parameters but the head, for a model.
       read: Fields of `ModelConfig` beside those that all families share, and defaults of those. It asks
         for every field of config.json that this family has beside them.
       write: Fields of config.json beside those that all families share.
+      score_architecture: First part of the name with a score head; None is `architecture`.
     """
 
     name: FamilyName
-    causal: str
-    classifier: str
+    architecture: str
     tensors: Callable[[ModelConfig], Mapping[str, StoredTensor]]
     read: Callable[[Fields], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
+    score_architecture: str | None = None
+
+    @property
+    def causal(self) -> str:
+        """Architecture with a language-model head."""
+        return f"{self.architecture}ForCausalLM"
+
+    @property
+    def classifier(self) -> str:
+        """Architecture with a score head."""
+        return f"{self.score_architecture or self.architecture}ForSequenceClassification"
 
     def stored(self, config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
         """Table of all parameters of a model, by parameter path."""

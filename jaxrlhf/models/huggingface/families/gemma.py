@@ -57,14 +57,7 @@ def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-GEMMA2 = Family(
-    name="gemma2",
-    causal="Gemma2ForCausalLM",
-    classifier="Gemma2ForSequenceClassification",
-    tensors=lambda config: _TENSORS,
-    read=_read_gemma2,
-    write=_write_gemma2,
-)
+GEMMA2 = Family("gemma2", "Gemma2", lambda config: _TENSORS, _read_gemma2, _write_gemma2)
 """Gemma 2: soft caps, and a window in every second layer."""
 
 
@@ -110,11 +103,11 @@ def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
 
 
 GEMMA3 = Family(
-    name="gemma3_text",
-    causal="Gemma3ForCausalLM",
-    classifier="Gemma3TextForSequenceClassification",
-    tensors=lambda config: _TENSORS | QK_NORM,
-    read=_read_gemma3,
-    write=_write_gemma3,
+    "gemma3_text",
+    "Gemma3",
+    lambda config: _TENSORS | QK_NORM,
+    _read_gemma3,
+    _write_gemma3,
+    score_architecture="Gemma3Text",
 )
 """Gemma 3 (text): normalised heads, five layers with a window and a rotary base of its own to one without."""

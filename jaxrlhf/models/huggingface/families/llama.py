@@ -15,12 +15,7 @@ def _read_llama(given: Fields) -> dict[str, Any]:
 
 
 LLAMA = Family(
-    name="llama",
-    causal="LlamaForCausalLM",
-    classifier="LlamaForSequenceClassification",
-    tensors=lambda config: DECODER,
-    read=_read_llama,
-    write=lambda config: {"attention_bias": False, "mlp_bias": False},
+    "llama", "Llama", lambda config: DECODER, _read_llama, lambda config: {"attention_bias": False, "mlp_bias": False}
 )
 """Llama 2 and 3.x: no biases, rotary frequencies stretched from 3.1 on."""
 
@@ -31,12 +26,11 @@ def _read_mistral(given: Fields) -> dict[str, Any]:
 
 
 MISTRAL = Family(
-    name="mistral",
-    causal="MistralForCausalLM",
-    classifier="MistralForSequenceClassification",
-    tensors=lambda config: DECODER,
-    read=_read_mistral,
-    write=lambda config: {"sliding_window": config.sliding_window},
+    "mistral",
+    "Mistral",
+    lambda config: DECODER,
+    _read_mistral,
+    lambda config: {"sliding_window": config.sliding_window},
 )
 """Mistral: every layer has a window, unless the file says null."""
 
@@ -68,12 +62,11 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 MIXTRAL = Family(
-    name="mixtral",
-    causal="MixtralForCausalLM",
-    classifier="MixtralForSequenceClassification",
-    tensors=lambda config: mixture("block_sparse_moe", gate="w1", up="w3", down="w2"),
-    read=_read_mixtral,
-    write=_write_mixtral,
+    "mixtral",
+    "Mixtral",
+    lambda config: mixture("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    _read_mixtral,
+    _write_mixtral,
 )
 """Mixtral: Mistral with a mixture of experts in every layer, whose weights add up to 1."""
 
@@ -94,14 +87,7 @@ def _olmo2_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     )
 
 
-OLMO2 = Family(
-    name="olmo2",
-    causal="Olmo2ForCausalLM",
-    classifier="Olmo2ForSequenceClassification",
-    tensors=_olmo2_tensors,
-    read=_read_olmo2,
-    write=lambda config: {"attention_bias": False},
-)
+OLMO2 = Family("olmo2", "Olmo2", _olmo2_tensors, _read_olmo2, lambda config: {"attention_bias": False})
 """OLMo 2: norms come after attention and MLP, and one norm goes over all q heads, one over all k heads."""
 
 
@@ -138,12 +124,5 @@ def _phi3_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
     }
 
 
-PHI3 = Family(
-    name="phi3",
-    causal="Phi3ForCausalLM",
-    classifier="Phi3ForSequenceClassification",
-    tensors=_phi3_tensors,
-    read=_read_phi3,
-    write=_write_phi3,
-)
+PHI3 = Family("phi3", "Phi3", _phi3_tensors, _read_phi3, _write_phi3)
 """Phi-3, 3.5 and 4: q, k and v lie in one tensor, gate and up in another; part of each head is rotated."""

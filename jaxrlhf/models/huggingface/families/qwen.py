@@ -13,14 +13,7 @@ def _read_qwen2(given: Fields) -> dict[str, Any]:
     return {"qkv_bias": True, **read_optional_window(given)}
 
 
-QWEN2 = Family(
-    name="qwen2",
-    causal="Qwen2ForCausalLM",
-    classifier="Qwen2ForSequenceClassification",
-    tensors=lambda config: DECODER | QKV_BIAS,
-    read=_read_qwen2,
-    write=write_optional_window,
-)
+QWEN2 = Family("qwen2", "Qwen2", lambda config: DECODER | QKV_BIAS, _read_qwen2, write_optional_window)
 """Qwen2 and Qwen2.5: biases on q, k and v."""
 
 
@@ -31,12 +24,11 @@ def _read_qwen3(given: Fields) -> dict[str, Any]:
 
 
 QWEN3 = Family(
-    name="qwen3",
-    causal="Qwen3ForCausalLM",
-    classifier="Qwen3ForSequenceClassification",
-    tensors=lambda config: DECODER | QK_NORM,
-    read=_read_qwen3,
-    write=lambda config: {"attention_bias": False, **write_optional_window(config)},
+    "qwen3",
+    "Qwen3",
+    lambda config: DECODER | QK_NORM,
+    _read_qwen3,
+    lambda config: {"attention_bias": False, **write_optional_window(config)},
 )
 """Qwen3 (dense): normalised q and k heads, head width free of the hidden size."""
 
@@ -76,11 +68,10 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 QWEN3_MOE = Family(
-    name="qwen3_moe",
-    causal="Qwen3MoeForCausalLM",
-    classifier="Qwen3MoeForSequenceClassification",
-    tensors=lambda config: mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | QK_NORM,
-    read=_read_qwen3_moe,
-    write=_write_qwen3_moe,
+    "qwen3_moe",
+    "Qwen3Moe",
+    lambda config: mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | QK_NORM,
+    _read_qwen3_moe,
+    _write_qwen3_moe,
 )
 """Qwen3-MoE: Qwen3 with a mixture of experts in every layer."""
