@@ -31,7 +31,6 @@ from jaxrlhf.config.cli.command_line import CommandLine, on_cluster, run_command
 from jaxrlhf.config.cli.load import load, shipped, to_json
 from jaxrlhf.config.cli.override import override
 from jaxrlhf.config.cluster import RayCluster
-from jaxrlhf.config.functions import function_of
 from jaxrlhf.config.lora import Lora, Quantization
 from jaxrlhf.config.losses import (
     AdaptiveKL,
@@ -49,6 +48,7 @@ from jaxrlhf.config.losses import (
     TruncatedImportance,
     ValueLoss,
 )
+from jaxrlhf.config.named_functions import function_of
 from jaxrlhf.config.placement import CRITICS, ROLLOUT, Pool, offloaded
 from jaxrlhf.config.refusal import Refusal
 from jaxrlhf.config.rewards import (
