@@ -63,14 +63,14 @@ def delete(interrupt: Callable[[], object]) -> None:
 
 
 def collect(interrupt: Callable[[], object]) -> None:
-    """As JAX's callback of the garbage collector."""
+    """Interrupt in a callback of the garbage collector, as JAX has one."""
 
     def callback(*_) -> None:
         gc.callbacks.remove(callback)
         interrupt()
 
     gc.callbacks.append(callback)
-    gc.collect()
+    gc.collect(0)
 
 
 @pytest.mark.usefixtures("pythons_handler")
