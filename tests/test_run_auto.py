@@ -17,7 +17,7 @@ from jaxrlhf.planner.devices import save_hardware
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.saved import read_plan
 from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.trainer.placement import place, placed_for_evaluation
+from jaxrlhf.trainer.auto_placement import place, placed_for_evaluation
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 from jaxrlhf.trainer.run import run
 from jaxrlhf.workers.build import Builder, Phase

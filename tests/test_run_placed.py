@@ -8,7 +8,7 @@ from tiny_runs import numbers, records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 
-STEPS = 4
+STEPS = 3  # as in test_run_ray.py, whose programs are the same
 
 
 @pytest.fixture(scope="module")
@@ -22,22 +22,21 @@ def metrics(workdir, room):
 
 
 def test_eight_devices(alone, tmp_path):
-    layout = {"fsdp": 4, "tensor": 2, "generation_tensor": 1}
-    run(tmp_path, devices=8, actor=layout, critic=layout, steps=STEPS)
+    run(tmp_path, devices=8, actor={"fsdp": 4, "tensor": 2, "generation_tensor": 1}, critic={"fsdp": 8}, steps=STEPS)
     assert_same_numbers(tmp_path, alone)
 
 
 def test_eight_devices_go_on_from_the_checkpoint_of_one(alone, tmp_path):
     workdir = tmp_path / "moved"
     shutil.copytree(alone, workdir)
-    for step in ("step_3", "step_4"):
+    for step in ("step_2", "step_3"):
         shutil.rmtree(workdir / "checkpoints" / step)
     layout = {"data": 2, "tensor": 4, "generation_tensor": 2}
     run(workdir, devices=8, actor=layout, critic={"data": 2, "tensor": 4}, steps=STEPS)
     assert_same_numbers(workdir, alone)
     mine, theirs = numbers(workdir / "metrics.jsonl"), numbers(alone / "metrics.jsonl")
-    assert mine[:2] == theirs[:2]
-    assert mine[2:] != theirs[2:], "the second half was not computed anew"
+    assert mine[0] == theirs[0]
+    assert mine[1:] != theirs[1:], "later steps were not computed anew"
 
 
 def test_two_pools_and_a_generation_layout_that_training_does_not_refine(alone, tmp_path):

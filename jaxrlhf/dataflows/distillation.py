@@ -16,8 +16,8 @@ from jaxrlhf.algos import kl_estimate, policy_objective, selected
 from jaxrlhf.batch import Array, Rollout, Scores
 from jaxrlhf.config import PolicyGradient
 from jaxrlhf.dataflows.estimate import next_state, old_log_prob
-from jaxrlhf.dataflows.metrics import rollout_metrics
 from jaxrlhf.dataflows.minibatches import Minibatches, policy_minibatches
+from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 

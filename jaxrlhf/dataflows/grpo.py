@@ -16,8 +16,8 @@ from jaxrlhf import algos
 from jaxrlhf.batch import Array, Rollout, Scores
 from jaxrlhf.config import GRPO, PolicyGradient, Refusal, ReinforcePlusPlus
 from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
-from jaxrlhf.dataflows.metrics import rollout_metrics
 from jaxrlhf.dataflows.minibatches import Minibatches, policy_minibatches
+from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 

@@ -11,8 +11,8 @@ from jaxrlhf.algos import gae, policy_objective, value_objective, whiten
 from jaxrlhf.batch import Array, Rollout, Scores
 from jaxrlhf.config import PPO
 from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
-from jaxrlhf.dataflows.metrics import rollout_metrics
 from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
+from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, value_of
 
 

@@ -13,8 +13,8 @@ from jaxrlhf.algos import gae, policy_objective, value_objective
 from jaxrlhf.batch import Array, Experience, Rollout, Scores
 from jaxrlhf.config import SafeRLHF
 from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
-from jaxrlhf.dataflows.metrics import rollout_metrics
 from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
+from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.sft import with_examples
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, value_of
 from jaxrlhf.rewards.parts import part_names

@@ -17,11 +17,11 @@ else:  # an algorithm is read, tested and planned without the workers
 
 Metrics = dict[str, float]
 State = dict[str, float]
-Settings = TypeVar("Settings", bound=Algorithm, covariant=True)
+AlgorithmSettings = TypeVar("AlgorithmSettings", bound=Algorithm, covariant=True)
 
 
 @dataclass(frozen=True)
-class StepInput(Generic[Settings]):
+class StepInput(Generic[AlgorithmSettings]):
     """One step's work, for an algorithm with these settings.
 
     Attributes:
@@ -41,9 +41,9 @@ class StepInput(Generic[Settings]):
     examples: Sequence[Problem] = ()
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> AlgorithmSettings:
         """Settings of the algorithm."""
-        return cast(Settings, self.config.algorithm)
+        return cast(AlgorithmSettings, self.config.algorithm)
 
     @property
     def seed(self) -> int:

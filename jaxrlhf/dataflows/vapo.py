@@ -12,8 +12,8 @@ from jaxrlhf.batch import Array, Experience, Rollout, Scores
 from jaxrlhf.config import VAPO
 from jaxrlhf.dataflows import ppo
 from jaxrlhf.dataflows.estimate import next_state, rewards_per_token, scorable
-from jaxrlhf.dataflows.metrics import rollout_metrics
 from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
+from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
 
 

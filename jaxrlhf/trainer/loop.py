@@ -67,6 +67,7 @@ class Loop:
     prompt_lengths: Sequence[int] = ()
     on_step: OnStep | None = None
     stop: Stop = field(default_factory=Stop)
+    _task: str = field(default="", init=False)
 
     def run(self) -> bool:
         """Run the steps that are left; return False if it was asked to stop before the last."""
@@ -77,16 +78,17 @@ class Loop:
             # A save under way may still come to its end after an error.
             with afterwards("closing the log", log.close), afterwards("the save under way", self._wait_for_save):
                 if self.prompt_lengths and done < self.config.steps:
-                    with self._named(done + 1, "compiling generation"):
+                    with self._naming_step(done + 1):
+                        self._task = "compiling generation"
                         self.roles.actor.compile_generation(self.prompt_lengths).result()
                 for number in range(done + 1, self.config.steps + 1):
                     self.stop.step = number
-                    state, metrics = self._step(number, state, log)
-                    if self.stop.asked or _due(number, self.config.checkpoint.every_steps, self.config.steps):
-                        with self._named(number, "saving"):
+                    with self._naming_step(number):
+                        state, metrics = self._step(number, state, log)
+                        if self.stop.asked or _due(number, self.config.checkpoint.every_steps, self.config.steps):
                             self._save(number, state, metrics)
-                        if self.stop.asked and number < self.config.steps:
-                            return False
+                    if self.stop.asked and number < self.config.steps:
+                        return False
                 log.calls(self.roles.timeline.take())
                 log.finish(title=self.config.name, show=5)
         return True
@@ -104,49 +106,47 @@ class Loop:
             raise
 
     @contextmanager
-    def _named(self, number: int, task: str) -> Iterator[None]:
-        """Note the step and what it was doing on whatever the block raises."""
+    def _naming_step(self, number: int) -> Iterator[None]:
+        """Note the step, and its task at that moment, on whatever the block raises."""
         try:
             yield
         except Exception as error:
-            error.add_note(f"in step {number} of {self.config.name}, while {task}")
+            error.add_note(f"in step {number} of {self.config.name}, while {self._task}")
             raise
 
     def _step(self, number: int, state: dict[str, float], log: PhaseLog) -> tuple[dict[str, float], Metrics]:
         """One step of the algorithm, with evaluation and logging around it."""
         before = self._evaluate(0, log) if number == 1 else {}
+        self._task = "drawing data"
         calls = self.roles.timeline.take()
         log.calls(calls)
         evaluating = self._times(calls)  # time of the evaluation, not of the step, but for weights that it had sent
         sent = {name: value for name, value in evaluating.items() if name.startswith("transfer/")}
         dataflow = function_of(self.config.algorithm, "dataflow")
-        with self._named(number, "drawing data"):
-            problems = self.loader.next()
-            examples = () if self.examples is None else self.examples.next()
+        problems = self.loader.next()
+        examples = () if self.examples is None else self.examples.next()
+        work: StepInput[Algorithm] = StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
         with self._profiled(number, log):
             start = time.perf_counter()
-            with self._named(number, "running the algorithm"):
-                work: StepInput[Algorithm] = StepInput(
-                    self.config, problems, number - 1, state, self.loader.next, examples
-                )
-                result = self._checked(dataflow(self.roles, work))
-            with self._named(number, "writing responses"):  # models may be trained meanwhile
-                self._keep_responses(number, problems, result, log)
-            with self._named(number, "updating models"):
-                result = result.with_updates()
+            self._task = "running the algorithm"
+            result = self._checked(dataflow(self.roles, work))
+            self._task = "writing responses"
+            self._keep_responses(number, problems, result, log)  # models may be trained meanwhile
+            self._task = "updating models"
+            result = result.with_updates()
             step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
-        with self._named(number, "logging"):
-            log.step_calls(step)
-            metrics = {**result.metrics, **sent, **self._timing(step, result)}
+        self._task = "logging"
+        log.step_calls(step)
+        metrics = {**result.metrics, **sent, **self._timing(step, result)}
         if _due(number, self.config.evaluation.every_steps, self.config.steps):
             metrics |= self._evaluate(number, log)
         if "eval/accuracy" in before:  # an algorithm's own evaluation may know of none
             metrics["eval/accuracy_at_start"] = before["eval/accuracy"]
-        with self._named(number, "logging"):
-            log.step(number, metrics)
+        self._task = "logging"
+        log.step(number, metrics)
         if self.on_step is not None:
-            with self._named(number, "calling on_step"):
-                self.on_step(number, metrics)
+            self._task = "calling on_step"
+            self.on_step(number, metrics)
         return result.state, metrics
 
     def _checked(self, result: object) -> StepResult:
@@ -171,10 +171,9 @@ class Loop:
         return self.roles.profiled(log.profile_folder(number)) if wanted else nullcontext()
 
     def _evaluate(self, number: int, log: PhaseLog) -> Metrics:
-        with self._named(number, "evaluating"):
-            return self._evaluated(number, log) if self.held_out else {}
-
-    def _evaluated(self, number: int, log: PhaseLog) -> Metrics:
+        if not self.held_out:
+            return {}
+        self._task = "evaluating"
         start = time.perf_counter()
         if self.config.algorithm.evaluation is not None:
             judge = function_of(self.config.algorithm, "evaluation")
@@ -212,6 +211,7 @@ class Loop:
         return {"time/step_s": step.seconds, **times, **rates}
 
     def _save(self, number: int, state: dict[str, float], metrics: Metrics) -> None:
+        self._task = "saving"
         host = {"step": number, "state": state, "loader": self.loader.state(), "counters": self.roles.counters()}
         host |= {} if self.examples is None else {"examples": self.examples.state()}
         metric = metrics.get("eval/accuracy")

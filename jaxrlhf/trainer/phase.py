@@ -15,10 +15,10 @@ from jaxrlhf.models import AnyModel, CausalLM
 from jaxrlhf.models.huggingface.save import save_description
 from jaxrlhf.single_controller.pools import Pools
 from jaxrlhf.tracking import Logger
+from jaxrlhf.trainer.auto_placement import Placed
 from jaxrlhf.trainer.failures import afterwards
 from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.loop import Loop, OnStep
-from jaxrlhf.trainer.placement import Placed
 from jaxrlhf.trainer.resume import changed_settings, describe_start
 from jaxrlhf.trainer.signals import Stop
 from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
@@ -78,7 +78,7 @@ def load_data(config: Config, tokenizer: Any) -> RunData:
     return RunData(train, evaluation, evaluation.problems[: config.evaluation.problems], examples)
 
 
-class Progress:
+class PhaseProgress:
     """The progress of long tasks, shown by the log of the phase that runs."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class RunContext:
     model: AnyModel
     tokenizer: PreTrainedTokenizerBase
     data: RunData
-    progress: Progress
+    progress: PhaseProgress
     placed: Placed | None = None
     stop: Stop = field(default_factory=Stop)
 

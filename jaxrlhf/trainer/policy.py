@@ -17,11 +17,11 @@ from jaxrlhf.models.huggingface.save import check_new, save_each
 from jaxrlhf.models.parameters import param_shapes
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.tracking import RunConsole, SettingsTable, default_console, show_samples
+from jaxrlhf.trainer.auto_placement import placed_for_evaluation
 from jaxrlhf.trainer.evaluation import evaluate
 from jaxrlhf.trainer.log import to_samples
 from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, checkpoint_of, placed
 from jaxrlhf.trainer.phase import load_data
-from jaxrlhf.trainer.placement import placed_for_evaluation
 from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 from jaxrlhf.workers.build import Phase
 from jaxrlhf.workers.pool_roles import head_of

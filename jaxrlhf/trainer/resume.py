@@ -7,7 +7,7 @@ from typing import Any
 from jaxrlhf.checkpoint import identity
 from jaxrlhf.config import Config, FromScratch, Lora, Pretrained, Refusal, to_json
 
-Settings = dict[str, Any]
+Described = dict[str, Any]
 
 DESCRIBED = "config.json"
 STARTED_FROM = "weights.json"
@@ -70,9 +70,9 @@ def check_same_start(workdir: Path, config: Config) -> None:
         _check_same(workdir, f"{role}.lora", before, now)
 
 
-def _flat(described: Settings, prefix: str = "") -> Settings:
+def _flat(described: Described, prefix: str = "") -> Described:
     """Every setting by its dotted name."""
-    flat: Settings = {}
+    flat: Described = {}
     for name, value in described.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
@@ -85,7 +85,7 @@ def _read(file: Path) -> Any:
         raise Refusal(f"{file} cannot be read ({error}), and says what its checkpoints are; mend it") from error
 
 
-def _check_same_weights(workdir: Path, was: str, known: Settings, path: str, given: Settings) -> None:
+def _check_same_weights(workdir: Path, was: str, known: Described, path: str, given: Described) -> None:
     if other := sorted(name for name in known | given if known.get(name) != given.get(name)):
         raise Refusal(
             f"{workdir} started from the checkpoint {was}, and {path} is another one now: {', '.join(other[:3])} "
@@ -93,7 +93,7 @@ def _check_same_weights(workdir: Path, was: str, known: Settings, path: str, giv
         )
 
 
-def _check_same(workdir: Path, name: str, before: Settings, now: Settings) -> None:
+def _check_same(workdir: Path, name: str, before: Described, now: Described) -> None:
     if changed := [part for part in now | before if now.get(part) != before.get(part)]:
         was, given = (
             ", ".join(f"{part}={settings[part]!r}" for part in changed if part in settings) or "none"
@@ -105,13 +105,13 @@ def _check_same(workdir: Path, name: str, before: Settings, now: Settings) -> No
         )
 
 
-def _model(described: Settings) -> Settings:
+def _model(described: Described) -> Described:
     """Settings of the model but for the function that builds a user's module, whose name may hold an address."""
     default = to_json(FromScratch()) if described["class"] == "FromScratch" else {}
     return {name: value for name, value in (default | described).items() if name != "build"}
 
 
-def _lora(described: Settings | None) -> Settings:
+def _lora(described: Described | None) -> Described:
     """Settings of adapters, at their defaults where an earlier version wrote none."""
     if described is None:
         return {}

@@ -13,13 +13,13 @@ from jaxrlhf.resharding.wire import TransferError
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted
 from jaxrlhf.tracking import Logger, MetricsWriter, SettingsTable, default_console
+from jaxrlhf.trainer.auto_placement import place
 from jaxrlhf.trainer.failures import afterwards
 from jaxrlhf.trainer.loop import OnStep
-from jaxrlhf.trainer.phase import Progress, RunContext, load_data, resuming, run_phase
-from jaxrlhf.trainer.placement import place
+from jaxrlhf.trainer.phase import PhaseProgress, RunContext, load_data, resuming, run_phase
 from jaxrlhf.trainer.resume import check_same_start
+from jaxrlhf.trainer.settings_summary import settings_rows
 from jaxrlhf.trainer.signals import stopped_by_signals
-from jaxrlhf.trainer.summary import settings_rows
 from jaxrlhf.trainer.workdir import CHECKPOINTS, locked
 
 STOPPED = "stopped after saving; the same command goes on from"
@@ -86,7 +86,7 @@ def _prepared(config: Config) -> RunContext:
         data.example_loader(phase)
     placed = place(config, config.folder, vocabulary=len(tokenizer)) if config.placement == "auto" else None
     launched = config if placed is None else placed.config
-    return RunContext(config, launched, model, tokenizer, data, Progress(), placed)
+    return RunContext(config, launched, model, tokenizer, data, PhaseProgress(), placed)
 
 
 def _launch_and_run(context: RunContext, on_step: OnStep | None, loggers: Sequence[Logger], *, dry_run: bool) -> bool:
