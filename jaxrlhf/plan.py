@@ -79,7 +79,7 @@ def _plan(written: Config, flags: Namespace) -> None:
 
 
 def _advice(code: str) -> str:
-    """How to run the plan."""
+    """Advice on how to run the plan."""
     if not code:
         return "the configuration runs the best plan as it is"
     return (

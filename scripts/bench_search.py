@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from jaxrlhf.planner.devices import hardware
-from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import Role, Software
 
@@ -59,7 +59,7 @@ class Measured:
     limit_s: float
 
 
-def problem(roles: tuple[tuple[str, str], ...], devices: int) -> Problem:
+def problem(roles: tuple[tuple[str, str], ...], devices: int) -> PlacementProblem:
     """Models of several sizes on machines of eight A100."""
     found = []
     for name, size in roles:
@@ -68,7 +68,7 @@ def problem(roles: tuple[tuple[str, str], ...], devices: int) -> Problem:
         found.append(Role(name, MODELS[size], head, generates=name == "actor", trained=trained))  # type: ignore[arg-type]
     optimizers = tuple(f"{role.name}.optimizer" for role in found if role.trained)
     offloads = ((), optimizers, tuple(role.name for role in found))
-    return Problem(tuple(found), STEP, Software(), hardware(f"a100x{devices // 8}x8"), offloads=offloads)
+    return PlacementProblem(tuple(found), STEP, Software(), hardware(f"a100x{devices // 8}x8"), offloads=offloads)
 
 
 def measure(algorithm: str, devices: int) -> Measured:

@@ -27,7 +27,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.cost.cost import switch_bytes, switch_cost
 from jaxrlhf.planner.devices import hardware
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import Infeasible, Plan, Problem
+from jaxrlhf.planner.plan import Infeasible, PlacementPlan, PlacementProblem
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.shapes import SHAPES
 from jaxrlhf.planner.workload import Role, Software, Workload
@@ -115,14 +115,14 @@ def ppo(actor: str, critic: str) -> tuple[Role, ...]:
     )
 
 
-def problem(actor: str, critic: str, devices: int, **settings: Any) -> Problem:
+def problem(actor: str, critic: str, devices: int, **settings: Any) -> PlacementProblem:
     """On whole machines of eight; anything may wait in host memory."""
     offloads = ((), ("actor.optimizer", "critic.optimizer"), ROLES)
     given: dict[str, Any] = {"offloads": offloads, "fsdp": False, **settings}
-    return Problem(ppo(actor, critic), STEP, MEGATRON, test_bed(devices), **given)
+    return PlacementProblem(ppo(actor, critic), STEP, MEGATRON, test_bed(devices), **given)
 
 
-def placement_of(plan: Plan) -> str:
+def placement_of(plan: PlacementPlan) -> str:
     """The paper's name of a placement, or its pools."""
     pools = frozenset(frozenset(pool.roles) for pool in plan.pools)
     named = next((name for name, roles in PLACEMENTS.items() if roles == pools), None)
@@ -144,7 +144,7 @@ def compare(actor: str, critic: str, devices: int) -> dict[str, Any]:
     }
 
 
-def compared(plans: Sequence[Plan], *, critic_apart: bool) -> dict[str, float]:
+def compared(plans: Sequence[PlacementPlan], *, critic_apart: bool) -> dict[str, float]:
     """Seconds of a step by the paper's name of the placement."""
     seconds = {placement_of(plan): plan.seconds for plan in plans}
     names = [COLOCATE, SPLIT, STANDALONE] + [CRITIC_APART] * critic_apart

@@ -13,7 +13,7 @@ from jaxrlhf.config import (
     Training,
 )
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import Call, Cost, Plan, PlannedPool, Search
+from jaxrlhf.planner.plan import Cost, PlacementPlan, PlannedCall, PlannedPool, SearchResult
 
 HELD_ONCE = {"adds_gradients": False, "decodes_apart": False, "cache_copies": 1.0}
 """Fields of `Software` of which nothing exists twice."""
@@ -50,52 +50,52 @@ def machines(**changes) -> Hardware:
     return Hardware(**{"name": "made", "machines": 2, "devices_per_machine": 4, **rates, **changes})
 
 
-def split() -> Plan:
+def split() -> PlacementPlan:
     """Actor and reference on four devices, critic and reward on two: 10 + 3 + 8 seconds."""
     policy = {"actor": Layout(2, 1, 1, 2, 1, 1), "reference": Layout(1, 4)}
     judging = {"critic": Layout(2), "reward": Layout(1, 1, 1, 2)}
-    return Plan(
+    return PlacementPlan(
         pools=(
             PlannedPool(("actor", "reference"), 4, policy, 3 * 2.0**30, "actor update"),
             PlannedPool(("critic", "reward"), 2, judging, 2.0**29, "critic update"),
         ),
         offload=("actor.optimizer", "reward"),
         calls=(
-            Call("generate", 0, "actor", "switch", Cost(collective_s=1.0)),
-            Call("generate", 0, "actor", "generate", Cost(compute_s=2.0, memory_s=7.0), "1 wave"),
-            Call("prepare", 0, "actor", "infer", Cost(compute_s=1.0)),
-            Call("prepare", 0, "reference", "infer", Cost(compute_s=1.5, collective_s=0.5)),
-            Call("prepare", 1, "critic", "infer", Cost(compute_s=1.25)),
-            Call("prepare", 1, "reward", "infer", Cost(compute_s=0.25)),
-            Call("update", 0, "actor", "update", Cost(compute_s=5.0, idle_s=0.5)),
-            Call("update", 0, "actor", "offload", Cost(host_s=0.5)),
-            Call("update", 1, "critic", "update", Cost(compute_s=8.0)),
+            PlannedCall("generate", 0, "actor", "switch", Cost(collective_s=1.0)),
+            PlannedCall("generate", 0, "actor", "generate", Cost(compute_s=2.0, memory_s=7.0), "1 wave"),
+            PlannedCall("prepare", 0, "actor", "infer", Cost(compute_s=1.0)),
+            PlannedCall("prepare", 0, "reference", "infer", Cost(compute_s=1.5, collective_s=0.5)),
+            PlannedCall("prepare", 1, "critic", "infer", Cost(compute_s=1.25)),
+            PlannedCall("prepare", 1, "reward", "infer", Cost(compute_s=0.25)),
+            PlannedCall("update", 0, "actor", "update", Cost(compute_s=5.0, idle_s=0.5)),
+            PlannedCall("update", 0, "actor", "offload", Cost(host_s=0.5)),
+            PlannedCall("update", 1, "critic", "update", Cost(compute_s=8.0)),
         ),
         stage_seconds={"generate": 10.0, "prepare": 3.0, "update": 8.0},
         slots=64,
     )
 
 
-def together() -> Plan:
+def together() -> PlacementPlan:
     """All on eight devices, in turns: 6 + 4.5 + 15.5 seconds, of the last 5 for collectives."""
     roles = ("actor", "critic", "reference", "reward")
-    return Plan(
+    return PlacementPlan(
         pools=(PlannedPool(roles, 8, dict.fromkeys(roles, Layout(8)), 2.0**32, "actor generate"),),
         offload=(),
         calls=(
-            Call("generate", 0, "actor", "generate", Cost(compute_s=1.0, memory_s=5.0)),
-            Call("prepare", 0, "actor", "infer", Cost(compute_s=1.5)),
-            Call("prepare", 0, "critic", "infer", Cost(compute_s=1.0)),
-            Call("prepare", 0, "reference", "infer", Cost(compute_s=1.5)),
-            Call("prepare", 0, "reward", "infer", Cost(compute_s=0.5)),
-            Call("update", 0, "actor", "update", Cost(compute_s=6.0, collective_s=2.0)),
-            Call("update", 0, "critic", "update", Cost(compute_s=4.5, collective_s=3.0)),
+            PlannedCall("generate", 0, "actor", "generate", Cost(compute_s=1.0, memory_s=5.0)),
+            PlannedCall("prepare", 0, "actor", "infer", Cost(compute_s=1.5)),
+            PlannedCall("prepare", 0, "critic", "infer", Cost(compute_s=1.0)),
+            PlannedCall("prepare", 0, "reference", "infer", Cost(compute_s=1.5)),
+            PlannedCall("prepare", 0, "reward", "infer", Cost(compute_s=0.5)),
+            PlannedCall("update", 0, "actor", "update", Cost(compute_s=6.0, collective_s=2.0)),
+            PlannedCall("update", 0, "critic", "update", Cost(compute_s=4.5, collective_s=3.0)),
         ),
         stage_seconds={"generate": 6.0, "prepare": 4.5, "update": 15.5},
         slots=128,
     )
 
 
-def a_search() -> Search:
+def a_search() -> SearchResult:
     """The two, the split one first."""
-    return Search((split(), together()), placements=15, allocations=40, simulated=300, seconds=0.125)
+    return SearchResult((split(), together()), placements=15, allocations=40, simulated=300, seconds=0.125)

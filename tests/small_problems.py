@@ -16,7 +16,7 @@ from jaxrlhf.planner.cost.cost import decoding, generation_cost, move_cost
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token
 from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import Infeasible, Problem, Search
+from jaxrlhf.planner.plan import Infeasible, PlacementProblem, SearchResult
 from jaxrlhf.planner.search.layouts import generation_layouts, switches, training_layouts
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import STAGES, Role, Software, Workload
@@ -28,7 +28,7 @@ Placement = frozenset[frozenset[str]]
 class Exhaustive:
     """HybridFlow's algorithm 1 with every layout in place of algorithm 2's: nothing is pruned, nothing ranked early."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlacementProblem) -> None:
         self.problem, self.hardware = problem, problem.hardware
         self.simulator = Simulator(problem)
         self.usable = problem.hardware.memory_bytes * problem.hardware.usable_memory
@@ -244,7 +244,7 @@ def machines_of(draw: random.Random, shape: tuple[int, int], roles: tuple[Role, 
     )
 
 
-def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | None = None) -> Problem:
+def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | None = None) -> PlacementProblem:
     draw = random.Random(seed)
     dataflow = dataflow or draw.choice(["grpo", "remax", "ppo", "ppo", "large critic", "judges"])
     shape = shape or draw.choice([(1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (1, 8), (2, 1)])
@@ -256,7 +256,9 @@ def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | N
     work = Workload(4, draw.choice([8, 12]), 4.0, draw.choice([3.5, 6.0]), longest, draw.choice([1, 2]), slots=slots)
     software = draw.choice([PLAIN, REAL, LEAN, replace(LEAN, adds_gradients=True, cache_copies=2.5)])
     offloads = draw.choice([((),), ((), (f"{trained[0]}.optimizer",)), ((), tuple(frozen), (*trained, *frozen))])
-    problem = Problem(roles, work, software, machines_of(draw, shape, roles), offloads, fsdp=draw.random() < 0.5)
+    problem = PlacementProblem(
+        roles, work, software, machines_of(draw, shape, roles), offloads, fsdp=draw.random() < 0.5
+    )
     generates = any(role.generates for role in roles)
     if generates and software.skips_masked:  # the cache of a few responses is all that there is room for
         token = cache_bytes_per_token(roles[0].model, Layout(), itemsize=2)
@@ -279,11 +281,11 @@ def a_problem(seed: int, dataflow: str | None = None, shape: tuple[int, int] | N
     return problem
 
 
-def solve(problem: Problem) -> tuple[Problem, dict[Placement, float], Search | None]:
+def solve(problem: PlacementProblem) -> tuple[PlacementProblem, dict[Placement, float], SearchResult | None]:
     """A problem, what looking at everything finds, and the search's answer; None if nothing fits."""
     expected = Exhaustive(problem).best()
     # What a refusal says takes longer than all the search, and is tested by itself.
-    with mock.patch("jaxrlhf.planner.search.mapping.shortage", return_value="nothing fits"):
+    with mock.patch("jaxrlhf.planner.search.mapping.explain_infeasible", return_value="nothing fits"):
         try:
             return problem, expected, search(problem, keep=ALL)
         except Infeasible:
@@ -291,6 +293,6 @@ def solve(problem: Problem) -> tuple[Problem, dict[Placement, float], Search | N
 
 
 @functools.cache
-def solved(*made_from) -> tuple[Problem, dict[Placement, float], Search | None]:
+def solved(*made_from) -> tuple[PlacementProblem, dict[Placement, float], SearchResult | None]:
     """Of a problem drawn with a seed."""
     return solve(a_problem(*made_from))

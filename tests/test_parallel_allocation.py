@@ -11,7 +11,7 @@ from made_plans import HELD_ONCE, machines
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import Infeasible, Plan, Problem
+from jaxrlhf.planner.plan import Infeasible, PlacementPlan, PlacementProblem
 from jaxrlhf.planner.search.allocation import allocate, stage_seconds
 from jaxrlhf.planner.search.mapping import placements, search
 from jaxrlhf.planner.search.pool_options import Point
@@ -37,11 +37,11 @@ def hardware_of(count: int, machine: int, **changes) -> Hardware:
     return machines(machines=count, devices_per_machine=machine, **{**free, **changes})
 
 
-def a_problem(roles: tuple[Role, ...], hardware: Hardware, work: Workload = WORK, **changes) -> Problem:
-    return Problem(roles, work, PLAIN, hardware, **changes)
+def a_problem(roles: tuple[Role, ...], hardware: Hardware, work: Workload = WORK, **changes) -> PlacementProblem:
+    return PlacementProblem(roles, work, PLAIN, hardware, **changes)
 
 
-def pools_of(plan: Plan) -> list[tuple[tuple[str, ...], int]]:
+def pools_of(plan: PlacementPlan) -> list[tuple[tuple[str, ...], int]]:
     return [(pool.roles, pool.devices) for pool in plan.pools]
 
 
@@ -193,7 +193,7 @@ def test_a_layout_that_is_slower_wins_where_it_leaves_room_for_the_cache():
     found = {}
     for name, rate in (("fast", 1e30), ("slow", 1e-3)):
         hardware = hardware_of(1, 2, memory_bytes=memory, link_bytes_per_s=rate, layer_overhead_s=1.0)
-        problem = Problem((generator, REFERENCE), work, software, hardware, layouts=layouts, pools=pools)
+        problem = PlacementProblem((generator, REFERENCE), work, software, hardware, layouts=layouts, pools=pools)
         (plan,) = search(problem).plans
         notes = [call.note for call in plan.calls if call.verb == "generate"]
         found[name] = plan.pools[0].layouts["reference"].fsdp, *notes

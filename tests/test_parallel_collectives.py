@@ -8,7 +8,7 @@ import pytest
 from unit_machines import FREE, UNIT
 
 from jaxrlhf.planner.cost.collectives import (
-    Group,
+    DeviceGroup,
     all_gather_s,
     all_reduce_s,
     bytes_per_s,
@@ -25,7 +25,7 @@ CLUSTER = replace(
 )  # fmt: skip
 
 
-def groups_of(group: Group, devices: int) -> list[list[int]]:
+def groups_of(group: DeviceGroup, devices: int) -> list[list[int]]:
     """Every group, as the devices of it."""
     found = []
     for block in range(0, devices, group.size * group.stride):
@@ -34,7 +34,7 @@ def groups_of(group: Group, devices: int) -> list[list[int]]:
     return found
 
 
-def walked(group: Group, hardware: Hardware) -> tuple[bool, float]:
+def walked(group: DeviceGroup, hardware: Hardware) -> tuple[bool, float]:
     """Whether any ring leaves a machine, and what a machine's connection then leaves for each that does."""
     machine = hardware.devices_per_machine
     leaving = dict.fromkeys(range(hardware.machines), 0)
@@ -51,7 +51,7 @@ def walked(group: Group, hardware: Hardware) -> tuple[bool, float]:
 def test_groups_are_where_walking_their_rings_says(machine: int) -> None:
     seen = set()
     for size, stride in itertools.product([1, 2, 3, 4, 5, 6, 8, 16, 24], [1, 2, 3, 4, 8, 16]):
-        group, block = Group(size, stride), size * stride
+        group, block = DeviceGroup(size, stride), size * stride
         # As many machines as it takes until a group ends where a machine does.
         hardware = replace(CLUSTER, machines=math.lcm(machine, block) // machine, devices_per_machine=machine)
         crosses, rate = walked(group, hardware)
@@ -69,27 +69,41 @@ def test_groups_are_where_walking_their_rings_says(machine: int) -> None:
 
 def test_a_group_that_straddles_two_machines_is_seen() -> None:
     # Of 0 1 2, 3 4 5, 6 7 8 the last one lies in two machines of 8; so do 3 6 9 and 0 4 8.
-    for group in (Group(3, 1), Group(3, 3), Group(3, 4), Group(5, 1), Group(6, 1), Group(2, 3)):
+    for group in (
+        DeviceGroup(3, 1),
+        DeviceGroup(3, 3),
+        DeviceGroup(3, 4),
+        DeviceGroup(5, 1),
+        DeviceGroup(6, 1),
+        DeviceGroup(2, 3),
+    ):
         assert crosses_machines(group, CLUSTER)
         assert latency_s(group, CLUSTER) == 3.0
         assert bytes_per_s(group, CLUSTER) <= 8 * 4.0
-    for group in (Group(2, 1), Group(4, 1), Group(2, 2), Group(8, 1), Group(4, 2), Group(2, 4)):
+    for group in (
+        DeviceGroup(2, 1),
+        DeviceGroup(4, 1),
+        DeviceGroup(2, 2),
+        DeviceGroup(8, 1),
+        DeviceGroup(4, 2),
+        DeviceGroup(2, 4),
+    ):
         assert not crosses_machines(group, CLUSTER)
         assert (latency_s(group, CLUSTER), bytes_per_s(group, CLUSTER)) == (1.0, 100.0)
 
 
 def test_eight_groups_share_the_connection_of_a_machine_and_one_has_it_all() -> None:
-    assert bytes_per_s(Group(2, 8), CLUSTER) == 4.0
-    assert bytes_per_s(Group(4, 4), CLUSTER) == 8.0
-    assert bytes_per_s(Group(16, 1), CLUSTER) == 32.0
-    assert bytes_per_s(Group(8, 1), CLUSTER) == 100.0
-    assert bytes_per_s(Group(16, 1), replace(CLUSTER, link_bytes_per_s=20.0)) == 20.0
+    assert bytes_per_s(DeviceGroup(2, 8), CLUSTER) == 4.0
+    assert bytes_per_s(DeviceGroup(4, 4), CLUSTER) == 8.0
+    assert bytes_per_s(DeviceGroup(16, 1), CLUSTER) == 32.0
+    assert bytes_per_s(DeviceGroup(8, 1), CLUSTER) == 100.0
+    assert bytes_per_s(DeviceGroup(16, 1), replace(CLUSTER, link_bytes_per_s=20.0)) == 20.0
 
 
 def test_efficiency_scales_links_and_network_alike() -> None:
     half = replace(CLUSTER, link_efficiency=0.5)
-    assert (bytes_per_s(Group(8, 1), half), bytes_per_s(Group(2, 8), half)) == (50.0, 2.0)
-    assert bytes_per_s(Group(16, 1), replace(half, link_bytes_per_s=20.0)) == 10.0
+    assert (bytes_per_s(DeviceGroup(8, 1), half), bytes_per_s(DeviceGroup(2, 8), half)) == (50.0, 2.0)
+    assert bytes_per_s(DeviceGroup(16, 1), replace(half, link_bytes_per_s=20.0)) == 10.0
 
 
 def ring(shards: list[float], *, latency: float, rate: float) -> float:
@@ -106,21 +120,29 @@ def ring(shards: list[float], *, latency: float, rate: float) -> float:
 def test_an_all_gather_passes_every_shard_around_a_ring(size: int, latency: float) -> None:
     hardware = replace(UNIT, devices_per_machine=24, link_bytes_per_s=10.0, link_latency_s=latency)
     expected = ring([240 / size] * size, latency=latency, rate=10.0)
-    assert all_gather_s(240, Group(size, 1), hardware) == pytest.approx(expected)
-    assert all_reduce_s(240, Group(size, 1), hardware) == pytest.approx(2 * expected)
+    assert all_gather_s(240, DeviceGroup(size, 1), hardware) == pytest.approx(expected)
+    assert all_reduce_s(240, DeviceGroup(size, 1), hardware) == pytest.approx(2 * expected)
 
 
 def test_the_textbook_numbers_of_four_devices() -> None:
     hardware = replace(UNIT, link_bytes_per_s=10.0, link_latency_s=0.5)
-    assert all_gather_s(400, Group(4, 1), hardware) == 3 * 0.5 + 30
-    assert all_reduce_s(400, Group(4, 1), hardware) == 2 * (3 * 0.5 + 30)
-    assert all_gather_s(400, Group(4, 4), CLUSTER) == 3 * 3.0 + 300 / 8
+    assert all_gather_s(400, DeviceGroup(4, 1), hardware) == 3 * 0.5 + 30
+    assert all_reduce_s(400, DeviceGroup(4, 1), hardware) == 2 * (3 * 0.5 + 30)
+    assert all_gather_s(400, DeviceGroup(4, 4), CLUSTER) == 3 * 3.0 + 300 / 8
 
 
 def test_one_machine_has_no_network() -> None:
     alone = replace(CLUSTER, machines=1, network_bytes_per_s=1e-9, network_latency_s=1e9)
     # Groups of 3, 5 and 6 do not divide its 8 devices, and some of them are not whole.
-    for group in (Group(3, 1), Group(5, 1), Group(6, 1), Group(2, 3), Group(3, 2), Group(8, 1), Group(2, 4)):
+    for group in (
+        DeviceGroup(3, 1),
+        DeviceGroup(5, 1),
+        DeviceGroup(6, 1),
+        DeviceGroup(2, 3),
+        DeviceGroup(3, 2),
+        DeviceGroup(8, 1),
+        DeviceGroup(2, 4),
+    ):
         assert not crosses_machines(group, alone)
         assert (latency_s(group, alone), bytes_per_s(group, alone)) == (1.0, 100.0)
         steps = group.size - 1
@@ -133,8 +155,8 @@ def test_a_pool_within_a_machine_is_one_machine(shared: bool) -> None:
     hardware = replace(CLUSTER, shared_compute=shared)
     seen = {devices: pool_hardware(hardware, devices) for devices in (1, 3, 4, 8, 16)}
     assert {devices: pool.machines for devices, pool in seen.items()} == {1: 1, 3: 1, 4: 1, 8: 1, 16: 2}
-    assert not crosses_machines(Group(3, 1), seen[3])
-    assert crosses_machines(Group(2, 8), seen[16])
+    assert not crosses_machines(DeviceGroup(3, 1), seen[3])
+    assert crosses_machines(DeviceGroup(2, 8), seen[16])
     # Made-up devices have the share of those of their machine that idle; other machines' do not help.
     for devices, pool in seen.items():
         share = {1: 8, 3: 8 / 3, 4: 2, 8: 1, 16: 1}[devices] if shared else 1
@@ -146,27 +168,29 @@ def test_a_pool_within_a_machine_is_one_machine(shared: bool) -> None:
 @pytest.mark.parametrize("stride", [1, 8, 512])
 def test_a_group_of_one_costs_nothing(stride: int) -> None:
     slow = replace(CLUSTER, link_bytes_per_s=1e-9, network_bytes_per_s=1e-9)
-    assert all_gather_s(1e9, Group(1, stride), slow) == 0.0
-    assert all_reduce_s(1e9, Group(1, stride), slow) == 0.0
-    assert not crosses_machines(Group(1, stride), slow)
+    assert all_gather_s(1e9, DeviceGroup(1, stride), slow) == 0.0
+    assert all_reduce_s(1e9, DeviceGroup(1, stride), slow) == 0.0
+    assert not crosses_machines(DeviceGroup(1, stride), slow)
 
 
 def test_a_send_takes_one_step_over_the_link_or_a_share_of_the_network() -> None:
-    for inside in (Group(2, 1), Group(8, 1), Group(2, 4)):
+    for inside in (DeviceGroup(2, 1), DeviceGroup(8, 1), DeviceGroup(2, 4)):
         assert send_s(400, inside, CLUSTER) == 1.0 + 400 / 100
     # Eight, four and one sender of a machine share its connection of 8 * 4.
-    assert send_s(400, Group(2, 8), CLUSTER) == 3.0 + 400 / 4
-    assert send_s(400, Group(4, 4), CLUSTER) == 3.0 + 400 / 8
-    assert send_s(400, Group(16, 1), CLUSTER) == 3.0 + 400 / 32
+    assert send_s(400, DeviceGroup(2, 8), CLUSTER) == 3.0 + 400 / 4
+    assert send_s(400, DeviceGroup(4, 4), CLUSTER) == 3.0 + 400 / 8
+    assert send_s(400, DeviceGroup(16, 1), CLUSTER) == 3.0 + 400 / 32
     for stride in (1, 4, 16):
-        assert send_s(400, Group(1, stride), CLUSTER) == 0.0
+        assert send_s(400, DeviceGroup(1, stride), CLUSTER) == 0.0
 
 
 @pytest.mark.parametrize("machines", [1, 2, 4])
 def test_the_slowest_pair_of_a_pipeline_decides(machines: int) -> None:
     hardware = replace(CLUSTER, machines=machines)
     powers = [2**n for n in range(6) if 2**n <= 8 * machines]
-    for group in [Group(size, stride) for size in powers[1:] for stride in powers if size * stride <= 8 * machines]:
+    for group in [
+        DeviceGroup(size, stride) for size in powers[1:] for stride in powers if size * stride <= 8 * machines
+    ]:
         pairs = [pair for pipeline in groups_of(group, 8 * machines) for pair in itertools.pairwise(pipeline)]
         leaving = [one // 8 for one, after in pairs if one // 8 != after // 8]
         seconds = [
@@ -178,9 +202,9 @@ def test_the_slowest_pair_of_a_pipeline_decides(machines: int) -> None:
 
 def test_a_network_as_fast_as_the_links_makes_one_fabric() -> None:
     fabric = replace(CLUSTER, network_bytes_per_s=100.0, network_latency_s=1.0)
-    for group in (Group(16, 1), Group(2, 8), Group(4, 4)):
+    for group in (DeviceGroup(16, 1), DeviceGroup(2, 8), DeviceGroup(4, 4)):
         assert all_reduce_s(800, group, fabric) == all_reduce_s(
             800, group, replace(fabric, machines=1, devices_per_machine=16)
         )
     free = replace(CLUSTER, link_bytes_per_s=FREE, network_bytes_per_s=FREE)
-    assert all_gather_s(800, Group(16, 1), free) == pytest.approx(15 * 3.0)
+    assert all_gather_s(800, DeviceGroup(16, 1), free) == pytest.approx(15 * 3.0)

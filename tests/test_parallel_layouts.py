@@ -12,7 +12,7 @@ from made_plans import machines
 from jaxrlhf.config import Layout
 from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.models.parameters import param_dims, param_shapes
-from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.search.layouts import (
     divisors,
     generation_layouts,
@@ -238,9 +238,9 @@ def test_replicas_divide_a_machine_so_that_none_straddles_two():
 # Roles.
 
 
-def a_problem(role: Role, hardware, **changes) -> Problem:
+def a_problem(role: Role, hardware, **changes) -> PlacementProblem:
     work = Workload(prompts=1, responses=1, prompt_tokens=1.0, response_tokens=1.0, longest_tokens=2)
-    return Problem((role,), work, Software(), hardware, **changes)
+    return PlacementProblem((role,), work, Software(), hardware, **changes)
 
 
 def test_layouts_that_are_given_are_those_that_fill_the_pool():

@@ -16,7 +16,7 @@ from jaxrlhf.models.memory import adapters_held
 from jaxrlhf.planner.apply import planned_config
 from jaxrlhf.planner.cost.cost import forward_cost, update_cost
 from jaxrlhf.planner.cost.simulate import Simulator
-from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.problem import problem_of
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.workers.role_weights import RoleWeights
@@ -76,7 +76,7 @@ def test_gradients_of_frozen_weights_go_nowhere():
 def test_matrices_of_few_bits_take_what_they_take(kind, bits, dtype, itemsize):
     lora = replace(LORA, quantize=kind)
     role, software = trained(MODEL, lora=lora), replace(HALVES, compute_bytes=itemsize)
-    problem = Problem((role,), WORK, software, UNIT)
+    problem = PlacementProblem((role,), WORK, software, UNIT)
     held = Simulator(problem).role(role, Layout(1), 1, (), generates=False).idle_bytes
     shapes = RoleWeights("actor", MODEL, "lm", dtype, lora).shapes()["parameters"]
     frozen = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))

@@ -11,12 +11,12 @@ from small_problems import ALL, Placement, a_problem, solve, solved
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token
 from jaxrlhf.planner.cost.simulate import Simulator
-from jaxrlhf.planner.plan import Plan, Problem, Search
+from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem, SearchResult
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import STAGES
 
 
-def placement_of(plan: Plan, problem: Problem) -> Placement:
+def placement_of(plan: PlacementPlan, problem: PlacementProblem) -> Placement:
     """The plan's pools; the actor's own generation is not named there."""
     pools = [set(pool.roles) for pool in plan.pools]
     apart = any(ROLLOUT in pool for pool in pools)
@@ -30,7 +30,7 @@ CASES = [(seed,) for seed in range(95)]
 CASES += [(1000 + 10 * place + n, name, (1, 4)) for place, name in enumerate(DATAFLOWS) for n in range(4)]
 
 
-def finds_the_cheapest(problem: Problem, expected: dict[Placement, float], found: Search | None) -> None:
+def finds_the_cheapest(problem: PlacementProblem, expected: dict[Placement, float], found: SearchResult | None) -> None:
     if found is None:
         assert expected == {}
         return
@@ -96,7 +96,7 @@ def test_one_machine_of_six_is_cut_anywhere_and_two_are_halved_and_then_cut_in_t
     assert some <= sizes <= allowed
 
 
-def feasible() -> list[tuple[Problem, Search]]:
+def feasible() -> list[tuple[PlacementProblem, SearchResult]]:
     return [(problem, found) for problem, _, found in itertools.starmap(solved, CASES) if found is not None]
 
 
@@ -161,7 +161,7 @@ def test_every_plan_is_what_its_calls_and_pools_say():
                 assert any((call.pool, call.role, call.verb) == (number, role, verb) for call in plan.calls)
 
 
-def peak_of(plan: Plan, number: int, problem: Problem) -> float:
+def peak_of(plan: PlacementPlan, number: int, problem: PlacementProblem) -> float:
     """Most bytes of a pool's calls, from what each of its roles holds alone."""
     pool, simulator = plan.pools[number], Simulator(problem)
     roles = {role.name: role for role in problem.roles}

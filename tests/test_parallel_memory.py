@@ -22,7 +22,7 @@ from jaxrlhf.models.memory import (
 )
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token, weights_generating
 from jaxrlhf.planner.cost.simulate import Simulator
-from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.workload import Role
 from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, shard_bytes, shardings
@@ -210,7 +210,7 @@ def test_an_update_holds_the_gradients_that_exist_at_a_time(layout: Layout) -> N
     role, work = Role("actor", ALL_SPLIT, "lm", trained=True), replace(WORK, updates=2)
 
     def updates(**changes: Any) -> float:
-        problem = Problem((role,), work, replace(HALVES, gradient_bytes=4, **changes), UNIT)
+        problem = PlacementProblem((role,), work, replace(HALVES, gradient_bytes=4, **changes), UNIT)
         steps = Simulator(problem).role(role, layout, 8, (), generates=False).steps
         return max(step.held_bytes for step in steps if step.verb == "update")
 

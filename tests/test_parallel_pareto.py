@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrlhf.planner.search.pareto import undominated
+from jaxrlhf.planner.search.pool_options import undominated
 
 
 @pytest.mark.parametrize("columns", [1, 2, 4])

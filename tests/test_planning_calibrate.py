@@ -21,16 +21,16 @@ from jaxrlhf.config import run_command
 from jaxrlhf.planner.devices import load_hardware, save_hardware
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.measure import calibrate, measure, measure_decoder, measure_links
-from jaxrlhf.planner.measure.measured_table import measured_rows, quantity
-from jaxrlhf.planner.measure.rate_fit import Sample, all_gather_sample, all_reduce_sample, fit_link
+from jaxrlhf.planner.measure.calibrate import measured_rows, quantity
+from jaxrlhf.planner.measure.measure_links import RateSample, all_gather_sample, all_reduce_sample, fit_link
 
 # Fitting.
 
 
-def sampled(latency_s: float, bytes_per_s: float) -> list[Sample]:
+def sampled(latency_s: float, bytes_per_s: float) -> list[RateSample]:
     """What a ring with these constants would take, by group and size."""
     return [
-        Sample(steps, size, steps * latency_s + size / bytes_per_s)
+        RateSample(steps, size, steps * latency_s + size / bytes_per_s)
         for steps, size in itertools.product((1, 3, 7, 14), (4e3, 60e3, 1e6, 20e6))
     ]
 
@@ -50,13 +50,13 @@ def test_the_fit_stands_noise_and_a_disturbed_sample() -> None:
 
 def test_two_samples_that_no_latency_explains_still_give_constants_above_zero() -> None:
     """The smaller one has the better rate, as in a cache."""
-    latency_s, bytes_per_s = fit_link([Sample(16, 1e6, 1e-3), Sample(8, 1e8, 0.2)])
+    latency_s, bytes_per_s = fit_link([RateSample(16, 1e6, 1e-3), RateSample(8, 1e8, 0.2)])
     assert 0 < latency_s < 1e-3 / 16
     assert 1e8 / 0.2 <= bytes_per_s <= 1e6 / 1e-3
 
 
-@pytest.mark.parametrize("samples", [[Sample(1, 1e3, 1e-3)], [Sample(1, 1e3, 1e-3), Sample(1, 2e3, 0.0)]])
-def test_a_fit_of_too_little_is_refused(refused, samples: list[Sample]) -> None:
+@pytest.mark.parametrize("samples", [[RateSample(1, 1e3, 1e-3)], [RateSample(1, 1e3, 1e-3), RateSample(1, 2e3, 0.0)]])
+def test_a_fit_of_too_little_is_refused(refused, samples: list[RateSample]) -> None:
     with refused():
         fit_link(samples)
 
@@ -227,9 +227,9 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_links, "link_samples", lambda *args, **kwargs: sampled(5e-6, 300e9))
     monkeypatch.setattr(measure_links, "network_samples", lambda *args, **kwargs: sampled(20e-6, 20e9))
 
-    def decode_sample(devices, size, **_: object) -> Sample:
+    def decode_sample(devices, size, **_: object) -> RateSample:
         read = 1e6 * size.hidden
-        return Sample(size.layers, read, 50e-6 * size.layers + read / 3e12)
+        return RateSample(size.layers, read, 50e-6 * size.layers + read / 3e12)
 
     def training_s(devices, size, **_: object) -> float:
         model = measure_decoder.decoder(size.hidden, size.layers)

@@ -184,7 +184,7 @@ def test_a_mixture_is_planned_with_its_experts_divided_and_is_slower_or_too_larg
     layout = divided.pools[0].layouts["actor"]
     assert layout.expert > 1
     without = mock.patch.object(layouts, "_experts", return_value=[1])
-    with without, mock.patch("jaxrlhf.planner.search.mapping.shortage", return_value="nothing fits"):
+    with without, mock.patch("jaxrlhf.planner.search.mapping.explain_infeasible", return_value="nothing fits"):
         if slower is None:
             with pytest.raises(ValueError, match="nothing fits"):
                 search(problem, keep=1)

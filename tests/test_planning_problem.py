@@ -62,10 +62,9 @@ def verbs_of(function: FunctionType) -> Counter:
         owner = getattr(call, "value", None)
         if isinstance(owner, ast.Attribute) and getattr(owner.value, "id", None) == "roles":
             found[owner.attr, call.attr.partition("_")[0]] += 1
-        if getattr(owner, "id", None) == "shared" and call.attr == "old_log_prob":  # of the actor, where it is needed
-            found["actor", "compute"] += 1
-        if getattr(owner, "id", None) == "shared" and call.attr == "ref_log_prob":
-            found["reference", "compute"] += 1
+        passes = {"old_log_prob": "actor", "ref_log_prob": "reference"}  # which call a role where it is needed
+        if isinstance(call, ast.Name) and call.id in passes:
+            found[passes[call.id], "compute"] += 1
         if isinstance(call, ast.Name) and call.id in ("step", "learn"):
             found += verbs_of(function.__globals__[call.id])
     return found

@@ -22,7 +22,7 @@ from jaxrlhf.config import (
     override,
 )
 from jaxrlhf.planner.apply import freed, plan_from_json, plan_to_json, planned_config, planned_settings, snippet
-from jaxrlhf.planner.plan import Call, Cost, Plan, PlannedPool
+from jaxrlhf.planner.plan import Cost, PlacementPlan, PlannedCall, PlannedPool
 from jaxrlhf.planner.report.picture import bars_of, draw_timeline, save_timeline
 from jaxrlhf.planner.report.report import bottleneck, critical_calls, layout_text, report, seconds_text, why_it_lost
 from jaxrlhf.planner.saved import read_plan, save_plan, why_not
@@ -36,10 +36,12 @@ def shown(content) -> str:
     return capture.get()
 
 
-def supervised() -> Plan:
+def supervised() -> PlacementPlan:
     """A plan for an actor that only trains, four ways by stages and tensor."""
     pool = PlannedPool(("actor",), 8, {"actor": Layout(2, 1, 2, 2)}, 1.0, "actor update")
-    return Plan((pool,), (), (Call("update", 0, "actor", "update", Cost(compute_s=1.0)),), {"update": 1.0})
+    return PlacementPlan(
+        (pool,), (), (PlannedCall("update", 0, "actor", "update", Cost(compute_s=1.0)),), {"update": 1.0}
+    )
 
 
 # As settings.
@@ -259,7 +261,7 @@ def test_the_picture_has_a_lane_for_each_pool_and_a_bar_for_each_call(tmp_path):
 
 
 def test_a_very_short_call_can_be_seen():
-    plan = replace(split(), calls=(*split().calls, Call("prepare", 1, "critic", "offload", Cost(host_s=1e-6))))
+    plan = replace(split(), calls=(*split().calls, PlannedCall("prepare", 1, "critic", "offload", Cost(host_s=1e-6))))
     [axes] = draw_timeline(plan, title="made").axes
     assert min(patch.get_width() for patch in axes.patches) > 1e-3 * plan.seconds
 

@@ -19,7 +19,7 @@ from jaxrlhf.models import scratch_config
 from jaxrlhf.models.lora.lora import adapter_shapes
 from jaxrlhf.planner.cost.memory import weights_learnt
 from jaxrlhf.planner.cost.simulate import Simulator
-from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.problem import problem_of
 from jaxrlhf.planner.workload import Role, Software
 from jaxrlhf.resharding.offload import device_bytes
@@ -259,7 +259,7 @@ def test_the_estimate_counts_what_a_device_holds_of_adapters(layout):
 
 def test_the_search_counts_moments_and_gradients_of_adapters_alone():
     role = Role("actor", DENSE, "lm", passes=1, trained=True, remat=True)
-    problem = Problem(roles=(role,), workload=WORK, software=Software(), hardware=UNIT)
+    problem = PlacementProblem(roles=(role,), workload=WORK, software=Software(), hardware=UNIT)
 
     def held(role: Role):
         simulated = Simulator(problem).role(role, Layout(1), 1, (), generates=False)

@@ -13,7 +13,7 @@ from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.cost.cost import update_cost
 from jaxrlhf.planner.cost.simulate import Simulator
-from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.workload import Role, Software
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers import remat
@@ -118,7 +118,7 @@ LARGE = ModelConfig("llama", 1000, 256, 1024, 8, 4, 4, 64)
 
 def simulated(role: Role, memory: float, *, shared: bool = False, offload=(), others: tuple[Role, ...] = ()):
     hardware = replace(UNIT, memory_bytes=memory, shared_compute=shared)
-    problem = Problem((role, *others), WORK, Software(), hardware)
+    problem = PlacementProblem((role, *others), WORK, Software(), hardware)
     return Simulator(problem).role(role, Layout(1), 1, offload, generates=False)
 
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.config import ROLLOUT, Config, Layout, Pool, Refusal, Training, override
-from jaxrlhf.planner.plan import Call, Cost, Plan, PlannedPool
+from jaxrlhf.planner.plan import Cost, PlacementPlan, PlannedCall, PlannedPool
 from jaxrlhf.planner.problem import generates, judges_of, placed_roles, written_pools
 
 
-def planned_config(config: Config, plan: Plan) -> Config:
+def planned_config(config: Config, plan: PlacementPlan) -> Config:
     """The configuration with the plan's placement in place of its own.
 
     Raises:
@@ -18,14 +18,14 @@ def planned_config(config: Config, plan: Plan) -> Config:
     return override(config, planned_settings(config, plan))
 
 
-def planned_settings(config: Config, plan: Plan, *, written: Config | None = None) -> dict[str, Any]:
-    """What the plan sets, by dotted name, where it differs from what is written.
+def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | None = None) -> dict[str, Any]:
+    """Settings of the plan by dotted name, where they differ from what is written.
 
     Layouts leave `data` to the devices that are there. A microbatch that gives a row to each
     data-parallel device is the smallest there can be, so a token budget below that is raised.
 
     Args:
-      config: That was planned.
+      config: The configuration that was planned.
       written: What the settings are to change, if that is not what was planned but what was freed for it.
 
     Raises:
@@ -69,7 +69,7 @@ def freed(config: Config) -> Config:
     return override(config, {"pools": (), "reference_layout": None, "offload": (), **layouts})
 
 
-def snippet(config: Config, plan: Plan, *, written: Config | None = None) -> str:
+def snippet(config: Config, plan: PlacementPlan, *, written: Config | None = None) -> str:
     """Python with the settings of `planned_settings`; empty if there are none to change."""
     settings = planned_settings(config, plan, written=written)
     if not settings:
@@ -78,12 +78,12 @@ def snippet(config: Config, plan: Plan, *, written: Config | None = None) -> str
     return "\n".join(["config = override(config, {", *lines, "})"]).replace("'", '"')
 
 
-def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """Everything of a plan as JSON data, its totals too."""
+def plan_to_json(plan: PlacementPlan) -> dict[str, Any]:
+    """All fields of a plan as JSON data, with its total seconds."""
     return {"seconds": plan.seconds, **dataclasses.asdict(plan)}
 
 
-def plan_from_json(data: Mapping[str, Any]) -> Plan:
+def plan_from_json(data: Mapping[str, Any]) -> PlacementPlan:
     """The plan that `plan_to_json` wrote.
 
     Raises:
@@ -98,19 +98,21 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
             )
             for pool in data["pools"]
         ]
-        calls = [Call(**{**call, "cost": Cost(**call["cost"])}) for call in data["calls"]]
-        return Plan(tuple(pools), tuple(data["offload"]), tuple(calls), dict(data["stage_seconds"]), data["slots"])
+        calls = [PlannedCall(**{**call, "cost": Cost(**call["cost"])}) for call in data["calls"]]
+        return PlacementPlan(
+            tuple(pools), tuple(data["offload"]), tuple(calls), dict(data["stage_seconds"]), data["slots"]
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise Refusal(f"this is no plan: {reason}; plan anew") from error
 
 
 def pool_name(roles: tuple[str, ...]) -> str:
-    """Such as `actor-reference`."""
+    """Name of a pool after its roles, such as `actor-reference`."""
     return "-".join(roles)
 
 
-def _pools(config: Config, plan: Plan, judges: Mapping[str, int]) -> tuple[Pool, ...]:
+def _pools(config: Config, plan: PlacementPlan, judges: Mapping[str, int]) -> tuple[Pool, ...]:
     """The plan's pools; those of the configuration, with their names and order, if they are the same."""
     planned = {(frozenset(pool.roles), pool.devices) for pool in plan.pools}
     if {(frozenset(roles), devices) for roles, devices in written_pools(config) or ()} == planned:
@@ -125,8 +127,8 @@ def _pool(pool: PlannedPool, config: Config, judges: Mapping[str, int], *, alone
     return Pool("all" if alone else pool_name(tuple(roles)), pool.devices, tuple(roles))
 
 
-def _layouts(plan: Plan) -> dict[str, Layout]:
-    """Of every role, wherever it lives."""
+def _layouts(plan: PlacementPlan) -> dict[str, Layout]:
+    """Layout of every role, over all pools."""
     return {role: layout for pool in plan.pools for role, layout in pool.layouts.items()}
 
 
@@ -170,7 +172,7 @@ def _current(config: Config, name: str) -> Any:
 
 
 def _python(value: Any) -> str:
-    """As one writes it: settings that have their default are left out."""
+    """Python source of a value; settings that have their default are left out."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_python, value))}{',' if len(value) == 1 else ''})"
     if isinstance(value, Pool):

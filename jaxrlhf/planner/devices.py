@@ -340,7 +340,7 @@ def _slice(spec: str, kind: Hardware, number: str) -> Hardware:
 
 
 def _sized(kind: Hardware, machines: int, devices: int) -> Hardware:
-    """As many machines of `devices` each; what a machine's devices share is divided by their number."""
+    """Hardware of `machines` machines of `devices` each; what a machine's devices share is divided by their number."""
     share = kind.devices_per_machine / devices
     shared = ["network_bytes_per_s"] if kind.name in _ONE_CONNECTION else []
     if kind.shared_compute:

@@ -1,4 +1,4 @@
-"""What devices can do: the figures that predictions are made from, as data.
+"""Hardware description: the figures that predictions are made from.
 
 A datasheet gives peaks; what a model reaches of them is in the `*_efficiency` shares. A file
 that `python -m jaxrlhf.calibrate` wrote holds measured rates and shares.
@@ -20,20 +20,20 @@ class Hardware(Settings):
     Devices of a machine are consecutive. Rates are per device and, for links, in one direction.
 
     Attributes:
-      name: As it is asked for, such as `a100`.
-      machines: How many are joined by the network.
-      devices_per_machine: That share a machine's fast links, and one host process.
-      memory_bytes: Of one device.
+      name: Name it is asked for by, such as `a100`.
+      machines: Number of machines joined by the network.
+      devices_per_machine: Devices that share a machine's fast links, and one host process.
+      memory_bytes: Memory of one device.
       matmul_flops_per_s: Peak of dense matrix products in the compute dtype.
       memory_bytes_per_s: Peak of reading device memory.
-      link_bytes_per_s: What a device sends to others of its machine.
+      link_bytes_per_s: Rate at which a device sends to others of its machine.
       network_bytes_per_s: A machine's connection to other machines, over its devices. One
         device alone may use the whole machine's.
-      host_bytes_per_s: Between a device and its host's memory.
-      link_latency_s: Of one step of a collective inside a machine.
-      network_latency_s: Of one step of a collective between machines.
-      layer_overhead_s: Of running one layer once, whatever its size: kernel launches.
-      dispatch_overhead_s: Of starting one program, host work included.
+      host_bytes_per_s: Rate between a device and its host's memory.
+      link_latency_s: Latency of one step of a collective inside a machine.
+      network_latency_s: Latency of one step of a collective between machines.
+      layer_overhead_s: Overhead of running one layer once, whatever its size: kernel launches.
+      dispatch_overhead_s: Overhead of starting one program, host work included.
       matmul_efficiency: Share of the matmul peak that a layer's forward and backward reach.
       memory_efficiency: Share of the memory's peak that decoding reaches.
       link_efficiency: Share of a link's or the network's peak that collectives reach.
@@ -71,10 +71,10 @@ class Hardware(Settings):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether all pools share one processor, so that none gains by running beside another."""
+        """True if all pools share one processor, so that none gains by running beside another."""
         return self.shared_compute and self.machines == 1
 
     @property
     def devices(self) -> int:
-        """In all machines."""
+        """Number of devices in all machines."""
         return self.machines * self.devices_per_machine

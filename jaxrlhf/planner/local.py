@@ -11,10 +11,10 @@ _SHARED = ("memory_bytes", "matmul_flops_per_s", "memory_bytes_per_s", "link_byt
 
 
 def hardware_of(config: Config, spec: str | None = None) -> Hardware:
-    """What a run is planned for; the configuration takes as many of its devices as it says.
+    """Hardware that a run is planned for; the configuration takes as many of its devices as it says.
 
     Args:
-      spec: A name or a file; None is what the run would be launched on from here.
+      spec: A name or a file; None is the hardware that the run would be launched on from here.
 
     Raises:
       Refusal: An unknown name, fewer devices than are asked for, or devices of no known kind.
@@ -55,10 +55,10 @@ def local_hardware(config: Config) -> Hardware:
 
 
 def cluster_hardware(config: Config) -> Hardware:
-    """What the configuration says, because a controller sees no device of its cluster.
+    """Hardware that the configuration names, because a controller sees no device of its cluster.
 
     Raises:
-      Refusal: It says nothing.
+      Refusal: It names none.
     """
     if config.hardware is None:
         raise Refusal(f"from here no device of a cluster is seen, so placement='auto' has to know what it is: {_HOW}")

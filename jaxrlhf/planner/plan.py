@@ -1,4 +1,4 @@
-"""What the search answers: where every model lives, how it is laid out, and why."""
+"""Data of the search: its problem, the cost of a call, and placement plans as its answer."""
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
@@ -32,21 +32,21 @@ class Cost:
     overhead_s: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
-        """One after the other."""
+        """Cost of both, one after the other."""
         return Cost(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
 
     def __mul__(self, count: float) -> "Cost":
-        """So many times."""
+        """Cost of `count` repetitions."""
         return Cost(*(seconds * count for seconds in astuple(self)))
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """Sum of all parts."""
         return self.compute_s + self.memory_s + self.collective_s + self.idle_s + self.host_s + self.overhead_s
 
     @property
     def bottleneck(self) -> str:
-        """What most of the seconds are spent on, in words."""
+        """Part of the cost with the most seconds, in words."""
         parts = {
             "compute": self.compute_s,
             "memory bandwidth": self.memory_s,
@@ -59,7 +59,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Call:
+class PlannedCall:
     """One verb of one role in a step. Calls of one pool run one after another.
 
     Attributes:
@@ -80,8 +80,8 @@ class PlannedPool:
     """Roles that share devices.
 
     Attributes:
-      devices: How many.
-      layouts: Of each role, with `data` given.
+      devices: Number of devices.
+      layouts: Layout of each role, with `data` given.
       peak_bytes: Most that one device holds.
       peak_during: The call that needs it, such as `actor update`.
     """
@@ -94,32 +94,32 @@ class PlannedPool:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlacementPlan:
     """A placement, with what it is predicted to cost.
 
     Attributes:
       pools: Largest first.
-      offload: What waits in host memory, as in `Config.offload`.
+      offload: Entries of `Config.offload`: role states that wait in host memory.
       calls: In the order in which a pool runs them.
-      stage_seconds: Of the slowest pool in each stage.
+      stage_seconds: Seconds of the slowest pool in each stage.
       slots: Responses that are decoded at once, over all replicas; None if nothing is generated.
     """
 
     pools: tuple[PlannedPool, ...]
     offload: tuple[str, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[PlannedCall, ...]
     stage_seconds: Mapping[Stage, float]
     slots: int | None = None
 
     @property
     def seconds(self) -> float:
-        """Of one step: stages run one after another. Source: HybridFlow, section 6 (d_cost)."""
+        """Seconds of one step: stages run one after another. Source: HybridFlow, section 6 (d_cost)."""
         return sum(self.stage_seconds.values())
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What is to be placed on what.
+class PlacementProblem:
+    """Placement problem: roles, workload and software, and the hardware they are placed on.
 
     Attributes:
       offloads: Alternatives for `Config.offload`; the cheapest that fits is taken.
@@ -128,7 +128,7 @@ class Problem:
       fsdp: Also consider splitting weights over data-parallel devices.
       layouts: Alternatives for roles whose layout is given; those of others are searched. Without
         `data` a layout takes the devices that are left.
-      devices_per_host: Of a process where there are several. A pool has whole ones, and each
+      devices_per_host: Devices of one process where there are several. A pool has whole hosts, and each
         generation replica lies within one; None lets pools share a machine.
       pools: The only placement to look at, roles and devices of each pool; None looks at all.
     """
@@ -147,18 +147,18 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Search:
-    """What a search found.
+class SearchResult:
+    """Result of a search.
 
     Attributes:
       plans: The best of each placement, cheapest first.
       placements: Set partitions looked at.
       allocations: Distributions of devices over pools that were costed or pruned.
       simulated: Layouts of one role on one number of devices that were costed.
-      seconds: That the search took.
+      seconds: Duration of the search.
     """
 
-    plans: tuple[Plan, ...]
+    plans: tuple[PlacementPlan, ...]
     placements: int
     allocations: int
     simulated: int

@@ -1,4 +1,4 @@
-"""From a configuration to what the search has to place: roles, workload and software."""
+"""Placement problem of a configuration: its roles, workload and software."""
 
 import math
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from jaxrlhf.data import load_tokenizer
 from jaxrlhf.models import from_scratch, tokenizer_path
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.planner.workload import Role, Software, Workload
 
 SCORED_TOKENS = 16_384
-"""Of one forward pass of a reward model, as `workers.score_model` batches them."""
+"""Tokens of one forward pass of a reward model."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class Question:
       notes: Sentences on what is an estimate, or is left out.
     """
 
-    problem: Problem
+    problem: PlacementProblem
     notes: tuple[str, ...]
 
 
 def question_of(
     config: Config, hardware: Hardware, *, lengths: Lengths | None = None, vocabulary: int | None = None
 ) -> Question:
-    """What a configuration asks of hardware.
+    """Placement problem of a configuration on hardware, with notes.
 
     Args:
       lengths: The means, where they are known.
@@ -75,7 +75,7 @@ def question_of(
     workload = workload_of(config, lengths)
     judges = tuple(judges_of(config))
     layouts = {role: (layout,) for role, layout in written_layouts(config).items()}
-    problem = Problem(
+    problem = PlacementProblem(
         roles=roles,
         workload=workload,
         software=software_of(config, hardware),
@@ -91,8 +91,8 @@ def question_of(
 
 def problem_of(
     config: Config, hardware: Hardware, *, lengths: Lengths | None = None, vocabulary: int | None = None
-) -> Problem:
-    """What is to be placed, without the notes."""
+) -> PlacementProblem:
+    """Placement problem of a configuration, without the notes."""
     return question_of(config, hardware, lengths=lengths, vocabulary=vocabulary).problem
 
 
@@ -103,7 +103,7 @@ def judges_of(config: Config) -> dict[str, int]:
 
 
 def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tuple[Role, ...]:
-    """Every model of the dataflow, and what a step does with it.
+    """Roles of the dataflow: every model, and what a step does with it.
 
     A step that scores has sampled: its actor generates, and every role makes one forward pass over
     the responses, the actor only where its sampler's log-probabilities do not serve. One on
@@ -112,7 +112,7 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
     is no role: the actor makes its passes.
 
     Args:
-      shapes: Of a model, or of the checkpoint at a path.
+      shapes: Gives the shape of a model, or of the checkpoint at a path.
     """
     algorithm, training = config.algorithm, config.algorithm.training(config)
     samples = generates(config)
@@ -167,12 +167,12 @@ def placed_roles(config: Config) -> tuple[str, ...]:
 
 
 def generates(config: Config) -> bool:
-    """Whether a step samples responses: those that are scored."""
+    """Return whether a step samples responses: those that are scored."""
     return "reward" in config.algorithm.roles
 
 
 def workload_of(config: Config, lengths: Lengths) -> Workload:
-    """One step of the algorithm.
+    """Workload of one step of the algorithm.
 
     Raises:
       Refusal: A mean that is above the configuration's maximum.
@@ -204,7 +204,7 @@ def _answers(config: Config) -> int:
 
 
 def software_of(config: Config, hardware: Hardware) -> Software:
-    """Float32 masters, and activations in the compute dtype."""
+    """Software with float32 masters, and activations in the compute dtype."""
     dtype = config.compute_dtype
     if dtype == "auto":
         dtype = "float32" if hardware.shared_compute else "bfloat16"
@@ -215,7 +215,7 @@ def software_of(config: Config, hardware: Hardware) -> Software:
 
 
 def offloads_of(roles: tuple[Role, ...]) -> tuple[tuple[str, ...], ...]:
-    """What may wait in host memory: nothing, the optimizers, or all that is not in use."""
+    """Alternatives for `Config.offload`: nothing, the optimizers, or all that is not in use."""
     optimizers = tuple(f"{role.name}.optimizer" for role in roles if role.trained)
     return ((), optimizers, tuple(role.name for role in roles))
 

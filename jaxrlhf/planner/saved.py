@@ -10,7 +10,7 @@ from typing import Any
 from jaxrlhf.config import ROLLOUT, Refusal
 from jaxrlhf.planner.apply import plan_from_json, plan_to_json
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import Plan
+from jaxrlhf.planner.plan import PlacementPlan
 from jaxrlhf.planner.report.picture import save_timeline
 
 PLAN, PICTURE = "plan.json", "plan.png"
@@ -24,21 +24,21 @@ class SavedPlan:
       hardware: The fields of `Hardware`.
     """
 
-    plan: Plan
+    plan: PlacementPlan
     hardware: dict[str, Any]
 
     @property
     def devices(self) -> int:
-        """That it was made for."""
+        """Number of devices that it was made for."""
         return self.hardware["machines"] * self.hardware["devices_per_machine"]
 
     @property
     def roles(self) -> set[str]:
-        """Of all pools, each with a model of its own."""
+        """Roles of all pools, each with a model of its own."""
         return {role for pool in self.plan.pools for role in pool.roles} - {ROLLOUT}
 
 
-def save_plan(plan: Plan, hardware: Hardware, workdir: Path, *, title: str) -> None:
+def save_plan(plan: PlacementPlan, hardware: Hardware, workdir: Path, *, title: str) -> None:
     """Write the plan and its picture."""
     fields = {"hardware": dataclasses.asdict(hardware), "plan": plan_to_json(plan)}
     (workdir / PLAN).write_text(json.dumps(fields, indent=2) + "\n")

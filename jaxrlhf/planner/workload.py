@@ -1,4 +1,4 @@
-"""What is to be computed: the models of a dataflow, and how much each of them does in a step."""
+"""Workload of a step: the models of a dataflow, and how much each of them computes."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +8,7 @@ from jaxrlhf.models.config import Head, ModelConfig
 
 Stage = Literal["generate", "prepare", "update"]
 STAGES: tuple[Stage, ...] = ("generate", "prepare", "update")
-"""Of a step, one after another. Source: HybridFlow (arXiv:2409.19256), section 2.1."""
+"""Stages of a step, one after another. Source: HybridFlow (arXiv:2409.19256), section 2.1."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Workload:
       responses: B, over all prompts.
       prompt_tokens: Mean length.
       response_tokens: Mean length.
-      longest_tokens: Of a prompt and its response together; memory is set aside for it.
+      longest_tokens: Longest prompt and response together; memory is set aside for it.
       updates: Optimizer updates of each trained model, over all epochs.
       epochs: Passes over the responses.
       slots: Most responses that are decoded at once, over all replicas; None is as many as fit.
@@ -70,13 +70,13 @@ class Role:
 
 @dataclass(frozen=True)
 class Software:
-    """What programs do that neither model nor layout say. The defaults are this package's in bfloat16.
+    """Choices of programs that neither model nor layout say. The defaults are this package's in bfloat16.
 
     Attributes:
-      weight_bytes: Of a trained weight as it is trained.
-      gradient_bytes: Of a weight's gradient.
-      optimizer_bytes: Of what the optimizer keeps for a weight.
-      compute_bytes: Of an activation, a cached key, a frozen or generating weight.
+      weight_bytes: Bytes of a trained weight as it is trained.
+      gradient_bytes: Bytes of a weight's gradient.
+      optimizer_bytes: Bytes that the optimizer keeps for a weight.
+      compute_bytes: Bytes of an activation, a cached key, a frozen or generating weight.
       reduces_every_microbatch: Gradients are summed over replicas at every microbatch, and not once in
         an update. None: only where weights are split by width and also by stage or tensor.
       pipeline_parts_per_stage: Into how many parts for each stage a microbatch is cut; None has a
@@ -86,7 +86,7 @@ class Software:
       head_on_last_stage: The last stage computes the logits, and not all stages together.
       adds_gradients: Each microbatch's gradient is whole before it is added to the others'.
       decodes_apart: Decoding reads layers that lie apart; the stack of them goes, unless it is trained as it is.
-      cache_copies: Of the cache, how many exist at most while tokens are decoded.
+      cache_copies: Copies of the cache that exist at most while tokens are decoded.
       decode_tokens_per_dispatch: Tokens that one program decodes; None has no program start count.
       recomputes_logits: Chunks of logits are computed once more in the backward pass.
       reads_responses: Logits are computed of the tokens of responses alone, and not of all.
@@ -113,5 +113,5 @@ class Software:
 
     @property
     def trains_in_compute_dtype(self) -> bool:
-        """Whether generation can take the trained weights as they are, so that no second copy exists."""
+        """True if generation can take the trained weights as they are, so that no second copy exists."""
         return self.weight_bytes == self.compute_bytes

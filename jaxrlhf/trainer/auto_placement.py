@@ -7,7 +7,7 @@ from jaxrlhf.config import Config
 from jaxrlhf.planner.apply import planned_config
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.local import hardware_of
-from jaxrlhf.planner.plan import Plan
+from jaxrlhf.planner.plan import PlacementPlan
 from jaxrlhf.planner.problem import placed_roles, question_of
 from jaxrlhf.planner.report.report import report, timeline_title
 from jaxrlhf.planner.saved import PLAN, read_plan, save_plan, why_not
@@ -28,7 +28,7 @@ class Placed:
     """
 
     config: Config
-    plan: Plan
+    plan: PlacementPlan
     hardware: Hardware
     title: str
     found: bool
@@ -71,7 +71,7 @@ def placed_for_evaluation(config: Config, workdir: Path) -> Config:
     return planned_config(config, plan)
 
 
-def saved_plan(config: Config, workdir: Path, hardware: Hardware) -> Plan | None:
+def saved_plan(config: Config, workdir: Path, hardware: Hardware) -> PlacementPlan | None:
     """The plan of a workdir, if it has one that serves; what becomes of it is printed."""
     saved = read_plan(workdir)
     if saved is None:

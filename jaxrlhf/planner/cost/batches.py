@@ -1,4 +1,4 @@
-"""How the responses of an update or a pass are cut up into microbatches of packed rows."""
+"""Microbatches of packed rows that the responses of an update or a pass are cut up into."""
 
 import math
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from jaxrlhf.planner.workload import Role, Software, Workload
 
 @dataclass(frozen=True)
 class Batch:
-    """What one data-parallel replica computes in one go: microbatches, and a pipeline's parts of them.
+    """Microbatches of one data-parallel replica in an update or a pass, and a pipeline's parts of them.
 
     Attributes:
       microbatches: Programs that run one after another.
-      tokens: Of one microbatch.
-      parts: That a microbatch is cut into for the pipeline.
-      row_tokens: Of the rows that attention runs over.
-      read_tokens: Of `tokens`, those whose logits are computed.
-      attended_tokens: That attention sees: where prompts are shared, each response's with its prompt.
+      tokens: Tokens of one microbatch.
+      parts: Parts that a microbatch is cut into for the pipeline.
+      row_tokens: Length of the rows that attention runs over.
+      read_tokens: Tokens of a microbatch whose logits are computed.
+      attended_tokens: Tokens that attention sees; where prompts are shared, each response with its prompt.
     """
 
     microbatches: int
@@ -31,7 +31,7 @@ class Batch:
 
 
 def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, software: Software) -> Batch:
-    """How the responses of one update or pass are cut up; shards that get one fewer wait for the others."""
+    """Batch of one update or pass over `responses` sequences; shards that get one fewer wait for the others."""
     shards = shards_of(layout)
     length = workload.prompt_tokens + workload.response_tokens
     sequences = math.ceil(responses / shards)
@@ -83,7 +83,7 @@ def _prompts_in(responses: float, workload: Workload) -> int:
 
 
 def replicas_of(layout: Layout) -> int:
-    """Of the model along the `data` axis."""
+    """Replicas of the model along the `data` axis."""
     assert layout.data is not None, "a layout that is costed says how many replicas it has"
     return layout.data
 

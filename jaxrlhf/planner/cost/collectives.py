@@ -15,7 +15,7 @@ from jaxrlhf.planner.hardware import Hardware
 
 
 @dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """Equal groups that all communicate at once, side by side.
 
     Attributes:
@@ -27,14 +27,14 @@ class Group:
     stride: int
 
 
-def crosses_machines(group: Group, hardware: Hardware) -> bool:
-    """Whether any of the groups, which lie one after another, spans more than one machine."""
+def crosses_machines(group: DeviceGroup, hardware: Hardware) -> bool:
+    """Return whether any of the groups, which lie one after another, spans more than one machine."""
     several = group.size > 1 and hardware.machines > 1
     return several and hardware.devices_per_machine % (group.size * group.stride) != 0
 
 
-def bytes_per_s(group: Group, hardware: Hardware) -> float:
-    """What one device of the group sends at most, in one direction."""
+def bytes_per_s(group: DeviceGroup, hardware: Hardware) -> float:
+    """Most bytes per second that one device of the group sends, in one direction."""
     if not crosses_machines(group, hardware):
         return hardware.link_bytes_per_s * hardware.link_efficiency
     machine = hardware.devices_per_machine
@@ -42,18 +42,18 @@ def bytes_per_s(group: Group, hardware: Hardware) -> float:
     return min(hardware.link_bytes_per_s, share) * hardware.link_efficiency
 
 
-def latency_s(group: Group, hardware: Hardware) -> float:
-    """Of one step of a ring."""
+def latency_s(group: DeviceGroup, hardware: Hardware) -> float:
+    """Latency of one step of a ring."""
     return hardware.network_latency_s if crosses_machines(group, hardware) else hardware.link_latency_s
 
 
-def all_gather_s(num_bytes: float, group: Group, hardware: Hardware) -> float:
-    """Each of n devices receives what the n - 1 others hold.
+def all_gather_s(num_bytes: float, group: DeviceGroup, hardware: Hardware) -> float:
+    """Seconds of an all-gather: each of n devices receives what the n - 1 others hold.
 
         t = (n - 1) latency + bytes (n - 1) / n / bandwidth
 
     Args:
-      num_bytes: Of the gathered array. A reduce-scatter of as many takes as long.
+      num_bytes: Bytes of the gathered array. A reduce-scatter of as many takes as long.
     """
     if group.size == 1:
         return 0.0
@@ -61,13 +61,13 @@ def all_gather_s(num_bytes: float, group: Group, hardware: Hardware) -> float:
     return steps * latency_s(group, hardware) + num_bytes * steps / group.size / bytes_per_s(group, hardware)
 
 
-def all_reduce_s(num_bytes: float, group: Group, hardware: Hardware) -> float:
-    """A reduce-scatter and an all-gather of an array that every device holds `num_bytes` of."""
+def all_reduce_s(num_bytes: float, group: DeviceGroup, hardware: Hardware) -> float:
+    """Seconds of an all-reduce: a reduce-scatter and an all-gather of an array of `num_bytes` on every device."""
     return 2 * all_gather_s(num_bytes, group, hardware)
 
 
-def send_s(num_bytes: float, group: Group, hardware: Hardware) -> float:
-    """Every member sends `num_bytes` to the next one of its group; the slowest pair decides."""
+def send_s(num_bytes: float, group: DeviceGroup, hardware: Hardware) -> float:
+    """Seconds in which every member sends `num_bytes` to the next one of its group; the slowest pair decides."""
     if group.size == 1:
         return 0.0
     return latency_s(group, hardware) + num_bytes / bytes_per_s(group, hardware)

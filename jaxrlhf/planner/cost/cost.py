@@ -16,7 +16,7 @@ from jaxrlhf.engine.lengths import cache_capacities
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.memory import adapters_held, weights_held
 from jaxrlhf.planner.cost.batches import Batch, batch_of, replicas_of, shards_of
-from jaxrlhf.planner.cost.collectives import Group, all_gather_s, all_reduce_s, bytes_per_s, latency_s, send_s
+from jaxrlhf.planner.cost.collectives import DeviceGroup, all_gather_s, all_reduce_s, bytes_per_s, latency_s, send_s
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token, routed_weights, weights_generating, weights_learnt
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.plan import Cost
@@ -24,7 +24,7 @@ from jaxrlhf.planner.workload import Role, Software, Workload
 
 
 def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
-    """Of one layer's forward pass, on average over the layers.
+    """FLOPs of one layer's forward pass, on average over the layers.
 
         2 (attention + mlp weights that a token meets) + 4 N H context, per token
 
@@ -40,17 +40,17 @@ def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
 
 
 def adapter_flops(model: ModelConfig, lora: Lora | None, *, tokens: float) -> float:
-    """Of one layer's adapters, in a forward pass."""
+    """FLOPs of one layer's adapters in a forward pass."""
     return 0.0 if lora is None else 2 * tokens * adapters_held(model, lora, Layout(1)) / model.num_layers
 
 
 def head_flops(model: ModelConfig, head: Head, *, tokens: float) -> float:
-    """Of the head's forward pass."""
+    """FLOPs of the head's forward pass."""
     return 2 * tokens * model.head_parameters(head)
 
 
 def forward_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
-    """One forward pass over all responses.
+    """Cost of one forward pass over all responses.
 
     Source: HybridFlow, appendix C: bound by products.
     """
@@ -59,7 +59,7 @@ def forward_cost(role: Role, layout: Layout, workload: Workload, software: Softw
 
 
 def update_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
-    """All updates of one step: forward, backward, gradient sums and optimizer.
+    """Cost of all updates of one step: forward, backward, gradient sums and optimizer.
 
     A backward pass costs two forward passes, and one more of the layers where they are recomputed.
     Gradients are summed over `data` by all-reduce, over `fsdp` by reduce-scatter. Where adapters are
@@ -78,7 +78,11 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     if every is None:
         every = layout.fsdp * layout.expert > 1 and shard > 1
     sums = batch.microbatches if every else 1
-    data = Group(replicas_of(layout), layout.copy_devices) if role.lora is None else Group(shards_of(layout), shard)
+    data = (
+        DeviceGroup(replicas_of(layout), layout.copy_devices)
+        if role.lora is None
+        else DeviceGroup(shards_of(layout), shard)
+    )
     reduced = sums * all_reduce_s(held * software.gradient_bytes, data, hardware)
     # The optimizer reads the gradient, and reads and writes weights and moments.
     touched = held * (software.gradient_bytes + 2 * software.weight_bytes + 2 * software.optimizer_bytes)
@@ -98,7 +102,7 @@ def _pass(
     *,
     backward: bool,
 ) -> Cost:
-    """One microbatch, forward or forward and backward."""
+    """Cost of one microbatch, forward or forward and backward."""
     assert role.remat is not None, "the simulator settles it first"
     model, stages, tensor = role.model, layout.stage, layout.tensor
     context = batch.row_tokens / 2 if software.skips_masked else batch.row_tokens
@@ -122,16 +126,16 @@ def _pass(
     part_bytes = part_tokens * model.hidden_size * software.compute_bytes
     # Two all-reduces a layer, after attention and after the MLP, in each pass over it.
     reduces = 2 * (1 if not backward else 2 + role.remat) * model.num_layers / stages * batch.parts
-    tensor_s = reduces * all_reduce_s(part_bytes, Group(tensor, 1), hardware)
+    tensor_s = reduces * all_reduce_s(part_bytes, DeviceGroup(tensor, 1), hardware)
 
     # At each of parts + stages - 1 ticks every stage works on a part, or idles.
     ticks = batch.parts + stages - 1
     sent = part_bytes / tensor if software.scatters_between_stages else part_bytes
-    stage_s = (1 + backward) * ticks * send_s(sent, Group(stages, tensor), hardware)
+    stage_s = (1 + backward) * ticks * send_s(sent, DeviceGroup(stages, tensor), hardware)
     if not software.head_on_last_stage:
         # The head is split over stages too, so each of them has to be given what the last one returns.
         whole_bytes = batch.tokens * model.hidden_size * software.compute_bytes
-        stage_s += (1 + backward) * all_reduce_s(whole_bytes, Group(stages, tensor), hardware)
+        stage_s += (1 + backward) * all_reduce_s(whole_bytes, DeviceGroup(stages, tensor), hardware)
 
     gathers = ticks if stages > 1 else 1  # as many times, and gradients are scattered as often
     shard_s = gathers * _gather_s(role, layout, software, hardware, backward=backward)
@@ -150,7 +154,7 @@ def _pass(
 
 
 def _gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware, *, backward: bool) -> float:
-    """Gathers of the weights that are split over data-parallel devices, in each pass, and scatters of their gradients.
+    """Seconds of gathering weights that are split over data-parallel devices, and of scattering their gradients.
 
     Experts are not gathered along the axis that divides them.
     """
@@ -158,25 +162,27 @@ def _gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware
     divided = routed_weights(role.model) if layout.expert > 1 else 0
     scattered = software.gradient_bytes * (backward and role.lora is None)
 
-    def gathered_s(weights: float, group: Group) -> float:
+    def gathered_s(weights: float, group: DeviceGroup) -> float:
         held = weights / shard
         seconds = (1 + backward) * all_gather_s(held * software.compute_bytes, group, hardware)
         return seconds + (all_gather_s(held * scattered, group, hardware) if scattered else 0.0)
 
-    seconds = gathered_s(role.model.num_parameters(role.head) - divided, Group(layout.fsdp * layout.expert, shard))
+    seconds = gathered_s(
+        role.model.num_parameters(role.head) - divided, DeviceGroup(layout.fsdp * layout.expert, shard)
+    )
     if divided:
-        seconds += gathered_s(divided / layout.expert, Group(layout.fsdp, shard * layout.expert))
+        seconds += gathered_s(divided / layout.expert, DeviceGroup(layout.fsdp, shard * layout.expert))
     return seconds
 
 
 def _exchange_s(
     model: ModelConfig, layout: Layout, stride: int, tokens: float, software: Software, hardware: Hardware
 ) -> float:
-    """In one layer, the tokens of all devices that share its experts come to each of them, or the results go back."""
+    """Seconds of one layer's exchange: tokens of all devices that share its experts, or the results back."""
     if layout.expert == 1:
         return 0.0
     gathered = layout.expert * tokens * model.hidden_size * software.compute_bytes
-    return all_gather_s(gathered, Group(layout.expert, stride), hardware)
+    return all_gather_s(gathered, DeviceGroup(layout.expert, stride), hardware)
 
 
 def _mixtures(model: ModelConfig) -> int:
@@ -186,7 +192,7 @@ def _mixtures(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How generation fits into memory.
+    """Rounds, or waves, in which generation fits into memory.
 
     Attributes:
       waves: Rounds that the responses of one replica take.
@@ -200,7 +206,7 @@ class Decoding:
 
 
 def decoding(layout: Layout, devices: int, fit: int, workload: Workload) -> Decoding:
-    """How the responses of a step are spread over replicas and rounds.
+    """Responses of a step spread over replicas and rounds.
 
     Args:
       fit: Responses of the longest length that the cache of one replica has room for.
@@ -217,7 +223,7 @@ def decoding(layout: Layout, devices: int, fit: int, workload: Workload) -> Deco
 def generation_cost(
     model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
 ) -> Cost:
-    """All responses of a step: prompts run once, then one token of every response at a time.
+    """Cost of generating all responses of a step: prompts run once, then one token of every response at a time.
 
     Each step of decoding reads the weights, and for every response that goes on its cache; the
     linear part takes the longer of reading and multiplying. A wave takes as many steps as the
@@ -240,7 +246,7 @@ def _prefill(
     # Idle stages wait for the one at work: as long as if each device ran all layers.
     compute = flops / tensor / (hardware.matmul_flops_per_s * hardware.matmul_efficiency)
     sent = tokens * model.hidden_size * software.compute_bytes
-    collective = 2 * model.num_layers * all_reduce_s(sent, Group(tensor, 1), hardware)
+    collective = 2 * model.num_layers * all_reduce_s(sent, DeviceGroup(tensor, 1), hardware)
     collective += 2 * _mixtures(model) * _exchange_s(model, layout, stages * tensor, tokens, software, hardware)
     overhead = model.num_layers * hardware.layer_overhead_s * how.waves
     return Cost(compute / stages, 0.0, collective, compute * (stages - 1) / stages, 0.0, overhead)
@@ -249,7 +255,7 @@ def _prefill(
 def _decode(
     model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
 ) -> Cost:
-    """All tokens of all responses. More room for the cache never makes it longer."""
+    """Cost of decoding all responses. More room for the cache never makes it longer."""
     stages, tensor = layout.generation_stage, layout.generation_tensor
     flops_per_s = hardware.matmul_flops_per_s * hardware.matmul_efficiency
     read_per_s = hardware.memory_bytes_per_s * hardware.memory_efficiency
@@ -273,10 +279,10 @@ def _decode(
     cache = tokens * context * per_token / read_per_s
 
     # Two all-reduces a layer in each step, which together send what all tokens need.
-    group, sent = Group(tensor, 1), tokens * model.hidden_size * software.compute_bytes
+    group, sent = DeviceGroup(tensor, 1), tokens * model.hidden_size * software.compute_bytes
     waiting = all_reduce_s(0.0, group, hardware)
     collective = 2 * model.num_layers * (all_reduce_s(sent, group, hardware) + (steps - 1) * waiting)
-    pipeline = Group(stages, tensor)
+    pipeline = DeviceGroup(stages, tensor)
     waiting = send_s(0.0, pipeline, hardware)
     collective += (stages - 1) * (send_s(sent, pipeline, hardware) + (steps - 1) * waiting)
     exchanged, waiting = (
@@ -293,7 +299,7 @@ def _decode(
 
 
 def _dispatch_s(software: Software, hardware: Hardware) -> float:
-    """Of starting programs, for each step of decoding."""
+    """Seconds of starting programs, for each step of decoding."""
     return hardware.dispatch_overhead_s / (software.decode_tokens_per_dispatch or math.inf)
 
 
@@ -323,7 +329,7 @@ def experts_read(model: ModelConfig, tokens: float) -> float | None:
 
 
 def switch_bytes(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
-    """What each device receives when training weights become generating ones.
+    """Bytes that each device receives when training weights become generating ones.
 
         M (1 / (p_g t_g) - 1 / (p t fsdp))
 
@@ -337,7 +343,7 @@ def switch_bytes(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
 
 
 def switch_cost(model: ModelConfig, layout: Layout, software: Software, hardware: Hardware) -> Cost:
-    """From the training to the generation layout; the way back is a slice of what is there.
+    """Cost of resharding from the training to the generation layout; the way back is a slice of what is there.
 
     Weights come from the devices whose shards make up a generation shard. Of the gathers that
     takes, the one among the devices farthest apart is the slowest and is taken for all.
@@ -350,21 +356,21 @@ def switch_cost(model: ModelConfig, layout: Layout, software: Software, hardware
     return Cost(collective_s=seconds, overhead_s=hardware.dispatch_overhead_s)
 
 
-def _gathering(layout: Layout) -> Group:
+def _gathering(layout: Layout) -> DeviceGroup:
     """The devices farthest apart that one shard of generation is gathered from."""
     if layout.fsdp * layout.expert > 1:
-        return Group(layout.fsdp * layout.expert, layout.stage * layout.tensor)
+        return DeviceGroup(layout.fsdp * layout.expert, layout.stage * layout.tensor)
     if not layout.refines:
-        return Group(layout.stage * layout.tensor, 1)
+        return DeviceGroup(layout.stage * layout.tensor, 1)
     if layout.micro_stage > 1:
-        return Group(layout.micro_stage, layout.tensor)
-    return Group(layout.micro_tensor, 1)
+        return DeviceGroup(layout.micro_stage, layout.tensor)
+    return DeviceGroup(layout.micro_tensor, 1)
 
 
 def move_cost(
     model: ModelConfig, source: int, layout: Layout, devices: int, software: Software, hardware: Hardware
 ) -> Cost:
-    """Weights from the actor's pool to a pool that generates.
+    """Cost of sending weights from the actor's pool to a pool that generates.
 
         t = max(all that is sent / source devices, what one target receives) / bandwidth
 
@@ -381,5 +387,5 @@ def move_cost(
 
 
 def offload_cost(num_bytes: float, hardware: Hardware) -> Cost:
-    """From host memory to the device and back."""
+    """Cost of bringing `num_bytes` from host memory to the device and back."""
     return Cost(host_s=2 * num_bytes / hardware.host_bytes_per_s)

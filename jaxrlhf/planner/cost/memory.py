@@ -1,4 +1,4 @@
-"""What a device holds, in bytes."""
+"""Bytes of weights and caches that one device holds."""
 
 import math
 
@@ -19,10 +19,10 @@ def routed_weights(model: ModelConfig) -> int:
 
 
 def bytes_per_weight(model: ModelConfig, lora: Lora | None, *, itemsize: int) -> float:
-    """Of weights that are not trained, on average: with adapters the matrices of layers may have fewer bits.
+    """Bytes of a weight that is not trained, on average: with adapters, layers may be quantised.
 
     Args:
-      lora: Of the adapters beside them.
+      lora: Settings of the adapters beside them; None if there are none.
       itemsize: Bytes of weights in the compute dtype, and of scales.
     """
     if lora is None or lora.quantize is None:

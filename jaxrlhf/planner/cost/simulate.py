@@ -1,4 +1,4 @@
-"""One role with one layout on one pool: its calls in a step, and the bytes it holds in each of them."""
+"""Simulation of one role with one layout on one pool: its calls in a step, and the bytes it holds in each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from jaxrlhf.planner.cost.memory import (
     weights_taken_apart,
 )
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import Cost, Problem, Verb
+from jaxrlhf.planner.plan import Cost, PlacementProblem, Verb
 from jaxrlhf.planner.workload import STAGES, Role, Software, Stage
 
 
 @dataclass(frozen=True)
-class Step:
+class SimulatedCall:
     """One call of a role, and what the role holds on a device meanwhile."""
 
     stage: Stage
@@ -37,7 +37,7 @@ class Simulated:
 
     Attributes:
       steps: All calls but generation itself, which depends on the room that other roles leave.
-      seconds: Of `steps` in each stage: generate, prepare, update.
+      seconds: Seconds of `steps` in each stage: generate, prepare, update.
       idle_bytes: Held on a device while none of the role's calls runs.
       excess_bytes: Most that a call needs beyond what is held idle.
       generating_bytes: Held while it generates, cache not included.
@@ -45,7 +45,7 @@ class Simulated:
     """
 
     layout: Layout
-    steps: tuple[Step, ...]
+    steps: tuple[SimulatedCall, ...]
     seconds: tuple[float, float, float]
     idle_bytes: float
     excess_bytes: float
@@ -54,7 +54,7 @@ class Simulated:
 
 
 def _simulated(
-    layout: Layout, steps: Sequence[Step], idle_bytes: float, generating_bytes: float, loading_bytes: float
+    layout: Layout, steps: Sequence[SimulatedCall], idle_bytes: float, generating_bytes: float, loading_bytes: float
 ) -> Simulated:
     generate_s, prepare_s, update_s = (
         sum(step.cost.seconds for step in steps if step.stage == stage) for stage in STAGES
@@ -82,19 +82,15 @@ def pool_hardware(hardware: Hardware, devices: int) -> Hardware:
 
 
 class Simulator:
-    """Simulates roles of one problem; what a role computes is costed once for each training layout.
+    """Simulates roles of one problem; what a role computes is costed once for each training layout."""
 
-    Attributes:
-      hardware: As one pool of a given size sees it.
-    """
-
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlacementProblem) -> None:
         self._problem = problem
         self._hardware: dict[int, Hardware] = {}
         self._computed: dict[tuple[str, bool | None, int, int, int, int, int], _Computed] = {}
 
     def hardware(self, devices: int) -> Hardware:
-        """As a pool of that many devices sees it."""
+        """Hardware as a pool of that many devices sees it."""
         if devices not in self._hardware:
             self._hardware[devices] = pool_hardware(self._problem.hardware, devices)
         return self._hardware[devices]
@@ -103,8 +99,8 @@ class Simulator:
         """The calls of a role that trains or scores.
 
         Args:
-          devices: Of its pool, which the layout fills.
-          offload: As in `Config.offload`.
+          devices: Devices of its pool, which the layout fills.
+          offload: Entries of `Config.offload`.
           generates: The role also generates on this pool.
         """
         software, hardware = self._problem.software, self.hardware(devices)
@@ -115,7 +111,7 @@ class Simulator:
         idle_parameters, idle_optimizer = parameters * (not waits[0]), optimizer * (not waits[1])
         brought, brought_all = parameters * waits[0], parameters * waits[0] + optimizer * waits[1]
 
-        steps: list[Step] = []
+        steps: list[SimulatedCall] = []
         generating = loading = 0.0
         if generates:
             each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
@@ -127,21 +123,21 @@ class Simulator:
             during = copy + idle_optimizer + (0.0 if as_trained else parameters)
             switch = switch_cost(role.model, layout, software, hardware)
             if switch.seconds:
-                steps.append(Step("generate", "switch", switch, during))
+                steps.append(SimulatedCall("generate", "switch", switch, during))
             steps += _moved("generate", brought, hardware, during)
         computed = self._compute(role, layout, hardware)
         if computed.forward is not None:
             working = computed.forward_bytes + parameters + idle_optimizer
-            steps += [Step("prepare", "infer", computed.forward, working)] * role.passes
+            steps += [SimulatedCall("prepare", "infer", computed.forward, working)] * role.passes
             steps += _moved("prepare", brought * role.passes, hardware, working)
         if computed.update is not None:
             working = computed.update_bytes + parameters + optimizer + gradients
-            steps.append(Step("update", "update", computed.update, working))
+            steps.append(SimulatedCall("update", "update", computed.update, working))
             steps += _moved("update", brought_all, hardware, working)
         return _simulated(layout, steps, idle_parameters + idle_optimizer, generating, loading)
 
     def _recomputes(self, role: Role, layout: Layout, offload: Sequence[str], hardware: Hardware) -> bool:
-        """What a run would choose if all roles shared the pool in this layout; where they do not, it has more room."""
+        """Return whether a run would rematerialise if all roles shared the pool; if not, it has more room."""
         if hardware.shared_compute or not role.trained:
             return True
         software = self._problem.software
@@ -191,7 +187,7 @@ class Simulator:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """What a role computes in one layout, and what that keeps on a device beside weights and gradients."""
+    """Forward and update costs of a role in one layout, and their bytes beside weights and gradients."""
 
     forward: Cost | None
     forward_bytes: float
@@ -221,16 +217,16 @@ def _held_bytes(role: Role, layout: Layout, software: Software) -> _Held:
     )
 
 
-def _moved(stage: Stage, num_bytes: float, hardware: Hardware, held_bytes: float) -> list[Step]:
-    return [Step(stage, "offload", offload_cost(num_bytes, hardware), held_bytes)] if num_bytes else []
+def _moved(stage: Stage, num_bytes: float, hardware: Hardware, held_bytes: float) -> list[SimulatedCall]:
+    return [SimulatedCall(stage, "offload", offload_cost(num_bytes, hardware), held_bytes)] if num_bytes else []
 
 
-def _row_tokens(problem: Problem, batch: Batch) -> int:
-    """Of which scores are kept."""
+def _row_tokens(problem: PlacementProblem, batch: Batch) -> int:
+    """Length of rows whose attention scores are kept; 0 if none are."""
     return 0 if problem.software.skips_masked else int(batch.row_tokens)
 
 
-def _inference_bytes(problem: Problem, role: Role, layout: Layout) -> float:
+def _inference_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
     batch = batch_of(role, layout, problem.workload.responses, problem.workload, problem.software)
     return inference_activation_bytes(
         role.model,
@@ -242,7 +238,7 @@ def _inference_bytes(problem: Problem, role: Role, layout: Layout) -> float:
     ) + _gathered_bytes(problem, role, layout)
 
 
-def _update_bytes(problem: Problem, role: Role, layout: Layout) -> float:
+def _update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
     work, software = problem.workload, problem.software
     assert role.remat is not None, "the simulator settles it first"
     batch = batch_of(role, layout, work.responses * work.epochs / work.updates, work, software)
@@ -259,7 +255,7 @@ def _update_bytes(problem: Problem, role: Role, layout: Layout) -> float:
     ) + _gathered_bytes(problem, role, layout)
 
 
-def _gathered_bytes(problem: Problem, role: Role, layout: Layout) -> float:
+def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
     """Two layers' and the embedding's weights, gathered where they are split; experts of other devices are not."""
     if layout.fsdp * layout.expert == 1:
         return 0.0

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from jaxrlhf.config import ROLLOUT
-from jaxrlhf.planner.plan import Call, Plan, PlannedPool, Problem
+from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem, PlannedCall, PlannedPool
 from jaxrlhf.planner.search.allocation import stage_seconds
 from jaxrlhf.planner.search.pool_options import Point
 from jaxrlhf.planner.workload import STAGES
 
 
-def plan_of(problem: Problem, points: Sequence[Point], offload: tuple[str, ...]) -> Plan:
+def plan_of(problem: PlacementProblem, points: Sequence[Point], offload: tuple[str, ...]) -> PlacementPlan:
     """The plan that the chosen points make up, largest pool first."""
     ordered = sorted(points, key=lambda point: -point.devices)
     order = [role.name for role in problem.roles] + [ROLLOUT]
@@ -19,7 +19,7 @@ def plan_of(problem: Problem, points: Sequence[Point], offload: tuple[str, ...])
     combined = stage_seconds([point.seconds for point in ordered], shared=problem.hardware.takes_turns)
     generation = next((point.generation for point in points if point.generation), None)
     slots = generation.how.at_once * generation.how.replicas if generation else None
-    return Plan(pools, offload, tuple(calls), dict(zip(STAGES, combined, strict=True)), slots)
+    return PlacementPlan(pools, offload, tuple(calls), dict(zip(STAGES, combined, strict=True)), slots)
 
 
 def _pool(point: Point, order: list[str]) -> PlannedPool:
@@ -40,18 +40,18 @@ def _pool(point: Point, order: list[str]) -> PlannedPool:
     return PlannedPool(roles, point.devices, {role: layouts[role] for role in roles}, peak_bytes, during)
 
 
-def _calls(point: Point, place: int) -> list[Call]:
+def _calls(point: Point, place: int) -> list[PlannedCall]:
     calls = []
     for role, own in zip(point.roles, point.chosen, strict=True):
-        calls += [Call(step.stage, place, role, step.verb, step.cost) for step in own.steps]
+        calls += [PlannedCall(step.stage, place, role, step.verb, step.cost) for step in own.steps]
     generation = point.generation
     if generation is None:
         return calls
     before = [call for call in calls if call.stage == "generate"]
     after = [call for call in calls if call.stage != "generate"]
     if generation.move is not None:
-        before.append(Call("generate", place, generation.role, "move", generation.move))
+        before.append(PlannedCall("generate", place, generation.role, "move", generation.move))
     how = generation.how
     rounds = f"{how.waves} wave{'s' if how.waves > 1 else ''} of {how.at_once}"
     note = f"{rounds} responses" + (f" on each of {how.replicas} replicas" if how.replicas > 1 else "")
-    return [*before, Call("generate", place, generation.role, "generate", generation.cost, note), *after]
+    return [*before, PlannedCall("generate", place, generation.role, "generate", generation.cost, note), *after]

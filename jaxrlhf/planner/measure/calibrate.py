@@ -15,12 +15,32 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.planner.devices import hardware, recognise
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.measure import measure, measure_decoder, measure_links
-from jaxrlhf.planner.measure.rate_fit import fit_link
+from jaxrlhf.planner.measure.measure_links import fit_link
 
 Progress = Callable[[str, int, int], None]
 """`(figure, done, total)`, before each figure and after the last."""
 
 FIGURES = ("program start", "matrix products", "memory", "host", "links", "network", "decoding", "training")
+
+
+Row = tuple[str, str, object, str]
+
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "u"))
+
+_FIGURES = (
+    ("compute", "matrix products", "matmul_flops_per_s", "FLOP/s"),
+    ("compute", "share in training", "matmul_efficiency", "%"),
+    ("memory", "size", "memory_bytes", "B"),
+    ("memory", "reading", "memory_bytes_per_s", "B/s"),
+    ("memory", "share in decoding", "memory_efficiency", "%"),
+    ("links", "inside a machine", "link_bytes_per_s", "B/s"),
+    ("links", "latency of a step", "link_latency_s", "s"),
+    ("links", "between machines", "network_bytes_per_s", "B/s"),
+    ("links", "latency of a step between machines", "network_latency_s", "s"),
+    ("links", "to host memory", "host_bytes_per_s", "B/s"),
+    ("overhead", "of a layer", "layer_overhead_s", "s"),
+    ("overhead", "of a program", "dispatch_overhead_s", "s"),
+)
 
 
 class Link(NamedTuple):
@@ -32,7 +52,7 @@ class Link(NamedTuple):
 
 
 def datasheet(devices: Sequence[jax.Device]) -> Hardware | None:
-    """What is known of such devices, for as many machines; None if they are of no known kind."""
+    """Datasheet figures of such devices, for as many machines; None if they are of no known kind."""
     name = recognise(devices[0].device_kind, devices[0].platform)
     machines, per_machine = _machines(devices)
     return None if name is None else hardware(f"{name}x{machines}x{per_machine}")
@@ -44,7 +64,7 @@ def calibrate(devices: Sequence[jax.Device], *, seconds_per_figure: float, progr
     With several processes each of them has to call this; the network is measured between them.
 
     Args:
-      devices: Of all processes, as many of each.
+      devices: Devices of all processes, as many of each.
       seconds_per_figure: About, for each of `FIGURES` and without compiling; sizes are chosen to fit.
 
     Raises:
@@ -116,7 +136,7 @@ def _machines(devices: Sequence[jax.Device]) -> tuple[int, int]:
 
 
 def _unmeasured_link(known: Hardware | None, *, memory_bytes_per_s: float, dispatch_s: float) -> Link:
-    """Of a device that is alone in its machine."""
+    """Link of a device that is alone in its machine."""
     if known is None:
         return Link(dispatch_s, memory_bytes_per_s, "; one device: link taken to be as fast as its memory")
     rate = known.link_bytes_per_s * known.link_efficiency
@@ -143,7 +163,7 @@ def _decoding(
 def _training(
     own: Sequence[jax.Device], dtype: type, flops_per_s: float, *, memory_bytes: float, seconds: float
 ) -> float:
-    """Share of the matmul rate."""
+    """Share of the matmul rate that training reaches."""
     size = measure_decoder.choose_training(
         flops_per_s=flops_per_s, memory_bytes=memory_bytes, itemsize=jnp.dtype(dtype).itemsize, seconds=seconds
     )
@@ -151,3 +171,24 @@ def _training(
     flops = measure_decoder.training_flops(model, rows=size.rows, width=size.width)
     taken_s = measure_decoder.training_s(own, size, dtype=dtype, seconds=seconds)
     return min(1.0, flops / taken_s / flops_per_s)
+
+
+def measured_rows(measured: Hardware, known: Hardware | None) -> list[Row]:
+    """Measured hardware as rows for `tracking.SettingsTable`; every figure is of one device while all are busy.
+
+    Args:
+      known: The same number of devices by their datasheet; None if they are of no known kind.
+    """
+    rows: list[Row] = []
+    for section, name, field, unit in _FIGURES:
+        note = "" if known is None else f"{known.name}: {quantity(getattr(known, field), unit)}"
+        rows.append((section, name, quantity(getattr(measured, field), unit), note))
+    return rows
+
+
+def quantity(value: float, unit: str) -> str:
+    """Figure with three digits and a prefix: `312 TFLOP/s`, `25.7 us`; shares as `45 %`."""
+    if unit == "%":
+        return f"{value:.0%}".replace("%", " %")
+    scale, prefix = next((each for each in _PREFIXES if value >= each[0]), _PREFIXES[-1])
+    return f"{float(f'{value / scale:.3g}'):g} {prefix}{unit}"

@@ -1,4 +1,4 @@
-"""What devices do when all of them are busy: products, memory, the way to the host.
+"""Rates of devices when all of them are busy: matrix products, memory, the way to the host.
 
 Every figure is the median of warm calls of a compiled program. Sizes grow until the next one
 would not fit into the time or the memory that the figure is given.
@@ -91,7 +91,7 @@ def device_memory_bytes(devices: Sequence[jax.Device]) -> float:
 
 
 def dispatch_s(devices: Sequence[jax.Device], *, seconds: float) -> float:
-    """Of a program over all devices that computes next to nothing."""
+    """Seconds of a program over all devices that computes next to nothing."""
     mesh = _row_of(devices)
     one_each = filled(mesh, (1,), jnp.float32)
     program = jax.jit(lambda x: x + 1)
@@ -99,7 +99,7 @@ def dispatch_s(devices: Sequence[jax.Device], *, seconds: float) -> float:
 
 
 def matmul_flops_per_s(devices: Sequence[jax.Device], *, dtype: Any, memory_bytes: float, seconds: float) -> float:
-    """Of one device, by the best of several square products: 2 width^3 operations each."""
+    """FLOPs per second of one device, by the best of several square products: 2 width^3 operations each."""
     mesh = _row_of(devices)
     multiply = each_device(mesh, lambda x: x @ x)
 
@@ -115,7 +115,7 @@ def matmul_flops_per_s(devices: Sequence[jax.Device], *, dtype: Any, memory_byte
 
 
 def memory_bytes_per_s(devices: Sequence[jax.Device], *, memory_bytes: float, seconds: float) -> float:
-    """Of one device that sums the rows of its largest array: all of it read, one number of a row written."""
+    """Bytes per second of one device that sums the rows of its largest array: all read, a number a row written."""
     mesh = _row_of(devices)
     add = each_device(mesh, lambda x: x.sum(axis=-1))
 
@@ -128,7 +128,7 @@ def memory_bytes_per_s(devices: Sequence[jax.Device], *, memory_bytes: float, se
 
 
 def host_bytes_per_s(devices: Sequence[jax.Device], *, memory_bytes: float, seconds: float) -> float:
-    """Of one device, the geometric middle of the ways to the host and back that offloading takes."""
+    """Bytes per second of one device, the geometric mean of the ways to the host and back that offloading takes."""
     mesh = _row_of(devices)
     rates: list[float] = []
 

@@ -1,4 +1,4 @@
-"""What this package's own decoder reaches of the devices' rates: training, and decoding through a cache.
+"""Share of the devices' rates that this package's own decoder reaches: training, and decoding through a cache.
 
 Every device runs its own copy on its own rows, so no collective is in these times.
 """
@@ -24,7 +24,7 @@ from jaxrlhf.models.memory import training_activation_bytes
 from jaxrlhf.planner.cost.cost import head_flops, layer_flops
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token
 from jaxrlhf.planner.measure.measure import CALLS, timed
-from jaxrlhf.planner.measure.rate_fit import Sample
+from jaxrlhf.planner.measure.measure_links import RateSample
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import cast_shapes
 
@@ -33,7 +33,7 @@ EXPECTED_SHARE = 1 / 3  # of the devices' rates; only sizes are chosen by it
 ROOM = 2  # a model and what it computes take this part of a device's memory at most
 
 
-class Training(NamedTuple):
+class TrainingSize(NamedTuple):
     """A decoder and the rows that each device gives to one forward and backward pass."""
 
     hidden: int
@@ -42,7 +42,7 @@ class Training(NamedTuple):
     width: int
 
 
-class Decoding(NamedTuple):
+class DecodingSize(NamedTuple):
     """A decoder and the slots that each device decodes, all of whose cache is read at every token."""
 
     hidden: int
@@ -52,24 +52,24 @@ class Decoding(NamedTuple):
 
 
 TRAININGS = (
-    Training(64, 2, 1, 64),
-    Training(128, 4, 1, 128),
-    Training(256, 4, 1, 256),
-    Training(512, 6, 1, 512),
-    Training(1024, 8, 4, 1024),
-    Training(2048, 8, 8, 1024),
+    TrainingSize(64, 2, 1, 64),
+    TrainingSize(128, 4, 1, 128),
+    TrainingSize(256, 4, 1, 256),
+    TrainingSize(512, 6, 1, 512),
+    TrainingSize(1024, 8, 4, 1024),
+    TrainingSize(2048, 8, 8, 1024),
 )
-NARROW = Decoding(64, 16, 4, 64)
+NARROW = DecodingSize(64, 16, 4, 64)
 """Its layers take little more than running a layer takes at least."""
-SHALLOW = Decoding(64, 2, 4, 64)
-"""Likewise, with more of what a token takes beside its layers; compiles in less time."""
+SHALLOW = DecodingSize(64, 2, 4, 64)
+"""Size as narrow as `NARROW`, with more of what a token takes beside its layers; compiles in less time."""
 DECODINGS = (
-    Decoding(128, 2, 4, 128),
-    Decoding(256, 4, 8, 128),
-    Decoding(512, 8, 8, 256),
-    Decoding(1024, 12, 16, 512),
-    Decoding(2048, 16, 32, 1024),
-    Decoding(4096, 16, 32, 2048),
+    DecodingSize(128, 2, 4, 128),
+    DecodingSize(256, 4, 8, 128),
+    DecodingSize(512, 8, 8, 256),
+    DecodingSize(1024, 12, 16, 512),
+    DecodingSize(2048, 16, 32, 1024),
+    DecodingSize(4096, 16, 32, 2048),
 )
 
 
@@ -91,7 +91,7 @@ def decoder(hidden: int, layers: int) -> ModelConfig:
 
 
 def training_flops(model: ModelConfig, *, rows: int, width: int) -> float:
-    """Of a forward and a backward pass, the latter twice the former.
+    """FLOPs of a forward and a backward pass, the latter twice the former.
 
     Counted as plans count this package's: scores that the mask hides are not computed. All tokens are read, and
     recomputing logits is not counted.
@@ -107,7 +107,7 @@ def decode_bytes(model: ModelConfig, *, slots: int, capacity: int, itemsize: int
     return weights * itemsize + slots * capacity * cache_bytes_per_token(model, Layout(), itemsize=itemsize)
 
 
-def choose_training(*, flops_per_s: float, memory_bytes: float, itemsize: int, seconds: float) -> Training:
+def choose_training(*, flops_per_s: float, memory_bytes: float, itemsize: int, seconds: float) -> TrainingSize:
     """The largest that is expected to fit into the seconds and the memory; the smallest in any case."""
     chosen = TRAININGS[0]
     for size in TRAININGS:
@@ -128,8 +128,8 @@ def choose_training(*, flops_per_s: float, memory_bytes: float, itemsize: int, s
     return chosen
 
 
-def choose_decoding(*, bytes_per_s: float, memory_bytes: float, itemsize: int, seconds: float) -> Decoding:
-    """Likewise."""
+def choose_decoding(*, bytes_per_s: float, memory_bytes: float, itemsize: int, seconds: float) -> DecodingSize:
+    """The largest that is expected to fit into the seconds and the memory; the smallest in any case."""
     chosen = DECODINGS[0]
     for size in DECODINGS:
         model = decoder(size.hidden, size.layers)
@@ -141,8 +141,8 @@ def choose_decoding(*, bytes_per_s: float, memory_bytes: float, itemsize: int, s
     return chosen
 
 
-def training_s(devices: Sequence[jax.Device], size: Training, *, dtype: Any, seconds: float) -> float:
-    """Of one forward and backward pass of every device over its own rows, without rematerialisation."""
+def training_s(devices: Sequence[jax.Device], size: TrainingSize, *, dtype: Any, seconds: float) -> float:
+    """Seconds of one forward and backward pass of every device over its own rows, without rematerialisation."""
     mesh = mesh_of({"data": len(devices)}, devices)
     model = decoder(size.hidden, size.layers)
     split, whole = PartitionSpec(BATCH_AXES), PartitionSpec()
@@ -164,15 +164,17 @@ def training_s(devices: Sequence[jax.Device], size: Training, *, dtype: Any, sec
     return timed(lambda: program(params, token_RW), seconds=seconds)
 
 
-def decode_sample(devices: Sequence[jax.Device], size: Decoding, *, dtype: Any, seconds: float) -> Sample:
+def decode_sample(devices: Sequence[jax.Device], size: DecodingSize, *, dtype: Any, seconds: float) -> RateSample:
     """One token of every slot by the engine's own program: its layers are the steps."""
     model, itemsize = decoder(size.hidden, size.layers), jnp.dtype(dtype).itemsize
     call = _decode_call(devices, model, size, dtype)
     read = decode_bytes(model, slots=size.slots, capacity=size.capacity, itemsize=itemsize)
-    return Sample(size.layers, read, timed(call, seconds=seconds) / TOKENS)
+    return RateSample(size.layers, read, timed(call, seconds=seconds) / TOKENS)
 
 
-def _decode_call(devices: Sequence[jax.Device], model: ModelConfig, size: Decoding, dtype: Any) -> Callable[[], Any]:
+def _decode_call(
+    devices: Sequence[jax.Device], model: ModelConfig, size: DecodingSize, dtype: Any
+) -> Callable[[], Any]:
     mesh = mesh_of({"data": len(devices)}, devices)
     shape = programs.Shape(
         config=model,

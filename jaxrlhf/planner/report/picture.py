@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxrlhf.planner.plan import Call, Plan
+from jaxrlhf.planner.plan import PlacementPlan, PlannedCall
 from jaxrlhf.planner.report.report import critical_calls, seconds_text
 from jaxrlhf.planner.workload import STAGES
 
@@ -23,23 +23,23 @@ COLOURS: Mapping[str, str] = {
     "move": "#8172b3",
     "offload": "#8c8c8c",
 }
-"""Of each verb."""
+"""Colour of each verb."""
 
 _WIDTH_IN, _LANES_WIDE_IN, _LANE_IN = 11.0, 9.4, 0.95
 _BAR, _CHARACTER_IN = 0.66, 0.075
 _NARROWEST = 0.0025
-"""Of the whole width: what is shorter is drawn this wide, so that it can be seen."""
+"""Share of the whole width: what is shorter is drawn this wide, so that it can be seen."""
 
 
 @dataclass(frozen=True)
-class Bar:
+class CallBar:
     """A call as it is drawn.
 
     Attributes:
       start_s: From the beginning of the step.
     """
 
-    call: Call
+    call: PlannedCall
     start_s: float
 
     @property
@@ -47,14 +47,14 @@ class Bar:
         return self.start_s + self.call.cost.seconds
 
 
-def save_timeline(plan: Plan, png: Path | str, *, title: str) -> Path:
+def save_timeline(plan: PlacementPlan, png: Path | str, *, title: str) -> Path:
     """Draw one step into a PNG."""
     path = Path(png)
     draw_timeline(plan, title=title).savefig(path, dpi=130)
     return path
 
 
-def bars_of(plan: Plan) -> list[Bar]:
+def bars_of(plan: PlacementPlan) -> list[CallBar]:
     """When each call runs: stages one after another, and in a stage the calls of a pool.
 
     Where pools share processors the calls of all pools run one after another.
@@ -66,14 +66,14 @@ def bars_of(plan: Plan) -> list[Bar]:
         ends_s = dict.fromkeys(range(len(plan.pools)), begins_s)
         for call in calls:
             lane = 0 if in_turn else call.pool
-            bars.append(Bar(call, ends_s[lane]))
+            bars.append(CallBar(call, ends_s[lane]))
             ends_s[lane] += call.cost.seconds
         begins_s += plan.stage_seconds.get(stage, 0.0)
     return bars
 
 
-def draw_timeline(plan: Plan, *, title: str) -> Figure:
-    """The same as a matplotlib figure."""
+def draw_timeline(plan: PlacementPlan, *, title: str) -> Figure:
+    """Timeline of one step as a matplotlib figure."""
     from matplotlib.figure import Figure  # without pyplot, no backend is chosen and no state is kept
     from matplotlib.patches import Patch
 
@@ -102,7 +102,7 @@ def draw_timeline(plan: Plan, *, title: str) -> Figure:
     return figure
 
 
-def _draw_stages(axes: Axes, plan: Plan) -> None:
+def _draw_stages(axes: Axes, plan: PlacementPlan) -> None:
     """A background for each stage, with its name above, where there is room for it."""
     begins_s = 0.0
     for index, stage in enumerate(STAGES):
@@ -118,7 +118,7 @@ def _draw_stages(axes: Axes, plan: Plan) -> None:
         begins_s += seconds
 
 
-def _draw_lane(axes: Axes, bars: list[Bar], lane: int, total_s: float) -> None:
+def _draw_lane(axes: Axes, bars: list[CallBar], lane: int, total_s: float) -> None:
     """The calls of one pool, over a hatched strip that shows where it waits."""
     axes.barh(lane, total_s, height=_BAR, color="white", edgecolor="#c8c8c8", hatch="////", linewidth=0, zorder=1.5)
     for bar in bars:
@@ -140,8 +140,8 @@ def _draw_lane(axes: Axes, bars: list[Bar], lane: int, total_s: float) -> None:
         )
 
 
-def _label(call: Call, share: float) -> tuple[str, int]:
-    """What is written on a bar of a share of the width, and how far it is turned; as much as there is room for."""
+def _label(call: PlannedCall, share: float) -> tuple[str, int]:
+    """Text on a bar of a share of the width, and how far it is turned; as much as there is room for."""
     for text in (f"{call.role}\n{seconds_text(call.cost.seconds)} s", call.role):
         if _fits(text.partition("\n")[0], share) and _fits(text.partition("\n")[2], share):
             return text, 0
@@ -150,7 +150,7 @@ def _label(call: Call, share: float) -> tuple[str, int]:
 
 
 def _fits(text: str, share: float) -> bool:
-    """Whether a text has room in a share of the width."""
+    """Return whether a text has room in a share of the width."""
     return (len(text) + 1) * _CHARACTER_IN < share * _LANES_WIDE_IN
 
 

@@ -1,4 +1,4 @@
-"""A search told in tables and sentences: the best plans, where their seconds go, and why others lost."""
+"""Report of a search in tables and sentences: the best plans, where their seconds go, and why others lost."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -9,7 +9,7 @@ from rich.text import Text
 
 from jaxrlhf.config import ROLLOUT, Config, Layout
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import Call, Cost, Plan, PlannedPool, Search
+from jaxrlhf.planner.plan import Cost, PlacementPlan, PlannedCall, PlannedPool, SearchResult
 from jaxrlhf.planner.workload import STAGES, Stage
 
 PARTS: Mapping[str, str] = {
@@ -27,8 +27,8 @@ _NAMED = 3
 """Calls of a series."""
 
 
-def report(search: Search, hardware: Hardware, notes: Sequence[str], *, shown: int = 5) -> RenderableType:
-    """All of it, best plan first."""
+def report(search: SearchResult, hardware: Hardware, notes: Sequence[str], *, shown: int = 5) -> RenderableType:
+    """Whole report, best plan first."""
     best, *others = search.plans
     plans = search.plans[:shown]
     waits = [
@@ -46,7 +46,7 @@ def report(search: Search, hardware: Hardware, notes: Sequence[str], *, shown: i
     return Group(*rows)
 
 
-def plans_table(plans: Sequence[Plan], hardware: Hardware) -> Table:
+def plans_table(plans: Sequence[PlacementPlan], hardware: Hardware) -> Table:
     """One line for each plan, and one below it for each further pool."""
     title = f"{hardware.devices} devices: {machines(hardware)}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
@@ -76,7 +76,7 @@ def plans_table(plans: Sequence[Plan], hardware: Hardware) -> Table:
     return table
 
 
-def calls_table(plan: Plan) -> Table:
+def calls_table(plan: PlacementPlan) -> Table:
     """Every call of a step, with its seconds by cause; and what a pool waits for the others."""
     table = Table(title="the best plan, by call", title_justify="left", box=None, pad_edge=False, header_style="bold")
     for heading in ("stage", "call"):
@@ -100,8 +100,8 @@ def calls_table(plan: Plan) -> Table:
     return table
 
 
-def why_it_lost(loser: Plan, winner: Plan) -> str:
-    """Which stages cost a plan its place, by how much, and what grew in the worst of them."""
+def why_it_lost(loser: PlacementPlan, winner: PlacementPlan) -> str:
+    """Sentences on the stages that cost a plan its place, by how much, and what grew in the worst of them."""
     excess = {stage: loser.stage_seconds.get(stage, 0.0) - winner.stage_seconds.get(stage, 0.0) for stage in STAGES}
     total = loser.seconds - winner.seconds
     if total <= 1e-3 * winner.seconds:
@@ -122,8 +122,8 @@ def why_it_lost(loser: Plan, winner: Plan) -> str:
     return " ".join(sentences)
 
 
-def searched(search: Search) -> str:
-    """How much was looked at."""
+def searched(search: SearchResult) -> str:
+    """Extent of the search, as a sentence."""
     return (
         f"searched {search.placements} placements, {search.allocations} allocations and {search.simulated} layouts "
         f"in {search.seconds:.2f} s"
@@ -148,19 +148,19 @@ def machines(hardware: Hardware) -> str:
 
 
 def timeline_title(config: Config, hardware: Hardware) -> str:
-    """Of a picture."""
+    """Title of a timeline."""
     return f"{config.name} on {machines(hardware)}"
 
 
-def bottleneck(plan: Plan) -> str:
-    """What most of the step is spent on, and the longest call: of the pools that the others wait for."""
+def bottleneck(plan: PlacementPlan) -> str:
+    """Largest part of the cost, and the longest call: of the pools that the others wait for."""
     critical = [call for stage in STAGES for call in critical_calls(plan, stage)]
     spent = Cost(**{field.name: _spent(critical, field.name) for field in fields(Cost)})
     longest = max(critical, key=lambda call: call.cost.seconds)
     return f"{spent.bottleneck}; {longest.role} {longest.verb}"
 
 
-def critical_calls(plan: Plan, stage: Stage) -> list[Call]:
+def critical_calls(plan: PlacementPlan, stage: Stage) -> list[PlannedCall]:
     """The calls that make a stage as long as it is: of its slowest pool, or of all where pools share processors."""
     calls = [call for call in plan.calls if call.stage == stage]
     if sum(call.cost.seconds for call in calls) <= plan.stage_seconds.get(stage, 0.0) * (1 + 1e-9):
@@ -179,11 +179,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:,.{digits}f}"
 
 
-def _spent(calls: Sequence[Call], part: str) -> float:
+def _spent(calls: Sequence[PlannedCall], part: str) -> float:
     return sum(getattr(call.cost, part) for call in calls)
 
 
-def _series(plan: Plan, calls: Sequence[Call]) -> str:
+def _series(plan: PlacementPlan, calls: Sequence[PlannedCall]) -> str:
     """Such as `actor update + reference update on 8 devices in 2.10 s`."""
     longest = sorted(calls, key=lambda call: -call.cost.seconds)[:_NAMED]
     names = " + ".join(f"{call.role} {call.verb}" for call in calls if call in longest) or "nothing"
@@ -194,15 +194,15 @@ def _series(plan: Plan, calls: Sequence[Call]) -> str:
 
 
 def _layouts_text(pool: PlannedPool) -> str:
-    """Of each role; once if they are all the same."""
+    """Layout of each role; once if they are all the same."""
     texts = {role: layout_text(layout) for role, layout in pool.layouts.items() if role != ROLLOUT}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
     return "\n".join(f"{role} {text}" for role, text in texts.items())
 
 
-def _generation_text(plan: Plan, index: int) -> str:
-    """Of the role that generates on a pool, if one does."""
+def _generation_text(plan: PlacementPlan, index: int) -> str:
+    """Generation layout of the role that generates on a pool, if one does."""
     for call in plan.calls:
         if (call.pool, call.verb) == (index, "generate"):
             layout = plan.pools[index].layouts[call.role]

@@ -7,7 +7,7 @@ from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.search.pool_options import Point
 
 Seconds = tuple[float, float, float]
-"""Of the three stages."""
+"""Seconds of the three stages."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Allocation:
     """One point for each pool, in the pools' order.
 
     Attributes:
-      seconds: Of a step.
+      seconds: Seconds of a step.
     """
 
     seconds: float
@@ -23,7 +23,7 @@ class Allocation:
 
 
 def stage_seconds(pools: Sequence[Seconds], *, shared: bool) -> list[float]:
-    """Of each stage: pools run side by side, or in turns where they share one processor.
+    """Seconds of each stage: pools run side by side, or in turns where they share one processor.
 
     Source: HybridFlow (arXiv:2409.19256), d_cost of algorithm 1.
     """

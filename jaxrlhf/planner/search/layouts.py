@@ -6,7 +6,7 @@ from dataclasses import replace
 from jaxrlhf.config import Layout
 from jaxrlhf.models.config import padded_rows
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.workload import Role
 
 _WIDEST_TENSOR = 16
@@ -14,7 +14,7 @@ _WIDEST_TENSOR = 16
 
 
 def role_layouts(
-    problem: Problem, role: Role, devices: int, *, trains: bool = True, generates: bool = False
+    problem: PlacementProblem, role: Role, devices: int, *, trains: bool = True, generates: bool = False
 ) -> Iterator[Layout]:
     """The layouts of a role on a pool: those that the problem gives and that fill it, or all.
 
@@ -111,7 +111,7 @@ def generation_layouts(
 
 
 def switches(layout: Layout, stage: int, tensor: int, *, within: int) -> bool:
-    """Whether a training layout can become replicas of `stage x tensor` devices, each within one process.
+    """Return whether a training layout can become replicas of `stage x tensor` devices, each within one process.
 
     Where training refines generation, the replicas that share a training copy lie interleaved in
     it, so its split dimensions have to lie in one process where the replica splits them too.

@@ -16,11 +16,11 @@ from dataclasses import replace
 from jaxrlhf.config import ROLLOUT, Refusal
 from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.cost.timeline import plan_of
-from jaxrlhf.planner.plan import Infeasible, Plan, Problem, Search
+from jaxrlhf.planner.plan import Infeasible, PlacementPlan, PlacementProblem, SearchResult
 from jaxrlhf.planner.search.allocation import allocate
+from jaxrlhf.planner.search.infeasible import explain_infeasible
 from jaxrlhf.planner.search.layouts import pool_sizes
 from jaxrlhf.planner.search.pool_options import Point, PoolOptions
-from jaxrlhf.planner.search.shortage import shortage
 
 _MOST_DEVICES = 4096
 """That takes minutes."""
@@ -29,7 +29,7 @@ Placement = tuple[tuple[str, ...], ...]
 """The roles of each pool."""
 
 
-def search(problem: Problem, *, keep: int = 5) -> Search:
+def search(problem: PlacementProblem, *, keep: int = 5) -> SearchResult:
     """The cheapest plans, at most one for each placement.
 
     Raises:
@@ -56,13 +56,13 @@ def search(problem: Problem, *, keep: int = 5) -> Search:
         if best is not None:
             found = sorted([*found, best], key=lambda entry: entry[0])[:keep]
     if not found:
-        raise Infeasible(shortage(problem))
+        raise Infeasible(explain_infeasible(problem))
     plans = sorted((plan_of(problem, points, offload) for _, offload, points in found), key=lambda plan: plan.seconds)
     simulated = sum(pools.simulated for pools in options.values())
-    return Search(tuple(plans), tried, allocations, simulated, time.perf_counter() - start)
+    return SearchResult(tuple(plans), tried, allocations, simulated, time.perf_counter() - start)
 
 
-def placements(problem: Problem) -> Iterator[Placement]:
+def placements(problem: PlacementProblem) -> Iterator[Placement]:
     """Every set partition of the roles that keeps together what has to be, or the one that is given."""
     if problem.pools is not None:
         yield tuple(roles for roles, _ in problem.pools)
@@ -86,14 +86,14 @@ def _partitions(names: Sequence[str]) -> Iterator[Placement]:
         yield (*partition, (last,))
 
 
-def _points(options: PoolOptions, problem: Problem, roles: tuple[str, ...], place: int) -> list[Point]:
-    """What a pool with these roles may cost, on every number of devices that it may have."""
+def _points(options: PoolOptions, problem: PlacementProblem, roles: tuple[str, ...], place: int) -> list[Point]:
+    """Points of a pool with these roles, on every number of devices that it may have."""
     if problem.pools is not None:
         return options.points(roles, problem.pools[place][1])
     return options.all_points(roles)
 
 
-def _check(problem: Problem, *, keep: int) -> None:
+def _check(problem: PlacementProblem, *, keep: int) -> None:
     names = [role.name for role in problem.roles]
     if keep < 1:
         raise Refusal(f"keep={keep} plans are none; ask for 1 or more")
@@ -119,7 +119,10 @@ def _check(problem: Problem, *, keep: int) -> None:
 
 
 def _check_pools(
-    pools: Sequence[tuple[tuple[str, ...], int]], names: Sequence[str], generating: Sequence[str], problem: Problem
+    pools: Sequence[tuple[tuple[str, ...], int]],
+    names: Sequence[str],
+    generating: Sequence[str],
+    problem: PlacementProblem,
 ) -> None:
     placed = [role for roles, _ in pools for role in roles]
     if sorted(set(placed) - {ROLLOUT}) != sorted(names) or len(set(placed)) != len(placed):
@@ -142,7 +145,7 @@ GAIN_WORTH_SAYING = 0.05
 """Share of a step's seconds; predictions are not better than that."""
 
 
-def binding_slots(problem: Problem, best: Plan) -> str | None:
+def binding_slots(problem: PlacementProblem, best: PlacementPlan) -> str | None:
     """A sentence if a step would be faster with more responses decoded at once than `rollout.slots` allows.
 
     Args:

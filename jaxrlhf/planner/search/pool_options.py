@@ -1,4 +1,4 @@
-"""What one pool may cost: all layouts of its roles on a number of devices, less those that cannot win."""
+"""Options of one pool: all layouts of its roles on a number of devices, less those that cannot win."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,19 +9,18 @@ from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.planner.cost.cost import Decoding, decoding, generation_cost, move_cost
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token
 from jaxrlhf.planner.cost.simulate import Simulated, Simulator
-from jaxrlhf.planner.plan import Cost, Problem
+from jaxrlhf.planner.plan import Cost, PlacementProblem
 from jaxrlhf.planner.search.layouts import pool_sizes, role_layouts
-from jaxrlhf.planner.search.pareto import undominated
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How a pool generates.
+    """Generation on a pool: its rounds, cache and cost.
 
     Attributes:
-      cache_bytes: Of the responses that one device decodes together.
-      move: Of the weights from the actor's pool; None where they are there.
-      seconds: Of generation and move.
+      cache_bytes: Cache of the responses that one device decodes together.
+      move: Cost of sending the weights from the actor's pool; None where they are there.
+      seconds: Seconds of generation and move.
     """
 
     role: str
@@ -37,7 +36,7 @@ class Point:
     """One pool on one number of devices, with one layout for each role.
 
     Attributes:
-      seconds: Of each stage, generate, prepare, update.
+      seconds: Seconds of each stage, generate, prepare, update.
       chosen: By role, in the order of `roles`.
       generation: None where the pool does not generate.
     """
@@ -86,7 +85,7 @@ class PoolOptions:
       simulated: Layouts of a role that were simulated.
     """
 
-    def __init__(self, simulator: Simulator, problem: Problem, offload: tuple[str, ...]) -> None:
+    def __init__(self, simulator: Simulator, problem: PlacementProblem, offload: tuple[str, ...]) -> None:
         self._simulator, self._problem, self._offload = simulator, problem, offload
         self._roles = {role.name: role for role in problem.roles}
         self._generator = next((role for role in problem.roles if role.generates), None)
@@ -121,7 +120,7 @@ class PoolOptions:
         return found
 
     def _generates(self, roles: Sequence[str]) -> bool:
-        """Whether a pool generates: the rollout's where that is apart or may be, else the actor's."""
+        """Return whether a pool generates: the rollout's where that is apart or may be, else the actor's."""
         pools = self._problem.pools
         apart = self._problem.rollout_apart if pools is None else any(ROLLOUT in names for names, _ in pools)
         assert self._generator is not None
@@ -161,7 +160,7 @@ class PoolOptions:
         return found
 
     def _numbers(self, own: Simulated) -> tuple[float, ...]:
-        """Of a role that generates; last what one response of the longest length takes of its cache."""
+        """Numbers of a role that generates; the last is the cache of one response of the longest length."""
         assert self._generator is not None
         work, software = self._problem.workload, self._problem.software
         token = cache_bytes_per_token(self._generator.model, own.layout, itemsize=software.compute_bytes)
@@ -169,7 +168,7 @@ class PoolOptions:
         return (*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes, response_bytes)
 
     def _generation(self, name: str, layout: Layout, fit: int, devices: int) -> Generation:
-        """How a layout generates with room for `fit` responses in a replica's cache."""
+        """Generation by a layout with room for `fit` responses in a replica's cache."""
         key = (name, devices, _replica(layout), fit)
         if key not in self._generations:
             problem, generator = self._problem, self._generator
@@ -240,5 +239,17 @@ class PoolOptions:
 
 
 def _replica(layout: Layout) -> tuple[int, int, int]:
-    """What a layout generates by: ways that experts are divided, stages and tensor shards."""
+    """Generation layout: ways that experts are divided, stages and tensor shards."""
     return layout.expert, layout.generation_stage, layout.generation_tensor
+
+
+def undominated(value_KD: np.ndarray) -> np.ndarray:
+    """Indices, ascending, of rows that no other row is at most equal to in every column; of equal rows the first."""
+    order = np.lexsort((np.arange(len(value_KD)), value_KD.sum(axis=1)))
+    kept = []
+    # Nothing later in the order can beat what comes first: its sum is no smaller.
+    while len(order):
+        first, order = order[0], order[1:]
+        kept.append(first)
+        order = order[~(value_KD[first] <= value_KD[order]).all(axis=1)]
+    return np.sort(np.array(kept, dtype=np.int64))

@@ -1,4 +1,4 @@
-"""Why nothing fits: which role lacks how many bytes, and what would help."""
+"""Explanation of an infeasible problem: the role that lacks memory, how many bytes, and what would help."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token
 from jaxrlhf.planner.cost.simulate import Simulated, Simulator
-from jaxrlhf.planner.plan import Problem
+from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.search.layouts import pool_sizes, role_layouts
 from jaxrlhf.planner.workload import Role
 
@@ -21,7 +21,7 @@ class _Need(NamedTuple):
     verb: str
 
 
-def shortage(problem: Problem) -> str:
+def explain_infeasible(problem: PlacementProblem) -> str:
     """Sentences on what does not fit: a role by itself with everything else in host memory, or all of them together."""
     usable = problem.hardware.memory_bytes * problem.hardware.usable_memory
     everything, allowed = tuple(role.name for role in problem.roles), problem.offloads[-1]
@@ -43,7 +43,7 @@ def shortage(problem: Problem) -> str:
     )
 
 
-def _no_layout(problem: Problem, name: str) -> str:
+def _no_layout(problem: PlacementProblem, name: str) -> str:
     given = (problem.layouts or {})[_role(problem, name).name]
     return (
         f"the layout that is given for {name} does not fill {_pool(problem, name)}: "
@@ -51,7 +51,7 @@ def _no_layout(problem: Problem, name: str) -> str:
     )
 
 
-def _too_large(problem: Problem, name: str, need: _Need, usable: float, offload: tuple[str, ...]) -> str:
+def _too_large(problem: PlacementProblem, name: str, need: _Need, usable: float, offload: tuple[str, ...]) -> str:
     return (
         f"{name} does not fit {_pool(problem, name)}: in the best layout, with offload={offload}, {name} "
         f"{need.verb} needs {_gib(need.num_bytes)} on each device, {_gib(need.num_bytes - usable)} more than the "
@@ -59,7 +59,7 @@ def _too_large(problem: Problem, name: str, need: _Need, usable: float, offload:
     )
 
 
-def _advice(problem: Problem) -> str:
+def _advice(problem: PlacementProblem) -> str:
     advice = []
     everything = {role.name for role in problem.roles}
     if not any(everything <= set(choice) for choice in problem.offloads):
@@ -72,7 +72,9 @@ def _advice(problem: Problem) -> str:
     return "; ".join(advice)
 
 
-def _least(problem: Problem, name: str, offload: Sequence[str], sizes: Iterable[int] | None = None) -> _Need | None:
+def _least(
+    problem: PlacementProblem, name: str, offload: Sequence[str], sizes: Iterable[int] | None = None
+) -> _Need | None:
     """The need of a role on the pool that suits it best, of all or of some sizes; None without a layout."""
     role, apart = _role(problem, name), _apart(problem)
     simulator = Simulator(problem)
@@ -88,7 +90,7 @@ def _least(problem: Problem, name: str, offload: Sequence[str], sizes: Iterable[
     return min(needs, default=None)
 
 
-def _need(problem: Problem, role: Role, own: Simulated, *, generates: bool) -> _Need:
+def _need(problem: PlacementProblem, role: Role, own: Simulated, *, generates: bool) -> _Need:
     """In the call that needs most; a generating role has one response in its cache."""
     calls = [_Need(step.held_bytes, step.verb) for step in own.steps] + [_Need(own.idle_bytes, "idle")]
     if generates:
@@ -99,7 +101,7 @@ def _need(problem: Problem, role: Role, own: Simulated, *, generates: bool) -> _
     return max(calls)
 
 
-def _more_machines(problem: Problem, name: str, usable: float, offload: Sequence[str]) -> str:
+def _more_machines(problem: PlacementProblem, name: str, usable: float, offload: Sequence[str]) -> str:
     """On how many times as many machines the role fits by itself; nothing where pools are given."""
     if problem.pools is not None:
         return ""
@@ -115,24 +117,24 @@ def _more_machines(problem: Problem, name: str, usable: float, offload: Sequence
     return "no number of machines helps; "
 
 
-def _role(problem: Problem, name: str) -> Role:
+def _role(problem: PlacementProblem, name: str) -> Role:
     """The role of that name; a rollout has the generating role's model."""
     return next(role for role in problem.roles if role.name == name or (name == ROLLOUT and role.generates))
 
 
-def _apart(problem: Problem) -> bool:
-    """Whether generation has a pool of its own."""
+def _apart(problem: PlacementProblem) -> bool:
+    """Return whether generation has a pool of its own."""
     return any(ROLLOUT in roles for roles, _ in problem.pools or ())
 
 
-def _sizes(problem: Problem, name: str) -> list[int]:
+def _sizes(problem: PlacementProblem, name: str) -> list[int]:
     """Devices that the role's pool may have."""
     if problem.pools is None:
         return pool_sizes(problem.hardware, devices_per_host=problem.devices_per_host or 1)
     return [devices for roles, devices in problem.pools if name in roles]
 
 
-def _pool(problem: Problem, name: str) -> str:
+def _pool(problem: PlacementProblem, name: str) -> str:
     return f"{_sizes(problem, name)[-1]} x {problem.hardware.name}"
 
 

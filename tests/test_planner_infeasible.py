@@ -9,7 +9,7 @@ from made_plans import machines
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import Infeasible, Problem
+from jaxrlhf.planner.plan import Infeasible, PlacementProblem
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import Role, Software, Workload
 
@@ -44,11 +44,11 @@ def hardware_of(count: int, machine: int, memory_bytes: float) -> Hardware:
                     network_bytes_per_s=1.0)  # fmt: skip
 
 
-def a_problem(roles: tuple[Role, ...], hardware: Hardware, work: Workload = WORK, **changes) -> Problem:
-    return Problem(roles, work, PLAIN, hardware, **changes)
+def a_problem(roles: tuple[Role, ...], hardware: Hardware, work: Workload = WORK, **changes) -> PlacementProblem:
+    return PlacementProblem(roles, work, PLAIN, hardware, **changes)
 
 
-def refusal(problem: Problem) -> str:
+def refusal(problem: PlacementProblem) -> str:
     with pytest.raises(Infeasible) as found:
         search(problem)
     return str(found.value)
