@@ -1,4 +1,4 @@
-"""A whole run."""
+"""The configuration of a run."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -63,7 +63,7 @@ class Checkpointing(Settings):
 
 @dataclass(frozen=True)
 class Config(Settings):
-    """A whole run.
+    """The configuration of a run.
 
     Attributes:
       name: Name of the run, and of its folder.

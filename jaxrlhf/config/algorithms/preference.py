@@ -139,7 +139,7 @@ class RewardModel(Preference):
 
 @dataclass(frozen=True)
 class CostModel(RewardModel):
-    """A model of harm, above 0 for harmful answers and below for others (Dai et al. 2023, arXiv:2310.12773)."""
+    """A cost model: above 0 for harmful answers and below for others (Dai et al. 2023, arXiv:2310.12773)."""
 
     def check(self, config: Config) -> None:
         super().check(config)

@@ -33,7 +33,7 @@ def variants(annotation: Any) -> list[type]:
 
 
 def spell(annotation: Any) -> str:
-    """An annotation as words for an error message."""
+    """The words for an annotation in an error message."""
     if typing.get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(repr, typing.get_args(annotation)))
     if _is_sequence(annotation):
@@ -53,7 +53,7 @@ def check_type(name: str, value: object, annotation: Any) -> None:
 
 
 def check_types(settings: Any, name: str) -> None:
-    """Run `check_type` on each field of a dataclass, and of the dataclasses below it."""
+    """Run `check_type` on each field of a dataclass, and of the dataclasses in it."""
     for field, annotation in field_types(type(settings)).items():
         value = getattr(settings, field)
         check_type(f"{name}.{field}", value, annotation)

@@ -34,8 +34,7 @@ def load(path_or_name: str | Path) -> Config:
     # Type hints and pickles of classes that the file defines look their module up here.
     sys.modules[module.__name__] = module
     try:
-        # Compiled here rather than imported: a byte-code cache has a resolution of one
-        # second and would hand out the version before the last edit.
+        # Not imported: a byte-code cache has a resolution of one second and would give the version before an edit.
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
         defined = callable(getattr(module, "get_config", None))
         config = module.get_config() if defined else None

@@ -64,7 +64,7 @@ def _parts(settings: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _rebuild(settings: Any, changes: Mapping[str, Any], prefix: str) -> Any:
-    """Apply changes from the leaves up, so that each dataclass is built, and checks itself, once."""
+    """Apply changes from the leaves up, so that each dataclass is built and checked once."""
     below: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, new in changes.items():
         part, _, rest = name.partition(".")
