@@ -250,8 +250,8 @@ def _prefill_chunks(
     if config.experts is not None:
         choice_PSLk = jnp.zeros((prompts, width, *config.routed_choices), jnp.int16)
     kept = empty_prefix(config, prompts=prompts, width=width, dtype=dtype, attention=attention), choice_PSLk
-    begun = jnp.zeros((prompts, config.hidden_size), dtype), kept
-    last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, -(-length_P.max() // chunk_tokens), body, begun)
+    start_state = jnp.zeros((prompts, config.hidden_size), dtype), kept
+    last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, -(-length_P.max() // chunk_tokens), body, start_state)
     return PrefillOutput(last_PD, prefix, choice_PSLk)
 
 

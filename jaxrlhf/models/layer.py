@@ -34,17 +34,17 @@ def layer_rows(
     """
     query_RWNH, *kept = _heads(layer, config, hidden_RWD, turn, attention)
 
-    def of_heads(key_RWKH: Array, value_RWKH: Array) -> tuple[Array, Array]:
+    def all_heads(key_RWKH: Array, value_RWKH: Array) -> tuple[Array, Array]:
         if config.latent is None:
             return key_RWKH, value_RWKH
         return expanded(layer["attention"], config, config.latent, key_RWKH, value_RWKH)
 
-    arrays, score_mod = (query_RWNH, *of_heads(*kept)), _score_mod(layer, config)
+    arrays, score_mod = (query_RWNH, *all_heads(*kept)), _score_mod(layer, config)
     if isinstance(seen, SharedPrefix):
         mixed_RWNH = attend_shared_prefix(*arrays, seen, score_mod, attention=attention)
     elif isinstance(seen, Chunk):
         tokens = hidden_RWD.shape[1]
-        mixed_RWNH = attend_chunk(*arrays, lambda at: of_heads(*seen.before(at, tokens=tokens)), seen.start, score_mod)
+        mixed_RWNH = attend_chunk(*arrays, lambda at: all_heads(*seen.before(at, tokens=tokens)), seen.start, score_mod)
     else:
         mixed_RWNH = attend(*arrays, seen, score_mod, attention=attention)
     hidden_RWD, routed = _finish(layer, config, hidden_RWD, mixed_RWNH, attention, router)
@@ -96,7 +96,7 @@ def _heads(
     layer: Params, config: ModelConfig, hidden_RWD: Array, turns: Rotations, kernels: Attention
 ) -> tuple[Array, Array, Array]:
     """Rotated queries of a layer's input, and its rotated keys and values, or the latents that keep them."""
-    attention, turn = layer["attention"], turns.of(_slides(layer))
+    attention, turn = layer["attention"], turns.of_layer(_slides(layer))
     input_RWD = hidden_RWD if config.norms == "post" else norm(config, hidden_RWD, layer["attention_norm"])
     if config.latent is not None:
         return latents(attention, config, config.latent, input_RWD, turn)

@@ -96,21 +96,21 @@ def side_by_side(weights: Sequence[Weight], join: Callable[[list[Array]], Array]
     Args:
       join: Puts weights, or what is shaped like them but for their inputs, side by side along their outputs.
     """
-    own = {place: weight.adapter for place, weight in enumerate(weights) if isinstance(weight, Adapted)}
+    adapters = {place: weight.adapter for place, weight in enumerate(weights) if isinstance(weight, Adapted)}
     plain = [weight.weight if isinstance(weight, Adapted) else weight for weight in weights]
     joined = jax.tree.map(lambda *parts: join(list(parts)), *plain)
-    if not own:
+    if not adapters:
         return joined
 
     def up(place: int) -> Array:
         """Zero in the outputs of the others."""
-        up_R = own[place].up
+        up_R = adapters[place].up
         blocks = [jnp.zeros((len(up_R), *weight.shape[1:]), up_R.dtype) for weight in plain]
         return join([*blocks[:place], up_R, *blocks[place + 1 :]])
 
-    [scale] = {adapter.scale for adapter in own.values()}
-    down = jnp.concatenate([adapter.down for adapter in own.values()], axis=-1)
-    return Adapted(joined, Adapter(down, jnp.concatenate([up(place) for place in own], axis=0), scale))
+    [scale] = {adapter.scale for adapter in adapters.values()}
+    down = jnp.concatenate([adapter.down for adapter in adapters.values()], axis=-1)
+    return Adapted(joined, Adapter(down, jnp.concatenate([up(place) for place in adapters], axis=0), scale))
 
 
 @jax.custom_vjp

@@ -27,13 +27,17 @@ class Rotation(NamedTuple):
 
 
 class Rotations(NamedTuple):
-    """The rotation in layers that see everything, and in those with a window if it is another one."""
+    """Rotations of layers that see everything, and of those with a window if that differs."""
 
     full: Rotation
     sliding: Rotation | None
 
-    def of(self, slides: Bool[Array, ""] | None) -> Rotation:
-        """The one of a layer with a window, or without; None where all layers are alike."""
+    def of_layer(self, slides: Bool[Array, ""] | None) -> Rotation:
+        """Rotation of a layer that has the window or not.
+
+        Args:
+          slides: Flag of the layer; None where all layers are alike.
+        """
         if self.sliding is None or slides is None:
             return self.full
         return jax.tree.map(lambda near, far: jnp.where(slides, near, far), self.sliding, self.full)

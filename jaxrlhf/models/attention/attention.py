@@ -185,8 +185,8 @@ def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: A
         return kept_BKG[..., None] * out_BKGH + new_BKGH, kept_BKG * sum_BKG + weight_BKGS.sum(axis=-1), next_BKG
 
     zero_BKG = jnp.zeros(query_BKGH.shape[:3], jnp.float32)
-    begun = jnp.zeros(query_BKGH.shape, jnp.float32), zero_BKG, zero_BKG + LOWEST
-    out_BKGH, sum_BKG, _ = jax.lax.fori_loop(0, newest_B.max() // page_tokens + 1, body, begun)
+    start_state = jnp.zeros(query_BKGH.shape, jnp.float32), zero_BKG, zero_BKG + LOWEST
+    out_BKGH, sum_BKG, _ = jax.lax.fori_loop(0, newest_B.max() // page_tokens + 1, body, start_state)
     return (out_BKGH / sum_BKG[..., None]).astype(query_BNH.dtype).reshape(query_BNH.shape)
 
 

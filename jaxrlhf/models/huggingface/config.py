@@ -76,9 +76,9 @@ def read_config(path: str | Path) -> ModelConfig:
     """
     family, _ = read_family(path)
     fields = Fields(read_fields(path), f"{path}/config.json", family.name)
-    own = family.read(fields)
+    family_fields = family.read(fields)
     heads = fields.need("num_attention_heads")
-    if "activation" not in own:
+    if "activation" not in family_fields:
         fields.only("hidden_act", *_ACTIVATIONS)
     shared = {
         "family": family.name,
@@ -92,10 +92,10 @@ def read_config(path: str | Path) -> ModelConfig:
         "tie_embeddings": bool(fields.take("tie_word_embeddings", False)),
         "activation": _ACTIVATIONS[fields.take("hidden_act") or "silu"],
         "rms_norm_eps": float(fields.take("rms_norm_eps", 1e-6)),
-        **({} if "rope_theta" in own else read_rope(fields)),
+        **({} if "rope_theta" in family_fields else read_rope(fields)),
     }
     fields.finish()
-    return ModelConfig(**shared | own)
+    return ModelConfig(**shared | family_fields)
 
 
 def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, Any]:

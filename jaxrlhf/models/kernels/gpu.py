@@ -207,9 +207,9 @@ def _decode_part(first_ref, end_ref, query_ref, *refs, read, group, tile, diviso
         return kept_G[:, None] * out_GH + new_GH, kept_G * sum_G + weight_GS.sum(axis=1), next_G
 
     zero_G = jnp.zeros(tile, jnp.float32)
-    begun = jnp.zeros((tile, query_GH.shape[1]), jnp.float32), zero_G, zero_G + LOWEST
+    start_state = jnp.zeros((tile, query_GH.shape[1]), jnp.float32), zero_G, zero_G + LOWEST
     blocks = jnp.clip(first - begin, 0, _PART) // _BLOCK, pl.cdiv(jnp.clip(end - begin, 0, _PART), _BLOCK)
-    out_GH, sum_G, most_G = lax.fori_loop(*blocks, body, begun)
+    out_GH, sum_G, most_G = lax.fori_loop(*blocks, body, start_state)
     triton.store(out_ref, out_GH, mask=own_G1)
     triton.store(sum_ref, sum_G, mask=own_G1[:, 0])
     triton.store(most_ref, most_G, mask=own_G1[:, 0])
