@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,24 @@ def test_limits_hold_and_cannot_be_raised():
     assert attempt(*expected) == expected
     flood = run("while True: print('x' * 1000)", limits=LIMITS)
     assert flood.status != 0 and len(flood.output) == LIMITS.output_bytes
+
+
+def test_folders_in_folders_without_end_are_a_failure_that_leaves_nothing_and_takes_no_longer(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    burrow = """
+import os
+while True:
+    os.mkdir("deeper")
+    os.chdir("deeper")
+"""
+    started = time.monotonic()
+    ended = run(burrow, limits=replace(LIMITS, time_s=1.0))
+    assert ended.status != 0 and time.monotonic() - started < 1.9
+    assert run("print(1)", limits=LIMITS) == Ended(0, "1\n", True)
+    limit = time.monotonic() + 60
+    while any(tmp_path.iterdir()) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_fork_bomb_starts_nothing():

@@ -56,6 +56,23 @@ def misbehave(response):
         elif detail == "raise":
             raise RuntimeError("in the child")
         return 6.0
+    if kind == "daemon":  # in a session of its own, with no parent left
+        if not os.fork():
+            os.setsid()
+            if not os.fork():
+                with open(detail, "w") as file:
+                    file.write(str(os.getpid()))
+                time.sleep(1000)
+            os._exit(0)
+        os.wait()
+        return 1.0
+    if kind == "builtins":
+        import builtins
+
+        builtins.len = lambda text: 7
+        return 1.0
+    if kind == "length":
+        return len(detail)
     if kind == "exit":
         os._exit(3)
     if kind == "segfault":
@@ -202,6 +219,22 @@ def test_a_child_of_a_hung_function_dies_with_it(hostile, tmp_path):
     run(hostile, "single", [f"child {note}"])
     pid = int(note.read_text())
     assert gone_within(pid, 2.0)
+
+
+def test_a_daemon_that_a_function_left_behind_ends_with_its_process(hostile, tmp_path):
+    note = tmp_path / "pid"
+    values, _, _ = run(hostile, "single", [f"daemon {note}"])
+    assert values == {0: 1.0}
+    assert gone_within(int(note.read_text()), 2.0)
+
+
+@pytest.mark.parametrize("name", ["single", "many"])
+def test_what_a_function_does_to_its_process_is_not_felt_by_later_calls(hostile, name):
+    values, failures, _ = run(hostile, name, ["builtins", "length abc", "sysexit", "length ab"], workers=1)
+    assert values == {0: 1.0, 1: 3.0, 3: 2.0}
+    assert failures[2].cause == "exception"
+    printed = (hostile.parent / "output.txt").read_text(errors="replace")
+    assert "this reward process ends, and another one goes on: a function changed the builtin len" in printed
 
 
 def gone_within(pid: int, limit_s: float) -> bool:

@@ -8,6 +8,7 @@ queue.
 import math
 import os
 import pickle
+import secrets
 import signal
 import subprocess
 import sys
@@ -23,8 +24,9 @@ from pathlib import Path
 from socket import socketpair
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.processes.descendants import descendants
 from jaxrlhf.rewards.protocol import Cause, Function, RewardsFailing
-from jaxrlhf.rewards.worker import SLACK_S, Answer, Message, Ready, Refused, Split
+from jaxrlhf.rewards.worker import SLACK_S, Answer, Message, Ready, Refused, Retiring, Split
 
 CHUNK_SIZE = 64  # groups in one message
 LARGEST_MESSAGE_BYTES = 1 << 20  # of a process; text that a function wrote into the pipe reads as a greater length
@@ -32,6 +34,7 @@ START_LIMIT_S = 120.0  # for importing the functions' modules
 START_ATTEMPTS = 3
 GRACE_S = 1.0  # after the limit; a process normally ends itself at the limit
 STDERR = 2
+MARK = "JAXRLHF_REWARD_PROCESS"  # the variable that tells a process's own descendants
 FAILURES: tuple[Cause, ...] = ("timeout", "crash", "exception")  # other causes are answers of a function that works
 
 
@@ -66,10 +69,15 @@ class _Group:
 
 @dataclass
 class _Worker:
-    """A process and what it was given and has not answered; it is at the first of its groups."""
+    """A process and what it was given and has not answered; it is at the first of its groups.
+
+    Attributes:
+      mark: A variable of its environment, by which processes are known that it has left behind.
+    """
 
     process: subprocess.Popen
     connection: Connection
+    mark: bytes
     ready: bool = False
     groups: deque[_Group] = field(default_factory=deque)
     progress_at: float = field(default_factory=time.monotonic)
@@ -86,8 +94,12 @@ class _Worker:
         self.connection.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(patience_s)
+        left = descendants(self.process.pid, self.mark)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in left:  # those in sessions of their own
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         status = self.process.wait()
         return (
             f"ended by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"exited with status {status}"
@@ -289,6 +301,9 @@ class Crew:
                 worker.ready, self._takes_groups, self._failed_starts = True, groups, 0
             case Refused(reason):
                 raise Refusal(reason)
+            case Retiring():
+                self._requeue(worker.calls())
+                self._replace(worker, patience_s=GRACE_S)
             case Split():
                 self._retry_singly(worker.groups.popleft())
             case Answer(number):
@@ -356,6 +371,7 @@ class Crew:
     def _start(self) -> _Worker:
         """A new process: a plain interpreter, not a fork or a copy of `__main__`, both of which would carry JAX."""
         ours, theirs = Pipe()
+        mark = secrets.token_hex(16)
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             f"from jaxrlhf.rewards.worker import main; main({theirs.fileno()}, {os.getpid()})"
@@ -367,11 +383,12 @@ class Crew:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                env=os.environ | {"JAX_PLATFORMS": "cpu"},  # a function that uses JAX must not take the accelerator
+                # A function that uses JAX must not take the accelerator.
+                env=os.environ | {"JAX_PLATFORMS": "cpu", MARK: mark},
                 start_new_session=True,  # signals to the run's group pass it by; it can be killed with its children
             )
         ours.send((self._functions, self._timeout_s))
-        return _Worker(process, ours)
+        return _Worker(process, ours, f"{MARK}={mark}".encode())
 
     def _end_workers(self) -> None:
         for worker in self.workers:

@@ -1,5 +1,6 @@
 """Runs a Python program in a process of its own that is limited and confined; see `confined.py`."""
 
+import atexit
 import json
 import logging
 import os
@@ -8,7 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,11 +64,11 @@ def run(program: str, *, limits: Limits, stdin: str = "", test: str | None = Non
     """
     secret = secrets.token_hex(16)  # so that a program cannot say by accident that it ran to the end
     with (
-        tempfile.TemporaryDirectory(prefix="program_", ignore_cleanup_errors=True) as directory,
+        _folder("program_") as directory,
         tempfile.TemporaryFile() as job,
         tempfile.TemporaryFile(dir=directory) as given,  # where the program may open them again, as /dev/stdin
         tempfile.TemporaryFile(dir=directory) as printed,
-        tempfile.TemporaryDirectory(prefix="outside_") as outside,
+        _folder("outside_") as outside,
     ):
         given.write(stdin.encode(errors="surrogatepass"))
         given.seek(0)
@@ -105,6 +107,39 @@ def check_sandbox(limits: Limits) -> None:
         ended = run(probe, limits=limits)
     if ended != Ended(0, "16777216\n", True):
         raise Refusal(f"CodeReward: a program that takes 16 MiB ended so: {ended}; are its limits too low? {limits}")
+
+
+@contextmanager
+def _folder(prefix: str) -> Iterator[str]:
+    """A temporary folder whose removal is not waited for, however much a program puts into it, and how deep."""
+    folder = tempfile.mkdtemp(prefix=prefix)
+    try:
+        yield folder
+    finally:
+        try:
+            os.rmdir(folder)
+        except OSError:  # not empty
+            _remove_beside(folder)
+
+
+_removals: list[subprocess.Popen] = []
+"""Processes that remove folders. They outlive this one if it is ended."""
+
+
+def _remove_beside(folder: str) -> None:
+    """Have a process of its own remove a folder; it may be nested too deeply for Python's recursion, or unreadable."""
+    _removals[:] = [process for process in _removals if process.poll() is None]
+    if not _removals:
+        atexit.unregister(_finish_removals)
+        atexit.register(_finish_removals)
+    command = 'chmod -R u+rwX -- "$1" 2>/dev/null; rm -rf -- "$1"'
+    quiet, shell = subprocess.DEVNULL, ["sh", "-c", command, "sh", folder]
+    _removals.append(subprocess.Popen(shell, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True))
+
+
+def _finish_removals() -> None:
+    for process in _removals:
+        process.wait()
 
 
 def _start(job: int, directory: str, given: int, printed: int) -> subprocess.Popen:

@@ -10,6 +10,7 @@ keep a hung call alive, and where it hung is printed.
 """
 
 import asyncio
+import builtins
 import contextlib
 import faulthandler
 import inspect
@@ -17,9 +18,10 @@ import math
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,7 +65,16 @@ class Split:
     """A batched call failed; its examples are to be tried one by one."""
 
 
-Message = Ready | Refused | Answer | Split
+@dataclass(frozen=True)
+class Retiring:
+    """A function has spoilt the process for later calls; another one is to take what is not answered."""
+
+
+class Spoilt(Exception):
+    """A function did to the process what later calls would feel."""
+
+
+Message = Ready | Refused | Answer | Split | Retiring
 Group = tuple[int, list[tuple[int, bytes]]]  # function, and its examples as (index, pickled Example)
 
 
@@ -93,9 +104,15 @@ def main(fd: int, parent: int) -> None:
         with asyncio.Runner() as runner:  # one loop for life: async clients are bound to the loop that made them
             caller = _Caller(send, runner, timeout_s)
             while _wait_for_work(connection, parent):
-                for function, examples in connection.recv():
-                    caller.run(loaded[function], examples)
-                caller.rest()
+                try:
+                    for function, examples in connection.recv():
+                        caller.run(loaded[function], examples)
+                except Spoilt as spoilt:
+                    print(f"this reward process ends, and another one goes on: {spoilt}", file=sys.stderr)
+                    send(Retiring())
+                    return
+                finally:
+                    caller.rest()
 
 
 def _wait_for_work(connection: Connection, parent: int) -> bool:
@@ -139,8 +156,15 @@ class _Caller:
         self._runner = runner
         self._timeout_s = timeout_s
         self._watchdog = _Watchdog(timeout_s)
+        self._builtins = dict(vars(builtins))
+        self._spoilt: str | None = None
 
     def run(self, function: Callable[..., Any], examples: list[tuple[int, bytes]]) -> None:
+        """Call a function on a group of examples.
+
+        Raises:
+          Spoilt: After the answer of the call that did it.
+        """
         if is_batched(function):
             self._call_batch(function, examples)
         elif is_async(function):
@@ -150,7 +174,41 @@ class _Caller:
         else:
             for index, pickled in examples:
                 self._watchdog.begin_call()
-                self._send(_call(function, index, pickled))
+                self._send(self._call(function, index, pickled))
+                self._check()
+            return
+        self._check()
+
+    def _call(self, function: Callable[..., Any], index: int, pickled: bytes) -> Answer:
+        try:
+            example: Example = pickle.loads(pickled)
+            with self._builtins_kept():
+                value = function(example.prompt, example.response, example.answer, example.record)
+            return judge(index, value)
+        except BaseException as error:  # SystemExit too: whatever a user's function raises is about its example
+            return self._raised(index, error)
+
+    def _raised(self, index: int, error: BaseException) -> Answer:
+        if not isinstance(error, Exception) and not isinstance(error, asyncio.CancelledError):
+            self._spoilt = f"a function raised {type(error).__name__}, which ends programs"
+        return _raised(index, error)
+
+    @contextlib.contextmanager
+    def _builtins_kept(self) -> Iterator[None]:
+        """Put builtins back that a call changes, before anything else uses them, and remember that it did."""
+        try:
+            yield
+        finally:
+            now = vars(builtins)
+            changed = [name for name in self._builtins if now.get(name) is not self._builtins[name]]
+            now.update(self._builtins)
+            if changed:
+                self._spoilt = f"a function changed the builtin {', '.join(changed)}"
+
+    def _check(self) -> None:
+        """Raise `Spoilt` if a call has changed a builtin or raised what no function should."""
+        if self._spoilt is not None:
+            raise Spoilt(self._spoilt)
 
     def rest(self) -> None:
         """To be called before waiting for work."""
@@ -160,12 +218,14 @@ class _Caller:
         indices = [index for index, _ in examples]
         self._watchdog.begin_call()
         try:
-            values = function(*as_lists([pickle.loads(pickled) for _, pickled in examples]))
-            if inspect.iscoroutine(values):
-                values = self._runner.run(values)
+            columns = as_lists([pickle.loads(pickled) for _, pickled in examples])
+            with self._builtins_kept():
+                values = function(*columns)
+                if inspect.iscoroutine(values):
+                    values = self._runner.run(values)
             answers: Sequence[Message] = judge_all(indices, values)
         except BaseException as error:
-            answers = [_raised(indices[0], error)] if len(indices) == 1 else [Split()]
+            answers = [self._raised(indices[0], error)] if len(indices) == 1 else [Split()]
         for answer in answers:
             self._send(answer)
 
@@ -175,23 +235,16 @@ class _Caller:
             try:
                 example: Example = pickle.loads(pickled)
                 async with limit:
-                    value = await function(example.prompt, example.response, example.answer, example.record)
+                    with self._builtins_kept():
+                        value = await function(example.prompt, example.response, example.answer, example.record)
                 answer = judge(index, value)
             except BaseException as error:
-                answer = _raised(index, error)
+                answer = self._raised(index, error)
                 if limit.expired():
                     answer = Answer(index, None, "timeout", f"cancelled after {self._timeout_s:g} s")
             self._send(answer)
 
         await asyncio.gather(*(call(index, pickled) for index, pickled in examples))
-
-
-def _call(function: Callable[..., Any], index: int, pickled: bytes) -> Answer:
-    try:
-        example: Example = pickle.loads(pickled)
-        return judge(index, function(example.prompt, example.response, example.answer, example.record))
-    except BaseException as error:  # SystemExit too: whatever a user's function raises is about its example
-        return _raised(index, error)
 
 
 def judge(index: int, value: Any) -> Answer:

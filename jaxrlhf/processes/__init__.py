@@ -1,0 +1,3 @@
+"""Processes that run code of users: how they are started, watched and ended."""
+
+__all__: list[str] = []
