@@ -1,0 +1,132 @@
+"""Source of reward functions that do what no function should."""
+
+HOSTILE = """
+import asyncio, ctypes, os, re, signal, subprocess, sys, time
+from jaxrlhf.rewards import batched
+
+
+def misbehave(response):
+    kind, _, detail = response.partition(" ")
+    if kind == "value":
+        return float(detail)
+    if kind == "hang":
+        while True:
+            time.sleep(1)
+    if kind == "stubborn":
+        for name in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGHUP):
+            signal.signal(name, signal.SIG_IGN)
+        while True:
+            time.sleep(1)
+    if kind == "regex":  # holds the interpreter lock in C for longer than anyone lives
+        re.fullmatch("(a+)+b", "a" * 60)
+    if kind == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        with open(detail, "w") as file:
+            file.write(str(child.pid))
+        while True:
+            time.sleep(1)
+    if kind == "scribble":  # into every open file descriptor, the pipe's among them
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, b"a text" if detail == "text" else b"\\0\\0\\0\\4oops")
+            except OSError:
+                pass
+        return 1.0
+    if kind == "closeall":
+        os.closerange(3, 64)
+        return 1.0
+    if kind == "fork":  # and let the child return too
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+        elif detail == "raise":
+            raise RuntimeError("in the child")
+        return 6.0
+    if kind == "daemon":  # in a session of its own, with no parent left
+        if not os.fork():
+            os.setsid()
+            if not os.fork():
+                with open(detail, "w") as file:
+                    file.write(str(os.getpid()))
+                time.sleep(1000)
+            os._exit(0)
+        os.wait()
+        return 1.0
+    if kind == "builtins":
+        import builtins
+
+        builtins.len = lambda text: 7
+        return 1.0
+    if kind == "length":
+        return len(detail)
+    if kind == "exit":
+        os._exit(3)
+    if kind == "segfault":
+        ctypes.string_at(0)
+    if kind == "sysexit":
+        sys.exit("bye")
+    if kind == "raise":
+        raise KeyError("no such\\nkey")
+    if kind == "array":
+        import numpy as np
+
+        return np.ones([1] * int(detail))
+    if kind == "print":
+        print("garbage " * 100)
+        sys.stdout.buffer.write(bytes(range(256)))
+        return 5.0
+    return {"nan": float("nan"), "inf": float("inf"), "huge": 1e300, "none": None, "text": "1.0"}[kind]
+
+
+def single(prompt, response, answer, record):
+    return misbehave(response)
+
+
+@batched
+def many(prompts, responses, answers, records):
+    return [misbehave(response) for response in responses]
+
+
+@batched
+def short(prompts, responses, answers, records):
+    return [1.0] * (len(responses) - 1)
+
+
+@batched
+def one_for_all(prompts, responses, answers, records):
+    return [1.0]
+
+
+@batched
+def a_number(prompts, responses, answers, records):
+    return 1.0
+
+
+async def waits(prompt, response, answer, record):
+    await asyncio.sleep({"await": 1000, "value 9": 0.3}.get(response, 0))
+    return misbehave(response)
+
+
+@batched
+async def waits_for_many(prompts, responses, answers, records):
+    await asyncio.sleep(0.01)
+    return [misbehave(response) for response in responses]
+
+
+def all_arguments(prompt, response, answer, record):
+    return len(prompt) + 10 * len(response) + 100 * len(answer) + 1000 * record["n"]
+
+
+def heavy(prompt, response, answer, record):
+    return float(any(name in sys.modules for name in ("jax", "numpy", "flax")))
+
+
+def out_of_memory(prompt, response, answer, record):
+    with open("/proc/self/oom_score_adj") as file:
+        return float(file.read())
+
+
+class Unloadable:
+    def __reduce__(self):
+        return (os._nothing, ())
+"""
