@@ -110,7 +110,7 @@ def die_at(case: Case, workdir: Path) -> None:
 
 
 def forked(case: Case, workdir: Path, *, dies: bool) -> int:
-    """How a run in a process of its own ends: 0, 1, or minus the signal."""
+    """Exit code of a run in a process of its own: 0, 1, or minus the signal."""
     process = os.fork()
     if process:
         return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

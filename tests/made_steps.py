@@ -41,14 +41,14 @@ class Made:
     Attributes:
       generate: From problems and copies to a rollout.
       score: From a rollout to its scores, NaN where there is none.
-      further: What other roles the step calls.
+      other_roles: Other roles that the step calls, by name.
     """
 
     generate: Callable[[Sequence[Problem], int], Rollout]
     score: Callable[[Rollout], Sequence[float]]
     asked: list[tuple[tuple[int, ...], Sampling, int]] = field(default_factory=list)
     minibatches: list[Experience] = field(default_factory=list)
-    further: dict[str, object] = field(default_factory=dict)
+    other_roles: dict[str, object] = field(default_factory=dict)
 
     def generate_sequences(self, problems, sampling, *, responses_per_prompt, seed) -> Future:
         self.asked.append((tuple(one.prompt_id for one in problems), sampling, responses_per_prompt))
@@ -83,7 +83,7 @@ class Made:
         def draw() -> list[Problem]:
             return [left.pop(0) for _ in range(prompts)]
 
-        roles = SimpleNamespace(actor=self, reward=self, **self.further)  # whoever calls another fails
+        roles = SimpleNamespace(actor=self, reward=self, **self.other_roles)  # whoever calls another fails
         work = StepInput(config, [problem(number) for number in range(prompts)], 0, algorithm.initial_state(), draw)
         result: StepResult = function_of(algorithm, "dataflow")(roles, work)
         return result, len(left)

@@ -27,7 +27,7 @@ def folder(programs, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def guessing(folder) -> list[Pretrained]:
-    """Of each seed, the policy from which all start but supervised training."""
+    """The policy of each seed, from which all start but supervised training."""
     return [exported(folder, "guess", seed=seed) for seed in range(3)]
 
 

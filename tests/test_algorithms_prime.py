@@ -50,7 +50,7 @@ def a_step(settings: PRIME, scores: dict[int, list[float]], *, lengths=(2, 3, 4,
         ids = np.asarray(rollout.sequences.prompt_id_B)
         return [scores[int(one)][row % 4] for row, one in enumerate(ids)]
 
-    made = Made(generate, score, further={"process_reward": process, "reference": process})
+    made = Made(generate, score, other_roles={"process_reward": process, "reference": process})
     result, _ = made.step(settings, prompts=prompts, copies=4, more=more)
     return made, process, result
 

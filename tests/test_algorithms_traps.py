@@ -68,7 +68,7 @@ EVERY = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS
 
 @dataclass
 class Trained:
-    """What a step trained on, row by row of the batch that was generated.
+    """Training data of a step, row by row of the batch that was generated.
 
     Attributes:
       policy: Minibatch of the actor.
@@ -80,7 +80,7 @@ class Trained:
     value: Experience | None
 
     def chosen(self, row: int, columns: np.ndarray) -> dict[str, np.ndarray]:
-        """What the chosen tokens of a response have in the two minibatches."""
+        """Numbers of a response's tokens in the two minibatches."""
         found = {}
         for name, batch in (("policy", self.policy), ("value", self.value)):
             if batch is None:
@@ -126,8 +126,8 @@ def trained(algorithm, columns=COMPACT, scores=SCORES, order=None, outside=0.0) 
     """One step on responses whose chosen tokens lie in these columns, in one update over all of them.
 
     Args:
-      order: Of the rows, which is prompt-major by itself.
-      outside: What sampler, trainer, reference and critic say of tokens that nobody chose.
+      order: Order of the rows, prompt-major by itself.
+      outside: Numbers of sampler, trainer, reference and critic for tokens that nobody chose.
     """
     order = np.arange(len(IDS)) if order is None else order
 

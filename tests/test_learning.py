@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
 
 OURS = ("NPROC", "JAX_PLATFORMS", "XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
-"""What conftest sets; a newcomer has one CPU device and optimised programs."""
+"""Environment that conftest sets; a newcomer has one CPU device and optimised programs."""
 
 
 def readme_block(mark: str) -> str:

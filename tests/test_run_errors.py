@@ -1,4 +1,4 @@
-"""What a run refuses: in one line that says what to do, quickly, and before it has trained anything."""
+"""Refusals of a run: in one line that says what to do, quickly, and before it has trained anything."""
 
 import json
 import os
@@ -189,6 +189,6 @@ def test_a_silent_hub_is_not_waited_for(case, files, tmp_path, monkeypatch, caps
 
 
 def cpu_seconds() -> float:
-    """Of the children so far."""
+    """Processor time of the children so far."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

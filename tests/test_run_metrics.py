@@ -1,4 +1,4 @@
-"""What a run writes down, and what becomes of it when a reward function misbehaves."""
+"""Metrics and files of a run whose reward function misbehaves."""
 
 import contextlib
 import gzip
@@ -67,7 +67,7 @@ EVERY_STEP = {
 
 
 def failure(sample: dict) -> str | None:
-    """How the reward fails on a sample's problem, by the rule above."""
+    """The reward's failure on a sample's problem, by the rule above."""
     question = sample["prompt"].removeprefix("<|user|>").removesuffix("<|assistant|>")
     return FAILURES.get(zlib.crc32(question.encode()) % 16)
 

@@ -84,7 +84,7 @@ def hidden(params, worker, sequences):
 
 
 def answer_logp(params, worker, sequences, pairs):
-    """Of chosen and rejected answers in turn, by log softmax over the whole vocabulary."""
+    """Log-probabilities of chosen and rejected answers in turn, by log softmax over the whole vocabulary."""
     logits = models.logits(params, worker.config, hidden(params, worker, sequences)[:, :-1])
     logp_BT = jnp.take_along_axis(jax.nn.log_softmax(logits), sequences.token_BT[:, 1:, None], axis=-1)[:, :, 0]
     ends = [(len(pair.prompt_tokens), len(answer)) for pair, answer in answers_of(pairs)]

@@ -47,7 +47,7 @@ MOVES = {
     "PRIME": prime_moves,  # its process reward model
     "SafeRLHF": safe_rlhf_moves,  # its multiplier, both critics and its examples
 }
-"""What shows in the numbers of a case, so that a run which had lost it would have others."""
+"""Traces of a case in its numbers, so that a run which had lost it would have others."""
 
 
 @pytest.fixture(scope="module")

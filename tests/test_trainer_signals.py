@@ -1,4 +1,4 @@
-"""How runs end: the first Ctrl-C lets a step be finished and saved, the second does not, and no error hides another."""
+"""Ends of runs: the first Ctrl-C lets a step be finished and saved, the second does not, and no error hides another."""
 
 import errno
 import gc
@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
-from test_controller_loop import Log, run
+from test_trainer_loop import Log, run
 from tiny_runs import get_config
 
 import jaxrlhf

@@ -1,4 +1,4 @@
-"""How a step puts a correction into its minibatches, without a model."""
+"""Importance weights in the minibatches of a step, without a model."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What accuracy on held-out problems is of."""
+"""Accuracy on held-out problems is of the first reward."""
 
 from dataclasses import replace
 from types import SimpleNamespace
