@@ -47,12 +47,6 @@ def test_a_layer_is_the_sum_of_its_matrix_products(model: ModelConfig) -> None:
         )
 
 
-def test_heads_read_the_vocabulary_or_one_number() -> None:
-    assert head_flops(DENSE, "lm", tokens=5) == 2 * 5 * 32 * 64
-    assert head_flops(replace(DENSE, tie_embeddings=True), "lm", tokens=5) == 2 * 5 * 32 * 64
-    assert head_flops(DENSE, "value", tokens=5) == 2 * 5 * 32
-
-
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_the_forward_pass_multiplies_as_often_as_xla_says(kv_heads: int) -> None:
     # One layer: XLA counts the body of a loop once.
@@ -117,78 +111,12 @@ def test_chunks_of_logits_are_computed_as_often_as_xla_says(chunk_tokens: int | 
     assert (update_s - layers) / TOKENS * at_once == pytest.approx(counted, rel=0.02)
 
 
-@pytest.mark.parametrize("head", ["value", "score"])
-@pytest.mark.parametrize("software", [HALVES, ONE_WITH_HEAD], ids=["all stages", "last stage"])
-def test_a_head_of_one_number_has_no_logits_to_compute_again(head, software: Software) -> None:
-    again, kept = (
-        update_cost(trained(DENSE, head=head), Layout(4), WORK, replace(software, recomputes_logits=twice), UNIT)
-        for twice in (True, False)
-    )
-    assert again == kept
-    layers = 3 * 4 * naive_layer_flops(DENSE, tokens=TOKENS, context=16)
-    assert kept.compute_s == pytest.approx((layers + 3 * 2 * TOKENS * 32) / 4)
-
-
-def test_scoring_computes_logits_once_whatever_training_does() -> None:
-    once, again = (
-        forward_cost(trained(DENSE), Layout(4), WORK, replace(HALVES, recomputes_logits=twice), UNIT)
-        for twice in (False, True)
-    )
-    assert once == again
-
-
 @pytest.mark.parametrize("layout", SPLITS)
 def test_scoring_is_one_forward_pass_of_all_responses(layout: Layout) -> None:
     cost = forward_cost(trained(GROUPED), layout, WORK, HALVES, UNIT)
     expected = 4 * naive_layer_flops(GROUPED, tokens=TOKENS, context=16) + LM_HEAD
     assert cost.compute_s == pytest.approx(expected / 16)
     assert cost.memory_s == cost.host_s == cost.overhead_s == 0
-
-
-def test_logits_are_of_responses_alone() -> None:
-    for budget, microbatches, tokens in [(None, 16, 64), (190, 6, 180)]:  # a row of 180 holds 11 of 64
-        layout = Layout(1)
-        costs = {
-            head: [
-                forward_cost(
-                    trained(DENSE, head=head, tokens_per_microbatch=budget),
-                    layout,
-                    WORK,
-                    replace(HALVES, reads_responses=reads),
-                    UNIT,
-                ).compute_s
-                for reads in (False, True)
-            ]
-            for head in ("lm", "value")
-        }
-        every, read = costs["lm"]
-        assert every - read == pytest.approx(2 * 32 * 64 * (microbatches * tokens - 64 * 6))
-        assert costs["value"][0] == costs["value"][1]
-
-
-def test_scores_behind_the_mask_are_half_of_them() -> None:
-    whole, skipped = (
-        forward_cost(trained(DENSE), Layout(1), WORK, replace(HALVES, skips_masked=skips), UNIT).compute_s
-        for skips in (False, True)
-    )
-    assert whole - skipped == 4 * TOKENS * 4 * 4 * 8 * 16 / 2
-
-
-def test_rate_and_efficiency_divide_the_products() -> None:
-    slow = forward_cost(trained(DENSE), Layout(1), WORK, HALVES, UNIT).compute_s
-    fast = replace(UNIT, matmul_flops_per_s=100.0, matmul_efficiency=0.25)
-    assert forward_cost(trained(DENSE), Layout(1), WORK, HALVES, fast).compute_s == pytest.approx(slow / 25)
-
-
-@pytest.mark.parametrize(("every", "sums"), [(True, 4), (False, 1)])
-def test_gradients_are_summed_over_replicas_in_a_microbatch_or_an_update(every: bool, sums: int) -> None:
-    # 16 rows of a replica, 4 at a time; an all-reduce moves twice 3/4 of two bytes for each weight.
-    software = replace(HALVES, reduces_every_microbatch=every)
-    cost = update_cost(trained(DENSE), Layout(4), WORK, software, UNIT)
-    assert cost.collective_s == pytest.approx(sums * 2 * 3 / 4 * weights_of(DENSE) * 2)
-    assert cost.idle_s == 0
-    wide = update_cost(trained(DENSE), Layout(4), WORK, replace(software, gradient_bytes=4), UNIT)
-    assert wide.collective_s == pytest.approx(2 * cost.collective_s)
 
 
 @pytest.mark.parametrize(
@@ -213,22 +141,6 @@ def test_sharded_weights_move_three_times_where_replicas_move_twice() -> None:
     assert forward_cost(role, Layout(8), WORK, HALVES, UNIT).collective_s == 0
 
 
-def test_weights_are_gathered_and_gradients_scattered_in_each_microbatch() -> None:
-    # 8 rows of a shard, 2 at a time: in each of 4 microbatches two gathers and one scatter, of 7 steps each.
-    cost = update_cost(trained(DENSE, rows_per_microbatch=2), Layout(1, 8), WORK, HALVES, STEPS)
-    assert cost.collective_s == pytest.approx(4 * 3 * 7)
-    # Gradients in four bytes: two gathers of two bytes and one scatter of four.
-    wide = update_cost(trained(DENSE, rows_per_microbatch=64), Layout(1, 8), WORK, Software(gradient_bytes=4), UNIT)
-    assert wide.collective_s == pytest.approx(weights_of(DENSE) * 7 / 8 * (2 + 2 + 4))
-
-
-def test_replicas_of_sharded_weights_sum_only_their_shard() -> None:
-    role = trained(DENSE, rows_per_microbatch=64)
-    cost = update_cost(role, Layout(2, 4), WORK, HALVES, UNIT)
-    sharded = 3 * weights_of(DENSE) * 2 * 3 / 4
-    assert cost.collective_s == pytest.approx(sharded + 2 * 1 / 2 * weights_of(DENSE) / 4 * 2)
-
-
 @pytest.mark.parametrize(("remat", "reduces"), [(False, 4), (True, 6)])
 def test_tensor_shards_reduce_twice_a_layer_in_each_pass(remat: bool, reduces: int) -> None:
     """Megatron-LM (arXiv:1909.08053), section 3: two all-reduces forward and two backward in each layer."""
@@ -242,16 +154,6 @@ def test_tensor_shards_reduce_twice_a_layer_in_each_pass(remat: bool, reduces: i
     assert forward_cost(role, Layout(1, 1, 1, 4), WORK, HALVES, UNIT).collective_s == pytest.approx(
         4 * 2 * 2 * 3 / 4 * TOKENS * 32 * 2
     )
-
-
-@pytest.mark.parametrize("layout", SPLITS)
-def test_the_optimizer_reads_gradients_and_reads_and_writes_the_rest(layout: Layout) -> None:
-    software = Software(weight_bytes=4, gradient_bytes=2, optimizer_bytes=8, adds_gradients=False)
-    held = weights_of(DENSE) / (layout.fsdp * layout.stage * layout.tensor)
-    cost = update_cost(trained(DENSE), layout, WORK, software, UNIT)
-    assert cost.memory_s == pytest.approx(held * (2 + 2 * 4 + 2 * 8))
-    quarter = replace(UNIT, memory_bytes_per_s=0.5, memory_efficiency=0.5)
-    assert update_cost(trained(DENSE), layout, WORK, software, quarter).memory_s == pytest.approx(4 * cost.memory_s)
 
 
 def test_updates_repeat_the_optimizer_and_epochs_the_rest() -> None:
@@ -274,20 +176,6 @@ def test_a_batch_that_does_not_divide_costs_as_its_largest_share() -> None:
             for responses in (65, 80, 64)
         )
         assert uneven == even == pytest.approx(less * 5 / 4)
-
-
-def test_programs_and_layers_are_started_as_often_as_they_run() -> None:
-    starts = replace(UNIT, dispatch_overhead_s=1.0)
-    launches = replace(UNIT, layer_overhead_s=1.0)
-    # 64 rows, 4 at a time.
-    assert update_cost(trained(DENSE), Layout(1), WORK, HALVES, starts).overhead_s == 16 + 1
-    assert forward_cost(trained(DENSE), Layout(1), WORK, HALVES, starts).overhead_s == 16
-    assert forward_cost(trained(DENSE), Layout(1), WORK, HALVES, launches).overhead_s == 16 * 4
-    # A budget of 128 tokens over 2 shards is a row of twice the longest on each, into which 3 of 32 responses fit.
-    by_tokens = trained(DENSE, tokens_per_microbatch=128)
-    assert forward_cost(by_tokens, Layout(1, 2), WORK, HALVES, starts).overhead_s == 11
-    assert forward_cost(by_tokens, Layout(2, 1), WORK, HALVES, starts).overhead_s == 11
-    assert forward_cost(by_tokens, Layout(16, 4), WORK, HALVES, starts).overhead_s == 1
 
 
 def test_a_budget_of_tokens_is_computed_whether_it_is_filled_or_not() -> None:

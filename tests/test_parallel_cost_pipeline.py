@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from unit_machines import DENSE, FREE, HALVES, STEPS, TOKENS, UNIT, WORK, naive_layer_flops, trained, weights_of
+from unit_machines import DENSE, FREE, HALVES, TOKENS, UNIT, WORK, naive_layer_flops, trained
 
 from jaxrlhf.config import Layout
 from jaxrlhf.planner.cost.batches import batch_of
@@ -71,21 +71,6 @@ def test_stages_take_as_long_as_a_schedule_played_part_by_part(
     assert cost.compute_s + cost.idle_s == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("stage", "rows", "software", "count"), PIPELINES)
-def test_stages_idle_while_the_pipeline_fills_and_drains(stage: int, rows: int, software: Software, count: int) -> None:
-    """Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1: (p - 1) / m of the time at work."""
-    role = trained(DENSE, rows_per_microbatch=rows)
-    idle = (stage - 1) / count * LAYERS / stage
-    assert update_cost(role, Layout(1, 1, stage), WORK, software, UNIT).idle_s == pytest.approx(3 * idle)
-    assert forward_cost(role, Layout(1, 1, stage), WORK, software, UNIT).idle_s == pytest.approx(idle)
-
-
-def test_microbatches_one_after_another_fill_the_pipeline_each() -> None:
-    # 8 rows at a time are 8 parts through 4 stages, and not 16.
-    role = trained(DENSE, rows_per_microbatch=8)
-    assert forward_cost(role, Layout(1, 1, 4), WORK, HALVES, UNIT).idle_s == pytest.approx(3 / 8 * LAYERS / 4)
-
-
 def test_a_head_that_all_stages_share_is_no_part_of_the_pipeline() -> None:
     small, large = (trained(replace(DENSE, vocab_size=size), rows_per_microbatch=64) for size in (64, 1_000_000))
     for cost_of, heads in [(update_cost, 4), (forward_cost, 1)]:
@@ -107,50 +92,6 @@ def test_other_stages_wait_while_the_last_one_reads_the_vocabulary() -> None:
     assert shared.compute_s + shared.idle_s == pytest.approx(layers + head / 4)
 
 
-def test_stages_idle_through_the_starts_and_reductions_of_others_layers() -> None:
-    # 16 parts through 4 stages of one layer: each stage runs 16 of them, and idles through 3.
-    role = trained(DENSE, rows_per_microbatch=64)
-    launches = replace(PRODUCTS, matmul_flops_per_s=FREE, layer_overhead_s=1.0)
-    assert forward_cost(role, Layout(1, 1, 4), WORK, HALVES, launches).idle_s == pytest.approx(3)
-    # Two all-reduces of 2 steps each.
-    steps = replace(STEPS, matmul_flops_per_s=FREE)
-    assert forward_cost(role, Layout(1, 1, 4, 2), WORK, HALVES, steps).idle_s == pytest.approx(3 * 2 * 2)
-
-
-def test_a_head_on_all_stages_is_given_what_the_last_one_returns() -> None:
-    role = trained(DENSE, rows_per_microbatch=64)
-    last, every = (
-        update_cost(role, Layout(1, 1, 4), WORK, software, UNIT).collective_s for software in (ON_LAST, HALVES)
-    )
-    assert every - last == pytest.approx(2 * 2 * 3 / 4 * TOKENS * 32 * 2)
-
-
-def test_stages_send_the_residual_stream_or_their_part_of_it() -> None:
-    role = trained(DENSE, rows_per_microbatch=64)
-    # 16 parts through 4 stages: 19 ticks forward and 19 backward.
-    sent = 2 * 19 * TOKENS / 16 * 32 * 2
-    assert update_cost(role, Layout(1, 1, 4), WORK, ON_LAST, UNIT).collective_s == pytest.approx(sent)
-    whole, part = (
-        update_cost(role, Layout(1, 1, 4, 2), WORK, replace(ON_LAST, scatters_between_stages=scatters), UNIT)
-        for scatters in (False, True)
-    )
-    assert whole.collective_s - part.collective_s == pytest.approx(sent / 2)
-    assert forward_cost(role, Layout(1, 1, 4), WORK, ON_LAST, UNIT).collective_s == pytest.approx(sent / 2)
-
-
-def test_sharded_weights_come_and_gradients_go_at_every_tick() -> None:
-    # 32 rows of a shard are 16 parts through 4 stages: 19 ticks. Two gathers and one scatter, and two sends.
-    role = trained(DENSE, rows_per_microbatch=64)
-    layout = Layout(1, 2, 4)
-    assert update_cost(role, layout, WORK, ON_LAST, STEPS).collective_s == pytest.approx(19 * (3 + 2))
-    assert forward_cost(role, layout, WORK, ON_LAST, STEPS).collective_s == pytest.approx(19 * (1 + 1))
-    sent = 2 * 19 * TOKENS / 2 / 16 * 32 * 2
-    shard = weights_of(DENSE) / 4 / 2
-    for gradient, moved in [(2, 2 + 2 + 2), (4, 2 + 2 + 4)]:
-        cost = update_cost(role, layout, WORK, replace(ON_LAST, gradient_bytes=gradient), UNIT)
-        assert cost.collective_s == pytest.approx(19 * shard * moved + sent)
-
-
 @pytest.mark.parametrize(("layout", "parts", "ticks", "senders"), [
     (Layout(1, 1, 2, 8), 8, 9, 8), (Layout(1, 1, 4, 4), 16, 19, 4),
 ])  # fmt: skip
@@ -165,9 +106,3 @@ def test_stages_on_two_machines_meet_over_the_network(layout: Layout, parts: int
     assert update_cost(role, layout, WORK, HALVES, CLUSTER).collective_s == pytest.approx(sent + returned)
     steps = replace(CLUSTER, network_bytes_per_s=FREE, network_latency_s=1.0)
     assert update_cost(role, layout, WORK, ON_LAST, steps).collective_s == pytest.approx(2 * ticks)
-
-
-def test_a_pipeline_inside_a_machine_sends_nothing_over_the_network() -> None:
-    role = trained(WIDE, rows_per_microbatch=64)
-    for layout in (Layout(1, 1, 4, 2), Layout(1, 1, 2, 4), Layout(1, 1, 4, 1), Layout(1, 2, 2, 2)):
-        assert update_cost(role, layout, WORK, HALVES, CLUSTER).collective_s == pytest.approx(0, abs=1e-9)

@@ -14,7 +14,6 @@ from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.search.layouts import (
-    divisors,
     generation_layouts,
     pool_sizes,
     role_layouts,
@@ -120,18 +119,6 @@ def test_the_layouts_are_all_that_fill_the_devices_and_divide_every_dimension(mo
             assert {sizes(layout) for layout in found} == expected
             assert len(found) == len(expected)
             assert {(layout.generation_stage, layout.generation_tensor) for layout in found} == {(1, 1)}
-
-
-def test_layouts_of_a_model_counted_by_hand():
-    # 4 key-value heads and 28 layers on 8 devices: copies of 1, 2, 4 by tensor times 1, 2, 4 by stage, at most 8,
-    # of 7 and 14 stages none; what is left is 8, 4, 4, 2, 2, 2, 1, 1 devices and splits in 4, 3, 3, 2, 2, 2, 1, 1 ways.
-    machine = machines(machines=1, devices_per_machine=8)
-    assert len(trained(QWEN_7B, 8, machine)) == 4 + 3 + 3 + 2 + 2 + 2 + 1 + 1
-    assert len(trained(QWEN_7B, 8, machine, fsdp=False)) == 8
-    # Heads split 8 ways, the tensor group of a machine is not wider.
-    wide = trained(LLAMA_70B, 64, machines(machines=8, devices_per_machine=8, network_bytes_per_s=1.0))
-    assert max(layout.tensor for layout in wide) == 8
-    assert {layout.stage for layout in wide} == {1, 2, 4, 8, 16}
 
 
 def test_experts_are_split_by_their_own_width():
@@ -340,7 +327,3 @@ def test_pools_taken_in_order_do_not_straddle_machines(count, machine):
                 last = start + devices - 1
                 assert start // machine == last // machine or start % machine == devices % machine == 0
     assert looked > 10
-
-
-def test_divisors():
-    assert [divisors(n) for n in (1, 7, 12)] == [[1], [1, 7], [1, 2, 3, 4, 6, 12]]
