@@ -157,6 +157,21 @@ def test_what_ends_a_run_is_one_message(command, failure, monkeypatch, capsys):
         runpy.run_module(f"jaxrlhf.{command}", run_name="__main__")
 
 
+def test_an_evaluation_names_the_policy_that_diverged(files, monkeypatch, capsys):
+    def diverge(*_, **__):
+        raise DIVERGED
+
+    monkeypatch.setattr("jaxrlhf.trainer.policy.launch", diverge)
+    arguments = f"--config ppo_gsm8k {SIZES} --data.path {files}/data --policy {files}/model"
+    monkeypatch.setattr(sys, "argv", ["evaluate", *arguments.split()])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("jaxrlhf.evaluate", run_name="__main__")
+    shown = capsys.readouterr().err
+    assert end.value.code == 1
+    assert shown.startswith(f"error: the policy of {files}/model gives logits that are not finite: its weights div")
+    assert shown.count("\n") == 1
+
+
 # Users have no torch, which is here for the sake of other tests; transformers spends a second on it where it is.
 WITHOUT_TORCH = """
 import importlib.util, runpy

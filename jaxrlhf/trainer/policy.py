@@ -1,12 +1,14 @@
 """Trained policies outside their run: export to Hugging Face, evaluation of any checkpoint."""
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import jax.numpy as jnp
 
+from jaxrlhf.batch import Diverged
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Refusal, Sampling
 from jaxrlhf.data import decoder, load_tokenizer, misread
@@ -141,7 +143,12 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
         else:
             adapters = None
     phase = Phase(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start, adapters=adapters)
-    with console, closing(launch(config, tokenizer, progress=console.progress, workdir=None)) as pools:
+    named = str(place if from_run else policy) + (f", step {step}," if from_run else "")
+    with (
+        console,
+        _naming_the_policy(named),
+        closing(launch(config, tokenizer, progress=console.progress, workdir=None)) as pools,
+    ):
         with closing(pools.roles(phase)) as roles:
             sampling = config.rollout.sampling if samples > 1 else Sampling(greedy=True)
             metrics, rollout, scores = evaluate(roles, config, held_out, sampling=sampling, samples=samples)
@@ -150,6 +157,18 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     rows = [("evaluation", name.removeprefix("eval/"), f"{value:.4g}", "") for name, value in metrics.items()]
     console.print(SettingsTable(rows, title=str(place)))
     return metrics
+
+
+@contextmanager
+def _naming_the_policy(policy: str) -> Iterator[None]:
+    """Name the policy that diverged; the workers' own message is for a run in training."""
+    try:
+        yield
+    except Diverged as error:
+        raise Diverged(
+            f"the policy of {policy} gives logits that are not finite: its weights diverged or overflow; "
+            "evaluate an earlier checkpoint with --step, or train again with a lower learning rate"
+        ) from error
 
 
 def _chosen(checkpoints: Checkpoints, step: int | None) -> int:
