@@ -1,4 +1,4 @@
-"""One of two processes that share a mesh: switch layouts, hand weights to an island, go back; choose kernels.
+"""One of two processes that share a mesh: switch layouts, hand weights to a submesh, go back; choose kernels.
 
 python switching_process.py PORT RANK
 """
@@ -16,7 +16,7 @@ from jaxrlhf.models.attention import kernel_choice
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
-from jaxrlhf.sharding.submesh import hand_over, local_island
+from jaxrlhf.sharding.submesh import hand_over, local_submesh
 
 DIMS = {"layers": ("layers", "mlp"), "table": ("vocab", "embed")}
 SHAPES = {"layers": jax.ShapeDtypeStruct((8, 16), jnp.float32), "table": jax.ShapeDtypeStruct((64, 4), jnp.float32)}
@@ -59,9 +59,9 @@ def main() -> None:
     params = jax.jit(build, out_shardings=hybrid.train)()
     weights, _ = hybrid.to_generation(params)
     check(weights)
-    island = local_island(meshes[1])
-    assert [device.process_index for device in island.devices.flat] == [rank] * 4
-    views = hand_over(weights, island)
+    submesh = local_submesh(meshes[1])
+    assert [device.process_index for device in submesh.devices.flat] == [rank] * 4
+    views = hand_over(weights, submesh)
     check(views)
     for name, view in views.items():
         assert view.is_fully_addressable and not weights[name].is_fully_addressable

@@ -24,7 +24,7 @@ from jaxrlhf.planner.workload import Role
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, TENSOR_AXES, factored_mesh, generation_mesh
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, check_divisible, laid_out, shard_bytes, shardings
-from jaxrlhf.sharding.submesh import island_of
+from jaxrlhf.sharding.submesh import submesh_of
 
 MODEL = ModelConfig("qwen3_moe", 64, 32, 48, 2, 4, 4, 8, experts=Experts(4, 2, 16))
 ROUTED = 2 * 4 * 3 * 32 * 16
@@ -101,7 +101,7 @@ def test_replicas_with_divided_experts_lie_within_the_processes_that_can_run_the
         for stage, tensor in generation_layouts(actor(MODEL), 8, hardware):
             whole = replace(layout, generation_stage=stage, generation_tensor=tensor)
             runs = accepted(generation_mesh, whole, jax.devices()) and all(
-                accepted(island_of, generation_mesh(whole, jax.devices()), jax.devices()[start : start + machine])
+                accepted(submesh_of, generation_mesh(whole, jax.devices()), jax.devices()[start : start + machine])
                 for start in range(0, 8, machine)
             )
             if layout.expert > 1:

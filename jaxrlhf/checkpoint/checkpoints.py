@@ -44,7 +44,7 @@ class _Best(checkpoint_managers.PreservationPolicy):
 
 @dataclass
 class _ItemArgs(ocp.args.CheckpointArgs):
-    """What orbax hands to `_ItemHandler`, to save as to restore."""
+    """Arguments that orbax hands to `_ItemHandler`, to save as to restore."""
 
     item: Item
 
@@ -107,7 +107,7 @@ class _ItemHandler(handlers.AsyncCheckpointHandler):
 
 @contextmanager
 def _naming(place: Path) -> Iterator[None]:
-    """What is raised within says where it read; libraries' errors do not."""
+    """Have errors raised within say which file was read; libraries' errors do not."""
     try:
         yield
     except Exception as error:
@@ -157,7 +157,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def folder(self, step: int, item: str) -> Path:
-        """Where one item of a checkpoint lies, for `TreeItem.restore`."""
+        """Folder of one item of a checkpoint, for `TreeItem.restore`."""
         return self.directory / f"{_PREFIX}_{step}" / item
 
     def save(
@@ -207,7 +207,7 @@ class Checkpoints:
           targets: `jax.ShapeDtypeStruct`s with shardings, by item name.
 
         Raises:
-          Refusal: As in `restore`.
+          Refusal: No such checkpoint, or one that does not fit; see `restore`.
         """
         trees: dict[str, Any] = {}
         items = {
@@ -223,14 +223,14 @@ class Checkpoints:
           target: `jax.ShapeDtypeStruct`s with shardings.
 
         Raises:
-          Refusal: As in `restore`.
+          Refusal: No such checkpoint, or one that does not fit; see `restore`.
         """
         contents = self._host_state(step)
         self._check(name, step, contents["arrays"], TreeItem(lambda: target, lambda tree: None).describe())
         return read_each(self.folder(step, name), target)
 
     def _host_state(self, step: int) -> dict[str, Any]:
-        """What `save` wrote beside the arrays, and their dtypes and shapes."""
+        """State that `save` wrote beside the arrays, and their dtypes and shapes."""
         with _naming(self.folder(step, "host")):
             return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 

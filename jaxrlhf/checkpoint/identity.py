@@ -1,4 +1,4 @@
-"""What a checkpoint is, wherever it lies: told by its config.json and a little of each file of its weights."""
+"""Fingerprint of a checkpoint, wherever it lies: its config.json and a little of each file of its weights."""
 
 import hashlib
 from pathlib import Path
@@ -16,7 +16,7 @@ def identity(path: str | Path, *, fetch: bool = False) -> dict[str, str] | None:
     that takes a thousandth of its file.
 
     Args:
-      path: Of a checkpoint, converted or not, or a hub id.
+      path: Directory of a checkpoint, converted or not, or a hub id.
       fetch: Download the weights of a hub id first.
     """
     directory = resolve(path, weights=fetch)

@@ -56,7 +56,7 @@ class TreeItem:
         return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
     def save(self, directory: Path) -> None:
-        """As in `Item`.
+        """Start writing into an empty directory; see `Item`.
 
         Raises:
           Refusal: This host does not see the directory.

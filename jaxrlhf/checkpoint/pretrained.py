@@ -29,7 +29,7 @@ _DTYPES = "dtypes.json"
 
 
 def is_converted(path: str | Path) -> bool:
-    """Whether a path is a converted checkpoint's."""
+    """True if a path is a converted checkpoint's."""
     return _weights(path).is_dir()
 
 
@@ -66,7 +66,7 @@ def check_pretrained(path: str | Path, config: ModelConfig, head: Head) -> None:
     """Refuse what `load_pretrained` could not read, without reading any weights.
 
     Raises:
-      Refusal: As `check_params`.
+      Refusal: A tensor is missing, or has another shape than the model's.
     """
     if not is_converted(path):
         return check_params(path, config, head)
@@ -88,7 +88,7 @@ def export_converted(
     """Write a converted checkpoint as a Hugging Face one again; one array at a time is in memory.
 
     Args:
-      dtype: Of the tensors; None is what each was converted in.
+      dtype: Dtype of the tensors; None is what each was converted in.
       progress: Told how many bytes are written, and of how many.
 
     Raises:
@@ -123,7 +123,7 @@ def convert(
     Args:
       source: Local directory or hub id.
       directory: New, on a file system that all processes see.
-      dtype: Of the arrays; None is that of their tensors.
+      dtype: Dtype of the arrays; None is that of their tensors.
       progress: Told how many bytes are read, and of how many.
 
     Raises:
@@ -153,7 +153,7 @@ def convert(
 
 
 def _kept_dtypes(path: str | Path) -> dict[str, str]:
-    """What each tensor was converted in, by its name."""
+    """Dtype that each tensor was converted in, by its name."""
     file = _weights(path) / _DTYPES
     try:
         return dict(json.loads(file.read_text()))

@@ -1,4 +1,4 @@
-"""What an engine refuses: sizes that fit neither model nor mesh, and requests that it cannot answer."""
+"""Refusals of an engine: sizes that fit neither model nor mesh, and requests that it cannot answer."""
 
 from collections.abc import Sequence
 

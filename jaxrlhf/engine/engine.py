@@ -42,7 +42,7 @@ PREFILL_TOKENS = 2048
 """Tokens that one prefill aims at, padding included; a longer prompt is run chunk by chunk."""
 
 CHUNK_TOKENS = 512
-"""Of such a prompt, run together: enough to fill products, and few of its last chunk are padding."""
+"""Tokens of a long prompt that run together: enough to fill products, and few of the last chunk are padding."""
 
 FEWEST_SLOTS = 8
 """A token takes hardly less time in fewer slots of one replica."""
@@ -56,10 +56,10 @@ class Engine:
     Args:
       mesh: Auto axes.
       slots: Responses decoded together; rounded up to a multiple of the replicas.
-      prompts: That come at a time, if that is known: a prefill has no more rows than they fill.
+      prompts: Prompts that come at a time, if that is known: a prefill has no more rows than they fill.
       stop_tokens: Ids that end a response; they are kept in it.
       decode_tokens_per_dispatch: Tokens decoded by one program call before slots refill.
-      dtype: Of activations and of the cache.
+      dtype: Dtype of activations and of the cache.
       slot_axes: Mesh axes that split the slots.
       kv_head_axis: Mesh axis that splits the key-value heads of the cache.
       stage_axis: Mesh axis that divides the layers, of the weights and of the cache.
@@ -72,7 +72,7 @@ class Engine:
       slots: After rounding. Where no request waits for a slot any more, decoding goes on with those in use.
       prefill_prompts, insertions: Rows of a prefill, and of an insertion.
       prefilled_prompts: Prompts that `prefill` ran so far.
-      attention: As given.
+      attention: Kernels that the engine was given.
 
     Raises:
       Refusal: Sizes that do not fit the model or the mesh.

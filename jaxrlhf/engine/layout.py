@@ -1,4 +1,4 @@
-"""Where the engine's arrays lie on its mesh."""
+"""Shardings of the engine's arrays."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jaxrlhf.models.attention.pages import PagedCache
 
 
 class Layout:
-    """Where the arrays of the programs lie.
+    """Shardings of the arrays of the engine's programs.
 
     A prefill splits its rows, but what it returns is whole on every replica (heads stay
     split), so that any slot can take any prompt: one all-gather for a prefill, none for an insertion.
@@ -36,7 +36,7 @@ class Layout:
 
 
 def same_layout(old: tuple[bool, list], new: tuple[bool, list]) -> bool:
-    """Whether programs compiled for the old arrays take the new ones, whose layers have a stack if they did."""
+    """True if programs compiled for the old arrays take the new ones, whose layers have a stack if they did."""
     (stacked, before), (still_stacked, now) = old, new
     return (
         stacked == still_stacked

@@ -1,11 +1,11 @@
-"""Which pages hold which slot's tokens: bookkeeping that knows no array."""
+"""Block manager: which pages hold which slot's tokens; it knows no array."""
 
 from collections.abc import Sequence
 
 from jaxrlhf.models.attention.pages import NO_PAGE
 
 _Beginning = tuple[int | None, tuple[int, ...]]
-"""What a full page of a prompt holds: its tokens, after those of the page before it, which is there as long."""
+"""Content of a full page of a prompt: its tokens, after those of the page before it, which is there as long."""
 
 
 class PageBook:

@@ -14,11 +14,11 @@ from jaxrlhf.engine.prefilled import Prefilled
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS, PagedCache
 
 _SIXTEENTHS = (2, 3, 4, 6, 8, 12, 16)
-"""Of the pages that there would be if every slot held the longest sequence: at most a third is unused."""
+"""Sizes of the cache, as shares of the pages for longest sequences in all slots: at most a third is unused."""
 
 
 class PageCache:
-    """As `SlotCache`, in pages. Each replica has its own; all have as many as the fullest one needs.
+    """A cache in pages, in place of `SlotCache`. Each replica has its own; all have as many as the fullest one needs.
 
     Memory follows the sum of the lengths, where slots of one capacity take the longest for each. A response that
     ends gives its pages to others, and responses to one prompt share those that it fills.
@@ -30,7 +30,7 @@ class PageCache:
     Attributes:
       arrays: What `decode` takes, and gives back; no layers as long as nothing is cached.
       size: Pages of a replica; 0 without a cache.
-      sizes: That it may be, ascending.
+      sizes: Numbers of pages that it may have, ascending.
     """
 
     def __init__(self, compiled: Compiled, layout: Layout, *, slots: int, replicas: int, longest: int) -> None:
@@ -54,7 +54,7 @@ class PageCache:
         self.size = 0
 
     def sizes_for(self, tokens: int) -> tuple[int, ...]:
-        """Those that hold a sequence of so many tokens."""
+        """Sizes that hold a sequence of so many tokens."""
         return tuple(size for size in self.sizes if size * PAGE_TOKENS >= tokens)
 
     def grow(self, size: int) -> None:

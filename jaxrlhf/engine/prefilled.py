@@ -10,8 +10,8 @@ class Prefilled:
     """Prompts on the device, ready to be inserted any number of times.
 
     Attributes:
-      tokens: Of each prompt.
-      version: Of the weights that ran them.
+      tokens: Token ids of each prompt.
+      version: Version of the weights that ran them.
     """
 
     prompts: programs.Prompts

@@ -1,4 +1,4 @@
-"""What runs on the devices: prefill, insert and decode as pure functions of their state.
+"""Programs of the engine: prefill, insert and decode as pure functions of their state.
 
 `Engine` compiles them. Every slot is computed at every step; a slot that is not active draws
 nothing and keeps its state. How many slots there are, and how many tokens their cache holds, is
@@ -29,12 +29,12 @@ Cache = list[LayerCache] | PagedCache
 
 @dataclass(frozen=True)
 class Shape:
-    """What a program is compiled for, beside the lengths that vary between programs.
+    """Sizes that a program is compiled for, beside the lengths that vary between programs.
 
     Attributes:
       replicas: Parts that the slots are split into.
       tokens_per_dispatch: Most tokens that a slot draws in one `decode`.
-      dtype: Of activations and of the cache.
+      dtype: Dtype of activations and of the cache.
       pipeline: How layers are divided over stages; None where they are not.
       attention: Kernels for the engine's mesh.
       records_routing: Which experts tokens go through is kept.
@@ -100,7 +100,7 @@ class Slots(NamedTuple):
 
 
 class Window(NamedTuple):
-    """What one `decode` drew: row 0 is each slot's newest token at the start, the others follow.
+    """Tokens that one `decode` drew: row 0 is each slot's newest token at the start, the others follow.
 
     Attributes:
       token_WB: int32; `NO_TOKEN` where a slot drew nothing.
@@ -159,7 +159,7 @@ def prefill(
 
     Args:
       layers: From `unstack`; None reads those of `params`.
-      chunk_tokens: As `models.prefill` takes it. A model of one's own may run prompts whole all the same.
+      chunk_tokens: Tokens of a chunk, for `models.prefill`. A model of one's own may run prompts whole all the same.
     """
     how = {"dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
     how |= {"chunk_tokens": chunk_tokens} if layers is None else {"chunk_tokens": chunk_tokens, "layers": layers}
@@ -329,6 +329,6 @@ def _draw(logits_BV: Array, position_B: Array, of: Slots | Insertion, *, shape: 
 
 
 def _ended(token_B: Int[Array, "B"], drawn_B: Int[Array, "B"], *, shape: Shape) -> Bool[Array, "B"]:
-    """Whether a response ends with this token, its `drawn`-th."""
+    """True if a response ends with this token, its `drawn`-th."""
     stop_1N = jnp.array(shape.stop_tokens, jnp.int32)[None, :]
     return (token_B[:, None] == stop_1N).any(axis=-1) | (drawn_B >= shape.max_response_tokens)

@@ -34,7 +34,7 @@ class RoutingRecord:
             self._prompts[slot], self._parts[slot] = (choice_PSLk, row, length), []
 
     def add(self, slot: int, choice_WLk: Array | None) -> None:
-        """What the tokens that a window ran in the slot went through."""
+        """Add the experts of the tokens that a window ran in the slot."""
         if choice_WLk is not None:
             self._parts[slot].append(np.asarray(choice_WLk))
 

@@ -29,7 +29,7 @@ _DIGIT = 4
 
 
 class Settings(NamedTuple):
-    """How each slot draws; see `config.Sampling`.
+    """Sampling settings of each slot; see `config.Sampling`.
 
     Attributes:
       temperature_B: float32, above 0.
@@ -54,7 +54,7 @@ class Sampled(NamedTuple):
 
 
 def settings_of(sampling: config.Sampling, *, slots: int) -> Settings:
-    """The same settings for every slot, as host arrays."""
+    """One setting for all slots, as host arrays."""
     return Settings(
         temperature_B=np.full(slots, sampling.temperature, np.float32),
         top_p_B=np.full(slots, sampling.top_p, np.float32),

@@ -1,4 +1,4 @@
-"""Which request sits in which slot: bookkeeping that knows no array.
+"""Scheduler: which request sits in which slot; it knows no array.
 
 A request goes through four states: *queued* with its group; *prefilled*, when the group's
 prompt was handed to a prefill and the request waits for a slot; *placed* in a slot that draws
@@ -58,7 +58,7 @@ class Placement(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What one slot drew since it was last read.
+    """Tokens that one slot drew since it was last read.
 
     Attributes:
       active: Whether its response goes on; if not, the slot is free.

@@ -1,4 +1,4 @@
-"""What the host knows of the slots, and the windows that were dispatched and not read yet."""
+"""State of the slots on the host, and the windows that were dispatched and not read yet."""
 
 from collections import deque
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class SlotBook:
 
     @property
     def outlasts(self) -> bool:
-        """Whether a response may go on after the windows that were not read."""
+        """True if a response may go on after the windows that were not read."""
         return bool((self._cached_B + self.unread * self._window_tokens < self._limit_B)[self.taken_B].any())
 
     def start(self, slot: int, prompt_tokens: int, *, limit: int) -> None:

@@ -45,7 +45,7 @@ class SlotCache:
         self._rows = self._slots
 
     def sizes_for(self, tokens: int) -> tuple[int, ...]:
-        """Those that hold a sequence of so many tokens."""
+        """Sizes that hold a sequence of so many tokens."""
         return tuple(size for size in self.sizes if size >= tokens)
 
     def grow(self, size: int) -> None:

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 
 class LeafGrid(NamedTuple):
-    """How one leaf is wanted.
+    """A leaf's target: the grid of blocks that it is cut into.
 
     Attributes:
       path: Its name in the tree.
@@ -56,7 +56,7 @@ class Blocks(NamedTuple):
 
     Attributes:
       holders: Devices, of every process, that hold each block.
-      here: Those that this process can reach, with the block as an array of that device alone.
+      here: Blocks that this process can reach, with the block as an array of that device alone.
       made: Arrays that exist for this only. Deleting them frees `here`, but for the leaves that
         were right as they were.
     """
@@ -80,7 +80,7 @@ def grid_of(path: str, sharding: Sharding, array: Any) -> LeafGrid:
 
 
 def block_numbers(sharding: Sharding, grid: LeafGrid) -> dict[jax.Device, int]:
-    """Which block of the grid each device holds, or is to hold."""
+    """Number of the block that each device holds, or is to hold."""
     starts = _starts(sharding, grid.shape, grid.block_shape)
     return {device: _number(start, grid.ways) for device, start in starts.items()}
 
@@ -113,7 +113,7 @@ def as_blocks(leaves: Sequence[jax.Array], grids: Sequence[LeafGrid], *, share: 
 
 
 class _Plan(NamedTuple):
-    """How one leaf gets into its grid.
+    """Steps that bring one leaf into its grid.
 
     Attributes:
       sharding: What it is gathered to.
@@ -157,7 +157,7 @@ def _leading(axes: Sequence[str], mesh: Mesh, ways: int) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=16)
 def _prime_mesh(mesh: Mesh) -> tuple[Mesh, dict[str, tuple[str, ...]]]:
-    """The same devices in the same order with each axis split into its prime factors, and their names.
+    """A mesh of the devices in their order, each axis split into its prime factors, and the axes' names.
 
     So that four ways can be gathered to two by pairs, not all by all.
     """
@@ -215,7 +215,7 @@ def _numbers(plan: _Plan) -> Iterator[dict[jax.Device, int]]:
 
 
 def _starts(sharding: Sharding, shape: tuple[int, ...], part: tuple[int, ...]) -> dict[jax.Device, list[int]]:
-    """How many parts of that shape lie before each device's own, along each dimension."""
+    """Parts of that shape before each device's own, along each dimension."""
     return {
         device: [(where.start or 0) // (size or 1) for where, size in zip(index, part, strict=True)]
         for device, index in sharding.devices_indices_map(shape).items()
@@ -223,7 +223,7 @@ def _starts(sharding: Sharding, shape: tuple[int, ...], part: tuple[int, ...]) -
 
 
 def _number(position: Sequence[int], ways: Sequence[int]) -> int:
-    """Of a block in its grid, counted row by row."""
+    """Number of a block in its grid, counted row by row."""
     number = 0
     for at, size in zip(position, ways, strict=True):
         number = number * size + at

@@ -30,7 +30,7 @@ from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible
 
 @dataclass(frozen=True)
 class Switch:
-    """What one switch of layouts cost.
+    """Cost of one switch of layouts.
 
     Attributes:
       bytes_per_device: Most bytes that any device had to receive.
@@ -83,8 +83,8 @@ class HybridEngine:
       generation_shapes: Tree of shapes and dtypes of the generation weights.
       masters: Tree of bools: which leaves of `params` are no part of the weights made of them, and only wait meanwhile.
       refines: Whether every device's training shard is a part of its generation shard.
-      train_bytes_per_device: Of the weights while training.
-      generation_bytes_per_device: Of the weights while generating, without masters of cast leaves.
+      train_bytes_per_device: Bytes of the weights while training.
+      generation_bytes_per_device: Bytes of the weights while generating, without masters of cast leaves.
       copy_bytes_per_device: The part of them that are casts, beside masters that stay.
       redundancy_bytes_per_device: What generation does not need: masters beside their casts, until they are
         offloaded. None of what moves in place.
@@ -135,7 +135,7 @@ class HybridEngine:
         Args:
           dims: Tree of dimension names of the parameters.
           shapes: Tree of shaped arrays of the parameters, as trained.
-          dtype: Of the generation weights; norm scales keep their own.
+          dtype: Dtype of the generation weights; norm scales keep their own.
 
         Raises:
           Refusal: A dimension does not split evenly over its axes.

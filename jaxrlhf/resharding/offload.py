@@ -22,11 +22,11 @@ from jax.sharding import Sharding, SingleDeviceSharding
 PINNED = "pinned_host"
 
 Block = tuple[tuple[int | None, int | None], ...]
-"""Where a shard lies in its array: start and stop along each dimension."""
+"""Place of a shard in its array: start and stop along each dimension."""
 
 
 class Moved(NamedTuple):
-    """What one move between device and host cost.
+    """Cost of one move between device and host.
 
     Attributes:
       bytes_per_device: Most bytes that any device of this process sent or received.

@@ -18,12 +18,12 @@ class Leaf(NamedTuple):
 
     @property
     def cast(self) -> bool:
-        """Whether generation takes a copy of another dtype, and the master stays."""
+        """True if generation takes a copy of another dtype, and the master stays."""
         return bool(self.trained.dtype != self.generated.dtype)
 
     @property
     def moves(self) -> bool:
-        """Whether it exists in one layout at a time."""
+        """True if it exists in one layout at a time."""
         there, here = self.generated.sharding, self.trained.sharding
         return not self.cast and not here.is_equivalent_to(there, len(self.trained.shape))
 
@@ -39,7 +39,7 @@ class Leaf(NamedTuple):
 
     @property
     def passing_bytes(self) -> int:
-        """Per device, most that a step takes for it beside the layout that it goes to.
+        """Most bytes per device that a step takes for it beside the layout that it goes to.
 
         Its source and XLA's temporaries: what is gathered along another dimension than the first arrives
         out of order in a buffer of its own, and what is gathered along two passes through one more.
@@ -52,7 +52,7 @@ class Step(NamedTuple):
 
     Attributes:
       program: From a list of arrays to a list of arrays.
-      places: Of the leaves that it takes, in the flat tree.
+      places: Indices of the leaves that it takes, in the flat tree.
     """
 
     program: Any
@@ -61,11 +61,11 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How weights with one pattern of ties switch there and back.
+    """Steps by which weights with one pattern of ties switch there and back.
 
     Attributes:
       bytes_per_device: Most that a device receives.
-      beside_bytes_per_device: Of the masters that stay on the device beside the copies that generate.
+      beside_bytes_per_device: Bytes of the masters that stay on the device beside the copies that generate.
     """
 
     there: list[Step]

@@ -47,7 +47,7 @@ Landed = dict[tuple[BlockId, jax.Device], jax.Array]
 
 @dataclass(frozen=True)
 class Splits:
-    """What a target needs of a tree. Travels to the source.
+    """Shards of a tree that a target needs. Travels to the source.
 
     Attributes:
       grids: How each leaf is split, in the order of the tree.
@@ -61,7 +61,7 @@ class Splits:
 
 
 def splits_of(shardings: Any, shapes: Any) -> Splits:
-    """What a target with these shardings needs.
+    """Shards that a target with these shardings needs.
 
     Args:
       shardings: Tree of shardings over all the target's devices, those of its other processes too.
@@ -161,7 +161,7 @@ Parcel = Held | Posted | Packed
 
 @dataclass(frozen=True)
 class Offer:
-    """What one process of the source has for a target.
+    """Shards that one process of the source has for a target.
 
     Attributes:
       splits: What was asked for.
@@ -176,7 +176,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What one transfer cost.
+    """Cost of one transfer.
 
     Attributes:
       bytes_per_device: Most bytes that any device of this process received.
@@ -194,7 +194,7 @@ class Exchange:
 
     Args:
       host: Name or address under which the other hosts reach this one.
-      carrier: Of what is offered here. `direct` goes from device to device inside a process, and over
+      carrier: Way that offered arrays take. `direct` goes from device to device inside a process, and over
         the wire between processes. `host` packs the blocks into the offer.
       limit_s: Most that taking waits for a source.
     """
@@ -232,8 +232,8 @@ class Exchange:
         """The tree in the target's layout. Every process of the target calls this.
 
         Args:
-          offers: Of every process of the source; an offer can be taken once.
-          shardings: As given to `splits_of`.
+          offers: Offers of every process of the source; an offer can be taken once.
+          shardings: Shardings that `splits_of` was given.
 
         Raises:
           ValueError: The offers are for another layout, lack a block that is needed, or come from

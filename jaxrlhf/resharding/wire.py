@@ -30,7 +30,7 @@ class TransferError(RuntimeError):
     """Arrays that could not be sent or did not arrive.
 
     Attributes:
-      address: Of the transfer server that they should come from.
+      address: Transfer server that they should come from.
     """
 
     def __init__(self, address: str, cause: str) -> None:
@@ -42,7 +42,7 @@ class TransferError(RuntimeError):
 
 
 class Ticket(NamedTuple):
-    """What a peer needs to pull arrays, once: the server's address and their number there."""
+    """Permission to pull arrays once: the server's address and their number there."""
 
     address: str
     uuid: int

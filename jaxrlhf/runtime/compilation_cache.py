@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 MOST_BYTES = 2 * 2**30
-"""Of the folder that is ours, when a run starts."""
+"""Size of our own folder that a run leaves when it starts."""
 
 _SUFFIX = "-cache"  # of JAX's files
 
@@ -46,7 +46,7 @@ def prune(folder: Path, *, most_bytes: int) -> None:
 
 
 def settings_row() -> tuple[str, str, str, str]:
-    """How many programs are kept, and where, for the table of settings."""
+    """Row of the settings table: number of kept programs, and their folder."""
     where = _setting("jax_compilation_cache_dir")
     if not _setting("jax_enable_compilation_cache"):
         value, note = "not kept", "JAX_ENABLE_COMPILATION_CACHE is off"
@@ -72,7 +72,7 @@ def _own_folder() -> Path:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether files can be made there; it need not exist yet."""
+    """True if files can be made there; it need not exist yet."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     return os.access(there, os.W_OK | os.X_OK)
 

@@ -1,11 +1,11 @@
-"""What has to be in the environment before JAX and transformers start; imported first, for its effect."""
+"""Environment variables that have to be set before JAX and transformers start; imported first, for its effect."""
 
 import os
 import re
 
 
 def cpu_devices() -> int:
-    """How many devices the environment asks JAX to make of the processor."""
+    """Number of devices that the environment asks JAX to make of the processor."""
     forced = re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return int(os.environ.get("JAX_NUM_CPU_DEVICES") or (forced[1] if forced else 1))
 

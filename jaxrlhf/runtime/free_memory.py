@@ -6,7 +6,7 @@ from functools import cache
 import jax
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-"""Of JAX, when a program was compiled or loaded, and has not run yet."""
+"""Event of JAX: a program was compiled or loaded, and has not run yet."""
 LONG_COMPILATION_S = 0.2
 """Shorter ones leave little."""
 

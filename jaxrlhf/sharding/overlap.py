@@ -1,4 +1,4 @@
-"""What the shards of two layouts have in common on each device, in bytes."""
+"""Bytes that the shards of two layouts have in common on each device."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ def _shards(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> dict[
 
 
 def refines(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> bool:
-    """Whether every device's shard under `source` lies inside its shard under `target`."""
+    """True if every device's shard under `source` lies inside its shard under `target`."""
     return all(both == old for old, _, both in _shards(source, target, shape).values())
 
 

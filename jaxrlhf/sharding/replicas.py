@@ -18,10 +18,10 @@ from jaxrlhf.sharding.mesh import BATCH_AXES, REPLICA_AXES, STAGE_AXES, TENSOR_A
 
 @dataclass(frozen=True)
 class Replicas:
-    """Which axes of a mesh tell replicas apart; build it by `replicas_of`.
+    """Replicas of the weights on a mesh, by the axes that tell them apart; build it by `replicas_of`.
 
     Attributes:
-      mesh: Of the devices.
+      mesh: Mesh of all devices.
       axes: Empty if the compiler splits programs over all axes of the mesh, as if there was one replica.
     """
 
@@ -51,20 +51,20 @@ class Replicas:
 
     @property
     def row_sharding(self) -> NamedSharding:
-        """Of the rows of one replica, in its program."""
+        """Sharding of the rows of one replica, in its program."""
         return NamedSharding(self.inner_mesh, PartitionSpec(self.row_axes))
 
     @property
     def each(self) -> PartitionSpec:
-        """Of what has a part for each replica, one after the other along its first dimension."""
+        """Sharding of an array with a part for each replica along its first dimension."""
         return PartitionSpec(self.axes)
 
     def stacked(self, sharding: NamedSharding) -> NamedSharding:
-        """Of arrays of that sharding, one for each replica."""
+        """Sharding of stacked arrays of that sharding, one for each replica."""
         return NamedSharding(self.mesh, PartitionSpec(self.axes, *sharding.spec)) if self.axes else sharding
 
     def stacked_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of arrays of that shape, one for each replica; of one replica there is nothing to stack."""
+        """Shape of stacked arrays of that shape, one for each replica; with one replica nothing is stacked."""
         return (self.count, *shape) if self.axes else shape
 
     def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ class Replicas:
 
 
 def replicas_of(mesh: Mesh) -> Replicas:
-    """Those of a mesh that the compiler can take apart.
+    """Replicas of a mesh that the compiler can take apart.
 
     XLA (of JAX 0.10) aborts where, inside a replica, it splits a table of embeddings both along the
     vocabulary and along its width. Layouts with both kinds of axes so are the compiler's alone.

@@ -1,4 +1,4 @@
-"""Islands: parts of a generation mesh that can generate without talking to each other.
+"""Submeshes: parts of a generation mesh that can generate without talking to each other.
 
 Weights in the generation layout are whole within each generation replica, the devices that
 differ in `expert`, `stage` and `tensor` alone. Any block of devices that is closed under replicas can
@@ -19,7 +19,7 @@ from jaxrlhf.sharding.overlap import span
 _REPLICA_AXES = ("expert", "stage", "tensor")
 
 
-def island_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
+def submesh_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
     """The part of a generation mesh that spans these devices; all of them give `mesh` itself.
 
     Args:
@@ -33,7 +33,7 @@ def island_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
     start = order.index(devices[0]) if count and devices[0] in order else -1
     if start < 0 or order[start : start + count] != list(devices):
         raise Refusal(
-            f"an island is a block of consecutive devices of its mesh, and {[d.id for d in devices]} is none of "
+            f"a submesh is a block of consecutive devices of its mesh, and {[d.id for d in devices]} is none of "
             f"{[d.id for d in order]}"
         )
     block = _replica_block(mesh)
@@ -49,8 +49,8 @@ def island_of(mesh: Mesh, devices: Sequence[jax.Device]) -> Mesh:
     return mesh_of(_sizes(mesh, count), devices)
 
 
-def local_island(mesh: Mesh, *, process_index: int | None = None) -> Mesh:
-    """The island of one process, this one by default; with one process it is `mesh` itself.
+def local_submesh(mesh: Mesh, *, process_index: int | None = None) -> Mesh:
+    """The submesh of one process, this one by default; with one process it is `mesh` itself.
 
     Raises:
       ValueError: A generation replica would span hosts, or the process has no device in the mesh.
@@ -59,27 +59,27 @@ def local_island(mesh: Mesh, *, process_index: int | None = None) -> Mesh:
     devices = [device for device in mesh.devices.flat if device.process_index == process]
     if not devices:
         raise ValueError(f"process {process} has no device in a mesh of {mesh.size}; it cannot generate there")
-    return island_of(mesh, devices)
+    return submesh_of(mesh, devices)
 
 
-def hand_over(weights: Any, island: Mesh) -> Any:
-    """The same weights as arrays on an island's mesh. The buffers are shared, nothing is copied.
+def hand_over(weights: Any, submesh: Mesh) -> Any:
+    """Weights as arrays on a submesh. The buffers are shared, nothing is copied.
 
     Deleting either side frees the buffers of both.
 
     Args:
-      weights: In the generation layout, on the mesh that the island is a part of.
+      weights: In the generation layout, on the mesh that the submesh is a part of.
 
     Raises:
-      ValueError: A leaf is not whole on the island.
+      ValueError: A leaf is not whole on the submesh.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _view(path, leaf, island), weights)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _view(path, leaf, submesh), weights)
 
 
-def _view(path: Any, leaf: jax.Array, island: Mesh) -> jax.Array:
+def _view(path: Any, leaf: jax.Array, submesh: Mesh) -> jax.Array:
     if not isinstance(leaf.sharding, NamedSharding):
         raise ValueError(f"{jax.tree_util.keystr(path)} has no named layout: {leaf.sharding}; hand over engine weights")
-    sharding = NamedSharding(island, leaf.sharding.spec)
+    sharding = NamedSharding(submesh, leaf.sharding.spec)
     wanted = sharding.devices_indices_map(leaf.shape)
     shards = {shard.device: shard for shard in leaf.addressable_shards if shard.device in wanted}
     whole = shards.keys() == wanted.keys() and all(
@@ -87,8 +87,8 @@ def _view(path: Any, leaf: jax.Array, island: Mesh) -> jax.Array:
     )
     if not whole:
         raise ValueError(
-            f"{jax.tree_util.keystr(path)} in layout {leaf.sharding.spec} is not whole on an island of {island.size} "
-            f"devices; hand over weights in the generation layout, to an island of their own mesh and process"
+            f"{jax.tree_util.keystr(path)} in layout {leaf.sharding.spec} is not whole on a submesh of {submesh.size} "
+            f"devices; hand over weights in the generation layout, to a submesh of their own mesh and process"
         )
     if leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)  # index maps are equal, so it takes the buffers as they are

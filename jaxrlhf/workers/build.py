@@ -25,7 +25,7 @@ from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.sharding.mesh import EXPERT_AXES, SLOT_AXES, factored_mesh, generation_mesh, replica_mesh
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.sharding.rules import laid_out
-from jaxrlhf.sharding.submesh import local_island
+from jaxrlhf.sharding.submesh import local_submesh
 from jaxrlhf.workers.actor import Actor
 from jaxrlhf.workers.critic import Critic
 from jaxrlhf.workers.model import ModelSetup, Progress
@@ -132,11 +132,11 @@ class Builder(PoolRoles):
     def _sampler(self, mesh: Mesh) -> Sampler:
         config, rollout = self.config, self.config.rollout
         self.policy.check_generation(mesh)
-        island = local_island(mesh)
-        share = island.size / mesh.size
+        submesh = local_submesh(mesh)
+        share = submesh.size / mesh.size
         engine = Engine(
             self.model,
-            island,
+            submesh,
             slots=math.ceil((rollout.slots or rollout.responses_per_step) * share),
             prompts=math.ceil(rollout.prompts_per_step * share),
             max_prompt_tokens=rollout.max_prompt_tokens,
@@ -151,7 +151,7 @@ class Builder(PoolRoles):
             attention=choose_attention(
                 self.model,
                 self.dtype,
-                island,
+                submesh,
                 row_axes=SLOT_AXES,
                 head_axes=("tensor",),
                 expert_axes=EXPERT_AXES,
@@ -161,7 +161,7 @@ class Builder(PoolRoles):
                 cache=rollout.cache,
             ),
         )
-        return Sampler(engine, mesh, island, self.width, self.progress, self._feed)
+        return Sampler(engine, mesh, submesh, self.width, self.progress, self._feed)
 
     def scorer(self) -> Scorer:
         """Scorer of this process alone, made once: reward models are on its own devices."""

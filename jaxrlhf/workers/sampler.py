@@ -38,14 +38,14 @@ class Sampler:
 
     Attributes:
       mesh: The whole generation mesh.
-      island: This process's part of it; its replicas need no other process.
+      submesh: This process's part of it; its replicas need no other process.
       width: T, columns of a rollout's arrays.
       feed: Told of each response as it ends, while others are still generated.
     """
 
     engine: Engine
     mesh: Mesh
-    island: Mesh
+    submesh: Mesh
     width: int
     progress: Progress
     feed: CompletionFeed
@@ -58,7 +58,7 @@ class Sampler:
             of few bits, small changes would be rounded away.
           spent: Tree of bools, true where nobody else reads the weights, for `Engine.load`. Beside adapters all stay.
         """
-        here = hand_over(weights, self.island)
+        here = hand_over(weights, self.submesh)
         if "adapters" in here:
             self.engine.load(adapted(here["parameters"], here["adapters"]), version)
         else:

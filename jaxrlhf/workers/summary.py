@@ -135,10 +135,10 @@ def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list
     weights = shard_bytes(builder.policy.generation_shapes(), builder.policy.generation_layout(mesh))
     sizes = {"slots": engine.slots, "capacity": builder.width, "dtype": builder.dtype, "attention": engine.attention}
     cached = jax.tree.leaves(jax.eval_shape(lambda: empty_cache(model, **sizes)))
-    cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in cached) // sampler.island.size
+    cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in cached) // sampler.submesh.size
     split = f"stage {layout.generation_stage} x tensor {layout.generation_tensor}"
     replicas = mesh.size // (layout.generation_stage * layout.generation_tensor)
-    here = replicas * sampler.island.size // mesh.size
+    here = replicas * sampler.submesh.size // mesh.size
     kernels, pages = engine.attention, engine.attention.pages
     attention = f"rows={kernels.rows}, " + (f"decode={kernels.decode}" if pages is None else f"pages={pages}")
     freed = "freed after generation" if pages is None else "pages as responses need them, freed as they end"

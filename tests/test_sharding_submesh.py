@@ -1,4 +1,4 @@
-"""Islands: which blocks of devices can generate alone, and that handing weights to them copies nothing."""
+"""Submeshes: which blocks of devices can generate alone, and that handing weights to them copies nothing."""
 
 import re
 from itertools import product
@@ -17,7 +17,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.parameters import param_dims, param_shapes
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.sharding.mesh import AXES, SLOT_AXES, factored_mesh, generation_mesh, mesh_of
-from jaxrlhf.sharding.submesh import hand_over, island_of, local_island
+from jaxrlhf.sharding.submesh import hand_over, local_submesh, submesh_of
 
 MODEL = ModelConfig("qwen3", 32, 16, 32, 2, 4, 4, 8)
 
@@ -49,14 +49,14 @@ def ids(mesh: Mesh) -> list[int]:
     return [device.id for device in mesh.devices.flat]
 
 
-def islands(mesh: Mesh, *, size: int) -> list[Mesh]:
-    """The mesh cut into islands of so many devices."""
+def submeshes(mesh: Mesh, *, size: int) -> list[Mesh]:
+    """The mesh cut into submeshes of so many devices."""
     order = list(mesh.devices.flat)
-    return [island_of(mesh, order[start : start + size]) for start in range(0, mesh.size, size)]
+    return [submesh_of(mesh, order[start : start + size]) for start in range(0, mesh.size, size)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_an_island_is_a_block_that_is_closed_under_generation_replicas(size: int) -> None:
+def test_an_submesh_is_a_block_that_is_closed_under_generation_replicas(size: int) -> None:
     refused = 0
     for layout in layouts():
         mesh = generation_mesh(layout, jax.devices())
@@ -65,9 +65,9 @@ def test_an_island_is_a_block_that_is_closed_under_generation_replicas(size: int
         if not closed:
             refused += 1
             with pytest.raises(ValueError, match=rf"^{size} devices cannot generate by themselves"):
-                islands(mesh, size=size)
+                submeshes(mesh, size=size)
             continue
-        parts = islands(mesh, size=size)
+        parts = submeshes(mesh, size=size)
         assert [set(ids(part)) for part in parts] == blocks
         assert all(part.axis_names == AXES for part in parts)
         assert {group for part in parts for group in replicas(part)} == replicas(mesh)
@@ -76,8 +76,8 @@ def test_an_island_is_a_block_that_is_closed_under_generation_replicas(size: int
 
 def test_one_process_is_the_whole_mesh() -> None:
     mesh = generation_mesh(Layout(tensor=4, generation_tensor=2), jax.devices())
-    assert local_island(mesh) is mesh
-    assert island_of(mesh, jax.devices()) == mesh
+    assert local_submesh(mesh) is mesh
+    assert submesh_of(mesh, jax.devices()) == mesh
 
 
 @pytest.fixture
@@ -87,12 +87,12 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_hosts")
-def test_the_island_of_a_process_is_its_devices() -> None:
+def test_the_submesh_of_a_process_is_its_devices() -> None:
     mesh = generation_mesh(Layout(tensor=4, generation_tensor=2), jax.devices())
-    assert [ids(local_island(mesh, process_index=n)) for n in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert local_island(mesh) == local_island(mesh, process_index=0)
+    assert [ids(local_submesh(mesh, process_index=n)) for n in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert local_submesh(mesh) == local_submesh(mesh, process_index=0)
     with pytest.raises(ValueError, match="process 2 has no device in a mesh of 8"):
-        local_island(mesh, process_index=2)
+        local_submesh(mesh, process_index=2)
 
 
 @pytest.mark.usefixtures("two_hosts")
@@ -103,18 +103,18 @@ def test_a_replica_that_would_span_hosts_is_refused_and_told_what_would_do() -> 
         "2 devices, which lie within 8 of the mesh, so replicas would span hosts; these 8 have to divide 4"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        local_island(mesh, process_index=1)
+        local_submesh(mesh, process_index=1)
 
 
 def test_devices_that_are_no_block_are_refused() -> None:
     mesh = generation_mesh(Layout(tensor=2), jax.devices())
     devices = jax.devices()
     for given in ([devices[0], devices[2]], [devices[1], devices[0]], devices[:0], [*devices, devices[0]]):
-        with pytest.raises(ValueError, match="an island is a block of consecutive devices of its mesh"):
-            island_of(mesh, given)
+        with pytest.raises(ValueError, match="a submesh is a block of consecutive devices of its mesh"):
+            submesh_of(mesh, given)
     tensor = mesh_of({"data": 4, "tensor": 2}, devices)
     with pytest.raises(ValueError, match="2 devices cannot generate by themselves"):
-        island_of(tensor, devices[1:3])
+        submesh_of(tensor, devices[1:3])
 
 
 def weights_of(layout: Layout) -> Any:
@@ -137,7 +137,7 @@ def pointers(array: jax.Array) -> dict[int, int]:
 )
 def test_handing_over_shares_the_buffers(layout: Layout, size: int) -> None:
     weights = weights_of(layout)
-    parts = islands(generation_mesh(layout, jax.devices()), size=size)
+    parts = submeshes(generation_mesh(layout, jax.devices()), size=size)
     whole = jax.tree.map(np.asarray, weights)
     before = live_bytes()
     with host_reads() as reads, jax.transfer_guard("disallow_explicit"):
@@ -156,18 +156,18 @@ def test_freeing_the_weights_frees_the_views() -> None:
     layout = Layout(tensor=4, generation_tensor=2)
     before = live_bytes()
     weights = weights_of(layout)
-    views = [hand_over(weights, part) for part in islands(generation_mesh(layout, jax.devices()), size=4)]
+    views = [hand_over(weights, part) for part in submeshes(generation_mesh(layout, jax.devices()), size=4)]
     for leaf in jax.tree.leaves(weights):
         leaf.delete()
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(views))
     assert live_bytes() == before
 
 
-def test_weights_that_are_not_whole_on_an_island_are_refused() -> None:
+def test_weights_that_are_not_whole_on_an_submesh_are_refused() -> None:
     mesh = mesh_of({"fsdp": 2, "micro_tensor": 4}, jax.devices())
-    part = islands(mesh, size=4)[1]
+    part = submeshes(mesh, size=4)[1]
     split = jax.device_put(jnp.ones((8, 8)), jax.NamedSharding(mesh, jax.P("fsdp")))
-    with pytest.raises(ValueError, match=r"\['w'\] in layout .*'fsdp'.* is not whole on an island of 4 devices"):
+    with pytest.raises(ValueError, match=r"\['w'\] in layout .*'fsdp'.* is not whole on a submesh of 4 devices"):
         hand_over({"w": split}, part)
     elsewhere = jax.device_put(jnp.ones(8), jax.devices()[0])
     with pytest.raises(ValueError, match=r"\['w'\] has no named layout"):
@@ -191,14 +191,14 @@ def generate(mesh: Mesh, weights: Any, requests: list[Request]) -> list[Any]:
     return engine.generate(requests, Sampling(temperature=0.8), seed=11)
 
 
-def test_two_islands_generate_what_the_spanning_engine_does() -> None:
+def test_two_submeshes_generate_what_the_spanning_engine_does() -> None:
     layout = Layout(tensor=4, generation_tensor=2)
     mesh, weights = generation_mesh(layout, jax.devices()), weights_of(layout)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 32, 8).tolist()) for _ in range(6)]
     requests = [Request(2 * group + copy, prompt, group) for group, prompt in enumerate(prompts) for copy in range(2)]
     together = generate(mesh, weights, requests)
-    parts = islands(mesh, size=4)
+    parts = submeshes(mesh, size=4)
     halves = (requests[:6], requests[6:])
     apart = [
         completion
