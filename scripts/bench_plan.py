@@ -49,8 +49,7 @@ from jaxrlhf.config import (
     Training,
 )
 from jaxrlhf.data import embedded_tokenizer
-from jaxrlhf.planner.devices import hardware
-from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.hardware import Hardware, hardware
 from jaxrlhf.planner.problem import Lengths, problem_of
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import STAGES

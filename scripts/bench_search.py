@@ -19,7 +19,7 @@ from reproduce_hybridflow import DOCS, MODELS, STEP
 from rich.console import Console
 from rich.markdown import Markdown
 
-from jaxrlhf.planner.devices import hardware
+from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.workload import Role, Software

@@ -25,8 +25,7 @@ from rich.progress import track
 from jaxrlhf.config import Layout
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.cost.cost import switch_bytes, switch_cost
-from jaxrlhf.planner.devices import hardware
-from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.hardware import Hardware, hardware
 from jaxrlhf.planner.plan import Infeasible, PlacementPlan, PlacementProblem
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.shapes import SHAPES

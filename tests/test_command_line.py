@@ -190,7 +190,7 @@ def test_the_wheel_carries_the_configurations_and_the_table_of_devices(tmp_path)
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     code = (
         "import jaxrlhf, jaxrlhf.config as c; print(jaxrlhf.__file__, *(c.load(f'{n}.py').name for n in c.shipped())); "
-        "import jaxrlhf.planner.devices"  # reads its table
+        "import jaxrlhf.planner.hardware"  # reads its table
     )
     done = python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "installed"))
     place, *names = done.stdout.split()

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from jaxrlhf.planner.devices import KNOWN_HARDWARE, hardware, load_hardware, recognise, save_hardware
-from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.hardware import KNOWN_HARDWARE, Hardware, hardware, load_hardware, recognise, save_hardware
 
 
 @pytest.mark.parametrize("name", KNOWN_HARDWARE)

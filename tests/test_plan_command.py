@@ -12,7 +12,7 @@ from tiny_runs import write_policy
 
 from jaxrlhf.config import Layout, Pool, load, override, shipped
 from jaxrlhf.planner.apply import plan_from_json, planned_config
-from jaxrlhf.planner.local import hardware_of
+from jaxrlhf.planner.hardware import hardware_of
 from jaxrlhf.planner.plan import Infeasible
 from jaxrlhf.planner.problem import question_of
 from jaxrlhf.planner.search.mapping import search
@@ -216,7 +216,7 @@ def test_replicas_lie_within_the_hosts_of_a_cluster(monkeypatch, capsys):
 
 
 def test_devices_of_no_known_kind_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr("jaxrlhf.planner.local.recognise", lambda kind, platform: None)
+    monkeypatch.setattr("jaxrlhf.planner.hardware.recognise", lambda kind, platform: None)
     message = refusal(monkeypatch, capsys, "--config", "ppo_gsm8k")
     assert "no figures are known" in message
     assert "jaxrlhf.calibrate" in message

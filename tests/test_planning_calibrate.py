@@ -18,8 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrlhf import calibrate as command
 from jaxrlhf import models
 from jaxrlhf.config import run_command
-from jaxrlhf.planner.devices import load_hardware, save_hardware
-from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.hardware import Hardware, load_hardware, save_hardware
 from jaxrlhf.planner.measure import calibrate, measure, measure_decoder, measure_links
 from jaxrlhf.planner.measure.calibrate import measured_rows, quantity
 from jaxrlhf.planner.measure.measure_links import RateSample, all_gather_sample, all_reduce_sample, fit_link

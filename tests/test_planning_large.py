@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxrlhf import models
 from jaxrlhf.config import Layout, load, override
 from jaxrlhf.engine import programs
-from jaxrlhf.planner.local import hardware_of
+from jaxrlhf.planner.hardware import hardware_of
 from jaxrlhf.planner.problem import question_of
 from jaxrlhf.planner.search import layouts
 from jaxrlhf.planner.search.mapping import search

@@ -37,7 +37,7 @@ from jaxrlhf.config import (
     SafeRLHF,
     Training,
 )
-from jaxrlhf.planner.local import hardware_of
+from jaxrlhf.planner.hardware import hardware_of
 from jaxrlhf.planner.problem import SCORED_TOKENS, Lengths, problem_of, question_of
 from jaxrlhf.planner.workload import Software, Workload
 from jaxrlhf.workers.score_model import ScoreModel
@@ -360,7 +360,7 @@ def test_devices_that_are_here_are_recognised(monkeypatch):
         hardware_of(a_config(devices=9))
     with pytest.raises(ValueError, match="hardware='v4' has machines of 4 devices, and this process uses 8"):
         hardware_of(a_config(placement="auto", hardware="v4"))
-    monkeypatch.setattr("jaxrlhf.planner.local.recognise", lambda kind, platform: None)
+    monkeypatch.setattr("jaxrlhf.planner.hardware.recognise", lambda kind, platform: None)
     with pytest.raises(ValueError, match=r"'cpu', no figures are known; .*jaxrlhf.calibrate"):
         hardware_of(a_config())
 

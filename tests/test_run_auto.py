@@ -13,8 +13,7 @@ from tiny_runs import get_config, records, training
 from jaxrlhf.config import Config, Layout, Pretrained, RayCluster
 from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.planner.apply import planned_config
-from jaxrlhf.planner.devices import save_hardware
-from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.hardware import Hardware, save_hardware
 from jaxrlhf.planner.saved import read_plan
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.trainer.auto_placement import place, placed_for_evaluation

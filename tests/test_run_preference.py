@@ -32,7 +32,7 @@ from jaxrlhf.config import (
 from jaxrlhf.data import embedded_tokenizer, load_problems
 from jaxrlhf.dataflows import dpo, preference_pairs
 from jaxrlhf.dataflows import reward_model as reward_model_dataflow
-from jaxrlhf.planner.local import hardware_of
+from jaxrlhf.planner.hardware import hardware_of
 from jaxrlhf.planner.problem import problem_of
 from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.sharding.pool import ResourcePool

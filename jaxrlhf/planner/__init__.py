@@ -1,7 +1,7 @@
 """Predictions: from a configuration to a placement, on which hardware, and how it is shown."""
 
 from jaxrlhf.planner.apply import freed, plan_from_json, plan_to_json, planned_config, planned_settings, snippet
-from jaxrlhf.planner.local import hardware_of
+from jaxrlhf.planner.hardware import hardware_of
 from jaxrlhf.planner.problem import Lengths, Question, placed_roles, problem_of, question_of
 from jaxrlhf.planner.report.picture import draw_timeline, save_timeline
 from jaxrlhf.planner.report.report import report, timeline_title, why_it_lost

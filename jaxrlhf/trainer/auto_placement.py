@@ -5,8 +5,7 @@ from pathlib import Path
 
 from jaxrlhf.config import Config
 from jaxrlhf.planner.apply import planned_config
-from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.local import hardware_of
+from jaxrlhf.planner.hardware import Hardware, hardware_of
 from jaxrlhf.planner.plan import PlacementPlan
 from jaxrlhf.planner.problem import placed_roles, question_of
 from jaxrlhf.planner.report.report import report, timeline_title

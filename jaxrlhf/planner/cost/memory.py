@@ -4,10 +4,8 @@ import math
 
 from jaxrlhf.config import Layout, Lora
 from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.lora.quantized import TILE
 from jaxrlhf.models.memory import adapters_held, weights_held
-
-QUANTIZED_TILE = 32
-"""Weights that share a scale, as `models` has it."""
 
 
 def routed_weights(model: ModelConfig) -> int:
@@ -27,7 +25,7 @@ def bytes_per_weight(model: ModelConfig, lora: Lora | None, *, itemsize: int) ->
     """
     if lora is None or lora.quantize is None:
         return itemsize
-    few = {"int8": 1.0, "nf4": 0.5}[lora.quantize] + itemsize / QUANTIZED_TILE
+    few = {"int8": 1.0, "nf4": 0.5}[lora.quantize] + itemsize / TILE
     return itemsize + (few - itemsize) * model.num_layers * model.layer_parameters() / model.num_parameters("lm")
 
 

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.planner.devices import hardware, recognise
-from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.hardware import Hardware, hardware, recognise
 from jaxrlhf.planner.measure import measure, measure_decoder, measure_links
 from jaxrlhf.planner.measure.measure_links import fit_link
 
