@@ -1,4 +1,4 @@
-"""What travels between the roles, and the notation that names its shapes.
+"""Arrays that travel between the roles, and the notation that names their shapes.
 
 One capital per dimension ends an array's name: `B` responses of a batch (prompt-major,
 B = P * G), `P` prompts, `G` responses per prompt, `T` token positions, `S` key positions,
@@ -28,7 +28,7 @@ Params = dict[str, Any]
 
 
 class Diverged(FloatingPointError):
-    """What a model computes is not finite, and no further step mends that."""
+    """Error: a model's numbers are not finite, and no further step mends that."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Sequences:
 
 @struct.dataclass
 class Rollout:
-    """What the actor generated.
+    """Responses that the actor generated.
 
     Attributes:
       sequences: Prompts and responses; the mask covers the response, its EOS included.
@@ -106,7 +106,7 @@ class Rollout:
 
 @struct.dataclass
 class Scores:
-    """What the rewards said.
+    """Scores of a rollout.
 
     Attributes:
       score_B: float32 weighted sum of the parts; 0 where unscorable.
@@ -122,7 +122,7 @@ class Scores:
 
 @struct.dataclass
 class Experience:
-    """What the trainer consumes: one sum, `sum(weight * token_loss)`, with weights fixed here.
+    """Input of an update: one sum, `sum(weight * token_loss)`, with weights fixed here.
 
     Weights carry masks, filters, importance weights and denominators counted over the whole
     update, so the trainer never divides.

@@ -31,7 +31,7 @@ _PATIENCE = 2_000
 
 @dataclass(frozen=True)
 class Level:
-    """What a difficulty means; every bound is inclusive.
+    """Sizes of a difficulty's problems; every bound is inclusive.
 
     Attributes:
       operators: Operations that occur.

@@ -1,4 +1,4 @@
-"""Which problems a step works on: shuffled, endless, and resumable to the very batch."""
+"""Loader of the problems of each step: shuffled, endless, and resumable to the very batch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

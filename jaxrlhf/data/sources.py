@@ -48,8 +48,8 @@ class Loaded(NamedTuple):
     """The problems of a split.
 
     Attributes:
-      problems: Those that fit.
-      dropped_too_long: Those left out for a token limit.
+      problems: Problems within the token limits.
+      dropped_too_long: Number of problems left out for a token limit.
       total: Records in the split.
       malformed: What is wrong with pairs that could not be read, and where.
       spelled: Places of texts that spell out a control token, each with the first one.

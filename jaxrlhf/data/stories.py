@@ -1,4 +1,4 @@
-"""What the word problems are about: a table of stories, names and things; no logic.
+"""Stories, names and things of the word problems: a table without logic.
 
 A sentence changes the running amount by one operation with one number, so `{n}` stands in
 every sentence exactly once. Names and things never appear literally in a sentence: what a

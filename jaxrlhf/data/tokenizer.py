@@ -52,7 +52,7 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
 
 
 def misread(directory: str | Path) -> str | None:
-    """What users of a checkpoint have to know of its tokenizer; None if `AutoTokenizer` loads it as it is.
+    """Notice for users of a checkpoint on its tokenizer; None if `AutoTokenizer` loads it as it is.
 
     For some models, Qwen2 among them, transformers builds the family's own tokenizer over the vocabulary,
     whatever else the files say.
@@ -107,7 +107,7 @@ def build_embedded_tokenizer(directory: str | Path) -> PreTrainedTokenizerFast:
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """What turns token ids into text, without special tokens."""
+    """Function that turns token ids into text, without special tokens."""
 
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))

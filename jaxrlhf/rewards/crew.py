@@ -61,7 +61,7 @@ class Call:
 
 @dataclass
 class _Group:
-    """What a function takes at once, by number within the chunk; shrinks as examples are answered."""
+    """Examples that a function takes at once, by number within the chunk; shrinks as they are answered."""
 
     function: int
     calls: dict[int, Call]
@@ -113,7 +113,7 @@ class Crew:
       functions: Loaded in every process when it starts.
       workers: Number of processes.
       timeout_s: Wall-clock limit of one call.
-      failures_in_a_row: Of one function, with no answer in between, that end the crew; 0 is never.
+      failures_in_a_row: Failures of one function, with no answer in between, that end the crew; 0 is never.
       output: File that receives what the functions print; None is the standard error stream.
 
     Raises:

@@ -130,6 +130,6 @@ def _read(reply: http.client.HTTPResponse, end: float) -> bytes:
 
 
 def _retry_after_s(error: urllib.error.HTTPError) -> float:
-    """What the endpoint asks to wait; 0 where it does not, or gives a date."""
+    """Seconds that the endpoint asks to wait; 0 where it does not, or gives a date."""
     asked = error.headers.get("Retry-After", "")
     return float(asked) if asked.isdecimal() else 0.0

@@ -1,4 +1,4 @@
-"""What a model behind an OpenAI-compatible endpoint thinks of a response."""
+"""Judge: a model behind an OpenAI-compatible endpoint that scores a response."""
 
 import asyncio
 import functools

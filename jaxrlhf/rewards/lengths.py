@@ -1,4 +1,4 @@
-"""How long is the response, and how much of it is said twice?"""
+"""Rewards of a response's length and of its repetitions."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -13,7 +13,7 @@ from jaxrlhf.rewards.protocol import Function
 from jaxrlhf.rewards.sandbox import Limits, check_sandbox
 
 SCORE_METRICS = ("mean", "std")
-"""Of the whole score, logged as `score/mean` and `score/std`; a part is logged as `score/<its name>`."""
+"""Names of the whole score, logged as `score/mean` and `score/std`; a part is logged as `score/<its name>`."""
 
 
 FUNCTIONS = {

@@ -41,7 +41,7 @@ class Pool:
       functions: Loaded in every process when it starts.
       workers: Number of processes.
       timeout_s: Wall-clock limit of one call.
-      failures_in_a_row: Of one function, with no answer in between, that end the pool; 0 is never.
+      failures_in_a_row: Failures of one function, with no answer in between, that end the pool; 0 is never.
       output: File that receives what the functions print; None is the standard error stream.
 
     Raises:
@@ -99,7 +99,7 @@ class Pool:
         self._crew.drop(call for calls in begun for call in calls)
 
     def finish(self, begun: Sequence[Begun]) -> Iterator[Outcome]:
-        """What the functions say of examples that were begun, in the order of completion.
+        """Outcomes of examples that were begun, in the order of completion.
 
         Whoever stops listening drops what is not there yet.
 
@@ -119,7 +119,7 @@ class Pool:
         """Every function on every example, in the order of completion.
 
         Raises:
-          RewardsFailing, RuntimeError: As `begin` and `finish`.
+          RewardsFailing, RuntimeError: See `begin` and `finish`.
         """
         yield from self.finish(self.begin(map(pack, examples)))
 

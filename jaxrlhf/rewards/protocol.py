@@ -1,4 +1,4 @@
-"""What a reward function is, and what is said when one fails.
+"""Protocol of reward functions, and the failures that they are told of.
 
 A reward function reads texts and returns a number:
 
@@ -35,7 +35,7 @@ class RewardFunction(Protocol):
 
 @dataclass(frozen=True)
 class Example:
-    """What a reward function sees of one response."""
+    """One response as a reward function sees it."""
 
     prompt: str
     response: str

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may take.
+    """Resources that one program may take.
 
     Attributes:
       time_s: Wall-clock time, the start of the interpreter included.
@@ -40,10 +40,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended.
+    """End of a program.
 
     Attributes:
-      status: Of the process; None if it was ended at the time limit.
+      status: Exit status of the process; None if it was ended at the time limit.
       output: What it printed.
       whole: It ran to the end of its test.
     """

@@ -52,7 +52,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a function made of one example: a value, or the cause of there being none."""
+    """Result of a function on one example: a value, or the cause of there being none."""
 
     index: int
     value: float | None = None

@@ -1,4 +1,4 @@
-"""What a run says about itself: metrics, samples, progress, timing and curves."""
+"""Metrics, samples, progress, timing and pictures of a run."""
 
 from jaxrlhf.tracking.console import BytesBar, RunConsole, SettingsTable, default_console
 from jaxrlhf.tracking.device_memory import DevicePeak, bytes_in_use

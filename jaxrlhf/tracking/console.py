@@ -1,4 +1,4 @@
-"""What the terminal shows: a line per step, a bar for the run, and bars for its long phases."""
+"""Terminal output of a run: a line per step, a bar for the run, and bars for its long phases."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -87,7 +87,7 @@ class RunConsole:
     the lines.
 
     Args:
-      steps: Of the whole run.
+      steps: Steps of the whole run.
       first_step: Steps already done when the run was resumed.
       columns: Which metrics make up the line of a step; absent ones are left out.
       console: Where to print; None is standard output.
@@ -161,7 +161,7 @@ class RunConsole:
 
 
 class BytesBar:
-    """How many bytes a command has read or written, and how fast; on a terminal only. A context manager.
+    """Progress bar of bytes read or written; on a terminal only. A context manager.
 
     Attributes:
       total: Bytes, once known.
@@ -193,5 +193,5 @@ def default_console() -> Console:
 
 
 def is_live(console: Console) -> bool:
-    """Whether the console can redraw what it has printed."""
+    """True if the console can redraw what it has printed."""
     return console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter

@@ -28,7 +28,7 @@ class DevicePeak:
     beginning and at the end. Memory of the host does not count.
 
     Args:
-      devices: Those of other processes are left out; all of this process by default.
+      devices: Devices to watch; all of this process by default, and none of other processes.
 
     Attributes:
       bytes: The peak so far; final once the phase is left.

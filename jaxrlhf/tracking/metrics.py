@@ -11,7 +11,7 @@ from jaxrlhf.tracking.records import RecordFile
 
 
 class Logger(Protocol):
-    """Where metrics go. Write a class with these two methods to add a place."""
+    """Destination of metrics. Write a class with these two methods to add one."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

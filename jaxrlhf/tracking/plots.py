@@ -39,7 +39,7 @@ def save_learning_curve(metrics: Path | str, png: Path | str, *, title: str | No
 
 
 def draw_learning_curve(metrics: Path | str, *, title: str | None = None) -> Figure:
-    """The same as a matplotlib figure."""
+    """Learning curve as a matplotlib figure."""
     from matplotlib.figure import Figure  # without pyplot, no backend is chosen and no state is kept
     from matplotlib.ticker import MaxNLocator
 

@@ -1,4 +1,4 @@
-"""What the model wrote: kept in `samples.jsonl`, shown to people."""
+"""Samples of the model's responses: kept in `samples.jsonl`, shown to people."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields

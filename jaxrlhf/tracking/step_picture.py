@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = (BLUE, ORANGE, PURPLE, RED, "#64b5cd", GREEN, "#d9b44a", "#da8bc3", GREY, "#937860")
-"""Of the verbs, in the order in which they first ran."""
+"""Colours of the worker methods, in the order in which they first ran."""
 
 
 class Bar(NamedTuple):
@@ -54,7 +54,7 @@ def save_step_picture(step: StepCalls, png: Path | str, *, title: str) -> Path:
 
 
 def draw_step(step: StepCalls, *, title: str) -> Figure:
-    """The same as a matplotlib figure."""
+    """Timeline of a step as a matplotlib figure."""
     from matplotlib.figure import Figure  # without pyplot, no backend is chosen and no state is kept
     from matplotlib.patches import Patch
 

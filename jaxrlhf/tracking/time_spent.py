@@ -1,4 +1,4 @@
-"""Where the time of a run went: seconds by call, and how long each pool waited."""
+"""Time spent by a run: seconds by call, and how long each pool waited."""
 
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -14,15 +14,15 @@ OUTSIDE = "outside steps"
 
 
 class Spent(NamedTuple):
-    """What one kind of call took.
+    """Seconds of one kind of call.
 
     Attributes:
       lane: See `Call`; the last lines are of the step, and of what ran outside of steps.
       name: `role.verb`, or what else the time was.
       calls: None for what is no call.
-      share: Of the time of all steps; None outside of them, as are the next two.
+      share: Share of the time of all steps; None outside of them, and so are the next two.
       first_s: In the first step, which compiles.
-      median_s: Of the steady steps.
+      median_s: Median over the steady steps.
     """
 
     lane: str
@@ -51,10 +51,10 @@ def time_spent(steps: Sequence[StepCalls], outside: Sequence[Call], *, start_s: 
     A pool is idle while none of its calls runs. Pools overlap, so their seconds may add up to more than the steps'.
 
     Args:
-      steps: Of this process, one at least.
+      steps: Steps of this process, one at least.
       outside: Calls that ran before, between and after them.
-      start_s: Of the whole.
-      end_s: Of the whole.
+      start_s: Start of the run.
+      end_s: End of the run.
     """
     lines = []
     for lane in dict.fromkeys(call.lane for step in steps for call in step.calls):

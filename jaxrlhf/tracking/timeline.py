@@ -1,4 +1,4 @@
-"""What ran when, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""Timeline of a run: a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Where the seconds and the bytes go, and how often XLA compiles."""
+"""Counters of seconds, bytes and compilations."""
 
 import sys
 
@@ -14,7 +14,7 @@ class CompileCounter:
 
     Attributes:
       count: Programs compiled or loaded.
-      loaded: Those of them that were loaded.
+      loaded: Programs that were loaded from the compilation cache.
       seconds: Time that took.
     """
 
