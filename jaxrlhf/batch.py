@@ -88,7 +88,7 @@ class Sequences:
 
 
 @struct.dataclass
-class Rollout:
+class RolloutBatch:
     """Responses that the actor generated.
 
     Attributes:

@@ -16,6 +16,7 @@ import os
 import platform
 import sys
 import time
+from concurrent.futures import wait
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -32,9 +33,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxrlhf.batch import Rollout, Sequences
-from jaxrlhf.config import PPO, Arithmetic, Config, FromScratch, KLInReward, Pool, RayCluster, Training
-from jaxrlhf.config import Rollout as RolloutSettings
+from jaxrlhf.batch import RolloutBatch, Sequences
+from jaxrlhf.config import PPO, Arithmetic, Config, FromScratch, KLInReward, Pool, RayCluster, Rollout, Training
 from jaxrlhf.data import embedded_tokenizer
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.pools import Roles
@@ -54,35 +54,32 @@ def configuration(*, ray: bool) -> Config:
         data=Arithmetic(),
         algorithm=PPO(kl=KLInReward(), critic=training, responses_per_update=RESPONSES),
         actor=training,
-        rollout=RolloutSettings(
-            prompts_per_step=RESPONSES, max_prompt_tokens=WIDTH // 2, max_response_tokens=WIDTH // 2
-        ),
+        rollout=Rollout(prompts_per_step=RESPONSES, max_prompt_tokens=WIDTH // 2, max_response_tokens=WIDTH // 2),
         steps=1,
         pools=(Pool("first", 1, ("actor", "critic")), Pool("second", 1, ("reference", "reward"))),
         cluster=RayCluster() if ray else None,
     )
 
 
-def batch(vocabulary: int) -> Rollout:
+def batch(vocabulary: int) -> RolloutBatch:
     """Random tokens."""
     token_BT = np.random.default_rng(0).integers(0, vocabulary, (RESPONSES, WIDTH)).astype(np.int32)
     mask_BT = np.broadcast_to(np.arange(WIDTH) >= WIDTH // 2, token_BT.shape)
     sequences = Sequences(token_BT, np.full(RESPONSES, WIDTH, np.int32), mask_BT, np.arange(RESPONSES))
     zeros_B = np.zeros(RESPONSES, np.int32)
-    return Rollout(sequences, np.zeros(token_BT.shape, np.float32), zeros_B.astype(bool), zeros_B)
+    return RolloutBatch(sequences, np.zeros(token_BT.shape, np.float32), zeros_B.astype(bool), zeros_B)
 
 
-def seconds(roles: Roles, rollout: Rollout, *, critic: bool, reference: bool) -> float:
+def seconds(roles: Roles, rollout: RolloutBatch, *, critic: bool, reference: bool) -> float:
     """Of one call of each chosen role, from the first until both are done."""
     start = time.perf_counter()
     calls = [roles.critic.compute_values(rollout)] if critic else []
     calls += [roles.reference.compute_ref_log_prob(rollout)] if reference else []
-    for call in calls:
-        call.where()
+    wait(calls)  # results stay where they are
     return time.perf_counter() - start
 
 
-def measure(roles: Roles, rollout: Rollout, *, rounds: int, trace: Path) -> dict[str, float]:
+def measure(roles: Roles, rollout: RolloutBatch, *, rounds: int, trace: Path) -> dict[str, float]:
     """Medians over rounds; alone and together take turns, so that a noisy machine disturbs all alike."""
     alone = {"critic": {"critic": True, "reference": False}, "reference": {"critic": False, "reference": True}}
     ways = alone | {"together": {"critic": True, "reference": True}}

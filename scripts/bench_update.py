@@ -20,7 +20,7 @@ import numpy as np
 from bench_step import config_of
 
 from jaxrlhf.algos import policy_objective
-from jaxrlhf.batch import Array, Experience, Rollout, Sequences
+from jaxrlhf.batch import Array, Experience, RolloutBatch, Sequences
 from jaxrlhf.config import Config, Remat
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.workers.build import Phase
@@ -60,7 +60,9 @@ def measure(workload: bench.Workload, config: Config, *, repeats: int) -> dict[s
     experience = [Experience(sequences, weight_BT, fields)]
     pools = launch(config, bench.tokenizer(preset, outside=False), progress=lambda *_: None, workdir=None)
     roles = pools.roles(Phase(config, ("actor",), 100))
-    rollout = Rollout(sequences, np.zeros(shape, np.float32), np.zeros(shape[0], bool), np.zeros(shape[0], np.int32))
+    rollout = RolloutBatch(
+        sequences, np.zeros(shape, np.float32), np.zeros(shape[0], bool), np.zeros(shape[0], np.int32)
+    )
 
     def update() -> None:
         settings = config.algorithm

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from jaxrlhf.batch import Experience, Problem, Rollout, Scores, Sequences
-from jaxrlhf.config import Algorithm, Arithmetic, Config, FromScratch, Sampling, function_of
-from jaxrlhf.config import Rollout as RolloutSettings
+from jaxrlhf.batch import Experience, Problem, RolloutBatch, Scores, Sequences
+from jaxrlhf.config import Algorithm, Arithmetic, Config, FromScratch, Rollout, Sampling, function_of
 from jaxrlhf.dataflows.step import StepInput, StepResult
 
 
@@ -23,7 +22,7 @@ def problem(number: int) -> Problem:
     return Problem(prompt_id=number, prompt=f"prompt {number}", prompt_tokens=(1,))
 
 
-def rollout_of(mask_BT: np.ndarray, prompt_id_B: Sequence[int], *, truncated_B=None) -> Rollout:
+def rollout_of(mask_BT: np.ndarray, prompt_id_B: Sequence[int], *, truncated_B=None) -> RolloutBatch:
     """Responses with these masks; the first token of each row is the row's number."""
     mask_BT = np.asarray(mask_BT, bool)
     count, width = mask_BT.shape
@@ -31,7 +30,7 @@ def rollout_of(mask_BT: np.ndarray, prompt_id_B: Sequence[int], *, truncated_B=N
     sequences = Sequences(token_BT, np.full(count, width, np.int32), mask_BT, np.asarray(prompt_id_B, np.int64))
     logp_BT = np.where(mask_BT, -1.0, 0.0).astype(np.float32)
     cut_B = np.zeros(count, bool) if truncated_B is None else np.asarray(truncated_B)
-    return Rollout(sequences, logp_BT, cut_B, np.zeros(count, np.int32))
+    return RolloutBatch(sequences, logp_BT, cut_B, np.zeros(count, np.int32))
 
 
 @dataclass
@@ -44,8 +43,8 @@ class Made:
       other_roles: Other roles that the step calls, by name.
     """
 
-    generate: Callable[[Sequence[Problem], int], Rollout]
-    score: Callable[[Rollout], Sequence[float]]
+    generate: Callable[[Sequence[Problem], int], RolloutBatch]
+    score: Callable[[RolloutBatch], Sequence[float]]
     asked: list[tuple[tuple[int, ...], Sampling, int]] = field(default_factory=list)
     minibatches: list[Experience] = field(default_factory=list)
     other_roles: dict[str, object] = field(default_factory=dict)
@@ -76,7 +75,7 @@ class Made:
             steps=1,
             model=FromScratch(),
             data=Arithmetic(),
-            rollout=RolloutSettings(prompts_per_step=prompts, responses_per_prompt=copies, **settings),
+            rollout=Rollout(prompts_per_step=prompts, responses_per_prompt=copies, **settings),
         )
         left = [problem(number) for number in more]
 

@@ -13,7 +13,7 @@ from tiny_runs import get_config, training
 
 from jaxrlhf.algos import imitating_objective, policy_objective
 from jaxrlhf.algos.objectives import TokenOutput
-from jaxrlhf.batch import Rollout, Scores, Sequences
+from jaxrlhf.batch import RolloutBatch, Scores, Sequences
 from jaxrlhf.config import VAPO
 from jaxrlhf.dataflows import vapo
 from jaxrlhf.dataflows.step import StepInput
@@ -21,14 +21,14 @@ from jaxrlhf.dataflows.step import StepInput
 WIDTH = 8
 
 
-def rollout_of(lengths: list[int]) -> Rollout:
+def rollout_of(lengths: list[int]) -> RolloutBatch:
     """Responses of these lengths to prompts of one token, two to each."""
     length_B = np.array(lengths) + 1
     position_T = np.arange(WIDTH)
     mask_BT = (position_T >= 1) & (position_T < length_B[:, None])
     rows = len(lengths)
     sequences = Sequences(mask_BT.astype(np.int32), length_B, mask_BT, np.arange(rows) // 2)
-    return Rollout(sequences, np.where(mask_BT, -1.0, 0.0), np.zeros(rows, bool), np.zeros(rows, np.int32))
+    return RolloutBatch(sequences, np.where(mask_BT, -1.0, 0.0), np.zeros(rows, bool), np.zeros(rows, np.int32))
 
 
 def prepared(settings: VAPO, scores: list[float], lengths: list[int], scorable: list[bool]):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_runs import get_config
 
-from jaxrlhf.batch import Rollout, Sequences
+from jaxrlhf.batch import RolloutBatch, Sequences
 from jaxrlhf.config import GRPO, IcePop, Rejection, TruncatedImportance
 from jaxrlhf.dataflows.minibatches import policy_minibatches
 from jaxrlhf.dataflows.step import StepInput
@@ -24,7 +24,7 @@ def minibatches(*, trainer=True, **settings):
     sampler_BT = np.full(mask_BT.shape, -1.0, np.float32)
     old_BT = sampler_BT.copy()
     old_BT[2, 1] += 0.5
-    rollout = Rollout(sequences, sampler_BT, np.zeros(_RESPONSES, bool), np.zeros(_RESPONSES, np.int32))
+    rollout = RolloutBatch(sequences, sampler_BT, np.zeros(_RESPONSES, bool), np.zeros(_RESPONSES, np.int32))
     [batch], metrics = policy_minibatches(
         StepInput(config, (), 0, {"kl_coefficient": 0.0}),
         sequences,

@@ -11,7 +11,7 @@ from jaxrlhf import config
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Checkpointing, Evaluation
 from jaxrlhf.rewards import RewardsFailing, Scorer
-from jaxrlhf.rewards.pool import Pool
+from jaxrlhf.rewards.pool import RewardPool
 from jaxrlhf.rewards.protocol import Example, Function
 from jaxrlhf.trainer.run import run
 from jaxrlhf.trainer.workdir import CHECKPOINTS
@@ -57,9 +57,9 @@ def functions(tmp_path_factory) -> Path:
     return path
 
 
-def pool_of(functions: Path, *names: str, failures_in_a_row: int, timeout_s: float = 60.0) -> Pool:
+def pool_of(functions: Path, *names: str, failures_in_a_row: int, timeout_s: float = 60.0) -> RewardPool:
     wanted = [Function(name, f"{functions}:{name}") for name in names]
-    return Pool(wanted, workers=1, timeout_s=timeout_s, failures_in_a_row=failures_in_a_row)
+    return RewardPool(wanted, workers=1, timeout_s=timeout_s, failures_in_a_row=failures_in_a_row)
 
 
 def examples(*responses: str) -> list[Example]:

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrlhf import models
 from jaxrlhf.algos import nll_objective, policy_objective, token_weights, value_objective
-from jaxrlhf.batch import Diverged, Experience, Rollout, Scores, Sequences
+from jaxrlhf.batch import Diverged, Experience, RolloutBatch, Scores, Sequences
 from jaxrlhf.config import (
     GRPO,
     PPO,
@@ -23,10 +23,10 @@ from jaxrlhf.config import (
     Layout,
     Optimizer,
     PolicyLoss,
+    Rollout,
     Sampling,
     Training,
 )
-from jaxrlhf.config import Rollout as RolloutSettings
 from jaxrlhf.data import embedded_tokenizer, load_problems
 from jaxrlhf.dataflows import grpo
 from jaxrlhf.dataflows.step import StepInput
@@ -61,9 +61,7 @@ def config(*, layout: Layout | None = None, tokens: int = 2048, devices: int = 1
         data=Arithmetic(difficulty=1, train_problems=16, eval_problems=4),
         algorithm=replace(ALGORITHM, critic=replace(training, layout=trained)),
         actor=training,
-        rollout=RolloutSettings(
-            prompts_per_step=8, responses_per_prompt=2, max_prompt_tokens=56, max_response_tokens=16
-        ),
+        rollout=Rollout(prompts_per_step=8, responses_per_prompt=2, max_prompt_tokens=56, max_response_tokens=16),
         steps=1,
         devices=devices,
     )
@@ -160,7 +158,9 @@ def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees(one_
     actor = workers["actor"]
     settings = replace(ALGORITHM, kl=None, policy=PolicyLoss())
     problems = load_problems(config().data, builder.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
-    rollout: Rollout = actor.generate_sequences(problems, Sampling(temperature=1.0), responses_per_prompt=2, seed=3)
+    rollout: RolloutBatch = actor.generate_sequences(
+        problems, Sampling(temperature=1.0), responses_per_prompt=2, seed=3
+    )
     mask_BT = rollout.sequences.mask_BT
     old_logp_BT = actor.compute_log_prob(rollout)
     reference = workers["reference"].compute_ref_log_prob(rollout)
@@ -199,7 +199,7 @@ def naive_logp(actor, sequences: Sequences) -> np.ndarray:
 def forward_logp(actor, sequences: Sequences) -> np.ndarray:
     rows = len(sequences.length_B)
     nothing = np.zeros(np.shape(sequences.token_BT), np.float32)
-    rollout = Rollout(sequences, nothing, np.zeros(rows, bool), np.full(rows, actor.version, np.int32))
+    rollout = RolloutBatch(sequences, nothing, np.zeros(rows, bool), np.full(rows, actor.version, np.int32))
     return np.asarray(actor.compute_log_prob(rollout))
 
 
@@ -364,7 +364,7 @@ def test_where_no_token_ends_a_response_all_run_to_their_limit(one_device) -> No
     builder, workers = one_device
     problems = load_problems(config().data, builder.tokenizer, split="train", max_prompt_tokens=56).problems[:8]
 
-    def generated(actor) -> Rollout:
+    def generated(actor) -> RolloutBatch:
         return actor.generate_sequences(problems, Sampling(), responses_per_prompt=2, seed=3)
 
     mask_BT = np.asarray((before := generated(workers["actor"])).sequences.mask_BT)

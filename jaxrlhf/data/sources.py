@@ -24,7 +24,7 @@ _CHUNK = 4096
 _CALCULATOR_MARK = re.compile(r"<<.*?>>")
 
 
-class Example(NamedTuple):
+class SourceRecord(NamedTuple):
     """A record whose parts are known, not yet tokenised.
 
     Attributes:
@@ -109,7 +109,7 @@ def load_problems(
     return Loaded(tokenized.table, total - kept, total + len(malformed), malformed, tokenized.spelled)
 
 
-def _read(data: Data, split: Split, malformed: list[str]) -> Iterator[Example]:
+def _read(data: Data, split: Split, malformed: list[str]) -> Iterator[SourceRecord]:
     """The records; what is wrong with pairs that could not be read is added to a list."""
     match data:
         case Arithmetic():
@@ -123,10 +123,10 @@ def _read(data: Data, split: Split, malformed: list[str]) -> Iterator[Example]:
         case PairFile():
             read = read_pair_file(data, split)
     malformed += read.malformed
-    return (Example(pair.place, pair.prompt, pair.answer, pair.chosen, pair.record, pair) for pair in read.pairs)
+    return (SourceRecord(pair.place, pair.prompt, pair.answer, pair.chosen, pair.record, pair) for pair in read.pairs)
 
 
-def _read_arithmetic(data: Arithmetic, split: Split) -> Iterator[Example]:
+def _read_arithmetic(data: Arithmetic, split: Split) -> Iterator[SourceRecord]:
     records = arithmetic_records(
         difficulty=data.difficulty,
         problems=data.train_problems if split == "train" else data.eval_problems,
@@ -135,22 +135,22 @@ def _read_arithmetic(data: Arithmetic, split: Split) -> Iterator[Example]:
         unfinished_share=data.unfinished_share if split == "train" else 0.0,
     )
     for n, record in enumerate(records):
-        yield Example(f"arithmetic problem {n}", record["question"], record["answer"], record["solution"], record)
+        yield SourceRecord(f"arithmetic problem {n}", record["question"], record["answer"], record["solution"], record)
 
 
-def _read_gsm8k(data: Gsm8k, split: Split) -> Iterator[Example]:
+def _read_gsm8k(data: Gsm8k, split: Split) -> Iterator[SourceRecord]:
     for file in _gsm8k_files(data.path, "train" if split == "train" else "test"):
         for row in read_rows(file):
             yield _gsm8k_example(row, data.instruction)
 
 
-def _gsm8k_example(row: Row, instruction: str) -> Example:
+def _gsm8k_example(row: Row, instruction: str) -> SourceRecord:
     solution = _CALCULATOR_MARK.sub("", row.text("answer"))
     _, mark, answer = solution.rpartition("####")
     if not mark:
         raise Refusal(f"{row.place}: no '#### <number>' in 'answer'")
     prompt = f"{row.text('question')} {instruction}".strip()
-    return Example(row.place, prompt, answer.strip().replace(",", ""), solution, row.stored)
+    return SourceRecord(row.place, prompt, answer.strip().replace(",", ""), solution, row.stored)
 
 
 def _gsm8k_files(path: str, name: str) -> list[Path]:
@@ -178,21 +178,21 @@ def _from_hub(path: str) -> Path:
         ) from error
 
 
-def _read_prompt_file(data: PromptFile, split: Split) -> Iterator[Example]:
+def _read_prompt_file(data: PromptFile, split: Split) -> Iterator[SourceRecord]:
     path = data.train if split == "train" else data.evaluation
     if path is not None:
         for row in read_rows(Path(path).expanduser()):
             yield _prompt_example(row, data)
 
 
-def _prompt_example(row: Row, data: PromptFile) -> Example:
+def _prompt_example(row: Row, data: PromptFile) -> SourceRecord:
     prompt = row.value(data.prompt_key)
     if isinstance(prompt, list) and prompt:
         for message in prompt:
             _check_message(message, f"{row.place}: a message in {data.prompt_key!r}")
     elif not isinstance(prompt, str) or not prompt:
         raise Refusal(f"{row.place}: {data.prompt_key!r} must be a text or a list of messages, got {prompt!r:.80}")
-    return Example(
+    return SourceRecord(
         place=row.place,
         prompt=prompt,
         answer=None if data.answer_key is None else row.text(data.answer_key),
@@ -225,7 +225,7 @@ class _Tokenized:
         self._control = ControlTokens(tokenizer)
         self._token_letters = max(map(len, tokenizer.get_vocab()))
 
-    def add(self, examples: Sequence[Example]) -> None:
+    def add(self, examples: Sequence[SourceRecord]) -> None:
         """Tokenise some records: each kind of text in one call, and none that no record has."""
         spells = [self._spells(example) for example in examples]
         prompts = self._rendered(examples, spells)
@@ -248,7 +248,7 @@ class _Tokenized:
 
     def _add(
         self,
-        example: Example,
+        example: SourceRecord,
         prompt: str,
         prompt_ids: list[int],
         solution_ids: list[int] | None,
@@ -263,7 +263,7 @@ class _Tokenized:
         if example.pair is not None:
             self.table.make_pair(rejected, PairColumns(example.pair.margin, example.pair.safe))
 
-    def _spells(self, example: Example) -> bool:
+    def _spells(self, example: SourceRecord) -> bool:
         """True if a text of the record spells a control token; what is said of it at start is noted."""
         texts = [*_texts(example.prompt), example.solution or "", example.pair.rejected if example.pair else ""]
         found = self._control.first_in(texts)
@@ -271,7 +271,7 @@ class _Tokenized:
             self.spelled.append(f"{example.place}: {found}")
         return found is not None
 
-    def _rendered(self, examples: Sequence[Example], spells: Sequence[bool]) -> list[str]:
+    def _rendered(self, examples: Sequence[SourceRecord], spells: Sequence[bool]) -> list[str]:
         """Prompts as the tokenizer's chat template has them, marked where control tokens shall stay text."""
         if self._tokenizer.chat_template is None:
             return [_plain_text(example) for example in examples]
@@ -290,7 +290,7 @@ class _Tokenized:
             place = examples[0].place
             raise Refusal(f"{place}: the tokenizer's chat template refuses this prompt: {error}") from error
 
-    def _marked(self, example: Example) -> str | Messages:
+    def _marked(self, example: SourceRecord) -> str | Messages:
         def mark(text: str) -> str:
             return self._control.mark(text, place=example.place)
 
@@ -324,7 +324,7 @@ def _texts(prompt: str | Messages) -> list[str]:
     return [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
 
 
-def _check_encodes(example: Example, prompt: str) -> None:
+def _check_encodes(example: SourceRecord, prompt: str) -> None:
     rejected = example.pair.rejected if example.pair else ""
     try:
         "".join((prompt, example.answer or "", example.solution or "", rejected)).encode()
@@ -336,7 +336,7 @@ def _check_encodes(example: Example, prompt: str) -> None:
         ) from error
 
 
-def _plain_text(example: Example) -> str:
+def _plain_text(example: SourceRecord) -> str:
     if isinstance(example.prompt, str):
         return example.prompt
     raise Refusal(

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from jaxrlhf.algos import kl_estimate, policy_objective, selected
-from jaxrlhf.batch import Array, Rollout, Scores
+from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.config import PolicyGradient
 from jaxrlhf.dataflows.estimate import next_state, old_log_prob
 from jaxrlhf.dataflows.minibatches import Minibatches, policy_minibatches
@@ -38,7 +38,7 @@ def step(roles: Roles, work: StepInput[PolicyGradient]) -> StepResult:
 
 def prepare(
     work: StepInput[PolicyGradient],
-    rollout: Rollout,
+    rollout: RolloutBatch,
     scores: Scores,
     old_logp_BT: Array | None,
     teacher_logp_BT: Array,

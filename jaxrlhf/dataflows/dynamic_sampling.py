@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxrlhf.batch import Array, Problem, Rollout, Scores
+from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.config import PolicyGradient, Refusal
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput
 
@@ -26,7 +26,7 @@ class PromptGroups:
     """
 
     problems: Sequence[Problem]
-    rollout: Rollout
+    rollout: RolloutBatch
     scores: Scores
     informative_P: np.ndarray
 

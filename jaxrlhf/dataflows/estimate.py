@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.algos import adaptive_kl_coefficient, kl_estimate, token_rewards
-from jaxrlhf.batch import Array, Rollout, Scores, Sequences
+from jaxrlhf.batch import Array, RolloutBatch, Scores, Sequences
 from jaxrlhf.config import KLInReward, PolicyGradient
 from jaxrlhf.dataflows.step import Metrics, Roles, State, StepInput
 
@@ -29,7 +29,7 @@ def scorable(sequences: Sequences, scores: Scores) -> Sequences:
 
 def rewards_per_token(
     work: StepInput[PolicyGradient],
-    rollout: Rollout,
+    rollout: RolloutBatch,
     scores: Scores,
     mask_BT: Array,
     old_logp_BT: Array | None,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf import algos
-from jaxrlhf.batch import Array, Rollout, Scores
+from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.config import GRPO, PolicyGradient, Refusal, ReinforcePlusPlus
 from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
 from jaxrlhf.dataflows.minibatches import Minibatches, policy_minibatches
@@ -141,7 +141,7 @@ def learn(
     """Estimate advantages of scored responses and update the actor.
 
     Args:
-      rollout: A `Rollout`, or a future of one.
+      rollout: A `RolloutBatch`, or a future of one.
       scores: The rollout's `Scores`, or a future of them.
       trained_B: Scorable rows to train on, all of which take part in baselines; None is all.
     """
@@ -156,7 +156,7 @@ def prepare(
     work: StepInput[PolicyGradient],
     advantage: Advantage,
     trained_B: Array | None,
-    rollout: Rollout,
+    rollout: RolloutBatch,
     scores: Scores,
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,

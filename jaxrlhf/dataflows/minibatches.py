@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxrlhf.algos import rollout_correction, token_weights
-from jaxrlhf.batch import Array, Experience, Rollout, Sequences
+from jaxrlhf.batch import Array, Experience, RolloutBatch, Sequences
 from jaxrlhf.config import Aggregation, KLInLoss, PolicyGradient
 from jaxrlhf.dataflows.step import Metrics, State, StepInput
 
@@ -72,7 +72,7 @@ def minibatches(
 def policy_minibatches(
     work: StepInput[PolicyGradient],
     sequences: Sequences,
-    rollout: Rollout,
+    rollout: RolloutBatch,
     advantage_BT: Array,
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,

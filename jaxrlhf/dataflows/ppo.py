@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from jaxrlhf.algos import gae, policy_objective, value_objective, whiten
-from jaxrlhf.batch import Array, Rollout, Scores
+from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.config import PPO
 from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
 from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
@@ -42,7 +42,7 @@ def learn(roles: Roles, work: StepInput[PPO], prepare: Callable[..., Minibatches
 
 def prepare(
     work: StepInput[PPO],
-    rollout: Rollout,
+    rollout: RolloutBatch,
     scores: Scores,
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,

@@ -3,11 +3,13 @@
 import numpy as np
 
 from jaxrlhf.algos import kl_estimate, masked_mean, sampler_gap
-from jaxrlhf.batch import Array, Rollout, Scores
+from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.dataflows.step import Metrics
 
 
-def rollout_metrics(rollout: Rollout, scores: Scores, old_logp_BT: Array | None, ref_logp_BT: Array | None) -> Metrics:
+def rollout_metrics(
+    rollout: RolloutBatch, scores: Scores, old_logp_BT: Array | None, ref_logp_BT: Array | None
+) -> Metrics:
     """Metrics of a rollout and its scores.
 
     Args:
@@ -42,7 +44,7 @@ def _divergence(logp_BT: Array, ref_logp_BT: Array, mask_BT: np.ndarray) -> Metr
     }
 
 
-def _gaps(logp_BT: Array, rollout: Rollout) -> Metrics:
+def _gaps(logp_BT: Array, rollout: RolloutBatch) -> Metrics:
     gap = sampler_gap(logp_BT, rollout.sampler_logp_BT, np.asarray(rollout.sequences.mask_BT))
     return {
         "sampler/logp_gap_mean": float(gap.mean),

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrlhf import algos
 from jaxrlhf.algos import gae, policy_objective, value_objective
-from jaxrlhf.batch import Array, Experience, Rollout, Scores
+from jaxrlhf.batch import Array, Experience, RolloutBatch, Scores
 from jaxrlhf.config import SafeRLHF
 from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
 from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
@@ -55,7 +55,7 @@ def step(roles: Roles, work: StepInput[SafeRLHF]) -> StepResult:
 
 def prepare(
     work: StepInput[SafeRLHF],
-    rollout: Rollout,
+    rollout: RolloutBatch,
     scores: Scores,
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from jaxrlhf.batch import Array, Problem, Rollout, Scores
+from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.config import Algorithm, Config
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class StepResult:
 
     metrics: Metrics
     state: State = field(default_factory=dict)
-    rollout: Rollout | None = None
+    rollout: RolloutBatch | None = None
     scores: Scores | None = None
     logp_BT: Array | None = None
     problems: Sequence[Problem] | None = None

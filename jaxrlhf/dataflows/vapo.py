@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from jaxrlhf.algos import gae, imitating_objective, length_adaptive_lambda, whiten
-from jaxrlhf.batch import Array, Experience, Rollout, Scores
+from jaxrlhf.batch import Array, Experience, RolloutBatch, Scores
 from jaxrlhf.config import VAPO
 from jaxrlhf.dataflows import ppo
 from jaxrlhf.dataflows.estimate import next_state, rewards_per_token, scorable
@@ -24,7 +24,7 @@ def step(roles: Roles, work: StepInput[VAPO]) -> StepResult:
 
 def prepare(
     work: StepInput[VAPO],
-    rollout: Rollout,
+    rollout: RolloutBatch,
     scores: Scores,
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,

@@ -25,7 +25,7 @@ from jaxrlhf.batch import Params
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.checks import check_keys, check_prompt, check_sizes, check_split
 from jaxrlhf.engine.compiled import Compiled
-from jaxrlhf.engine.layout import Layout, same_layout
+from jaxrlhf.engine.layout import EngineShardings, same_layout
 from jaxrlhf.engine.lengths import busy_buckets, fit, halving_buckets, length_buckets
 from jaxrlhf.engine.page_cache import PageCache
 from jaxrlhf.engine.prefilled import Prefilled
@@ -131,7 +131,7 @@ class Engine:
         self._prompt_buckets = length_buckets(max_prompt_tokens)
         self._slot_counts = halving_buckets(self.slots // replicas, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
         self._mesh, self.attention, self.prefilled_prompts = mesh, attention, 0
-        self._layout = Layout(mesh, slot_axes, kv_head_axis, self._shape.pipeline)
+        self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, self._shape.pipeline)
         self._compiled = Compiled(self._shape, self._layout.whole)
         sizes = {"slots": self.slots, "longest": capacity}
         self._cache: SlotCache | PageCache = SlotCache(self._compiled, self._layout, **sizes)

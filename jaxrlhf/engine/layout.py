@@ -9,7 +9,7 @@ from jaxrlhf.models import Pipeline
 from jaxrlhf.models.attention.pages import PagedCache
 
 
-class Layout:
+class EngineShardings:
     """Shardings of the arrays of the engine's programs.
 
     A prefill splits its rows, but what it returns is whole on every replica (heads stay

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.compiled import Compiled
-from jaxrlhf.engine.layout import Layout
+from jaxrlhf.engine.layout import EngineShardings
 from jaxrlhf.engine.lengths import fit
 from jaxrlhf.engine.page_book import PageBook
 from jaxrlhf.engine.prefilled import Prefilled
@@ -33,7 +33,7 @@ class PageCache:
       sizes: Numbers of pages that it may have, ascending.
     """
 
-    def __init__(self, compiled: Compiled, layout: Layout, *, slots: int, replicas: int, longest: int) -> None:
+    def __init__(self, compiled: Compiled, layout: EngineShardings, *, slots: int, replicas: int, longest: int) -> None:
         self._compiled, self._slots, self._replicas = compiled, slots, replicas
         self._columns = -(-longest // PAGE_TOKENS)
         most = slots // replicas * self._columns

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 
 from jaxrlhf import models
 from jaxrlhf.batch import Array, Params
-from jaxrlhf.engine.sampling import Sampled, Settings, sample, uniforms
+from jaxrlhf.engine.sampling import Sampled, SlotSampling, sample, uniforms
 from jaxrlhf.models.attention.kv_cache import LayerCache
 from jaxrlhf.models.attention.pages import PagedCache, insert_pages
 from jaxrlhf.models.attention.pages import empty_pages as pages_of_layers
@@ -74,7 +74,7 @@ class Insertion(NamedTuple):
     slot_I: Array
     seed_B: Array
     request_B: Array
-    settings: Settings
+    settings: SlotSampling
 
 
 class Slots(NamedTuple):
@@ -96,7 +96,7 @@ class Slots(NamedTuple):
     active_B: Array
     seed_B: Array
     request_B: Array
-    settings: Settings
+    settings: SlotSampling
 
 
 class Window(NamedTuple):
@@ -136,7 +136,7 @@ def empty_slots(*, slots: int, shape: Shape) -> Slots:
         active_B=jnp.zeros(slots, bool),
         seed_B=jnp.zeros(slots, jnp.uint32),
         request_B=jnp.zeros(slots, jnp.uint32),
-        settings=Settings(
+        settings=SlotSampling(
             temperature_B=jnp.ones(slots, jnp.float32),
             top_p_B=jnp.ones(slots, jnp.float32),
             top_k_B=jnp.zeros(slots, jnp.int32),

@@ -28,7 +28,7 @@ _DIGIT = 4
 """Bits of a threshold that one round of the search finds."""
 
 
-class Settings(NamedTuple):
+class SlotSampling(NamedTuple):
     """Sampling settings of each slot; see `config.Sampling`.
 
     Attributes:
@@ -53,9 +53,9 @@ class Sampled(NamedTuple):
     logp_B: Float[Array, "B"]
 
 
-def settings_of(sampling: config.Sampling, *, slots: int) -> Settings:
+def settings_of(sampling: config.Sampling, *, slots: int) -> SlotSampling:
     """One setting for all slots, as host arrays."""
-    return Settings(
+    return SlotSampling(
         temperature_B=np.full(slots, sampling.temperature, np.float32),
         top_p_B=np.full(slots, sampling.top_p, np.float32),
         top_k_B=np.full(slots, sampling.top_k, np.int32),
@@ -81,7 +81,7 @@ def sample(
     logits_BV: Float[Array, "B V"],
     uniform_B2: Float[Array, "B 2"],
     position_B: Int[Array, "B"],
-    settings: Settings,
+    settings: SlotSampling,
     *,
     stop_tokens: tuple[int, ...],
 ) -> Sampled:
@@ -126,7 +126,7 @@ def _draw(drawn_BV: Float[Array, "B V"], uniform_B2: Float[Array, "B 2"]) -> Int
 
 
 def _restricted_weights(
-    scaled_BV: Float[Array, "B V"], early_B: Bool[Array, "B"], settings: Settings, *, stop_tokens: tuple[int, ...]
+    scaled_BV: Float[Array, "B V"], early_B: Bool[Array, "B"], settings: SlotSampling, *, stop_tokens: tuple[int, ...]
 ) -> Float[Array, "B V"]:
     """Unnormalised probabilities of the tokens that a slot may draw, 0 elsewhere."""
     vocab = scaled_BV.shape[-1]
@@ -143,7 +143,7 @@ def _restricted_weights(
     return jnp.where(allowed_BV >= threshold_B1, jnp.exp(allowed_BV - peak_B1), 0.0)
 
 
-def _threshold(scaled_BV: Float[Array, "B V"], settings: Settings) -> Float[Array, "B 1"]:
+def _threshold(scaled_BV: Float[Array, "B V"], settings: SlotSampling) -> Float[Array, "B 1"]:
     """Smallest logit kept: the top k, then of those the fewest that hold a mass of top_p.
 
     Tokens that tie with the last one kept are kept too. A search over thresholds by sums, where sorting would have

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.compiled import Compiled
-from jaxrlhf.engine.layout import Layout
+from jaxrlhf.engine.layout import EngineShardings
 from jaxrlhf.engine.lengths import cache_capacities, fit
 from jaxrlhf.engine.prefilled import Prefilled
 from jaxrlhf.models import LayerCache
@@ -23,7 +23,7 @@ class SlotCache:
       sizes: Tokens of each slot that it may have, ascending.
     """
 
-    def __init__(self, compiled: Compiled, layout: Layout, *, slots: int, longest: int) -> None:
+    def __init__(self, compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int) -> None:
         self._compiled, self._slots = compiled, slots
         self.layout = layout.cache
         self.sizes = cache_capacities(longest)

@@ -112,7 +112,7 @@ def as_blocks(leaves: Sequence[jax.Array], grids: Sequence[LeafGrid], *, share: 
     return blocks
 
 
-class _Plan(NamedTuple):
+class _BlockPlan(NamedTuple):
     """Steps that bring one leaf into its grid.
 
     Attributes:
@@ -127,7 +127,7 @@ class _Plan(NamedTuple):
     fits: bool
 
 
-def _plan(leaf: jax.Array, grid: LeafGrid) -> _Plan:
+def _plan(leaf: jax.Array, grid: LeafGrid) -> _BlockPlan:
     if leaf.shape != grid.shape:
         raise ValueError(f"{grid.path} has shape {leaf.shape} at its source and {grid.shape} at its target")
     if not isinstance(leaf.sharding, NamedSharding):
@@ -141,7 +141,7 @@ def _plan(leaf: jax.Array, grid: LeafGrid) -> _Plan:
     kept = grid_of(grid.path, gathered, leaf).ways
     cuts = tuple(ways // have for ways, have in zip(grid.ways, kept, strict=True))
     whole = kept == grid.ways and gathered.is_equivalent_to(leaf.sharding, leaf.ndim)
-    return _Plan(grid, gathered, cuts, whole and leaf.dtype == grid.dtype)
+    return _BlockPlan(grid, gathered, cuts, whole and leaf.dtype == grid.dtype)
 
 
 def _leading(axes: Sequence[str], mesh: Mesh, ways: int) -> tuple[str, ...]:
@@ -178,10 +178,10 @@ def _primes(size: int) -> Iterator[int]:
 
 
 @functools.lru_cache(maxsize=16)
-def _program(plans: tuple[_Plan, ...]) -> Any:
+def _program(plans: tuple[_BlockPlan, ...]) -> Any:
     """One program for all leaves; each becomes a list of pieces, one for each way to cut its parts."""
 
-    def one(leaf: jax.Array, plan: _Plan) -> list[jax.Array]:
+    def one(leaf: jax.Array, plan: _BlockPlan) -> list[jax.Array]:
         cast = leaf.astype(plan.grid.dtype)
         if math.prod(plan.cuts) == 1:
             return [jnp.copy(cast)]  # or, where nothing changes, the leaf itself would come out
@@ -202,7 +202,7 @@ def _cut(part: jax.Array, *, cuts: tuple[int, ...]) -> list[jax.Array]:
     return pieces
 
 
-def _numbers(plan: _Plan) -> Iterator[dict[jax.Device, int]]:
+def _numbers(plan: _BlockPlan) -> Iterator[dict[jax.Device, int]]:
     """For each piece, in the program's order: the number of the block that each device holds."""
     ways, cuts = plan.grid.ways, plan.cuts
     parts = tuple(size * cut for size, cut in zip(plan.grid.block_shape, cuts, strict=True))

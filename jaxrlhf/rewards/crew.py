@@ -39,7 +39,7 @@ FAILURES: tuple[Cause, ...] = ("timeout", "crash", "exception")  # other causes 
 
 
 @dataclass(eq=False)
-class Call:
+class RewardCall:
     """One function on one example.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Group:
     """Examples that a function takes at once, by number within the chunk; shrinks as they are answered."""
 
     function: int
-    calls: dict[int, Call]
+    calls: dict[int, RewardCall]
 
 
 @dataclass
@@ -85,7 +85,7 @@ class _Worker:
     def idle_s(self) -> float:
         return time.monotonic() - self.progress_at
 
-    def calls(self) -> Iterator[Call]:
+    def calls(self) -> Iterator[RewardCall]:
         for group in self.groups:
             yield from group.calls.values()
 
@@ -136,12 +136,12 @@ class Crew:
         self._most_failures, self._failed = failures_in_a_row, [0] * len(self._functions)
         self._failed_starts = 0
         self._takes_groups: tuple[bool, ...] = ()
-        self._queues: list[deque[Call]] = [deque() for _ in functions]
-        self._alone: deque[Call] = deque()
+        self._queues: list[deque[RewardCall]] = [deque() for _ in functions]
+        self._alone: deque[RewardCall] = deque()
         self.workers: list[_Worker] = []
         self._owner = os.getpid()
         self._lock = threading.Lock()  # guards the next two, which other threads touch
-        self._arrived: list[Call] = []
+        self._arrived: list[RewardCall] = []
         self._over: BaseException | None = None
         self._dropping = False
         self._bell, self._ring = socketpair()  # what is sent into one end wakes the thread at the other
@@ -156,7 +156,7 @@ class Crew:
             raise
         self._thread.start()
 
-    def submit(self, calls: Iterable[Call]) -> None:
+    def submit(self, calls: Iterable[RewardCall]) -> None:
         """Queue calls and return at once.
 
         Raises:
@@ -171,7 +171,7 @@ class Crew:
         if not others_arrived:  # else the thread is awake, or will be
             self._wake()
 
-    def drop(self, calls: Iterable[Call]) -> None:
+    def drop(self, calls: Iterable[RewardCall]) -> None:
         """Forget calls: those that wait are not made, and a process with nothing else to do is replaced."""
         unanswered = [call for call in calls if not call.answer.done()]
         if unanswered:
@@ -337,7 +337,7 @@ class Crew:
         for number, call in blamed.calls.items():
             self._answer(call, Answer(number, None, cause, lost))
 
-    def _answer(self, call: Call, answer: Answer) -> None:
+    def _answer(self, call: RewardCall, answer: Answer) -> None:
         """Hand an answer over, unless it is one failure too many."""
         failed = self._failed[call.function] + 1 if answer.cause in FAILURES else 0
         self._failed[call.function] = failed
@@ -359,7 +359,7 @@ class Crew:
             call.alone = True
         self._requeue(group.calls.values())
 
-    def _requeue(self, calls: Iterable[Call]) -> None:
+    def _requeue(self, calls: Iterable[RewardCall]) -> None:
         for call in reversed(list(calls)):
             (self._alone if call.alone else self._queues[call.function]).appendleft(call)
 

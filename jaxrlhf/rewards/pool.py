@@ -12,7 +12,7 @@ from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxrlhf.rewards.crew import Call, Crew
+from jaxrlhf.rewards.crew import Crew, RewardCall
 from jaxrlhf.rewards.functions import one_line
 from jaxrlhf.rewards.protocol import Example, Failure, Function
 from jaxrlhf.rewards.worker import Answer
@@ -20,7 +20,7 @@ from jaxrlhf.rewards.worker import Answer
 Packed = bytes | Answer
 """An example as it travels to a process, or the answer that says why it cannot."""
 
-Begun = tuple[Call, ...]
+Begun = tuple[RewardCall, ...]
 """Every function on one example, in their order."""
 
 
@@ -34,7 +34,7 @@ class Outcome:
     failure: Failure | None
 
 
-class Pool:
+class RewardPool:
     """Runs reward functions on examples and streams what they return.
 
     Args:
@@ -69,7 +69,7 @@ class Pool:
         """End the processes. A closed pool cannot run again."""
         self._finalizer()
 
-    def __enter__(self) -> "Pool":
+    def __enter__(self) -> "RewardPool":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,8 +88,8 @@ class Pool:
 
     def _calls(self, packed: Packed) -> Begun:
         if isinstance(packed, bytes):
-            return tuple(Call(function, packed) for function in range(len(self._functions)))
-        calls = tuple(Call(function, b"") for function in range(len(self._functions)))
+            return tuple(RewardCall(function, packed) for function in range(len(self._functions)))
+        calls = tuple(RewardCall(function, b"") for function in range(len(self._functions)))
         for call in calls:
             call.answer.set_result(packed)
         return calls

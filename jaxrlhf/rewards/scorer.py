@@ -15,7 +15,7 @@ from jaxrlhf import config
 from jaxrlhf.batch import Scores
 from jaxrlhf.config import Refusal
 from jaxrlhf.rewards.parts import part_names, reward_function
-from jaxrlhf.rewards.pool import Begun, Packed, Pool, pack
+from jaxrlhf.rewards.pool import Begun, Packed, RewardPool, pack
 from jaxrlhf.rewards.protocol import Example, Failure, RewardsFailing
 
 ScoreTexts = Callable[[list[tuple[str, str, bool]]], Float[np.ndarray, "B"]]
@@ -75,9 +75,9 @@ class Scorer:
                 functions.append(reward_function(name, part, workers=rewards.workers))
         self._functions = [function.name for function in functions]
         self._references = {function.name: f" ({function.reference})" for function in functions}
-        self._pool: Pool | None = None
+        self._pool: RewardPool | None = None
         if functions:
-            self._pool = Pool(
+            self._pool = RewardPool(
                 functions,
                 workers=rewards.workers,
                 timeout_s=rewards.timeout_s,
@@ -160,20 +160,20 @@ class Scorer:
         self._count_fruitless(np.asarray(scores.scorable_B))
         return scores
 
-    def _open(self, pool: Pool) -> None:
+    def _open(self, pool: RewardPool) -> None:
         self._batches.append(defaultdict(list))
         while len(self._batches) > BATCHES_AHEAD:
             pool.drop(begun for several in self._batches.popleft().values() for begun in several)
 
     def _begin(
-        self, pool: Pool, prompt: str, response: Callable[[], str], answer: str | None, record: Mapping[str, Any]
+        self, pool: RewardPool, prompt: str, response: Callable[[], str], answer: str | None, record: Mapping[str, Any]
     ) -> None:
         # What is raised here is not lost: then `score` is the first to do the same.
         packed = pack(Example(prompt, response(), answer, dict(record)))
         begun = pool.begin([packed])
         self._batches[-1][packed] += begun
 
-    def _take(self, pool: Pool, examples: list[Example]) -> list[Begun]:
+    def _take(self, pool: RewardPool, examples: list[Example]) -> list[Begun]:
         """The calls for each example: those that were begun, or new ones."""
         packed = [pack(example) for example in examples]
         found = [self._find(one) for one in packed]
@@ -193,7 +193,7 @@ class Scorer:
 
     def _run_functions(
         self,
-        pool: Pool,
+        pool: RewardPool,
         examples: list[Example],
         parts: dict[str, np.ndarray],
         progress: Callable[[int, int], None],

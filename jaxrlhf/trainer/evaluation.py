@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrlhf.batch import Problem, Rollout, Scores
+from jaxrlhf.batch import Problem, RolloutBatch, Scores
 from jaxrlhf.config import Config, Sampling
 from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.rewards.parts import part_names
@@ -16,7 +16,7 @@ _SEED = 20_000_003
 
 def evaluate(
     roles: Roles, config: Config, problems: Sequence[Problem], *, sampling: Sampling | None = None, samples: int = 1
-) -> tuple[Metrics, Rollout, Scores]:
+) -> tuple[Metrics, RolloutBatch, Scores]:
     """Answer every problem and score the answers by the first reward.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.batch import Array, Problem, Rollout, Scores
+from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.tracking import (
     Call,
     JsonLines,
@@ -141,7 +141,7 @@ def to_samples(
     step: int,
     problems: Sequence[Problem],
     responses: Sequence[str],
-    rollout: Rollout,
+    rollout: RolloutBatch,
     scores: Scores,
     *,
     logp_BT: Array | None = None,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.batch import Array, Experience, Params, Problem, Rollout, Sequences
+from jaxrlhf.batch import Array, Experience, Params, Problem, RolloutBatch, Sequences
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
 from jaxrlhf.config import Optimizer, Sampling
 from jaxrlhf.resharding.hybrid import HybridEngine, Switch, SwitchError
@@ -110,7 +110,7 @@ class Actor(TrainedWorker):
     @worker_method(THREE_D_ALL_MICRO_DP)
     def generate_sequences(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
-    ) -> Rollout:
+    ) -> RolloutBatch:
         """Sample responses, prompt-major, under the current policy.
 
         Args:
@@ -130,13 +130,13 @@ class Actor(TrainedWorker):
             return self.version, self._exchange.offer(asked, wanted[0], keep=keep)
 
     @worker_method(THREE_D_PROTO)
-    def compute_log_prob(self, rollout: Rollout | Sequences, *, temperature: float | None = None) -> Array:
+    def compute_log_prob(self, rollout: RolloutBatch | Sequences, *, temperature: float | None = None) -> Array:
         """log pi of every response token under the current policy. `temperature=None` is the rollout's.
 
         Raises:
           RuntimeError: Responses were sampled by an older policy; sequences that no policy sampled have no version.
         """
-        if isinstance(rollout, Rollout) and (stale := set(np.unique(rollout.version_B).tolist()) - {self.version}):
+        if isinstance(rollout, RolloutBatch) and (stale := set(np.unique(rollout.version_B).tolist()) - {self.version}):
             raise RuntimeError(
                 f"the policy is version {self.version} and the rollout holds responses of {sorted(stale)}; "
                 f"old log-probabilities have to be taken before the update"

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.algos.objectives import TokenOutput
-from jaxrlhf.batch import Array, Params, Rollout, Sequences
+from jaxrlhf.batch import Array, Params, RolloutBatch, Sequences
 from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.batching.packing import PackedBatch, Packing
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
@@ -123,7 +123,7 @@ class ModelWorker:
             return jax.tree.map(lambda *parts: packing.unpack(np.stack([_own_rows(x) for x in parts])), *outputs)
 
     def log_prob(
-        self, sampled: Rollout | Sequences, *, temperature: float | None = None, adapters: Params | None = None
+        self, sampled: RolloutBatch | Sequences, *, temperature: float | None = None, adapters: Params | None = None
     ) -> Array:
         """log pi of every response token, `[B, T]`. `temperature=None` is the rollout's."""
         scale = self.setup.temperature if temperature is None else temperature
@@ -211,9 +211,9 @@ class ModelWorker:
         return jax.tree.map(put, tree)
 
 
-def sequences_of(sampled: Rollout | Sequences) -> Sequences:
+def sequences_of(sampled: RolloutBatch | Sequences) -> Sequences:
     """Tokens of a rollout, or of sequences that no policy sampled."""
-    return sampled.sequences if isinstance(sampled, Rollout) else sampled
+    return sampled.sequences if isinstance(sampled, RolloutBatch) else sampled
 
 
 def _own_rows(array: jax.Array) -> np.ndarray:

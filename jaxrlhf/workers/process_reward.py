@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 
-from jaxrlhf.batch import Array, Experience, Rollout
+from jaxrlhf.batch import Array, Experience, RolloutBatch
 from jaxrlhf.batching.transfer_protocol import THREE_D_PROTO, worker_method
 from jaxrlhf.workers.model import Metrics
 from jaxrlhf.workers.trained_model import Objective, TrainedWorker
@@ -12,7 +12,7 @@ class ProcessReward(TrainedWorker):
     """An implicit process reward model, at the temperature of the rollout."""
 
     @worker_method(THREE_D_PROTO)
-    def compute_log_prob(self, rollout: Rollout) -> Array:
+    def compute_log_prob(self, rollout: RolloutBatch) -> Array:
         """log pi of every response token under the process reward model."""
         return self.log_prob(rollout)
 

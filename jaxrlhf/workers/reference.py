@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxrlhf.batch import Array, Params, Rollout, Sequences
+from jaxrlhf.batch import Array, Params, RolloutBatch, Sequences
 from jaxrlhf.batching.transfer_protocol import THREE_D_PROTO, worker_method
 from jaxrlhf.workers.actor import Actor
 from jaxrlhf.workers.model import ModelWorker, sequences_of
@@ -12,7 +12,7 @@ class Reference(ModelWorker):
     """A policy that is not trained."""
 
     @worker_method(THREE_D_PROTO)
-    def compute_ref_log_prob(self, rollout: Rollout | Sequences, *, temperature: float | None = None) -> Array:
+    def compute_ref_log_prob(self, rollout: RolloutBatch | Sequences, *, temperature: float | None = None) -> Array:
         """log pi_ref of every response token. `temperature=None` is the rollout's."""
         return self.log_prob(rollout, temperature=temperature)
 
@@ -29,7 +29,7 @@ class FrozenActor:
         self._actor, self._adapters = actor, adapters
 
     @worker_method(THREE_D_PROTO)
-    def compute_ref_log_prob(self, rollout: Rollout | Sequences, *, temperature: float | None = None) -> Array:
+    def compute_ref_log_prob(self, rollout: RolloutBatch | Sequences, *, temperature: float | None = None) -> Array:
         """log pi_ref of every response token. `temperature=None` is the rollout's."""
         # Other weights than those that sampled; their routers choose for themselves.
         sequences = replace(sequences_of(rollout), choice_BTLk=None)

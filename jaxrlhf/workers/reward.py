@@ -5,7 +5,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from jaxrlhf.batch import Problem, Rollout, Scores
+from jaxrlhf.batch import Problem, RolloutBatch, Scores
 from jaxrlhf.batching.transfer_protocol import DP_PROTO, RankCoordinates, worker_method
 from jaxrlhf.engine import Completion
 from jaxrlhf.rewards.scorer import Scorer
@@ -47,7 +47,7 @@ class Reward:
         return {"reward/overlapped_fraction": float(under_way / calls)} if calls else {}
 
     @worker_method(DP_PROTO)
-    def compute_reward(self, problems: Sequence[Problem], rollout: Rollout) -> Scores:
+    def compute_reward(self, problems: Sequence[Problem], rollout: RolloutBatch) -> Scores:
         """Score every response."""
         responses = response_texts(rollout, self._text)
         copies = len(responses) // len(problems)
@@ -65,7 +65,7 @@ class Reward:
         return scores
 
 
-def response_texts(rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> list[str]:
+def response_texts(rollout: RolloutBatch, decode: Callable[[Sequence[int]], str]) -> list[str]:
     """The responses as text."""
     tokens, mask = rollout.sequences.token_BT, rollout.sequences.mask_BT
     return [decode(tuple(row[chosen].tolist())) for row, chosen in zip(tokens, mask, strict=True)]

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrlhf.batch import Problem, Rollout, Sequences
+from jaxrlhf.batch import Problem, RolloutBatch, Sequences
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Completion, Engine, Request
@@ -66,7 +66,7 @@ class Sampler:
 
     def generate(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
-    ) -> Rollout:
+    ) -> RolloutBatch:
         """Sample responses, prompt-major.
 
         Args:
@@ -165,7 +165,7 @@ class RolloutWorker:
         responses_per_prompt: int,
         seed: int,
         versions: Sequence[int],
-    ) -> Rollout:
+    ) -> RolloutBatch:
         """Sample responses, prompt-major, with the weights last sent; see `Actor.generate_sequences`."""
         sampler = self._at_version(versions)
         return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
@@ -187,7 +187,7 @@ def _choices(recorded: Sequence[np.ndarray | None], *, width: int) -> np.ndarray
     return choice_BTLk
 
 
-def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> Rollout:
+def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> RolloutBatch:
     """Completions as left-aligned arrays of `width` columns."""
     count = len(completions)
     token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
@@ -200,7 +200,7 @@ def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *,
         logp_BT[row, start:end] = completion.logps
         mask_BT[row, start:end] = True
         length_B[row] = end
-    return Rollout(
+    return RolloutBatch(
         sequences=Sequences(
             token_BT,
             length_B,

@@ -17,7 +17,7 @@ from jaxrlhf import models
 from jaxrlhf.batch import Params
 from jaxrlhf.config import Layout
 from jaxrlhf.engine import programs
-from jaxrlhf.engine.layout import Layout as SlotLayout
+from jaxrlhf.engine.layout import EngineShardings
 from jaxrlhf.models.attention.kv_cache import Cache
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.memory import training_activation_bytes
@@ -184,7 +184,7 @@ def _decode_call(
         tokens_per_dispatch=TOKENS,
         dtype=dtype,
     )
-    layout = SlotLayout(mesh, SLOT_AXES, None, None)
+    layout = EngineShardings(mesh, SLOT_AXES, None, None)
 
     count = size.slots * len(devices)
 
