@@ -30,6 +30,20 @@ FLOORS = {
 COMMAND_LINES = 8  # the floor of every other module right in the package
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
+MAX_ROOM_FILES = 16
+UNCLEAR_OPENINGS = {"What", "Which", "Where", "How", "Whether", "Of", "As", "Those", "Likewise", "Idem"}
+_UNCLEAR_ENTRY = re.compile(r"^\s+([\w, `*]+): ((?:Of|Idem|As|Those|That|Likewise)\b[^\n]*)", re.MULTILINE)
+RETIRED = {
+    r"\b[Ii]slands?\b": "local submesh",
+    r"\battend_spread\b|\bclass Spread\b": "shared-prefix attention",
+    r"\bUNWATCHED\b|\bclass (Watched|Routed)\b": "RouterInputs, RouterOutputs",
+    r"\bfor_few_tokens\b|\bfor_slots\b|\bclass Turned\b": "decode layout",
+    r"\bhiding\b\(": "mask_bias",
+    r"\bmark_refusal\b|\bis_refusal\b": "Refusal",
+    r"\bown_model\b|\bOwnModel\b": "CausalLM",
+    r"\bclass (Lane|Place|Rewarded|Answered|Ends)\b": "DeviceQueue, RankCoordinates, Returns, PromptGroups",
+}
+"""Patterns that the package has given up, and the words that it uses in their place."""
 VAGUE = {"util", "utils", "helper", "helpers", "common", "base", "misc"}
 
 
@@ -96,6 +110,63 @@ def front_door_logic(path: Path) -> list[str]:
     return found
 
 
+def circles(package: Path) -> list[str]:
+    """Files that import each other, directly or over others, anywhere in them (`TYPE_CHECKING` included)."""
+    files = {_module(path, package): path for path in sorted(package.rglob("*.py"))}
+    graph = {
+        name: {t for n in _imports(path) if (t := _target(n, files)) not in (None, name)}
+        for name, path in files.items()
+    }
+    doors = {name for name, path in files.items() if path.name == "__init__.py"}
+    graph = {name: targets - doors for name, targets in graph.items() if name not in doors}
+    return [" -> ".join(group) for group in _strongly_connected(graph)]
+
+
+def widths(package: Path) -> list[str]:
+    """Folders with more files than a newcomer reads through; families of models are a table of their own."""
+    folders = {path.parent for path in package.rglob("*.py")}
+    counts = {folder: len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) for folder in folders}
+    return [
+        f"{folder.relative_to(package.parent)}/ has {count} files, over {MAX_ROOM_FILES}"
+        for folder, count in sorted(counts.items())
+        if count > MAX_ROOM_FILES and folder.name != "families"
+    ]
+
+
+def retired_words(path: Path) -> list[str]:
+    """Names and words that this project has given up for the field's own."""
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        found += [f"{path.name}:{number}: {old}; say {new}" for old, new in RETIRED.items() if re.search(old, line)]
+    return found
+
+
+def unclear_docstrings(path: Path) -> list[str]:
+    """Docstrings that begin in the middle: their subject is named only further on, or elsewhere."""
+    found = []
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        for text, line in _docstrings(node):
+            first = text.split(maxsplit=1)[0].strip(",.:;") if text.split() else ""
+            if first in UNCLEAR_OPENINGS or text.startswith("The same"):
+                found.append(f"{path.name}:{line}: docstring opens with {first!r}")
+            for entry in re.findall(
+                r"^\s+([\w, `*]+): ((?:Of|Idem|As|Those|That|Likewise)\b[^\n]*)", text, re.MULTILINE
+            ):
+                found.append(f"{path.name}:{line}: {entry[0]}: {entry[1][:40]}")
+    return found
+
+
+def repeated_class_names(paths: list[Path]) -> list[str]:
+    """Class names that mean several things."""
+    places: dict[str, list[str]] = {}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append("/".join(path.parts[-2:]))
+    return [f"{name}: {', '.join(where)}" for name, where in sorted(places.items()) if len(where) > 1]
+
+
 def _rooms(package: Path) -> list[Path]:
     return [path.parent for path in sorted(package.glob("*/__init__.py"))]
 
@@ -138,3 +209,45 @@ def _is_typing(node: ast.stmt) -> bool:
     """`if TYPE_CHECKING:` around imports."""
     guard = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
     return guard and all(isinstance(child, ast.Import | ast.ImportFrom) for child in node.body)
+
+
+def _docstrings(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """Docstring of a definition and of the attributes documented in its body, each with its line."""
+    body = getattr(node, "body", None)
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not body:
+        return
+    for statement in body:
+        value = statement.value if isinstance(statement, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield value.value, statement.lineno
+
+
+def _module(path: Path, package: Path) -> str:
+    return ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _target(name: str, files: dict[str, Path]) -> str | None:
+    """File that an import reads: `a.b.Thing` is in `a/b.py`."""
+    return name if name in files else (parent if (parent := name.rpartition(".")[0]) in files else None)
+
+
+def _strongly_connected(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of nodes each of which leads to all others of its group, by reachability."""
+    reach = {name: _reachable(name, graph) for name in graph}
+    groups = {
+        frozenset(other for other in reach[name] if name in reach[other]) | {name}
+        for name in graph
+        if name in reach[name]
+    }
+    return [sorted(group) for group in sorted(groups, key=sorted)]
+
+
+def _reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    stack = list(graph[start])
+    while stack:
+        name = stack.pop()
+        if name not in seen:
+            seen.add(name)
+            stack += graph.get(name, ())
+    return seen

@@ -71,6 +71,30 @@ def test_every_module_has_a_docstring():
     assert every(house_rules.undocumented, [*MODULES, *PROGRAMS, *TESTS]) == []
 
 
+# Each pair needs the other's type or its late import; the next change of the design takes them apart.
+KNOWN_CIRCLES: set[str] = set()
+
+
+def test_no_files_import_each_other_in_a_circle():
+    assert set(house_rules.circles(PACKAGE)) == KNOWN_CIRCLES
+
+
+def test_rooms_are_no_wider_than_one_reads_through():
+    assert house_rules.widths(PACKAGE) == []
+
+
+def test_docstrings_begin_with_their_subject():
+    assert every(house_rules.unclear_docstrings, MODULES) == []
+
+
+def test_retired_words_stay_retired():
+    assert every(house_rules.retired_words, [*MODULES, *PROGRAMS]) == []
+
+
+def test_a_class_name_means_one_thing():
+    assert house_rules.repeated_class_names(MODULES) == []
+
+
 def test_front_doors_hold_no_logic():
     assert every(house_rules.front_door_logic, [PACKAGE / "__init__.py", *FRONT_DOORS]) == []
 
@@ -168,6 +192,14 @@ def test_rule_floors_can_fail(tmp_path):
         (house_rules.vague_names, "batch.py", "class BaseBatch: ..."),
         (house_rules.vague_names, "batch.py", "class Batch:\n    def pad_helper(self): ..."),
         (house_rules.undocumented, "batch.py", "x = 1"),
+        (house_rules.unclear_docstrings, "batch.py", '"""Of a batch."""'),
+        (house_rules.unclear_docstrings, "batch.py", 'def f():\n    """What a call costs."""'),
+        (
+            house_rules.unclear_docstrings,
+            "batch.py",
+            'class A:\n    """A batch.\n\n    Attributes:\n      rows: Of it.\n    """',
+        ),
+        (house_rules.retired_words, "batch.py", "def island_of(mesh): ...  # an island"),
         (house_rules.front_door_logic, "room/__init__.py", "import os\nx = os.getcwd()"),
         (house_rules.front_door_logic, "room/__init__.py", "def load(): ..."),
         (house_rules.front_door_logic, "room/__init__.py", "if True:\n    import os"),
@@ -189,6 +221,21 @@ def test_rule_can_fail(tmp_path, rule, name, source):
 def test_rule_can_pass(tmp_path, rule, source):
     written(tmp_path, {"batch.py": source})
     assert rule(tmp_path / "batch.py") == []
+
+
+def test_rules_on_the_whole_package_can_fail(tmp_path):
+    files = {
+        "__init__.py": "",
+        "a/__init__.py": "from pack.a.one import f",
+        "a/one.py": "class Plan: ...\ndef f():\n    from pack.a import two",
+        "a/two.py": "if TYPE_CHECKING:\n    from pack.a.one import f\nclass Plan: ...",
+        "a/three.py": "from pack.a.one import f",
+        **{f"b/file{n}.py": "" for n in range(17)},
+    }
+    package = written(tmp_path / "pack", files)
+    assert house_rules.circles(package) == ["pack.a.one -> pack.a.two"]
+    assert house_rules.widths(package) == ["pack/b/ has 17 files, over 16"]
+    assert house_rules.repeated_class_names(sorted(package.rglob("*.py"))) == ["Plan: a/one.py, a/two.py"]
 
 
 @pytest.mark.parametrize("source", ["import torch.nn", "def f():\n    from torch import Tensor"])

@@ -15,7 +15,7 @@ import pytest
 
 from jaxrlhf import config
 from jaxrlhf.rewards import Scorer, programs, sandbox
-from jaxrlhf.rewards.code.sandbox import Ended, Limits, check_sandbox, run
+from jaxrlhf.rewards.sandbox.sandbox import Ended, Limits, check_sandbox, run
 
 LIMITS = Limits(time_s=5.0, memory_bytes=1 << 28, output_bytes=1 << 16)
 
@@ -235,7 +235,7 @@ os._exit(0)
 
 def test_a_program_does_not_outlive_its_worker(tmp_path):
     program = "import ctypes, time; ctypes.CDLL(None).prctl(1, 0, 0, 0, 0); print(flush=True); time.sleep(100)"
-    code = f"from jaxrlhf.rewards.code.sandbox import *; run({program!r}, limits=Limits(60.0, 1 << 28, 1 << 16))"
+    code = f"from jaxrlhf.rewards.sandbox.sandbox import *; run({program!r}, limits=Limits(60.0, 1 << 28, 1 << 16))"
     with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}) as worker:
         children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children")
         until(lambda: children.read_text() != "")

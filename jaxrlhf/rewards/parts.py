@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrlhf import config
-from jaxrlhf.rewards.code.sandbox import Limits, check_sandbox
 from jaxrlhf.rewards.endpoint import api_key
 from jaxrlhf.rewards.formats import check_pattern
 from jaxrlhf.rewards.protocol import Function
+from jaxrlhf.rewards.sandbox.sandbox import Limits, check_sandbox
 
 SCORE_METRICS = ("mean", "std")
 """Names of the whole score, logged as `score/mean` and `score/std`; a part is logged as `score/<its name>`."""
@@ -20,7 +20,7 @@ FUNCTIONS = {
     config.Gsm8kReward: "jaxrlhf.rewards.answers:gsm8k",
     config.ArithmeticReward: "jaxrlhf.rewards.answers:arithmetic",
     config.MathReward: "jaxrlhf.rewards.mathematics:same_answer",
-    config.CodeReward: "jaxrlhf.rewards.code.programs:passes",
+    config.CodeReward: "jaxrlhf.rewards.sandbox.programs:passes",
     config.FormatReward: "jaxrlhf.rewards.formats:matches",
     config.TagsReward: "jaxrlhf.rewards.formats:tags",
     config.RepetitionReward: "jaxrlhf.rewards.lengths:repetition",

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxrlhf.rewards.code.sandbox import Limits, run
+from jaxrlhf.rewards.sandbox.sandbox import Limits, run
 
 FENCE = "```"
 LANGUAGES = ("", "python", "python3", "py")

@@ -1,0 +1,1 @@
+"""Programs in responses: run in a sandbox, held against tests."""
