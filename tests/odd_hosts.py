@@ -4,16 +4,17 @@ import os
 import time
 from typing import Any
 
+import ray_world
+
 from jaxrlhf.single_controller import ray_backend
-from jaxrlhf.single_controller.ray import stored
 
 make_host = ray_backend.make_host
 
 
 def counting(rank: int, hosts: int, **settings: Any) -> Any:
     """A host that also tells how much it has loaded from other processes."""
-    host = make_host(rank, hosts, **settings)
-    host.loaded_bytes = stored.loaded_bytes
+    host, seen = make_host(rank, hosts, **settings), ray_world.traffic()
+    host.loaded_bytes = lambda: seen["get"]
     return host
 
 
@@ -22,10 +23,10 @@ def sleeping(rank: int, hosts: int, **settings: Any) -> Any:
     host = make_host(rank, hosts, **settings)
     call = host.call
 
-    def call_or_sleep(role: str, verb: str, *args: Any) -> Any:
-        while verb == "update_actor":
+    def call_or_sleep(role: str, method: str, *args: Any) -> Any:
+        while method == "update_actor":
             time.sleep(1)
-        return call(role, verb, *args)
+        return call(role, method, *args)
 
     host.call = call_or_sleep
     return host

@@ -1,7 +1,9 @@
 """What the host processes of the Ray tests hold, and how to see what processes exist."""
 
 import ctypes
+import io
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -11,11 +13,43 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ray
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.config import Layout
 from jaxrlhf.single_controller.ray.actor import HostProcess, Setup
-from jaxrlhf.single_controller.ray.stored import loaded_bytes, sent_bytes
+
+
+class ArrayBytes(pickle.Pickler):
+    """Counts the bytes of all arrays in a value, the way pickle sees them; a handle has none."""
+
+    def __init__(self, value: object) -> None:
+        self.nbytes = 0
+        super().__init__(io.BytesIO(), protocol=5, buffer_callback=self._add)
+        self.dump(value)
+
+    def _add(self, buffer: pickle.PickleBuffer) -> None:
+        self.nbytes += buffer.raw().nbytes
+
+    def persistent_id(self, value: object) -> str | None:
+        return "handle" if isinstance(value, ray.ObjectRef) else None
+
+
+def traffic(patch=setattr) -> dict[str, int]:
+    """Array bytes that this process gets from Ray and gives to it from now on."""
+    seen = {"get": 0, "put": 0}
+
+    def counted(name, function, of):
+        def wrapped(*args, **kwargs):
+            result = function(*args, **kwargs)
+            seen[name] += ArrayBytes(of(args, result)).nbytes
+            return result
+
+        patch(ray, name, wrapped)
+
+    counted("get", ray.get, lambda args, result: result)
+    counted("put", ray.put, lambda args, result: args[0])
+    return seen
 
 
 class Unpicklable(Exception):
@@ -68,9 +102,8 @@ class World:
         return np.arange(count, dtype=np.float32) + self.rank
 
     def sums(self, one: np.ndarray, many: list) -> dict:
-        before = loaded_bytes()
-        result = {"one": float(one.sum()), "many": [float(array.sum()) for array in many]}
-        return result | {"loaded": before, "sent": sent_bytes(), "writeable": one.flags.writeable}
+        sums = {"one": float(one.sum()), "many": [float(array.sum()) for array in many]}
+        return sums | {"writeable": one.flags.writeable}
 
     def echo(self, *args: object) -> tuple:
         return args
@@ -89,7 +122,7 @@ class World:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def lose_peer(self, error_s: float, answer_s: float, death_s: float) -> None:
-        """HostId 0 says that it has lost host 1, which answers and dies at moments of its own."""
+        """Host 0 says that it has lost host 1, which answers and dies at moments of its own."""
         if self.rank == 0:
             time.sleep(error_s)
             raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer")

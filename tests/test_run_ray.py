@@ -1,7 +1,5 @@
 """Runs on hosts joined by Ray: the numbers of one process, and data that goes past the controller."""
 
-import io
-import pickle
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +8,7 @@ import jax
 import numpy as np
 import odd_hosts
 import pytest
-import ray
+import ray_world
 from placed_runs import APART, SPLIT, assert_same_numbers, placed, run
 from tiny_runs import numbers, records
 
@@ -18,7 +16,6 @@ from jaxrlhf.config import FunctionReward, RayCluster, Rewards, Sampling
 from jaxrlhf.data import decoder, load_problems, load_tokenizer
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.single_controller import launch, ray_backend
-from jaxrlhf.single_controller.ray import stored
 from jaxrlhf.single_controller.ray.cluster import connect, disconnect
 from jaxrlhf.workers.build import Phase
 from jaxrlhf.workers.reward import response_texts
@@ -116,37 +113,10 @@ def test_generation_on_another_host_receives_what_it_would_inside_a_process(apar
     assert received == metrics["transfer/received_bytes"] > 0
 
 
-class _Arrays(pickle.Pickler):
-    """Counts the bytes of all arrays in a value, the way pickle sees them."""
-
-    def __init__(self, value) -> None:
-        self.nbytes = 0
-        super().__init__(io.BytesIO(), protocol=5, buffer_callback=self._add)
-        self.dump(value)
-
-    def _add(self, buffer) -> None:
-        self.nbytes += buffer.raw().nbytes
-
-    def persistent_id(self, value):
-        return "handle" if isinstance(value, ray.ObjectRef) else None
-
-
 @pytest.fixture
 def passing(monkeypatch):
     """Array bytes that this process has got from Ray and given to it, counted outside of the project."""
-    seen = {"get": 0, "put": 0}
-
-    def counted(name, function, of):
-        def wrapped(*args, **kwargs):
-            result = function(*args, **kwargs)
-            seen[name] += _Arrays(of(args, result)).nbytes
-            return result
-
-        monkeypatch.setattr(ray, name, wrapped)
-
-    counted("get", ray.get, lambda args, result: result)
-    counted("put", ray.put, lambda args, result: args[0])
-    return seen
+    return ray_world.traffic(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +143,7 @@ def test_what_groups_pass_to_each_other_goes_past_the_controller(parts, passing)
     def loaded():
         return {name: ranks.on_all("loaded_bytes")[0] for name, ranks in pools.items()}
 
-    before, own = loaded(), (stored.loaded_bytes(), stored.sent_bytes())
+    before = loaded()
     rollout = generate(roles, problems)
     chained = [
         roles.actor.compute_log_prob(rollout),
@@ -184,7 +154,6 @@ def test_what_groups_pass_to_each_other_goes_past_the_controller(parts, passing)
         call.where()
     after = loaded()
     assert passing == {"get": 0, "put": 0}
-    assert (stored.loaded_bytes(), stored.sent_bytes()) == own
 
     # Now the controller wants to read it itself.
     value = rollout.result()
@@ -193,13 +162,11 @@ def test_what_groups_pass_to_each_other_goes_past_the_controller(parts, passing)
     tokens = rows * columns * (4 + 1 + 4)  # ids, mask, log-probabilities
     size = tokens + rows * (4 + 8 + 1 + 4)  # length, prompt, truncated, version
     assert passing == {"get": size, "put": 0}
-    assert stored.loaded_bytes() - own[0] == size
     assert {name: after[name] - before[name] for name in after} == {"policy": 2 * size, "value": size}
 
     # What it sends itself is seen as well.
     roles.critic.compute_values(value).result()
     assert passing["put"] == size
-    assert stored.sent_bytes() - own[1] == size
 
 
 def test_a_reward_function_that_fails_on_a_host_fails_like_here(parts):

@@ -32,7 +32,7 @@ from jaxrlhf.dataflows import grpo
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Phase
-from jaxrlhf.workers.tokenizer_checks import stop_tokens
+from jaxrlhf.workers.pool_roles import stop_tokens
 
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # float32 sums in another order
 

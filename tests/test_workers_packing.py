@@ -140,13 +140,13 @@ def test_a_row_holds_a_prompt_once_and_attention_sees_every_sequence_whole(seed:
 
 def test_every_token_is_placed_in_one_microbatch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[int] = []
-    spread = AttentionPlaces.spread
+    spread = AttentionPlaces.shared_prefix
 
     def counted(self, rows, token, *others):
         looked_at.append(len(token[0]))
         return spread(self, rows, token, *others)
 
-    monkeypatch.setattr(AttentionPlaces, "spread", counted)
+    monkeypatch.setattr(AttentionPlaces, "shared_prefix", counted)
     sequences = groups(0, prompts=40, responses=5, width=32)
     assert len(list(Packing(sequences, rows=2, row_tokens=40).rows())) == len(looked_at) > 10
     assert sum(looked_at) == sequences.length_B.sum()  # not so many in each microbatch

@@ -8,18 +8,18 @@ from jaxrlhf.batching.microbatch import SMALLEST_ROW
 from jaxrlhf.models.attention.shared_prefix import AttentionRows, SharedPrefix
 
 _ROOM = 4
-"""Times a packed row's tokens that there is room for in each width from the start; it doubles where that is too few."""
+"""Multiple of a packed row's tokens that each width has room for from the start; doubled where that is too few."""
 
 
 class AttentionPlaces:
-    """Where every sequence of a batch lies for attention. Costs follow what is used, not the room there is.
+    """Places of a batch's sequences in attention rows. Costs follow the rows in use, not the room there is.
 
     Args:
-      row_B: The packed row of each sequence, of so many.
-      row_tokens: Of a packed row.
+      row_B: Packed row of each sequence, below `rows`.
+      row_tokens: Tokens of a packed row.
       longest: Tokens of the widest attention row.
-      room: Attention rows of each width, over all batches so far; grows where one needs more.
-      agree: Given numbers, the largest of each that any process gives.
+      room: Attention rows of each width that there is room for; grows where a batch needs more.
+      agree: Elementwise maximum over processes.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class AttentionPlaces:
                 room[width] *= 2
             self._parts.append((width, room[width], used_R))
 
-    def spread(
+    def shared_prefix(
         self,
         rows: range,
         token: tuple[np.ndarray, ...],
@@ -57,12 +57,12 @@ class AttentionPlaces:
         segment_B: np.ndarray,
         tells: np.ndarray,
     ) -> SharedPrefix:
-        """Of some packed rows.
+        """Whole sequences of some packed rows.
 
         Args:
-          token: Sequence and position of every token in these rows, of a shared one as often as it is shared.
-          source: Each one's place in its packed row.
-          tells: Whether the token of the packed row takes its result from this one.
+          token: Sequence and position of every token in these rows; shared ones once for each sequence.
+          source: Place of each token in its packed row.
+          tells: True if the token of the packed row takes its result from this one.
         """
         b, position = token
         row = self._row_B[b] - rows.start
@@ -90,7 +90,7 @@ def _table(entries: np.ndarray, at: tuple[np.ndarray, ...], shape: tuple[int, ..
 
 
 def attention_widths(longest: int) -> list[int]:
-    """The longest sequence's, and that halved some times; ascending."""
+    """Widths of attention rows, ascending: the longest sequence's, and that halved some times."""
     widths = [longest]
     while widths[0] % 2 == 0 and widths[0] // 2 >= SMALLEST_ROW:
         widths.insert(0, widths[0] // 2)
@@ -98,9 +98,9 @@ def attention_widths(longest: int) -> list[int]:
 
 
 def place(length_N: np.ndarray, widths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Width, number among those of the width, and offset of each sequence's attention row.
+    """Width and index of each sequence's attention row, and the offset in it.
 
-    By decreasing length into the first row with room, whose width is the narrowest for its longest sequence.
+    Sequences go by decreasing length into the first row with room, which is as narrow as its longest allows.
     """
     width_N, row_N, offset_N = np.zeros((3, len(length_N)), np.int64)
     opened = dict.fromkeys(widths, 0)

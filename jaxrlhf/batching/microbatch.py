@@ -1,4 +1,4 @@
-"""Shapes of microbatches: tokens of a packed row, rows of a program."""
+"""Shapes of microbatches: tokens of a packed row, and rows of a program."""
 
 import math
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from jaxrlhf.models.pipeline import pipeline_parts
 
 SMALLEST_ROW = 192
-"""Tokens of a packed row at least, where the budget allows: narrower ones would leave much padding."""
+"""Least tokens of a packed row, where the budget allows: narrower rows would leave much padding."""
 
 
 def packed_row_tokens(longest: int, *, budget: int) -> int:
-    """Tokens of a packed row: a multiple of the longest sequence, so that rows of sequences as long as can be are full.
+    """Tokens of a packed row: a multiple of the longest sequence, so that rows of longest sequences are full.
 
     Args:
       budget: Tokens of a microbatch on one data-parallel device.
@@ -20,11 +20,11 @@ def packed_row_tokens(longest: int, *, budget: int) -> int:
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """What one program computes on a data-parallel device.
+    """Shape of a microbatch on one data-parallel device.
 
     Attributes:
-      rows: On one device.
-      row_tokens: Of one row.
+      rows: Packed rows.
+      row_tokens: Tokens of a row.
     """
 
     rows: int
@@ -32,18 +32,14 @@ class MicrobatchShape:
 
     @property
     def tokens(self) -> int:
-        """On one device, padding included."""
+        """Tokens on the device, padding included."""
         return self.rows * self.row_tokens
 
 
 _SIZES = 8
-
-
 _ROUND_TOKENS = 64
-
-
 WORTH_SHARING = 0.1
-"""Of the tokens. Laying out attention apart costs about half of that."""
+"""Least fraction of the tokens that sharing prompts has to save; attention rows cost about half of that."""
 
 
 def microbatch_shape_of(
@@ -57,20 +53,20 @@ def microbatch_shape_of(
     prompts: int = 0,
     longest_response: int | None = None,
 ) -> MicrobatchShape:
-    """The shape of the microbatches that so many sequences are cut into.
+    """Shape of the microbatches of a batch.
 
-    It goes by how many there are and how long they may be, not by how long they are, so that no
-    step compiles what an earlier one did not. Eight sizes: few sequences are not padded to the largest
-    microbatch, and of those that fill several the last is not nearly empty. Where prompts are shared
-    rows become one, or as many as keep a pipeline busy, which so holds more responses to a prompt, and
-    is no longer than the longest of them would fill.
+    It depends on the number of sequences and their greatest length, not on their lengths, so that no
+    step compiles a shape that an earlier one did not. There are eight sizes: few sequences are not padded
+    to the largest microbatch, and the last of several is not nearly empty. With shared prompts the rows
+    become one, or as many as keep a pipeline busy: a long row holds more responses to a prompt. It is no
+    longer than the longest of them would fill.
 
     Args:
-      rows: On one data-parallel device, at most.
-      sequences: On one data-parallel device.
+      rows: Rows on one data-parallel device, at most.
+      sequences: Sequences on one data-parallel device.
       longest: Tokens that a sequence may have; `row_tokens` is a multiple.
-      prompts: Of the sequences; read where they are shared.
-      longest_response: Tokens of it; None is not known.
+      prompts: Distinct prompts of the sequences; read where they are shared.
+      longest_response: Tokens that a response may have; None is not known.
     """
     rows = rows // stages * stages if rows > stages else rows
     sizes = {-(-rows * part // _SIZES) for part in range(1, _SIZES + 1)}
@@ -98,9 +94,9 @@ def rows_with_shared_prompts(prompts: int, responses: int, own: float, shared: f
     """Packed rows for responses of one length to prompts of one length.
 
     Args:
-      responses: To each prompt.
-      own: Tokens of a response, with the prompt's last, which it keeps for itself.
-      shared: Tokens of a prompt but for that one.
+      responses: Responses to each prompt.
+      own: Tokens of a response, and its prompt's last, which is not shared.
+      shared: Tokens of a prompt without the last.
     """
     most = int((row_tokens - shared) // own)
     full, rest = divmod(responses, most)

@@ -1,8 +1,8 @@
-"""Prompts that several responses share, found in a batch of whole sequences.
+"""Shared prompts: the tokens that all responses to a prompt begin with.
 
-A prompt that is computed once and attended to by all its responses costs what one of them would
-spend on it. The last token before a response stays the response's own, so that what predicts a
-token always stands right before it.
+A prompt that is computed once and attended to by all its responses costs as much as for one of
+them. The last token before a response stays the response's own, so that the token that predicts
+another always stands right before it.
 """
 
 import numpy as np
@@ -11,9 +11,9 @@ from jaxrlhf.batch import Sequences
 
 
 def shared_prefixes(sequences: Sequences) -> np.ndarray:
-    """How many tokens at the start of each sequence all sequences of its prompt have in common, `[B]`.
+    """`shared_B`, tokens at the start of each sequence that all sequences of its prompt have in common.
 
-    They end before the token that predicts the first trained one; 0 where a prompt has one response.
+    They end before the token that predicts the first response token; 0 where a prompt has one response.
     """
     token_BT, length_B = np.asarray(sequences.token_BT), np.asarray(sequences.length_B)
     mask_BT, prompt_id_B = np.asarray(sequences.mask_BT), np.asarray(sequences.prompt_id_B)
@@ -37,10 +37,10 @@ def groups_of(prompt_id_B: np.ndarray) -> list[np.ndarray]:
 def units_of(
     length_B: np.ndarray, shared_B: np.ndarray, prompt_id_B: np.ndarray, *, row_tokens: int
 ) -> list[np.ndarray]:
-    """Sequences that go into one row together: those of a prompt, or as many as fit, the longest first.
+    """Indices of the sequences that go into one row together: a prompt's, or as many as fit, the longest first.
 
     Args:
-      shared_B: Tokens that a sequence has in common with its prompt's others; 0 makes it a unit of its own.
+      shared_B: Tokens that a sequence shares; 0 makes it a unit of its own.
     """
     units = []
     for group in groups_of(prompt_id_B):

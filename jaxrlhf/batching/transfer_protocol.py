@@ -171,7 +171,7 @@ def register(protocol: TransferProtocol) -> TransferProtocol:
 
 
 ONE_TO_ALL = register(TransferProtocol("ONE_TO_ALL", lambda arguments, _: arguments, lambda _: True, list))
-"""The same arguments everywhere; a list of every rank's result."""
+"""All arguments go to every rank; a list of every rank's result comes back."""
 
 THREE_D_PROTO = register(
     TransferProtocol(

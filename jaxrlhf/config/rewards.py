@@ -51,7 +51,7 @@ class CodeReward(Settings):
     """Tests passed by the last Python block of the response, run in a sandbox.
 
     Attributes:
-      tests_key: Field of the record with the tests: inputs and outputs, or code; see `jaxrlhf.rewards.sandbox.programs`.
+      tests_key: Field of the record with the tests: inputs and outputs, or code; see `rewards.sandbox.programs`.
       credit: `all` is 1 if every test passes, else 0; `fraction` is the share that passes.
       time_limit_s: Wall-clock limit of one test.
       total_s: Wall-clock limit of all tests of a response; those not run by then have failed.

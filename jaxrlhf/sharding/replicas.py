@@ -1,8 +1,8 @@
-"""Replicas of the weights, each of which computes by itself what it makes of its own rows.
+"""Data-parallel replicas of the weights, each of which computes its own rows.
 
 Along `data` weights are whole. Left to itself the compiler sums their gradient over these devices
-in the program of every microbatch; where each replica runs the program alone, as `jax.shard_map`
-has it, a gradient is the replica's own, and the sum over replicas can wait for the last microbatch.
+in the program of every microbatch. Where each replica runs the program alone, under `jax.shard_map`,
+a gradient is the replica's own, and the sum over replicas can wait for the last microbatch.
 """
 
 import math
@@ -18,11 +18,11 @@ from jaxrlhf.sharding.mesh import BATCH_AXES, REPLICA_AXES, STAGE_AXES, TENSOR_A
 
 @dataclass(frozen=True)
 class Replicas:
-    """Replicas of the weights on a mesh, by the axes that tell them apart; build it by `replicas_of`.
+    """Axes of a mesh that tell replicas apart; build it by `replicas_of`.
 
     Attributes:
-      mesh: Mesh of all devices.
-      axes: Empty if the compiler splits programs over all axes of the mesh, as if there was one replica.
+      mesh: The whole mesh.
+      axes: Names of the axes; empty if the compiler splits programs over the whole mesh, as if there was one replica.
     """
 
     mesh: Mesh
@@ -30,7 +30,7 @@ class Replicas:
 
     @property
     def count(self) -> int:
-        """Replicas that compute by themselves."""
+        """Number of replicas that compute by themselves."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
@@ -51,24 +51,24 @@ class Replicas:
 
     @property
     def row_sharding(self) -> NamedSharding:
-        """Sharding of the rows of one replica, in its program."""
+        """Sharding of one replica's rows, in its program."""
         return NamedSharding(self.inner_mesh, PartitionSpec(self.row_axes))
 
     @property
     def each(self) -> PartitionSpec:
-        """Sharding of an array with a part for each replica along its first dimension."""
+        """Spec of arrays with a part for each replica along their first dimension."""
         return PartitionSpec(self.axes)
 
     def stacked(self, sharding: NamedSharding) -> NamedSharding:
-        """Sharding of stacked arrays of that sharding, one for each replica."""
+        """Sharding of one array for each replica, stacked."""
         return NamedSharding(self.mesh, PartitionSpec(self.axes, *sharding.spec)) if self.axes else sharding
 
     def stacked_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of stacked arrays of that shape, one for each replica; with one replica nothing is stacked."""
+        """Shape of one array for each replica, stacked; one replica stacks nothing."""
         return (self.count, *shape) if self.axes else shape
 
     def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`function` run by each replica on its part of what the specs divide; all else is the compiler's."""
+        """`function` run by each replica on its part of the arrays that the specs divide; XLA splits the rest."""
         if not self.axes:
             return function
         return jax.shard_map(
@@ -82,10 +82,10 @@ class Replicas:
 
 
 def replicas_of(mesh: Mesh) -> Replicas:
-    """Replicas of a mesh that the compiler can take apart.
+    """Replicas of a mesh that run programs alone, where the compiler can.
 
-    XLA (of JAX 0.10) aborts where, inside a replica, it splits a table of embeddings both along the
-    vocabulary and along its width. Layouts with both kinds of axes so are the compiler's alone.
+    XLA (of JAX 0.10) aborts if, inside a replica, it splits a table of embeddings both along the
+    vocabulary and along its width. Layouts with both kinds of axes are left to the compiler.
     """
     widths, layers = (
         math.prod(mesh.shape[axis] for axis in axes) for axes in (WEIGHT_AXES, (*STAGE_AXES, *TENSOR_AXES))

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,13 +11,10 @@ from jaxrlhf.config import Config, Pool, Refusal
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.single_controller.host import Host
-from jaxrlhf.single_controller.pools import LocalRanks, Pools, Ranks
+from jaxrlhf.single_controller.pools import REWARD_OUTPUT, LocalRanks, Pools, Ranks, placed
 from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.model import Progress
 from jaxrlhf.workers.sampler import CompletionFeed
-
-REWARD_OUTPUT = "reward_output.log"
-"""File of the workdir that takes what reward functions print."""
 
 
 def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Progress, workdir: Path | None) -> Pools:
@@ -61,17 +57,6 @@ def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Prog
         Pools(ranks).close()
         raise
     return Pools(ranks)
-
-
-def placed(config: Config, *, devices: int) -> list[Pool]:
-    """The pools, with every role in one of them. Without configured pools one takes all `devices`."""
-    roles = tuple(dict.fromkeys((*config.algorithm.roles, "reward")))
-    if not config.pools:
-        return [Pool("all", config.devices or devices, roles)]
-    first, *rest = config.pools
-    if not any("reward" in pool.roles for pool in config.pools):
-        first = replace(first, roles=(*first.roles, "reward"))
-    return [first, *rest]
 
 
 def _check_threads(devices: Sequence[jax.Device]) -> None:

@@ -6,13 +6,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxrlhf.batching.transfer_protocol import worker_methods
 from jaxrlhf.checkpoint import Item
-from jaxrlhf.config import ROLLOUT
+from jaxrlhf.config import ROLLOUT, Config, Pool
 from jaxrlhf.single_controller.group import ActorApart, DeviceQueue, Group, Timeline
 from jaxrlhf.single_controller.host import Built, Host
 from jaxrlhf.tracking import ON_HOST
@@ -24,6 +25,9 @@ from jaxrlhf.workers.process_reward import ProcessReward
 from jaxrlhf.workers.reference import Reference
 from jaxrlhf.workers.reward import Reward
 from jaxrlhf.workers.summary import SummaryRow
+
+REWARD_OUTPUT = "reward_output.log"
+"""File of the workdir that takes what reward functions print."""
 
 
 class Ranks(ABC):
@@ -213,3 +217,14 @@ class Pools:
         with ExitStack() as stack:
             for ranks in pools:
                 stack.callback(ranks.close)
+
+
+def placed(config: Config, *, devices: int) -> list[Pool]:
+    """The pools, with every role in one of them. Without configured pools one takes all `devices`."""
+    roles = tuple(dict.fromkeys((*config.algorithm.roles, "reward")))
+    if not config.pools:
+        return [Pool("all", config.devices or devices, roles)]
+    first, *rest = config.pools
+    if not any("reward" in pool.roles for pool in config.pools):
+        first = replace(first, roles=(*first.roles, "reward"))
+    return [first, *rest]

@@ -25,8 +25,7 @@ from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.single_controller.group import RemoteValue
 from jaxrlhf.single_controller.host import Host
-from jaxrlhf.single_controller.launch import REWARD_OUTPUT, placed
-from jaxrlhf.single_controller.pools import Pools, Ranks
+from jaxrlhf.single_controller.pools import REWARD_OUTPUT, Pools, Ranks, placed
 from jaxrlhf.single_controller.ray.cluster import Connection, connect, disconnect
 from jaxrlhf.single_controller.ray.processes import HostProcesses
 from jaxrlhf.single_controller.ray.stored import Stored

@@ -29,7 +29,7 @@ from jaxrlhf.sharding.submesh import local_submesh
 from jaxrlhf.workers.actor import Actor
 from jaxrlhf.workers.critic import Critic
 from jaxrlhf.workers.model import ModelSetup, Progress
-from jaxrlhf.workers.pool_roles import PoolRoles, head_of
+from jaxrlhf.workers.pool_roles import PoolRoles, check_same_tokens, check_vocabulary, head_of, stop_tokens
 from jaxrlhf.workers.process_reward import ProcessReward
 from jaxrlhf.workers.reference import FrozenActor, Reference
 from jaxrlhf.workers.remat import choose_remat
@@ -44,7 +44,6 @@ from jaxrlhf.workers.role_weights import (
 )
 from jaxrlhf.workers.sampler import CompletionFeed, RolloutWorker, Sampler
 from jaxrlhf.workers.score_model import ScoreModel
-from jaxrlhf.workers.tokenizer_checks import check_same_tokens, check_vocabulary, stop_tokens
 
 WORKERS: dict[str, type] = {
     "actor": Actor,
@@ -220,7 +219,7 @@ class Builder(PoolRoles):
         """
         wanted: list[tuple[str, Head]] = []
         for role in self.config.algorithm.roles:
-            own = self.own_model(role)
+            own = self.own_checkpoint(role)
             model = self.config.model if own is None and phase.policy is None else own
             if isinstance(model, Pretrained):
                 wanted.append((model.path, head_of(role) if own is not None else "lm"))
@@ -284,7 +283,7 @@ class Builder(PoolRoles):
         )
 
     def _reference(self, start: Params) -> Reference:
-        weights, own = self.weights("reference"), self.own_model("reference")
+        weights, own = self.weights("reference"), self.own_checkpoint("reference")
         target = weights.frozen_params(self.mesh("reference"))
         if own is not None:
             check_vocabulary(self.tokenizer, weights.model, role="reference")
@@ -293,7 +292,7 @@ class Builder(PoolRoles):
         return Reference(self._setup("reference"), copied(start, target))
 
     def _critic(self, role: str, start: Params, phase: Phase) -> Critic:
-        weights, training, own = self.weights(role), self.training(role), self.own_model(role)
+        weights, training, own = self.weights(role), self.training(role), self.own_checkpoint(role)
         check_vocabulary(self.tokenizer, weights.model, role=role)
         target = weights.trained_params(self.mesh(role))
         if own is None:

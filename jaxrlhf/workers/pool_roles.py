@@ -8,16 +8,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.config import CRITICS, Config, Pretrained, Training
+from jaxrlhf.config import CRITICS, Config, Pretrained, Refusal, Training
+from jaxrlhf.data import load_tokenizer
 from jaxrlhf.models.attention.attention import Attention
 from jaxrlhf.models.attention.kernel_choice import choose_attention
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.from_config import model_config
+from jaxrlhf.models.huggingface.config import read_stop_tokens
+from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, factored_mesh
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.role_weights import RoleWeights
-from jaxrlhf.workers.tokenizer_checks import check_vocabulary
 
 
 def compute_dtype(config: Config, devices: Sequence[jax.Device]) -> jnp.dtype:
@@ -80,10 +82,10 @@ class PoolRoles:
 
     def model_of(self, role: str) -> AnyModel:
         """Shape of a role's model."""
-        own = self.own_model(role)
+        own = self.own_checkpoint(role)
         return self.model if own is None else model_config(own, self.tokenizer)
 
-    def own_model(self, role: str) -> Pretrained | None:
+    def own_checkpoint(self, role: str) -> Pretrained | None:
         """Checkpoint of a role with a model of its own; None where it starts from the policy."""
         return getattr(self.config.algorithm, f"{role}_model", None)
 
@@ -103,6 +105,45 @@ class PoolRoles:
 
     def weights(self, role: str) -> RoleWeights:
         """Shapes, dtypes and shardings of a role's weights."""
-        another = role == "reference" and self.own_model(role) is not None  # it is no copy of the actor
+        another = role == "reference" and self.own_checkpoint(role) is not None  # it is no copy of the actor
         lora = None if another else self.training(role).lora
         return RoleWeights(role, self.model_of(role), head_of(role), self.dtype, lora)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: AnyModel, *, role: str) -> None:
+    """Raise `Refusal` if the tokenizer has ids that the model has no embedding for."""
+    if len(tokenizer) > model.vocab_size:
+        raise Refusal(
+            f"{role}: the tokenizer has {len(tokenizer)} tokens and the model embeds {model.vocab_size}; "
+            f"use the tokenizer that belongs to the model"
+        )
+
+
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Raise `Refusal` if the tokens of the checkpoint at a path are not those of the policy's tokenizer."""
+    if load_tokenizer(str(resolve(path))).get_vocab() != tokenizer.get_vocab():
+        raise Refusal(
+            f"reference_model={path!r} has another tokenizer than the policy, so it cannot judge the policy's tokens; "
+            "choose one of the same family"
+        )
+
+
+def stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokenizer's EOS, those of the checkpoint's generation_config.json, and the configured texts.
+
+    Raises:
+      Refusal: A configured text is not one token.
+    """
+    if config.rollout.sampling.ignore_eos:
+        return ()
+    stops = [tokenizer.eos_token_id]
+    if isinstance(config.model, Pretrained):
+        stops += read_stop_tokens(config.model.path)
+    for text in config.rollout.sampling.stop_tokens:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise Refusal(
+                f"rollout.sampling.stop_tokens: {text!r} is {len(ids)} tokens in this tokenizer; a stop token is one"
+            )
+        stops += ids
+    return tuple(dict.fromkeys(stops))

@@ -1,4 +1,4 @@
-"""What the routers of a trained model add to its loss and to its metrics."""
+"""Routers of a trained mixture of experts: load-balancing loss, metrics, and replay of the sampler's choices (R3)."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from jaxrlhf.models.moe.experts import RouterInputs, RouterOutputs
 
 
 def router_coefficient(config: AnyModel, wanted: float | None, *, role: str) -> float:
-    """Of the loss that balances experts: as configured, or as the checkpoint has it.
+    """Coefficient of the load-balancing loss: as configured, or else the checkpoint's.
 
     Raises:
       Refusal: One is configured for a model without experts.
@@ -26,14 +26,14 @@ def router_coefficient(config: AnyModel, wanted: float | None, *, role: str) -> 
 
 
 def router_inputs(rows: PackedBatch) -> RouterInputs:
-    """Balance is over the tokens that something is said of, those of each sequence by themselves."""
+    """Response tokens by sequence: the load is balanced over each sequence by itself."""
     return RouterInputs(jnp.where(rows.mask_RW, rows.segment_RW, 0))
 
 
 def router_metrics(routed: RouterOutputs, rows: PackedBatch, config: AnyModel, *, role: str) -> dict[str, Any]:
-    """Per token, to be averaged over the mask; means over layers.
+    """Metrics per token, to be averaged over the mask; means over layers.
 
-    How loaded the busiest expert is, against all alike, is one number of a microbatch and stands at each token.
+    The load of the busiest expert over the mean load is one number of a microbatch and stands at each token.
     """
     assert config.experts is not None and routed.loss_RW is not None
     count = config.experts.count

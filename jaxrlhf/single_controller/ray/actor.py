@@ -1,4 +1,4 @@
-"""A host process, seen from inside: one object whose methods the controller calls.
+"""The Ray actor of a host process: holds one object whose methods the controller calls.
 
 Ray starts it with its environment (`cluster.environment`) already in place, so nothing
 here has to come before JAX.
@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from jaxrlhf.single_controller.ray.failure import HostId, may_have_lost_peer
-from jaxrlhf.single_controller.ray.stored import Stored, array_bytes, receive
+from jaxrlhf.single_controller.ray.stored import Stored, loaded
 
 STDOUT, STDERR = 1, 2
 STACK_FRAMES = 8
@@ -26,12 +26,12 @@ STACK_FRAMES = 8
 
 @dataclass(frozen=True)
 class Setup:
-    """What makes processes the hosts of a pool.
+    """Settings that the processes of a pool start with.
 
     Attributes:
-      hosts: In the order that they are numbered in to join.
+      hosts: Hosts in the order of their numbers.
       coordinator: `ip:port` where JAX processes meet.
-      factory: Pickled; called with rank and number of hosts.
+      factory: Pickled function of rank and number of hosts that makes the object.
       directory: The controller's working directory, taken where this machine has it.
       secrets: Environment variables that are kept out of Ray's records.
     """
@@ -48,7 +48,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class ProcessLocation:
-    """Where a process runs. `worker` is the machine's number in a TPU slice, if it is in one."""
+    """Machine and process id of a host. `worker` is the machine's number in a TPU slice, if it is in one."""
 
     node_ip: str
     pid: int
@@ -60,8 +60,8 @@ class Raised:
     """An exception that a call ended with.
 
     Attributes:
-      pickled: None if it does not pickle.
-      lost_peer: Whether it may only follow from the death of another host.
+      pickled: The exception; None if it does not pickle.
+      lost_peer: True if it may only follow from the death of another host.
     """
 
     pickled: bytes | None
@@ -76,8 +76,8 @@ class Activity:
     """A call in progress.
 
     Attributes:
-      stack: The innermost lines of it.
-      in_jax: Whether it waits for JAX, as all of a pool do when one keeps away from a collective.
+      stack: Its innermost lines.
+      in_jax: True if it waits for JAX, as all of a pool do when one keeps away from a collective.
     """
 
     label: str
@@ -96,7 +96,7 @@ class HostProcess:
         self._calls: dict[int, tuple[str, float]] = {}
 
     def place(self) -> ProcessLocation:
-        """Where this is."""
+        """Location of this process."""
         import ray
 
         worker = os.environ.get("TPU_WORKER_ID", "")
@@ -111,13 +111,13 @@ class HostProcess:
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def join(self, setup: Setup, number: int, label: str) -> Stored | Raised:
-        """Join the pool's other processes as the one with this number; its value is the rank that JAX gives."""
+        """Join the pool's other processes under a number; the value is the rank that JAX gives."""
         self._setup = setup
         self._host = setup.hosts[number]
         return self._run(label, lambda: self._join(setup, number))
 
     def start(self, host: HostId, label: str) -> Stored | Raised:
-        """Build the object, as the host that this is from now on."""
+        """Build the object; the process is `host` from now on."""
         self._host = host
         return self._run(label, lambda: self._start(self._setup, host))
 
@@ -126,16 +126,16 @@ class HostProcess:
         import ray
 
         def run() -> Any:
-            return getattr(self._object, method)(*receive(ray.get(args[0])))
+            return getattr(self._object, method)(*loaded(ray.get(args[0])))
 
         return self._run(label, run)
 
     def peek(self, name: str) -> Any:
-        """An attribute of the object, while calls run."""
+        """Attribute of the object, while calls run."""
         return getattr(self._object, name)
 
     def status(self) -> tuple[Activity, ...]:
-        """The calls in progress, with where they are."""
+        """The calls in progress."""
         frames = sys._current_frames()
         now = time.time()
         return tuple(
@@ -150,7 +150,7 @@ class HostProcess:
         sys.path[:] = [*setup.import_path, *(entry for entry in sys.path if entry not in setup.import_path)]
         if Path(setup.directory).is_dir():
             os.chdir(setup.directory)
-        return _join(setup, number) if len(setup.hosts) > 1 else number
+        return _join_jax(setup, number) if len(setup.hosts) > 1 else number
 
     def _start(self, setup: Setup, host: HostId) -> None:
         if host not in setup.hosts:  # its rank is another now
@@ -165,21 +165,21 @@ class HostProcess:
         self._calls[thread] = (label, start_s)
         try:
             value = function()
-            reference, nbytes = ray.put(value), array_bytes(value)
+            reference = ray.put(value)
         except BaseException as error:  # SystemExit too: it would end this process without a reason
             return _raised(error)
         finally:
             del self._calls[thread]
-        return Stored(reference, nbytes, start_s, time.time(), self._host, label)
+        return Stored(reference, start_s, time.time(), self._host, label)
 
 
 def log_path(directory: Path, host: HostId) -> Path:
-    """The file that receives what a host prints."""
+    """Log file of a host."""
     return directory / f"{host.pool}-{host.rank}.log"
 
 
 def log_header(host: HostId) -> str:
-    """The beginning of the line from which on a log is that of this process, and of none before it."""
+    """First line of this process in a log that earlier processes wrote to as well."""
     return f"== {host}"
 
 
@@ -198,8 +198,8 @@ def _open_log(directory: Path, host: HostId) -> None:
     print(log_header(host), time.strftime("%Y-%m-%d %H:%M:%S"))
 
 
-def _join(setup: Setup, number: int) -> int:
-    """Make the pool's processes one JAX world, and tell this one's rank in it."""
+def _join_jax(setup: Setup, number: int) -> int:
+    """Make the pool's processes one JAX world; returns this one's rank in it."""
     import jax
 
     jax.distributed.initialize(
@@ -215,7 +215,7 @@ def _join(setup: Setup, number: int) -> int:
 
 
 def _stack(frame: FrameType) -> str:
-    """The innermost lines, from where this file is left."""
+    """Innermost lines of a stack, without those of this file."""
     entries = traceback.extract_stack(frame)
     own = max((index for index, entry in enumerate(entries) if entry.filename == __file__), default=-1)
     return "".join(traceback.format_list(entries[own + 1 :][-STACK_FRAMES:]))

@@ -1,4 +1,4 @@
-"""Waiting for the answers of several host processes to one call."""
+"""Answers of the hosts of a pool to one call."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ POLL_S = 1.0
 
 @dataclass
 class Answers:
-    """What came back, by rank; in the order of arrival.
+    """Answers by rank, in the order of arrival.
 
     Attributes:
-      died: Why, as Ray says it.
+      died: Ray's reason, for hosts that died.
       missing: Ranks that did not answer.
     """
 
@@ -36,7 +36,7 @@ class Answers:
 
     @property
     def lost_peer(self) -> bool:
-        """Whether hosts raised, but maybe only because another died."""
+        """True if hosts raised, but maybe only because another died."""
         return bool(self.raised) and not self.died and all(raised.lost_peer for raised in self.raised.values())
 
 
@@ -44,9 +44,9 @@ def collect(references: Sequence[Any], *, deadline: float, ended: Callable[[], b
     """Wait until every host has answered, or one has failed and the others had a moment to follow.
 
     Args:
-      references: Of the answers, in order of ranks.
-      deadline: As `time.monotonic()`, while no host has failed.
-      ended: Whether there is nothing to wait for any more.
+      references: Ray's references to the answers, in order of ranks.
+      deadline: End of the wait while no host has failed, as `time.monotonic()`.
+      ended: Returns true once there is nothing to wait for any more.
     """
     import ray
 
@@ -81,7 +81,7 @@ def _take(reference: Any, rank: int, answers: Answers) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Ray's words for a death, without its table of identifiers and its guesses."""
+    """Ray's reason for a death, without its table of identifiers and its guesses."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
     found, guesses, _ = " ".join(lines[1:] or lines).rpartition("Worker exit detail: ")[2].partition("Some common")
     return found + "It was killed (the kernel does that when memory runs out), or it crashed." * bool(guesses)

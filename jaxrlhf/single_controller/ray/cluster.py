@@ -16,7 +16,7 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.single_controller.ray.failure import HostId, HostNotStarted
 
-# Of this process's environment, what its host processes get too.
+# Prefixes of environment variables that host processes inherit.
 SETTINGS = ("JAX_", "XLA_", "NCCL_", "LIBTPU_", "HF_", "TRANSFORMERS_", "TOKENIZERS_")
 SECRETS = ("HF_TOKEN",)  # but not by way of Ray's records
 DEVICE_COUNT = "xla_force_host_platform_device_count"
@@ -32,7 +32,7 @@ class Connection:
     Attributes:
       dashboard: Its address, or in words why there is none.
       nodes: Machines that are up.
-      owned: Whether `disconnect` ends the connection, and with it a local cluster.
+      owned: True if `disconnect` ends the connection, and with it a local cluster.
     """
 
     address: str
@@ -47,7 +47,7 @@ def connect(cluster: RayCluster) -> Connection:
     A connection that this process already has is used, and left when the run ends.
 
     Raises:
-      Refusal: If Ray is not installed, or no cluster answers at the address.
+      Refusal: Ray is not installed, or no cluster answers at the address.
     """
     ray = _ray()
     owned = not ray.is_initialized()
@@ -73,7 +73,7 @@ def disconnect(connection: Connection) -> None:
 
 
 def platform(cluster: RayCluster) -> str:
-    """What host processes compute on."""
+    """Platform that host processes compute on."""
     import ray
 
     if cluster.platform != "auto":
@@ -83,16 +83,16 @@ def platform(cluster: RayCluster) -> str:
 
 
 def needs(cluster: RayCluster) -> dict[str, float]:
-    """What one host process asks of Ray."""
+    """Ray resources of one host process."""
     accelerator = ACCELERATORS.get(platform(cluster))
     return {"CPU": cluster.cpus_per_host} | ({accelerator: float(cluster.devices_per_host)} if accelerator else {})
 
 
 def place(name: str, hosts: int, cluster: RayCluster, *, timeout_s: float) -> Any:
-    """Room for a pool's host processes, on machines of their own as far as there are enough.
+    """Reserve room for a pool's host processes, on machines of their own as far as there are enough.
 
     Raises:
-      HostNotStarted: If the cluster has no such room, or none that is free in time.
+      HostNotStarted: The cluster has no such room, or none that is free in time.
     """
     import ray
 
@@ -112,7 +112,7 @@ def place(name: str, hosts: int, cluster: RayCluster, *, timeout_s: float) -> An
 
 
 def is_vacant(group: Any) -> bool:
-    """Whether Ray has seen the end of every process in a pool's room."""
+    """True if Ray has seen the end of every process in a pool's room."""
     import ray
 
     room = f"CPU_group_{group.id.hex()}"  # Ray's name for what is set aside on all machines together

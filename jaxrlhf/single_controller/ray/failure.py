@@ -1,4 +1,4 @@
-"""What can go wrong with a pool's host processes, as errors that say where, in what call and why."""
+"""Errors of a pool's host processes, which name the host, the call and the cause."""
 
 from dataclasses import dataclass
 
@@ -25,9 +25,9 @@ class HostFailure(RuntimeError):
     """A pool of host processes cannot go on; all of its processes are ended.
 
     Args:
-      host: The one to blame; the first of them where several are.
+      host: The host to blame, or the first of several.
       label: The call, such as `actor.update_actor`.
-      cause: What happened, in words.
+      cause: The event, in words.
     """
 
     def __init__(self, host: HostId, label: str, cause: str) -> None:
@@ -61,6 +61,6 @@ class HostClosed(HostFailure):
 
 
 def may_have_lost_peer(error: BaseException) -> bool:
-    """Whether JAX may have raised this, or what it came from, because another process is gone."""
+    """True if JAX may have raised this, or its cause, because another process is gone."""
     links = (error, error.__cause__, error.__context__)
     return any(type(link).__name__ in JAX_ERRORS and not str(link).startswith(OWN_STATUS) for link in links)

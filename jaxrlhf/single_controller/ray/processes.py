@@ -1,4 +1,4 @@
-"""Host processes of one pool, started by Ray and joined by JAX, that run a method together.
+"""Host processes of one pool, started by Ray and joined by JAX.
 
 Ray starts them, carries calls and handles, and tells which of them are dead. What they compute
 with each other goes through JAX. Whatever fails, all of a pool's processes are ended: a process
@@ -36,9 +36,9 @@ from jaxrlhf.single_controller.ray.failure import (
     HostNotStarted,
     HostRaised,
 )
-from jaxrlhf.single_controller.ray.stored import Stored, send
+from jaxrlhf.single_controller.ray.stored import Stored
 
-LANES = 16  # calls that a host runs at once; more wait
+CALL_THREADS = 16  # calls that a host runs at once; more wait
 STATUS_S = 3.0  # for a host to say what it is doing
 END_S = 10.0  # for killed processes to be gone
 LOG_LINES = 20
@@ -53,15 +53,14 @@ class HostProcesses:
     have to come one after another.
 
     Args:
-      name: Of the pool; for messages and logs.
-      factory: Anything that pickles, lambdas and what the main module defines included.
-      log_directory: Receives `<name>-<rank>.log`, all that a host prints; on the host's machine,
-        if machines do not share it.
+      name: The pool's, for messages and logs.
+      factory: Any function that pickles, lambdas and those of the main module included.
+      log_directory: Receives `<name>-<rank>.log`, all that a host prints, on the host's machine.
 
     Raises:
-      HostNotStarted: If the cluster has no room, or processes are not up in time.
-      HostDied: If one ends while it starts.
-      Exception: What the factory raises, with a note of where.
+      HostNotStarted: The cluster has no room, or processes are not up in time.
+      HostDied: One ends while it starts.
+      Exception: The factory's, with a note of where.
     """
 
     def __init__(
@@ -101,21 +100,23 @@ class HostProcesses:
           One handle per host, in order of their rank.
 
         Raises:
-          HostDied: If a host process ended.
-          HostHung: If a host did not answer in time.
-          Exception: What the method raised on a host, with a note of where.
+          HostDied: A host process ended.
+          HostHung: A host did not answer in time.
+          Exception: The method's on a host, with a note of where.
         """
+        import ray
+
         self._check_open(label)
         deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        return self._ask("call", [(method, [send(args)], label)] * len(self._actors), label, deadline)
+        return self._ask("call", [(method, [ray.put(args)], label)] * len(self._actors), label, deadline)
 
     def status(self) -> list[tuple[Activity, ...] | None]:
-        """What each host is doing; None for a host that does not say, held up in C code or stopped."""
+        """Calls in progress on each host; None for a host that does not say, held up in C code or stopped."""
         self._check_open(f"{self.name}.status")
         return self._activities()
 
     def peek(self, name: str) -> Any:
-        """An attribute of the first host's object, while calls run; None if that host does not say in time."""
+        """Attribute of the first host's object, while calls run; None if that host does not say in time."""
         import ray
 
         if self._failure is not None:
@@ -165,7 +166,7 @@ class HostProcesses:
         self._ask("start", [(host, label) for host in self._hosts], label, deadline)
 
     def _number(self, order: Sequence[int], places: Sequence[ProcessLocation]) -> None:
-        """Put the processes, whose places these are, in an order."""
+        """Put the processes in an order; `places` are their locations in it."""
         self._actors = [self._actors[index] for index in order]
         self._hosts = [HostId(self.name, rank, places[at].node_ip, places[at].pid) for rank, at in enumerate(order)]
 
@@ -219,7 +220,7 @@ class HostProcesses:
         raise error
 
     def _found_dead(self, ranks: list[int]) -> dict[int, str]:
-        """Which of the hosts that have answered have died since, and why. A living one says at once where it is."""
+        """Reasons of the hosts among `ranks` that have died since they answered. A living one answers at once."""
         references = [self._actors[rank].place.options(concurrency_group="watch").remote() for rank in ranks]
         asked = collect(references, deadline=time.monotonic() + NEWS_S, ended=lambda: self._failure is not None)
         return {ranks[index]: reason for index, reason in asked.died.items()}
@@ -302,10 +303,10 @@ def _launch(group: Any, hosts: int, cluster: RayCluster) -> list[Any]:
         "num_gpus": resources.pop("GPU", 0),
         "resources": resources,
         "runtime_env": {"env_vars": ray_cluster.environment(cluster)},
-        "max_concurrency": LANES,
+        "max_concurrency": CALL_THREADS,
     }
     remote: Any = ray.remote  # its annotations do not know concurrency groups
-    actor = remote(concurrency_groups={"watch": 2})(HostProcess)  # these threads answer while all lanes are busy
+    actor = remote(concurrency_groups={"watch": 2})(HostProcess)  # these threads answer while all others are busy
     return [
         actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, index), **options).remote()
         for index in range(hosts)
