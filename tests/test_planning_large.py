@@ -169,12 +169,15 @@ def test_no_table_is_whole_on_any_device(planned):
 
 @pytest.mark.parametrize(
     ("machines", "usable", "generates", "slower"),
-    [("h200x16x8", 0.7, True, None), ("h100x16x8", 0.7, False, 1.02), ("v5p-128", 0.8, False, None)],
+    [("h200x16x8", 0.7, True, 1.2), ("h100x16x8", 0.7, False, 1.01), ("v5p-128", 0.8, False, None)],
 )
 def test_a_mixture_is_planned_with_its_experts_divided_and_is_slower_or_too_large_without(
     machines, usable, generates, slower
 ):
-    """Generation takes 470 GB, and at first a third of the experts twice: a machine of H200, none of H100 or v5p."""
+    """Generation takes 470 GB, and at first a third of the experts twice: a machine of H200, none of H100 or v5p.
+
+    With experts whole, H200 split each layer by more ways than it has key-value heads, which takes a fifth longer.
+    """
     config = a_run(QWEN)
     problem = question_of(config, replace(hardware_of(config, machines), usable_memory=usable)).problem
     if not generates:
