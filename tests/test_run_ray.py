@@ -15,7 +15,8 @@ from tiny_runs import numbers, records
 from jaxrlhf.config import FunctionReward, RayCluster, Rewards, Sampling
 from jaxrlhf.data import decoder, load_problems, load_tokenizer
 from jaxrlhf.rewards.scorer import Scorer
-from jaxrlhf.single_controller import launch, ray_backend
+from jaxrlhf.single_controller import ray_backend
+from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.ray.cluster import connect, disconnect
 from jaxrlhf.workers.build import Phase
 from jaxrlhf.workers.reward import response_texts
