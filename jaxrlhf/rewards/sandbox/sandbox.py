@@ -1,6 +1,5 @@
 """Runs a Python program in a process of its own that is limited and confined; see `confined.py`."""
 
-import atexit
 import json
 import logging
 import os
@@ -122,24 +121,15 @@ def _folder(prefix: str) -> Iterator[str]:
             _remove_beside(folder)
 
 
-_removals: list[subprocess.Popen] = []
-"""Processes that remove folders. They outlive this one if it is ended."""
-
-
 def _remove_beside(folder: str) -> None:
-    """Have a process of its own remove a folder; it may be nested too deeply for Python's recursion, or unreadable."""
-    _removals[:] = [process for process in _removals if process.poll() is None]
-    if not _removals:
-        atexit.unregister(_finish_removals)
-        atexit.register(_finish_removals)
-    command = 'chmod -R u+rwX -- "$1" 2>/dev/null; rm -rf -- "$1"'
-    quiet, shell = subprocess.DEVNULL, ["sh", "-c", command, "sh", folder]
-    _removals.append(subprocess.Popen(shell, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True))
+    """Have a process remove a folder; it may be nested too deeply for Python's recursion, or unreadable.
 
-
-def _finish_removals() -> None:
-    for process in _removals:
-        process.wait()
+    It is no child of this one and has none of its environment, so it goes on when this reward process is ended.
+    """
+    command = '{ chmod -R u+rwX -- "$1" 2>/dev/null; rm -rf -- "$1"; } &'
+    quiet, environment = subprocess.DEVNULL, {"PATH": os.environ.get("PATH", os.defpath)}
+    shell = ["sh", "-c", command, "sh", folder]
+    subprocess.run(shell, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True, check=True)
 
 
 def _start(job: int, directory: str, given: int, printed: int) -> subprocess.Popen:
