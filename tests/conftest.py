@@ -58,10 +58,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def refused(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wording]:
     """`with refused(): ...` is a block that raises a `Refusal` in the words of tests/golden_refusals.json."""
-    hidden = {str(request.getfixturevalue("tmp_path")): "<tmp>"} if "tmp_path" in request.fixturenames else {}
-    hidden[str(tmp_path_factory.getbasetemp())] = "<tmp>"
     update = request.config.getoption("--update-refusals")
-    wording = Wording(f"{request.node.path.stem}::{request.node.name}", hidden, update=update)
+    wording = Wording(f"{request.node.path.stem}::{request.node.name}", tmp_path_factory.getbasetemp(), update=update)
     yield wording
     wording.close()
 

@@ -5,6 +5,7 @@ After a change of words that is meant: `python -m pytest -n0 --update-refusals t
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ class Wording:
 
     Args:
       test: File and name of the test, by which the golden knows it.
-      hidden: Texts that differ from run to run, such as folders, and what stands for them.
+      temporary: Folder of pytest; each of its own folders reads `<tmp>` in the golden.
       update: Write the golden and compare nothing.
     """
 
-    def __init__(self, test: str, hidden: dict[str, str], *, update: bool) -> None:
-        self._test, self._hidden, self._update = test, hidden, update
+    def __init__(self, test: str, temporary: Path, *, update: bool) -> None:
+        self._test, self._update = test, update
+        self._folder = re.compile(re.escape(str(temporary)) + r"/[\w.-]*\d\b")
         self._said: list[str] = []
 
     @contextlib.contextmanager
@@ -38,9 +40,7 @@ class Wording:
 
     def check(self, words: str) -> None:
         """Hold words against the golden's next."""
-        for text, name in self._hidden.items():
-            words = words.replace(text, name)
-        self._said.append(words)
+        self._said.append(self._folder.sub("<tmp>", words))
         if not self._update:
             golden = json.loads(GOLDEN.read_text()).get(self._test, [])[: len(self._said)]
             assert self._said == golden, "other words than in tests/golden_refusals.json; see tests/refusal_wording.py"
