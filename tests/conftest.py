@@ -22,10 +22,13 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 import pytest
 from jaxtyping import install_import_hook
 
-# Every annotated call in these rooms is checked while tests run. `batch` is left out: JAX
-# rebuilds pytrees with arbitrary leaves.
-_CHECKED = ["algos", "data", "sharding", "resharding", "models", "rewards", "engine"]
-install_import_hook([f"jaxrlhf.{room}" for room in _CHECKED], "type_checks.check")
+# Every annotated call in these rooms is checked while tests run. `batch` is left out: JAX rebuilds pytrees with
+# arbitrary leaves; and what counts weights holds no arrays, and is called a million times by a search.
+_ROOMS = ["algos", "data", "sharding", "resharding", "rewards", "engine"]
+_MODELS = {path.stem for path in Path(__file__).parents[1].glob("jaxrlhf/models/[a-z]*")} - {"config", "memory"}
+install_import_hook(
+    [f"jaxrlhf.{name}" for name in (*_ROOMS, *(f"models.{name}" for name in sorted(_MODELS)))], "type_checks.check"
+)
 
 import jax  # noqa: E402 - after its environment is set and the hook is in place
 from refusal_wording import Wording  # noqa: E402

@@ -1,7 +1,8 @@
 """Data of the search: its problem, the cost of a call, and placement plans as its answer."""
 
+import operator
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from jaxrlhf.config import Layout, Refusal
@@ -33,16 +34,20 @@ class Cost:
 
     def __add__(self, other: "Cost") -> "Cost":
         """Cost of both, one after the other."""
-        return Cost(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+        return Cost(*map(operator.add, self._parts, other._parts))
 
     def __mul__(self, count: float) -> "Cost":
         """Cost of `count` repetitions."""
-        return Cost(*(seconds * count for seconds in astuple(self)))
+        return Cost(*(seconds * count for seconds in self._parts))
+
+    @property
+    def _parts(self) -> tuple[float, ...]:  # dataclasses.astuple copies deeply, which a search feels
+        return self.compute_s, self.memory_s, self.collective_s, self.idle_s, self.host_s, self.overhead_s
 
     @property
     def seconds(self) -> float:
         """Sum of all parts."""
-        return self.compute_s + self.memory_s + self.collective_s + self.idle_s + self.host_s + self.overhead_s
+        return sum(self._parts)
 
     @property
     def bottleneck(self) -> str:

@@ -88,6 +88,7 @@ class Simulator:
         self._problem = problem
         self._hardware: dict[int, Hardware] = {}
         self._computed: dict[tuple[str, bool | None, int, int, int, int, int], _Computed] = {}
+        self._held: dict[tuple[str, Layout], _Held] = {}
 
     def hardware(self, devices: int) -> Hardware:
         """Hardware as a pool of that many devices sees it."""
@@ -106,7 +107,7 @@ class Simulator:
         software, hardware = self._problem.software, self.hardware(devices)
         if role.remat is None:
             role = replace(role, remat=self._recomputes(role, layout, offload, hardware))
-        parameters, optimizer, gradients = _held_bytes(role, layout, software)
+        parameters, optimizer, gradients = self._held_bytes(role, layout)
         waits = [offloaded(offload, role.name, part) for part in ("parameters", "optimizer")]
         idle_parameters, idle_optimizer = parameters * (not waits[0]), optimizer * (not waits[1])
         brought, brought_all = parameters * waits[0], parameters * waits[0] + optimizer * waits[1]
@@ -140,11 +141,10 @@ class Simulator:
         """Return whether a run would rematerialise if all roles shared the pool; if not, it has more room."""
         if hardware.shared_compute or not role.trained:
             return True
-        software = self._problem.software
         needed = _update_bytes(self._problem, replace(role, remat=False), layout)
-        needed += _held_bytes(role, layout, software).gradients
+        needed += self._held_bytes(role, layout).gradients
         for other in self._problem.roles:
-            held = _held_bytes(other, layout, software)
+            held = self._held_bytes(other, layout)
             for part, size in (("parameters", held.parameters), ("optimizer", held.optimizer)):
                 needed += size * (other.name == role.name or not offloaded(offload, other.name, part))
         return not keeps_activations(needed, hardware.memory_bytes)
@@ -169,6 +169,12 @@ class Simulator:
             apart = held + weights_apart(role.model, layout) * each
             return apart, apart
         return held, held + weights_taken_apart(role.model, layout) * each
+
+    def _held_bytes(self, role: Role, layout: Layout) -> "_Held":
+        key = (role.name, layout)
+        if key not in self._held:
+            self._held[key] = _held_bytes(role, layout, self._problem.software)
+        return self._held[key]
 
     def _compute(self, role: Role, layout: Layout, hardware: Hardware) -> "_Computed":
         assert layout.data is not None
