@@ -62,6 +62,14 @@ def test_a_record_with_a_prompt_may_have_a_margin_and_say_what_is_harmless(load,
     assert (pair.margin, pair.safe) == (0.5, (True, False))
 
 
+def test_margins_and_labels_are_part_of_the_fingerprint(load, tmp_path):
+    records = [ASKED, ASKED | {"gap": 0.75}, ASKED | {"bad": True}]
+    files = [write(tmp_path / f"{n}.jsonl", [record]) for n, record in enumerate([ASKED, *records])]
+    data = [PairFile(file, margin_key="gap", safe_keys=("good", "bad")) for file in files]
+    first, *others = (load(one).problems.fingerprint for one in data)
+    assert [first == other for other in others] == [True, False, False]
+
+
 def test_malformed_pairs_are_left_out_and_told_of_with_file_and_line(load, tmp_path):
     path = write(tmp_path / "pairs.jsonl", [HH, *MALFORMED.values(), ASKED])
     loaded = load(PairFile(path, malformed_fraction=0.8))

@@ -255,7 +255,12 @@ def test_nothing_fits(load, tmp_path):
         (
             "a.jsonl",
             '{"prompt": "x", "answer": "1"}\n' + "[" * 100_000,
-            "line 2: lists or objects are nested too deeply",
+            "line 2: lists or objects are nested more than 64 deep",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt": "x", "answer": "1", "a": ' + "[" * 64 + "]" * 64 + "}",
+            "line 1: lists or objects are nes",
         ),
         (
             "a.jsonl",
@@ -384,6 +389,7 @@ def test_a_tokenizer_that_looks_at_what_is_around_cannot_keep_control_tokens_as_
 @pytest.mark.parametrize("changed", [{"prompt": "2+1?"}, {"answer": "3"}, {"s": "So 3"}, {"extra": 2}])
 def test_records_have_a_fingerprint_that_every_part_of_them_changes(load, tmp_path, changed):
     record = {"prompt": "1+1?", "answer": "2", "s": "So 2", "extra": 1}
-    files = [write(tmp_path / f"{n}.jsonl", [one]) for n, one in enumerate([record, record, record | changed])]
-    first, same, other = (load(prompt_file(file, solution_key="s")).problems.fingerprint for file in files)
-    assert first == same != other
+    for suffix in ("jsonl", "parquet"):
+        files = [write(tmp_path / f"{n}.{suffix}", [one]) for n, one in enumerate([record, record, record | changed])]
+        first, same, other = (load(prompt_file(file, solution_key="s")).problems.fingerprint for file in files)
+        assert first == same != other

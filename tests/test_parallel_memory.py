@@ -110,13 +110,17 @@ def test_rows_keep_their_scores_up_to_the_width_that_the_estimate_says(width: in
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"tie_embeddings": True}, {"num_kv_heads": 1}, {"num_kv_heads": 2}],
+    ids=["plain", "tied", "one", "two"],
+)
 @pytest.mark.parametrize("layout", [
     Layout(8), Layout(1, 8), Layout(2, 4), Layout(1, 1, 1, 8), Layout(1, 1, 8), Layout(1, 1, 2, 4, 1, 2),
     Layout(1, 2, 2, 2, 2, 1), Layout(2, 2, 1, 2, 1, 2), Layout(2, 1, 4, 1, 2, 1),
 ])  # fmt: skip
-def test_devices_hold_the_share_of_the_weights_that_is_predicted(layout: Layout, tied: bool, head: Any) -> None:
-    config = replace(ALL_SPLIT, tie_embeddings=tied)
+def test_devices_hold_the_share_of_the_weights_that_is_predicted(layout: Layout, sizes: Any, head: Any) -> None:
+    config = replace(ALL_SPLIT, **sizes)
     dims, shapes = models.param_dims(config, head), models.param_shapes(config, head)
     # What is split by stage alone, or not at all: the norms, and the vector of a value head.
     vectors = (2 * 8 + 1 + (head == "value")) * 32

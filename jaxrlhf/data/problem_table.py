@@ -83,13 +83,14 @@ class ProblemTable(Sequence[Problem]):
 
     @property
     def fingerprint(self) -> str:
-        """A text that is another one for other problems: of their tokens, answers and, from files of text, records."""
+        """A text that is another one for other problems: of their tokens, answers, records and pairs."""
         digest = hashlib.blake2b(digest_size=16)
         for tokens in (self.prompt_tokens, self._solutions, self._rejected):
             tokens.feed(digest.update)
         for answer, record in zip(self._answers, self._records, strict=True):
             digest.update(repr(answer).encode())
-            digest.update(record if isinstance(record, bytes) else b"")
+            digest.update(record if isinstance(record, bytes) else repr(record).encode())
+        digest.update(repr([tuple(pair) for pair in self._pairs]).encode())
         return digest.hexdigest()
 
     def __len__(self) -> int:

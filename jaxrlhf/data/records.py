@@ -3,11 +3,14 @@
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrlhf.config import Refusal
+
+_DEEPEST = 64
+"""Lists and objects within each other; Python's parser, which reads a record again in every step, ends somewhere."""
 
 Stored = Mapping[str, Any] | bytes
 """A record as it is kept: the JSON text of its line, which takes less memory than its objects, or the objects."""
@@ -67,14 +70,28 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             continue
         place = f"{path}, line {number}"
         try:
-            record = json.loads(line)
+            record: Any = json.loads(line)
         except ValueError as error:  # not JSON, or not UTF-8
             raise Refusal(f"{place}: not valid JSON ({error}); each line holds one object") from error
         except RecursionError:
-            raise Refusal(f"{place}: lists or objects are nested too deeply to be read; flatten the record") from None
+            record = None
+        if record is None or _deeper(record, _DEEPEST):
+            raise Refusal(f"{place}: lists or objects are nested more than {_DEEPEST} deep; flatten the record")
         if not isinstance(record, dict):
             raise Refusal(f"{place}: expected a JSON object, got {type(record).__name__}")
         yield Row(place, record, line.strip())
+
+
+def _deeper(value: Any, deepest: int) -> bool:
+    """True if lists or objects are nested more than so many deep."""
+    level = [value]
+    for _ in range(deepest):
+        level = [inner for outer in level if isinstance(outer, dict | list) for inner in _inside(outer)]
+    return any(isinstance(inner, dict | list) for inner in level)
+
+
+def _inside(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return outer.values() if isinstance(outer, dict) else outer
 
 
 def _lines(path: Path) -> Iterator[bytes]:

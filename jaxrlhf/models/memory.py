@@ -82,7 +82,20 @@ class Counted(Protocol):
 
 def weights_held(model: Counted, head: Head, layout: Layout) -> float:
     """Weights of a model that one device holds in the training layout."""
-    return model.num_parameters(head) / layout.copy_devices
+    held = model.num_parameters(head) / layout.copy_devices
+    if not isinstance(model, ModelConfig):
+        return held
+    # The generation layout's part of the tensor axis is the first that is tried.
+    inner = layout.generation_tensor if layout.refines else 1
+    ways = next(n for n in (layout.tensor, inner, 1) if model.num_kv_heads % n == 0)
+    return held + kv_weights(model) * (1 / ways - 1 / layout.tensor) * layout.tensor / layout.copy_devices
+
+
+def kv_weights(model: ModelConfig) -> int:
+    """Weights that make keys and values of heads; a device holds them whole where its shards do not divide the heads."""
+    if model.latent is not None:
+        return 0
+    return model.num_layers * 2 * model.num_kv_heads * model.head_dim * (model.hidden_size + model.qkv_bias)
 
 
 def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:

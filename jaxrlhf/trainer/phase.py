@@ -64,18 +64,29 @@ def load_data(config: Config, tokenizer: Any) -> RunData:
     Raises:
       Refusal: Files that cannot be read, or splits without a problem that fits.
     """
-    limits = {"max_prompt_tokens": config.rollout.max_prompt_tokens}
+    limits = _limits(config)
     supervised = any(isinstance(phase.algorithm, SFT) for phase in config.phases)
-    if isinstance(config.algorithm, Preference):  # answers are read in both splits
-        limits["max_solution_tokens"] = config.rollout.max_response_tokens - config.algorithm.places_after
+    if isinstance(config.algorithm, Preference):
         supervised = False
     solutions = {"max_solution_tokens": config.rollout.max_response_tokens}
     train = load_problems(config.data, tokenizer, split="train", **limits, **(solutions if supervised else {}))
-    evaluation = load_problems(config.data, tokenizer, split="evaluation", **limits)
+    evaluation = load_evaluation(config, tokenizer)
     examples = None
     if (wanted := config.algorithm.examples(config)) is not None:
         examples = load_problems(wanted[0], tokenizer, split="train", **limits, **solutions)
     return RunData(train, evaluation, evaluation.problems[: config.evaluation.problems], examples)
+
+
+def load_evaluation(config: Config, tokenizer: Any) -> Loaded:
+    """Read and tokenise the held-out split alone; errors as of `load_data`."""
+    return load_problems(config.data, tokenizer, split="evaluation", **_limits(config))
+
+
+def _limits(config: Config) -> dict[str, int]:
+    limits = {"max_prompt_tokens": config.rollout.max_prompt_tokens}
+    if isinstance(config.algorithm, Preference):  # answers are read in both splits
+        limits["max_solution_tokens"] = config.rollout.max_response_tokens - config.algorithm.places_after
+    return limits
 
 
 class PhaseProgress:

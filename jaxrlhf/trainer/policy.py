@@ -23,7 +23,7 @@ from jaxrlhf.trainer.auto_placement import placed_for_evaluation
 from jaxrlhf.trainer.evaluation import evaluate
 from jaxrlhf.trainer.log import to_samples
 from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, checkpoint_of, placed
-from jaxrlhf.trainer.phase import load_data
+from jaxrlhf.trainer.phase import load_evaluation
 from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 from jaxrlhf.workers.build import Phase
 from jaxrlhf.workers.pool_roles import head_of
@@ -125,7 +125,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     tokenizer = load_tokenizer(tokenizer_path(config))
     if config.placement == "auto":
         config = placed_for_evaluation(config, place)
-    held_out = load_data(config, tokenizer).held_out
+    held_out = load_evaluation(config, tokenizer).problems[: config.evaluation.problems]
     if not held_out:
         raise Refusal("the configuration's data has no evaluation split; name one in its data settings")
     console = RunConsole(steps=1)

@@ -5,7 +5,7 @@ import math
 from jaxrlhf.config import Layout, Lora
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora.quantized import TILE
-from jaxrlhf.models.memory import adapters_held, weights_held
+from jaxrlhf.models.memory import adapters_held, kv_weights, weights_held
 
 
 def routed_weights(model: ModelConfig) -> int:
@@ -38,7 +38,9 @@ def weights_generating(model: ModelConfig, layout: Layout) -> float:
     """Weights of a policy that one device holds while it generates."""
     split = layout.generation_stage * layout.generation_tensor
     routed = routed_weights(model)
-    return (model.num_parameters("lm") - routed + routed / layout.expert) / split
+    repeated = 0.0 if model.num_kv_heads % layout.generation_tensor == 0 else 1 - 1 / layout.generation_tensor
+    whole = kv_weights(model) * repeated / layout.generation_stage
+    return (model.num_parameters("lm") - routed + routed / layout.expert) / split + whole
 
 
 def weights_apart(model: ModelConfig, layout: Layout) -> float:
