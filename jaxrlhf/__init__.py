@@ -6,7 +6,7 @@ resolved on first use.
 
 import importlib
 
-import jaxrlhf.runtime.environment  # noqa: F401  has to come before JAX starts
+import jaxrlhf.runtime.environment
 
 __version__ = "0.1.0"
 

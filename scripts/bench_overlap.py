@@ -35,7 +35,7 @@ from rich.table import Table
 
 from jaxrlhf.batch import RolloutBatch, Sequences
 from jaxrlhf.config import PPO, Arithmetic, Config, FromScratch, KLInReward, Pool, RayCluster, Rollout, Training
-from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.tracking import TimelineFile

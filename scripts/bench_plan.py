@@ -48,7 +48,7 @@ from jaxrlhf.config import (
     Rollout,
     Training,
 )
-from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.planner.hardware import Hardware, hardware
 from jaxrlhf.planner.problem import Lengths, problem_of
 from jaxrlhf.planner.search.mapping import search

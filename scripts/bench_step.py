@@ -38,7 +38,8 @@ from jaxrlhf.config import (
     Sampling,
     Training,
 )
-from jaxrlhf.data import Loader, decoder
+from jaxrlhf.data import Loader
+from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.loop import Loop

@@ -7,7 +7,8 @@ import pytest
 
 from jaxrlhf.batch import Pair
 from jaxrlhf.config import ArithmeticPairs, PairFile
-from jaxrlhf.data import embedded_tokenizer, load_problems
+from jaxrlhf.data.sources import load_problems
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 
 HH = {
     "chosen": "\n\nHuman: Hi.\n\nAssistant: Hello!\n\nHuman: 1+1?\n\nAssistant: It is 2.",

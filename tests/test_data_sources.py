@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from jaxrlhf.config import Arithmetic, Gsm8k, PromptFile
-from jaxrlhf.data import embedded_tokenizer, load_problems
+from jaxrlhf.data.sources import load_problems
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
 GSM8K_RECORDS = [

@@ -12,7 +12,7 @@ from tiny_models import DECODER
 from tiny_runs import get_config
 
 from jaxrlhf import models
-from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.engine import programs
 from jaxrlhf.models.attention import kernel_choice
 from jaxrlhf.models.attention.attention import DECODE, PAGES, ROWS, Attention

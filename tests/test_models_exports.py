@@ -14,7 +14,7 @@ from tiny_checkpoints import KINDS, VOCAB, build, write
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
-from jaxrlhf.data import build_embedded_tokenizer
+from jaxrlhf.data.tokenizer import build_embedded_tokenizer
 from jaxrlhf.engine import Engine, Request
 
 FAMILIES = list({name: kind for kind, (name, _) in reversed(KINDS.items())}.values())

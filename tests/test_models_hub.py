@@ -12,7 +12,7 @@ from tiny_checkpoints import build, write
 
 from jaxrlhf import models
 from jaxrlhf.config import Lora
-from jaxrlhf.data import build_embedded_tokenizer, load_tokenizer
+from jaxrlhf.data.tokenizer import build_embedded_tokenizer, load_tokenizer
 from jaxrlhf.models.huggingface import hub
 from jaxrlhf.models.huggingface.peft import save_adapters
 from jaxrlhf.models.lora.lora import adapter_shapes

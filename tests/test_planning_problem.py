@@ -184,7 +184,7 @@ def test_roles_of_algorithms_to_come():
 def test_a_vocabulary_from_scratch_is_rounded_to_64():
     assert roles(a_config(), lengths=None)["actor"].model.vocab_size == 128  # of 100 tokens
     own = problem_of(a_config(), machines()).roles[0].model.vocab_size
-    from jaxrlhf.data import embedded_tokenizer
+    from jaxrlhf.data.tokenizer import embedded_tokenizer
 
     assert own - 64 < len(embedded_tokenizer()) <= own
     assert own % 64 == 0

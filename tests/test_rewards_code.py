@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from jaxrlhf import config
-from jaxrlhf.rewards import Scorer
 from jaxrlhf.rewards.sandbox import programs, sandbox
 from jaxrlhf.rewards.sandbox.sandbox import Ended, Limits, check_sandbox, run
+from jaxrlhf.rewards.scorer import Scorer
 
 LIMITS = Limits(time_s=5.0, memory_bytes=1 << 28, output_bytes=1 << 16)
 

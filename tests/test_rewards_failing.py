@@ -10,9 +10,10 @@ import tiny_runs
 from jaxrlhf import config
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Checkpointing, Evaluation
-from jaxrlhf.rewards import RewardsFailing, Scorer
+from jaxrlhf.rewards import RewardsFailing
 from jaxrlhf.rewards.pool import RewardPool
 from jaxrlhf.rewards.protocol import Example, Function
+from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.trainer.run import run
 from jaxrlhf.trainer.workdir import CHECKPOINTS
 

@@ -10,8 +10,9 @@ import pytest
 
 from jaxrlhf import config
 from jaxrlhf.config import to_json
-from jaxrlhf.rewards import Scorer, endpoint
+from jaxrlhf.rewards import endpoint
 from jaxrlhf.rewards.endpoint import Rejected, Unreachable, Unreadable, post_json
+from jaxrlhf.rewards.scorer import Scorer
 
 KEY = "a-key-that-nobody-may-read"
 

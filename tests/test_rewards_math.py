@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from jaxrlhf import config
-from jaxrlhf.rewards import Scorer
 from jaxrlhf.rewards.mathematics import same_answer
+from jaxrlhf.rewards.scorer import Scorer
 
 
 @pytest.mark.parametrize(

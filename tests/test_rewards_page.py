@@ -9,7 +9,7 @@ import pytest
 
 from jaxrlhf import config
 from jaxrlhf.config.rewards import RewardPart
-from jaxrlhf.rewards import Scorer
+from jaxrlhf.rewards.scorer import Scorer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text()
 BLOCKS = re.findall(r"(<!-- my_rewards.py -->\n)?```python\n(.*?)```", PAGE, re.DOTALL)

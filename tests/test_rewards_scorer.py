@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrlhf import config
-from jaxrlhf.rewards import Scorer
 from jaxrlhf.rewards.parts import part_names
+from jaxrlhf.rewards.scorer import Scorer
 
 FUNCTIONS = """
 import time

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from jaxrlhf import config
-from jaxrlhf.rewards import Scorer
 from jaxrlhf.rewards.formats import tags
 from jaxrlhf.rewards.lengths import cosine_length, repetition
+from jaxrlhf.rewards.scorer import Scorer
 
 GOOD = "<think>a</think> <answer>b</answer>"
 

@@ -11,7 +11,7 @@ from placed_runs import assert_same_numbers, placed
 from tiny_runs import get_config, records, training
 
 from jaxrlhf.config import Config, Layout, Pretrained, RayCluster
-from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.planner.apply import planned_config
 from jaxrlhf.planner.hardware import Hardware, save_hardware
 from jaxrlhf.planner.saved import read_plan

@@ -29,7 +29,8 @@ from jaxrlhf.config import (
     Sampling,
     Training,
 )
-from jaxrlhf.data import embedded_tokenizer, load_problems
+from jaxrlhf.data.sources import load_problems
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows import dpo, preference_pairs
 from jaxrlhf.dataflows import reward_model as reward_model_dataflow
 from jaxrlhf.planner.hardware import hardware_of

@@ -13,7 +13,8 @@ from placed_runs import APART, SPLIT, assert_same_numbers, placed, run
 from tiny_runs import numbers, records
 
 from jaxrlhf.config import FunctionReward, RayCluster, Rewards, Sampling
-from jaxrlhf.data import decoder, load_problems, load_tokenizer
+from jaxrlhf.data.sources import load_problems
+from jaxrlhf.data.tokenizer import decoder, load_tokenizer
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.single_controller import ray_backend
 from jaxrlhf.single_controller.launch import launch

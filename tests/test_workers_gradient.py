@@ -27,7 +27,8 @@ from jaxrlhf.config import (
     Sampling,
     Training,
 )
-from jaxrlhf.data import embedded_tokenizer, load_problems
+from jaxrlhf.data.sources import load_problems
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows import grpo
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.sharding.pool import ResourcePool

@@ -10,7 +10,7 @@ import pytest
 from tiny_runs import get_config
 
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, RankCoordinates, worker_method
-from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.single_controller import host as module
 from jaxrlhf.single_controller.host import Host

@@ -14,7 +14,8 @@ from unit_machines import DENSE, UNIT, WORK
 from jaxrlhf.algos import policy_objective, token_weights, value_objective
 from jaxrlhf.batch import Experience, Sequences
 from jaxrlhf.config import Config, FromScratch, Layout, Lora, Sampling, ValueLoss
-from jaxrlhf.data import embedded_tokenizer, load_problems
+from jaxrlhf.data.sources import load_problems
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.models import scratch_config
 from jaxrlhf.models.lora.lora import adapter_shapes
 from jaxrlhf.planner.cost.memory import weights_learnt

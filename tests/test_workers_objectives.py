@@ -8,7 +8,7 @@ import pytest
 from tiny_runs import get_config
 
 from jaxrlhf.algos import policy_objective
-from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Phase
 

@@ -11,7 +11,7 @@ from tiny_runs import get_config, training
 from jaxrlhf.algos import policy_objective, token_weights
 from jaxrlhf.batch import Experience, Sequences
 from jaxrlhf.config import Config
-from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.resharding.offload import device_bytes
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.tracking import bytes_in_use

@@ -11,7 +11,7 @@ from tiny_runs import write_policy
 
 from jaxrlhf.checkpoint import convert
 from jaxrlhf.config import Config, FromScratch, Lora, Pretrained, Sampling
-from jaxrlhf.data import load_problems
+from jaxrlhf.data.sources import load_problems
 from jaxrlhf.models.lora.quantized import Quantized
 from jaxrlhf.workers import role_weights
 

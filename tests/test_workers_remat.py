@@ -9,7 +9,7 @@ from tiny_runs import get_config
 from unit_machines import FREE, UNIT, WORK, trained, weights_of
 
 from jaxrlhf.config import Layout
-from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.cost.cost import update_cost
 from jaxrlhf.planner.cost.simulate import Simulator

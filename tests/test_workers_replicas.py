@@ -13,7 +13,7 @@ from compiled import Collective, collectives
 from jaxrlhf.algos import nll_objective, token_weights
 from jaxrlhf.batch import Experience, Sequences
 from jaxrlhf.config import SFT, Arithmetic, Config, FromScratch, Layout, Rollout, Training
-from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.models.attention.attention import ROWS, attend_blocks
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Phase

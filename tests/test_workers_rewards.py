@@ -12,9 +12,10 @@ from tiny_runs import get_config
 from jaxrlhf.batch import Problem
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.config import FunctionReward, Pool, Rewards, Sampling
-from jaxrlhf.data import embedded_tokenizer, load_problems
+from jaxrlhf.data.sources import load_problems
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.engine import Completion, Engine
-from jaxrlhf.rewards import Scorer
+from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.sharding.mesh import generation_mesh
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.workers import build

@@ -7,7 +7,7 @@ import pytest
 from jaxrlhf.algos import nll_objective, token_weights
 from jaxrlhf.batch import Experience, Sequences
 from jaxrlhf.config import SFT, Arithmetic, Config, FromScratch, Rollout, Training
-from jaxrlhf.data import embedded_tokenizer
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Phase
 

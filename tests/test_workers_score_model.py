@@ -13,7 +13,7 @@ from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.config import Layout
 from jaxrlhf.data.tokenizer import build_embedded_tokenizer
 from jaxrlhf.engine import Completion
-from jaxrlhf.rewards import Scorer
+from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.workers.reward import Reward
 from jaxrlhf.workers.sampler import to_rollout

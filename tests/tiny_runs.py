@@ -76,7 +76,7 @@ def write_policy(directory: Path) -> Path:
     """A random Qwen2 with a tokenizer that has a chat template, as transformers saves them."""
     import tiny_checkpoints
 
-    from jaxrlhf.data import build_embedded_tokenizer
+    from jaxrlhf.data.tokenizer import build_embedded_tokenizer
 
     tokenizer = build_embedded_tokenizer(directory)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

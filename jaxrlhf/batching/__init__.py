@@ -1,3 +1,1 @@
 """Batches for SPMD programs: packing, shared prompts, microbatch shapes, and how calls are split over ranks."""
-
-__all__: list[str] = []

@@ -4,5 +4,3 @@ from jaxrlhf.checkpoint.checkpoints import Checkpoints
 from jaxrlhf.checkpoint.identity import identity
 from jaxrlhf.checkpoint.items import Item, TreeItem
 from jaxrlhf.checkpoint.pretrained import check_pretrained, convert, load_pretrained
-
-__all__ = ["Checkpoints", "Item", "TreeItem", "check_pretrained", "convert", "identity", "load_pretrained"]

@@ -1,3 +1,1 @@
 """RL algorithms, one file each: their steps as functions of the roles and a `StepInput`."""
-
-__all__: list[str] = []

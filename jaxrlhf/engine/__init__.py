@@ -2,5 +2,3 @@
 
 from jaxrlhf.engine.engine import Engine, Prefilled
 from jaxrlhf.engine.scheduler import Completion, Drawn, Placement, Request
-
-__all__ = ["Completion", "Drawn", "Engine", "Placement", "Prefilled", "Request"]

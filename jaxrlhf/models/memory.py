@@ -92,7 +92,7 @@ def weights_held(model: Counted, head: Head, layout: Layout) -> float:
 
 
 def kv_weights(model: ModelConfig) -> int:
-    """Weights that make keys and values of heads; a device holds them whole where its shards do not divide the heads."""
+    """Weights that make keys and values; a device holds them whole where shards do not divide the heads."""
     if model.latent is not None:
         return 0
     return model.num_layers * 2 * model.num_kv_heads * model.head_dim * (model.hidden_size + model.qkv_bias)

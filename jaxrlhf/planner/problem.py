@@ -19,7 +19,7 @@ from jaxrlhf.config import (
     ReMax,
     Training,
 )
-from jaxrlhf.data import load_tokenizer
+from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models import from_scratch, tokenizer_path
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.hardware import Hardware

@@ -1,3 +1,1 @@
 """Processes that run code of users: how they are started, watched and ended."""
-
-__all__: list[str] = []

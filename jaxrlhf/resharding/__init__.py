@@ -1,3 +1,1 @@
 """Moves of arrays: between training and generation layouts, between pools, to the host and back."""
-
-__all__: list[str] = []

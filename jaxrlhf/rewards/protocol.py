@@ -16,21 +16,13 @@ infinity, raises, exceeds the time limit, or takes its process down.
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 Number = float | int | None
 Cause = Literal["timeout", "crash", "exception", "none", "not-finite", "not-a-number", "unpicklable"]
 Marked = TypeVar("Marked", bound=Callable[..., Any])
-
-
-class RewardFunction(Protocol):
-    """The plain form; see the module's text for the batched and async ones."""
-
-    def __call__(
-        self, prompt: str, response: str, answer: str | None, record: Mapping[str, Any], /
-    ) -> Number | Awaitable[Number]: ...
 
 
 @dataclass(frozen=True)

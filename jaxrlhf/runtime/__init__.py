@@ -1,3 +1,1 @@
 """Settings of the process: environment before JAX starts, compiled programs kept between runs, memory given back."""
-
-__all__: list[str] = []

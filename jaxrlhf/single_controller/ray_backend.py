@@ -19,7 +19,7 @@ import jax
 from jaxrlhf.batching.transfer_protocol import PROTOCOLS, worker_methods
 from jaxrlhf.config import Config, Pool, RayCluster, Refusal
 from jaxrlhf.config.cli.load import loaded
-from jaxrlhf.data import load_tokenizer
+from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models import tokenizer_path
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.sharding.pool import ResourcePool

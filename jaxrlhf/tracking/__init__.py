@@ -10,32 +10,3 @@ from jaxrlhf.tracking.step_picture import save_step_picture
 from jaxrlhf.tracking.time_spent import time_spent, time_table, typical
 from jaxrlhf.tracking.timeline import ON_HOST, Call, StepCalls, TimelineFile
 from jaxrlhf.tracking.timing import CompileCounter, peak_memory_bytes
-
-__all__ = [
-    "ON_HOST",
-    "BytesBar",
-    "Call",
-    "CompileCounter",
-    "DevicePeak",
-    "JsonLines",
-    "Logger",
-    "MetricsWriter",
-    "RunConsole",
-    "Sample",
-    "SampleFile",
-    "SettingsTable",
-    "StepCalls",
-    "TensorBoard",
-    "TimelineFile",
-    "bytes_in_use",
-    "default_console",
-    "peak_memory_bytes",
-    "read_records",
-    "read_samples",
-    "save_learning_curve",
-    "save_step_picture",
-    "show_samples",
-    "time_spent",
-    "time_table",
-    "typical",
-]

@@ -1,3 +1,1 @@
 """A run from its configuration to its last checkpoint: the loop, evaluation, logging, resume and export."""
-
-__all__: list[str] = []

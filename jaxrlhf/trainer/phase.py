@@ -10,7 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ROLLOUT, SFT, Config, Preference
-from jaxrlhf.data import Loaded, Loader, decoder, load_problems
+from jaxrlhf.data import Loader
+from jaxrlhf.data.sources import Loaded, load_problems
+from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.models import AnyModel, CausalLM
 from jaxrlhf.models.huggingface.save import save_description
 from jaxrlhf.single_controller.pools import Pools

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxrlhf.batch import Diverged
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Refusal, Sampling
-from jaxrlhf.data import decoder, load_tokenizer, misread
+from jaxrlhf.data.tokenizer import decoder, load_tokenizer, misread
 from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.models import read_config, tokenizer_path
 from jaxrlhf.models.huggingface.load import Progress
@@ -74,8 +74,10 @@ def export_policy(
             adapted = AdaptedRun.of(run, role)
             adapters = adapted.adapters(checkpoints, step, role, config, head_of(role))
             if not merge:
-                written = {"tokenizer": load_tokenizer(str(model)), "dtype": dtype, "progress": progress}
-                adapted.save(adapters, config, head_of(role), directory, **written)
+                tokenizer = load_tokenizer(str(model))
+                adapted.save(
+                    adapters, config, head_of(role), directory, tokenizer=tokenizer, dtype=dtype, progress=progress
+                )
                 return step
             arrays = adapted.merged(adapters, config, head_of(role))
         elif merge:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Config, Refusal, function_of
-from jaxrlhf.data import load_tokenizer
+from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models import model_config, tokenizer_path
 from jaxrlhf.resharding.wire import TransferError
 from jaxrlhf.single_controller.launch import launch

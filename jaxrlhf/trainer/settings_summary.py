@@ -1,7 +1,7 @@
 """The table of derived settings that a run prints before it starts."""
 
 from jaxrlhf.config import Config, PolicyGradient
-from jaxrlhf.data import Loaded
+from jaxrlhf.data.sources import Loaded
 from jaxrlhf.models import AnyModel, CausalLM
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.single_controller.pools import Pools

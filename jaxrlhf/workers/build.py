@@ -14,7 +14,7 @@ from jaxrlhf.batch import Params
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import check_pretrained
 from jaxrlhf.config import CRITICS, ROLLOUT, Config, ModelReward, Pretrained, offloaded
-from jaxrlhf.data import decoder
+from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.engine import Engine
 from jaxrlhf.models.attention.kernel_choice import choose_attention
 from jaxrlhf.models.config import Head

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.config import CRITICS, Config, Pretrained, Refusal, Training
-from jaxrlhf.data import load_tokenizer
+from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models.attention.attention import Attention
 from jaxrlhf.models.attention.kernel_choice import choose_attention
 from jaxrlhf.models.causal_lm import AnyModel

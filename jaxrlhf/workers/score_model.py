@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.checkpoint import load_pretrained
-from jaxrlhf.data import load_tokenizer
+from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models import choose_attention, hidden_states, pipeline_over, read_config, resolve, score
 from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES
 from jaxrlhf.workers.offloadable import Offloadable

@@ -2,5 +2,3 @@
 
 Ray is imported where it is used. Nothing here knows what the processes compute.
 """
-
-__all__: list[str] = []

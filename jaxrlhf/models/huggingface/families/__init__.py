@@ -10,5 +10,3 @@ from jaxrlhf.models.huggingface.families.rope_fields import read_rope, write_rop
 
 _ALL = QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
-
-__all__ = ["FAMILIES", "LM_HEAD", "SCALAR_HEAD", "Family", "Fields", "StoredTensor", "read_rope", "write_rope"]
