@@ -67,6 +67,18 @@ def test_groups_are_where_walking_their_rings_says(machine: int) -> None:
     assert machine == 1 or (True, False) in seen
 
 
+def test_a_group_that_straddles_two_machines_is_seen() -> None:
+    # Of 0 1 2, 3 4 5, 6 7 8 the last one lies in two machines of 8; so do 3 6 9 and 0 4 8.
+    for size, stride in [(3, 1), (3, 3), (3, 4), (5, 1), (6, 1), (2, 3)]:
+        group = DeviceGroup(size, stride)
+        assert crosses_machines(group, CLUSTER) and latency_s(group, CLUSTER) == 3.0
+        assert bytes_per_s(group, CLUSTER) <= 8 * 4.0
+    for size, stride in [(2, 1), (4, 1), (2, 2), (8, 1), (4, 2), (2, 4)]:
+        group = DeviceGroup(size, stride)
+        assert not crosses_machines(group, CLUSTER)
+        assert (latency_s(group, CLUSTER), bytes_per_s(group, CLUSTER)) == (1.0, 100.0)
+
+
 def ring(shards: list[float], *, latency: float, rate: float) -> float:
     """In each step all devices pass on what they received last, and the largest piece takes longest."""
     held, seconds = list(shards), 0.0

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from compiled import to_read
 from unit_machines import (
+    ALL_SPLIT,
     DENSE,
     FREE,
     GROUPED,
@@ -64,6 +65,13 @@ def test_the_forward_pass_multiplies_as_often_as_xla_says(kv_heads: int) -> None
     # Scores behind the mask are not computed, but for those in the blocks of queries that it cuts.
     assert layer_flops(config, tokens=tokens, context=width / 2) + head == pytest.approx(counted, rel=0.05)
     assert layer_flops(config, tokens=tokens, context=width * 9 / 16) + head == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.parametrize(("every", "sums"), [(True, 4), (False, 1)])
+def test_gradients_are_summed_over_replicas_in_a_microbatch_or_an_update(every: bool, sums: int) -> None:
+    # 16 rows of a replica, 4 at a time; an all-reduce moves twice 3/4 of two bytes for each weight.
+    cost = update_cost(trained(DENSE), Layout(4), WORK, replace(HALVES, reduces_every_microbatch=every), UNIT)
+    assert cost.collective_s == pytest.approx(sums * 2 * 3 / 4 * weights_of(DENSE) * 2)
 
 
 @pytest.mark.parametrize("layout", SPLITS)
@@ -216,8 +224,8 @@ def test_experts_cost_what_a_token_meets_and_hold_all() -> None:
 def test_copies_on_two_machines_meet_over_the_network(layout: Layout, moved: float) -> None:
     """What stays inside a machine is free here; `moved` counts whole models, of two bytes a weight."""
     hardware = replace(CLUSTER, link_bytes_per_s=FREE)
-    cost = update_cost(trained(DENSE, rows_per_microbatch=64), layout, WORK, HALVES, hardware)
-    assert cost.collective_s == pytest.approx(moved * weights_of(DENSE) * 2)
+    cost = update_cost(trained(ALL_SPLIT, rows_per_microbatch=64), layout, WORK, HALVES, hardware)
+    assert cost.collective_s == pytest.approx(moved * weights_of(ALL_SPLIT) * 2)
 
 
 RATES = ("matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s")

@@ -27,6 +27,15 @@ def test_a_slice_is_as_fast_between_hosts_as_inside_one(name):
     assert (kind.network_bytes_per_s, kind.network_latency_s) == (kind.link_bytes_per_s, kind.link_latency_s)
 
 
+@pytest.mark.parametrize(
+    ("name", "links", "both_ways"), [("v4", 6, 600e9), ("v5e", 4, 400e9), ("v5p", 6, 1200e9), ("v6e", 4, 800e9)]
+)
+def test_a_ring_of_a_slice_lies_along_one_axis_of_its_torus(name, links, both_ways):
+    # A datasheet gives the rate of all links of a chip in both directions; an axis has two links, used at 80 %.
+    kind = KNOWN_HARDWARE[name]
+    assert kind.link_bytes_per_s * kind.link_efficiency == pytest.approx(0.8 * 2 * both_ways / 2 / links)
+
+
 def test_pools_of_one_processor_take_turns():
     for spec, turns in [("cpu", True), ("cpux1x2", True), ("cpux2", False), ("a100", False), ("a100x2", False)]:
         assert hardware(spec).takes_turns == turns, spec

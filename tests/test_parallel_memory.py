@@ -10,10 +10,12 @@ from compiled import to_read
 from unit_machines import ALL_SPLIT, DENSE, HALVES, ROUTED, UNIT, WORK, weights_of
 
 from jaxrlhf import models
-from jaxrlhf.config import Layout
+from jaxrlhf.config import Layout, Lora
 from jaxrlhf.models.attention.attention_xla import LONG_ROW, attend_blocks
 from jaxrlhf.models.config import Experts, ModelConfig
+from jaxrlhf.models.lora.lora import adapter_dims, adapter_shapes
 from jaxrlhf.models.memory import (
+    adapters_held,
     inference_activation_bytes,
     layer_activation_bytes,
     score_bytes,
@@ -68,6 +70,20 @@ def test_layers_keep_about_what_their_derivative_takes_over_from_the_forward_pas
     if width < LONG_ROW:
         estimated += score_bytes(config, row_tokens=width, itemsize=itemsize)
     assert 0.75 < estimated / kept_bytes(config, dtype, rows, width) < 1.1
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_activations_counted_by_hand(itemsize: int) -> None:
+    config, layout = ModelConfig("llama", 4096, 128, 384, 8, 4, 4, 32), Layout(1, 1, 4, 2)
+    # The residual stream six times and what two norms are given; queries, keys, values and mixed heads, which are
+    # kept once more in float32; six arrays of the MLP. Two devices split all but the first.
+    layer = 8 * 128 * itemsize + ((4 * 128 + 6 * 384) * itemsize + 4 * 4 * 32) / 2
+    # 4 heads with half of 256 positions: scores in float32, weights in the dtype; a gradient of one layer's.
+    scores, logits = 4 * 128 * (4 + itemsize) / 2, 2 * 512 * 4096 * 4 / 8
+    sizes = {"tokens": 4096, "row_tokens": 256, "itemsize": itemsize}
+    kept, again = (training_activation_bytes(config, "lm", layout, **sizes, remat=remat) for remat in (False, True))
+    assert kept == 4096 * (2 * (layer + scores) + scores) + logits
+    assert again == 4096 * (2 * 128 * itemsize + layer + 2 * scores) + logits
 
 
 @pytest.mark.parametrize("config", [
@@ -129,6 +145,24 @@ def test_devices_hold_the_share_of_the_weights_that_is_predicted(layout: Layout,
     if head == "lm":
         generating = shard_bytes(shapes, shardings(generation_mesh(layout, jax.devices()), dims, GENERATE)) / 4
         assert 0 <= generating - weights_generating(config, layout) <= vectors
+
+
+@pytest.mark.parametrize("layout", [
+    Layout(2, 1, 1, 4), Layout(2, 1, 1, 4, 1, 4), Layout(1, 2, 1, 4, 1, 2), Layout(1, 1, 2, 4, 2, 1),
+    Layout(2, 2, 1, 2, 1, 4),
+], ids=str)  # fmt: skip
+def test_key_value_heads_that_do_not_split_are_whole_on_every_device(layout: Layout) -> None:
+    config = replace(ALL_SPLIT, num_heads=8, num_kv_heads=2, head_dim=8, qkv_bias=True)
+    lora = Lora(rank=4, targets=("query", "key", "value", "down"))
+    mesh = factored_mesh(layout, jax.devices())
+    dims, shapes = models.param_dims(config, "lm"), models.param_shapes(config, "lm")
+    held = shard_bytes(shapes, shardings(mesh, dims, TRAIN)) / 4
+    generating = shard_bytes(shapes, shardings(generation_mesh(layout, jax.devices()), dims, GENERATE)) / 4
+    vectors = (2 * 8 + 1) * 32 + 8 * (8 + 2 * 2) * 8  # norms and biases, which not every axis splits
+    assert 0 <= held - weights_held(config, "lm", layout) <= vectors
+    assert 0 <= generating - weights_generating(config, layout) <= vectors
+    adapters = shardings(mesh, adapter_dims(config, "lm", lora), TRAIN)
+    assert adapters_held(config, lora, layout) == shard_bytes(adapter_shapes(config, "lm", lora), adapters) / 4
 
 
 def test_an_expert_model_holds_all_its_experts() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tiny_runs import get_config
 from unit_machines import FREE, UNIT, WORK, trained, weights_of
 
-from jaxrlhf.config import Layout
+from jaxrlhf.config import Layout, Lora
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.cost.cost import update_cost
@@ -23,9 +23,9 @@ from jaxrlhf.workers.summary import pool_rows
 ROLES = ("actor", "critic", "reference", "reward")
 
 
-def built(setting: str = "auto", *, roles=ROLES, offload=()) -> Builder:
+def built(setting: str = "auto", *, roles=ROLES, offload=(), lora: Lora | None = None) -> Builder:
     config = get_config()
-    training = replace(config.actor, remat=setting)
+    training = replace(config.actor, remat=setting, lora=lora)
     algorithm = replace(config.algorithm, critic=training)
     config = replace(config, actor=training, algorithm=algorithm, offload=offload)
     pool = ResourcePool("all", tuple(jax.devices()[:1]))
@@ -93,6 +93,15 @@ def test_what_waits_on_the_host_or_is_on_another_pool_leaves_room() -> None:
     assert needed() - needed(offload=("critic.optimizer", "reference")) == 8 * value + 4 * policy
     assert needed() == needed(offload=("actor",))  # it is there while it is updated
     assert needed("critic") - needed("critic", offload=("actor", "critic")) == 12 * policy
+
+
+def test_a_cold_start_trains_all_weights_of_the_actor_and_no_more_than_adapters_of_the_critic() -> None:
+    builder = built(lora=Lora(rank=2, targets=("query",)))
+    policy, value = (weights_of(builder.model, head) for head in ("lm", "value"))
+    adapters = 2 * 2 * (32 + 32)  # rank, layers, and the sum of a matrix's sides
+    for role, held in [("actor", 20 * policy + 4 * value + 12 * adapters),
+                       ("critic", 12 * policy + 4 * value + 20 * adapters)]:  # fmt: skip
+        assert remat.update_bytes(builder, role) == held + remat.activation_bytes(builder, role, remat=False)
 
 
 def test_the_table_says_what_was_chosen_and_why() -> None:

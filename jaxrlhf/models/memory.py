@@ -82,20 +82,32 @@ class Counted(Protocol):
 
 def weights_held(model: Counted, head: Head, layout: Layout) -> float:
     """Weights of a model that one device holds in the training layout."""
-    held = model.num_parameters(head) / layout.copy_devices
-    if not isinstance(model, ModelConfig):
-        return held
-    # The generation layout's part of the tensor axis is the first that is tried.
-    inner = layout.generation_tensor if layout.refines else 1
-    ways = next(n for n in (layout.tensor, inner, 1) if model.num_kv_heads % n == 0)
-    return held + kv_weights(model) * (1 / ways - 1 / layout.tensor) * layout.tensor / layout.copy_devices
+    replicated = replicated_weights(model, *_tensor_ways(layout)) if isinstance(model, ModelConfig) else 0
+    return (model.num_parameters(head) + replicated) / layout.copy_devices
 
 
-def kv_weights(model: ModelConfig) -> int:
-    """Weights that make keys and values; a device holds them whole where shards do not divide the heads."""
+def replicated_weights(model: ModelConfig, tensor: int, *fewer: int) -> float:
+    """Weights that the devices of one copy hold beyond the model's own: heads of keys and values that do not split.
+
+    Args:
+      tensor: Ways that every layer is split.
+      fewer: Ways that such heads are split where they cannot be split `tensor` ways; otherwise they are whole.
+    """
     if model.latent is not None:
-        return 0
-    return model.num_layers * 2 * model.num_kv_heads * model.head_dim * (model.hidden_size + model.qkv_bias)
+        return 0.0
+    width = model.num_kv_heads * model.head_dim
+    each = 2 * width * (model.hidden_size + model.qkv_bias) + width * model.qk_norm_across_heads
+    return model.num_layers * each * (tensor / _head_ways(model, tensor, *fewer) - 1)
+
+
+def _head_ways(model: ModelConfig, *ways: int) -> int:
+    """Ways that heads of keys and values are split: the first that divides them, as `sharding.rules` has it."""
+    return next((count for count in ways if model.num_kv_heads % count == 0), 1)
+
+
+def _tensor_ways(layout: Layout) -> tuple[int, ...]:
+    """Ways that training may split heads: all of `tensor`, or the mesh axis that generation keeps of it."""
+    return (layout.tensor, layout.generation_tensor) if layout.refines else (layout.tensor,)
 
 
 def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
@@ -103,12 +115,10 @@ def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
 
     Of a matrix, `tensor` splits the adapter's side towards heads or MLP, and `fsdp` the other.
     """
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    heads, mlp = model.num_heads * model.head_dim / layout.tensor, model.intermediate_size / layout.tensor
+    kv_heads = model.num_kv_heads * model.head_dim / _head_ways(model, *_tensor_ways(layout))
     inner = {"query": heads, "key": kv_heads, "value": kv_heads, "output": heads}
-    each = [
-        model.hidden_size / (layout.fsdp * layout.expert) + inner.get(name, model.intermediate_size) / layout.tensor
-        for name in lora.targets
-    ]
+    each = [model.hidden_size / (layout.fsdp * layout.expert) + inner.get(name, mlp) for name in lora.targets]
     return lora.rank * model.num_layers / layout.stage * sum(each)
 
 

@@ -97,7 +97,8 @@ def _held_bytes(on: PoolRoles, role: str, *, updates: bool) -> float:
     training = config.algorithm.training(config).get(role)
     model, layout = on.model_of(role), on.training(role).layout
     frozen, learnt = weights_held(model, head_of(role), layout), 0.0
-    if training is not None and training.lora is not None and config.cold_start is None:  # which trains all weights
+    trains_all = role == "actor" and config.cold_start is not None  # before its adapters
+    if training is not None and training.lora is not None and not trains_all:
         assert isinstance(model, ModelConfig), "adapters are of the decoder"
         learnt = adapters_held(model, training.lora, layout)
     elif training is not None:

@@ -5,7 +5,7 @@ import math
 from jaxrlhf.config import Layout, Lora
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora.quantized import TILE
-from jaxrlhf.models.memory import adapters_held, kv_weights, weights_held
+from jaxrlhf.models.memory import adapters_held, replicated_weights, weights_held
 
 
 def routed_weights(model: ModelConfig) -> int:
@@ -37,10 +37,8 @@ def weights_learnt(model: ModelConfig, head: Head, lora: Lora | None, layout: La
 def weights_generating(model: ModelConfig, layout: Layout) -> float:
     """Weights of a policy that one device holds while it generates."""
     split = layout.generation_stage * layout.generation_tensor
-    routed = routed_weights(model)
-    repeated = 0.0 if model.num_kv_heads % layout.generation_tensor == 0 else 1 - 1 / layout.generation_tensor
-    whole = kv_weights(model) * repeated / layout.generation_stage
-    return (model.num_parameters("lm") - routed + routed / layout.expert) / split + whole
+    routed, replicated = routed_weights(model), replicated_weights(model, layout.generation_tensor)
+    return (model.num_parameters("lm") - routed + routed / layout.expert + replicated) / split
 
 
 def weights_apart(model: ModelConfig, layout: Layout) -> float:
@@ -55,7 +53,7 @@ def weights_taken_apart(model: ModelConfig, layout: Layout) -> float:
     """
     plain_layers = model.num_layers if model.experts is None else model.dense_layers
     matrix = routed_weights(model) / (3 * layout.expert) + plain_layers * model.hidden_size * model.intermediate_size
-    attention = model.num_layers * model.attention_parameters
+    attention = model.num_layers * model.attention_parameters + replicated_weights(model, layout.generation_tensor)
     return max(attention, matrix) / (layout.generation_stage * layout.generation_tensor)
 
 
