@@ -11,9 +11,9 @@ import pytest
 from tiny_runs import write_policy
 
 from jaxrlhf.config import Layout, Pool, load, override, shipped
-from jaxrlhf.planner.apply import plan_from_json, planned_config
+from jaxrlhf.planner.apply import planned_config
 from jaxrlhf.planner.hardware import hardware_of
-from jaxrlhf.planner.plan import Infeasible
+from jaxrlhf.planner.plan import Infeasible, plan_from_json
 from jaxrlhf.planner.problem import question_of
 from jaxrlhf.planner.search.mapping import search
 

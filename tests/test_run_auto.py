@@ -14,7 +14,7 @@ from jaxrlhf.config import Config, Layout, Pretrained, RayCluster
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.planner.apply import planned_config
 from jaxrlhf.planner.hardware import Hardware, save_hardware
-from jaxrlhf.planner.saved import read_plan
+from jaxrlhf.planner.plan import read_plan
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.trainer.auto_placement import place, placed_for_evaluation
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy

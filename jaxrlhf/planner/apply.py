@@ -1,11 +1,11 @@
-"""A plan as settings of a configuration, as Python to paste, and as JSON."""
+"""A plan as settings of a configuration, and as Python to paste."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.config import ROLLOUT, Config, Layout, Pool, Refusal, Training, override
-from jaxrlhf.planner.plan import Cost, PlacementPlan, PlannedCall, PlannedPool
+from jaxrlhf.planner.plan import PlacementPlan, PlannedPool
 from jaxrlhf.planner.problem import generates, judges_of, placed_roles, written_pools
 
 
@@ -31,7 +31,8 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
     Raises:
       Refusal: The plan places other roles than the configuration has.
     """
-    judges, layouts = judges_of(config), _layouts(plan)
+    judges = judges_of(config)
+    layouts = {role: layout for pool in plan.pools for role, layout in pool.layouts.items()}
     known = set(placed_roles(config))
     if layouts.keys() - {ROLLOUT} != known:
         raise Refusal(
@@ -53,7 +54,8 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
         settings["reference_layout"] = None
     elif "reference" in known:
         own = _open(layouts["reference"])
-        settings["reference_layout"] = None if own == _trains(settings["actor.layout"]) else own  # None is the actor's
+        as_actor = own == dataclasses.replace(settings["actor.layout"], generation_stage=1, generation_tensor=1)
+        settings["reference_layout"] = None if as_actor else own
     settings |= {f"rewards.parts.{index}.layout": _open(layouts[name]) for name, index in judges.items()}
     if plan.slots is not None and plan.slots < (config.rollout.slots or config.rollout.responses_per_step):
         settings["rollout.slots"] = plan.slots
@@ -78,40 +80,6 @@ def snippet(config: Config, plan: PlacementPlan, *, written: Config | None = Non
     return "\n".join(["config = override(config, {", *lines, "})"]).replace("'", '"')
 
 
-def plan_to_json(plan: PlacementPlan) -> dict[str, Any]:
-    """All fields of a plan as JSON data, with its total seconds."""
-    return {"seconds": plan.seconds, **dataclasses.asdict(plan)}
-
-
-def plan_from_json(data: Mapping[str, Any]) -> PlacementPlan:
-    """The plan that `plan_to_json` wrote.
-
-    Raises:
-      Refusal: A field is missing, or is not a plan's.
-    """
-    try:
-        pools = [
-            PlannedPool(
-                roles=tuple(pool["roles"]),
-                layouts={role: Layout(**layout) for role, layout in pool["layouts"].items()},
-                **{name: pool[name] for name in ("devices", "peak_bytes", "peak_during")},
-            )
-            for pool in data["pools"]
-        ]
-        calls = [PlannedCall(**{**call, "cost": Cost(**call["cost"])}) for call in data["calls"]]
-        return PlacementPlan(
-            tuple(pools), tuple(data["offload"]), tuple(calls), dict(data["stage_seconds"]), data["slots"]
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise Refusal(f"this is no plan: {reason}; plan anew") from error
-
-
-def pool_name(roles: tuple[str, ...]) -> str:
-    """Name of a pool after its roles, such as `actor-reference`."""
-    return "-".join(roles)
-
-
 def _pools(config: Config, plan: PlacementPlan, judges: Mapping[str, int]) -> tuple[Pool, ...]:
     """The plan's pools; those of the configuration, with their names and order, if they are the same."""
     planned = {(frozenset(pool.roles), pool.devices) for pool in plan.pools}
@@ -124,12 +92,7 @@ def _pool(pool: PlannedPool, config: Config, judges: Mapping[str, int], *, alone
     roles = list(dict.fromkeys("reward" if role in judges else role for role in pool.roles))
     if config.reference_is_frozen_actor and "actor" in roles:
         roles.insert(roles.index("actor") + 1, "reference")
-    return Pool("all" if alone else pool_name(tuple(roles)), pool.devices, tuple(roles))
-
-
-def _layouts(plan: PlacementPlan) -> dict[str, Layout]:
-    """Layout of every role, over all pools."""
-    return {role: layout for pool in plan.pools for role, layout in pool.layouts.items()}
+    return Pool("all" if alone else "-".join(roles), pool.devices, tuple(roles))
 
 
 def _generating(layouts: Mapping[str, Layout], config: Config) -> Layout:
@@ -138,17 +101,14 @@ def _generating(layouts: Mapping[str, Layout], config: Config) -> Layout:
     if not generates(config):
         # Steps do not generate but evaluations do; as it is split for training, the policy fits.
         return dataclasses.replace(actor, generation_stage=actor.stage, generation_tensor=actor.tensor)
-    made_by = layouts.get(ROLLOUT, actor)
+    apart = layouts.get(ROLLOUT, actor)
     return dataclasses.replace(
-        actor, generation_stage=made_by.generation_stage, generation_tensor=made_by.generation_tensor
+        actor, generation_stage=apart.generation_stage, generation_tensor=apart.generation_tensor
     )
 
 
-def _trains(layout: Layout) -> Layout:
-    return dataclasses.replace(layout, generation_stage=1, generation_tensor=1)
-
-
 def _open(layout: Layout) -> Layout:
+    """The layout, with `data` left to the devices that are there."""
     return dataclasses.replace(layout, data=None)
 
 

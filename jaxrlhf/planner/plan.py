@@ -1,11 +1,13 @@
-"""Data of the search: its problem, the cost of a call, and placement plans as its answer."""
+"""Data of the search: its problem, the cost of a call, placement plans as its answer, and their files."""
 
+import json
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from jaxrlhf.config import Layout, Refusal
+from jaxrlhf.config import ROLLOUT, Layout, Refusal
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.workload import Role, Software, Stage, Workload
 
@@ -52,15 +54,18 @@ class Cost:
     @property
     def bottleneck(self) -> str:
         """Part of the cost with the most seconds, in words."""
-        parts = {
-            "compute": self.compute_s,
-            "memory bandwidth": self.memory_s,
-            "collectives": self.collective_s,
-            "pipeline idle": self.idle_s,
-            "host transfers": self.host_s,
-            "overhead": self.overhead_s,
-        }
-        return max(parts, key=lambda name: parts[name])
+        return PARTS[max(PARTS, key=lambda name: getattr(self, name))]
+
+
+PARTS: Mapping[str, str] = {
+    "compute_s": "compute",
+    "memory_s": "memory bandwidth",
+    "collective_s": "collectives",
+    "idle_s": "pipeline idle",
+    "host_s": "host transfers",
+    "overhead_s": "overhead",
+}
+"""Parts of a cost, in words."""
 
 
 @dataclass(frozen=True)
@@ -172,3 +177,76 @@ class SearchResult:
 
 class Infeasible(Refusal):
     """No placement fits; the message says which role lacks how many bytes, and what would help."""
+
+
+PLAN = "plan.json"
+"""File of a run's plan in its workdir."""
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """A plan, and the fields of the `Hardware` that it was made for."""
+
+    plan: PlacementPlan
+    hardware: dict[str, Any]
+
+    def why_not(self, *, devices: int, roles: Iterable[str]) -> str | None:
+        """Reason that the plan does not serve a run on so many devices with these roles; None if it does."""
+        planned = self.hardware["machines"] * self.hardware["devices_per_machine"]
+        if planned != devices:
+            return f"it is for {planned} devices and there are {devices}"
+        placed = {role for pool in self.plan.pools for role in pool.roles} - {ROLLOUT}
+        if placed != set(roles):
+            return f"it places {', '.join(sorted(placed))} and the run has {', '.join(sorted(roles))}"
+        return None
+
+
+def save_plan(plan: PlacementPlan, hardware: Hardware, workdir: Path) -> None:
+    """Write a run's plan, so that the run goes on with it."""
+    fields = {"hardware": asdict(hardware), "plan": plan_to_json(plan)}
+    (workdir / PLAN).write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def read_plan(workdir: Path) -> SavedPlan | None:
+    """The plan of a workdir; None if it has none.
+
+    Raises:
+      Refusal: The file is no plan.
+    """
+    file = workdir / PLAN
+    if not file.is_file():
+        return None
+    try:
+        fields = json.loads(file.read_text())
+        return SavedPlan(plan_from_json(fields["plan"]), dict(fields["hardware"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refusal(f"{file} cannot be read ({error}); delete it, and the run plans anew") from error
+
+
+def plan_to_json(plan: PlacementPlan) -> dict[str, Any]:
+    """All fields of a plan as JSON data, with its total seconds."""
+    return {"seconds": plan.seconds, **asdict(plan)}
+
+
+def plan_from_json(data: Mapping[str, Any]) -> PlacementPlan:
+    """The plan that `plan_to_json` wrote.
+
+    Raises:
+      Refusal: A field is missing, or is not a plan's.
+    """
+    try:
+        pools = [
+            PlannedPool(
+                roles=tuple(pool["roles"]),
+                layouts={role: Layout(**layout) for role, layout in pool["layouts"].items()},
+                **{name: pool[name] for name in ("devices", "peak_bytes", "peak_during")},
+            )
+            for pool in data["pools"]
+        ]
+        calls = [PlannedCall(**{**call, "cost": Cost(**call["cost"])}) for call in data["calls"]]
+        return PlacementPlan(
+            tuple(pools), tuple(data["offload"]), tuple(calls), dict(data["stage_seconds"]), data["slots"]
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise Refusal(f"this is no plan: {reason}; plan anew") from error

@@ -6,14 +6,14 @@ from pathlib import Path
 from jaxrlhf.config import Config
 from jaxrlhf.planner.apply import planned_config
 from jaxrlhf.planner.hardware import Hardware, hardware_of
-from jaxrlhf.planner.plan import PlacementPlan
+from jaxrlhf.planner.picture import save_timeline
+from jaxrlhf.planner.plan import PLAN, PlacementPlan, read_plan, save_plan
 from jaxrlhf.planner.problem import placed_roles, question_of
-from jaxrlhf.planner.report.report import report, timeline_title
-from jaxrlhf.planner.saved import PLAN, read_plan, save_plan, why_not
+from jaxrlhf.planner.report import report, timeline_title
 from jaxrlhf.planner.search.mapping import binding_slots, search
 from jaxrlhf.tracking import default_console
 
-_SHOWN = 3
+_SHOWN, _PICTURE = 3, "plan.png"
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Placed:
     def write(self, workdir: Path) -> None:
         """Keep a new plan, so that the run goes on with it."""
         if self.found:
-            save_plan(self.plan, self.hardware, workdir, title=self.title)
+            save_plan(self.plan, self.hardware, workdir)
+            save_timeline(self.plan, workdir / _PICTURE, title=self.title)
 
 
 def place(config: Config, workdir: Path, *, vocabulary: int) -> Placed:
@@ -75,7 +76,7 @@ def saved_plan(config: Config, workdir: Path, hardware: Hardware) -> PlacementPl
     saved = read_plan(workdir)
     if saved is None:
         return None
-    reason = why_not(saved, devices=hardware.devices, roles=placed_roles(config))
+    reason = saved.why_not(devices=hardware.devices, roles=placed_roles(config))
     if reason is not None:
         _say(f"placement: the plan of {workdir / PLAN} is not used again: {reason}")
         return None

@@ -1,7 +1,6 @@
 """Report of a search in tables and sentences: the best plans, where their seconds go, and why others lost."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -9,18 +8,8 @@ from rich.text import Text
 
 from jaxrlhf.config import ROLLOUT, Config, Layout
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import Cost, PlacementPlan, PlannedCall, PlannedPool, SearchResult
+from jaxrlhf.planner.plan import PARTS, Cost, PlacementPlan, PlannedCall, PlannedPool, SearchResult
 from jaxrlhf.planner.workload import STAGES, Stage
-
-PARTS: Mapping[str, str] = {
-    "compute_s": "compute",
-    "memory_s": "memory bandwidth",
-    "collective_s": "collectives",
-    "idle_s": "pipeline idle",
-    "host_s": "host transfers",
-    "overhead_s": "overhead",
-}
-"""The parts of a cost, in words."""
 
 _GIB = 2**30
 _NAMED = 3
@@ -42,7 +31,9 @@ def report(search: SearchResult, hardware: Hardware, notes: Sequence[str], *, sh
     rows += [Text(), Text(why_it_lost(others[0], best)), Text()] if others else [Text()]
     idle = hardware.devices - sum(pool.devices for pool in best.pools)
     rows += [Text(f"{idle} of {hardware.devices} devices are left over: with them no plan is faster")] if idle else []
-    rows += [Text(searched(search)), *(Text(f"note: {note}", style="dim") for note in notes)]
+    extent = f"{search.placements} placements, {search.allocations} allocations and {search.simulated} layouts"
+    rows += [Text(f"searched {extent} in {search.seconds:.2f} s")]
+    rows += [Text(f"note: {note}", style="dim") for note in notes]
     return Group(*rows)
 
 
@@ -122,14 +113,6 @@ def why_it_lost(loser: PlacementPlan, winner: PlacementPlan) -> str:
     return " ".join(sentences)
 
 
-def searched(search: SearchResult) -> str:
-    """Extent of the search, as a sentence."""
-    return (
-        f"searched {search.placements} placements, {search.allocations} allocations and {search.simulated} layouts "
-        f"in {search.seconds:.2f} s"
-    )
-
-
 def placement_text(pools: Sequence[PlannedPool]) -> str:
     """Such as `actor+reference 64 | critic 64`."""
     return " | ".join(f"{'+'.join(pool.roles)} {pool.devices}" for pool in pools)
@@ -155,7 +138,7 @@ def timeline_title(config: Config, hardware: Hardware) -> str:
 def bottleneck(plan: PlacementPlan) -> str:
     """Largest part of the cost, and the longest call: of the pools that the others wait for."""
     critical = [call for stage in STAGES for call in critical_calls(plan, stage)]
-    spent = Cost(**{field.name: _spent(critical, field.name) for field in fields(Cost)})
+    spent = Cost(**{part: _spent(critical, part) for part in PARTS})
     longest = max(critical, key=lambda call: call.cost.seconds)
     return f"{spent.bottleneck}; {longest.role} {longest.verb}"
 

@@ -1,0 +1,70 @@
+"""Timeline of a step as a figure: a line for each role or pool, a bar for each call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WIDTH_IN, BAR_HEIGHT = 11.0, 0.66
+_NARROWEST = 0.0025
+"""Share of the step: shorter calls are drawn this long, so that they can be seen."""
+
+
+class Bar(NamedTuple):
+    """A call as it is drawn; `start_s` counts from the start of the step."""
+
+    line: int
+    verb: str
+    start_s: float
+    length_s: float
+
+
+def timeline_figure(
+    names: Sequence[str],
+    bars: Sequence[Bar],
+    *,
+    seconds: float,
+    title: str,
+    colours: Mapping[str, str],
+    line_in: float = 0.6,
+    waits: bool = False,
+) -> Figure:
+    """Matplotlib figure with one axes.
+
+    Args:
+      names: Labels of the lines, from top to bottom.
+      seconds: Length of the step.
+      colours: Colour of each verb, in the order of the legend.
+      line_in: Height of a line in inches.
+      waits: Hatch the lines where they have no bar.
+    """
+    from matplotlib.figure import Figure  # without pyplot, no backend is chosen and no state is kept
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(WIDTH_IN, 1.7 + line_in * len(names)), layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    axes = figure.add_subplot()
+    hatched = {"facecolor": "white", "edgecolor": "#c8c8c8", "hatch": "////"}
+    if waits:
+        axes.barh(range(len(names)), seconds, height=BAR_HEIGHT, linewidth=0, zorder=1.5, **hatched)
+    least = _NARROWEST * seconds
+    for bar in bars:
+        look = {"color": colours[bar.verb], "edgecolor": "white", "linewidth": 0.5 * (bar.length_s > 4 * least)}
+        length, above = max(bar.length_s, least), 3 if bar.length_s < least else 2
+        axes.barh(bar.line, length, left=bar.start_s, height=BAR_HEIGHT, zorder=above, **look)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(0, seconds)
+    axes.set_xlabel("seconds")
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    drawn = {bar.verb for bar in bars}
+    patches = [Patch(color=colour, label=verb) for verb, colour in colours.items() if verb in drawn]
+    patches += [Patch(label="waits", **hatched)] if waits else []
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(7, len(patches)), frameon=False, fontsize=9)
+    return figure
