@@ -64,8 +64,8 @@ def _measure(devices: Sequence["jax.Device"], flags: Namespace) -> None:
     import jax
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from jaxrlhf.planner.calibrate import FIGURES, calibrate, datasheet, measured_rows
     from jaxrlhf.planner.hardware import save_hardware
-    from jaxrlhf.planner.measure.calibrate import FIGURES, calibrate, datasheet, measured_rows
     from jaxrlhf.tracking import SettingsTable, default_console
     from jaxrlhf.tracking.console import is_live
 

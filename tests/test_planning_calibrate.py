@@ -18,10 +18,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxrlhf import calibrate as command
 from jaxrlhf import models
 from jaxrlhf.config import run_command
+from jaxrlhf.planner import calibrate, measure
+from jaxrlhf.planner.calibrate import measured_rows, quantity
 from jaxrlhf.planner.hardware import Hardware, load_hardware, save_hardware
-from jaxrlhf.planner.measure import calibrate, measure, measure_decoder, measure_links
-from jaxrlhf.planner.measure.calibrate import measured_rows, quantity
-from jaxrlhf.planner.measure.measure_links import RateSample, all_gather_sample, all_reduce_sample, fit_link
+from jaxrlhf.planner.measure import RateSample, fit_link, ring_sample
 
 # Fitting.
 
@@ -72,12 +72,12 @@ def test_collectives_are_counted_as_rings_run(group: int) -> None:
     while any(len(held) < group for held in has):
         has = [has[device] | {(device - 1 - steps) % group} for device in range(group)]
         steps += 1
-    assert all_gather_sample(group, 120, 1.0) == pytest.approx((steps, steps * chunk, 1.0))
+    assert ring_sample("all-gather", group, 120, 1.0) == pytest.approx((steps, steps * chunk, 1.0))
     # A sum goes round once as parts, and once more as the whole.
-    assert all_reduce_sample(group, 120, 1.0) == pytest.approx((2 * steps, 2 * steps * chunk, 1.0))
+    assert ring_sample("all-reduce", group, 120, 1.0) == pytest.approx((2 * steps, 2 * steps * chunk, 1.0))
 
 
-MODEL = measure_decoder.decoder(256, 3)
+MODEL = calibrate.decoder(256, 3)
 
 
 def test_products_of_training_are_those_of_every_matrix_and_score() -> None:
@@ -88,7 +88,7 @@ def test_products_of_training_are_those_of_every_matrix_and_score() -> None:
     for _layer, _row, _query, _key in itertools.product(range(3), range(2), range(5), range(5)):
         scores += 2 * 2 * 4 * 64  # a product with the key and one with the value, in 4 heads of 64
     # Half of them, for the mask hides the others.
-    assert measure_decoder.training_flops(MODEL, rows=2, width=5) == 3 * (2 * sum(matrices) * 2 * 5 + scores / 2)
+    assert calibrate.training_flops(MODEL, rows=2, width=5) == 3 * (2 * sum(matrices) * 2 * 5 + scores / 2)
 
 
 def test_bytes_of_decoding_are_the_matrices_and_the_cache() -> None:
@@ -96,25 +96,25 @@ def test_bytes_of_decoding_are_the_matrices_and_the_cache() -> None:
     weights = sum(leaf.size for leaf in jax.tree.leaves(shapes) if len(leaf.shape) > 1 and leaf.shape != (3, 256))
     cache = jax.eval_shape(lambda: models.empty_cache(MODEL, slots=5, capacity=7, dtype=jnp.bfloat16))
     expected = weights * 2 + sum(leaf.size * 2 for leaf in jax.tree.leaves(cache))
-    assert measure_decoder.decode_bytes(MODEL, slots=5, capacity=7, itemsize=2) == expected
+    assert calibrate.decode_bytes(MODEL, slots=5, capacity=7, itemsize=2) == expected
 
 
 @pytest.mark.parametrize(("devices", "sizes"), [(2, [2]), (3, [3]), (6, [2, 6]), (8, [2, 4, 8]), (12, [2, 4, 12])])
 def test_groups_fill_the_devices(devices: int, sizes: list[int]) -> None:
-    assert measure_links.group_sizes(devices) == sizes
+    assert measure.group_sizes(devices) == sizes
 
 
 def test_sizes_fit_the_time_and_the_memory() -> None:
     h200 = {"memory_bytes": 141e9, "itemsize": 2, "seconds": 4.0}
-    train, decode = measure_decoder.choose_training, measure_decoder.choose_decoding
-    assert train(flops_per_s=800e12, **h200) == measure_decoder.TRAININGS[-1]
-    assert decode(bytes_per_s=4e12, **h200) == measure_decoder.DECODINGS[-1]
+    train, decode = calibrate.choose_training, calibrate.choose_decoding
+    assert train(flops_per_s=800e12, **h200) == calibrate.TRAININGS[-1]
+    assert decode(bytes_per_s=4e12, **h200) == calibrate.DECODINGS[-1]
     small = h200 | {"memory_bytes": 16e9}
     assert train(flops_per_s=800e12, **small).hidden < train(flops_per_s=800e12, **h200).hidden
     assert decode(bytes_per_s=4e12, **small).hidden < decode(bytes_per_s=4e12, **h200).hidden
     hurried = h200 | {"seconds": 1e-6}
-    assert train(flops_per_s=800e12, **hurried) == measure_decoder.TRAININGS[0]
-    assert decode(bytes_per_s=4e12, **hurried) == measure_decoder.DECODINGS[0]
+    assert train(flops_per_s=800e12, **hurried) == calibrate.TRAININGS[0]
+    assert decode(bytes_per_s=4e12, **hurried) == calibrate.DECODINGS[0]
 
 
 # Timing.
@@ -151,13 +151,13 @@ def test_sizes_grow_while_the_next_one_fits() -> None:
 
 
 @pytest.mark.parametrize("kind", ["all-reduce", "all-gather"])
-def test_a_program_of_collectives_runs_them(kind: measure_links.Kind) -> None:
+def test_a_program_of_collectives_runs_them(kind: measure.Kind) -> None:
     grid = np.asarray(jax.devices()).reshape(2, 4)
     mesh = Mesh(grid, ("apart", "group"), axis_types=(AxisType.Auto,) * 2)
     given = np.arange(8 * 8, dtype=np.float32).reshape(2, 4, 8)
     split = NamedSharding(mesh, PartitionSpec(("apart", "group")))
     held = jax.device_put(given.reshape(8, 8), split)
-    program = measure_links.collective_program(mesh, kind, 1)
+    program = measure.collective_program(mesh, kind, 1)
     compiled = jax.jit(program).lower(held).compile().as_text()
     found = re.findall(r"(all-\w+|reduce-scatter|collective-\w+)(?:-start)?\(.*replica_groups=(\{\{.*?\}\})", compiled)
     assert found == [(kind, "{{0,1,2,3},{4,5,6,7}}")]
@@ -223,19 +223,19 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> None:
         "host_bytes_per_s": 5e10,
     }.items():
         monkeypatch.setattr(measure, name, lambda *args, value=value, **kwargs: value)
-    monkeypatch.setattr(measure_links, "link_samples", lambda *args, **kwargs: sampled(5e-6, 300e9))
-    monkeypatch.setattr(measure_links, "network_samples", lambda *args, **kwargs: sampled(20e-6, 20e9))
+    monkeypatch.setattr(measure, "link_samples", lambda *args, **kwargs: sampled(5e-6, 300e9))
+    monkeypatch.setattr(measure, "network_samples", lambda *args, **kwargs: sampled(20e-6, 20e9))
 
     def decode_sample(devices, size, **_: object) -> RateSample:
         read = 1e6 * size.hidden
         return RateSample(size.layers, read, 50e-6 * size.layers + read / 3e12)
 
     def training_s(devices, size, **_: object) -> float:
-        model = measure_decoder.decoder(size.hidden, size.layers)
-        return measure_decoder.training_flops(model, rows=size.rows, width=size.width) / 200e12
+        model = calibrate.decoder(size.hidden, size.layers)
+        return calibrate.training_flops(model, rows=size.rows, width=size.width) / 200e12
 
-    monkeypatch.setattr(measure_decoder, "decode_sample", decode_sample)
-    monkeypatch.setattr(measure_decoder, "training_s", training_s)
+    monkeypatch.setattr(calibrate, "decode_sample", decode_sample)
+    monkeypatch.setattr(calibrate, "training_s", training_s)
 
 
 def quietly(devices: list) -> Hardware:

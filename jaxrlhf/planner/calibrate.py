@@ -1,0 +1,396 @@
+"""Measurement of the devices at hand as `Hardware`, and of the share of their rates that the decoder reaches.
+
+In every figure all devices of this process are busy at once, as they are in an SPMD program. CPU devices, which share
+a processor, so get their part of it; `shared_compute` records that.
+"""
+
+import datetime
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrlhf import models
+from jaxrlhf.batch import Params
+from jaxrlhf.config import Layout, Refusal, Rollout
+from jaxrlhf.engine import programs
+from jaxrlhf.engine.layout import EngineShardings
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.memory import training_activation_bytes
+from jaxrlhf.planner import measure
+from jaxrlhf.planner.cost.cost import head_flops, layer_flops
+from jaxrlhf.planner.cost.memory import cache_bytes_per_token
+from jaxrlhf.planner.hardware import Hardware, hardware, recognise
+from jaxrlhf.planner.measure import CALLS, RateSample, fit_link, timed
+from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, mesh_of
+from jaxrlhf.sharding.rules import cast_shapes
+
+Progress = Callable[[str, int, int], None]
+"""`(figure, done, total)`, before each figure and after the last."""
+
+FIGURES = ("program start", "matrix products", "memory", "host", "links", "network", "decoding", "training")
+
+TOKENS = Rollout.decode_tokens_per_dispatch  # tokens of each slot in one call of the decode program
+EXPECTED_SHARE = 1 / 3  # share of the devices' rates that is expected; only sizes are chosen by it
+MODEL_SHARE = 1 / 2  # share of a device's memory that a model and its activations or cache take at most
+
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "u"))
+_ROWS = (
+    ("compute", "matrix products", "matmul_flops_per_s", "FLOP/s"),
+    ("compute", "share in training", "matmul_efficiency", "%"),
+    ("memory", "size", "memory_bytes", "B"),
+    ("memory", "reading", "memory_bytes_per_s", "B/s"),
+    ("memory", "share in decoding", "memory_efficiency", "%"),
+    ("links", "inside a machine", "link_bytes_per_s", "B/s"),
+    ("links", "latency of a step", "link_latency_s", "s"),
+    ("links", "between machines", "network_bytes_per_s", "B/s"),
+    ("links", "latency of a step between machines", "network_latency_s", "s"),
+    ("links", "to host memory", "host_bytes_per_s", "B/s"),
+    ("overhead", "of a layer", "layer_overhead_s", "s"),
+    ("overhead", "of a program", "dispatch_overhead_s", "s"),
+)
+
+
+class TrainingSize(NamedTuple):
+    """A decoder, and the rows that each device gives to one forward and backward pass."""
+
+    hidden: int
+    layers: int
+    rows: int
+    width: int
+
+
+class DecodingSize(NamedTuple):
+    """A decoder, and the slots that each device decodes; all of their cache is read at every token."""
+
+    hidden: int
+    layers: int
+    slots: int
+    capacity: int
+
+
+TRAININGS = (
+    TrainingSize(64, 2, 1, 64),
+    TrainingSize(128, 4, 1, 128),
+    TrainingSize(256, 4, 1, 256),
+    TrainingSize(512, 6, 1, 512),
+    TrainingSize(1024, 8, 4, 1024),
+    TrainingSize(2048, 8, 8, 1024),
+)
+NARROW = DecodingSize(64, 16, 4, 64)
+"""Size whose layers take little more than running a layer takes at least."""
+SHALLOW = DecodingSize(64, 2, 4, 64)
+"""Size as narrow as `NARROW`, with more of what a token takes beside its layers; compiles in less time."""
+DECODINGS = (
+    DecodingSize(128, 2, 4, 128),
+    DecodingSize(256, 4, 8, 128),
+    DecodingSize(512, 8, 8, 256),
+    DecodingSize(1024, 12, 16, 512),
+    DecodingSize(2048, 16, 32, 1024),
+    DecodingSize(4096, 16, 32, 2048),
+)
+
+
+class Link(NamedTuple):
+    """A connection, and where its figures are from if they were not measured."""
+
+    latency_s: float
+    bytes_per_s: float
+    note: str = ""
+
+
+def datasheet(devices: Sequence[jax.Device]) -> Hardware | None:
+    """Datasheet figures of such devices, for as many machines; None if they are of no known kind."""
+    name = recognise(devices[0].device_kind, devices[0].platform)
+    machines, per_machine = _machines(devices)
+    return None if name is None else hardware(f"{name}x{machines}x{per_machine}")
+
+
+def calibrate(devices: Sequence[jax.Device], *, seconds_per_figure: float, progress: Progress) -> Hardware:
+    """Measure devices of one kind.
+
+    With several processes each of them has to call this; the network is measured between them.
+
+    Args:
+      devices: Devices of all processes, as many of each.
+      seconds_per_figure: About, for each of `FIGURES` and without compiling; sizes are chosen to fit.
+
+    Raises:
+      Refusal: Seconds that are not above 0, or processes with different numbers of devices.
+    """
+    if not seconds_per_figure > 0:
+        raise Refusal(f"seconds_per_figure must be above 0, got {seconds_per_figure}")
+    machines, per_machine = _machines(devices)
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    dtype = jnp.float32 if own[0].platform == "cpu" else jnp.bfloat16
+    known, memory_bytes = datasheet(devices), measure.device_memory_bytes(own)
+
+    def begin(figure: str) -> float:
+        progress(figure, FIGURES.index(figure), len(FIGURES))
+        return seconds_per_figure
+
+    dispatch_s = measure.dispatch_s(own, seconds=begin("program start") / 10)
+    seconds = begin("matrix products")
+    flops_per_s = measure.matmul_flops_per_s(own, dtype=dtype, memory_bytes=memory_bytes, seconds=seconds)
+    bytes_per_s = measure.memory_bytes_per_s(own, memory_bytes=memory_bytes, seconds=begin("memory"))
+    host_bytes_per_s = measure.host_bytes_per_s(own, memory_bytes=memory_bytes, seconds=begin("host"))
+    if per_machine > 1:
+        link = Link(*fit_link(measure.link_samples(own, memory_bytes=memory_bytes, seconds=begin("links"))))
+    elif known is None:
+        link = Link(dispatch_s, bytes_per_s, "; one device: link taken to be as fast as its memory")
+    else:
+        rate, note = known.link_bytes_per_s * known.link_efficiency, f"link as `--hardware {known.name}` has it"
+        link = Link(known.link_latency_s, rate, f"; one device: {note}")
+    begin("network")
+    if machines > 1:
+        network = Link(*fit_link(measure.network_samples(devices)))
+    else:
+        network = link._replace(note="; one machine: network taken as the link")
+    seconds = begin("decoding")
+    overhead_s, memory_share = _decoding(own, dtype, bytes_per_s, memory_bytes=memory_bytes, seconds=seconds)
+    seconds = begin("training")
+    matmul_share = _training(own, dtype, flops_per_s, memory_bytes=memory_bytes, seconds=seconds)
+    progress(FIGURES[-1], len(FIGURES), len(FIGURES))
+    kind = devices[0].device_kind
+    today = datetime.date.today().isoformat()
+    return Hardware(
+        name=f"{known.name if known else '-'.join(kind.lower().split())}-measured",
+        machines=machines,
+        devices_per_machine=per_machine,
+        memory_bytes=memory_bytes,
+        matmul_flops_per_s=flops_per_s,
+        memory_bytes_per_s=bytes_per_s,
+        link_bytes_per_s=link.bytes_per_s,
+        network_bytes_per_s=network.bytes_per_s,
+        host_bytes_per_s=host_bytes_per_s,
+        link_latency_s=link.latency_s,
+        network_latency_s=network.latency_s,
+        layer_overhead_s=overhead_s,
+        dispatch_overhead_s=dispatch_s,
+        matmul_efficiency=matmul_share,
+        memory_efficiency=memory_share,
+        link_efficiency=1.0,  # the rate is what collectives reached
+        usable_memory=0.95,  # of what the allocator has
+        shared_compute=own[0].platform == "cpu",
+        source=f"measured on {kind} x {len(devices)}, jax {jax.__version__}, {today}{link.note}{network.note}",
+    )
+
+
+def _machines(devices: Sequence[jax.Device]) -> tuple[int, int]:
+    """Number of processes, and devices of each."""
+    counts = dict.fromkeys(sorted({device.process_index for device in devices}), 0)
+    for device in devices:
+        counts[device.process_index] += 1
+    if len(set(counts.values())) > 1:
+        raise Refusal(f"processes have {counts} devices; machines are described by one number, give each as many")
+    return len(counts), next(iter(counts.values()))
+
+
+def measured_rows(measured: Hardware, known: Hardware | None) -> list[tuple[str, str, object, str]]:
+    """Measured hardware as rows for `tracking.SettingsTable`; every figure is of one device while all are busy.
+
+    Args:
+      known: The same number of devices by their datasheet; None if they are of no known kind.
+    """
+    rows: list[tuple[str, str, object, str]] = []
+    for section, name, field, unit in _ROWS:
+        note = "" if known is None else f"{known.name}: {quantity(getattr(known, field), unit)}"
+        rows.append((section, name, quantity(getattr(measured, field), unit), note))
+    return rows
+
+
+def quantity(value: float, unit: str) -> str:
+    """Figure with three digits and a prefix: `312 TFLOP/s`, `25.7 us`; shares as `45 %`."""
+    if unit == "%":
+        return f"{value:.0%}".replace("%", " %")
+    scale, prefix = next((each for each in _PREFIXES if value >= each[0]), _PREFIXES[-1])
+    return f"{float(f'{value / scale:.3g}'):g} {prefix}{unit}"
+
+
+# Shares that the decoder reaches. Every device runs its own copy on its own rows: no collective is in these times.
+
+
+def _decoding(
+    own: Sequence[jax.Device], dtype: type, bytes_per_s: float, *, memory_bytes: float, seconds: float
+) -> tuple[float, float]:
+    """Seconds that a layer takes at least, and the share of the memory's rate that decoding reaches.
+
+    Both are read off a model that is nearly all overhead and one that is nearly all reading.
+    """
+    size = choose_decoding(
+        bytes_per_s=bytes_per_s, memory_bytes=memory_bytes, itemsize=jnp.dtype(dtype).itemsize, seconds=seconds
+    )
+    sizes = ((NARROW if seconds >= 1 else SHALLOW, seconds / 10), (size, seconds))
+    overhead_s, reached = fit_link([decode_sample(own, size, dtype=dtype, seconds=each) for size, each in sizes])
+    return overhead_s, min(1.0, reached / bytes_per_s)
+
+
+def _training(
+    own: Sequence[jax.Device], dtype: type, flops_per_s: float, *, memory_bytes: float, seconds: float
+) -> float:
+    """Share of the matmul rate that training reaches."""
+    size = choose_training(
+        flops_per_s=flops_per_s, memory_bytes=memory_bytes, itemsize=jnp.dtype(dtype).itemsize, seconds=seconds
+    )
+    flops = training_flops(decoder(size.hidden, size.layers), rows=size.rows, width=size.width)
+    return min(1.0, flops / training_s(own, size, dtype=dtype, seconds=seconds) / flops_per_s)
+
+
+def decoder(hidden: int, layers: int) -> ModelConfig:
+    """A model in usual proportions, with half as many key-value heads as heads where it has several."""
+    head_dim = min(128 if hidden >= 1024 else 64, hidden)
+    heads = hidden // head_dim
+    return ModelConfig(
+        family="llama",
+        vocab_size=8 * hidden,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=max(1, heads // 2),
+        head_dim=head_dim,
+        tie_embeddings=True,
+    )
+
+
+def training_flops(model: ModelConfig, *, rows: int, width: int) -> float:
+    """FLOPs of a forward and a backward pass, the latter twice the former, without scores that the mask hides."""
+    tokens = float(rows * width)
+    layers = model.num_layers * layer_flops(model, tokens=tokens, context=width / 2)
+    return 3 * (layers + head_flops(model, "lm", tokens=tokens))
+
+
+def decode_bytes(model: ModelConfig, *, slots: int, capacity: int, itemsize: int) -> float:
+    """Bytes read for one token of every slot: layers and head once, and all of the cache."""
+    weights = model.num_layers * (model.attention_parameters + model.mlp_parameters()) + model.head_parameters("lm")
+    return weights * itemsize + slots * capacity * cache_bytes_per_token(model, Layout(), itemsize=itemsize)
+
+
+def choose_training(*, flops_per_s: float, memory_bytes: float, itemsize: int, seconds: float) -> TrainingSize:
+    """The largest size that is expected to fit into the seconds and the memory; the smallest in any case."""
+    chosen = TRAININGS[0]
+    for size in TRAININGS:
+        model = decoder(size.hidden, size.layers)
+        expected = training_flops(model, rows=size.rows, width=size.width) / (flops_per_s * EXPECTED_SHARE)
+        sizes = {"tokens": float(size.rows * size.width), "row_tokens": size.width, "itemsize": 4}  # as in float32
+        kept = training_activation_bytes(model, "lm", Layout(), **sizes, remat=False)
+        held = kept + model.num_parameters() * (4 + 4 + itemsize)
+        if CALLS * expected <= seconds and held <= memory_bytes * MODEL_SHARE:
+            chosen = size
+    return chosen
+
+
+def choose_decoding(*, bytes_per_s: float, memory_bytes: float, itemsize: int, seconds: float) -> DecodingSize:
+    """The largest size that is expected to fit into the seconds and the memory; the smallest in any case."""
+    chosen = DECODINGS[0]
+    for size in DECODINGS:
+        model = decoder(size.hidden, size.layers)
+        read = decode_bytes(model, slots=size.slots, capacity=size.capacity, itemsize=itemsize)
+        # Beside what is read, the copy of layers that are taken apart.
+        held = read + model.num_parameters() * itemsize
+        if CALLS * TOKENS * read / (bytes_per_s * EXPECTED_SHARE) <= seconds and held <= memory_bytes * MODEL_SHARE:
+            chosen = size
+    return chosen
+
+
+def training_s(devices: Sequence[jax.Device], size: TrainingSize, *, dtype: Any, seconds: float) -> float:
+    """Seconds of one forward and backward pass of every device over its own rows, without rematerialisation."""
+    mesh = mesh_of({"data": len(devices)}, devices)
+    model = decoder(size.hidden, size.layers)
+    split, whole = PartitionSpec(BATCH_AXES), PartitionSpec()
+    token_RW = _tokens(mesh, (len(devices) * size.rows, size.width), model)
+
+    def loss(params: Params, token_RW: jax.Array) -> jax.Array:
+        position_RW = jnp.broadcast_to(jnp.arange(size.width), token_RW.shape)
+        hidden_RWD = models.hidden_states(
+            params, model, token_RW, position_RW, jnp.ones_like(token_RW), remat=False, dtype=dtype
+        ).hidden_RWD
+        return -models.token_logp(params, model, hidden_RWD, token_RW).logp.mean()
+
+    def gradient(params: Params, token_RW: jax.Array) -> Params:
+        return jax.tree.map(lambda leaf: leaf[None], jax.grad(loss)(params, token_RW))
+
+    # Not one gradient of all rows: that would sum the devices' and time a collective.
+    program = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(whole, split), out_specs=split, check_vma=False))
+    params = _params(mesh, model, jnp.float32)
+    return timed(lambda: program(params, token_RW), seconds=seconds)
+
+
+def decode_sample(devices: Sequence[jax.Device], size: DecodingSize, *, dtype: Any, seconds: float) -> RateSample:
+    """One token of every slot by the engine's own program: its layers are the steps."""
+    model, itemsize = decoder(size.hidden, size.layers), jnp.dtype(dtype).itemsize
+    call = _decode_call(devices, model, size, dtype)
+    read = decode_bytes(model, slots=size.slots, capacity=size.capacity, itemsize=itemsize)
+    return RateSample(size.layers, read, timed(call, seconds=seconds) / TOKENS)
+
+
+def _decode_call(
+    devices: Sequence[jax.Device], model: ModelConfig, size: DecodingSize, dtype: Any
+) -> Callable[[], Any]:
+    mesh = mesh_of({"data": len(devices)}, devices)
+    shape = programs.Shape(
+        config=model,
+        replicas=len(devices),
+        max_response_tokens=2**30,
+        stop_tokens=(),
+        tokens_per_dispatch=TOKENS,
+        dtype=dtype,
+    )
+    layout = EngineShardings(mesh, SLOT_AXES, None, None)
+    count = size.slots * len(devices)
+
+    def begun() -> tuple[Any, programs.Slots]:
+        slots = programs.empty_slots(slots=count, shape=shape)
+        slots = slots._replace(active_B=~slots.active_B, cached_B=slots.cached_B + size.capacity // 2)
+        return programs.empty_cache(slots=count, capacity=size.capacity, shape=shape), slots
+
+    cache, slots = jax.jit(begun, out_shardings=(layout.cache, layout.slots))()
+    params = _params(mesh, model, dtype)
+    program = jax.jit(
+        partial(programs.decode, shape=shape),
+        out_shardings=(layout.cache, layout.slots, layout.whole),
+        donate_argnums=(2, 3),
+    )
+    layers = jax.jit(partial(programs.unstack, shape=shape))(params)
+
+    def call() -> Any:
+        # As calls go on, slots run past their capacity: nothing is written there, and still all of the cache is read.
+        nonlocal cache, slots
+        cache, slots, window = program(layers, params, cache, slots)
+        return window
+
+    return call
+
+
+def _params(mesh: Mesh, model: ModelConfig, dtype: Any) -> Params:
+    """Weights without a pattern and of the usual scale, whole on every device."""
+    declared = models.declare(model, "lm")
+    kinds = cast_shapes(models.param_dims(model, "lm"), models.param_shapes(model, "lm"), dtype=dtype)
+
+    def draw(offset: jax.Array) -> Params:
+        return jax.tree.map(lambda param, kind: _scattered(param, offset).astype(kind.dtype), declared, kinds)
+
+    # The offset is an argument so that nothing is computed while compiling.
+    return jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec()))(np.uint32(0))
+
+
+def _scattered(param: models.Param, offset: jax.Array) -> jax.Array:
+    """Normal weights as uniform ones of their variance, by a hash: a generator would take seconds to compile.
+
+    Source: Knuth 1998 (The Art of Computer Programming 3), section 6.4, multiplicative hashing.
+    """
+    if param.init != "normal":
+        return jnp.full(param.shape, 1.0 if param.init == "ones" else 0.0, jnp.float32)
+    place = jax.lax.iota(jnp.uint32, math.prod(param.shape)).reshape(param.shape)
+    share = ((place + offset) * jnp.uint32(2654435769)).astype(jnp.float32) / 2.0**32
+    return (share - 0.5) * math.sqrt(12 / param.fan_in)
+
+
+def _tokens(mesh: Mesh, shape: tuple[int, int], model: ModelConfig) -> jax.Array:
+    token_RW = np.random.default_rng(0).integers(model.vocab_size, size=shape, dtype=np.int32)
+    return jax.device_put(token_RW, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))

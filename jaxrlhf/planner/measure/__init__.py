@@ -1,1 +1,0 @@
-"""Measured rates of devices and links."""
