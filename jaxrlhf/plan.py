@@ -44,6 +44,7 @@ def _check_picture(path: Path) -> None:
 
 def _plan(written: Config, flags: Namespace) -> None:
     from jaxrlhf import planner
+    from jaxrlhf.planner.report import report
     from jaxrlhf.planner.search.mapping import binding_slots, search
     from jaxrlhf.tracking import default_console
 
@@ -72,7 +73,7 @@ def _plan(written: Config, flags: Namespace) -> None:
         print(json.dumps(rows, indent=2))
         return
     console = default_console()
-    console.print(planner.report(found, hardware, notes, shown=flags.plans))
+    console.print(report(found, hardware, notes, shown=flags.plans))
     console.print(f"timeline of the best plan: {picture}", markup=False, highlight=False)
     advice = _advice(code)
     console.print(f"\n{advice}", markup=False, highlight=False, soft_wrap=True)

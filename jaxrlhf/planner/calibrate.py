@@ -277,7 +277,7 @@ def choose_training(*, flops_per_s: float, memory_bytes: float, itemsize: int, s
     for size in TRAININGS:
         model = decoder(size.hidden, size.layers)
         expected = training_flops(model, rows=size.rows, width=size.width) / (flops_per_s * EXPECTED_SHARE)
-        sizes = {"tokens": float(size.rows * size.width), "row_tokens": size.width, "itemsize": 4}  # as in float32
+        sizes: Any = {"tokens": float(size.rows * size.width), "row_tokens": size.width, "itemsize": 4}  # as in float32
         kept = training_activation_bytes(model, "lm", Layout(), **sizes, remat=False)
         held = kept + model.num_parameters() * (4 + 4 + itemsize)
         if CALLS * expected <= seconds and held <= memory_bytes * MODEL_SHARE:

@@ -1,7 +1,6 @@
 """Hardware that a plan is for: its figures, the machines known by name, files of measured ones, and the devices here.
 
-`devices.toml` is the table of known machines. A datasheet gives peaks; what a model reaches of them is in the
-`*_efficiency` shares. A file that `python -m jaxrlhf.calibrate` wrote holds measured rates and shares.
+A datasheet gives peaks; what a model reaches of them is in the `*_efficiency` shares.
 """
 
 import dataclasses
@@ -18,7 +17,8 @@ from jaxrlhf.config.cli.annotations import check_type, field_types
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, within
 
-_COUNTS = ("machines", "devices_per_machine")
+_OF_PROCESSOR = ("memory_bytes", "matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s")
+"""Figures that made-up devices of one processor share."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,19 @@ class Hardware(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in _COUNTS:
+        for name in ("machines", "devices_per_machine"):
             value = getattr(self, name)
             require(type(value) is int, f"Hardware.{name} must be a whole number, got {value!r}")
+
+    @property
+    def reached_flops_per_s(self) -> float:
+        """FLOPs per second that matrix products reach."""
+        return self.matmul_flops_per_s * self.matmul_efficiency
+
+    @property
+    def reached_bytes_per_s(self) -> float:
+        """Bytes of device memory per second that reading reaches."""
+        return self.memory_bytes_per_s * self.memory_efficiency
 
     @property
     def takes_turns(self) -> bool:
@@ -113,12 +123,12 @@ _BY_DEVICE_KIND = {known: name for name, kind in _KINDS.items() for known in kin
 def hardware(spec: str) -> Hardware:
     """The machines that a name means.
 
-    `h100` is one machine, `h100x4` four, `a100x16x8` 16 machines of 8 devices, `v5p-128` a TPU
-    slice by Google's name (128 TensorCores, 64 devices), `my.json` a measured machine.
+    `h100` is one machine, `h100x4` four, `a100x16x8` 16 machines of 8 devices, `v5p-128` a TPU slice by Google's name
+    (128 TensorCores, 64 devices), `my.json` a measured machine.
 
     Raises:
-      Refusal: Unknown name, sizes that are no whole numbers of at least 1, a slice that does
-        not fill its hosts, or a file that does not describe hardware.
+      Refusal: Unknown name, sizes that are no whole numbers of at least 1, a slice that does not fill its hosts, or a
+        file that does not describe hardware.
     """
     if spec.lower().endswith(".json"):
         return load_hardware(spec)
@@ -128,7 +138,8 @@ def hardware(spec: str) -> Hardware:
         if given.startswith(name) and sizes[:1] in ("", "x", "-"):
             kind = KNOWN_HARDWARE[_ALIASES.get(name, name)]
             return _slice(spec, kind, sizes[1:]) if sizes.startswith("-") else _machines(spec, kind, sizes)
-    raise Refusal(f"unknown hardware {spec!r}; known are {', '.join(_closest_first(given))}; {_FORMS}")
+    known = sorted(KNOWN_HARDWARE, key=lambda name: -difflib.SequenceMatcher(None, name, given).ratio())
+    raise Refusal(f"unknown hardware {spec!r}; known are {', '.join(known)}; {_FORMS}")
 
 
 def recognise(device_kind: str, platform: str) -> str | None:
@@ -148,8 +159,7 @@ def load_hardware(path: str | Path) -> Hardware:
     """Read a description that `save_hardware` wrote; fields may have been changed by hand since.
 
     Raises:
-      Refusal: The file is missing or no JSON object, or a field is missing, unknown, of
-        another type, or out of range.
+      Refusal: The file is missing or no JSON object, or a field is missing, unknown, of another type, or out of range.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -167,9 +177,7 @@ def load_hardware(path: str | Path) -> Hardware:
         raise Refusal(f"{file} has unknown fields {', '.join(unknown)}; the fields are {', '.join(types)}")
     for name, kind in types.items():
         check_type(f"{name} in {file}", fields[name], kind)
-    values: dict[str, Any] = {
-        name: float(fields[name]) if kind is float else fields[name] for name, kind in types.items()
-    }
+    values: Any = {name: float(fields[name]) if kind is float else fields[name] for name, kind in types.items()}
     try:
         return Hardware(**values)
     except ValueError as error:
@@ -207,22 +215,16 @@ def _sized(kind: Hardware, machines: int, devices: int) -> Hardware:
     """Hardware of `machines` machines of `devices` each; what a machine's devices share is divided by their number."""
     share = kind.devices_per_machine / devices
     shared = ["network_bytes_per_s"] if _KINDS[kind.name].get("one_connection") else []
-    if kind.shared_compute:
-        shared += ["memory_bytes", "matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s"]
+    shared += _OF_PROCESSOR if kind.shared_compute else []
     rates = {name: getattr(kind, name) * share for name in shared}
-    return dataclasses.replace(kind, machines=machines, devices_per_machine=devices, **rates)
+    return replace(kind, machines=machines, devices_per_machine=devices, **rates)
 
 
 def _whole(text: str) -> bool:
     return re.fullmatch(r"[0-9]+", text) is not None and int(text) > 0
 
 
-def _closest_first(name: str) -> list[str]:
-    return sorted(KNOWN_HARDWARE, key=lambda known: -difflib.SequenceMatcher(None, known, name).ratio())
-
-
 _HOW = "name it, such as a100x16x8, or give the file that `python -m jaxrlhf.calibrate` wrote there, as hardware"
-_SHARED = ("memory_bytes", "matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s")
 
 
 def hardware_of(config: Config, spec: str | None = None) -> Hardware:
@@ -232,19 +234,18 @@ def hardware_of(config: Config, spec: str | None = None) -> Hardware:
       spec: A name or a file; None is the hardware that the run would be launched on from here.
 
     Raises:
-      Refusal: An unknown name, fewer devices than are asked for, or devices of no known kind.
+      Refusal: An unknown name, fewer devices than are asked for, devices of no known kind, or a cluster, of which no
+        device is seen from here, without a name.
     """
-    if spec is not None:
-        return taken(hardware(spec), config.devices)
-    return local_hardware(config) if config.cluster is None else cluster_hardware(config)
+    if spec is None and config.cluster is None:
+        return _hardware_here(config)
+    if spec is None and config.hardware is None:
+        raise Refusal(f"from here no device of a cluster is seen, so placement='auto' has to know what it is: {_HOW}")
+    return _first(hardware(spec or config.hardware or ""), config.devices)
 
 
-def local_hardware(config: Config) -> Hardware:
-    """The devices of this process that the run takes; they are one machine.
-
-    Raises:
-      Refusal: They are of no known kind, more than the hardware that is named has, or fewer than are asked for.
-    """
+def _hardware_here(config: Config) -> Hardware:
+    """The devices of this process that the run takes; they are one machine."""
     import jax
 
     devices = jax.devices()
@@ -259,33 +260,18 @@ def local_hardware(config: Config) -> Hardware:
         name = recognise(kind, platform)
         if name is None:
             raise Refusal(f"of the {len(devices)} devices here, {kind!r}, no figures are known; {_HOW}")
-        return taken(hardware(f"{name}x1x{len(devices)}"), count)
+        return _first(hardware(f"{name}x1x{len(devices)}"), count)
     described = hardware(config.hardware)
     if count > described.devices_per_machine:
         raise Refusal(
             f"hardware={config.hardware!r} has machines of {described.devices_per_machine} devices, and this process "
             f"uses {count}; {_HOW}"
         )
-    return taken(replace(described, machines=1), count)
+    return _first(replace(described, machines=1), count)
 
 
-def cluster_hardware(config: Config) -> Hardware:
-    """Hardware that the configuration names, because a controller sees no device of its cluster.
-
-    Raises:
-      Refusal: It names none.
-    """
-    if config.hardware is None:
-        raise Refusal(f"from here no device of a cluster is seen, so placement='auto' has to know what it is: {_HOW}")
-    return taken(hardware(config.hardware), config.devices)
-
-
-def taken(machines: Hardware, devices: int | None) -> Hardware:
-    """The first devices of the machines; None is all of them.
-
-    Raises:
-      Refusal: There are fewer, or they are no whole number of machines.
-    """
+def _first(machines: Hardware, devices: int | None) -> Hardware:
+    """The first devices of the machines; None is all of them."""
     if devices is None or devices == machines.devices:
         return machines
     if devices > machines.devices:
@@ -298,8 +284,6 @@ def taken(machines: Hardware, devices: int | None) -> Hardware:
         return replace(machines, machines=devices // each)
     if devices > each:
         raise Refusal(f"devices={devices} is no whole number of machines of {each}; give a multiple of {each}")
-    part = replace(machines, machines=1, devices_per_machine=devices)
-    if not machines.shared_compute:
-        return part
-    # Rates are of a device while all are busy, and the others are not.
-    return replace(part, **{name: getattr(machines, name) * each / devices for name in _SHARED})
+    shared = _OF_PROCESSOR if machines.shared_compute else ()  # the other devices idle
+    rates = {name: getattr(machines, name) * each / devices for name in shared}
+    return replace(machines, machines=1, devices_per_machine=devices, **rates)

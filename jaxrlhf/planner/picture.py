@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrlhf.planner.plan import PlacementPlan, PlannedCall
 from jaxrlhf.planner.report import critical_calls, seconds_text
@@ -59,8 +59,9 @@ def draw_timeline(plan: PlacementPlan, *, title: str) -> Figure:
     calls = bars_of(plan)
     bars = [Bar(call.pool, call.verb, start_s, call.cost.seconds) for call, start_s in calls]
     names = [f"{_lines(pool.roles)}\n{pool.devices} device{'s' * (pool.devices != 1)}" for pool in plan.pools]
-    look = {"colours": COLOURS, "line_in": _LINE_IN, "waits": len(names) > 1}
-    figure = timeline_figure(names, bars, seconds=plan.seconds, title=title, **look)
+    figure = timeline_figure(
+        names, bars, seconds=plan.seconds, title=title, colours=COLOURS, line_in=_LINE_IN, waits=len(names) > 1
+    )
     [axes] = figure.axes
     stages = ", ".join(f"{stage} {seconds_text(plan.stage_seconds.get(stage, 0.0))} s" for stage in STAGES)
     summary = f"one step in {seconds_text(plan.seconds)} s, as predicted: {stages}"
@@ -68,8 +69,8 @@ def draw_timeline(plan: PlacementPlan, *, title: str) -> Figure:
     _draw_stages(axes, plan)
     for call, start_s in calls:
         text, rotation = _label(call, call.cost.seconds / plan.seconds)
-        look = {"ha": "center", "va": "center", "color": "white", "fontsize": 8.5, "zorder": 4}
-        axes.text(start_s + call.cost.seconds / 2, call.pool, text, rotation=rotation, **look)
+        look: dict[str, Any] = {"color": "white", "fontsize": 8.5, "zorder": 4, "rotation": rotation}
+        axes.text(start_s + call.cost.seconds / 2, call.pool, text, ha="center", va="center", **look)
     return figure
 
 
@@ -80,8 +81,8 @@ def _draw_stages(axes: Axes, plan: PlacementPlan) -> None:
         seconds = plan.stage_seconds.get(stage, 0.0)
         axes.axvspan(begins_s, begins_s + seconds, color="#ffffff" if index % 2 else "#f1f1f1", zorder=0, lw=0)
         if _fits(stage, seconds / plan.seconds):
-            middle, look = begins_s + seconds / 2, {"ha": "center", "va": "bottom", "fontsize": 9, "color": "#555555"}
-            axes.text(middle, 1.02, stage, transform=axes.get_xaxis_transform(), **look)
+            look: dict[str, Any] = {"fontsize": 9, "color": "#555555", "transform": axes.get_xaxis_transform()}
+            axes.text(begins_s + seconds / 2, 1.02, stage, ha="center", va="bottom", **look)
         begins_s += seconds
 
 

@@ -15,7 +15,7 @@ _CLOSEST = 3
 
 def _read_table() -> dict[str, ModelConfig]:
     table = tomllib.loads(Path(__file__).with_name("checkpoints.toml").read_text(encoding="utf-8"))
-    shapes = {}
+    shapes: dict[str, ModelConfig] = {}
     for name, own in table["checkpoints"].items():
         like = own.pop("like")
         names = [name, f"{name}-Instruct"] if own.pop("instruct", False) else [name]

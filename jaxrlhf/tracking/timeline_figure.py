@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,12 +47,16 @@ def timeline_figure(
     figure = Figure(figsize=(WIDTH_IN, 1.7 + line_in * len(names)), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     axes = figure.add_subplot()
-    hatched = {"facecolor": "white", "edgecolor": "#c8c8c8", "hatch": "////"}
+    hatched: dict[str, Any] = {"facecolor": "white", "edgecolor": "#c8c8c8", "hatch": "////"}
     if waits:
         axes.barh(range(len(names)), seconds, height=BAR_HEIGHT, linewidth=0, zorder=1.5, **hatched)
     least = _NARROWEST * seconds
     for bar in bars:
-        look = {"color": colours[bar.verb], "edgecolor": "white", "linewidth": 0.5 * (bar.length_s > 4 * least)}
+        look: dict[str, Any] = {
+            "color": colours[bar.verb],
+            "edgecolor": "white",
+            "linewidth": 0.5 * (bar.length_s > 4 * least),
+        }
         length, above = max(bar.length_s, least), 3 if bar.length_s < least else 2
         axes.barh(bar.line, length, left=bar.start_s, height=BAR_HEIGHT, zorder=above, **look)
     axes.set_yticks(range(len(names)), names)

@@ -11,11 +11,11 @@ from jaxrlhf.planner.workload import Role, Software, Workload
 
 @dataclass(frozen=True)
 class Batch:
-    """Microbatches of one data-parallel replica in an update or a pass, and a pipeline's parts of them.
+    """Microbatches of one data-parallel replica in an update or a pass.
 
     Attributes:
       microbatches: Programs that run one after another.
-      tokens: Tokens of one microbatch.
+      tokens: Tokens of one microbatch, padding included.
       parts: Parts that a microbatch is cut into for the pipeline.
       row_tokens: Length of the rows that attention runs over.
       read_tokens: Tokens of a microbatch whose logits are computed.

@@ -1,12 +1,10 @@
 """Seconds of collectives, from where the devices of a group lie.
 
-A group is `size` devices, `stride` apart. Inside a machine every device has its own link. A
-group that spans machines is bound by the network, which the groups that run through the same
-machine at the same time share: with `stride` devices between two of its members there are
-that many groups, up to a machine's devices.
+A group is `size` devices, `stride` apart. Inside a machine every device has its own link. A group that spans machines
+is bound by the network, which the groups that run through the same machine at the same time share: with `stride`
+devices between two of its members there are that many groups, up to a machine's devices.
 
-Source: Thakur et al. 2005 (Optimization of collective communication operations in MPICH),
-sections 4.1 and 4.5, the ring algorithms.
+Source: Thakur et al. 2005 (Optimization of collective communication operations in MPICH), sections 4.1 and 4.5, rings.
 """
 
 from dataclasses import dataclass
@@ -16,12 +14,7 @@ from jaxrlhf.planner.hardware import Hardware
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Equal groups that all communicate at once, side by side.
-
-    Attributes:
-      size: Devices of one group.
-      stride: From one member to the next, in devices.
-    """
+    """Equal groups of `size` devices, `stride` apart, that all communicate at once."""
 
     size: int
     stride: int
@@ -52,8 +45,7 @@ def all_gather_s(num_bytes: float, group: DeviceGroup, hardware: Hardware) -> fl
 
         t = (n - 1) latency + bytes (n - 1) / n / bandwidth
 
-    Args:
-      num_bytes: Bytes of the gathered array. A reduce-scatter of as many takes as long.
+    `num_bytes` is the size of the gathered array. A reduce-scatter of as many takes as long.
     """
     if group.size == 1:
         return 0.0

@@ -1,17 +1,16 @@
 """Seconds of what a model does in a step, predicted from its shape, its layout and the hardware.
 
-Training and forward passes are bound by matrix products, decoding by reading weights and
-cache; to both come collectives, idle pipeline stages and the starting of programs. Every
-function gives the seconds of one device of a pool, all of whose devices do the same.
+Training and forward passes are bound by matrix products, decoding by reading weights and cache; to both come
+collectives, idle pipeline stages and the starting of programs. Every function gives the seconds of one device of a
+pool, all of whose devices do the same.
 
-Source: HybridFlow (arXiv:2409.19256), section 6 and appendix C (which simulators there are);
-the formulas are named where they stand.
+Source: HybridFlow (arXiv:2409.19256), section 6 and appendix C; formulas are named where they stand.
 """
 
 import math
 from dataclasses import dataclass
 
-from jaxrlhf.config import Layout, Lora
+from jaxrlhf.config import Layout
 from jaxrlhf.engine.lengths import cache_capacities
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.memory import adapters_held, weights_held
@@ -39,21 +38,13 @@ def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
     return tokens * (2 * model.layer_parameters(experts=routed) + scored)
 
 
-def adapter_flops(model: ModelConfig, lora: Lora | None, *, tokens: float) -> float:
-    """FLOPs of one layer's adapters in a forward pass."""
-    return 0.0 if lora is None else 2 * tokens * adapters_held(model, lora, Layout(1)) / model.num_layers
-
-
 def head_flops(model: ModelConfig, head: Head, *, tokens: float) -> float:
     """FLOPs of the head's forward pass."""
     return 2 * tokens * model.head_parameters(head)
 
 
 def forward_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
-    """Cost of one forward pass over all responses.
-
-    Source: HybridFlow, appendix C: bound by products.
-    """
+    """Cost of one forward pass over all responses."""
     batch = batch_of(role, layout, workload.responses, workload, software)
     return _pass(role, layout, batch, software, hardware, backward=False) * batch.microbatches
 
@@ -61,13 +52,13 @@ def forward_cost(role: Role, layout: Layout, workload: Workload, software: Softw
 def update_cost(role: Role, layout: Layout, workload: Workload, software: Software, hardware: Hardware) -> Cost:
     """Cost of all updates of one step: forward, backward, gradient sums and optimizer.
 
-    A backward pass costs two forward passes, and one more of the layers where they are recomputed.
-    Gradients are summed over `data` by all-reduce, over `fsdp` by reduce-scatter. Where adapters are
-    trained, products with frozen weights cost half of that: activations alone have gradients. Those
-    of adapters are summed over all data-parallel devices.
+    A backward pass costs two forward passes, and one more of the layers where they are recomputed. Gradients are
+    summed over `data` by all-reduce, over `fsdp` by reduce-scatter. Where adapters are trained, products with frozen
+    weights cost half of that: activations alone have gradients. Those of adapters are summed over all data-parallel
+    devices.
 
-    Source: Narayanan et al. 2021 (arXiv:2104.04473), sections 2 and 3 and appendix; Rajbhandari et
-    al. 2020 (ZeRO, arXiv:1910.02054), section 7.
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), sections 2 and 3 and appendix; Rajbhandari et al. 2020 (ZeRO,
+    arXiv:1910.02054), section 7.
     """
     responses = workload.responses * workload.epochs / workload.updates
     batch = batch_of(role, layout, responses, workload, software)
@@ -78,30 +69,20 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     if every is None:
         every = layout.fsdp * layout.expert > 1 and shard > 1
     sums = batch.microbatches if every else 1
-    data = (
-        DeviceGroup(replicas_of(layout), layout.copy_devices)
-        if role.lora is None
-        else DeviceGroup(shards_of(layout), shard)
-    )
+    data = DeviceGroup(shards_of(layout), shard)
+    if role.lora is None:
+        data = DeviceGroup(replicas_of(layout), layout.copy_devices)
     reduced = sums * all_reduce_s(held * software.gradient_bytes, data, hardware)
     # The optimizer reads the gradient, and reads and writes weights and moments.
     touched = held * (software.gradient_bytes + 2 * software.weight_bytes + 2 * software.optimizer_bytes)
     # Adding a microbatch's gradient reads two and writes one.
     touched += batch.microbatches * held * 3 * software.gradient_bytes * software.adds_gradients
-    optimizer = touched / (hardware.memory_bytes_per_s * hardware.memory_efficiency)
+    optimizer = touched / hardware.reached_bytes_per_s
     step = Cost(memory_s=optimizer, collective_s=reduced, overhead_s=hardware.dispatch_overhead_s)
     return (passes + step) * workload.updates
 
 
-def _pass(
-    role: Role,
-    layout: Layout,
-    batch: Batch,
-    software: Software,
-    hardware: Hardware,
-    *,
-    backward: bool,
-) -> Cost:
+def _pass(role: Role, layout: Layout, batch: Batch, software: Software, hardware: Hardware, *, backward: bool) -> Cost:
     """Cost of one microbatch, forward or forward and backward."""
     assert role.remat is not None, "the simulator settles it first"
     model, stages, tensor = role.model, layout.stage, layout.tensor
@@ -113,14 +94,14 @@ def _pass(
     head_passes -= frozen and role.head == "lm"
     attention = layer_flops(model, tokens=batch.attended_tokens, context=context)
     attention -= layer_flops(model, tokens=batch.attended_tokens, context=0)
-    attention += adapter_flops(model, role.lora, tokens=batch.tokens)
+    if role.lora is not None:
+        attention += 2 * batch.tokens * adapters_held(model, role.lora, Layout(1)) / model.num_layers
     layer = layer_flops(model, tokens=batch.tokens, context=0)
     layers = model.num_layers * ((passes - frozen) * layer + passes * attention)
     # A head of one number is read of all tokens.
     read_tokens = batch.read_tokens if role.head == "lm" else batch.tokens
     head = head_passes * head_flops(model, role.head, tokens=read_tokens)
-    flops_per_s = hardware.matmul_flops_per_s * hardware.matmul_efficiency
-    layers_s, head_s = (flops / (stages * tensor) / flops_per_s for flops in (layers, head))
+    layers_s, head_s = (flops / (stages * tensor) / hardware.reached_flops_per_s for flops in (layers, head))
 
     part_tokens = batch.tokens / batch.parts
     part_bytes = part_tokens * model.hidden_size * software.compute_bytes
@@ -156,7 +137,7 @@ def _pass(
 def _gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware, *, backward: bool) -> float:
     """Seconds of gathering weights that are split over data-parallel devices, and of scattering their gradients.
 
-    Experts are not gathered along the axis that divides them.
+    Experts are not gathered over `expert`, which divides them.
     """
     shard = layout.stage * layout.tensor
     divided = routed_weights(role.model) if layout.expert > 1 else 0
@@ -167,9 +148,8 @@ def _gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware
         seconds = (1 + backward) * all_gather_s(held * software.compute_bytes, group, hardware)
         return seconds + (all_gather_s(held * scattered, group, hardware) if scattered else 0.0)
 
-    seconds = gathered_s(
-        role.model.num_parameters(role.head) - divided, DeviceGroup(layout.fsdp * layout.expert, shard)
-    )
+    shared = role.model.num_parameters(role.head) - divided
+    seconds = gathered_s(shared, DeviceGroup(layout.fsdp * layout.expert, shard))
     if divided:
         seconds += gathered_s(divided / layout.expert, DeviceGroup(layout.fsdp, shard * layout.expert))
     return seconds
@@ -192,7 +172,7 @@ def _mixtures(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Rounds, or waves, in which generation fits into memory.
+    """Rounds in which generation fits into memory.
 
     Attributes:
       waves: Rounds that the responses of one replica take.
@@ -225,9 +205,9 @@ def generation_cost(
 ) -> Cost:
     """Cost of generating all responses of a step: prompts run once, then one token of every response at a time.
 
-    Each step of decoding reads the weights, and for every response that goes on its cache; the
-    linear part takes the longer of reading and multiplying. A wave takes as many steps as the
-    mean response has tokens, the last one as many as the longest. Stages work one after another.
+    Each step of decoding reads the weights, and the cache of every response that goes on; products with weights take
+    the longer of reading and multiplying. A wave takes as many steps as the mean response has tokens, the last one as
+    many as the longest. Stages work one after another.
 
     Source: Pope et al. 2022 (arXiv:2211.05102), sections 2 and 3.
     """
@@ -244,7 +224,7 @@ def _prefill(
     context = workload.prompt_tokens / 2 if software.skips_masked else workload.prompt_tokens
     flops = model.num_layers * layer_flops(model, tokens=tokens, context=context)
     # Idle stages wait for the one at work: as long as if each device ran all layers.
-    compute = flops / tensor / (hardware.matmul_flops_per_s * hardware.matmul_efficiency)
+    compute = flops / tensor / hardware.reached_flops_per_s
     sent = tokens * model.hidden_size * software.compute_bytes
     collective = 2 * model.num_layers * all_reduce_s(sent, DeviceGroup(tensor, 1), hardware)
     collective += 2 * _mixtures(model) * _exchange_s(model, layout, stages * tensor, tokens, software, hardware)
@@ -257,8 +237,6 @@ def _decode(
 ) -> Cost:
     """Cost of decoding all responses. More room for the cache never makes it longer."""
     stages, tensor = layout.generation_stage, layout.generation_tensor
-    flops_per_s = hardware.matmul_flops_per_s * hardware.matmul_efficiency
-    read_per_s = hardware.memory_bytes_per_s * hardware.memory_efficiency
     each = math.ceil(workload.responses / how.replicas)
     tokens = each * workload.response_tokens
     full_steps = how.waves * workload.response_tokens
@@ -268,15 +246,15 @@ def _decode(
     routed = None if model.experts is None else model.experts.per_token
     met = model.num_layers * model.layer_parameters(experts=routed)
     head = model.head_parameters("lm")
-    compute = 2 * tokens * (met + head) / tensor / flops_per_s
+    compute = 2 * tokens * (met + head) / tensor / hardware.reached_flops_per_s
     read = full_steps * _weights_read(model, layout, each / how.waves) + last_steps * _weights_read(model, layout, 1)
-    weights = read * software.compute_bytes / tensor / read_per_s
+    weights = read * software.compute_bytes / tensor / hardware.reached_bytes_per_s
 
     context = workload.prompt_tokens + workload.response_tokens / 2
     if software.decode_tokens_per_dispatch is not None:
         context = _capacity_read(workload)
     per_token = cache_bytes_per_token(model, layout, itemsize=software.compute_bytes) * stages
-    cache = tokens * context * per_token / read_per_s
+    cache = tokens * context * per_token / hardware.reached_bytes_per_s
 
     # Two all-reduces a layer in each step, which together send what all tokens need.
     group, sent = DeviceGroup(tensor, 1), tokens * model.hidden_size * software.compute_bytes
@@ -289,18 +267,14 @@ def _decode(
         _exchange_s(model, layout, stages * tensor, count, software, hardware) for count in (tokens, 0.0)
     )
     collective += 2 * _mixtures(model) * (exchanged + (steps - 1) * waiting)
+    dispatch_s = hardware.dispatch_overhead_s / (software.decode_tokens_per_dispatch or math.inf)
     return Cost(
         compute_s=compute / stages,
         memory_s=(max(0.0, weights - compute) + cache) / stages,
         collective_s=collective,
         idle_s=(max(compute, weights) + cache) * (1 - 1 / stages),
-        overhead_s=steps * (model.num_layers * hardware.layer_overhead_s + _dispatch_s(software, hardware)),
+        overhead_s=steps * (model.num_layers * hardware.layer_overhead_s + dispatch_s),
     )
-
-
-def _dispatch_s(software: Software, hardware: Hardware) -> float:
-    """Seconds of starting programs, for each step of decoding."""
-    return hardware.dispatch_overhead_s / (software.decode_tokens_per_dispatch or math.inf)
 
 
 def _capacity_read(workload: Workload) -> float:
@@ -345,8 +319,8 @@ def switch_bytes(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
 def switch_cost(model: ModelConfig, layout: Layout, software: Software, hardware: Hardware) -> Cost:
     """Cost of resharding from the training to the generation layout; the way back is a slice of what is there.
 
-    Weights come from the devices whose shards make up a generation shard. Of the gathers that
-    takes, the one among the devices farthest apart is the slowest and is taken for all.
+    Weights come from the devices whose shards make up a generation shard. Of the gathers that this takes, the one
+    among the devices farthest apart is the slowest and is taken for all.
     """
     received = switch_bytes(model, layout, itemsize=software.compute_bytes)
     if received == 0:
@@ -370,13 +344,9 @@ def _gathering(layout: Layout) -> DeviceGroup:
 def move_cost(
     model: ModelConfig, source: int, layout: Layout, devices: int, software: Software, hardware: Hardware
 ) -> Cost:
-    """Cost of sending weights from the actor's pool to a pool that generates.
+    """Cost of sending weights from `source` devices, the actor's pool, to `devices` that generate.
 
-        t = max(all that is sent / source devices, what one target receives) / bandwidth
-
-    Args:
-      source: Devices that send.
-      devices: Devices that receive.
+    t = max(all that is sent / source devices, what one target receives) / bandwidth
     """
     each = weights_generating(model, layout) * software.compute_bytes
     busiest = max(each * devices / source, each)

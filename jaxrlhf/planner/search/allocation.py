@@ -1,22 +1,16 @@
 """Devices for pools: of all distributions of the devices, the one with the cheapest step."""
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.search.pool_options import Point
-
-Seconds = tuple[float, float, float]
-"""Seconds of the three stages."""
+from jaxrlhf.planner.search.pool_options import Point, Seconds
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One point for each pool, in the pools' order.
-
-    Attributes:
-      seconds: Seconds of a step.
-    """
+    """Seconds of a step, and the point of each pool, in the pools' order."""
 
     seconds: float
     points: list[Point]
@@ -33,9 +27,6 @@ def stage_seconds(pools: Sequence[Seconds], *, shared: bool) -> list[float]:
 def allocate(points: Sequence[Sequence[Point]], hardware: Hardware, *, within: float) -> tuple[Allocation | None, int]:
     """The cheapest choice of a point for each pool, whose devices are no more than there are.
 
-    Branch and bound: a partial choice is dropped when even the least seconds that the other
-    pools can have in each stage, each with all devices that are left, make the step too long.
-
     Args:
       within: Allocations that take this many seconds or more are of no interest.
 
@@ -45,41 +36,40 @@ def allocate(points: Sequence[Sequence[Point]], hardware: Hardware, *, within: f
     if any(not options for options in points):
         return None, 0
     order = sorted(range(len(points)), key=lambda place: len(points[place]))
-    bound = _Bound([points[place] for place in order], hardware)
-    best, seconds = bound.search(within)
-    if best is None:
-        return None, bound.looked
-    chosen = dict(zip(order, best, strict=True))
-    return Allocation(seconds, [chosen[place] for place in range(len(points))]), bound.looked
+    search = _BranchAndBound([points[place] for place in order], hardware, within)
+    search.extend([], (0.0, 0.0, 0.0), hardware.devices)
+    if search.best is None:
+        return None, search.looked
+    chosen = dict(zip(order, search.best, strict=True))
+    return Allocation(search.limit, [chosen[place] for place in range(len(points))]), search.looked
 
 
-class _Bound:
-    """The state of one branch-and-bound search.
+class _BranchAndBound:
+    """The state of one search.
+
+    A partial choice is dropped when even the least seconds that the other pools can have in each stage, each with all
+    devices that are left, make the step too long.
 
     Attributes:
+      best: Best choice so far; None before there is one.
+      limit: Its seconds; longer steps are of no interest.
       looked: Choices that were looked at.
     """
 
-    def __init__(self, pools: list[Sequence[Point]], hardware: Hardware) -> None:
+    def __init__(self, pools: list[Sequence[Point]], hardware: Hardware, within: float) -> None:
         self._shared = hardware.takes_turns
-        self._devices = hardware.devices
         self._pools = [sorted(pool, key=lambda point: point.devices) for pool in pools]
         self._fewest = [pool[0].devices for pool in self._pools]
         self._least = [_least(pool) for pool in self._pools]
-        self._best: list[Point] | None = None
-        self.looked = 0
+        self.best: list[Point] | None = None
+        self.limit, self.looked = within, 0
 
-    def search(self, within: float) -> tuple[list[Point] | None, float]:
-        """The best choice under `within` seconds, and its seconds."""
-        self._limit = within
-        self._extend([], (0.0, 0.0, 0.0), self._devices)
-        return self._best, self._limit
-
-    def _extend(self, chosen: list[Point], so_far: Seconds, left: int) -> None:
+    def extend(self, chosen: list[Point], so_far: Seconds, left: int) -> None:
+        """Try every point of the next pool, the most promising first."""
         place = len(chosen)
         if place == len(self._pools):
-            if sum(so_far) < self._limit:
-                self._limit, self._best = sum(so_far), chosen
+            if sum(so_far) < self.limit:
+                self.limit, self.best = sum(so_far), chosen
             return
         later = range(place + 1, len(self._pools))
         reserved = sum(self._fewest[other] for other in later)
@@ -88,17 +78,16 @@ class _Bound:
             if point.devices > left - reserved:
                 break
             self.looked += 1
-            joined = self._join(so_far, point.seconds)
-            lower = joined
+            joined = lower = self._join(so_far, point.seconds)
             for other in later:
                 spare = left - point.devices - reserved + self._fewest[other]
                 lower = self._join(lower, _at_most(self._least[other], spare))
-            if sum(lower) < self._limit:
+            if sum(lower) < self.limit:
                 branches.append((sum(lower), len(branches), point, joined))
         for lowest, _, point, joined in sorted(branches, key=lambda branch: branch[:2]):
-            if lowest >= self._limit:
+            if lowest >= self.limit:
                 break
-            self._extend([*chosen, point], joined, left - point.devices)
+            self.extend([*chosen, point], joined, left - point.devices)
 
     def _join(self, one: Seconds, other: Seconds) -> Seconds:
         if self._shared:
@@ -117,9 +106,5 @@ def _least(points: Sequence[Point]) -> list[tuple[int, Seconds]]:
 
 
 def _at_most(least: list[tuple[int, Seconds]], devices: int) -> Seconds:
-    """The entry of the most devices that are no more than `devices`."""
-    low, high = 0, len(least)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if least[middle][0] <= devices else (low, middle)
-    return least[low][1]
+    """The entry of the most devices that are no more than `devices`; the first if there is none."""
+    return least[max(0, bisect.bisect_right(least, devices, key=lambda entry: entry[0]) - 1)][1]

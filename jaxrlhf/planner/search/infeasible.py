@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token
-from jaxrlhf.planner.cost.simulate import Simulated, Simulator
+from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.search.layouts import pool_sizes, role_layouts
 from jaxrlhf.planner.workload import Role
@@ -15,7 +15,7 @@ _MOST_TIMES = 1024
 
 
 class _Need(NamedTuple):
-    """The most bytes of a device that a role needs in the layout that needs least, and in which call."""
+    """The most bytes of a device that a role needs, and the call that needs them."""
 
     num_bytes: float
     verb: str
@@ -29,33 +29,26 @@ def explain_infeasible(problem: PlacementProblem) -> str:
     for offload in (everything, allowed):
         needs: list[tuple[_Need, str]] = []
         for name in names:
-            least = _least(problem, name, offload)
+            least = _least_need(problem, name, offload)
             if least is None:
-                return _no_layout(problem, name)
+                given = " or ".join(_text(layout) for layout in (problem.layouts or {})[_role(problem, name).name])
+                return (
+                    f"the layout that is given for {name} does not fill {_pool(problem, name)}: {given}; change it, or "
+                    "leave it to the search"
+                )
             needs.append((least, name))
         need, name = max(needs)
         if need.num_bytes > usable:
-            return _too_large(problem, name, need, usable, offload)
+            return (
+                f"{name} does not fit {_pool(problem, name)}: in the best layout, with offload={offload}, {name} "
+                f"{need.verb} needs {_gib(need.num_bytes)} on each device, {_gib(need.num_bytes - usable)} more than "
+                f"the {_gib(usable)} that a plan may fill; {_more_machines(problem, name, usable, offload)}"
+                f"{_advice(problem)}"
+            )
     return (
         f"each role fits {_pool(problem, name)} by itself with offload={allowed}, and no placement fits them all: "
         f"{name} {need.verb} needs {_gib(need.num_bytes)} of the {_gib(usable)} of a device that a plan may fill, and "
         f"the others that share its devices need more than is left; {_advice(problem)}"
-    )
-
-
-def _no_layout(problem: PlacementProblem, name: str) -> str:
-    given = (problem.layouts or {})[_role(problem, name).name]
-    return (
-        f"the layout that is given for {name} does not fill {_pool(problem, name)}: "
-        f"{' or '.join(_text(layout) for layout in given)}; change it, or leave it to the search"
-    )
-
-
-def _too_large(problem: PlacementProblem, name: str, need: _Need, usable: float, offload: tuple[str, ...]) -> str:
-    return (
-        f"{name} does not fit {_pool(problem, name)}: in the best layout, with offload={offload}, {name} "
-        f"{need.verb} needs {_gib(need.num_bytes)} on each device, {_gib(need.num_bytes - usable)} more than the "
-        f"{_gib(usable)} that a plan may fill; {_more_machines(problem, name, usable, offload)}{_advice(problem)}"
     )
 
 
@@ -72,33 +65,29 @@ def _advice(problem: PlacementProblem) -> str:
     return "; ".join(advice)
 
 
-def _least(
+def _least_need(
     problem: PlacementProblem, name: str, offload: Sequence[str], sizes: Iterable[int] | None = None
 ) -> _Need | None:
-    """The need of a role on the pool that suits it best, of all or of some sizes; None without a layout."""
-    role, apart = _role(problem, name), _apart(problem)
-    simulator = Simulator(problem)
+    """The need of a role on the pool that suits it best, of all or of some sizes; None without a layout.
+
+    A role that generates has one response in its cache.
+    """
+    role, work, software = _role(problem, name), problem.workload, problem.software
+    simulator, generates = Simulator(problem), name == ROLLOUT or (role.generates and not _apart(problem))
     needs = []
     for devices in _sizes(problem, name) if sizes is None else sizes:
-        generates = name == ROLLOUT or (role.generates and not apart)
         for layout in role_layouts(problem, role, devices, trains=name != ROLLOUT, generates=generates):
             if name == ROLLOUT:
                 own = simulator.rollout(role, layout)
             else:
                 own = simulator.role(role, layout, devices, offload, generates=generates)
-            needs.append(_need(problem, role, own, generates=generates))
+            calls = [_Need(step.held_bytes, step.verb) for step in own.steps] + [_Need(own.idle_bytes, "idle")]
+            if generates:
+                token = cache_bytes_per_token(role.model, layout, itemsize=software.compute_bytes)
+                cached = own.generating_bytes + token * work.longest_tokens * software.cache_copies
+                calls.append(_Need(max(own.loading_bytes, cached), "generate"))
+            needs.append(max(calls))
     return min(needs, default=None)
-
-
-def _need(problem: PlacementProblem, role: Role, own: Simulated, *, generates: bool) -> _Need:
-    """In the call that needs most; a generating role has one response in its cache."""
-    calls = [_Need(step.held_bytes, step.verb) for step in own.steps] + [_Need(own.idle_bytes, "idle")]
-    if generates:
-        copies = problem.software.cache_copies
-        one = cache_bytes_per_token(role.model, own.layout, itemsize=problem.software.compute_bytes)
-        cached = own.generating_bytes + one * problem.workload.longest_tokens * copies
-        calls.append(_Need(max(own.loading_bytes, cached), "generate"))
-    return max(calls)
 
 
 def _more_machines(problem: PlacementProblem, name: str, usable: float, offload: Sequence[str]) -> str:
@@ -110,7 +99,7 @@ def _more_machines(problem: PlacementProblem, name: str, usable: float, offload:
         machines = problem.hardware.machines * times
         larger = replace(problem, hardware=replace(problem.hardware, machines=machines))
         whole = {devices * times for devices in _sizes(problem, name)} & set(_sizes(larger, name))
-        need = _least(larger, name, offload, sizes=sorted(whole))
+        need = _least_need(larger, name, offload, sizes=sorted(whole))
         if need is not None and need.num_bytes <= usable:
             return f"{machines} machines of {problem.hardware.devices_per_machine} would do; "
         times *= 2

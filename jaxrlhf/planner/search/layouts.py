@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from jaxrlhf.config import Layout
-from jaxrlhf.models.config import padded_rows
+from jaxrlhf.models.config import ModelConfig, padded_rows
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.workload import Role
@@ -19,8 +19,7 @@ def role_layouts(
     """The layouts of a role on a pool: those that the problem gives and that fill it, or all.
 
     Args:
-      trains: Or scores; a pool that only generates has no training layout.
-      generates: On this pool.
+      trains: The role trains or scores on this pool, and does not only generate.
     """
     given = (problem.layouts or {}).get(role.name)
     if given is not None:
@@ -31,10 +30,7 @@ def role_layouts(
         hardware = replace(hardware, devices_per_machine=devices)
     within = problem.devices_per_host or hardware.devices_per_machine
     replicas = list(generation_layouts(role, devices, hardware, within=within)) if generates else [(1, 1)]
-    trained: Iterable[Layout] = [Layout(data=1)]
-    if trains:
-        trained = training_layouts(role, devices, hardware, fsdp=problem.fsdp)
-    for layout in trained:
+    for layout in training_layouts(role, devices, hardware, fsdp=problem.fsdp) if trains else [Layout(data=1)]:
         for stage, tensor in replicas:
             if switches(layout, stage, tensor, within=within):
                 yield replace(layout, generation_stage=stage, generation_tensor=tensor)
@@ -57,9 +53,8 @@ def divisors(number: int) -> list[int]:
 def pool_sizes(hardware: Hardware, *, devices_per_host: int = 1) -> list[int]:
     """Devices that a pool may have, always whole hosts: any number on one machine.
 
-    On several, whole machines, or a machine cut up evenly, and again: each size divides the next
-    one up to a machine. Pools take devices in order, largest first, so none straddles machines
-    that it does not fill.
+    On several, whole machines, or a machine cut up evenly, and again: each size divides the next one up to a machine.
+    Pools take devices in order, largest first, so none straddles machines that it does not fill.
     """
     machine = hardware.devices_per_machine
     if hardware.machines == 1:
@@ -75,11 +70,12 @@ def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool
 
     Source: HybridFlow (arXiv:2409.19256), algorithm 2, with `fsdp` and `expert` added.
     """
-    model, machine, experts = role.model, hardware.devices_per_machine, _experts(role)
+    model, machine = role.model, hardware.devices_per_machine
+    experts = divisors(model.experts.count) if model.experts else [1]
     for tensor in _tensors(role, hardware):
         if devices % tensor:
             continue
-        for stage in _stages(role):
+        for stage in _stages(role.model):
             copy = tensor * stage
             if devices % copy or padded_rows(model.vocab_size) % copy:
                 continue
@@ -97,13 +93,9 @@ def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool
 def generation_layouts(
     role: Role, devices: int, hardware: Hardware, *, within: int | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Stages and tensor shards of a generation replica.
-
-    Args:
-      within: Devices that one process drives, which a replica is part of; None is a machine's.
-    """
+    """Stages and tensor shards of a replica, which lies in the `within` devices of one process; None is a machine's."""
     for tensor in _tensors(role, hardware):
-        for stage in _stages(role):
+        for stage in _stages(role.model):
             replica = tensor * stage
             fits = (within or hardware.devices_per_machine) % replica == 0 and devices % replica == 0
             if fits and padded_rows(role.model.vocab_size) % replica == 0:
@@ -111,13 +103,10 @@ def generation_layouts(
 
 
 def switches(layout: Layout, stage: int, tensor: int, *, within: int) -> bool:
-    """Return whether a training layout can become replicas of `stage x tensor` devices, each within one process.
+    """Return whether a training layout can become replicas of `stage x tensor` devices, each in a process of `within`.
 
-    Where training refines generation, the replicas that share a training copy lie interleaved in
-    it, so its split dimensions have to lie in one process where the replica splits them too.
-
-    Args:
-      within: Devices of a process.
+    Where training refines generation, the replicas that share a training copy lie interleaved in it, so its split
+    dimensions have to lie in one process where the replica splits them too.
     """
     if layout.stage % stage or layout.tensor % tensor:
         return within % (layout.expert * stage * tensor) == 0
@@ -126,26 +115,16 @@ def switches(layout: Layout, stage: int, tensor: int, *, within: int) -> bool:
     return (stage == 1 or layout.stage * layout.tensor <= within) and (tensor == 1 or layout.tensor <= within)
 
 
-def _stages(role: Role) -> list[int]:
-    """Ways to divide the layers; those with experts are not divided."""
-    return divisors(role.model.num_layers) if role.model.experts is None else [1]
-
-
-def _experts(role: Role) -> list[int]:
-    """Ways to divide the experts of every layer."""
-    return divisors(role.model.experts.count) if role.model.experts else [1]
-
-
 def _tensors(role: Role, hardware: Hardware) -> list[int]:
     """Ways to split every layer. Across machines only where the network is as fast as the links."""
     model, machine = role.model, hardware.devices_per_machine
     one_fabric = hardware.network_bytes_per_s >= hardware.link_bytes_per_s and not role.within_machine
     widest = min(hardware.devices, max(machine, _WIDEST_TENSOR)) if one_fabric else machine
-    split = (model.num_heads, _inner(role))
+    inner = model.intermediate_size if model.experts is None else model.experts.intermediate_size
     powers = [n for n in range(1, widest + 1) if machine % n == 0 or n % machine == 0]
-    return [n for n in powers if all(size % n == 0 for size in split)]
+    return [n for n in powers if model.num_heads % n == 0 and inner % n == 0]
 
 
-def _inner(role: Role) -> int:
-    experts = role.model.experts
-    return role.model.intermediate_size if experts is None else experts.intermediate_size
+def _stages(model: ModelConfig) -> list[int]:
+    """Ways to divide the layers; those with experts are not divided."""
+    return divisors(model.num_layers) if model.experts is None else [1]

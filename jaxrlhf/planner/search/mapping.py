@@ -1,10 +1,9 @@
 """The search for a placement: which roles share devices, how many, and in which layouts.
 
-Every set partition of the roles is a placement; each of its sets is a pool, which may have any
-number of devices on one machine, and whole machines or even parts of one on several; on each
-number every layout of every role is simulated. Roles of a pool run one after another, pools
-side by side, the stages of a step in order. The answer is exact for these costs: what is left
-out is never better than what is kept.
+Every set partition of the roles is a placement, each of its sets a pool. A pool may have any number of devices on one
+machine, and whole machines or even parts of one on several; on each number every layout of every role is simulated.
+Roles of a pool run one after another, pools side by side, the stages of a step in order. The answer is exact for these
+costs: what is left out is never better than what is kept.
 
 Source: HybridFlow (arXiv:2409.19256), algorithms 1 and 2 and d_cost.
 """
@@ -15,12 +14,19 @@ from dataclasses import replace
 
 from jaxrlhf.config import ROLLOUT, Refusal
 from jaxrlhf.planner.cost.simulate import Simulator
-from jaxrlhf.planner.cost.timeline import plan_of
-from jaxrlhf.planner.plan import Infeasible, PlacementPlan, PlacementProblem, SearchResult
-from jaxrlhf.planner.search.allocation import allocate
+from jaxrlhf.planner.plan import (
+    Infeasible,
+    PlacementPlan,
+    PlacementProblem,
+    PlannedCall,
+    PlannedPool,
+    SearchResult,
+)
+from jaxrlhf.planner.search.allocation import allocate, stage_seconds
 from jaxrlhf.planner.search.infeasible import explain_infeasible
 from jaxrlhf.planner.search.layouts import pool_sizes
 from jaxrlhf.planner.search.pool_options import Point, PoolOptions
+from jaxrlhf.planner.workload import STAGES
 
 _MOST_DEVICES = 4096
 """That takes minutes."""
@@ -57,7 +63,7 @@ def search(problem: PlacementProblem, *, keep: int = 5) -> SearchResult:
             found = sorted([*found, best], key=lambda entry: entry[0])[:keep]
     if not found:
         raise Infeasible(explain_infeasible(problem))
-    plans = sorted((plan_of(problem, points, offload) for _, offload, points in found), key=lambda plan: plan.seconds)
+    plans = sorted((_plan_of(problem, points, offload) for _, offload, points in found), key=lambda plan: plan.seconds)
     simulated = sum(pools.simulated for pools in options.values())
     return SearchResult(tuple(plans), tried, allocations, simulated, time.perf_counter() - start)
 
@@ -91,6 +97,55 @@ def _points(options: PoolOptions, problem: PlacementProblem, roles: tuple[str, .
     if problem.pools is not None:
         return options.points(roles, problem.pools[place][1])
     return options.all_points(roles)
+
+
+def _plan_of(problem: PlacementProblem, points: Sequence[Point], offload: tuple[str, ...]) -> PlacementPlan:
+    """The plan that the chosen points make up, largest pool first."""
+    ordered = sorted(points, key=lambda point: -point.devices)
+    order = [role.name for role in problem.roles] + [ROLLOUT]
+    pools = tuple(_pool(point, order) for point in ordered)
+    calls = [call for place, point in enumerate(ordered) for call in _calls(point, place)]
+    calls.sort(key=lambda call: STAGES.index(call.stage))
+    combined = stage_seconds([point.seconds for point in ordered], shared=problem.hardware.takes_turns)
+    generation = next((point.generation for point in points if point.generation), None)
+    slots = generation.how.at_once * generation.how.replicas if generation else None
+    return PlacementPlan(pools, offload, tuple(calls), dict(zip(STAGES, combined, strict=True)), slots)
+
+
+def _pool(point: Point, order: list[str]) -> PlannedPool:
+    idle = sum(own.idle_bytes for own in point.chosen)
+    peaks = [
+        (idle - own.idle_bytes + step.held_bytes, f"{role} {step.verb}")
+        for role, own in zip(point.roles, point.chosen, strict=True)
+        for step in own.steps
+    ]
+    peaks.append((idle, "no call"))
+    if point.generation is not None:
+        own = point.chosen[point.roles.index(point.generation.role)]
+        held = max(own.loading_bytes, own.generating_bytes + point.generation.cache_bytes)
+        peaks.append((idle - own.idle_bytes + held, f"{point.generation.role} generate"))
+    peak_bytes, during = max(peaks)
+    layouts = {role: own.layout for role, own in zip(point.roles, point.chosen, strict=True)}
+    roles = tuple(sorted(point.roles, key=order.index))
+    return PlannedPool(roles, point.devices, {role: layouts[role] for role in roles}, peak_bytes, during)
+
+
+def _calls(point: Point, place: int) -> list[PlannedCall]:
+    calls = []
+    for role, own in zip(point.roles, point.chosen, strict=True):
+        calls += [PlannedCall(step.stage, place, role, step.verb, step.cost) for step in own.steps]
+    generation = point.generation
+    if generation is None:
+        return calls
+    how = generation.how
+    note = f"{how.waves} wave{'s' * (how.waves > 1)} of {how.at_once} responses"
+    note += f" on each of {how.replicas} replicas" if how.replicas > 1 else ""
+    moves = (
+        [] if generation.move is None else [PlannedCall("generate", place, generation.role, "move", generation.move)]
+    )
+    before = [call for call in calls if call.stage == "generate"]
+    generates = PlannedCall("generate", place, generation.role, "generate", generation.cost, note)
+    return [*before, *moves, generates, *(call for call in calls if call.stage != "generate")]
 
 
 def _check(problem: PlacementProblem, *, keep: int) -> None:

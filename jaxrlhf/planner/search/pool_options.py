@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -12,10 +13,13 @@ from jaxrlhf.planner.cost.simulate import Simulated, Simulator
 from jaxrlhf.planner.plan import Cost, PlacementProblem
 from jaxrlhf.planner.search.layouts import pool_sizes, role_layouts
 
+Seconds = tuple[float, float, float]
+"""Seconds of the stages: generate, prepare, update."""
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Generation on a pool: its rounds, cache and cost.
+    """Generation on a pool: its rounds and cost.
 
     Attributes:
       cache_bytes: Cache of the responses that one device decodes together.
@@ -36,14 +40,13 @@ class Point:
     """One pool on one number of devices, with one layout for each role.
 
     Attributes:
-      seconds: Seconds of each stage, generate, prepare, update.
       chosen: By role, in the order of `roles`.
       generation: None where the pool does not generate.
     """
 
     roles: tuple[str, ...]
     devices: int
-    seconds: tuple[float, float, float]
+    seconds: Seconds
     chosen: tuple[Simulated, ...]
     generation: Generation | None
 
@@ -71,11 +74,7 @@ class _Choices:
         return _Choices(value_J4, np.hstack([np.repeat(self.index_KR, more, axis=0), chosen_J1]))
 
     def kept(self, rows: np.ndarray) -> "_Choices":
-        """Some of the ways."""
         return _Choices(self.value_K4[rows], self.index_KR[rows])
-
-
-_NOTHING = _Choices(np.zeros((1, 4)), np.zeros((1, 0), np.int64))
 
 
 class PoolOptions:
@@ -90,20 +89,17 @@ class PoolOptions:
         self._roles = {role.name: role for role in problem.roles}
         self._generator = next((role for role in problem.roles if role.generates), None)
         self._usable_bytes = problem.hardware.memory_bytes * problem.hardware.usable_memory
-        self._role_options: dict[tuple[str, int, bool], list[Simulated]] = {}
-        self._choices: dict[tuple[tuple[str, ...], int], _Choices] = {}
-        self._all_points: dict[tuple[str, ...], list[Point]] = {}
         self._generations: dict[tuple[str, int, tuple[int, int, int], int], Generation] = {}
+        self._options, self._ways = cache(self._simulate), cache(self._join)
+        self.all_points = cache(self._points_of_all_sizes)
         self.simulated = 0
 
-    def all_points(self, roles: tuple[str, ...]) -> list[Point]:
+    def _points_of_all_sizes(self, roles: tuple[str, ...]) -> list[Point]:
         """Points of a pool on every size, without those that another one beats with no more devices."""
-        if roles not in self._all_points:
-            sizes = pool_sizes(self._problem.hardware, devices_per_host=self._problem.devices_per_host or 1)
-            points = [point for devices in sizes for point in self.points(roles, devices)]
-            values = np.array([(point.devices, *point.seconds) for point in points]).reshape(-1, 4)
-            self._all_points[roles] = [points[index] for index in undominated(values)]
-        return self._all_points[roles]
+        sizes = pool_sizes(self._problem.hardware, devices_per_host=self._problem.devices_per_host or 1)
+        points = [point for devices in sizes for point in self.points(roles, devices)]
+        values = np.array([(point.devices, *point.seconds) for point in points]).reshape(-1, 4)
+        return [points[index] for index in undominated(values)]
 
     def points(self, roles: tuple[str, ...], devices: int) -> list[Point]:
         """Points of a pool on one number of devices; none of them beats another in every stage."""
@@ -128,12 +124,13 @@ class PoolOptions:
 
     def _generating(self, name: str, others: tuple[str, ...], devices: int) -> list[Point]:
         """Every choice for the role that generates with every choice for the others, M x K ways."""
-        options, ways = self._options(name, devices, generates=True), self._ways(others, devices)
+        options, ways = self._options(name, devices, True), self._ways(others, devices)
         if not options or not len(ways.value_K4):
             return []
         prepare_K, update_K, idle_K, excess_K = ways.value_K4.T
-        own_M7 = np.array([self._numbers(own) for own in options])
-        generate_M, prepare_M, update_M, idle_M, excess_M, generating_M, response_M = own_M7.T
+        response_M = np.array([self._cache_bytes(own.layout) for own in options])
+        own_M6 = np.array([(*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes) for own in options])
+        generate_M, prepare_M, update_M, idle_M, excess_M, generating_M = own_M6.T
         held_MK = idle_M[:, None] + idle_K + np.maximum(excess_M[:, None], excess_K)
         fit_MK = (self._usable_bytes - idle_K - generating_M[:, None]) // response_M[:, None]
         own_J, way_J = np.nonzero((held_MK <= self._usable_bytes) & (fit_MK >= 1))
@@ -153,19 +150,21 @@ class PoolOptions:
         seconds_J3 = np.stack([generate_J, prepare_J, update_J], axis=1)
         found = []
         for index in undominated(seconds_J3):
-            generate_s, prepare_s, update_s = map(float, seconds_J3[index])
             chosen = (options[own_J[index]], *self._chosen(others, devices, ways.index_KR[way_J[index]]))
-            generation = generations[inverse_J[index]]
-            found.append(Point((name, *others), devices, (generate_s, prepare_s, update_s), chosen, generation))
+            generate_s, prepare_s, update_s = map(float, seconds_J3[index])
+            found.append(
+                Point(
+                    (name, *others), devices, (generate_s, prepare_s, update_s), chosen, generations[inverse_J[index]]
+                )
+            )
         return found
 
-    def _numbers(self, own: Simulated) -> tuple[float, ...]:
-        """Numbers of a role that generates; the last is the cache of one response of the longest length."""
+    def _cache_bytes(self, layout: Layout) -> float:
+        """Cache of one response of the longest length."""
         assert self._generator is not None
         work, software = self._problem.workload, self._problem.software
-        token = cache_bytes_per_token(self._generator.model, own.layout, itemsize=software.compute_bytes)
-        response_bytes = token * work.longest_tokens * software.cache_copies
-        return (*own.seconds, own.idle_bytes, own.excess_bytes, own.generating_bytes, response_bytes)
+        token = cache_bytes_per_token(self._generator.model, layout, itemsize=software.compute_bytes)
+        return token * work.longest_tokens * software.cache_copies
 
     def _generation(self, name: str, layout: Layout, fit: int, devices: int) -> Generation:
         """Generation by a layout with room for `fit` responses in a replica's cache."""
@@ -183,8 +182,7 @@ class PoolOptions:
                 move = move_cost(generator.model, source, layout, devices, software, problem.hardware)
             token = cache_bytes_per_token(generator.model, layout, itemsize=software.compute_bytes)
             cached = how.at_once * work.longest_tokens * token * software.cache_copies
-            seconds = cost.seconds + (move.seconds if move else 0.0)
-            self._generations[key] = Generation(name, how, cached, cost, move, seconds)
+            self._generations[key] = Generation(name, how, cached, cost, move, cost.seconds + (move or Cost()).seconds)
         return self._generations[key]
 
     def _senders(self, devices: int) -> int:
@@ -194,31 +192,19 @@ class PoolOptions:
         given = [size for roles, size in pools if self._generator.name in roles]
         return given[0] if given else max(1, self._problem.hardware.devices - devices)
 
-    def _ways(self, roles: tuple[str, ...], devices: int) -> _Choices:
+    def _join(self, roles: tuple[str, ...], devices: int) -> _Choices:
         """Layouts for roles that do not generate here, added one by one; none is beaten in every respect."""
         if not roles:
-            return _NOTHING
-        key = (roles, devices)
-        if key not in self._choices:
-            options = self._options(roles[-1], devices, generates=False)
-            merged = self._ways(roles[:-1], devices).joined(options)
-            fitting = merged.kept(merged.value_K4[:, 2:].sum(axis=1) <= self._usable_bytes)
-            self._choices[key] = fitting.kept(undominated(fitting.value_K4))
-        return self._choices[key]
+            return _Choices(np.zeros((1, 4)), np.zeros((1, 0), np.int64))
+        merged = self._ways(roles[:-1], devices).joined(self._options(roles[-1], devices, False))
+        fitting = merged.kept(merged.value_K4[:, 2:].sum(axis=1) <= self._usable_bytes)
+        return fitting.kept(undominated(fitting.value_K4))
 
     def _chosen(self, roles: tuple[str, ...], devices: int, index_R: np.ndarray) -> tuple[Simulated, ...]:
-        return tuple(
-            self._options(role, devices, generates=False)[index] for role, index in zip(roles, index_R, strict=True)
-        )
+        return tuple(self._options(role, devices, False)[index] for role, index in zip(roles, index_R, strict=True))
 
-    def _options(self, name: str, devices: int, *, generates: bool) -> list[Simulated]:
+    def _simulate(self, name: str, devices: int, generates: bool) -> list[Simulated]:
         """All layouts of one role that fit by themselves and that no other one beats."""
-        key = (name, devices, generates)
-        if key not in self._role_options:
-            self._role_options[key] = self._simulate(name, devices, generates=generates)
-        return self._role_options[key]
-
-    def _simulate(self, name: str, devices: int, *, generates: bool) -> list[Simulated]:
         role = self._roles.get(name) or self._generator
         assert role is not None
         found: dict[tuple[int, int, int], list[Simulated]] = {}
