@@ -217,10 +217,10 @@ def _join(leaf: Array, *, dim: int) -> Array:
     return jnp.moveaxis(leaf, 0, dim).reshape(*before, -1, *after)
 
 
-_PIPELINE_PARTS_PER_STAGE = 4
+PIPELINE_PARTS_PER_STAGE = 4
 """More would shorten an idle time that is below a fifth already, with matrices too small to be fast."""
 
 
-def pipeline_parts(rows: int, *, stages: int, per_stage: int = _PIPELINE_PARTS_PER_STAGE) -> int:
+def pipeline_parts(rows: int, *, stages: int, per_stage: int = PIPELINE_PARTS_PER_STAGE) -> int:
     """Parts that rows are cut into for a pipeline: the most, up to so many for each stage, that divide evenly."""
     return next(count for count in range(min(rows, per_stage * stages), 0, -1) if rows % count == 0)

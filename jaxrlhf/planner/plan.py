@@ -70,12 +70,7 @@ PARTS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One verb of one role in a step. Calls of one pool run one after another.
-
-    Attributes:
-      pool: Index into the plan's pools.
-      note: Such as `2 waves of 40 sequences per replica`; empty if there is nothing to say.
-    """
+    """One verb of one role in a step, on the pool of that index. Calls of one pool run one after another."""
 
     stage: Stage
     pool: int

@@ -1,6 +1,7 @@
 """Report of a search in tables and sentences: the best plans, where their seconds go, and why others lost."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -11,9 +12,8 @@ from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.plan import PARTS, Cost, PlacementPlan, PlannedCall, PlannedPool, SearchResult
 from jaxrlhf.planner.workload import STAGES, Stage
 
-_GIB = 2**30
-_NAMED = 3
-"""Calls of a series."""
+_GIB, _NAMED = 2**30, 3
+_LOOK: dict[str, Any] = {"title_justify": "left", "box": None, "pad_edge": False, "header_style": "bold"}
 
 
 def report(search: SearchResult, hardware: Hardware, notes: Sequence[str], *, shown: int = 5) -> RenderableType:
@@ -39,8 +39,7 @@ def report(search: SearchResult, hardware: Hardware, notes: Sequence[str], *, sh
 
 def plans_table(plans: Sequence[PlacementPlan], hardware: Hardware) -> Table:
     """One line for each plan, and one below it for each further pool."""
-    title = f"{hardware.devices} devices: {machines(hardware)}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(title=f"{hardware.devices} devices: {machines(hardware)}", **_LOOK)
     for heading in ("", "placement"):
         table.add_column(heading)
     table.add_column("p-t-d x fsdp", no_wrap=True)
@@ -54,40 +53,33 @@ def plans_table(plans: Sequence[PlacementPlan], hardware: Hardware) -> Table:
             total, limit = (seconds_text(plan.seconds), bottleneck(plan)) if first else ("", "")
             where = f"{' + '.join(pool.roles)} {pool.devices}{'' if last else ' |'}"  # may be broken at the blanks
             peak = f"{pool.peak_bytes / _GIB:.1f}"
-            cells = [
-                str(rank) if first else "",
-                where,
-                _layouts_text(pool),
-                _generation_text(plan, index),
-                *seconds,
-                total,
-            ]
-            table.add_row(*map(Text, [*cells, peak, limit]), end_section=last)
+            cells = [str(rank) if first else "", where, _layouts_text(pool), _generation_text(plan, index), *seconds]
+            table.add_row(*map(Text, [*cells, total, peak, limit]), end_section=last)
         table.add_row()
     return table
 
 
 def calls_table(plan: PlacementPlan) -> Table:
     """Every call of a step, with its seconds by cause; and what a pool waits for the others."""
-    table = Table(title="the best plan, by call", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(title="the best plan, by call", **_LOOK)
     for heading in ("stage", "call"):
         table.add_column(heading, no_wrap=True)
     for heading in ("devices", "seconds", *PARTS.values()):
         table.add_column(heading, justify="right")
     for stage in STAGES:
-        named = False
+        name = stage
         for index, pool in enumerate(plan.pools):
             calls = [call for call in plan.calls if (call.stage, call.pool) == (stage, index)]
             for call in calls:
                 parts = [seconds_text(value) if (value := getattr(call.cost, name)) else "" for name in PARTS]
                 cells = [f"{call.role} {call.verb}", str(pool.devices), seconds_text(call.cost.seconds), *parts]
-                table.add_row(*map(Text, ["" if named else stage, *cells]))
-                named = True
+                table.add_row(*map(Text, [name, *cells]))
+                name = ""
             waits = plan.stage_seconds.get(stage, 0.0) - sum(call.cost.seconds for call in calls)
             if waits > 1e-3 * plan.seconds:
                 cells = [f"{'+'.join(pool.roles)} waits", str(pool.devices), seconds_text(waits)]
-                table.add_row(*(Text(cell, style="dim") for cell in ["" if named else stage, *cells]))
-                named = True
+                table.add_row(*(Text(cell, style="dim") for cell in [name, *cells]))
+                name = ""
     return table
 
 

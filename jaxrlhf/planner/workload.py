@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxrlhf.config import Lora
+from jaxrlhf.config import Lora, Rollout
 from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.pipeline import PIPELINE_PARTS_PER_STAGE
 
 Stage = Literal["generate", "prepare", "update"]
 STAGES: tuple[Stage, ...] = ("generate", "prepare", "update")
@@ -45,12 +46,11 @@ class Role:
       generates: It samples the responses.
       passes: Forward passes over all responses while they are prepared.
       trained: It is updated, and so has gradients and an optimizer.
-      tokens_per_microbatch: Over all its devices: rows of the longest length or more, into which
-        sequences are packed. Programs have that size whether it is filled or not. None goes by
-        `rows_per_microbatch`, without rows and padding.
+      tokens_per_microbatch: Over all its devices, in rows of the longest length or more, into which sequences are
+        packed; None goes by `rows_per_microbatch`, without rows and padding.
       rows_per_microbatch: Sequences that one data-parallel replica takes at a time.
-      remat: Layers are recomputed in the backward pass. None is so unless there is room enough for
-        their activations, and always where devices are made up on one processor.
+      remat: Layers are recomputed in the backward pass; None decides by the room for their activations, and
+        recomputes where devices are made up on one processor.
       within_machine: Stages and tensor shards of one copy may not cross machines.
       lora: Adapters are trained, beside weights in the compute dtype.
     """
@@ -77,12 +77,11 @@ class Software:
       gradient_bytes: Bytes of a weight's gradient.
       optimizer_bytes: Bytes that the optimizer keeps for a weight.
       compute_bytes: Bytes of an activation, a cached key, a frozen or generating weight.
-      reduces_every_microbatch: Gradients are summed over replicas at every microbatch, and not once in
-        an update. None: only where weights are split by width and also by stage or tensor.
-      pipeline_parts_per_stage: Into how many parts for each stage a microbatch is cut; None has a
-        pipeline run through all microbatches of an update (1F1B) before it is drained.
-      scatters_between_stages: Each tensor shard sends its part of the residual stream to the next
-        stage, and not all of it.
+      reduces_every_microbatch: Gradients are summed over replicas at every microbatch, and not once in an update;
+        None does so only where weights are split by width and also by stage or tensor.
+      pipeline_parts_per_stage: Parts for each stage that a microbatch is cut into; None has a pipeline run through
+        all microbatches of an update (1F1B) before it is drained.
+      scatters_between_stages: Each tensor shard sends its part of the residual stream to the next stage.
       head_on_last_stage: The last stage computes the logits, and not all stages together.
       adds_gradients: Each microbatch's gradient is whole before it is added to the others'.
       decodes_apart: Decoding reads layers that lie apart; the stack of them goes, unless it is trained as it is.
@@ -99,13 +98,13 @@ class Software:
     optimizer_bytes: int = 8
     compute_bytes: int = 2
     reduces_every_microbatch: bool | None = None
-    pipeline_parts_per_stage: int | None = 4
+    pipeline_parts_per_stage: int | None = PIPELINE_PARTS_PER_STAGE
     scatters_between_stages: bool = False
     head_on_last_stage: bool = False
     adds_gradients: bool = True
     decodes_apart: bool = True
     cache_copies: float = 1.5
-    decode_tokens_per_dispatch: int | None = 16
+    decode_tokens_per_dispatch: int | None = Rollout.decode_tokens_per_dispatch
     recomputes_logits: bool = True
     reads_responses: bool = True
     skips_masked: bool = True

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import NamedTuple
 
 from jaxrlhf.config import Layout, offloaded
@@ -54,14 +55,13 @@ class Simulated:
 
 
 def _simulated(
-    layout: Layout, steps: Sequence[SimulatedCall], idle_bytes: float, generating_bytes: float, loading_bytes: float
+    layout: Layout, steps: Sequence[SimulatedCall], idle: float, generating: float, loading: float
 ) -> Simulated:
     generate_s, prepare_s, update_s = (
         sum(step.cost.seconds for step in steps if step.stage == stage) for stage in STAGES
     )
-    most = max([generating_bytes, loading_bytes, *(step.held_bytes for step in steps)])
-    seconds = (generate_s, prepare_s, update_s)
-    return Simulated(layout, tuple(steps), seconds, idle_bytes, most - idle_bytes, generating_bytes, loading_bytes)
+    most = max([generating, loading, *(step.held_bytes for step in steps)])
+    return Simulated(layout, tuple(steps), (generate_s, prepare_s, update_s), idle, most - idle, generating, loading)
 
 
 def pool_hardware(hardware: Hardware, devices: int) -> Hardware:
@@ -86,15 +86,9 @@ class Simulator:
 
     def __init__(self, problem: PlacementProblem) -> None:
         self._problem = problem
-        self._hardware: dict[int, Hardware] = {}
+        self.hardware = cache(partial(pool_hardware, problem.hardware))
         self._computed: dict[tuple[str, bool | None, int, int, int, int, int], _Computed] = {}
         self._held: dict[tuple[str, Layout], _Held] = {}
-
-    def hardware(self, devices: int) -> Hardware:
-        """Hardware as a pool of that many devices sees it."""
-        if devices not in self._hardware:
-            self._hardware[devices] = pool_hardware(self._problem.hardware, devices)
-        return self._hardware[devices]
 
     def role(self, role: Role, layout: Layout, devices: int, offload: Sequence[str], *, generates: bool) -> Simulated:
         """The calls of a role that trains or scores.
@@ -165,10 +159,10 @@ class Simulator:
         """
         if not self._problem.software.decodes_apart:
             return held, held
-        if shared:
-            apart = held + weights_apart(role.model, layout) * each
-            return apart, apart
-        return held, held + weights_taken_apart(role.model, layout) * each
+        if not shared:
+            return held, held + weights_taken_apart(role.model, layout) * each
+        apart = held + weights_apart(role.model, layout) * each
+        return apart, apart
 
     def _held_bytes(self, role: Role, layout: Layout) -> "_Held":
         key = (role.name, layout)
@@ -215,33 +209,26 @@ def _held_bytes(role: Role, layout: Layout, software: Software) -> _Held:
         return _Held(weights * software.compute_bytes, 0.0, 0.0)
     learnt = weights_learnt(role.model, role.head, role.lora, layout)
     frozen = 0.0 if role.lora is None else weights
-    return _Held(
-        frozen * bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
-        + learnt * software.weight_bytes,
-        learnt * software.optimizer_bytes,
-        learnt * software.gradient_bytes * (1 + software.adds_gradients),
-    )
+    each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
+    gradients = learnt * software.gradient_bytes * (1 + software.adds_gradients)
+    return _Held(frozen * each + learnt * software.weight_bytes, learnt * software.optimizer_bytes, gradients)
 
 
 def _moved(stage: Stage, num_bytes: float, hardware: Hardware, held_bytes: float) -> list[SimulatedCall]:
     return [SimulatedCall(stage, "offload", offload_cost(num_bytes, hardware), held_bytes)] if num_bytes else []
 
 
-def _row_tokens(problem: PlacementProblem, batch: Batch) -> int:
-    """Length of rows whose attention scores are kept; 0 if none are."""
-    return 0 if problem.software.skips_masked else int(batch.row_tokens)
+def _sizes(problem: PlacementProblem, batch: Batch) -> dict[str, int]:
+    """Bytes of an activation, and length of rows whose attention scores are kept; 0 if none are."""
+    row_tokens = 0 if problem.software.skips_masked else int(batch.row_tokens)
+    return {"row_tokens": row_tokens, "itemsize": problem.software.compute_bytes}
 
 
 def _inference_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
     batch = batch_of(role, layout, problem.workload.responses, problem.workload, problem.software)
-    return inference_activation_bytes(
-        role.model,
-        role.head,
-        layout,
-        tokens=batch.tokens / batch.parts,
-        row_tokens=_row_tokens(problem, batch),
-        itemsize=problem.software.compute_bytes,
-    ) + _gathered_bytes(problem, role, layout)
+    tokens, sizes = batch.tokens / batch.parts, _sizes(problem, batch)
+    kept = inference_activation_bytes(role.model, role.head, layout, tokens=tokens, **sizes)
+    return kept + _gathered_bytes(problem, role, layout)
 
 
 def _update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
@@ -250,15 +237,9 @@ def _update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> floa
     batch = batch_of(role, layout, work.responses * work.epochs / work.updates, work, software)
     # One forward, one backward keeps at most one part for each stage; otherwise all of a microbatch.
     parts = batch.parts if software.pipeline_parts_per_stage is not None else min(batch.parts, layout.stage)
-    return training_activation_bytes(
-        role.model,
-        role.head,
-        layout,
-        tokens=batch.tokens / batch.parts * parts,
-        row_tokens=_row_tokens(problem, batch),
-        itemsize=software.compute_bytes,
-        remat=role.remat,
-    ) + _gathered_bytes(problem, role, layout)
+    tokens, sizes = batch.tokens / batch.parts * parts, _sizes(problem, batch)
+    kept = training_activation_bytes(role.model, role.head, layout, tokens=tokens, remat=role.remat, **sizes)
+    return kept + _gathered_bytes(problem, role, layout)
 
 
 def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
