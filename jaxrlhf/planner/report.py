@@ -67,7 +67,7 @@ def calls_table(plan: PlacementPlan) -> Table:
     for heading in ("devices", "seconds", *PARTS.values()):
         table.add_column(heading, justify="right")
     for stage in STAGES:
-        name = stage
+        name: str = stage
         for index, pool in enumerate(plan.pools):
             calls = [call for call in plan.calls if (call.stage, call.pool) == (stage, index)]
             for call in calls:
