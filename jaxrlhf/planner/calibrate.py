@@ -74,30 +74,27 @@ class DecodingSize(NamedTuple):
     capacity: int
 
 
-TRAININGS = (
-    TrainingSize(64, 2, 1, 64),
-    TrainingSize(128, 4, 1, 128),
-    TrainingSize(256, 4, 1, 256),
-    TrainingSize(512, 6, 1, 512),
-    TrainingSize(1024, 8, 4, 1024),
-    TrainingSize(2048, 8, 8, 1024),
-)
+TRAININGS = tuple(
+    TrainingSize(hidden, layers, rows, width)
+    for hidden, layers, rows, width in (
+        (64, 2, 1, 64), (128, 4, 1, 128), (256, 4, 1, 256), (512, 6, 1, 512), (1024, 8, 4, 1024), (2048, 8, 8, 1024),
+    )
+)  # fmt: skip
 NARROW = DecodingSize(64, 16, 4, 64)
 """Size whose layers take little more than running a layer takes at least."""
 SHALLOW = DecodingSize(64, 2, 4, 64)
 """Size as narrow as `NARROW`, with more of what a token takes beside its layers; compiles in less time."""
-DECODINGS = (
-    DecodingSize(128, 2, 4, 128),
-    DecodingSize(256, 4, 8, 128),
-    DecodingSize(512, 8, 8, 256),
-    DecodingSize(1024, 12, 16, 512),
-    DecodingSize(2048, 16, 32, 1024),
-    DecodingSize(4096, 16, 32, 2048),
-)
+DECODINGS = tuple(
+    DecodingSize(hidden, layers, slots, capacity)
+    for hidden, layers, slots, capacity in (
+        (128, 2, 4, 128), (256, 4, 8, 128), (512, 8, 8, 256), (1024, 12, 16, 512), (2048, 16, 32, 1024),
+        (4096, 16, 32, 2048),
+    )
+)  # fmt: skip
 
 
 class Link(NamedTuple):
-    """A connection, and where its figures are from if they were not measured."""
+    """A connection, with a note if it was not measured."""
 
     latency_s: float
     bytes_per_s: float
@@ -156,8 +153,7 @@ def calibrate(devices: Sequence[jax.Device], *, seconds_per_figure: float, progr
     seconds = begin("training")
     matmul_share = _training(own, dtype, flops_per_s, memory_bytes=memory_bytes, seconds=seconds)
     progress(FIGURES[-1], len(FIGURES), len(FIGURES))
-    kind = devices[0].device_kind
-    today = datetime.date.today().isoformat()
+    kind, today = devices[0].device_kind, datetime.date.today().isoformat()
     return Hardware(
         name=f"{known.name if known else '-'.join(kind.lower().split())}-measured",
         machines=machines,
@@ -222,9 +218,8 @@ def _decoding(
 
     Both are read off a model that is nearly all overhead and one that is nearly all reading.
     """
-    size = choose_decoding(
-        bytes_per_s=bytes_per_s, memory_bytes=memory_bytes, itemsize=jnp.dtype(dtype).itemsize, seconds=seconds
-    )
+    room: Any = {"memory_bytes": memory_bytes, "itemsize": jnp.dtype(dtype).itemsize, "seconds": seconds}
+    size = choose_decoding(bytes_per_s=bytes_per_s, **room)
     sizes = ((NARROW if seconds >= 1 else SHALLOW, seconds / 10), (size, seconds))
     overhead_s, reached = fit_link([decode_sample(own, size, dtype=dtype, seconds=each) for size, each in sizes])
     return overhead_s, min(1.0, reached / bytes_per_s)
@@ -234,9 +229,8 @@ def _training(
     own: Sequence[jax.Device], dtype: type, flops_per_s: float, *, memory_bytes: float, seconds: float
 ) -> float:
     """Share of the matmul rate that training reaches."""
-    size = choose_training(
-        flops_per_s=flops_per_s, memory_bytes=memory_bytes, itemsize=jnp.dtype(dtype).itemsize, seconds=seconds
-    )
+    room: Any = {"memory_bytes": memory_bytes, "itemsize": jnp.dtype(dtype).itemsize, "seconds": seconds}
+    size = choose_training(flops_per_s=flops_per_s, **room)
     flops = training_flops(decoder(size.hidden, size.layers), rows=size.rows, width=size.width)
     return min(1.0, flops / training_s(own, size, dtype=dtype, seconds=seconds) / flops_per_s)
 
@@ -245,17 +239,8 @@ def decoder(hidden: int, layers: int) -> ModelConfig:
     """A model in usual proportions, with half as many key-value heads as heads where it has several."""
     head_dim = min(128 if hidden >= 1024 else 64, hidden)
     heads = hidden // head_dim
-    return ModelConfig(
-        family="llama",
-        vocab_size=8 * hidden,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=max(1, heads // 2),
-        head_dim=head_dim,
-        tie_embeddings=True,
-    )
+    sizes = (8 * hidden, hidden, 3 * hidden, layers, heads, max(1, heads // 2), head_dim)
+    return ModelConfig("llama", *sizes, tie_embeddings=True)
 
 
 def training_flops(model: ModelConfig, *, rows: int, width: int) -> float:
@@ -372,10 +357,9 @@ def _params(mesh: Mesh, model: ModelConfig, dtype: Any) -> Params:
     declared = models.declare(model, "lm")
     kinds = cast_shapes(models.param_dims(model, "lm"), models.param_shapes(model, "lm"), dtype=dtype)
 
-    def draw(offset: jax.Array) -> Params:
+    def draw(offset: jax.Array) -> Params:  # an argument, so that nothing is computed while compiling
         return jax.tree.map(lambda param, kind: _scattered(param, offset).astype(kind.dtype), declared, kinds)
 
-    # The offset is an argument so that nothing is computed while compiling.
     return jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec()))(np.uint32(0))
 
 

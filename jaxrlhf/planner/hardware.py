@@ -35,8 +35,7 @@ class Hardware(Settings):
       matmul_flops_per_s: Peak of dense matrix products in the compute dtype.
       memory_bytes_per_s: Peak of reading device memory.
       link_bytes_per_s: Rate at which a device sends to others of its machine.
-      network_bytes_per_s: A machine's connection to other machines, over its devices. One
-        device alone may use the whole machine's.
+      network_bytes_per_s: A machine's connection to others, over its devices; one alone may use the whole machine's.
       host_bytes_per_s: Rate between a device and its host's memory.
       link_latency_s: Latency of one step of a collective inside a machine.
       network_latency_s: Latency of one step of a collective between machines.
@@ -46,8 +45,8 @@ class Hardware(Settings):
       memory_efficiency: Share of the memory's peak that decoding reaches.
       link_efficiency: Share of a link's or the network's peak that collectives reach.
       usable_memory: Share of a device's memory that a plan may fill.
-      shared_compute: Devices are made up on one processor, as JAX does on CPU: rates are of a
-        device while all are busy, and one that works alone has the others' share too.
+      shared_compute: Devices are made up on one processor, as JAX does on CPU: rates are of a device while all are
+        busy, and one that works alone has the others' share too.
       source: Where the figures are from.
     """
 
@@ -102,10 +101,10 @@ _TABLE = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encodi
 _KINDS: dict[str, dict[str, Any]] = {
     name: {**_TABLE["defaults"].get(kind.get("like"), {}), **kind} for name, kind in _TABLE["kinds"].items()
 }
-_FIELDS = {field.name for field in dataclasses.fields(Hardware)}
-
 KNOWN_HARDWARE: dict[str, Hardware] = {
-    name: Hardware(name=name, machines=1, **{field: kind[field] for field in kind if field in _FIELDS})
+    name: Hardware(
+        name=name, machines=1, **{field: value for field, value in kind.items() if field in field_types(Hardware)}
+    )
     for name, kind in _KINDS.items()
 }
 """One machine of each kind."""
@@ -143,15 +142,12 @@ def hardware(spec: str) -> Hardware:
 
 
 def recognise(device_kind: str, platform: str) -> str | None:
-    """The known name of a device, from what JAX calls it; None if it is of no known kind.
-
-    An A100 of 40 GB, a PCIe card or a part of a GPU (MIG) is none: it has other figures.
-    """
+    """The known name of a device, from what JAX calls it; None for others, such as a part of a GPU (MIG)."""
     return "cpu" if platform == "cpu" else _BY_DEVICE_KIND.get(device_kind.lower())
 
 
 def save_hardware(hardware: Hardware, path: str | Path) -> None:
-    """Write a description that `load_hardware` reads back as the same."""
+    """Write a description, which `load_hardware` reads."""
     Path(path).write_text(json.dumps(dataclasses.asdict(hardware), indent=2) + "\n")
 
 

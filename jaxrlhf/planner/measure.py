@@ -41,8 +41,8 @@ def timed(run: Callable[[], Any], *, seconds: float | None) -> float:
 
     Args:
       run: Returns arrays that are waited for.
-      seconds: Calls go on for as long, but for a few at least; None makes just those few, so
-        that several processes which have to call together do.
+      seconds: Calls go on for as long, but for a few at least; None makes just those few, as do several processes
+        that have to call together.
     """
     jax.block_until_ready(run())
     times: list[float] = []
@@ -65,9 +65,9 @@ def climb(
     """Time one size after another, as long as the next is expected to fit into the seconds.
 
     Args:
-      build: The call to time for a size.
-      work: What the seconds of a call grow with.
-      seconds: For all sizes; None takes every size.
+      build: Gives the call to time for a size.
+      work: Gives the number that the seconds of a call grow with.
+      seconds: Time for all sizes; None takes every size.
       fewest: Sizes that are timed whatever they take.
     """
     found: list[Timed] = []
@@ -154,17 +154,14 @@ def _row_of(devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.asarray(devices), ("device",), axis_types=(AxisType.Auto,))
 
 
-def _over(mesh: Mesh) -> NamedSharding:
-    """The first dimension has an entry for each device."""
+def _over(mesh: Mesh) -> NamedSharding:  # the first dimension has an entry for each device
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
 def each_device(mesh: Mesh, function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
     """A program in which every device calls the function with its entry."""
-    split = PartitionSpec(mesh.axis_names)
-    return jax.jit(
-        jax.shard_map(lambda x: function(x[0])[None], mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
-    )
+    specs: Any = {"in_specs": PartitionSpec(mesh.axis_names), "out_specs": PartitionSpec(mesh.axis_names)}
+    return jax.jit(jax.shard_map(lambda x: function(x[0])[None], mesh=mesh, **specs, check_vma=False))
 
 
 def filled(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -187,11 +184,7 @@ BEYOND = 16  # factor outside the sampled sizes that a step may be worth in byte
 
 
 class RateSample(NamedTuple):
-    """One timing of something that takes steps, one after another, and bytes.
-
-    Attributes:
-      num_bytes: In all steps.
-    """
+    """One timing of steps, one after another, that move `num_bytes` in all."""
 
     steps: int
     num_bytes: float
@@ -227,8 +220,7 @@ def link_samples(devices: Sequence[jax.Device], *, memory_bytes: float, seconds:
 def network_samples(devices: Sequence[jax.Device]) -> list[RateSample]:
     """Groups with one device of every process; all groups at once.
 
-    Every process has to call this with the devices of all. Sizes and calls are fixed, so that
-    all of them do the same.
+    Every process has to call this with the devices of all; sizes and calls are fixed, so that all do the same.
     """
     processes = len({device.process_index for device in devices})
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
@@ -250,8 +242,8 @@ def in_a_row(num_bytes: int) -> int:
 def collective_program(mesh: Mesh, kind: Kind, times: int) -> Callable[[jax.Array], jax.Array]:
     """Several collectives, one after another, of arrays `[devices, numbers]` over the axis `group`.
 
-    An all-reduce leaves the mean. An all-gather collects the first part of every device's
-    array, and puts the next device's part first in what it leaves.
+    An all-reduce leaves the mean. An all-gather collects the first part of every device's array, and puts the next
+    device's part first in what it leaves.
     """
     group = mesh.shape["group"]
 
@@ -270,12 +262,10 @@ def _samples(grid: np.ndarray, sizes: Sequence[int], *, seconds: float | None) -
     """Both collectives; each row of the grid is a group."""
     group = grid.shape[1]
     mesh = Mesh(grid, ("apart", "group"), axis_types=(AxisType.Auto,) * 2)
-
-    def numbers(num_bytes: int) -> int:
-        return num_bytes // 4 // group * group
+    numbers = {num_bytes: num_bytes // 4 // group * group for num_bytes in sizes}
 
     def build(num_bytes: int, kind: Kind) -> Callable[[], Any]:
-        held = filled(mesh, (numbers(num_bytes),), jnp.float32)
+        held = filled(mesh, (numbers[num_bytes],), jnp.float32)
         program = collective_program(mesh, kind, in_a_row(num_bytes))
         return lambda: program(held)
 
@@ -288,20 +278,17 @@ def _samples(grid: np.ndarray, sizes: Sequence[int], *, seconds: float | None) -
             seconds=None if seconds is None else seconds / len(KINDS),
             fewest=2,
         )
-        found += [ring_sample(kind, group, 4 * numbers(size), taken_s / in_a_row(size)) for size, taken_s in times]
+        found += [ring_sample(kind, group, 4 * numbers[size], taken_s / in_a_row(size)) for size, taken_s in times]
     return found
 
 
 def fit_link(samples: Sequence[RateSample]) -> tuple[float, float]:
-    """The latency of a step and the rate that explain the samples best.
+    """`(latency_s, bytes_per_s)`: the latency of a step and the rate that explain the samples best.
 
         t = steps * latency_s + num_bytes / bytes_per_s
 
     The sum of |log(predicted / measured)| is least, so that a sample of microseconds counts as much as one of
     milliseconds, and one disturbed timing does not carry the rest away. Both constants are above 0.
-
-    Returns:
-      `(latency_s, bytes_per_s)`.
 
     Raises:
       Refusal: Fewer than two samples, or one that is not above 0.

@@ -85,7 +85,6 @@ class PlannedPool:
     """Roles that share devices.
 
     Attributes:
-      devices: Number of devices.
       layouts: Layout of each role, with `data` given.
       peak_bytes: Most that one device holds.
       peak_during: The call that needs it, such as `actor update`.
@@ -133,8 +132,8 @@ class PlacementProblem:
       fsdp: Also consider splitting weights over data-parallel devices.
       layouts: Alternatives for roles whose layout is given; those of others are searched. Without
         `data` a layout takes the devices that are left.
-      devices_per_host: Devices of one process where there are several. A pool has whole hosts, and each
-        generation replica lies within one; None lets pools share a machine.
+      devices_per_host: Devices of one process where there are several. A pool has whole hosts, and each generation
+        replica lies within one; None lets pools share a machine.
       pools: The only placement to look at, roles and devices of each pool; None looks at all.
     """
 
@@ -160,7 +159,6 @@ class SearchResult:
       placements: Set partitions looked at.
       allocations: Distributions of devices over pools that were costed or pruned.
       simulated: Layouts of one role on one number of devices that were costed.
-      seconds: Duration of the search.
     """
 
     plans: tuple[PlacementPlan, ...]
@@ -230,18 +228,12 @@ def plan_from_json(data: Mapping[str, Any]) -> PlacementPlan:
       Refusal: A field is missing, or is not a plan's.
     """
     try:
-        pools = [
-            PlannedPool(
-                roles=tuple(pool["roles"]),
-                layouts={role: Layout(**layout) for role, layout in pool["layouts"].items()},
-                **{name: pool[name] for name in ("devices", "peak_bytes", "peak_during")},
-            )
-            for pool in data["pools"]
-        ]
-        calls = [PlannedCall(**{**call, "cost": Cost(**call["cost"])}) for call in data["calls"]]
-        return PlacementPlan(
-            tuple(pools), tuple(data["offload"]), tuple(calls), dict(data["stage_seconds"]), data["slots"]
-        )
+        pools = []
+        for pool in data["pools"]:
+            layouts = {role: Layout(**layout) for role, layout in pool["layouts"].items()}
+            pools.append(PlannedPool(**{**pool, "roles": tuple(pool["roles"]), "layouts": layouts}))
+        calls = tuple(PlannedCall(**{**call, "cost": Cost(**call["cost"])}) for call in data["calls"])
+        return PlacementPlan(tuple(pools), tuple(data["offload"]), calls, dict(data["stage_seconds"]), data["slots"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise Refusal(f"this is no plan: {reason}; plan anew") from error

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from jaxrlhf.config import (
     CRITICS,
@@ -47,11 +48,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Question:
-    """A problem, and what its answer rests on.
-
-    Attributes:
-      notes: Sentences on what is an estimate, or is left out.
-    """
+    """A problem, and sentences on what in it is an estimate or is left out."""
 
     problem: PlacementProblem
     notes: tuple[str, ...]
@@ -71,16 +68,16 @@ def question_of(
     """
     lengths = lengths or Lengths()
     shapes = _Shapes(config, vocabulary)
-    roles = roles_of(config, shapes)
-    workload = workload_of(config, lengths)
-    judges = tuple(judges_of(config))
+    roles, judges = roles_of(config, shapes), tuple(judges_of(config))
     layouts = {role: (layout,) for role, layout in written_layouts(config).items()}
+    optimizers = tuple(f"{role.name}.optimizer" for role in roles if role.trained)
+    offloads = ((), optimizers, tuple(role.name for role in roles))
     problem = PlacementProblem(
         roles=roles,
-        workload=workload,
+        workload=workload_of(config, lengths),
         software=software_of(config, hardware),
         hardware=hardware,
-        offloads=(_by_role(config),) if config.offload or config.pools else offloads_of(roles),
+        offloads=(_by_role(config),) if config.offload or config.pools else offloads,
         together=(judges,) if len(judges) > 1 else (),
         layouts=layouts or None,
         pools=written_pools(config),
@@ -105,17 +102,15 @@ def judges_of(config: Config) -> dict[str, int]:
 def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tuple[Role, ...]:
     """Roles of the dataflow: every model, and what a step does with it.
 
-    A step that scores has sampled: its actor generates, and every role makes one forward pass over
-    the responses, the actor only where its sampler's log-probabilities do not serve. One on
-    preference pairs reads both answers with every role. Otherwise the step is an update, and
-    before it only frozen roles compute anything. A reference that is the actor without its adapters
-    is no role: the actor makes its passes.
+    A step that scores has sampled: its actor generates, and every role makes one forward pass over the responses, the
+    actor only where its sampler's log-probabilities do not serve. One on preference pairs reads both answers with every
+    role. Otherwise the step is an update, and before it only frozen roles compute anything. A reference that is the
+    actor without its adapters is no role: the actor makes its passes.
 
     Args:
       shapes: Gives the shape of a model, or of the checkpoint at a path.
     """
-    algorithm, training = config.algorithm, config.algorithm.training(config)
-    samples = generates(config)
+    algorithm, training, samples = config.algorithm, config.algorithm.training(config), generates(config)
     found = []
     for name in algorithm.roles:
         if name in _unplaced(config):
@@ -138,11 +133,8 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
     for name, index in judges_of(config).items():
         part = config.rewards.parts[index]
         assert isinstance(part, ModelReward)
-        budget, passes = SCORED_TOKENS, int(samples)
-        model = shapes(part.path)
-        found.append(
-            Role(name, model, "score", passes=passes, tokens_per_microbatch=budget, remat=False, within_machine=True)
-        )
+        judge = Role(name, shapes(part.path), "score", passes=int(samples), remat=False, within_machine=True)
+        found.append(replace(judge, tokens_per_microbatch=SCORED_TOKENS))
     return tuple(found)
 
 
@@ -177,9 +169,9 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
     Raises:
       Refusal: A mean that is above the configuration's maximum.
     """
-    algorithm, rollout = config.algorithm, config.rollout
+    algorithm, rollout, means = config.algorithm, config.rollout, {}
     prompts = algorithm.problems_per_step(config)
-    means = {}
+    sequences = rollout.responses_per_prompt if generates(config) else 1 + isinstance(algorithm, Preference)
     for name in ("prompt_tokens", "response_tokens"):
         most, mean = getattr(rollout, f"max_{name}"), getattr(lengths, name)
         if mean is not None and mean > most:
@@ -187,20 +179,13 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
         means[name] = float(most if mean is None else mean)
     return Workload(
         prompts=prompts,
-        responses=prompts * _answers(config),
+        responses=prompts * sequences,
         **means,
         longest_tokens=rollout.max_prompt_tokens + rollout.max_response_tokens,
         updates=algorithm.updates_per_step(config),
         epochs=getattr(algorithm, "epochs_per_step", 1),
         slots=rollout.slots,
     )
-
-
-def _answers(config: Config) -> int:
-    """Sequences that a step has of each prompt."""
-    if isinstance(config.algorithm, Preference):
-        return 2
-    return config.rollout.responses_per_prompt if generates(config) else 1
 
 
 def software_of(config: Config, hardware: Hardware) -> Software:
@@ -214,12 +199,6 @@ def software_of(config: Config, hardware: Hardware) -> Software:
     )
 
 
-def offloads_of(roles: tuple[Role, ...]) -> tuple[tuple[str, ...], ...]:
-    """Alternatives for `Config.offload`: nothing, the optimizers, or all that is not in use."""
-    optimizers = tuple(f"{role.name}.optimizer" for role in roles if role.trained)
-    return ((), optimizers, tuple(role.name for role in roles))
-
-
 def written_layouts(config: Config) -> dict[str, Layout]:
     """The layouts that a configuration gives: all of them with pools, else those that are not the default."""
     judges = {name: config.rewards.parts[index] for name, index in judges_of(config).items()}
@@ -230,9 +209,8 @@ def written_layouts(config: Config) -> dict[str, Layout]:
         layouts["reference"] = config.reference_layout or trains
     if config.pools:
         return layouts
-    chosen = {role: layout for role, layout in layouts.items() if layout != Layout()}
-    given = config.reference_layout if "reference" in layouts else None
-    return chosen | ({"reference": given} if given else {})
+    reference = ["reference"] if "reference" in layouts and config.reference_layout else []
+    return {role: layout for role, layout in layouts.items() if layout != Layout() or role in reference}
 
 
 def written_pools(config: Config) -> tuple[tuple[tuple[str, ...], int], ...] | None:
@@ -259,18 +237,15 @@ def _by_role(config: Config) -> tuple[str, ...]:
 
 
 class _Shapes:
-    """The shape of each model, read once, and where it is from."""
+    """The shape of each model, read once, and notes on where it is from."""
 
     def __init__(self, config: Config, vocabulary: int | None) -> None:
         self._config, self._vocabulary = config, vocabulary
-        self._known: dict[FromScratch | Nnx | str, ModelConfig] = {}
+        self._known = cache(self._look_up)
         self.notes: list[str] = []
 
     def __call__(self, model: Model | str) -> ModelConfig:
-        origin = model.path if isinstance(model, Pretrained) else model
-        if origin not in self._known:
-            self._known[origin] = self._look_up(origin)
-        return self._known[origin]
+        return self._known(model.path if isinstance(model, Pretrained) else model)
 
     def _look_up(self, model: FromScratch | Nnx | str) -> ModelConfig:
         if isinstance(model, FromScratch):
