@@ -1,9 +1,8 @@
 """`python -m jaxrlhf.plan --config NAME --hardware a100x16x8`: the best placement, predicted before anything runs.
 
-It prints the best plans, where the seconds of the best one go, why the next one lost, and the
-settings to paste. It needs no accelerator: without `--hardware` it plans for the devices that
-are here. Pools that the configuration gives are costed as they are, layouts that it gives are
-kept; `--afresh` searches all of it.
+It prints the best plans, where the seconds of the best one go, why the next one lost, and the settings to paste. It
+needs no accelerator: without `--hardware` it plans for the devices that are here. Pools that the configuration gives
+are costed as they are, layouts that it gives are kept; `--afresh` searches all of it.
 """
 
 import json

@@ -23,10 +23,9 @@ def keeps_activations(needed_bytes: float, memory_bytes: float) -> bool:
 def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1, expert: int = 1) -> float:
     """Bytes that one layer keeps of one token for its backward pass, about, scores not included.
 
-    The residual stream six times, and what each norm is given; queries, keys, values and mixed heads, and
-    these in float32 as well; and of the MLP the gate, up, their product and what the gate's activation keeps,
-    six in all, or eight with a tanh in it. Experts keep the tokens that they are given, those of all devices
-    that share them.
+    The residual stream six times, and what each norm is given; queries, keys, values and mixed heads, and these in
+    float32 as well; and of the MLP the gate, up, their product and what the gate's activation keeps, six in all, or
+    eight with a tanh in it. Experts keep the tokens that they are given, those of all devices that share them.
 
     Args:
       itemsize: Bytes of an activation.
