@@ -21,12 +21,12 @@ def planned_config(config: Config, plan: PlacementPlan) -> Config:
 def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | None = None) -> dict[str, Any]:
     """Settings of the plan by dotted name, where they differ from what is written.
 
-    Layouts leave `data` to the devices that are there. A microbatch that gives a row to each
-    data-parallel device is the smallest there can be, so a token budget below that is raised.
+    Layouts leave `data` to the devices that are there. A microbatch that gives a row to each data-parallel device is
+    the smallest there can be, so a token budget below that is raised.
 
     Args:
       config: The configuration that was planned.
-      written: What the settings are to change, if that is not what was planned but what was freed for it.
+      written: The configuration that the settings are to change, if it was freed to be planned.
 
     Raises:
       Refusal: The plan places other roles than the configuration has.
@@ -35,16 +35,10 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
     layouts = {role: layout for pool in plan.pools for role, layout in pool.layouts.items()}
     known = set(placed_roles(config))
     if layouts.keys() - {ROLLOUT} != known:
-        raise Refusal(
-            f"the plan places {', '.join(sorted(layouts))} and the configuration has {', '.join(sorted(known))}; "
-            "plan anew"
-        )
-    settings: dict[str, Any] = {
-        "placement": "given",
-        "hardware": None,
-        "devices": None,
-        "pools": _pools(config, plan, judges),
-    }
+        placed, has = (", ".join(sorted(roles)) for roles in (layouts, known))
+        raise Refusal(f"the plan places {placed} and the configuration has {has}; plan anew")
+    settings: dict[str, Any] = {"placement": "given", "hardware": None, "devices": None}
+    settings["pools"] = _pools(config, plan, judges)
     for role, training in config.algorithm.training(config).items():
         name = role if role == "actor" else f"algorithm.{role}"
         layout = _generating(layouts, config) if role == "actor" else layouts[role]
@@ -59,7 +53,10 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
     settings |= {f"rewards.parts.{index}.layout": _open(layouts[name]) for name, index in judges.items()}
     if plan.slots is not None and plan.slots < (config.rollout.slots or config.rollout.responses_per_step):
         settings["rollout.slots"] = plan.slots
-    settings["offload"] = tuple(dict.fromkeys(_by_setting(entry, judges) for entry in plan.offload))
+    parts = (entry.partition(".") for entry in plan.offload)  # reward models wait together
+    settings["offload"] = tuple(
+        dict.fromkeys(("reward" if role in judges else role) + dot + part for role, dot, part in parts)
+    )
     return {name: value for name, value in settings.items() if _current(written or config, name) != value}
 
 
@@ -116,12 +113,6 @@ def _budget(training: Training, layout: Layout, config: Config) -> int:
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     shards = (layout.data or 1) * layout.fsdp * layout.expert
     return max(training.tokens_per_microbatch, longest * shards)
-
-
-def _by_setting(entry: str, judges: Mapping[str, int]) -> str:
-    """An entry of the plan's offload as the configuration spells it: reward models wait together."""
-    role, dot, part = entry.partition(".")
-    return f"reward{dot}{part}" if role in judges else entry
 
 
 def _current(config: Config, name: str) -> Any:

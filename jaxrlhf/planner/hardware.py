@@ -18,7 +18,7 @@ from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, within
 
 _OF_PROCESSOR = ("memory_bytes", "matmul_flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "host_bytes_per_s")
-"""Figures that made-up devices of one processor share."""
+"""Figures that JAX devices simulated on one processor share."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Hardware(Settings):
       memory_efficiency: Share of the memory's peak that decoding reaches.
       link_efficiency: Share of a link's or the network's peak that collectives reach.
       usable_memory: Share of a device's memory that a plan may fill.
-      shared_compute: Devices are made up on one processor, as JAX does on CPU: rates are of a device while all are
+      shared_compute: JAX simulates the devices on one processor (CPU): rates are of a device while all are
         busy, and one that works alone has the others' share too.
       source: Where the figures are from.
     """
@@ -235,9 +235,10 @@ def hardware_of(config: Config, spec: str | None = None) -> Hardware:
     """
     if spec is None and config.cluster is None:
         return _hardware_here(config)
-    if spec is None and config.hardware is None:
+    name = config.hardware if spec is None else spec
+    if name is None:
         raise Refusal(f"from here no device of a cluster is seen, so placement='auto' has to know what it is: {_HOW}")
-    return _first(hardware(spec or config.hardware or ""), config.devices)
+    return _first(hardware(name), config.devices)
 
 
 def _hardware_here(config: Config) -> Hardware:

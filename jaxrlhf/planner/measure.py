@@ -9,6 +9,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -154,7 +155,7 @@ def _row_of(devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.asarray(devices), ("device",), axis_types=(AxisType.Auto,))
 
 
-def _over(mesh: Mesh) -> NamedSharding:  # the first dimension has an entry for each device
+def _over(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
@@ -178,8 +179,7 @@ def fitting(sizes: Sequence[int], num_bytes: Callable[[int], float], memory_byte
 
 Kind = Literal["all-reduce", "all-gather"]
 
-ROUNDS = 60  # each narrows the search to about two thirds, down to the precision of a float
-GRID = 200
+GRID, ZOOMS = 200, 8  # points that are tried, and times that this is done between the neighbours of the best
 BEYOND = 16  # factor outside the sampled sizes that a step may be worth in bytes: past that the samples could not tell
 
 
@@ -222,9 +222,8 @@ def network_samples(devices: Sequence[jax.Device]) -> list[RateSample]:
 
     Every process has to call this with the devices of all; sizes and calls are fixed, so that all do the same.
     """
-    processes = len({device.process_index for device in devices})
     ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-    grid = np.asarray(ordered).reshape(processes, -1).T
+    grid = np.asarray(ordered).reshape(len({device.process_index for device in devices}), -1).T
     return _samples(grid, NETWORK_BYTES, seconds=None)
 
 
@@ -264,20 +263,14 @@ def _samples(grid: np.ndarray, sizes: Sequence[int], *, seconds: float | None) -
     mesh = Mesh(grid, ("apart", "group"), axis_types=(AxisType.Auto,) * 2)
     numbers = {num_bytes: num_bytes // 4 // group * group for num_bytes in sizes}
 
-    def build(num_bytes: int, kind: Kind) -> Callable[[], Any]:
+    def build(kind: Kind, num_bytes: int) -> Callable[[], Any]:
         held = filled(mesh, (numbers[num_bytes],), jnp.float32)
         program = collective_program(mesh, kind, in_a_row(num_bytes))
         return lambda: program(held)
 
-    found = []
+    found, each = [], None if seconds is None else seconds / len(KINDS)
     for kind in KINDS:
-        times = climb(
-            sizes,
-            lambda num_bytes, kind=kind: build(num_bytes, kind),  # type: ignore[misc]
-            work=lambda num_bytes: num_bytes * in_a_row(num_bytes),
-            seconds=None if seconds is None else seconds / len(KINDS),
-            fewest=2,
-        )
+        times = climb(sizes, partial(build, kind), work=lambda size: size * in_a_row(size), seconds=each, fewest=2)
         found += [ring_sample(kind, group, 4 * numbers[size], taken_s / in_a_row(size)) for size, taken_s in times]
     return found
 
@@ -294,15 +287,15 @@ def fit_link(samples: Sequence[RateSample]) -> tuple[float, float]:
       Refusal: Fewer than two samples, or one that is not above 0.
     """
     if len(samples) < 2 or any(min(sample) <= 0 for sample in samples):
-        raise Refusal(
-            f"two constants need two or more samples with steps, bytes and seconds above 0, got {list(samples)}"
-        )
+        needed = "two or more samples with steps, bytes and seconds above 0"
+        raise Refusal(f"two constants need {needed}, got {list(samples)}")
     each = [sample.num_bytes / sample.steps for sample in samples]
     low, high = math.log(min(each) / BEYOND), math.log(max(each) * BEYOND)
     # One unknown: the bytes that would take as long as a step's latency. The rate then follows.
-    width = (high - low) / GRID
-    best = min((low + index * width for index in range(GRID + 1)), key=lambda worth: _scale(samples, worth)[1])
-    worth = _least(samples, max(low, best - width), min(high, best + width))
+    for _ in range(ZOOMS):
+        width, start = (high - low) / GRID, low
+        worth = min((start + index * width for index in range(GRID + 1)), key=lambda worth: _scale(samples, worth)[1])
+        low, high = max(low, worth - width), min(high, worth + width)
     seconds_per_byte = math.exp(_scale(samples, worth)[0])
     return math.exp(worth) * seconds_per_byte, 1 / seconds_per_byte
 
@@ -312,15 +305,3 @@ def _scale(samples: Sequence[RateSample], worth: float) -> tuple[float, float]:
     logs = [math.log(each.seconds / (each.steps * math.exp(worth) + each.num_bytes)) for each in samples]
     scale = statistics.median(logs)
     return scale, sum(abs(log - scale) for log in logs)
-
-
-def _least(samples: Sequence[RateSample], low: float, high: float) -> float:
-    """Golden-section search. Source: Kiefer 1953 (Sequential minimax search for a maximum)."""
-    golden = (math.sqrt(5) - 1) / 2
-    for _ in range(ROUNDS):
-        near, far = high - golden * (high - low), low + golden * (high - low)
-        if _scale(samples, near)[1] <= _scale(samples, far)[1]:
-            high = far
-        else:
-            low = near
-    return (low + high) / 2

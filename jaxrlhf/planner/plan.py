@@ -12,6 +12,8 @@ from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.workload import Role, Software, Stage, Workload
 
 Verb = Literal["generate", "switch", "move", "infer", "update", "offload"]
+GivenPools = tuple[tuple[tuple[str, ...], int], ...]
+"""Roles and devices of each pool."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class PlacementProblem:
     fsdp: bool = True
     layouts: Mapping[str, tuple[Layout, ...]] | None = None
     devices_per_host: int | None = None
-    pools: tuple[tuple[tuple[str, ...], int], ...] | None = None
+    pools: GivenPools | None = None
 
 
 @dataclass(frozen=True)
@@ -230,8 +232,9 @@ def plan_from_json(data: Mapping[str, Any]) -> PlacementPlan:
     try:
         pools = []
         for pool in data["pools"]:
+            pool = {**pool, "roles": tuple(pool["roles"])}
             layouts = {role: Layout(**layout) for role, layout in pool["layouts"].items()}
-            pools.append(PlannedPool(**{**pool, "roles": tuple(pool["roles"]), "layouts": layouts}))
+            pools.append(PlannedPool(**{**pool, "layouts": layouts}))
         calls = tuple(PlannedCall(**{**call, "cost": Cost(**call["cost"])}) for call in data["calls"])
         return PlacementPlan(tuple(pools), tuple(data["offload"]), calls, dict(data["stage_seconds"]), data["slots"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:

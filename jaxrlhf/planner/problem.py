@@ -24,7 +24,7 @@ from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models import from_scratch, tokenizer_path
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.plan import PlacementProblem
+from jaxrlhf.planner.plan import GivenPools, PlacementProblem
 from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.planner.workload import Role, Software, Workload
 
@@ -154,8 +154,7 @@ def _unplaced(config: Config) -> tuple[str, ...]:
 
 def placed_roles(config: Config) -> tuple[str, ...]:
     """The names of all roles that have weights of their own."""
-    unplaced = _unplaced(config)
-    return (*(role for role in config.algorithm.roles if role not in unplaced), *judges_of(config))
+    return (*(role for role in config.algorithm.roles if role not in _unplaced(config)), *judges_of(config))
 
 
 def generates(config: Config) -> bool:
@@ -213,7 +212,7 @@ def written_layouts(config: Config) -> dict[str, Layout]:
     return {role: layout for role, layout in layouts.items() if layout != Layout() or role in reference}
 
 
-def written_pools(config: Config) -> tuple[tuple[tuple[str, ...], int], ...] | None:
+def written_pools(config: Config) -> GivenPools | None:
     """The roles and devices of each pool that a configuration gives, with models alone; None if it gives none."""
     if not config.pools:
         return None

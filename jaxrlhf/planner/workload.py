@@ -50,7 +50,7 @@ class Role:
         packed; None goes by `rows_per_microbatch`, without rows and padding.
       rows_per_microbatch: Sequences that one data-parallel replica takes at a time.
       remat: Layers are recomputed in the backward pass; None decides by the room for their activations, and
-        recomputes where devices are made up on one processor.
+        recomputes where JAX simulates devices on one processor.
       within_machine: Stages and tensor shards of one copy may not cross machines.
       lora: Adapters are trained, beside weights in the compute dtype.
     """

@@ -56,13 +56,13 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
             prompts=math.ceil(prompts / shards),
             longest_response=math.ceil(workload.longest_tokens - workload.prompt_tokens),
         )
+        packed = math.ceil(sequences / (row_tokens // length))
         if shares:
             own, shared = workload.response_tokens + 1, workload.prompt_tokens - 1
             copies = math.ceil(responses / prompts)
             packed = rows_with_shared_prompts(prompts, copies, own, shared, row_tokens=shape.row_tokens)
-            microbatches = math.ceil(math.ceil(packed / shards) / shape.rows)
-        else:
-            microbatches = math.ceil(math.ceil(sequences / (row_tokens // length)) / shape.rows)
+            packed = math.ceil(packed / shards)
+        microbatches = math.ceil(packed / shape.rows)
         tokens, rows = shape.tokens, shape.rows
         attended = sequences * length / microbatches if shares else tokens
     # Programs that read responses alone have as many chunks of logits as a batch has use for: padding is not read.
@@ -82,12 +82,7 @@ def _prompts_in(responses: float, workload: Workload) -> int:
     return max(1, round(workload.prompts * (1 - missed ** (workload.responses / workload.prompts))))
 
 
-def replicas_of(layout: Layout) -> int:
-    """Replicas of the model along the `data` axis."""
-    assert layout.data is not None, "a layout that is costed says how many replicas it has"
-    return layout.data
-
-
 def shards_of(layout: Layout) -> int:
     """Ways the rows of a batch are split."""
-    return replicas_of(layout) * layout.fsdp * layout.expert
+    assert layout.data is not None, "a layout that is costed says how many replicas it has"
+    return layout.data * layout.fsdp * layout.expert

@@ -14,7 +14,7 @@ from jaxrlhf.config import Layout
 from jaxrlhf.engine.lengths import cache_capacities
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.memory import adapters_held, weights_held
-from jaxrlhf.planner.cost.batches import Batch, batch_of, replicas_of, shards_of
+from jaxrlhf.planner.cost.batches import Batch, batch_of, shards_of
 from jaxrlhf.planner.cost.collectives import DeviceGroup, all_gather_s, all_reduce_s, bytes_per_s, latency_s, send_s
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token, routed_weights, weights_generating, weights_learnt
 from jaxrlhf.planner.hardware import Hardware
@@ -23,12 +23,9 @@ from jaxrlhf.planner.workload import Role, Software, Workload
 
 
 def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
-    """FLOPs of one layer's forward pass, on average over the layers.
+    """FLOPs of one layer's forward pass, on average over the layers; a token is compared with `context` positions.
 
         2 (attention + mlp weights that a token meets) + 4 N H context, per token
-
-    Args:
-      context: Positions that a token is compared with, masked ones that are computed included.
 
     Source: Kaplan et al. 2020 (arXiv:2001.08361), table 1; grouped queries do not change the scores' cost.
     """
@@ -71,7 +68,7 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     sums = batch.microbatches if every else 1
     data = DeviceGroup(shards_of(layout), shard)
     if role.lora is None:
-        data = DeviceGroup(replicas_of(layout), layout.copy_devices)
+        data = DeviceGroup(shards_of(layout) // (layout.fsdp * layout.expert), layout.copy_devices)
     reduced = sums * all_reduce_s(held * software.gradient_bytes, data, hardware)
     # The optimizer reads the gradient, and reads and writes weights and moments.
     touched = held * (software.gradient_bytes + 2 * software.weight_bytes + 2 * software.optimizer_bytes)
@@ -172,13 +169,7 @@ def _mixtures(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Rounds in which generation fits into memory.
-
-    Attributes:
-      waves: Rounds that the responses of one replica take.
-      at_once: Responses that one replica decodes together.
-      replicas: Copies of the policy.
-    """
+    """Rounds in which generation fits into memory: each of `replicas` decodes `at_once` responses, `waves` times."""
 
     waves: int
     at_once: int
@@ -186,11 +177,7 @@ class Decoding:
 
 
 def decoding(layout: Layout, devices: int, fit: int, workload: Workload) -> Decoding:
-    """Responses of a step spread over replicas and rounds.
-
-    Args:
-      fit: Responses of the longest length that the cache of one replica has room for.
-    """
+    """Responses of a step spread over replicas and rounds; a replica's cache holds `fit` of the longest."""
     replicas = devices // (layout.generation_stage * layout.generation_tensor)
     each = math.ceil(workload.responses / replicas)
     at_once = min(each, fit)
@@ -211,8 +198,8 @@ def generation_cost(
 
     Source: Pope et al. 2022 (arXiv:2211.05102), sections 2 and 3.
     """
-    prefill = _prefill(model, layout, how, workload, software, hardware)
-    return prefill + _decode(model, layout, how, workload, software, hardware)
+    arguments = (model, layout, how, workload, software, hardware)
+    return _prefill(*arguments) + _decode(*arguments)
 
 
 def _prefill(
@@ -288,7 +275,7 @@ def _capacity_read(workload: Workload) -> float:
 
 
 def _weights_read(model: ModelConfig, layout: Layout, tokens: float) -> float:
-    """Weights that one step of decoding reads for that many responses of each device that shares experts."""
+    """Weights that a step of decoding reads for that many responses of each device that shares experts."""
     experts = experts_read(model, tokens * layout.expert)
     layer = model.layer_parameters(experts=None if experts is None else experts / layout.expert)
     return model.num_layers * layer + model.head_parameters("lm")
@@ -309,7 +296,7 @@ def switch_bytes(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
 
     Where training splits weights and does not refine generation, nothing is taken to be there.
 
-    Source: HybridFlow, table 2; (t p - t_g p_g) / (t_g p_g t p) without fsdp.
+    Source: HybridFlow, table 2.
     """
     wanted, held = weights_generating(model, layout), weights_held(model, "lm", layout)
     whole = layout.copy_devices == 1
@@ -336,9 +323,11 @@ def _gathering(layout: Layout) -> DeviceGroup:
         return DeviceGroup(layout.fsdp * layout.expert, layout.stage * layout.tensor)
     if not layout.refines:
         return DeviceGroup(layout.stage * layout.tensor, 1)
-    if layout.micro_stage > 1:
-        return DeviceGroup(layout.micro_stage, layout.tensor)
-    return DeviceGroup(layout.micro_tensor, 1)
+    return (
+        DeviceGroup(layout.micro_stage, layout.tensor)
+        if layout.micro_stage > 1
+        else DeviceGroup(layout.micro_tensor, 1)
+    )
 
 
 def move_cost(

@@ -39,10 +39,10 @@ class Simulated:
     Attributes:
       steps: All calls but generation itself, which depends on the room that other roles leave.
       seconds: Seconds of `steps` in each stage: generate, prepare, update.
-      idle_bytes: Held on a device while none of the role's calls runs.
+      idle_bytes: Bytes held on a device while none of the role's calls runs.
       excess_bytes: Most that a call needs beyond what is held idle.
-      generating_bytes: Held while it generates, cache not included.
-      loading_bytes: Held before there is a cache, while layers are taken apart.
+      generating_bytes: Bytes held while it generates, cache not included.
+      loading_bytes: Bytes held before there is a cache, while layers are taken apart.
     """
 
     layout: Layout
@@ -67,7 +67,7 @@ def _simulated(
 def pool_hardware(hardware: Hardware, devices: int) -> Hardware:
     """The hardware as one pool of it sees it.
 
-    A pool within a machine has no network. Made-up devices have the share of those that idle.
+    A pool within a machine has no network. Simulated devices have the share of those that idle.
     """
     machines = 1 if devices <= hardware.devices_per_machine else hardware.machines
     share = max(1.0, hardware.devices_per_machine / devices) if hardware.shared_compute else 1.0
@@ -91,13 +91,7 @@ class Simulator:
         self._held: dict[tuple[str, Layout], _Held] = {}
 
     def role(self, role: Role, layout: Layout, devices: int, offload: Sequence[str], *, generates: bool) -> Simulated:
-        """The calls of a role that trains or scores.
-
-        Args:
-          devices: Devices of its pool, which the layout fills.
-          offload: Entries of `Config.offload`.
-          generates: The role also generates on this pool.
-        """
+        """The calls of a role that trains or scores, and perhaps generates, on a pool that the layout fills."""
         software, hardware = self._problem.software, self.hardware(devices)
         if role.remat is None:
             role = replace(role, remat=self._recomputes(role, layout, offload, hardware))

@@ -15,6 +15,7 @@ from dataclasses import replace
 from jaxrlhf.config import ROLLOUT, Refusal
 from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.plan import (
+    GivenPools,
     Infeasible,
     PlacementPlan,
     PlacementProblem,
@@ -52,7 +53,10 @@ def search(problem: PlacementProblem, *, keep: int = 5) -> SearchResult:
         tried += 1
         best: tuple[float, tuple[str, ...], list[Point]] | None = None
         for offload, pools in options.items():
-            points = [_points(pools, problem, roles, place) for place, roles in enumerate(placement)]
+            if problem.pools is None:
+                points = [pools.all_points(roles) for roles in placement]
+            else:
+                points = [pools.points(roles, devices) for roles, devices in problem.pools]
             within = found[keep - 1][0] if len(found) >= keep else float("inf")
             within = min(within, best[0]) if best else within
             chosen, looked = allocate(points, problem.hardware, within=within)
@@ -75,8 +79,7 @@ def placements(problem: PlacementProblem) -> Iterator[Placement]:
         return
     names = [role.name for role in problem.roles] + [ROLLOUT] * problem.rollout_apart
     for partition in _partitions(names):
-        together = (any(set(group) <= set(pool) for pool in partition) for group in problem.together)
-        if all(together):
+        if all(any(set(group) <= set(pool) for pool in partition) for group in problem.together):
             yield partition
 
 
@@ -90,13 +93,6 @@ def _partitions(names: Sequence[str]) -> Iterator[Placement]:
         for place, pool in enumerate(partition):
             yield (*partition[:place], (*pool, last), *partition[place + 1 :])
         yield (*partition, (last,))
-
-
-def _points(options: PoolOptions, problem: PlacementProblem, roles: tuple[str, ...], place: int) -> list[Point]:
-    """Points of a pool with these roles, on every number of devices that it may have."""
-    if problem.pools is not None:
-        return options.points(roles, problem.pools[place][1])
-    return options.all_points(roles)
 
 
 def _plan_of(problem: PlacementProblem, points: Sequence[Point], offload: tuple[str, ...]) -> PlacementPlan:
@@ -170,24 +166,17 @@ def _check(problem: PlacementProblem, *, keep: int) -> None:
             f"hosts of {host} devices; use smaller hosts, or name hardware with more machines"
         )
     if problem.pools is not None:
-        _check_pools(problem.pools, names, generating, problem)
+        _check_pools(problem, problem.pools, names, generating)
 
 
-def _check_pools(
-    pools: Sequence[tuple[tuple[str, ...], int]],
-    names: Sequence[str],
-    generating: Sequence[str],
-    problem: PlacementProblem,
-) -> None:
-    placed = [role for roles, _ in pools for role in roles]
+def _check_pools(problem: PlacementProblem, pools: GivenPools, names: list[str], generating: list[str]) -> None:
+    placed, sizes = [role for roles, _ in pools for role in roles], [devices for _, devices in pools]
     if sorted(set(placed) - {ROLLOUT}) != sorted(names) or len(set(placed)) != len(placed):
-        raise Refusal(f"pools place {placed}, and the roles are {list(names)}; each has to be placed once")
-    sizes = [devices for _, devices in pools]
-    if min(sizes) < 1 or sum(sizes) > problem.hardware.devices:
-        raise Refusal(
-            f"pools take {sizes} devices; each needs 1 or more, and there are {problem.hardware.devices} in all"
-        )
-    if any(devices % (problem.devices_per_host or 1) for devices in sizes):
+        raise Refusal(f"pools place {placed}, and the roles are {names}; each has to be placed once")
+    devices = problem.hardware.devices
+    if min(sizes) < 1 or sum(sizes) > devices:
+        raise Refusal(f"pools take {sizes} devices; each needs 1 or more, and there are {devices} in all")
+    if any(size % (problem.devices_per_host or 1) for size in sizes):
         raise Refusal(f"pools take {sizes} devices, and hosts have {problem.devices_per_host}; pools have whole ones")
     if any({ROLLOUT, *generating} <= set(roles) for roles, _ in pools):
         raise Refusal(f"a pool places {generating[0]} and {ROLLOUT}; drop {ROLLOUT}, or place it on another pool")
