@@ -183,14 +183,14 @@ def test_a_refusal_of_another_process_is_one_line_here(error, capsys):
 # The wheel.
 
 
-def test_the_wheel_carries_the_configurations_and_the_table_of_devices(tmp_path):
+def test_the_wheel_carries_the_configurations_and_the_tables_of_plans(tmp_path):
     built = python("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), cwd=ROOT)
     assert built.returncode == 0, built.stderr
     [wheel] = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     code = (
         "import jaxrlhf, jaxrlhf.config as c; print(jaxrlhf.__file__, *(c.load(f'{n}.py').name for n in c.shipped())); "
-        "import jaxrlhf.planner.hardware"  # reads its table
+        "import jaxrlhf.planner.hardware, jaxrlhf.planner.shapes"  # read their tables
     )
     done = python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "installed"))
     place, *names = done.stdout.split()

@@ -307,7 +307,7 @@ def training_s(devices: Sequence[jax.Device], size: TrainingSize, *, dtype: Any,
 
 
 def decode_sample(devices: Sequence[jax.Device], size: DecodingSize, *, dtype: Any, seconds: float) -> RateSample:
-    """One token of every slot by the engine's own program: its layers are the steps."""
+    """Sample of decoding one token of every slot by the engine's own program; its layers are the steps."""
     model, itemsize = decoder(size.hidden, size.layers), jnp.dtype(dtype).itemsize
     call = _decode_call(devices, model, size, dtype)
     read = decode_bytes(model, slots=size.slots, capacity=size.capacity, itemsize=itemsize)

@@ -208,7 +208,7 @@ NETWORK_BYTES = LINK_BYTES[:4]
 
 
 def link_samples(devices: Sequence[jax.Device], *, memory_bytes: float, seconds: float) -> list[RateSample]:
-    """Groups of neighbours, from pairs up to all devices; all groups at once."""
+    """Samples of groups of neighbours, from pairs up to all devices; groups of one size run at once."""
     sizes = group_sizes(len(devices))
     found = []
     for group in sizes:
@@ -218,7 +218,7 @@ def link_samples(devices: Sequence[jax.Device], *, memory_bytes: float, seconds:
 
 
 def network_samples(devices: Sequence[jax.Device]) -> list[RateSample]:
-    """Groups with one device of every process; all groups at once.
+    """Samples of groups with one device of every process; all groups run at once.
 
     Every process has to call this with the devices of all; sizes and calls are fixed, so that all do the same.
     """
@@ -228,7 +228,7 @@ def network_samples(devices: Sequence[jax.Device]) -> list[RateSample]:
 
 
 def group_sizes(devices: int) -> list[int]:
-    """2, 4, 8, ... as far as they divide the devices, and all of them."""
+    """Sizes of groups: 2, 4, 8, ... as far as they divide the devices, and all of them."""
     doubled = [size for size in (2 << step for step in range(devices.bit_length())) if devices % size == 0]
     return sorted({*doubled, devices})
 
@@ -258,7 +258,7 @@ def collective_program(mesh: Mesh, kind: Kind, times: int) -> Callable[[jax.Arra
 
 
 def _samples(grid: np.ndarray, sizes: Sequence[int], *, seconds: float | None) -> list[RateSample]:
-    """Both collectives; each row of the grid is a group."""
+    """Samples of both collectives; each row of the grid is a group."""
     group = grid.shape[1]
     mesh = Mesh(grid, ("apart", "group"), axis_types=(AxisType.Auto,) * 2)
     numbers = {num_bytes: num_bytes // 4 // group * group for num_bytes in sizes}

@@ -100,15 +100,12 @@ def judges_of(config: Config) -> dict[str, int]:
 
 
 def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tuple[Role, ...]:
-    """Roles of the dataflow: every model, and what a step does with it.
+    """Roles of the dataflow: every model, and what a step does with it; `shapes` gives the shape of a model.
 
     A step that scores has sampled: its actor generates, and every role makes one forward pass over the responses, the
     actor only where its sampler's log-probabilities do not serve. One on preference pairs reads both answers with every
     role. Otherwise the step is an update, and before it only frozen roles compute anything. A reference that is the
     actor without its adapters is no role: the actor makes its passes.
-
-    Args:
-      shapes: Gives the shape of a model, or of the checkpoint at a path.
     """
     algorithm, training, samples = config.algorithm, config.algorithm.training(config), generates(config)
     found = []

@@ -106,7 +106,7 @@ def why_it_lost(loser: PlacementPlan, winner: PlacementPlan) -> str:
 
 
 def placement_text(pools: Sequence[PlannedPool]) -> str:
-    """Such as `actor+reference 64 | critic 64`."""
+    """Roles and devices of each pool, such as `actor+reference 64 | critic 64`."""
     return " | ".join(f"{'+'.join(pool.roles)} {pool.devices}" for pool in pools)
 
 
@@ -117,7 +117,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def machines(hardware: Hardware) -> str:
-    """Such as `16 machines of 8 x a100`."""
+    """Machines in words, such as `16 machines of 8 x a100`."""
     some = "1 machine" if hardware.machines == 1 else f"{hardware.machines} machines"
     return f"{some} of {hardware.devices_per_machine} x {hardware.name}"
 
@@ -145,7 +145,7 @@ def critical_calls(plan: PlacementPlan, stage: Stage) -> list[PlannedCall]:
 
 
 def seconds_text(seconds: float) -> str:
-    """With three digits, or as many as stand before the point."""
+    """Seconds with three digits, or as many as stand before the point."""
     if seconds == 0:
         return "0"
     if seconds < 1e-3:
@@ -159,7 +159,7 @@ def _spent(calls: Sequence[PlannedCall], part: str) -> float:
 
 
 def _series(plan: PlacementPlan, calls: Sequence[PlannedCall]) -> str:
-    """Such as `actor update + reference update on 8 devices in 2.10 s`."""
+    """Calls in words, such as `actor update + reference update on 8 devices in 2.10 s`."""
     longest = sorted(calls, key=lambda call: -call.cost.seconds)[:_NAMED]
     names = " + ".join(f"{call.role} {call.verb}" for call in calls if call in longest) or "nothing"
     names += f" + {len(calls) - _NAMED} more" if len(calls) > _NAMED else ""
@@ -171,15 +171,12 @@ def _series(plan: PlacementPlan, calls: Sequence[PlannedCall]) -> str:
 def _layouts_text(pool: PlannedPool) -> str:
     """Layout of each role; once if they are all the same."""
     texts = {role: layout_text(layout) for role, layout in pool.layouts.items() if role != ROLLOUT}
-    if len(set(texts.values())) == 1:
-        return next(iter(texts.values()))
-    return "\n".join(f"{role} {text}" for role, text in texts.items())
+    same = set(texts.values())
+    return same.pop() if len(same) == 1 else "\n".join(f"{role} {text}" for role, text in texts.items())
 
 
 def _generation_text(plan: PlacementPlan, index: int) -> str:
     """Generation layout of the role that generates on a pool, if one does."""
-    for call in plan.calls:
-        if (call.pool, call.verb) == (index, "generate"):
-            layout = plan.pools[index].layouts[call.role]
-            return f"{layout.generation_stage}-{layout.generation_tensor}"
-    return ""
+    roles = [call.role for call in plan.calls if (call.pool, call.verb) == (index, "generate")]
+    layouts = [plan.pools[index].layouts[role] for role in roles]
+    return f"{layouts[0].generation_stage}-{layouts[0].generation_tensor}" if layouts else ""

@@ -46,7 +46,7 @@ def _filled(layouts: Iterable[Layout], devices: int, *, trains: bool, generates:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """All divisors, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 

@@ -29,8 +29,7 @@ from jaxrlhf.planner.search.layouts import pool_sizes
 from jaxrlhf.planner.search.pool_options import Point, PoolOptions
 from jaxrlhf.planner.workload import STAGES
 
-_MOST_DEVICES = 4096
-"""That takes minutes."""
+_MOST_DEVICES = 4096  # searching those takes minutes
 
 Placement = tuple[tuple[str, ...], ...]
 """The roles of each pool."""
@@ -185,16 +184,11 @@ def _check_pools(problem: PlacementProblem, pools: GivenPools, names: list[str],
             raise Refusal(f"{' and '.join(group)} have to share a pool, and pools place them apart")
 
 
-GAIN_WORTH_SAYING = 0.05
-"""Share of a step's seconds; predictions are not better than that."""
+GAIN_WORTH_SAYING = 0.05  # share of a step's seconds; predictions are not better than that
 
 
 def binding_slots(problem: PlacementProblem, best: PlacementPlan) -> str | None:
-    """A sentence if a step would be faster with more responses decoded at once than `rollout.slots` allows.
-
-    Args:
-      best: The best plan of the problem.
-    """
+    """A sentence if the best plan would be faster with more responses decoded at once than `rollout.slots` allows."""
     given = problem.workload.slots
     if given is None or best.slots is None or best.slots < given:
         return None

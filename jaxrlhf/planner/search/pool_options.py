@@ -64,7 +64,7 @@ class _Choices:
     index_KR: np.ndarray
 
     def joined(self, options: Sequence[Simulated]) -> "_Choices":
-        """With one more role."""
+        """Choices with one more role."""
         own_M4 = np.array([(*own.seconds[1:], own.idle_bytes, own.excess_bytes) for own in options]).reshape(-1, 4)
         ways, more = len(self.value_K4), len(own_M4)
         old_J4, new_J4 = np.repeat(self.value_K4, more, axis=0), np.tile(own_M4, (ways, 1))
@@ -78,11 +78,7 @@ class _Choices:
 
 
 class PoolOptions:
-    """Simulates the roles of a problem, each once for every layout, with one choice of what is offloaded.
-
-    Attributes:
-      simulated: Layouts of a role that were simulated.
-    """
+    """Simulates and counts the layouts of a problem's roles, each once, with one choice of what is offloaded."""
 
     def __init__(self, simulator: Simulator, problem: PlacementProblem, offload: tuple[str, ...]) -> None:
         self._simulator, self._problem, self._offload = simulator, problem, offload
