@@ -185,11 +185,15 @@ class SavedPlan:
     plan: PlacementPlan
     hardware: dict[str, Any]
 
+    @property
+    def devices(self) -> int:
+        """Number of devices that it was made for."""
+        return self.hardware["machines"] * self.hardware["devices_per_machine"]
+
     def why_not(self, *, devices: int, roles: Iterable[str]) -> str | None:
         """Reason that the plan does not serve a run on so many devices with these roles; None if it does."""
-        planned = self.hardware["machines"] * self.hardware["devices_per_machine"]
-        if planned != devices:
-            return f"it is for {planned} devices and there are {devices}"
+        if self.devices != devices:
+            return f"it is for {self.devices} devices and there are {devices}"
         placed = {role for pool in self.plan.pools for role in pool.roles} - {ROLLOUT}
         if placed != set(roles):
             return f"it places {', '.join(sorted(placed))} and the run has {', '.join(sorted(roles))}"
