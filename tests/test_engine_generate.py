@@ -164,7 +164,7 @@ def test_another_seed_or_request_id_gives_another_sample(engine, sampled):
 
 
 def test_decoding_over_part_of_the_cache_and_compiling_ahead_change_nothing(params, sampled, monkeypatch):
-    monkeypatch.setattr("jaxrlhf.engine.lengths.CAPACITY_STEP", 4)
+    monkeypatch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", 4)
     requests, expected = sampled
     engine = build()
     engine.load(params, version=1)

@@ -11,7 +11,7 @@ import pytest
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Placement, Request
-from jaxrlhf.engine.page_book import PageBook
+from jaxrlhf.engine.block_manager import BlockManager
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
@@ -38,8 +38,8 @@ def build(*, pages: bool, slots: int = 10, **sizes: int) -> Engine:
     mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
     axes = {"row_axes": SLOT_AXES, "head_axes": ("tensor",)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxrlhf.engine.lengths.CAPACITY_STEP", LONGEST_PROMPT + LONGEST_RESPONSE)
-        patch.setattr("jaxrlhf.engine.page_cache._SIXTEENTHS", (4, 6, 16))
+        patch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", LONGEST_PROMPT + LONGEST_RESPONSE)
+        patch.setattr("jaxrlhf.engine.kv_cache._SIXTEENTHS", (4, 6, 16))
         patch.setattr("jaxrlhf.engine.engine.FEWEST_SLOTS", 3)
         engine = Engine(
             MODEL,
@@ -155,7 +155,7 @@ def test_every_page_is_given_back_when_its_responses_end(paged):
 
 
 def test_pages_are_shared_while_somebody_reads_them_and_reused_when_nobody_does():
-    book = PageBook(slots=3, page_tokens=2)
+    book = BlockManager(slots=3, page_tokens=2)
     assert book.place(0, (1, 2, 3, 4, 5)) == [0, 1, 2]
     assert book.place(1, (1, 2, 3, 4, 5)) == [NO_PAGE, NO_PAGE, 3]
     assert book.place(2, (3, 4, 1, 2)) == [4, 5]  # the same tokens after others are others
@@ -173,7 +173,7 @@ def test_pages_are_shared_while_somebody_reads_them_and_reused_when_nobody_does(
 
 def test_any_course_of_slots_leaves_every_page_to_one_slot_or_to_those_that_share_its_tokens():
     rng = np.random.default_rng(0)
-    book, tokens = PageBook(slots=5, page_tokens=3), {}
+    book, tokens = BlockManager(slots=5, page_tokens=3), {}
     most = 0
     for _ in range(400):
         slot = int(rng.integers(5))

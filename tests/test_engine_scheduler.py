@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jaxrlhf.engine.lengths import busy_buckets, fit, halving_buckets, length_buckets
+from jaxrlhf.engine.buckets import busy_buckets, fit, halving_buckets, length_buckets
 from jaxrlhf.engine.scheduler import Request, Scheduler
 
 STOP = 99

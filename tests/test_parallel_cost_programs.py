@@ -12,7 +12,7 @@ from unit_machines import DENSE, FREE, GROUPED, HALVES, UNIT, trained, weights_o
 from jaxrlhf.batch import Sequences
 from jaxrlhf.batching.packing import Packing
 from jaxrlhf.config import Layout, Training
-from jaxrlhf.engine.lengths import cache_capacities
+from jaxrlhf.engine.buckets import cache_capacities
 from jaxrlhf.planner.cost.batches import Batch, batch_of
 from jaxrlhf.planner.cost.cost import Decoding, generation_cost, update_cost
 from jaxrlhf.planner.workload import Workload

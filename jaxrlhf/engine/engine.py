@@ -23,17 +23,16 @@ from jax.sharding import Mesh
 from jaxrlhf import config as knobs
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import programs
+from jaxrlhf.engine.buckets import busy_buckets, fit, halving_buckets, length_buckets
 from jaxrlhf.engine.checks import check_keys, check_prompt, check_sizes, check_split
 from jaxrlhf.engine.compiled import Compiled
+from jaxrlhf.engine.kv_cache import PageCache, SlotCache
 from jaxrlhf.engine.layout import EngineShardings, same_layout
-from jaxrlhf.engine.lengths import busy_buckets, fit, halving_buckets, length_buckets
-from jaxrlhf.engine.page_cache import PageCache
-from jaxrlhf.engine.prefilled import Prefilled
+from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.routing import RoutingRecord
 from jaxrlhf.engine.sampling import settings_of
 from jaxrlhf.engine.scheduler import Completion, Drawn, Placement, Request, Scheduler
 from jaxrlhf.engine.slot_book import SlotBook
-from jaxrlhf.engine.slot_cache import SlotCache
 from jaxrlhf.engine.weights import Weights, most_unstacked, spent_layers
 from jaxrlhf.models import XLA, AnyModel, Attention, pipeline_over
 from jaxrlhf.models.config import ModelConfig

@@ -64,6 +64,20 @@ class Prompts(NamedTuple):
     choice_PSLk: Array | None = None
 
 
+@dataclass(frozen=True)
+class Prefilled:
+    """Prompts that were run, ready to be inserted any number of times.
+
+    Attributes:
+      tokens: Token ids of each prompt.
+      version: Version of the weights that ran them.
+    """
+
+    prompts: Prompts
+    tokens: tuple[tuple[int, ...], ...]
+    version: int
+
+
 class Insertion(NamedTuple):
     """I responses to start: which prompt row goes into which slot, and what the draws depend on.
 

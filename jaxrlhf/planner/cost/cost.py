@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from jaxrlhf.config import Layout
-from jaxrlhf.engine.lengths import cache_capacities
+from jaxrlhf.engine.buckets import cache_capacities
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.memory import adapters_held, weights_held
 from jaxrlhf.planner.cost.batches import Batch, batch_of, shards_of

@@ -8,7 +8,7 @@ _Beginning = tuple[int | None, tuple[int, ...]]
 """Content of a full page of a prompt: its tokens, after those of the page before it, which is there as long."""
 
 
-class PageBook:
+class BlockManager:
     """The pages of some slots, which share what their prompts have in common.
 
     A page that a prompt fills is never written again, so that every slot whose prompt begins alike can read it:
