@@ -49,9 +49,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     engine.load(jax.tree.map(lambda leaf: leaf.astype(dtype), weights), version=0)
     groups = -(-flags.sequences // flags.responses)
     prompts = bench.prompts(bench.Workload(flags.preset, prompt_tokens=flags.prompt_tokens), count=groups)
-    requests = [
-        Request(index, prompts[index // flags.responses], index // flags.responses) for index in range(flags.sequences)
-    ]
+    requests = [Request(index, prompts[index // flags.responses]) for index in range(flags.sequences)]
     times: list[float] = []
     tokens: list[int] = []
     for turn in range(flags.repeats + 1):

@@ -12,7 +12,7 @@ import pytest
 from jaxrlhf import models
 from jaxrlhf.batch import Diverged
 from jaxrlhf.config import Sampling
-from jaxrlhf.engine import Engine, Placement, Request
+from jaxrlhf.engine import Engine, Request
 from jaxrlhf.engine.slot_book import SlotBook
 from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
@@ -69,9 +69,9 @@ def events(engine, monkeypatch):
         events.append(sizes[0])
         return run(sizes, *args, **kwargs)
 
-    def recorded_read(book, routing):
+    def recorded_read(book):
         events.append("read")
-        return read(book, routing)
+        return read(book)
 
     monkeypatch.setattr(engine._compiled, "run", recorded_run)
     monkeypatch.setattr(SlotBook, "read", recorded_read)
@@ -79,7 +79,7 @@ def events(engine, monkeypatch):
 
 
 def requests_of(count: int) -> list[Request]:
-    return [Request(index, tuple(range(8, 9 + index % 6)), index) for index in range(count)]
+    return [Request(index, tuple(range(8, 9 + index % 6))) for index in range(count)]
 
 
 def unread(events: list[str]) -> list[tuple[str, int]]:
@@ -93,7 +93,7 @@ def unread(events: list[str]) -> list[tuple[str, int]]:
 
 
 def test_the_next_window_is_dispatched_before_the_last_is_read(engine, events):
-    completions = engine.generate(requests_of(SLOTS), Sampling(), seed=0)
+    completions = engine.generate(requests_of(SLOTS), Sampling(), seed=4)
     longest = max(len(completion.tokens) for completion in completions)
     assert longest > 6, "a long tail is wanted"
     reads = [before for event, before in unread(events) if event == "read"]
@@ -134,34 +134,28 @@ def test_what_is_drawn_is_what_is_drawn_one_window_after_another(engine, events,
             assert len(one.choice_TLk) == 1 + one.request_id % 6 + len(one.tokens) - 1
 
 
-def test_a_server_may_go_ahead_too_and_reads_in_order(engine):
-    requests = requests_of(3)
-    drawn = {}
-    for ahead in (0, 1, 2):
-        prefilled = engine.prefill([request.prompt_tokens for request in requests])
-        engine.insert(prefilled, [Placement(row, 5 * row, row) for row in range(3)], Sampling(), seed=1)
-        for _ in range(ahead):
-            engine.dispatch()
-        tokens = {0: [], 5: [], 10: []}
-        while engine.active:
-            for slot, new, _, _ in engine.decode():
-                tokens[slot] += new
-        drawn[ahead] = tokens
-        engine.free()
-    assert drawn[0] == drawn[1] == drawn[2]
+def test_requests_that_join_a_tail_have_its_slots_back_and_give_what_a_batch_gives(engine, events):
+    """They come while windows are on their way, and when most slots were left."""
+    requests = requests_of(SLOTS + 6)
     expected = engine.generate(requests, Sampling(), seed=1)
-    assert [tuple(tokens) for tokens in drawn[0].values()] == [completion.tokens for completion in expected]
-
-
-def test_nothing_is_inserted_before_all_windows_are_read(engine):
-    prefilled = engine.prefill([(9, 9)])
-    engine.insert(prefilled, [Placement(0, 0, 0)], Sampling(), seed=1)
-    engine.dispatch()
-    with pytest.raises(AssertionError, match="not read yet"):
-        engine.insert(prefilled, [Placement(0, 1, 1)], Sampling(), seed=1)
-    engine.read()
-    engine.insert(prefilled, [Placement(0, 1, 1)], Sampling(), seed=1)
+    events.clear()
+    for request in requests[:SLOTS]:
+        engine.add(request, Sampling(), seed=1)
+    found = []
+    while "keep" not in events:
+        found += engine.step()
+    assert engine.active, "responses go on in fewer slots"
+    for request in requests[SLOTS:]:
+        engine.add(request, Sampling(), seed=1)
+    while engine.unfinished:
+        found += engine.step()
     engine.free()
+    assert Counter(events)["keep"] >= 2, "slots are left and taken back"
+    assert {before for event, before in unread(events) if event == "insert"} == {0}
+    for one, other in zip(sorted(found, key=lambda one: one.request_id), expected, strict=True):
+        assert replace(one, logps=()) == replace(other, logps=())
+        np.testing.assert_allclose(one.logps, other.logps, rtol=0, atol=1e-6)
+        np.testing.assert_array_equal(one.choice_TLk, other.choice_TLk)
 
 
 def test_weights_that_diverge_are_reported_however_many_windows_are_on_their_way(engine, events):

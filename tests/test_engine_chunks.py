@@ -75,7 +75,7 @@ def requests(*lengths: int) -> list[Request]:
     """Two to each prompt, more than there are slots."""
     rng = np.random.default_rng(sum(lengths))
     prompts = [tuple(rng.integers(4, 32, length).tolist()) for length in lengths]
-    return [Request(2 * group + i, prompt, group) for group, prompt in enumerate(prompts) for i in range(2)]
+    return [Request(2 * group + i, prompt) for group, prompt in enumerate(prompts) for i in range(2)]
 
 
 def greedy(engine: Engine, *lengths: int):

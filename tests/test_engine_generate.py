@@ -1,6 +1,7 @@
 """The engine against the teacher-forced model, and against itself in other batches."""
 
 import gc
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import AxisType, Mesh
 from jaxrlhf import models
 from jaxrlhf.batch import Diverged
 from jaxrlhf.config import Sampling
-from jaxrlhf.engine import Engine, Placement, Request
+from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.config import ModelConfig
 
 MODEL = ModelConfig(
@@ -54,7 +55,7 @@ def problems(count: int, *, responses: int = 1, seed: int = 0) -> list[Request]:
     rng = np.random.default_rng(seed)
     prompts = [tuple(rng.integers(0, 48, rng.integers(1, 17)).tolist()) for _ in range(count)]
     return [
-        Request(100 + group * responses + index, prompt, group)
+        Request(100 + group * responses + index, prompt)
         for group, prompt in enumerate(prompts)
         for index in range(responses)
     ]
@@ -171,7 +172,7 @@ def test_decoding_over_part_of_the_cache_and_compiling_ahead_change_nothing(para
     engine.compile_ahead([20, *(len(request.prompt_tokens) for request in requests)])
     ahead = set(engine._compiled._programs)
     assert_same_responses(engine.generate(requests, Sampling(temperature=1.2), seed=7), expected)
-    engine.generate([Request(0, (1,) * 20, 0)], Sampling(min_tokens=12), seed=0)  # as long as it gets
+    engine.generate([Request(0, (1,) * 20)], Sampling(min_tokens=12), seed=0)  # as long as it gets
     assert set(engine._compiled._programs) == ahead
     assert engine.compilations <= engine.most_compilations
     assert engine._cache.sizes == (4, 8, 12, 16, 20, 24, 28, 32)
@@ -205,8 +206,6 @@ def test_a_prefill_has_no_more_rows_than_prompts_come_at_a_time(engine, params):
     requests = problems(5, responses=3, seed=7)
     found, expected = (one.generate(requests, Sampling(), seed=11) for one in (narrow, engine))
     assert_same_responses(found, expected)
-    with pytest.raises(ValueError, match="a prefill takes 1 to 2 prompts, got 3"):
-        narrow.prefill([(1,), (2,), (3,)])
 
 
 def test_callbacks_see_every_completion(engine):
@@ -236,7 +235,7 @@ def test_top_k_of_one_is_greedy(engine):
 
 def test_nothing_recompiles(engine):
     engine.generate(problems(10, responses=2), Sampling(), seed=0)
-    engine.generate([Request(0, (1,) * 20, 0)], Sampling(), seed=0)  # the other bucket of prompt lengths
+    engine.generate([Request(0, (1,) * 20)], Sampling(), seed=0)  # the other bucket of prompt lengths
     compilations = engine.compilations
     assert compilations <= engine.most_compilations
     for step, temperature in enumerate([0.3, 1.0, 2.0]):
@@ -258,11 +257,9 @@ def test_no_requests_no_completions(engine):
 
 
 def test_versions_never_mix(engine, params):
-    prefilled = engine.prefill([(1, 2, 3)])
     engine.load(weights(1), version=2)
-    with pytest.raises(AssertionError, match="version 1 cannot be continued by version 2"):
-        engine.insert(prefilled, [Placement(0, 0, 5)], Sampling(), seed=0)
-    engine.insert(engine.prefill([(1, 2, 3)]), [Placement(0, 0, 5)], Sampling(), seed=0)
+    engine.add(Request(5, (1, 2, 3)), Sampling(min_tokens=12), seed=0)
+    engine.step()
     with pytest.raises(RuntimeError, match="1 responses are being generated with version 2"):
         engine.load(params, version=3)
     engine.free()
@@ -270,19 +267,34 @@ def test_versions_never_mix(engine, params):
     assert engine.generate(problems(1), Sampling(), seed=0)[0].version == 3
 
 
-def test_prefill_insert_and_decode_by_hand_give_what_generate_gives(engine):
-    request = problems(1)[0]
-    expected = engine.generate([request], Sampling(), seed=4)[0]
-    prefilled = engine.prefill([(9, 9), request.prompt_tokens])
-    engine.insert(prefilled, [Placement(1, 2, request.request_id)], Sampling(), seed=4)
-    tokens, going = [], True
-    while going:
-        (drawn,) = engine.decode()
-        assert drawn.slot == 2
-        tokens += drawn.tokens
-        going = drawn.active
+def test_requests_join_while_others_are_under_way_with_seeds_and_settings_of_their_own(engine):
+    requests = problems(7)
+    expected = [engine.generate([request], Sampling(), seed=4)[0] for request in requests]
+    expected += engine.generate([replace(requests[0], request_id=900)], Sampling(top_k=2), seed=5)
+    found = []
+    for turn, request in enumerate(requests):
+        engine.add(request, Sampling(), seed=4)
+        found += engine.step() if turn % 3 else []
+    engine.add(replace(requests[0], request_id=900), Sampling(top_k=2), seed=5)
+    while engine.unfinished:
+        found += engine.step()
+    assert engine.step() == []
     engine.free()
-    assert tuple(tokens) == expected.tokens
+    assert_same_responses(sorted(found, key=lambda one: one.request_id), expected)
+
+
+def test_a_request_may_have_its_own_limit_and_stop_tokens(engine):
+    plain, other = problems(2)
+    whole = engine.generate([plain, replace(other, stop_tokens=())], Sampling(), seed=3)
+    assert len(whole[0].tokens) > 2 and len(whole[1].tokens) == 12, "both go on for a while"
+    stop = whole[1].tokens[6]
+    first = whole[1].tokens.index(stop)
+    requests = [replace(plain, max_tokens=2), replace(other, stop_tokens=(stop,)), replace(plain, request_id=77)]
+    cut, stopped, _ = engine.generate(requests, Sampling(), seed=3)
+    assert (cut.tokens, cut.truncated) == (whole[0].tokens[:2], True)
+    assert (stopped.tokens, stopped.truncated) == (whole[1].tokens[: first + 1], False)
+    _, late, _ = engine.generate(requests, Sampling(min_tokens=12), seed=3)
+    assert len(late.tokens) == 12 and stop not in late.tokens[:-1], "min_tokens holds back the request's own"
 
 
 def alive() -> int:
@@ -301,7 +313,8 @@ def test_generate_leaves_no_cache_and_unload_no_weights(engine, params):
     assert alive() == before + size
     engine.generate(problems(2), Sampling(), seed=0)
     assert alive() == before + size
-    engine.insert(engine.prefill([(1, 2, 3)]), [Placement(0, 0, 5)], Sampling(), seed=0)
+    engine.add(Request(5, (1, 2, 3)), Sampling(min_tokens=12), seed=0)
+    engine.step()
     assert alive() > before + size  # the cache would be seen
     engine.free()
     assert alive() == before + size
@@ -317,7 +330,7 @@ def test_a_failing_callback_does_not_leave_slots_taken(engine):
 
     with pytest.raises(KeyError, match="reward"):
         engine.generate(problems(6), Sampling(), seed=0, on_completion=fail)
-    assert engine.active == 0
+    assert engine.active == 0 and not engine.unfinished
     assert len(engine.generate(problems(6), Sampling(), seed=0)) == 6
 
 
@@ -330,10 +343,12 @@ def test_diverged_weights_are_reported(engine, params):
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(0, (1,) * 21, 0), "a prompt of 21 tokens; expected 1 to max_prompt_tokens=20"),
-        (Request(0, (), 0), "a prompt of 0 tokens"),
-        (Request(0, (1, 48), 0), "outside the vocabulary of 48"),
-        (Request(2**32, (1,), 0), "request_id=4294967296 does not fit"),
+        (Request(0, (1,) * 21), "a prompt of 21 tokens; expected 1 to max_prompt_tokens=20"),
+        (Request(0, ()), "a prompt of 0 tokens"),
+        (Request(0, (1, 48)), "outside the vocabulary of 48"),
+        (Request(2**32, (1,)), "request_id=4294967296 does not fit"),
+        (Request(3, (1,), max_tokens=13), "max_tokens=13 of request 3; expected 1 to max_response_tokens=12"),
+        (Request(3, (1,), stop_tokens=(1, 48)), r"stop_tokens=\(1, 48\) of request 3; expected at most 8 ids"),
     ],
 )
 def test_requests_that_cannot_be_answered(engine, request_, message):

@@ -60,7 +60,7 @@ def run(model: ModelConfig, **sizes: int):
     engine.load(jax.device_put(params, layout), version=0)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 32, rng.integers(1, 13)).tolist()) for _ in range(5)]
-    requests = [Request(3 * group + i, prompt, group) for group, prompt in enumerate(prompts) for i in range(3)]
+    requests = [Request(3 * group + i, prompt) for group, prompt in enumerate(prompts) for i in range(3)]
     return engine, engine.generate(requests, Sampling(temperature=0.8, top_p=0.95), seed=11)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
-from jaxrlhf.engine import Engine, Placement, Request
+from jaxrlhf.engine import Engine, Request
 from jaxrlhf.engine.block_manager import BlockManager
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS
 from jaxrlhf.models.config import ModelConfig
@@ -70,7 +70,7 @@ def requests() -> list[Request]:
     rng = np.random.default_rng(0)
     example = tuple(rng.integers(0, 32, 40).tolist())
     prompts = [(*example, *range(4, 30)), example[:5], example[:PAGE_TOKENS], (*example, 7, 8)]
-    return [Request(4 * group + i, prompt, group) for group, prompt in enumerate(prompts) for i in range(4)]
+    return [Request(4 * group + i, prompt) for group, prompt in enumerate(prompts) for i in range(4)]
 
 
 def generate(engine: Engine):
@@ -132,9 +132,10 @@ def test_nothing_but_decoding_in_fewer_slots_compiles_after_compiling_ahead(page
 
 
 def test_responses_to_a_prompt_share_the_pages_that_it_fills(paged):
-    prompt = tuple(range(4, 24)) * 3
-    prefilled = paged.prefill([prompt, (*prompt[:40], 1)])
-    paged.insert(prefilled, [Placement(row, slot, slot) for slot, row in enumerate((0, 0, 0, 1))], Sampling(), seed=0)
+    prompt = (tuple(range(4, 24)) * 3)[:50]
+    for number, own in enumerate([prompt, prompt, prompt, (*prompt[:40], 1)]):
+        paged.add(Request(number, own), Sampling(min_tokens=LONGEST_RESPONSE), seed=0)
+    paged.step()
     book, other = paged._cache._books
     assert (book.in_use, other.in_use) == (1 + 4, 0)  # the first page, and for each slot what comes after it
     assert len({book.held(slot)[0] for slot in range(4)}) == 1
@@ -142,10 +143,10 @@ def test_responses_to_a_prompt_share_the_pages_that_it_fills(paged):
 
 
 def test_every_page_is_given_back_when_its_responses_end(paged):
-    prefilled = paged.prefill([requests()[0].prompt_tokens])
-    paged.insert(prefilled, [Placement(0, 2, 0), Placement(0, 7, 1), Placement(0, 9, 2)], Sampling(), seed=4)
-    while paged.active:
-        paged.decode()
+    for request in requests()[:3]:
+        paged.add(request, Sampling(), seed=4)
+    while paged.unfinished:
+        paged.step()
         assert sum(book.in_use for book in paged._cache._books)
     paged._cache.hold(paged._book.next_tokens_B, paged._book.slot_B)
     assert [book.in_use for book in paged._cache._books] == [0, 0]

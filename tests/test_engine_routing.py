@@ -61,7 +61,7 @@ def rollout(params):
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(4, 32, length).tolist()) for length in (1, 4, 7, 10)]
     asked = [prompts[index % 4] for index in range(10)]
-    requests = [Request(index, prompt, index % 4) for index, prompt in enumerate(asked)]
+    requests = [Request(index, prompt) for index, prompt in enumerate(asked)]
     completions = sampler.generate(requests, Sampling(), seed=1)
     assert len({len(completion.tokens) for completion in completions}) > 2
     problems = [Problem(index % 4, "", prompt) for index, prompt in enumerate(asked)]
@@ -165,7 +165,7 @@ def test_replay_agrees_on_equal_weights_and_not_on_others(kind):
     sampler = engine(model, records_routing=True)
     sampler.load(params, version=0)
     prompts = [tuple(rng.integers(4, 32, length).tolist()) for length in (2, 9)]
-    completions = sampler.generate([Request(n, prompts[n % 2], n % 2) for n in range(6)], Sampling(), seed=1)
+    completions = sampler.generate([Request(n, prompts[n % 2]) for n in range(6)], Sampling(), seed=1)
     problems = [Problem(n % 2, "", prompts[n % 2]) for n in range(6)]
     sequences = to_rollout(problems, completions, width=WIDTH).sequences
     assert sequences.choice_BTLk.shape[2:] == (2, 2), "layers with experts, and experts of a token"

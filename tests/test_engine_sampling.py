@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine.sampling import sample, settings_of, uniforms
 
-SAMPLE = jax.jit(sample, static_argnames="stop_tokens")
+SAMPLE = jax.jit(sample)
+NO_STOP = jnp.full((4096, 1), -1, jnp.int32)
 UNIFORMS = jax.jit(uniforms)
 LAST_UNIFORM = np.float32(1 - 2**-24)
 
@@ -29,10 +30,9 @@ def draw(logits_V, *, draws: int, sampling: Sampling, uniform_B2=None, position:
     position_B = jnp.full(draws, position, jnp.int32)
     if uniform_B2 is None:
         uniform_B2 = UNIFORMS(jnp.full(draws, seed, jnp.uint32), jnp.arange(draws, dtype=jnp.uint32), position_B)
-    settings = settings_of(sampling, slots=draws)
-    token_B, logp_B = SAMPLE(
-        logits_BV, jnp.asarray(uniform_B2, jnp.float32), position_B, settings, stop_tokens=stop_tokens
-    )
+    settings = settings_of([sampling] * draws)
+    stop_BE = jnp.tile(jnp.array([-1, *stop_tokens], jnp.int32), (draws, 1))
+    token_B, logp_B = SAMPLE(logits_BV, jnp.asarray(uniform_B2, jnp.float32), position_B, settings, stop_BE=stop_BE)
     return np.asarray(token_B), np.asarray(logp_B)
 
 
@@ -94,7 +94,9 @@ def test_top_k_of_one_is_greedy():
     position_B = jnp.zeros(64, jnp.int32)
     uniform_B2 = jnp.full((64, 2), 0.9)
     tokens = [
-        SAMPLE(jnp.asarray(logits_BV), uniform_B2, position_B, settings_of(sampling, slots=64), stop_tokens=()).token_B
+        SAMPLE(
+            jnp.asarray(logits_BV), uniform_B2, position_B, settings_of([sampling] * 64), stop_BE=NO_STOP[:64]
+        ).token_B
         for sampling in (Sampling(top_k=1), Sampling(greedy=True))
     ]
     np.testing.assert_array_equal(tokens[0], tokens[1])
@@ -105,12 +107,12 @@ def test_slots_draw_by_their_own_settings():
     """A greedy, a narrow and a plain slot side by side."""
     logits = np.log(softmax(np.random.default_rng(5).normal(0, 1, 16)))
     each = [Sampling(greedy=True), Sampling(top_k=2), Sampling()]
-    settings = jax.tree.map(lambda *rows: jnp.concatenate(rows), *(settings_of(s, slots=1000) for s in each))
+    settings = settings_of([sampling for sampling in each for _ in range(1000)])
     request_B = jnp.arange(3000, dtype=jnp.uint32)
     position_B = jnp.zeros(3000, jnp.int32)
     uniform_B2 = UNIFORMS(jnp.zeros(3000, jnp.uint32), request_B, position_B)
     logits_BV = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (3000, 16))
-    token_B = np.asarray(SAMPLE(logits_BV, uniform_B2, position_B, settings, stop_tokens=()).token_B)
+    token_B = np.asarray(SAMPLE(logits_BV, uniform_B2, position_B, settings, stop_BE=NO_STOP[: len(logits_BV)]).token_B)
     best = np.argsort(-logits)
     assert set(token_B[:1000]) == {best[0]}
     assert set(token_B[1000:2000]) == set(best[:2])
@@ -173,8 +175,8 @@ def test_devices_that_split_a_vocabulary_exchange_sums_and_a_chunk_of_it(vocab: 
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*split)))
 
     logits, uniforms = abstract((8, vocab), jnp.float32, None, "tensor"), abstract((8, 2), jnp.float32)
-    settings = jax.tree.map(lambda x: abstract(x.shape, x.dtype), settings_of(Sampling(top_k=5, top_p=0.9), slots=8))
-    lowered = SAMPLE.lower(logits, uniforms, abstract((8,), jnp.int32), settings, stop_tokens=(1,))
+    settings = jax.tree.map(lambda x: abstract(x.shape, x.dtype), settings_of([Sampling(top_k=5, top_p=0.9)] * 8))
+    lowered = SAMPLE.lower(logits, uniforms, abstract((8,), jnp.int32), settings, stop_BE=abstract((8, 1), jnp.int32))
     program = lowered.compile().as_text()
     moved = re.findall(r"= \(?\w+\[([\d,]*)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute)", program)
     entries = [math.prod(int(size) for size in shape.split(",") if size) for shape in moved]

@@ -4,54 +4,67 @@ import random
 
 import pytest
 
+from jaxrlhf.config import Sampling
 from jaxrlhf.engine.buckets import busy_buckets, fit, halving_buckets, length_buckets
-from jaxrlhf.engine.scheduler import Request, Scheduler
+from jaxrlhf.engine.scheduler import Scheduler
+from jaxrlhf.engine.sequence import Request, SequenceState
 
 STOP = 99
 
 
-def requests_of(groups: int, *, responses: int) -> list[Request]:
-    return [Request(group * responses + i, (group + 1, 7), group) for group in range(groups) for i in range(responses)]
+def sequence(request_id: int, prompt: tuple[int, ...] = (1,)) -> SequenceState:
+    return SequenceState(Request(request_id, prompt), Sampling(), seed=0, limit=9, stop_tokens=(STOP,))
 
 
-def drive(requests, *, slots: int, rows: int, seed: int = 0):
-    """Run to the end; every request draws `3 + request_id % 5` tokens, then stops or, if even, is cut."""
-    scheduler = Scheduler(requests, slots=slots, stop_tokens=(STOP,), version=3)
+def sequences_of(prompts: int, *, responses: int) -> list[SequenceState]:
+    return [sequence(prompt * responses + i, (prompt + 1, 7)) for prompt in range(prompts) for i in range(responses)]
+
+
+def scheduler_of(sequences, *, slots: int) -> Scheduler:
+    scheduler = Scheduler(slots=slots)
+    for one in sequences:
+        scheduler.add(one)
+    return scheduler
+
+
+def drive(sequences, *, slots: int, rows: int, seed: int = 0, later=()):
+    """Run to the end; every response draws `3 + request_id % 5` tokens, then stops or, if even, is cut."""
+    scheduler, later = scheduler_of(sequences, slots=slots), list(later)
     rng, taken, prefills, done = random.Random(seed), {}, [], []
-    while not scheduler.finished:
+    while scheduler.unfinished or later:
+        if later and rng.random() < 0.5:
+            scheduler.add(later.pop(0))
         if scheduler.refill_due:
             while scheduler.placeable:
                 if scheduler.prefill_due:
                     prefills.append(scheduler.take_prompts(rows))
-                for row, slot, request_id in scheduler.place(rows):
+                for row, slot, placed in scheduler.place(rows):
                     assert slot not in taken, "a slot was given twice"
                     assert 0 <= slot < slots
-                    request = next(r for r in requests if r.request_id == request_id)
-                    assert prefills[-1][row] == request.prompt_tokens, "a request was given another prompt's row"
-                    taken[slot] = [request_id, 3 + request_id % 5]
-        assert taken, "nothing is under way and nothing is finished"
+                    assert prefills[-1][row] == placed.request.prompt_tokens, "it was given another prompt's row"
+                    taken[slot] = 3 + placed.request.request_id % 5
+        assert taken or not scheduler.unfinished, "nothing is under way and nothing is finished"
         for slot in list(taken):
-            request_id, left = taken[slot]
-            drawn = min(left, rng.randint(1, 4))
-            last = drawn == left
-            tokens = [request_id] * drawn
-            if last and request_id % 2:
-                tokens[-1] = STOP
-            taken[slot][1] -= drawn
-            completion = scheduler.record(slot, tokens, [-0.5] * drawn, active=not last)
-            assert (completion is not None) == last
-            if last:
+            one, drawn = scheduler.placed(slot), min(taken[slot], rng.randint(1, 4))
+            assert one.slot == slot
+            one.tokens += [one.request.request_id] * drawn
+            one.logps += [-0.5] * drawn
+            taken[slot] -= drawn
+            if not taken[slot]:
+                if one.request.request_id % 2:
+                    one.tokens[-1] = STOP
+                scheduler.end(one)
                 del taken[slot]
-                done.append(completion)
+                done.append(one.completion(version=3))
     return done, prefills
 
 
 @pytest.mark.parametrize("slots", [1, 3, 16, 64])
 @pytest.mark.parametrize("rows", [1, 2, 8])
 def test_every_request_is_answered_once_with_its_own_tokens(slots, rows):
-    requests = requests_of(9, responses=3)
-    done, _ = drive(requests, slots=slots, rows=rows)
-    assert sorted(c.request_id for c in done) == sorted(r.request_id for r in requests)
+    sequences = sequences_of(9, responses=3)
+    done, _ = drive(sequences[:20], slots=slots, rows=rows, later=sequences[20:])
+    assert sorted(c.request_id for c in done) == list(range(27))
     for completion in done:
         length = 3 + completion.request_id % 5
         stopped = bool(completion.request_id % 2)
@@ -62,52 +75,52 @@ def test_every_request_is_answered_once_with_its_own_tokens(slots, rows):
         assert completion.version == 3
 
 
-def test_a_prompt_is_prefilled_once_however_few_slots_its_group_finds():
-    requests = requests_of(5, responses=8)
-    random.Random(1).shuffle(requests)  # members of a group need not be neighbours
-    _, prefills = drive(requests, slots=3, rows=2)
+def test_a_prompt_is_prefilled_once_however_few_slots_its_responses_find():
+    sequences = sequences_of(5, responses=8)
+    random.Random(1).shuffle(sequences)  # those with one prompt need not be neighbours
+    _, prefills = drive(sequences, slots=3, rows=2)
     prompts = [prompt for batch in prefills for prompt in batch]
-    assert sorted(prompts) == sorted({r.prompt_tokens for r in requests})
+    assert sorted(prompts) == sorted({one.request.prompt_tokens for one in sequences})
     assert all(len(batch) <= 2 for batch in prefills)
 
 
 def test_refilling_waits_for_an_eighth_of_the_slots():
-    scheduler = Scheduler(requests_of(40, responses=1), slots=16, stop_tokens=(), version=0)
+    scheduler = scheduler_of(sequences_of(40, responses=1), slots=16)
     scheduler.take_prompts(40)
     scheduler.place(40)
     assert not scheduler.refill_due
-    scheduler.record(5, [1], [0.0], active=False)
+    scheduler.end(scheduler.placed(5))
     assert not scheduler.refill_due
-    scheduler.record(6, [1], [0.0], active=False)
+    scheduler.end(scheduler.placed(6))
     assert scheduler.refill_due
     assert [p.slot for p in scheduler.place(40)] == [5, 6]
 
 
 def test_the_last_requests_do_not_wait_for_more_slots_than_they_need():
-    scheduler = Scheduler(requests_of(17, responses=1), slots=16, stop_tokens=(), version=0)
+    scheduler = scheduler_of(sequences_of(17, responses=1), slots=16)
     scheduler.take_prompts(17)
     scheduler.place(17)
-    scheduler.record(0, [1], [0.0], active=False)
+    scheduler.end(scheduler.placed(0))
     assert scheduler.refill_due
 
 
 def test_no_requests_are_finished_at_once():
-    assert Scheduler([], slots=4, stop_tokens=(), version=0).finished
+    assert not Scheduler(slots=4).unfinished
 
 
-def test_the_same_id_twice_is_refused():
+def test_the_same_id_twice_is_refused_until_the_first_has_ended():
+    scheduler = scheduler_of([sequence(1)], slots=1)
     with pytest.raises(ValueError, match="same request_id"):
-        Scheduler([Request(1, (1,), 0), Request(1, (1,), 0)], slots=1, stop_tokens=(), version=0)
-
-
-def test_a_group_with_two_prompts_is_refused():
-    with pytest.raises(ValueError, match="group 4 have different prompts"):
-        Scheduler([Request(1, (1,), 4), Request(2, (2,), 4)], slots=1, stop_tokens=(), version=0)
+        scheduler.add(sequence(1))
+    scheduler.take_prompts(1)
+    scheduler.place(1)
+    scheduler.end(scheduler.placed(0))
+    scheduler.add(sequence(1))
 
 
 def test_a_free_slot_cannot_draw():
     with pytest.raises(AssertionError, match="slot 0 is free"):
-        Scheduler([], slots=1, stop_tokens=(), version=0).record(0, [1], [0.0], active=True)
+        Scheduler(slots=1).placed(0)
 
 
 def test_length_buckets_have_two_significant_bits():

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
-from jaxrlhf.engine import Engine, Placement, Request
+from jaxrlhf.engine import Engine, Request
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, shardings
@@ -42,7 +42,7 @@ def requests():
     """Five groups of three: more responses than slots, so that slots are taken again."""
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 32, rng.integers(1, 13)).tolist()) for _ in range(5)]
-    return [Request(3 * group + i, prompt, group) for group, prompt in enumerate(prompts) for i in range(3)]
+    return [Request(3 * group + i, prompt) for group, prompt in enumerate(prompts) for i in range(3)]
 
 
 def engine_of(mesh, stage_axis="stage", model=MODEL, slots=6, stop_tokens=(3,)):
@@ -119,9 +119,9 @@ def test_generation_on_two_of_the_four_stages_of_training(params, requests, expe
 def running(params, requests):
     """An engine on four stages in the middle of its responses, and what its prefill left."""
     engine = engine_on(mesh_of({"data": 2, "stage": 4}, jax.devices()), params)
-    prefilled = engine.prefill([requests[0].prompt_tokens])
-    engine.insert(prefilled, [Placement(0, 0, 0)], SAMPLING, seed=1)
-    engine.decode()
+    prefilled = engine._prefill([requests[0].prompt_tokens])
+    engine.add(requests[0], SAMPLING, seed=1)
+    engine.step()
     return engine, prefilled
 
 
@@ -129,7 +129,7 @@ def running(params, requests):
 def test_replicas_leave_idle_slots_together(params, sizes, monkeypatch):
     monkeypatch.setattr("jaxrlhf.engine.engine.FEWEST_SLOTS", 2)
     slots = 32
-    many = [Request(index, tuple(range(1, 2 + index % 5)), index) for index in range(slots)]
+    many = [Request(index, tuple(range(1, 2 + index % 5))) for index in range(slots)]
     one, several = (
         engine_on(
             mesh_of(shape, jax.devices()[: math.prod(shape.values())]),

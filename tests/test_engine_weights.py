@@ -17,7 +17,7 @@ from jaxrlhf.engine.weights import Weights
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 
-REQUESTS = [Request(3 * group + i, (4 + group, 7, 9 - group), group) for group in range(3) for i in range(3)]
+REQUESTS = [Request(3 * group + i, (4 + group, 7, 9 - group)) for group in range(3) for i in range(3)]
 
 
 def layers_apart(config, params, pipeline=None):

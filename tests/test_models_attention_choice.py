@@ -216,7 +216,7 @@ def test_a_run_tries_kernels_when_its_workers_are_built_and_its_table_names_them
 def test_programs_compute_with_the_kernels_they_are_given(program, kernel, monkeypatch):
     for table, name in ((ROWS, "splash"), (DECODE, "pallas")):
         monkeypatch.setitem(table, name, raises)
-    sizes = {"replicas": 1, "max_response_tokens": 8, "stop_tokens": (), "tokens_per_dispatch": 2}
+    sizes = {"replicas": 1, "most_stop_tokens": 1, "tokens_per_dispatch": 2}
 
     def trace(attention):
         shape = programs.Shape(config=CONFIG, **sizes, dtype=jnp.float32, attention=attention)

@@ -169,7 +169,7 @@ def generated(params, layout, devices):
         ),
     )
     engine.load(weights, version=0)
-    requests = [Request(index, (1 + index, 2, 7 * index % 32), index) for index in range(8)]
+    requests = [Request(index, (1 + index, 2, 7 * index % 32)) for index in range(8)]
     return hybrid, engine.generate(requests, Sampling(temperature=0.8), seed=11)
 
 

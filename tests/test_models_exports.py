@@ -84,7 +84,7 @@ def test_transformers_draws_the_tokens_that_our_engine_draws(exported):
         dtype=jnp.float32,
     )
     engine.load(params, version=1)
-    requests = [Request(index, prompt, index) for index, prompt in enumerate(PROMPTS)]
+    requests = [Request(index, prompt) for index, prompt in enumerate(PROMPTS)]
     ours = [list(completion.tokens) for completion in engine.generate(requests, Sampling(greedy=True), seed=0)]
     assert ours == greedy(export)
     assert ours != greedy(source)

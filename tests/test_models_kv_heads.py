@@ -74,7 +74,7 @@ def run(config, lora, cache, **sizes):
         attention=models.choose_attention(config, jnp.float32, mesh, **axes, decodes=True, cache=cache),
     )
     engine.load(adapted(weights["parameters"], weights.get("adapters", {})), version=0)
-    requests = [Request(i, tuple(token_RW[i % ROWS, : 3 + i % ROWS].tolist()), i % ROWS) for i in range(8)]
+    requests = [Request(i, tuple(token_RW[i % ROWS, : 3 + i % ROWS].tolist())) for i in range(8)]
     completions = engine.generate(requests, Sampling(temperature=0.8), seed=11)
     params, _ = hybrid.to_training(weights, params)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), before)

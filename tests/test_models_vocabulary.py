@@ -104,7 +104,7 @@ def sampled(config, params, sizes):
         kv_head_axis="tensor",
     )
     engine.load(jax.device_put(params, layout_of(config, mesh, GENERATE)), version=0)
-    requests = [Request(index, (index, 96, 5), index) for index in range(8)]
+    requests = [Request(index, (index, 96, 5)) for index in range(8)]
     # So hot that a padded row would be drawn at once, and noise of 50 would be all that is drawn.
     return engine.generate(requests, Sampling(temperature=5.0), seed=7)
 

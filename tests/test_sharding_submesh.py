@@ -196,7 +196,7 @@ def test_two_submeshes_generate_what_the_spanning_engine_does() -> None:
     mesh, weights = generation_mesh(layout, jax.devices()), weights_of(layout)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 32, 8).tolist()) for _ in range(6)]
-    requests = [Request(2 * group + copy, prompt, group) for group, prompt in enumerate(prompts) for copy in range(2)]
+    requests = [Request(2 * group + copy, prompt) for group, prompt in enumerate(prompts) for copy in range(2)]
     together = generate(mesh, weights, requests)
     parts = submeshes(mesh, size=4)
     halves = (requests[:6], requests[6:])

@@ -1,4 +1,4 @@
-"""Generation: continuous batching over slots, in the shape of JetStream's engine."""
+"""Generation: an engine that answers requests with the weights of one version at a time."""
 
-from jaxrlhf.engine.engine import Engine, Prefilled
-from jaxrlhf.engine.scheduler import Completion, Drawn, Placement, Request
+from jaxrlhf.engine.engine import Engine
+from jaxrlhf.engine.sequence import Completion, Request

@@ -1,11 +1,11 @@
 """Refusals of an engine: sizes that fit neither model nor mesh, and requests that it cannot answer."""
 
-from collections.abc import Sequence
-
+import jax
 from jax.sharding import Mesh
 
+from jaxrlhf.batch import Params
 from jaxrlhf.config import Refusal
-from jaxrlhf.engine.scheduler import Request
+from jaxrlhf.engine.sequence import Request
 from jaxrlhf.models import AnyModel
 
 
@@ -44,8 +44,29 @@ def check_split(
             )
 
 
-def check_prompt(prompt: tuple[int, ...], *, longest: int, vocab: int) -> None:
-    """Raise `Refusal` if a prompt is empty, too long or outside the vocabulary."""
+def check_laid_out(params: Params, mesh: Mesh) -> None:
+    """Raise `ValueError` if weights are elsewhere than on all devices of the mesh."""
+    devices = set(mesh.devices.flat)
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not isinstance(leaf, jax.Array) or leaf.sharding.device_set != devices:
+            raise ValueError(f"{jax.tree_util.keystr(path)} is not laid out over the engine's mesh; re-layout first")
+
+
+def check_routing(config: AnyModel, *, records_routing: bool) -> None:
+    """Raise `Refusal` if experts are to be recorded of a model that has none."""
+    if records_routing and config.experts is None:
+        raise Refusal("replay_routing records choices of experts, of which this model has none; leave it out")
+
+
+def check_request(request: Request, *, seed: int, longest: int, vocab: int, most_tokens: int, most_stops: int) -> None:
+    """Raise `Refusal` if the engine cannot answer a request.
+
+    Args:
+      longest: Most tokens of a prompt.
+      vocab: Ids of the vocabulary.
+      most_tokens, most_stops: Most tokens of a response, and of those that may end it.
+    """
+    prompt = request.prompt_tokens
     if not 0 < len(prompt) <= longest:
         raise Refusal(
             f"a prompt of {len(prompt)} tokens; expected 1 to max_prompt_tokens={longest}: "
@@ -53,11 +74,17 @@ def check_prompt(prompt: tuple[int, ...], *, longest: int, vocab: int) -> None:
         )
     if not (min(prompt) >= 0 and max(prompt) < vocab):
         raise Refusal(f"prompt ids from {min(prompt)} to {max(prompt)} lie outside the vocabulary of {vocab}")
-
-
-def check_keys(requests: Sequence[Request], *, seed: int) -> None:
-    """Raise `Refusal` if a number does not fit the random key of a draw."""
-    for name, values in (("seed", [seed]), ("request_id", [request.request_id for request in requests])):
-        for value in values:
-            if not 0 <= value < 2**32:
-                raise Refusal(f"{name}={value} does not fit the random key; expected 0 to 2**32 - 1")
+    for name, value in (("seed", seed), ("request_id", request.request_id)):
+        if not 0 <= value < 2**32:
+            raise Refusal(f"{name}={value} does not fit the random key; expected 0 to 2**32 - 1")
+    if request.max_tokens is not None and not 0 < request.max_tokens <= most_tokens:
+        raise Refusal(
+            f"max_tokens={request.max_tokens} of request {request.request_id}; expected 1 to "
+            f"max_response_tokens={most_tokens} of the engine"
+        )
+    stops = request.stop_tokens or ()
+    if len(stops) > most_stops or any(not 0 <= stop < vocab for stop in stops):
+        raise Refusal(
+            f"stop_tokens={stops} of request {request.request_id}; expected at most {most_stops} ids of the "
+            f"vocabulary of {vocab}"
+        )

@@ -5,10 +5,12 @@ One SPMD program spans the mesh: slots are split over `slot_axes`, attention hea
 lengths they serve, so a call that would recompile anything else is an error instead of a pause.
 
     engine.load(params, version=7)
-    completions = engine.generate(requests, sampling, seed=0)
+    engine.add(request, sampling, seed=0)  # at any time, also while others are under way
+    while engine.unfinished:
+        for completion in engine.step():
+            ...
 
-`generate` is made of `prefill`, `insert`, `dispatch`, `read` and `free`, which a server can drive itself;
-`decode` is `dispatch` and `read`.
+`engine.generate(requests, sampling, seed=0)` is that loop for a batch.
 """
 
 import math
@@ -24,15 +26,14 @@ from jaxrlhf import config as knobs
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.buckets import busy_buckets, fit, halving_buckets, length_buckets
-from jaxrlhf.engine.checks import check_keys, check_prompt, check_sizes, check_split
+from jaxrlhf.engine.checks import check_laid_out, check_request, check_routing, check_sizes, check_split
 from jaxrlhf.engine.compiled import Compiled
 from jaxrlhf.engine.kv_cache import PageCache, SlotCache
 from jaxrlhf.engine.layout import EngineShardings, same_layout
 from jaxrlhf.engine.programs import Prefilled
-from jaxrlhf.engine.routing import RoutingRecord
-from jaxrlhf.engine.sampling import settings_of
-from jaxrlhf.engine.scheduler import Completion, Drawn, Placement, Request, Scheduler
-from jaxrlhf.engine.slot_book import SlotBook
+from jaxrlhf.engine.scheduler import Placement, Scheduler
+from jaxrlhf.engine.sequence import Completion, Request, SequenceState
+from jaxrlhf.engine.slot_book import SlotBook, insertion_of
 from jaxrlhf.engine.weights import Weights, most_unstacked, spent_layers
 from jaxrlhf.models import XLA, AnyModel, Attention, pipeline_over
 from jaxrlhf.models.config import ModelConfig
@@ -48,6 +49,8 @@ FEWEST_SLOTS = 8
 
 MOST_SLOT_COUNTS = 4  # each compiles programs of its own
 
+STOP_TOKENS = 8  # that a request may have, at least
+
 
 class Engine:
     """Generates responses with one set of weights at a time.
@@ -56,7 +59,7 @@ class Engine:
       mesh: Auto axes.
       slots: Responses decoded together; rounded up to a multiple of the replicas.
       prompts: Prompts that come at a time, if that is known: a prefill has no more rows than they fill.
-      stop_tokens: Ids that end a response; they are kept in it.
+      stop_tokens: Ids that end a response unless its request names others; they are kept in it.
       decode_tokens_per_dispatch: Tokens decoded by one program call before slots refill.
       dtype: Dtype of activations and of the cache.
       slot_axes: Mesh axes that split the slots.
@@ -68,10 +71,9 @@ class Engine:
         then left later; None does not where the host would only share its cores with the devices, on CPU.
 
     Attributes:
-      slots: After rounding. Where no request waits for a slot any more, decoding goes on with those in use.
+      slots: Number after rounding; while no request waits for one, decoding goes on with those in use.
       prefill_prompts, insertions: Rows of a prefill, and of an insertion.
-      prefilled_prompts: Prompts that `prefill` ran so far.
-      attention: Kernels that the engine was given.
+      prefilled_prompts: Prompts that were run so far.
 
     Raises:
       Refusal: Sizes that do not fit the model or the mesh.
@@ -97,18 +99,13 @@ class Engine:
         goes_ahead: bool | None = None,
     ) -> None:
         capacity = max_prompt_tokens + max_response_tokens
-        check_sizes(
-            config,
-            capacity=capacity,
-            stop_tokens=stop_tokens,
-            slots=slots,
-            max_prompt_tokens=max_prompt_tokens,
-            max_response_tokens=max_response_tokens,
-            decode_tokens_per_dispatch=decode_tokens_per_dispatch,
-        )
+        lengths = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
+        counts = {"slots": slots, **lengths, "decode_tokens_per_dispatch": decode_tokens_per_dispatch}
+        check_sizes(config, capacity=capacity, stop_tokens=stop_tokens, **counts)
         if isinstance(config, ModelConfig) and config.latent is not None:
             kv_head_axis = None  # a rotated key and a latent serve all heads
         check_split(config, mesh, kv_copies=attention.kv_copies, kv_head_axis=kv_head_axis, stage_axis=stage_axis)
+        check_routing(config, records_routing=records_routing)
         replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
         self.slots = -(-slots // replicas) * replicas
         rows = 1 << (max(1, min(slots, PREFILL_TOKENS // max_prompt_tokens)).bit_length() - 1)
@@ -117,15 +114,14 @@ class Engine:
         self._shape = programs.Shape(
             config=config,
             replicas=replicas,
-            max_response_tokens=max_response_tokens,
-            stop_tokens=tuple(stop_tokens),
+            most_stop_tokens=max(STOP_TOKENS, len(stop_tokens)),
             tokens_per_dispatch=decode_tokens_per_dispatch,
             dtype=dtype,
             pipeline=pipeline_over(mesh, (stage_axis,), row_axes=slot_axes) if stage_axis else None,
             attention=attention,
             records_routing=records_routing,
         )
-        self._routing = RoutingRecord(config, on=records_routing)
+        self._max_response_tokens, self._stop_tokens = max_response_tokens, tuple(stop_tokens)
         self._goes_ahead = mesh.devices.flat[0].platform != "cpu" if goes_ahead is None else goes_ahead
         self._prompt_buckets = length_buckets(max_prompt_tokens)
         self._slot_counts = halving_buckets(self.slots // replicas, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
@@ -149,8 +145,13 @@ class Engine:
     def most_compilations(self) -> int:
         """Bound on `compilations`, whatever is generated."""
         prompts, counts = len(self._prompt_buckets), len(self._slot_counts)
-        states = 1 + most_unstacked(self._shape.config) + 2 * prompts + counts * (counts - 1) // 2
+        states = 1 + most_unstacked(self._shape.config) + 2 * prompts + counts * (counts - 1)
         return states + self._cache.most_compilations(prompts=prompts, counts=counts)
+
+    @property
+    def unfinished(self) -> bool:
+        """A request was added whose completion was not returned."""
+        return self._scheduler.unfinished
 
     @property
     def active(self) -> int:
@@ -171,15 +172,10 @@ class Engine:
         """
         if self.active:
             raise RuntimeError(
-                f"{self.active} responses are being generated with version {self._cache_version}; "
+                f"{self.active} responses are being generated with version {self._loaded().version}; "
                 f"finish or free() them before loading version {version}"
             )
-        devices = set(self._mesh.devices.flat)
-        for path, leaf in jax.tree.leaves_with_path(params):
-            if not isinstance(leaf, jax.Array) or leaf.sharding.device_set != devices:
-                raise ValueError(
-                    f"{jax.tree_util.keystr(path)} is not laid out over the engine's mesh; re-layout first"
-                )
+        check_laid_out(params, self._mesh)
         spent = spent_layers(self._shape.config, spent)
         signature = spent is None, [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params)]
         if self._signature is not None and not same_layout(self._signature, signature):
@@ -194,39 +190,31 @@ class Engine:
         self._weights = None
 
     def free(self) -> None:
-        """Drop the cache, and with it whatever is being generated."""
+        """Drop the cache, and with it all requests that are unfinished."""
         self._cache.free()
         if self._weights:
             self._weights.drop_copies()
         self._slots: programs.Slots | None = None
-        self._cache_version: int | None = None
-        self._book = self._blank_book()
-
-    def _blank_book(self) -> SlotBook:
-        return SlotBook(slots=self.slots, tokens_per_dispatch=self._shape.tokens_per_dispatch)
+        self._book = SlotBook(slots=self.slots, tokens_per_dispatch=self._shape.tokens_per_dispatch)
+        self._scheduler = Scheduler(slots=self.slots)
+        self._prefilled: Prefilled | None = None
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
         """Compile every program that prompts of these lengths need; buckets that they seldom fill are given up."""
         self._prompt_buckets = busy_buckets(self._prompt_buckets, prompt_lengths, together=self.prefill_prompts)
         shortest = {fit(length, self._prompt_buckets): length for length in sorted(prompt_lengths, reverse=True)}
         for length in shortest.values():
-            prefilled = self.prefill([(0,) * length])
+            prefilled = self._prefill([(0,) * length])
             for size in self._cache.sizes_for(length):
                 self._cache.grow(size)
-                self.insert(prefilled, [], knobs.Sampling(), seed=0)
-                self.decode()  # ends at once, as no slot is active
+                self._insert(prefilled, [])
+                self._dispatch()  # ends at once, as no slot is active
+                self._book.read()
             self.free()
 
-    def prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
-        """Run up to `prefill_prompts` prompts.
-
-        Raises:
-          ValueError: Too many prompts, or one that is empty, too long or outside the vocabulary.
-        """
+    def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
+        """Run up to `prefill_prompts` prompts."""
         weights = self._loaded()
-        if not 0 < len(prompts) <= self.prefill_prompts:
-            raise ValueError(f"a prefill takes 1 to {self.prefill_prompts} prompts, got {len(prompts)}")
-        self._check_prompts(prompts)
         width = fit(max(map(len, prompts)), self._prompt_buckets)
         token_PS = np.zeros((self.prefill_prompts, width), np.int32)
         length_P = np.ones(self.prefill_prompts, np.int32)
@@ -240,49 +228,32 @@ class Engine:
         result = self._compiled.run(("prefill", width), *arguments, out=self._layout.prompts)
         return Prefilled(result, tuple(prompts), weights.version)
 
-    def insert(
-        self, prefilled: Prefilled, placements: Sequence[Placement], sampling: knobs.Sampling, *, seed: int
-    ) -> None:
-        """Start up to `insertions` responses in free slots, and draw their first tokens.
-
-        Args:
-          seed: In [0, 2**32).
-        """
+    def _insert(self, prefilled: Prefilled, placements: Sequence[Placement]) -> None:
+        """Start up to `insertions` responses in free slots, and draw their first tokens."""
         weights = self._loaded()
         assert prefilled.version == weights.version, (
             f"prompts prefilled by version {prefilled.version} cannot be continued by version {weights.version}"
         )
-        assert len(self._book.slot_B) == self.slots, "slots that are no longer computed cannot take a response"
+        assert len(self._book.slot_B) == self.slots, "slots that are not computed cannot take a response"
         assert not self._book.unread, "a window that was not read yet may hold the last of a slot; read it first"
-        most = self.insertions
-        assert len(placements) <= most, f"an insertion takes {most} placements, got {len(placements)}"
-        row_I = np.zeros(most, np.int32)
-        slot_I = np.full(most, self.slots, np.int32)
-        request_I = np.zeros(most, np.uint32)
-        for index, (row, slot, request_id) in enumerate(placements):
-            row_I[index], slot_I[index], request_I[index] = row, slot, request_id
-            prompt_tokens = len(prefilled.tokens[row])
-            self._book.start(slot, prompt_tokens, limit=self._shape.max_response_tokens)
-            self._routing.start(slot, prefilled.prompts.choice_PSLk, row, prompt_tokens)
-        insertion = programs.Insertion(
-            row_I, slot_I, np.full(most, seed, np.uint32), request_I, settings_of(sampling, slots=most)
-        )
+        for row, slot, sequence in placements:
+            self._book.start(slot, len(prefilled.tokens[row]), limit=sequence.limit)
+            if prefilled.prompts.choice_PSLk is not None:  # read when the response ends, so nothing waits for it
+                sequence.prompt_choice = prefilled.prompts.choice_PSLk, row
+        sizes = {"rows": self.insertions, "slots": self.slots, "most_stops": self._shape.most_stop_tokens}
+        insertion = insertion_of(placements, **sizes)
         width = prefilled.prompts.prefix.key_LPSKH.shape[2]
         if self._slots is None:
             empty = partial(programs.empty_slots, slots=self.slots)
             self._slots = self._compiled.run(("empty slots",), empty, out=self._layout.slots)
-            self._cache_version = weights.version
         arguments = programs.insert, weights.params, self._slots, prefilled.prompts, insertion
         self._slots = self._compiled.run(("insert", width), *arguments, out=self._layout.slots, donate=1)
-        self._cache.place(prefilled, row_I, slot_I)
+        self._cache.place(prefilled, insertion.row_I, insertion.slot_I)
 
-    def dispatch(self) -> None:
+    def _dispatch(self) -> None:
         """Have up to `decode_tokens_per_dispatch` tokens drawn in every active slot; returns at once."""
         weights = self._loaded()
         assert self._slots is not None, "nothing was inserted"
-        assert self._cache_version == weights.version, (
-            f"the cache of version {self._cache_version} cannot be continued by version {weights.version}"
-        )
         self._cache.hold(self._book.next_tokens_B, self._book.slot_B)
         self._cache.arrays, self._slots, window = self._compiled.run(
             ("decode", len(self._book.slot_B), self._cache.size),
@@ -296,35 +267,92 @@ class Engine:
         )
         self._book.dispatched(window)
 
-    def read(self) -> list[Drawn]:
-        """Wait for the oldest dispatch that was not read yet.
+    def add(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> None:
+        """Put a request in the queue; `step` answers it.
 
-        Returns:
-          One entry for each slot that drew, counting the first token of new responses.
+        Args:
+          seed: In [0, 2**32). A response depends on it, on its request_id and prompt, and on nothing else.
 
         Raises:
-          FloatingPointError: The policy's logits are not finite.
+          Refusal: A request that cannot be answered, or a seed out of range.
+          ValueError: One with its request_id and seed is under way.
         """
-        return self._book.read(self._routing)
+        limit = self._max_response_tokens if request.max_tokens is None else request.max_tokens
+        stops = self._stop_tokens if request.stop_tokens is None else tuple(request.stop_tokens)
+        check_request(
+            request,
+            seed=seed,
+            longest=self._prompt_buckets[-1],
+            most_tokens=self._max_response_tokens,
+            most_stops=self._shape.most_stop_tokens,
+            vocab=self._shape.config.vocab_size,
+        )
+        self._scheduler.add(SequenceState(request, sampling, seed, limit, stops))
 
-    def decode(self) -> list[Drawn]:
-        """`dispatch` and `read`."""
-        self.dispatch()
-        return self.read()
+    def step(self) -> list[Completion]:
+        """Give free slots to requests that wait, draw tokens in all slots, and return the responses that ended.
+
+        Raises:
+          RuntimeError: No weights are loaded.
+          Diverged: The policy's logits are not finite.
+        """
+        version, scheduler = self._loaded().version, self._scheduler
+        if scheduler.refill_due and not self._book.unread:
+            self._take_back_slots()
+            while scheduler.placeable:
+                if scheduler.prefill_due:
+                    self._prefilled = self._prefill(scheduler.take_prompts(self.prefill_prompts))
+                assert self._prefilled is not None, "a request was placed before its prompt was prefilled"
+                self._insert(self._prefilled, scheduler.place(self.insertions))
+            if not scheduler.prefilled:
+                self._prefilled = None
+        if not self._book.unread:
+            if not self.active:
+                return []
+            self._dispatch()
+        # While requests wait, slots that become free would wait for them a window longer.
+        if self._goes_ahead and not scheduler.waiting and self._book.outlasts:
+            self._dispatch()
+        ended = []
+        for slot, tokens, logps, active, choice_WLk in self._book.read():
+            sequence = scheduler.placed(slot)
+            sequence.tokens += tokens
+            sequence.logps += logps
+            if choice_WLk is not None:
+                sequence.choices.append(choice_WLk)
+            if not active:
+                scheduler.end(sequence)
+                ended.append(sequence.completion(version))
+        if not scheduler.waiting:
+            self._leave_idle_slots()
+        return ended
 
     def _leave_idle_slots(self) -> None:
-        """Go on with as few slots as hold those in use; no response can be inserted afterwards."""
-        replicas = self._shape.replicas
-        slot_B = self._book.slot_B
+        """Go on with as few slots as hold those in use."""
+        replicas, slot_B = self._shape.replicas, self._book.slot_B
         busy_GB = self._book.taken_B[slot_B].reshape(replicas, -1)
         count = fit(int(busy_GB.sum(axis=1).max()), self._slot_counts)
-        if not busy_GB.any() or count >= busy_GB.shape[1]:
-            return
-        row_GB = np.argsort(~busy_GB, axis=1, kind="stable")[:, :count].astype(np.int32)
+        if busy_GB.any() and count < busy_GB.shape[1]:
+            row_GB = np.argsort(~busy_GB, axis=1, kind="stable")[:, :count].astype(np.int32)
+            first_G1 = np.arange(replicas)[:, None] * busy_GB.shape[1]
+            self._rearrange(row_GB, np.ones_like(row_GB, bool), slot_B[(row_GB + first_G1).reshape(-1)])
+
+    def _take_back_slots(self) -> None:
+        """Compute all slots again; those that come back are idle."""
+        slot_B = self._book.slot_B
+        if len(slot_B) < self.slots:
+            shape = replicas, _ = self._shape.replicas, self.slots // self._shape.replicas
+            row_B, here_B = np.zeros(self.slots, np.int32), np.zeros(self.slots, bool)
+            row_B[slot_B], here_B[slot_B] = np.arange(len(slot_B)) % (len(slot_B) // replicas), True
+            self._rearrange(row_B.reshape(shape), here_B.reshape(shape), np.arange(self.slots))
+
+    def _rearrange(self, row_GB: np.ndarray, goes_on_GB: np.ndarray, slot_B: np.ndarray) -> None:
+        """Have rows for these slots, made of rows of their replica; slots that had none before do not go on."""
         self._cache.keep(row_GB)
-        sizes = ("keep", len(slot_B), row_GB.size)
-        self._slots = self._compiled.run(sizes, programs.keep_rows, self._slots, row_GB, out=self._layout.slots)
-        self._book.keep((row_GB + np.arange(replicas)[:, None] * busy_GB.shape[1]).reshape(-1))
+        sizes = ("keep", len(self._book.slot_B), row_GB.size)
+        arguments = programs.keep_rows, self._slots, row_GB, goes_on_GB
+        self._slots = self._compiled.run(sizes, *arguments, out=self._layout.slots)
+        self._book.keep(slot_B)
 
     def generate(
         self,
@@ -335,52 +363,30 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Answer all requests, refilling slots as they become free; the cache is freed at the end.
+        """Answer all requests; the cache is freed at the end. Arguments and errors are those of `add` and `step`.
 
         Args:
-          seed: In [0, 2**32). A response depends on it, on its request_id and prompt, and on
-            nothing else of the call.
-          progress: Called after every read with the completions so far and in all.
+          progress: Called after every step with the completions so far and in all.
           on_completion: Called with each completion as it is read.
 
         Returns:
           One completion for each request, in their order.
 
         Raises:
-          Refusal: A request that cannot be answered, or a seed out of range.
-          RuntimeError: No weights are loaded, or slots are in use by `insert`.
-          FloatingPointError: The policy's logits are not finite.
+          RuntimeError: Other requests are unfinished.
         """
-        version = self._loaded().version
-        if self.active:
+        self._loaded()
+        if self.unfinished:
             raise RuntimeError(f"{self.active} responses are being generated; finish or free() them first")
-        self._check_prompts([request.prompt_tokens for request in requests])
-        check_keys(requests, seed=seed)
-        scheduler = Scheduler(requests, slots=self.slots, stop_tokens=self._shape.stop_tokens, version=version)
         completions: dict[int, Completion] = {}
-        prefilled: Prefilled | None = None
         try:
-            while not scheduler.finished:
-                if scheduler.refill_due:
-                    while scheduler.placeable:
-                        if scheduler.prefill_due:
-                            prefilled = self.prefill(scheduler.take_prompts(self.prefill_prompts))
-                        assert prefilled is not None, "a request was placed before its prompt was prefilled"
-                        self.insert(prefilled, scheduler.place(self.insertions), sampling, seed=seed)
-                if not self._book.unread:
-                    self.dispatch()
-                # While requests wait, slots that become free would wait for them a window longer.
-                if self._goes_ahead and not scheduler.waiting and self._book.outlasts:
-                    self.dispatch()
-                for slot, tokens, logps, active in self.read():
-                    completion = scheduler.record(slot, tokens, logps, active=active)
-                    if completion is not None:
-                        completion = self._routing.complete(slot, completion)
-                        completions[completion.request_id] = completion
-                        if on_completion is not None:
-                            on_completion(completion)
-                if not scheduler.waiting:
-                    self._leave_idle_slots()
+            for request in requests:
+                self.add(request, sampling, seed=seed)
+            while self.unfinished:
+                for completion in self.step():
+                    completions[completion.request_id] = completion
+                    if on_completion is not None:
+                        on_completion(completion)
                 if progress is not None:
                     progress(len(completions), len(requests))
         finally:
@@ -391,7 +397,3 @@ class Engine:
         if self._weights is None:
             raise RuntimeError("the engine has no weights; call load(params, version=...) first")
         return self._weights
-
-    def _check_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        for prompt in prompts:
-            check_prompt(prompt, longest=self._prompt_buckets[-1], vocab=self._shape.config.vocab_size)

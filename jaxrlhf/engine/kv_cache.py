@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 
+from jaxrlhf.batch import Array
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.block_manager import BlockManager
 from jaxrlhf.engine.buckets import cache_capacities, fit
@@ -42,7 +43,7 @@ class SlotCache:
 
     def most_compilations(self, *, prompts: int, counts: int) -> int:
         """Bound on programs of the cache and of decoding, for so many widths of prompts and counts of slots."""
-        sizes, shrinking = len(self.sizes), counts * (counts - 1) // 2
+        sizes, shrinking = len(self.sizes), counts * (counts - 1)
         return 1 + sizes * (prompts + counts + shrinking) + (sizes - 1) * counts
 
     def free(self) -> None:
@@ -71,7 +72,7 @@ class SlotCache:
         """
         self.grow(fit(int(tokens_B[slot_B].max()), self.sizes))
 
-    def place(self, prefilled: Prefilled, row_I: np.ndarray, slot_I: np.ndarray) -> None:
+    def place(self, prefilled: Prefilled, row_I: Array, slot_I: Array) -> None:
         """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; a slot past the last is skipped."""
         width = prefilled.prompts.prefix.key_LPSKH.shape[2]
         self.grow(fit(width, self.sizes))
@@ -164,7 +165,7 @@ class PageCache:
             table_BQ[row, : len(pages)] = pages
         self.arrays = PagedCache(self.arrays.layers, jax.device_put(table_BQ, self.layout.table_BQ))
 
-    def place(self, prefilled: Prefilled, row_I: np.ndarray, slot_I: np.ndarray) -> None:
+    def place(self, prefilled: Prefilled, row_I: Array, slot_I: Array) -> None:
         """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; a slot past the last is skipped."""
         width = prefilled.prompts.prefix.key_LPSKH.shape[2]
         page_GIQ = np.full((self._replicas, len(row_I), -(-width // PAGE_TOKENS)), NO_PAGE, np.int32)

@@ -33,6 +33,7 @@ class Shape:
 
     Attributes:
       replicas: Parts that the slots are split into.
+      most_stop_tokens: Ids that may end a response.
       tokens_per_dispatch: Most tokens that a slot draws in one `decode`.
       dtype: Dtype of activations and of the cache.
       pipeline: How layers are divided over stages; None where they are not.
@@ -42,8 +43,7 @@ class Shape:
 
     config: models.AnyModel
     replicas: int
-    max_response_tokens: int
-    stop_tokens: tuple[int, ...]
+    most_stop_tokens: int
     tokens_per_dispatch: int
     dtype: Any
     pipeline: models.Pipeline | None = None
@@ -79,15 +79,21 @@ class Prefilled:
 
 
 class Insertion(NamedTuple):
-    """I responses to start: which prompt row goes into which slot, and what the draws depend on.
+    """I responses to start: which prompt row goes into which slot, what the draws depend on, and what ends them.
 
     A slot past the last is skipped, so that one program serves any number up to I.
+
+    Attributes:
+      limit_B: Most tokens of the response.
+      stop_BE: Ids that end it; the rest are negative.
     """
 
     row_I: Array
     slot_I: Array
     seed_B: Array
     request_B: Array
+    limit_B: Array
+    stop_BE: Array
     settings: SlotSampling
 
 
@@ -100,7 +106,7 @@ class Slots(NamedTuple):
       cached_B: Tokens in the cache, so the newest token's position.
       drawn_B: Tokens of the response, the newest included.
       active_B: Whether the response goes on.
-      seed_B, request_B, settings: What the draws depend on.
+      seed_B, request_B, limit_B, stop_BE, settings: Its `Insertion`.
     """
 
     token_B: Array
@@ -110,6 +116,8 @@ class Slots(NamedTuple):
     active_B: Array
     seed_B: Array
     request_B: Array
+    limit_B: Array
+    stop_BE: Array
     settings: SlotSampling
 
 
@@ -150,6 +158,8 @@ def empty_slots(*, slots: int, shape: Shape) -> Slots:
         active_B=jnp.zeros(slots, bool),
         seed_B=jnp.zeros(slots, jnp.uint32),
         request_B=jnp.zeros(slots, jnp.uint32),
+        limit_B=jnp.zeros(slots, jnp.int32),
+        stop_BE=jnp.full((slots, shape.most_stop_tokens), -1, jnp.int32),
         settings=SlotSampling(
             temperature_B=jnp.ones(slots, jnp.float32),
             top_p_B=jnp.ones(slots, jnp.float32),
@@ -186,7 +196,7 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
     row_I, slot_I = insertion.row_I, insertion.slot_I
     logits_IV = models.padded_logits(params, shape.config, prompts.hidden_PD)[row_I]
     drawn_I = jnp.zeros_like(row_I)
-    token_I, logp_I = _draw(logits_IV, drawn_I, insertion, shape=shape)
+    token_I, logp_I = _draw(logits_IV, drawn_I, insertion)
     drawn_I = drawn_I + 1
 
     def put(stored_B, new_I):
@@ -197,9 +207,11 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
         logp_B=put(slots.logp_B, logp_I),
         cached_B=put(slots.cached_B, prompts.length_P[row_I]),
         drawn_B=put(slots.drawn_B, drawn_I),
-        active_B=put(slots.active_B, ~_ended(token_I, drawn_I, shape=shape)),
+        active_B=put(slots.active_B, ~_ended(token_I, drawn_I, insertion)),
         seed_B=put(slots.seed_B, insertion.seed_B),
         request_B=put(slots.request_B, insertion.request_B),
+        limit_B=put(slots.limit_B, insertion.limit_B),
+        stop_BE=put(slots.stop_BE, insertion.stop_BE),
         settings=jax.tree.map(put, slots.settings, insertion.settings),
     )
 
@@ -251,9 +263,10 @@ def add_pages(pages_ZSJU: Array, *, pages: int, shape: Shape) -> Array:
     return parts_GZSJU.reshape(-1, *pages_ZSJU.shape[1:])
 
 
-def keep_rows(slots: Slots, row_GB: Array, *, shape: Shape) -> Slots:
-    """The state of some slots only."""
-    return jax.tree.map(lambda leaf: take_rows(leaf, row_GB), slots)
+def keep_rows(slots: Slots, row_GB: Array, goes_on_GB: Array, *, shape: Shape) -> Slots:
+    """The state of other slots than before: fewer of them, or again more, of which those that are new are idle."""
+    slots = jax.tree.map(lambda leaf: take_rows(leaf, row_GB), slots)
+    return slots._replace(active_B=slots.active_B & jnp.ravel(goes_on_GB))
 
 
 def take_rows(leaf: jax.Array, row_GB: Array) -> jax.Array:
@@ -315,9 +328,7 @@ def _step(
     output = models.decode(layers, params, shape.config, *state, **how)
     written: Any = output.cache  # layers of this kind of cache
     cache = cache.joined(written) if isinstance(cache, PagedCache) else written
-    token_B, logp_B = _draw(
-        models.padded_logits(params, shape.config, output.hidden_BD), slots.drawn_B, slots, shape=shape
-    )
+    token_B, logp_B = _draw(models.padded_logits(params, shape.config, output.hidden_BD), slots.drawn_B, slots)
     active_B = slots.active_B
     drawn_B = slots.drawn_B + active_B
     # The cache of a slot that is not active took a token that nobody reads: the next insertion
@@ -327,7 +338,7 @@ def _step(
         logp_B=jnp.where(active_B, logp_B, slots.logp_B),
         cached_B=slots.cached_B + active_B,
         drawn_B=drawn_B,
-        active_B=active_B & ~_ended(token_B, drawn_B, shape=shape),
+        active_B=active_B & ~_ended(token_B, drawn_B, slots),
     )
     return cache, slots, output.choice_BLk if shape.records_routing else None
 
@@ -337,12 +348,10 @@ def _routed(shape: Shape) -> ModelConfig:
     return shape.config
 
 
-def _draw(logits_BV: Array, position_B: Array, of: Slots | Insertion, *, shape: Shape) -> Sampled:
+def _draw(logits_BV: Array, position_B: Array, of: Slots | Insertion) -> Sampled:
     uniform_B2 = uniforms(of.seed_B, of.request_B, position_B)
-    return sample(logits_BV, uniform_B2, position_B, of.settings, stop_tokens=shape.stop_tokens)
+    return sample(logits_BV, uniform_B2, position_B, of.settings, stop_BE=of.stop_BE)
 
 
-def _ended(token_B: Int[Array, "B"], drawn_B: Int[Array, "B"], *, shape: Shape) -> Bool[Array, "B"]:
-    """True if a response ends with this token, its `drawn`-th."""
-    stop_1N = jnp.array(shape.stop_tokens, jnp.int32)[None, :]
-    return (token_B[:, None] == stop_1N).any(axis=-1) | (drawn_B >= shape.max_response_tokens)
+def _ended(token_B: Array, drawn_B: Array, of: Slots | Insertion) -> Bool[Array, "B"]:
+    return (token_B[:, None] == of.stop_BE).any(axis=1) | (drawn_B >= of.limit_B)

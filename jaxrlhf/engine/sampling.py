@@ -13,6 +13,7 @@ A trainer that knows the temperature and nothing else therefore computes the sam
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -53,14 +54,14 @@ class Sampled(NamedTuple):
     logp_B: Float[Array, "B"]
 
 
-def settings_of(sampling: config.Sampling, *, slots: int) -> SlotSampling:
-    """One setting for all slots, as host arrays."""
+def settings_of(samplings: Sequence[config.Sampling]) -> SlotSampling:
+    """The settings of each slot, as host arrays."""
     return SlotSampling(
-        temperature_B=np.full(slots, sampling.temperature, np.float32),
-        top_p_B=np.full(slots, sampling.top_p, np.float32),
-        top_k_B=np.full(slots, sampling.top_k, np.int32),
-        min_tokens_B=np.full(slots, sampling.min_tokens, np.int32),
-        greedy_B=np.full(slots, sampling.greedy, bool),
+        temperature_B=np.array([sampling.temperature for sampling in samplings], np.float32),
+        top_p_B=np.array([sampling.top_p for sampling in samplings], np.float32),
+        top_k_B=np.array([sampling.top_k for sampling in samplings], np.int32),
+        min_tokens_B=np.array([sampling.min_tokens for sampling in samplings], np.int32),
+        greedy_B=np.array([sampling.greedy for sampling in samplings], bool),
     )
 
 
@@ -83,7 +84,7 @@ def sample(
     position_B: Int[Array, "B"],
     settings: SlotSampling,
     *,
-    stop_tokens: tuple[int, ...],
+    stop_BE: Int[Array, "B E"],
 ) -> Sampled:
     """Draw a token of each slot by inverting the cumulative distribution.
 
@@ -94,7 +95,7 @@ def sample(
     Args:
       logits_BV: -inf is a token that is never drawn; at least one entry of a row is finite.
       position_B: Tokens of the response that were drawn before this one.
-      stop_tokens: Ids that `min_tokens` holds back.
+      stop_BE: Ids that `min_tokens` holds back; a negative one is none.
     """
     scaled_BV = logits_BV.astype(jnp.float32) * (1.0 / settings.temperature_B)[:, None]
     peak_B1 = scaled_BV.max(axis=-1, keepdims=True)
@@ -108,7 +109,7 @@ def sample(
     # Whole branches, because an array that a branch returns is copied.
     token_B = lax.cond(
         restricted_B.any(),
-        lambda: _draw(_restricted_weights(scaled_BV, early_B, settings, stop_tokens=stop_tokens), uniform_B2),
+        lambda: _draw(_restricted_weights(scaled_BV, early_B, stop_BE, settings), uniform_B2),
         lambda: _draw(weight_BV, uniform_B2),
     )
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
@@ -126,12 +127,13 @@ def _draw(drawn_BV: Float[Array, "B V"], uniform_B2: Float[Array, "B 2"]) -> Int
 
 
 def _restricted_weights(
-    scaled_BV: Float[Array, "B V"], early_B: Bool[Array, "B"], settings: SlotSampling, *, stop_tokens: tuple[int, ...]
+    scaled_BV: Float[Array, "B V"], early_B: Bool[Array, "B"], stop_BE: Int[Array, "B E"], settings: SlotSampling
 ) -> Float[Array, "B V"]:
     """Unnormalised probabilities of the tokens that a slot may draw, 0 elsewhere."""
     vocab = scaled_BV.shape[-1]
-    stop_V = jnp.zeros(vocab, bool).at[jnp.array(stop_tokens, jnp.int32)].set(True)
-    allowed_BV = jnp.where(early_B[:, None] & stop_V[None, :], -jnp.inf, scaled_BV)
+    held_back_BE = jnp.where(early_B[:, None], stop_BE, -1)
+    stop_BV = (jnp.arange(vocab)[None, :, None] == held_back_BE[:, None, :]).any(axis=-1)
+    allowed_BV = jnp.where(stop_BV, -jnp.inf, scaled_BV)
     peak_B1 = allowed_BV.max(axis=-1, keepdims=True)
     truncated_B = ~settings.greedy_B & ((settings.top_k_B > 0) | (settings.top_p_B < 1))
     threshold_B1 = lax.cond(

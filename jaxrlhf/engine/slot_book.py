@@ -1,15 +1,32 @@
 """State of the slots on the host, and the windows that were dispatched and not read yet."""
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxrlhf.batch import Diverged
+from jaxrlhf.config import Sampling
 from jaxrlhf.engine import programs
-from jaxrlhf.engine.routing import RoutingRecord
-from jaxrlhf.engine.scheduler import Drawn
+from jaxrlhf.engine.sampling import settings_of
+from jaxrlhf.engine.scheduler import Placement
+
+
+class Drawn(NamedTuple):
+    """Tokens that one slot drew since it was last read.
+
+    Attributes:
+      active: Whether its response goes on; if not, the slot is free.
+      choice_WLk: int16, experts of the tokens that were run; None if not recorded.
+    """
+
+    slot: int
+    tokens: list[int]
+    logps: list[float]
+    active: bool
+    choice_WLk: np.ndarray | None
 
 
 class _Unread(NamedTuple):
@@ -72,12 +89,12 @@ class SlotBook:
         self._active_B |= self._fresh_B
         self._fresh_B[:] = False
 
-    def keep(self, row_B: np.ndarray) -> None:
-        """The device's arrays have only these rows from now on."""
-        self.slot_B = self.slot_B[row_B]
+    def keep(self, slot_B: np.ndarray) -> None:
+        """The device's arrays have rows for these slots from now on."""
+        self.slot_B = slot_B
 
-    def read(self, routing: RoutingRecord) -> list[Drawn]:
-        """Wait for the oldest window, and split it by slot.
+    def read(self) -> list[Drawn]:
+        """Wait for the oldest window, and split it by slot; the first token of a new response counts.
 
         Raises:
           Diverged: The policy's logits are not finite.
@@ -97,9 +114,31 @@ class SlotBook:
         for row in np.flatnonzero(self._active_B[slot_B]).tolist():
             # Row 0 was drawn at the insertion, or was read with the window before.
             span = slice(0 if fresh_B[row] else 1, 1 + int(count_B[row]))
-            slot = int(slot_B[row])
-            drawn.append(Drawn(slot, tokens[row][span], logps[row][span], bool(active_B[row])))
-            routing.add(slot, None if choice_WBLk is None else choice_WBLk[: count_B[row], row])
+            choice_WLk = None if choice_WBLk is None else np.asarray(choice_WBLk[: count_B[row], row])
+            drawn.append(Drawn(int(slot_B[row]), tokens[row][span], logps[row][span], bool(active_B[row]), choice_WLk))
         self._cached_B[slot_B] += count_B
         self._active_B[slot_B] = active_B
         return drawn
+
+
+def insertion_of(placements: Sequence[Placement], *, rows: int, slots: int, most_stops: int) -> programs.Insertion:
+    """Insertion of these responses, as host arrays of `rows` rows; rows that are left fill no slot.
+
+    Args:
+      slots: Number of slots.
+      most_stops: E, stop tokens that a response may have.
+    """
+    left = rows - len(placements)
+    sequences = [placement.sequence for placement in placements]
+    stop_BE = np.full((rows, most_stops), -1, np.int32)
+    for row, sequence in enumerate(sequences):
+        stop_BE[row, : len(sequence.stop_tokens)] = sequence.stop_tokens
+    return programs.Insertion(
+        row_I=np.array([placement.row for placement in placements] + [0] * left, np.int32),
+        slot_I=np.array([placement.slot for placement in placements] + [slots] * left, np.int32),
+        seed_B=np.array([sequence.seed for sequence in sequences] + [0] * left, np.uint32),
+        request_B=np.array([sequence.request.request_id for sequence in sequences] + [0] * left, np.uint32),
+        limit_B=np.array([sequence.limit for sequence in sequences] + [0] * left, np.int32),
+        stop_BE=stop_BE,
+        settings=settings_of([sequence.sampling for sequence in sequences] + [Sampling()] * left),
+    )

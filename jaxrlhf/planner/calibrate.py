@@ -321,8 +321,7 @@ def _decode_call(
     shape = programs.Shape(
         config=model,
         replicas=len(devices),
-        max_response_tokens=2**30,
-        stop_tokens=(),
+        most_stop_tokens=1,
         tokens_per_dispatch=TOKENS,
         dtype=dtype,
     )
@@ -331,7 +330,8 @@ def _decode_call(
 
     def begun() -> tuple[Any, programs.Slots]:
         slots = programs.empty_slots(slots=count, shape=shape)
-        slots = slots._replace(active_B=~slots.active_B, cached_B=slots.cached_B + size.capacity // 2)
+        endless_B, cached_B = jnp.full_like(slots.limit_B, 2**30), slots.cached_B + size.capacity // 2
+        slots = slots._replace(active_B=~slots.active_B, cached_B=cached_B, limit_B=endless_B)
         return programs.empty_cache(slots=count, capacity=size.capacity, shape=shape), slots
 
     cache, slots = jax.jit(begun, out_shardings=(layout.cache, layout.slots))()

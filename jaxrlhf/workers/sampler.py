@@ -73,12 +73,8 @@ class Sampler:
           seed: With a problem's id and the number of the copy it determines a response, wherever it is generated.
         """
         requests = [
-            Request(
-                request_id=problem.prompt_id * responses_per_prompt + copy,
-                prompt_tokens=problem.prompt_tokens,
-                group=index,
-            )
-            for index, problem in enumerate(problems)
+            Request(problem.prompt_id * responses_per_prompt + copy, problem.prompt_tokens)
+            for problem in problems
             for copy in range(responses_per_prompt)
         ]
         prompts = [problem for problem in problems for _ in range(responses_per_prompt)]
