@@ -43,6 +43,7 @@ from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.loop import Loop
+from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.workers.build import Phase
 
 
@@ -97,7 +98,7 @@ def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str
             loop = Loop(
                 config=config,
                 roles=roles,
-                loader=Loader(problems, per_step=workload.prompts, seed=0),
+                schedule=Synchronous(config, roles, Loader(problems, per_step=workload.prompts, seed=0)),
                 held_out=[],
                 checkpoints=saved,
                 log=lambda done: PhaseLog(workdir, steps=config.steps, first_step=done),

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrlhf.batch import Experience, Problem, RolloutBatch, Scores, Sequences
 from jaxrlhf.config import Algorithm, Arithmetic, Config, FromScratch, Rollout, Sampling, function_of
+from jaxrlhf.dataflows.collect import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput, StepResult
 
 
@@ -41,6 +42,7 @@ class Made:
       generate: From problems and copies to a rollout.
       score: From a rollout to its scores, NaN where there is none.
       other_roles: Other roles that the step calls, by name.
+      collected: What the last step learnt from.
     """
 
     generate: Callable[[Sequence[Problem], int], RolloutBatch]
@@ -48,6 +50,7 @@ class Made:
     asked: list[tuple[tuple[int, ...], Sampling, int]] = field(default_factory=list)
     minibatches: list[Experience] = field(default_factory=list)
     other_roles: dict[str, object] = field(default_factory=dict)
+    collected: ScoredRollout | None = None
 
     def generate_sequences(self, problems, sampling, *, responses_per_prompt, seed) -> Future:
         self.asked.append((tuple(one.prompt_id for one in problems), sampling, responses_per_prompt))
@@ -84,7 +87,8 @@ class Made:
 
         roles = SimpleNamespace(actor=self, reward=self, **self.other_roles)  # whoever calls another fails
         work = StepInput(config, [problem(number) for number in range(prompts)], 0, algorithm.initial_state(), draw)
-        result: StepResult = function_of(algorithm, "dataflow")(roles, work)
+        self.collected = function_of(algorithm, "collect")(roles, work)
+        result: StepResult = function_of(algorithm, "learn")(roles, work, self.collected)
         return result, len(left)
 
     def rows(self, name: str) -> np.ndarray:

@@ -174,7 +174,7 @@ def test_the_greedy_baseline_is_asked_for_once_and_an_unscorable_one_teaches_not
     ]
     assert result.metrics["score/greedy"] == pytest.approx(0.65)
     assert result.metrics["tokens/generated"] == MASK.sum() + MASK[[0, 3]].sum()
-    assert len(result.rollout.version_B) == 6
+    assert len(made.collected.rollout.result().version_B) == 6
 
     half = recorded()
     half.score = lambda rollout: SCORE if len(rollout.version_B) == 6 else [0.4, math.nan]
@@ -210,7 +210,7 @@ class Own(ReinforcePlusPlus):
     """With an advantage of one's own."""
 
     advantage: Callable[[Returns], Any] = lambda returns: returns.score_B
-    dataflow = staticmethod(lambda roles, work: grpo.step(roles, work, work.settings.advantage))
+    learn = staticmethod(lambda roles, work, batch: grpo.learn(roles, work, batch, work.settings.advantage))
 
 
 @pytest.mark.parametrize(

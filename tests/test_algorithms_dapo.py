@@ -51,8 +51,8 @@ def test_flat_groups_are_replaced_by_further_ones_until_the_batch_is_full():
     assert result.metrics["score/mean"] == 0.5
     assert result.metrics["score/generated_mean"] == pytest.approx(5 / 12)
     assert result.metrics["tokens/generated"] == 36
-    assert [one.prompt_id for one in result.problems] == [1, 4]
-    assert result.rollout.sequences.prompt_id_B.tolist() == [1, 1, 4, 4]
+    assert [one.prompt_id for one in made.collected.problems] == [1, 4]
+    assert made.collected.rollout.sequences.prompt_id_B.tolist() == [1, 1, 4, 4]
 
 
 def test_no_update_is_made_on_minibatches_of_fillers_alone():
@@ -100,7 +100,7 @@ def test_a_prompt_that_is_drawn_again_in_one_step_is_one_group():
     result, _ = made.step(PLAIN, prompts=2, copies=2, more=[1, 0, 0, 2])
     assert [ids for ids, _, _ in made.asked] == [(0, 1), (1, 0), (0, 2)]
     assert result.metrics["group/generated"] == 3
-    assert result.rollout.sequences.prompt_id_B.tolist() == [0, 0, 2, 2]
+    assert made.collected.rollout.sequences.prompt_id_B.tolist() == [0, 0, 2, 2]
 
 
 def test_spread_is_that_of_scorable_responses():
@@ -116,7 +116,7 @@ def test_long_responses_are_punished_in_the_score_and_not_in_the_choice_of_group
     made = answers({0: (1, 1), 1: (1, 0), 2: (1, 0)}, {0: (5, 10), 1: (8, 10), 2: (5, 5)})
     result, _ = made.step(settings, prompts=2, copies=2, more=[2, 0], max_response_tokens=10)
     assert set(trained(made)) == {1, 2}  # group 0 differs by its lengths alone
-    np.testing.assert_allclose(result.scores.score_B, [0.7, -0.5, 1, 0], rtol=1e-6)
+    np.testing.assert_allclose(made.collected.scores.score_B, [0.7, -0.5, 1, 0], rtol=1e-6)
     assert result.metrics["score/overlong"] == pytest.approx(-0.2)
     assert result.metrics["score/made"] == 0.5
     spread = 1 / np.sqrt(2)

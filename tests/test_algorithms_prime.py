@@ -78,7 +78,7 @@ def test_prompts_outside_the_band_are_replaced_and_train_neither_model():
         assert np.asarray(batch.weight_BT).sum() == pytest.approx(1)
     assert (result.metrics["group/kept"], result.metrics["group/generated"]) == (1, 4)
     assert result.metrics["group/flat_fraction"] == 0.75
-    assert result.problems[0].prompt_id == 1
+    assert made.collected.problems[0].prompt_id == 1
 
 
 def test_where_no_prompt_is_in_the_band_the_step_says_so():

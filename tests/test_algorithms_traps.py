@@ -154,7 +154,8 @@ def trained(algorithm, columns=COMPACT, scores=SCORES, order=None, outside=0.0) 
     settings = config.algorithm
     work = StepInput(config, [problem(n) for n in range(PROMPTS)], 0, settings.initial_state(), lambda: [])
     every = SimpleNamespace(actor=roles, reward=roles, reference=roles, critic=roles)
-    result = function_of(settings, "dataflow")(every, work)
+    collected = function_of(settings, "collect")(every, work)
+    result = function_of(settings, "learn")(every, work, collected)
     [policy] = roles.minibatches
     return Trained(result, policy, roles.values[0] if roles.values else None)
 

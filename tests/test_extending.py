@@ -72,16 +72,16 @@ def test_readmes_algorithm_reaches_processes_that_never_saw_its_file(own_file, t
 def test_an_algorithm_that_is_not_whole_says_what_it_lacks(own_file):
     text = own_file.read_text()
     wrong = {
-        "    dataflow = step\n": "",
-        "    dataflow = step": '    dataflow = "step"',
-        "dataflow = step": 'dataflow = "jaxrlhf.dataflows.grpo:raft"',
-        "= step\n": '= "no_such_module:step"\n',
+        "    learn = learn\n": "",
+        "    learn = learn": '    learn = "step"',
+        "learn = learn": 'learn = "jaxrlhf.dataflows.grpo:raft"',
+        "= learn\n": '= "no_such_module:step"\n',
     }
     said = [
-        "RAFT.dataflow=None is no function; give one, or its name as 'module:function'",
-        "RAFT.dataflow='step' is no function",
-        "RAFT.dataflow='jaxrlhf.dataflows.grpo:raft': jaxrlhf.dataflows.grpo has no function 'raft'",
-        "RAFT.dataflow='no_such_module:step': importing no_such_module failed with No module named",
+        "RAFT.learn=None is no function; give one, or its name as 'module:function'",
+        "RAFT.learn='step' is no function",
+        "RAFT.learn='jaxrlhf.dataflows.grpo:raft': jaxrlhf.dataflows.grpo has no function 'raft'",
+        "RAFT.learn='no_such_module:step': importing no_such_module failed with No module named",
     ]
     for (old, new), message in zip(wrong.items(), said, strict=True):
         own_file.write_text(text.replace(old, new))
@@ -92,12 +92,12 @@ def test_an_algorithm_that_is_not_whole_says_what_it_lacks(own_file):
         jaxrlhf.load(own_file)
 
 
-def test_a_dataflow_is_a_function_or_the_name_of_one():
+def test_learn_is_a_function_or_the_name_of_one():
     @dataclass(frozen=True)
     class Own(PolicyGradient):
-        dataflow = np.add
+        learn = np.add
 
-    assert function_of(Own(), "dataflow") is np.add
+    assert function_of(Own(), "learn") is np.add
     with pytest.raises(TypeError, match="abstract"):
         Algorithm()
 
@@ -107,9 +107,9 @@ def test_the_page_of_algorithms_has_each_with_its_functions():
     table = [row for row in text.splitlines() if row.startswith("|")]
     rows = {name: row for row in table for name in re.findall(r"`(\w+)`", row.rsplit("|", 2)[1])}
     algorithms = {kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, Algorithm)}
-    whole = {kind for kind in algorithms if not isabstract(kind) and hasattr(kind, "dataflow")}
+    whole = {kind for kind in algorithms if not isabstract(kind) and hasattr(kind, "learn")}
     losses = {kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, RatioLoss)}
-    named = {kind.__name__: kind.dataflow for kind in whole}
+    named = {kind.__name__: kind.learn for kind in whole}
     named |= {kind.__name__: kind.function for kind in losses - {RatioLoss}}
     assert rows.keys() == named.keys()
     for name, function in named.items():

@@ -31,7 +31,7 @@ def every(rule, paths):
 
 def test_readme_shows_ppo_as_it_is():
     readme = (ROOT / "README.md").read_text()
-    shown = re.search(r"From `jaxrlhf/dataflows/ppo\.py`:\n\n```python\n(def step.*?\n)```", readme, re.DOTALL)[1]
+    shown = re.search(r"From `jaxrlhf/dataflows/ppo\.py`:\n\n```python\n(def learn.*?\n)```", readme, re.DOTALL)[1]
     assert shown in (PACKAGE / "dataflows" / "ppo.py").read_text()
 
 

@@ -51,8 +51,11 @@ def roles(config, **arguments):
 
 def verbs_called(algorithm: type[Algorithm]) -> Counter:
     """How often an algorithm calls each verb of each role, read from the source of its step and what that calls."""
-    module, name = algorithm.dataflow.split(":")
-    return verbs_of(getattr(importlib.import_module(module), name))
+    found = Counter()
+    for given in (algorithm.collect, algorithm.learn):
+        module, name = given.split(":")
+        found += verbs_of(getattr(importlib.import_module(module), name))
+    return found
 
 
 def verbs_of(function: FunctionType) -> Counter:
@@ -65,7 +68,7 @@ def verbs_of(function: FunctionType) -> Counter:
         passes = {"old_log_prob": "actor", "ref_log_prob": "reference"}  # which call a role where it is needed
         if isinstance(call, ast.Name) and call.id in passes:
             found[passes[call.id], "compute"] += 1
-        if isinstance(call, ast.Name) and call.id in ("step", "learn"):
+        if isinstance(call, ast.Name) and call.id in ("learn", "actor_critic", "respond"):
             found += verbs_of(function.__globals__[call.id])
     return found
 

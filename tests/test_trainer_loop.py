@@ -20,6 +20,7 @@ from jaxrlhf.tracking import Call
 from jaxrlhf.trainer.failures import DiskFull, one_message
 from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.loop import Loop
+from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.trainer.signals import Stop
 
 PATIENCE_S = 60.0
@@ -139,7 +140,8 @@ def run(
             setattr(parts[part], attribute, value)
         else:
             parts[part] = value
-    return Loop(config=config, held_out=held_out, decode=str, stop=stop or Stop(), **parts).run()
+    schedule = Synchronous(config, parts["roles"], parts.pop("loader"))
+    return Loop(config=config, schedule=schedule, held_out=held_out, decode=str, stop=stop or Stop(), **parts).run()
 
 
 def test_responses_are_written_down_while_the_models_are_trained():
@@ -190,11 +192,11 @@ def test_metrics_that_cannot_be_gone_on_with_leave_no_bars_on_the_screen(tmp_pat
 
 @dataclass(frozen=True)
 class ForgetsToReturn(GRPO):
-    dataflow = staticmethod(lambda roles, work: None)
+    learn = staticmethod(lambda roles, work, batch: None)
 
 
 def test_a_step_that_returns_something_else_is_told_what_to_return():
-    with pytest.raises(ValueError, match="the step of ForgetsToReturn returned a NoneType; it has to return a StepRes"):
+    with pytest.raises(ValueError, match="learn of ForgetsToReturn returned a NoneType; it has to return a StepRes"):
         run([], algorithm=ForgetsToReturn)
 
 

@@ -30,6 +30,7 @@ from jaxrlhf.config import (
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows import grpo
+from jaxrlhf.dataflows.collect import responses
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder, Phase
@@ -333,7 +334,8 @@ def grpo_step(one_device, algorithm: GRPO):
     actor = Called(workers["actor"], calls)
     roles = SimpleNamespace(actor=actor, reference=Called(workers["reference"], calls), reward=Called(Dice(), calls))
     settings = replace(config(), algorithm=algorithm)
-    result = grpo.grpo(roles, StepInput(settings, problems, 0, algorithm.initial_state()))
+    work = StepInput(settings, problems, 0, algorithm.initial_state())
+    result = grpo.grpo(roles, work, responses(roles, work))
     return calls, [np.asarray(leaf) for leaf in jax.tree.leaves(actor.gradient)], actor.sums, result
 
 

@@ -10,22 +10,24 @@ import numpy as np
 from jaxrlhf.algos import group_relative, has_spread, overlong_penalty
 from jaxrlhf.batch import Array, Scores
 from jaxrlhf.config import DAPO
-from jaxrlhf.dataflows.dynamic_sampling import PromptGroups, dynamic_sampling
-from jaxrlhf.dataflows.grpo import Returns, learn
+from jaxrlhf.dataflows import grpo
+from jaxrlhf.dataflows.collect import ScoredRollout, dynamic_sampling
+from jaxrlhf.dataflows.grpo import Returns
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
 
 
-def step(roles: Roles, work: StepInput[DAPO]) -> StepResult:
-    """One DAPO iteration: sample until enough groups have differing scores, punish length, filter, learn."""
-    wanted = "that score differently"
-    sampled = dynamic_sampling(roles, work, has_reward_variance, max_rounds=work.settings.max_rounds, wanted=wanted)
-    batch = sampled.batch(work.config.rollout.prompts_per_step)
-    trained_B = batch.informative_B
-    if work.settings.mask_truncated:
-        trained_B = trained_B & ~np.asarray(batch.rollout.truncated_B)
-    result = learn(roles, work, batch.rollout, shaped(work, batch), advantage, trained_B=trained_B)
-    metrics = result.metrics | sampled.metrics() | {"group/kept": float(batch.informative_P.sum())}
-    return replace(result, metrics=metrics, problems=batch.problems)
+def collect(roles: Roles, work: StepInput[DAPO]) -> ScoredRollout:
+    """Sample until enough groups have differing scores; punish length, and leave out what was cut."""
+    wanted, settings = "that score differently", work.settings
+    sampled = dynamic_sampling(roles, work, has_reward_variance, max_rounds=settings.max_rounds, wanted=wanted)
+    batch = sampled.for_step(work.config.rollout.prompts_per_step)
+    trained_B = batch.trained_B & ~np.asarray(batch.rollout.truncated_B) if settings.mask_truncated else batch.trained_B
+    return replace(batch, scores=shaped(work, batch), trained_B=trained_B)
+
+
+def learn(roles: Roles, work: StepInput[DAPO], batch: ScoredRollout) -> StepResult:
+    """DAPO: GRPO's update."""
+    return grpo.learn(roles, work, batch, advantage)
 
 
 def has_reward_variance(scores: Scores, prompt_id_B: Array) -> Array:
@@ -38,7 +40,7 @@ def advantage(returns: Returns) -> Array:
     return group_relative(*returns.groups, normalize_std=True)
 
 
-def shaped(work: StepInput[DAPO], batch: PromptGroups) -> Scores:
+def shaped(work: StepInput[DAPO], batch: ScoredRollout) -> Scores:
     """Scores with the overlong punishment added, as a part of its own."""
     punishment, limit = work.settings.overlong, work.config.rollout.max_response_tokens
     if punishment is None:

@@ -15,25 +15,20 @@ import numpy as np
 from jaxrlhf.algos import kl_estimate, policy_objective, selected
 from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.config import PolicyGradient
+from jaxrlhf.dataflows.collect import ScoredRollout
 from jaxrlhf.dataflows.estimate import next_state, old_log_prob
 from jaxrlhf.dataflows.minibatches import Minibatches, policy_minibatches
 from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 
-def step(roles: Roles, work: StepInput[PolicyGradient]) -> StepResult:
-    """One iteration of on-policy distillation."""
-    sampling = work.config.rollout
-    rollout = roles.actor.generate_sequences(
-        work.problems, sampling.sampling, responses_per_prompt=sampling.responses_per_prompt, seed=work.seed
-    )
-    scores = roles.reward.compute_reward(work.problems, rollout)
-    old_logp = old_log_prob(roles, work, rollout)
-    teacher_logp = roles.reference.compute_ref_log_prob(rollout)
-    prepared = call(partial(prepare, work), rollout, scores, old_logp, teacher_logp)
+def learn(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
+    """On-policy distillation: update the student with the teacher's log-probabilities as the advantage."""
+    old_logp = old_log_prob(roles, work, batch.rollout)
+    teacher_logp = roles.reference.compute_ref_log_prob(batch.rollout)
+    prepared = call(partial(prepare, work), batch.rollout, batch.scores, old_logp, teacher_logp)
     actor = roles.actor.update_actor(prepared.policy, objective=policy_objective, settings=work.settings)
-    rollout, scores, old_logp = map(value_of, (rollout, scores, old_logp))
-    return StepResult(prepared.metrics, prepared.state, rollout, scores, old_logp, updates=(actor,))
+    return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=(actor,))
 
 
 def prepare(

@@ -18,9 +18,9 @@ from jaxrlhf.dataflows.preference_pairs import (
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, merged
 
 
-def step(roles: Roles, work: StepInput[DPO | IPO]) -> StepResult:
+def learn(roles: Roles, work: StepInput[DPO | IPO], pairs: Sequence[Problem]) -> StepResult:
     """One update of DPO, IPO or RPO."""
-    sequences = pair_sequences(work.problems, work.config)
+    sequences = pair_sequences(pairs, work.config)
     rewards = _implicit_rewards(roles, work.settings, sequences)
     batch = pair_experience(sequences, rewards.loss)
     actor = roles.actor.update_actor([batch], objective=algos.linear_objective, settings=None, temperature=1.0)

@@ -1,7 +1,7 @@
 """GRPO and its kin without a critic: RLOO, Dr. GRPO, OPO, GPG, REINFORCE++, ReMax.
 
-They share one step, generate, score and learn, and differ in the advantage, a function of the responses' returns.
-The equations are in `jaxrlhf.algos`. An algorithm of yours calls `step` or `learn` with another function.
+They share one way to learn and differ in the advantage, a function of the responses' returns. The equations are in
+`jaxrlhf.algos`. An algorithm of yours calls `learn` with another function.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ import numpy as np
 from jaxrlhf import algos
 from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.config import GRPO, PolicyGradient, Refusal, ReinforcePlusPlus
+from jaxrlhf.dataflows.collect import ScoredRollout, respond, responses
 from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
 from jaxrlhf.dataflows.minibatches import Minibatches, policy_minibatches
 from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
@@ -57,99 +58,92 @@ Advantage = Callable[[Returns], Array]
 """The advantage of each response, `[B]`, or of each token, `[B, T]` and 0 outside the mask."""
 
 
-def grpo(roles: Roles, work: StepInput[GRPO]) -> StepResult:
+def grpo(roles: Roles, work: StepInput[GRPO], batch: ScoredRollout) -> StepResult:
     """GRPO: score minus the mean of the group, over its standard deviation; without the division it is Dr. GRPO."""
     normalize = work.settings.normalize_std
-    return step(roles, work, lambda returns: algos.group_relative(*returns.groups, normalize_std=normalize))
+    return learn(roles, work, batch, lambda returns: algos.group_relative(*returns.groups, normalize_std=normalize))
 
 
-def rloo(roles: Roles, work: StepInput[PolicyGradient]) -> StepResult:
+def rloo(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
     """RLOO: score minus the mean of the other responses of the group."""
-    return step(roles, work, lambda returns: algos.rloo(*returns.groups))
+    return learn(roles, work, batch, lambda returns: algos.rloo(*returns.groups))
 
 
-def opo(roles: Roles, work: StepInput[PolicyGradient]) -> StepResult:
+def opo(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
     """OPO: score minus the length-weighted mean of the group."""
-    return step(roles, work, lambda returns: algos.length_weighted(*returns.groups, returns.length_B))
+    return learn(roles, work, batch, lambda returns: algos.length_weighted(*returns.groups, returns.length_B))
 
 
-def gpg(roles: Roles, work: StepInput[PolicyGradient]) -> StepResult:
+def gpg(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
     """GPG: score minus the mean of the group, scaled up to make up for groups whose scores are all equal."""
-    return step(roles, work, lambda returns: algos.group_policy_gradient(*returns.groups))
+    return learn(roles, work, batch, lambda returns: algos.group_policy_gradient(*returns.groups))
 
 
-def reinforce_plus_plus(roles: Roles, work: StepInput[ReinforcePlusPlus]) -> StepResult:
+def reinforce_plus_plus(roles: Roles, work: StepInput[ReinforcePlusPlus], batch: ScoredRollout) -> StepResult:
     """REINFORCE++: returns per token, whitened over the batch; no groups."""
 
     def advantage(returns: Returns) -> Array:
         return_BT = algos.discounted_returns(returns.reward_BT, returns.mask_BT, gamma=work.settings.gamma)
         return algos.whiten(return_BT, returns.mask_BT)
 
-    return step(roles, work, advantage)
+    return learn(roles, work, batch, advantage)
 
 
-def reinforce_plus_plus_baseline(roles: Roles, work: StepInput[PolicyGradient]) -> StepResult:
+def reinforce_plus_plus_baseline(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout) -> StepResult:
     """REINFORCE++-baseline: score minus the mean of the group, then whitened over the batch."""
 
     def advantage(returns: Returns) -> Array:
         centred_B = algos.group_relative(*returns.groups, normalize_std=False)
         return algos.whiten(algos.to_tokens(centred_B, returns.mask_BT), returns.mask_BT)
 
-    return step(roles, work, advantage)
+    return learn(roles, work, batch, advantage)
 
 
-def remax(roles: Roles, work: StepInput[PolicyGradient]) -> StepResult:
+@dataclass(frozen=True)
+class WithGreedyBaseline(ScoredRollout):
+    """Scored responses, and a greedy one to each problem.
+
+    Attributes:
+      greedy: The greedy responses and their scores.
+    """
+
+    greedy: ScoredRollout | None = None
+
+
+def greedy_and_sampled(roles: Roles, work: StepInput[PolicyGradient]) -> WithGreedyBaseline:
+    """A greedy response to each problem, then sampled ones."""
+    likeliest = replace(work.config.rollout.sampling, greedy=True)
+    greedy = respond(roles, work, work.problems, sampling=likeliest, responses_per_prompt=1)
+    return WithGreedyBaseline(**vars(responses(roles, work)), greedy=greedy)
+
+
+def remax(roles: Roles, work: StepInput[PolicyGradient], batch: WithGreedyBaseline) -> StepResult:
     """ReMax: rewards to go minus the score of the greedy response to the same prompt."""
-    greedy = replace(work.config.rollout.sampling, greedy=True)
-    one = roles.actor.generate_sequences(work.problems, greedy, responses_per_prompt=1, seed=work.seed)
-    baseline = roles.reward.compute_reward(work.problems, one)
-    copies = work.config.rollout.responses_per_prompt
+    greedy, copies = batch.greedy, work.config.rollout.responses_per_prompt
+    assert greedy is not None
 
     def advantage(returns: Returns) -> Array:
-        scores: Scores = baseline.result()
-        baseline_B, known_B = np.repeat(scores.score_B, copies), np.repeat(scores.scorable_B, copies)
+        baseline = value_of(greedy.scores)
+        baseline_B, known_B = np.repeat(baseline.score_B, copies), np.repeat(baseline.scorable_B, copies)
         return algos.greedy_relative(returns.reward_BT, baseline_B, returns.mask_BT & known_B[:, None])
 
-    result = step(roles, work, advantage)
-    known_P = np.asarray(baseline.result().scorable_B)
+    result = learn(roles, work, batch, advantage)
+    baseline = value_of(greedy.scores)
+    known_P = np.asarray(baseline.scorable_B)
+    tokens = float(value_of(greedy.rollout).sequences.mask_BT.sum())
     metrics = result.metrics | {
-        "score/greedy": float(np.mean(baseline.result().score_B, where=known_P)) if known_P.any() else float("nan"),
-        "tokens/generated": result.metrics["tokens/generated"] + float(one.result().sequences.mask_BT.sum()),
+        "score/greedy": float(np.mean(baseline.score_B, where=known_P)) if known_P.any() else float("nan"),
+        "tokens/generated": result.metrics["tokens/generated"] + tokens,
     }
     return replace(result, metrics=metrics)
 
 
-def step(roles: Roles, work: StepInput[PolicyGradient], advantage: Advantage) -> StepResult:
-    """Generate, score and learn: one iteration of any algorithm without a critic."""
-    sampling = work.config.rollout
-    rollout = roles.actor.generate_sequences(
-        work.problems, sampling.sampling, responses_per_prompt=sampling.responses_per_prompt, seed=work.seed
-    )
-    scores = roles.reward.compute_reward(work.problems, rollout)
-    return learn(roles, work, rollout, scores, advantage)
-
-
-def learn(
-    roles: Roles,
-    work: StepInput[PolicyGradient],
-    rollout: Any,
-    scores: Any,
-    advantage: Advantage,
-    *,
-    trained_B: Array | None = None,
-) -> StepResult:
-    """Estimate advantages of scored responses and update the actor.
-
-    Args:
-      rollout: A `RolloutBatch`, or a future of one.
-      scores: The rollout's `Scores`, or a future of them.
-      trained_B: Scorable rows to train on, all of which take part in baselines; None is all.
-    """
-    old_logp, ref_logp = old_log_prob(roles, work, rollout), ref_log_prob(roles, work, rollout)
-    prepared = call(partial(prepare, work, advantage, trained_B), rollout, scores, old_logp, ref_logp)
+def learn(roles: Roles, work: StepInput[PolicyGradient], batch: ScoredRollout, advantage: Advantage) -> StepResult:
+    """Estimate advantages of scored responses and update the actor."""
+    old_logp, ref_logp = old_log_prob(roles, work, batch.rollout), ref_log_prob(roles, work, batch.rollout)
+    prepared = call(partial(prepare, work, advantage, batch.trained_B), batch.rollout, batch.scores, old_logp, ref_logp)
     actor = roles.actor.update_actor(prepared.policy, objective=algos.policy_objective, settings=work.settings)
-    rollout, scores, old_logp = map(value_of, (rollout, scores, old_logp))
-    return StepResult(prepared.metrics, prepared.state, rollout, scores, old_logp, updates=(actor,))
+    return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=(actor,))
 
 
 def prepare(

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation: generate, score, estimate, update.
+"""Proximal policy optimisation: estimate advantages of scored responses, update critic and actor.
 
 Source: Schulman et al. 2017 (arXiv:1707.06347); as a dataflow, HybridFlow (arXiv:2409.19256), Figure 6.
 """
@@ -10,34 +10,31 @@ from typing import Any
 from jaxrlhf.algos import gae, policy_objective, value_objective, whiten
 from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.config import PPO
+from jaxrlhf.dataflows.collect import ScoredRollout
 from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
 from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
 from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, value_of
 
 
-def step(roles: Roles, work: StepInput[PPO]) -> StepResult:
-    """One PPO iteration."""
-    return learn(roles, work, prepare, policy_objective)
+def learn(roles: Roles, work: StepInput[PPO], batch: ScoredRollout) -> StepResult:
+    """PPO: update the critic and the actor on the responses of a step."""
+    return actor_critic(roles, work, batch, prepare, policy_objective)
 
 
-def learn(roles: Roles, work: StepInput[PPO], prepare: Callable[..., Minibatches], objective: Any) -> StepResult:
-    """One iteration of an algorithm with a critic, given its estimates and its objective."""
-    settings, sampling = work.settings, work.config.rollout
-    rollout = roles.actor.generate_sequences(
-        work.problems, sampling.sampling, responses_per_prompt=sampling.responses_per_prompt, seed=work.seed
-    )
-    scores = roles.reward.compute_reward(work.problems, rollout)
-    old_logp = old_log_prob(roles, work, rollout)
-    ref_logp = ref_log_prob(roles, work, rollout)
-    value = roles.critic.compute_values(rollout)
-    prepared = call(prepare, work, rollout, scores, old_logp, ref_logp, value)
-    critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=settings.value)
+def actor_critic(
+    roles: Roles, work: StepInput[PPO], batch: ScoredRollout, prepare: Callable[..., Minibatches], objective: Any
+) -> StepResult:
+    """Updates of an algorithm with a critic, given its estimates and its objective."""
+    old_logp = old_log_prob(roles, work, batch.rollout)
+    ref_logp = ref_log_prob(roles, work, batch.rollout)
+    value = roles.critic.compute_values(batch.rollout)
+    prepared = call(prepare, work, batch.rollout, batch.scores, old_logp, ref_logp, value)
+    critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=work.settings.value)
     actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # while the critic warms up, the policy rests
-    if work.index >= settings.critic_warmup_steps:
-        actor = roles.actor.update_actor(prepared.policy, objective=objective, settings=settings)
-    rollout, scores, old_logp = map(value_of, (rollout, scores, old_logp))
-    return StepResult(prepared.metrics, prepared.state, rollout, scores, old_logp, updates=(critic, actor))
+    if work.index >= work.settings.critic_warmup_steps:
+        actor = roles.actor.update_actor(prepared.policy, objective=objective, settings=work.settings)
+    return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=(critic, actor))
 
 
 def prepare(

@@ -12,7 +12,7 @@ from jaxrlhf import algos
 from jaxrlhf.batch import Array, Experience, Scores
 from jaxrlhf.config import PRIME
 from jaxrlhf.dataflows import grpo
-from jaxrlhf.dataflows.dynamic_sampling import PromptGroups, dynamic_sampling
+from jaxrlhf.dataflows.collect import ScoredRollout, dynamic_sampling
 from jaxrlhf.dataflows.estimate import old_log_prob, ref_log_prob, scorable
 from jaxrlhf.dataflows.grpo import Returns
 from jaxrlhf.dataflows.minibatches import Minibatches, minibatches
@@ -30,24 +30,27 @@ class PRIMEMinibatches(Minibatches):
     outcomes: list[Experience]
 
 
-def step(roles: Roles, work: StepInput[PRIME]) -> StepResult:
-    """One PRIME iteration: sample prompts of middling difficulty, reward tokens, update both models."""
+def collect(roles: Roles, work: StepInput[PRIME]) -> ScoredRollout:
+    """Sample prompts of middling difficulty."""
     settings = work.settings
     share = f"of which a share from {settings.least_accuracy} to {settings.most_accuracy} is right"
     in_range = partial(in_band, settings)
     sampled = dynamic_sampling(roles, work, in_range, max_rounds=settings.max_rounds, wanted=share)
-    batch = sampled.batch(work.config.rollout.prompts_per_step)
+    return sampled.for_step(work.config.rollout.prompts_per_step)
+
+
+def learn(roles: Roles, work: StepInput[PRIME], batch: ScoredRollout) -> StepResult:
+    """PRIME: reward tokens by the process reward model, and update it and the actor."""
     old_logp = old_log_prob(roles, work, batch.rollout)
     ref_logp = ref_log_prob(roles, work, batch.rollout)
     logp = roles.process_reward.compute_log_prob(batch.rollout)
     prepared = call(partial(prepare, work, batch), old_logp, ref_logp, logp)
     process = roles.process_reward.update_process_reward(
-        prepared.outcomes, objective=algos.outcome_objective, settings=settings
+        prepared.outcomes, objective=algos.outcome_objective, settings=work.settings
     )
-    actor = roles.actor.update_actor(prepared.policy, objective=algos.policy_objective, settings=settings)
-    metrics = prepared.metrics | sampled.metrics() | {"group/kept": float(batch.informative_P.sum())}
-    generated = (batch.rollout, batch.scores, value_of(old_logp), batch.problems)
-    return StepResult(metrics, prepared.state, *generated, updates=(process, actor))
+    actor = roles.actor.update_actor(prepared.policy, objective=algos.policy_objective, settings=work.settings)
+    metrics = prepared.metrics | batch.metrics
+    return StepResult(metrics, prepared.state, value_of(old_logp), updates=(process, actor))
 
 
 def in_band(settings: PRIME, scores: Scores, prompt_id_B: Array) -> Array:
@@ -60,15 +63,16 @@ def in_band(settings: PRIME, scores: Scores, prompt_id_B: Array) -> Array:
 
 
 def prepare(
-    work: StepInput[PRIME], batch: PromptGroups, old_logp_BT: Array | None, ref_logp_BT: Array, logp_BT: Array
+    work: StepInput[PRIME], batch: ScoredRollout, old_logp_BT: Array | None, ref_logp_BT: Array, logp_BT: Array
 ) -> PRIMEMinibatches:
     """Advantages from outcomes and token rewards for the actor; outcomes for the process reward model."""
-    settings, rollout, scores = work.settings, batch.rollout, batch.scores
+    settings, rollout, scores, trained_B = work.settings, batch.rollout, batch.scores, batch.trained_B
+    assert trained_B is not None
     sequences = scorable(rollout.sequences, scores)
-    mask_BT = np.asarray(sequences.mask_BT) & batch.informative_B[:, None]
+    mask_BT = np.asarray(sequences.mask_BT) & trained_B[:, None]
     ratio_BT = np.where(mask_BT, np.subtract(logp_BT, ref_logp_BT), 0)
     advantage = partial(process_advantage, settings, ratio_BT, mask_BT)
-    prepared = grpo.prepare(work, advantage, batch.informative_B, rollout, scores, old_logp_BT, ref_logp_BT)
+    prepared = grpo.prepare(work, advantage, trained_B, rollout, scores, old_logp_BT, ref_logp_BT)
     right_B = np.asarray(scores.score_B) > settings.success
     outcomes = minibatches(
         work,
@@ -76,11 +80,11 @@ def prepare(
         {"ref_logp": ref_logp_BT, "outcome": mask_BT & right_B[:, None]},
         aggregation="seq-mean-token-mean",
     )
-    trained_B = mask_BT.any(axis=1)
+    kept_B = mask_BT.any(axis=1)
     metrics = prepared.metrics | {
-        "process/log_ratio": float(np.abs(ratio_BT.sum(axis=1))[trained_B].mean()),
+        "process/log_ratio": float(np.abs(ratio_BT.sum(axis=1))[kept_B].mean()),
         "process/accuracy": pair_accuracy(
-            ratio_BT.sum(axis=1)[trained_B], right_B[trained_B], np.asarray(sequences.prompt_id_B)[trained_B]
+            ratio_BT.sum(axis=1)[kept_B], right_B[kept_B], np.asarray(sequences.prompt_id_B)[kept_B]
         ),
     }
     return PRIMEMinibatches(prepared.policy, [], metrics, prepared.state, outcomes)

@@ -18,11 +18,11 @@ from jaxrlhf.dataflows.preference_pairs import (
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, merged
 
 
-def step(roles: Roles, work: StepInput[RewardModel]) -> StepResult:
+def learn(roles: Roles, work: StepInput[RewardModel], pairs: Sequence[Problem]) -> StepResult:
     """One update of a reward model or a cost model."""
-    sequences = pair_sequences(work.problems, work.config)
+    sequences = pair_sequences(pairs, work.config)
     values = roles.critic.compute_values(sequences)
-    rewards = call(pair_rewards, work.settings, work.problems, sequences, values)
+    rewards = call(pair_rewards, work.settings, pairs, sequences, values)
     batch = pair_experience(sequences, rewards.loss)
     critic = roles.critic.update_critic([batch], objective=algos.linear_objective, settings=None)
     return StepResult(merged(pair_metrics(rewards), critic))

@@ -12,6 +12,7 @@ from jaxrlhf import algos
 from jaxrlhf.algos import gae, policy_objective, value_objective
 from jaxrlhf.batch import Array, Experience, RolloutBatch, Scores
 from jaxrlhf.config import SafeRLHF
+from jaxrlhf.dataflows.collect import ScoredRollout
 from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
 from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
 from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
@@ -31,17 +32,12 @@ class SafeMinibatches(Minibatches):
     cost: list[Experience]
 
 
-def step(roles: Roles, work: StepInput[SafeRLHF]) -> StepResult:
-    """One iteration of PPO-Lagrangian."""
-    settings, sampling = work.settings, work.config.rollout
-    rollout = roles.actor.generate_sequences(
-        work.problems, sampling.sampling, responses_per_prompt=sampling.responses_per_prompt, seed=work.seed
-    )
-    scores = roles.reward.compute_reward(work.problems, rollout)
-    old_logp = old_log_prob(roles, work, rollout)
-    ref_logp = ref_log_prob(roles, work, rollout)
+def learn(roles: Roles, work: StepInput[SafeRLHF], batch: ScoredRollout) -> StepResult:
+    """PPO-Lagrangian: update the critics of rewards and of costs, and the actor."""
+    settings, rollout = work.settings, batch.rollout
+    old_logp, ref_logp = old_log_prob(roles, work, rollout), ref_log_prob(roles, work, rollout)
     value, cost_value = roles.critic.compute_values(rollout), roles.cost_critic.compute_values(rollout)
-    prepared = call(prepare, work, rollout, scores, old_logp, ref_logp, value, cost_value)
+    prepared = call(prepare, work, rollout, batch.scores, old_logp, ref_logp, value, cost_value)
     critic = roles.critic.update_critic(prepared.value, objective=value_objective, settings=settings.value)
     cost_critic = roles.cost_critic.update_critic(prepared.cost, objective=value_objective, settings=settings.value)
     actor: Metrics | Future[Metrics] = {"policy/clip_fraction": 0.0}  # while the critics warm up, the policy rests
@@ -49,8 +45,8 @@ def step(roles: Roles, work: StepInput[SafeRLHF]) -> StepResult:
         objective = policy_objective if settings.ptx is None else algos.mixed_objective
         actor = roles.actor.update_actor(prepared.policy, objective=objective, settings=settings)
     of_costs = {name.replace("value/", "cost_value/"): value for name, value in cost_critic.result().items()}
-    rollout, scores, old_logp = map(value_of, (rollout, scores, old_logp))
-    return StepResult(prepared.metrics, prepared.state, rollout, scores, old_logp, updates=(critic, of_costs, actor))
+    updates = (critic, of_costs, actor)
+    return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates)
 
 
 def prepare(

@@ -1,4 +1,4 @@
-"""The roles, the input and the result of an algorithm's step."""
+"""Input and result of an algorithm's step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
+from jaxrlhf.batch import Array, Problem
 from jaxrlhf.config import Algorithm, Config
 
 if TYPE_CHECKING:
@@ -53,24 +53,18 @@ class StepInput(Generic[AlgorithmSettings]):
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step's metrics, responses and state.
+    """Metrics and state after a step's learning.
 
     Attributes:
       metrics: Numbers for the log.
       state: Numbers for the next step.
-      rollout: Responses for the samples file; None where nothing was generated.
-      scores: Scores of that rollout.
-      logp_BT: The trainer's log-probabilities of that rollout.
-      problems: Problems that the rollout answers; None is those of the step's input.
+      logp_BT: Log-probabilities of the rollout by the trainer, for the samples file; None if there are none.
       updates: Metrics of models that may still be in training; they join the step's.
     """
 
     metrics: Metrics
     state: State = field(default_factory=dict)
-    rollout: RolloutBatch | None = None
-    scores: Scores | None = None
     logp_BT: Array | None = None
-    problems: Sequence[Problem] | None = None
     updates: Sequence[Metrics | Future[Metrics]] = ()
 
     def with_updates(self) -> "StepResult":

@@ -11,15 +11,16 @@ from jaxrlhf.algos import gae, imitating_objective, length_adaptive_lambda, whit
 from jaxrlhf.batch import Array, Experience, RolloutBatch, Scores
 from jaxrlhf.config import VAPO
 from jaxrlhf.dataflows import ppo
+from jaxrlhf.dataflows.collect import ScoredRollout
 from jaxrlhf.dataflows.estimate import next_state, rewards_per_token, scorable
 from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
 from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
 
 
-def step(roles: Roles, work: StepInput[VAPO]) -> StepResult:
-    """One VAPO iteration."""
-    return ppo.learn(roles, work, prepare, imitating_objective)
+def learn(roles: Roles, work: StepInput[VAPO], batch: ScoredRollout) -> StepResult:
+    """VAPO: PPO's updates, with other estimates and an objective that imitates successes."""
+    return ppo.actor_critic(roles, work, batch, prepare, imitating_objective)
 
 
 def prepare(

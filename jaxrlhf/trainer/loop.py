@@ -4,17 +4,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import Algorithm, Config, Refusal, function_of
-from jaxrlhf.data import Loader
-from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult
+from jaxrlhf.config import Config, Refusal, function_of
+from jaxrlhf.dataflows.collect import ScoredRollout
+from jaxrlhf.dataflows.step import Metrics, StepResult, value_of
 from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.tracking import Call, StepCalls
 from jaxrlhf.trainer.evaluation import evaluate
 from jaxrlhf.trainer.failures import DiskFull, afterwards, writing
 from jaxrlhf.trainer.log import PhaseLog, to_samples
+from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.trainer.signals import Stop
 from jaxrlhf.workers.reward import response_texts
 
@@ -44,12 +46,11 @@ class Loop:
     Attributes:
       config: Configuration of the phase.
       roles: Roles that the step calls.
-      loader: Draws the step's problems.
+      schedule: Runs the algorithm's steps.
       held_out: Problems to evaluate on; empty evaluates nothing.
       checkpoints: Checkpoints of the phase.
       log: Opens the phase's log, given the steps already done.
       decode: Token ids to text.
-      examples: Draws problems of the algorithm's own data, if it has some.
       prompt_lengths: Lengths in tokens of all prompts that the phase may generate from; their programs are compiled
         before its first step.
       on_step: Called after every step with its number and metrics.
@@ -58,12 +59,11 @@ class Loop:
 
     config: Config
     roles: Roles
-    loader: Loader
+    schedule: Synchronous
     held_out: Sequence[Problem]
     checkpoints: Checkpoints
     log: Callable[[int], PhaseLog]
     decode: Callable[[Sequence[int]], str]
-    examples: Loader | None = None
     prompt_lengths: Sequence[int] = ()
     on_step: OnStep | None = None
     stop: Stop = field(default_factory=Stop)
@@ -122,22 +122,17 @@ class Loop:
         log.calls(calls)
         evaluating = self._times(calls)  # time of the evaluation, not of the step, but for weights that it had sent
         sent = {name: value for name, value in evaluating.items() if name.startswith("transfer/")}
-        dataflow = function_of(self.config.algorithm, "dataflow")
-        problems = self.loader.next()
-        examples = () if self.examples is None else self.examples.next()
-        work: StepInput[Algorithm] = StepInput(self.config, problems, number - 1, state, self.loader.next, examples)
         with self._profiled(number, log):
             start = time.perf_counter()
-            self._task = "running the algorithm"
-            result = self._checked(dataflow(self.roles, work))
+            collected, result = self._checked(*self.schedule.step(number - 1, state, doing=self._doing))
             self._task = "writing responses"
-            self._keep_responses(number, problems, result, log)  # models may be trained meanwhile
+            self._keep_responses(number, collected, result, log)  # models may be trained meanwhile
             self._task = "updating models"
             result = result.with_updates()
             step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
         self._task = "logging"
         log.step_calls(step)
-        metrics = {**result.metrics, **sent, **self._timing(step, result)}
+        metrics = {**result.metrics, **sent, **self._timing(step, collected, result)}
         if _due(number, self.config.evaluation.every_steps, self.config.steps):
             metrics |= self._evaluate(number, log)
         if "eval/accuracy" in before:  # an algorithm's own evaluation may know of none
@@ -149,21 +144,23 @@ class Loop:
             self.on_step(number, metrics)
         return result.state, metrics
 
-    def _checked(self, result: object) -> StepResult:
-        """Refuse what a dataflow returned unless it is a `StepResult`."""
+    def _doing(self, task: str) -> None:
+        self._task = task
+
+    def _checked(self, collected: Any, result: object) -> tuple[Any, StepResult]:
+        """Refuse what an algorithm's `learn` returned unless it is a `StepResult`."""
         if not isinstance(result, StepResult):
             raise Refusal(
-                f"the step of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
-                "return a StepResult of jaxrlhf.dataflows.step, as `learn` of jaxrlhf.dataflows.grpo does"
+                f"learn of {type(self.config.algorithm).__name__} returned a {type(result).__name__}; it has to "
+                "return a StepResult of jaxrlhf.dataflows.step, as that of jaxrlhf.dataflows.grpo does"
             )
-        return result
+        return collected, result
 
-    def _keep_responses(self, number: int, problems: Sequence[Problem], result: StepResult, log: PhaseLog) -> None:
-        if result.rollout is not None and result.scores is not None:
-            responses = response_texts(result.rollout, self.decode)
-            asked = problems if result.problems is None else result.problems
-            samples = to_samples(number, asked, responses, result.rollout, result.scores, logp_BT=result.logp_BT)
-            log.rollout(samples)
+    def _keep_responses(self, number: int, collected: Any, result: StepResult, log: PhaseLog) -> None:
+        if isinstance(collected, ScoredRollout):
+            rollout, scores = value_of(collected.rollout), value_of(collected.scores)
+            responses = response_texts(rollout, self.decode)
+            log.rollout(to_samples(number, collected.problems, responses, rollout, scores, logp_BT=result.logp_BT))
 
     def _profiled(self, number: int, log: PhaseLog) -> AbstractContextManager[None]:
         """Trace the devices within the block, if the configuration asks for this step."""
@@ -200,20 +197,19 @@ class Loop:
             memory[name] = max(float(count), memory.get(name, 0.0))
         return {**times, **measured, **memory}
 
-    def _timing(self, step: StepCalls, result: StepResult) -> Metrics:
+    def _timing(self, step: StepCalls, collected: Any, result: StepResult) -> Metrics:
         times = self._times(step.calls)
         # The policy's tokens: a critic beside it makes the update slower, not the throughput higher.
         rates = {}
         if "actor/tokens" in result.metrics:
             rates["throughput/trained_tokens_per_s"] = result.metrics["actor/tokens"] / times["time/update_s"]
-        if result.rollout is not None:
+        if isinstance(collected, ScoredRollout):
             rates["throughput/generated_tokens_per_s"] = result.metrics["tokens/generated"] / times["time/generate_s"]
         return {"time/step_s": step.seconds, **times, **rates}
 
     def _save(self, number: int, state: dict[str, float], metrics: Metrics) -> None:
         self._task = "saving"
-        host = {"step": number, "state": state, "loader": self.loader.state(), "counters": self.roles.counters()}
-        host |= {} if self.examples is None else {"examples": self.examples.state()}
+        host = {"step": number, "state": state, **self.schedule.state(), "counters": self.roles.counters()}
         metric = metrics.get("eval/accuracy")
         with writing(self.checkpoints.directory):
             self.checkpoints.save(number, self.roles.items(), host, metric=metric)
@@ -233,9 +229,7 @@ class Loop:
             )
         host = self.checkpoints.restore(latest, self.roles.items())
         self.roles.set_counters(host["counters"])
-        self.loader.restore(host["loader"])
-        if self.examples is not None:
-            self.examples.restore(host["examples"])
+        self.schedule.restore(host)
         return latest, self.config.algorithm.resumed_state(host["state"])
 
 

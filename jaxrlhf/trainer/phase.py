@@ -22,6 +22,7 @@ from jaxrlhf.trainer.failures import afterwards
 from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.loop import Loop, OnStep
 from jaxrlhf.trainer.resume import changed_settings, describe_start
+from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.trainer.signals import Stop
 from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 from jaxrlhf.workers.build import Phase
@@ -172,8 +173,7 @@ def run_phase(
     loop = Loop(
         config=config,
         roles=roles,
-        loader=data.loader(config),
-        examples=data.example_loader(config),
+        schedule=Synchronous(config, roles, data.loader(config), data.example_loader(config)),
         held_out=held_out,
         checkpoints=checkpoints,
         log=_log_opener(context, config, loggers),

@@ -77,7 +77,8 @@ def run(
 
 def _prepared(config: Config) -> RunContext:
     """Read all that a run needs before its devices; refuse what does not fit."""
-    function_of(config.algorithm, "dataflow")
+    function_of(config.algorithm, "collect")
+    function_of(config.algorithm, "learn")
     tokenizer = load_tokenizer(tokenizer_path(config))
     model = model_config(config.model, tokenizer)
     data = load_data(config, tokenizer)

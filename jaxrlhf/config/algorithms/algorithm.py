@@ -25,12 +25,15 @@ class Algorithm(Settings, ABC):
     """Base class of every algorithm's settings. Subclass it for a new one.
 
     Class attributes:
-      dataflow: Step: a function of the roles and a `StepInput`, or its name as `module:function`.
+      collect: Function of the roles and a `StepInput` that gives what the step learns from, or its name as
+        `module:function`; the records of the data themselves, or with `PolicyGradient` scored responses to them.
+      learn: Function of the roles, the `StepInput` and what was collected that updates models and gives a `StepResult`.
       evaluation: Function of the roles, the configuration and the held-out problems that gives metrics, or its name;
         None answers the problems greedily and scores the answers.
     """
 
-    dataflow: ClassVar[Callable[..., Any] | str]
+    collect: ClassVar[Callable[..., Any] | str] = "jaxrlhf.dataflows.collect:records"
+    learn: ClassVar[Callable[..., Any] | str]
     evaluation: ClassVar[Callable[..., Any] | str | None] = None
 
     @property
@@ -85,6 +88,8 @@ class PolicyGradient(Algorithm):
       correction: Importance weights of the trainer's old policy against the sampler's.
       rejection: Tokens and responses to leave out, because trainer and sampler differ too much on them.
     """
+
+    collect: ClassVar[Callable[..., Any] | str] = "jaxrlhf.dataflows.collect:responses"
 
     responses_per_update: Positive[int] = 64
     epochs_per_step: Positive[int] = 1

@@ -35,7 +35,7 @@ class GRPO(GroupCompared):
       normalize_std: Divide by the group's standard deviation.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:grpo"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:grpo"
 
     normalize_std: bool = True
 
@@ -73,7 +73,7 @@ class SAPO(GRPO):
 class RLOO(GroupCompared):
     """REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024, arXiv:2402.14740)."""
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:rloo"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:rloo"
 
     kl: KLInReward | KLInLoss | None = field(default_factory=KLInReward)
 
@@ -82,14 +82,14 @@ class RLOO(GroupCompared):
 class OPO(GroupCompared):
     """On-policy RL with an optimal baseline, optimal for one update a step (Hao et al. 2025, arXiv:2505.23585)."""
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:opo"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:opo"
 
 
 @dataclass(frozen=True)
 class GPG(GroupCompared):
     """Group policy gradient (Chu et al. 2025, arXiv:2504.02546), with a clipped ratio if a step has several updates."""
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:gpg"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:gpg"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ReinforcePlusPlus(PolicyGradient):
       gamma: Discount per action token.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:reinforce_plus_plus"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:reinforce_plus_plus"
 
     kl: KLInReward | KLInLoss | None = field(default_factory=KLInReward)
     gamma: Share[float] = 1.0
@@ -110,7 +110,7 @@ class ReinforcePlusPlus(PolicyGradient):
 class ReinforcePlusPlusBaseline(GroupCompared):
     """REINFORCE++ with the group's mean as the baseline (Hu et al. 2025, arXiv:2501.03262)."""
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:reinforce_plus_plus_baseline"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:reinforce_plus_plus_baseline"
 
     kl: KLInReward | KLInLoss | None = field(default_factory=lambda: KLInLoss(estimator="k2"))
 
@@ -119,7 +119,8 @@ class ReinforcePlusPlusBaseline(GroupCompared):
 class ReMax(PolicyGradient):
     """REINFORCE with the score of a further, greedy response as the baseline (Li et al. 2024, arXiv:2310.10505)."""
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.grpo:remax"
+    collect: ClassVar[str] = "jaxrlhf.dataflows.grpo:greedy_and_sampled"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:remax"
 
     kl: KLInReward | KLInLoss | None = field(default_factory=KLInReward)
 
@@ -149,7 +150,8 @@ class DAPO(GroupCompared):
       mask_truncated: Overlong filtering: train nothing on truncated responses; they stay in the baseline.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.dapo:step"
+    collect: ClassVar[str] = "jaxrlhf.dataflows.dapo:collect"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.dapo:learn"
 
     policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(clip_high=0.28))
     max_rounds: Positive[int] = 10

@@ -23,7 +23,7 @@ class Distillation(PolicyGradient):
       reference_model: Teacher, of the student's tokenizer.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.distillation:step"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.distillation:learn"
 
     reference_model: Pretrained = field(default_factory=lambda: Pretrained("Qwen/Qwen2.5-1.5B-Instruct"))
 

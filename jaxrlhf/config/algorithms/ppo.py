@@ -27,7 +27,7 @@ class PPO(PolicyGradient):
       critic_warmup_steps: Steps at the start in which only the critic is updated.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.ppo:step"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.ppo:learn"
 
     gamma: Share[float] = 1.0
     lam: Share[float] = 1.0

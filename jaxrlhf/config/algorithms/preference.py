@@ -60,7 +60,7 @@ class DPO(Preference):
       label_smoothing: Share of pairs assumed to be labelled the wrong way round.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.dpo:step"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
 
     beta: Positive[float] = 0.1
     label_smoothing: Annotated[float, within(0.0, 0.5)] = 0.0
@@ -89,7 +89,7 @@ class IPO(Preference):
       beta: 1 / (2 beta) is the target for the difference of log-ratios.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.dpo:step"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
 
     beta: Positive[float] = 0.1
 
@@ -110,7 +110,7 @@ class RewardModel(Preference):
       critic: Training of the model, whose trunk starts as the configuration's model.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.reward_model:step"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.reward_model:learn"
     evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.reward_model:evaluate"
     places_after: ClassVar[int] = 1
 

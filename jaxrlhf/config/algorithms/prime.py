@@ -35,7 +35,8 @@ class PRIME(GroupCompared):
       max_rounds: Times that a step draws prompts, at most; 1 replaces none.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.prime:step"
+    collect: ClassVar[str] = "jaxrlhf.dataflows.prime:collect"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.prime:learn"
 
     process_reward: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-6)))
     beta: Positive[float] = 0.05

@@ -82,7 +82,7 @@ class SafeRLHF(PPO):
       ptx: Examples that keep the policy able to do what they show.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.safe_rlhf:step"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.safe_rlhf:learn"
 
     kl: KLInReward | KLInLoss | None = field(default_factory=lambda: KLInReward(coefficient=0.02))
     constraint: Constraint = field(default_factory=Constraint)

@@ -20,7 +20,7 @@ class SFT(Algorithm):
       examples_per_update: Solutions in one optimizer update.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.sft:step"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.sft:learn"
 
     examples_per_update: Positive[int] = 64
 

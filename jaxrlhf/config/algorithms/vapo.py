@@ -23,7 +23,7 @@ class VAPO(PPO):
       success: Score above which a response is imitated.
     """
 
-    dataflow: ClassVar[str] = "jaxrlhf.dataflows.vapo:step"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.vapo:learn"
 
     policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(clip_high=0.28))
     critic_warmup_steps: int = 50

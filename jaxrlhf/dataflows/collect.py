@@ -1,17 +1,67 @@
-"""Dynamic sampling: drawing prompts until enough of them have groups of responses to learn from.
+"""Ways to collect what a step learns from.
 
-Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), section 3.2.
+An algorithm names one: a function of the roles and the step's input, whose result its `learn` is given.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
-from jaxrlhf.config import PolicyGradient, Refusal
-from jaxrlhf.dataflows.step import Metrics, Roles, StepInput
+from jaxrlhf.config import Algorithm, PolicyGradient, Refusal, Sampling
+from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, value_of
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """Responses and their scores, which may still be on their way.
+
+    Attributes:
+      problems: Problem of each group of responses.
+      rollout: `RolloutBatch` of the responses, prompt-major, or its future.
+      scores: `Scores` of the responses, or their future.
+      trained_B: Scorable rows to train on, all of which take part in baselines; None is all.
+      metrics: Numbers of what was generated and is not learnt from; they take the place of the rollout's own.
+    """
+
+    problems: Sequence[Problem]
+    rollout: Any
+    scores: Any
+    trained_B: Array | None = None
+    metrics: Metrics = field(default_factory=dict)
+
+
+def records(roles: Roles, work: StepInput[Algorithm]) -> Sequence[Problem]:
+    """The step's records themselves, for an algorithm that learns from what they hold."""
+    return work.problems
+
+
+def responses(roles: Roles, work: StepInput[Algorithm]) -> ScoredRollout:
+    """Scored responses of the policy to the step's problems."""
+    return respond(roles, work, work.problems)
+
+
+def respond(
+    roles: Roles,
+    work: StepInput[Algorithm],
+    problems: Sequence[Problem],
+    *,
+    sampling: Sampling | None = None,
+    responses_per_prompt: int | None = None,
+) -> ScoredRollout:
+    """Generate responses to these problems and score them; None is what the configuration's rollout says."""
+    settings = work.config.rollout
+    rollout = roles.actor.generate_sequences(
+        problems,
+        settings.sampling if sampling is None else sampling,
+        responses_per_prompt=settings.responses_per_prompt if responses_per_prompt is None else responses_per_prompt,
+        seed=work.seed,
+    )
+    return ScoredRollout(problems, rollout, roles.reward.compute_reward(problems, rollout))
+
 
 Informative = Callable[[Scores, Array], Array]
 """`informative_B`, given the scores of some groups and the prompt ids of their responses."""
@@ -54,12 +104,11 @@ class PromptGroups:
         rollout, scores = jax.tree.map(lambda value: np.asarray(value)[rows], (self.rollout, self.scores))
         return PromptGroups([self.problems[index] for index in groups], rollout, scores, self.informative_P[groups])
 
-    def batch(self, prompts: int) -> "PromptGroups":
-        """The groups of a step, informative ones first.
-
-        The others only fill the batch, which has one size, and are not to be trained on.
-        """
-        return self.take(np.argsort(~self.informative_P, kind="stable")[:prompts])
+    def for_step(self, prompts: int) -> ScoredRollout:
+        """Groups of a step, informative ones first; the others only fill up and are not trained on."""
+        batch = self.take(np.argsort(~self.informative_P, kind="stable")[:prompts])
+        metrics = self.metrics() | {"group/kept": float(batch.informative_P.sum())}
+        return ScoredRollout(batch.problems, batch.rollout, batch.scores, batch.informative_B, metrics)
 
     def metrics(self) -> Metrics:
         """Metrics of all that was generated, before groups were left out."""
@@ -75,7 +124,9 @@ class PromptGroups:
 def dynamic_sampling(
     roles: Roles, work: StepInput[PolicyGradient], informative: Informative, *, max_rounds: int, wanted: str
 ) -> PromptGroups:
-    """Generate and score groups for the step's problems, and for more until enough are informative.
+    """Dynamic sampling: generate and score groups for the step's problems, and for more until enough are informative.
+
+    Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), section 3.2.
 
     Args:
       max_rounds: Most times that problems are drawn, the step's own included.
@@ -101,10 +152,7 @@ def _answer(
     roles: Roles, work: StepInput[PolicyGradient], problems: Sequence[Problem], informative: Informative
 ) -> PromptGroups:
     """Generate a group of responses to each problem, and score them."""
-    settings = work.config.rollout
-    rollout = roles.actor.generate_sequences(
-        problems, settings.sampling, responses_per_prompt=settings.responses_per_prompt, seed=work.seed
-    )
-    scores: Scores = roles.reward.compute_reward(problems, rollout).result()
-    informative_B = np.asarray(informative(scores, rollout.result().sequences.prompt_id_B))
-    return PromptGroups(problems, rollout.result(), scores, informative_B[:: settings.responses_per_prompt])
+    answered = respond(roles, work, problems)
+    rollout, scores = value_of(answered.rollout), value_of(answered.scores)
+    informative_B = np.asarray(informative(scores, rollout.sequences.prompt_id_B))
+    return PromptGroups(problems, rollout, scores, informative_B[:: work.config.rollout.responses_per_prompt])

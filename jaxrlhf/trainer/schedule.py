@@ -1,0 +1,54 @@
+"""Schedules: when responses are collected, with which weights, and when they are learnt from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrlhf.config import Algorithm, Config, function_of
+from jaxrlhf.data import Loader
+from jaxrlhf.dataflows.step import StepInput, StepResult
+from jaxrlhf.single_controller.pools import Roles
+
+
+@dataclass
+class Synchronous:
+    """Every step collects with the newest weights, and learns from all of it before the next one begins.
+
+    Attributes:
+      loader: Draws the step's problems.
+      examples: Draws problems of the algorithm's own data, if it has some.
+    """
+
+    config: Config
+    roles: Roles
+    loader: Loader
+    examples: Loader | None = None
+
+    def step(self, index: int, state: dict[str, float], *, doing: Callable[[str], None]) -> tuple[Any, StepResult]:
+        """One step of the algorithm.
+
+        Args:
+          index: 0 for the first step of the run.
+          state: Numbers that the algorithm carries from step to step.
+          doing: Told of each task as it begins, for error messages.
+
+        Returns:
+          Whatever the algorithm collected, and the result of learning from it. Models may still be in training.
+        """
+        doing("drawing data")
+        problems = self.loader.next()
+        examples = () if self.examples is None else self.examples.next()
+        work: StepInput[Algorithm] = StepInput(self.config, problems, index, state, self.loader.next, examples)
+        doing("running the algorithm")
+        collected = function_of(self.config.algorithm, "collect")(self.roles, work)
+        return collected, function_of(self.config.algorithm, "learn")(self.roles, work, collected)
+
+    def state(self) -> dict[str, Any]:
+        """Position in the data, for a checkpoint."""
+        return {"loader": self.loader.state(), **({} if self.examples is None else {"examples": self.examples.state()})}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from a checkpoint's position."""
+        self.loader.restore(saved["loader"])
+        if self.examples is not None:
+            self.examples.restore(saved["examples"])
