@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # XLA:CPU can deadlock when collectives of eight devices queue on few threads; the thread
 # pool is sized from this variable, which has to be set before JAX starts.
@@ -37,11 +38,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _LONGEST = (
-    *("test_algorithms_learn", "test_learning", "test_learning_arithmetic", "test_run_ray", "test_run_ray_failures"),
+    *("test_dataflows_learn", "test_learning", "test_learning_arithmetic", "test_run_ray", "test_run_ray_failures"),
     *("test_learning_rivals", "test_run_resume_algorithms", "test_learning_preference", "test_run_resume"),
     *("test_run_lora", "test_run_placed"),
     *("test_workers_gradient", "test_workers_lora", "test_models_transformers", "test_models_families"),
-    *("test_run_auto", "test_own_model", "test_checkpoint_pretrained", "test_run_gsm8k"),
+    *("test_run_auto", "test_models_own", "test_checkpoint_pretrained", "test_run_gsm8k"),
     *("test_run_policy", "test_models_experts", "test_run_policy_losses"),
 )
 """Files that take long in either tier, the longest first."""
@@ -52,6 +53,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Counter(item.path.stem for item in items)
     rank = {name: place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: (rank.get(item.path.stem, len(rank)), -tests[item.path.stem]))
+
+
+_BUDGET_S = {}
+"""Seconds of one worker that the fast tests of a room may take; what takes more is shown, so that somebody looks."""
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Seconds by room, of all workers together; `*` is over the budget."""
+    seconds: Counter[str] = Counter()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports):
+        if isinstance(report, pytest.TestReport):
+            seconds[Path(report.location[0]).stem.split("_")[1]] += report.duration
+    rows = [f"{room} {took:.0f}{'*' * (took > _BUDGET_S.get(room, 0))}" for room, took in seconds.most_common()]
+    terminalreporter.write_line(f"seconds by room: {', '.join(rows)}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

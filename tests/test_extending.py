@@ -1,6 +1,6 @@
 """README's algorithm in a file of the user's own, word for word: settings, plan, and what is said of mistakes.
 
-It learns in `test_algorithms_learn.py`; it dies and goes on in `test_run_resume_algorithms.py`.
+It learns in `test_dataflows_learn.py`; it dies and goes on in `test_run_resume_algorithms.py`.
 """
 
 import re

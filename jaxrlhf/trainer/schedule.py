@@ -36,12 +36,24 @@ class Synchronous:
           Whatever the algorithm collected, and the result of learning from it. Models may still be in training.
         """
         doing("drawing data")
+        work = self.draw(index, state)
+        doing("running the algorithm")
+        collected = self.collect(work)
+        return collected, self.learn(work, collected)
+
+    def draw(self, index: int, state: dict[str, float]) -> StepInput[Algorithm]:
+        """The next records, as the input of a step."""
         problems = self.loader.next()
         examples = () if self.examples is None else self.examples.next()
-        work: StepInput[Algorithm] = StepInput(self.config, problems, index, state, self.loader.next, examples)
-        doing("running the algorithm")
-        collected = function_of(self.config.algorithm, "collect")(self.roles, work)
-        return collected, function_of(self.config.algorithm, "learn")(self.roles, work, collected)
+        return StepInput(self.config, problems, index, state, self.loader.next, examples)
+
+    def collect(self, work: StepInput[Algorithm]) -> Any:
+        """Collect what the algorithm learns from; roles may still be at work on it."""
+        return function_of(self.config.algorithm, "collect")(self.roles, work)
+
+    def learn(self, work: StepInput[Algorithm], collected: Any) -> StepResult:
+        """Update models on what was collected."""
+        return function_of(self.config.algorithm, "learn")(self.roles, work, collected)
 
     def state(self) -> dict[str, Any]:
         """Position in the data, for a checkpoint."""

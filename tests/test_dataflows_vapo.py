@@ -1,6 +1,6 @@
 """VAPO: what a critic-and-imitation step makes of a rollout.
 
-It learns in `test_algorithms_learn.py`, and is killed and goes on in `test_run_resume_algorithms.py`.
+It learns in `test_dataflows_learn.py`, and is killed and goes on in `test_run_resume_algorithms.py`.
 """
 
 from dataclasses import replace
