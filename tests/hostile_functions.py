@@ -46,8 +46,11 @@ def misbehave(response):
         if not os.fork():
             os.setsid()
             if not os.fork():
-                with open(detail, "w") as file:
-                    file.write(str(os.getpid()))
+                file, _, environment = detail.partition(" ")
+                with open(file, "w") as note:
+                    note.write(str(os.getpid()))
+                if environment == "none":
+                    os.execve("/bin/sleep", ["sleep", "1000"], {})
                 time.sleep(1000)
             os._exit(0)
         os.wait()

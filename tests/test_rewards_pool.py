@@ -91,9 +91,10 @@ def test_a_child_of_a_hung_function_dies_with_it(hostile, tmp_path):
     assert gone_within(pid, 2.0)
 
 
-def test_a_daemon_that_a_function_left_behind_ends_with_its_process(hostile, tmp_path):
+@pytest.mark.parametrize("environment", ["", " none"], ids=["its environment", "no environment"])
+def test_a_daemon_that_a_function_left_behind_ends_with_its_process(hostile, tmp_path, environment):
     note = tmp_path / "pid"
-    values, _, _ = run(hostile, "single", [f"daemon {note}"])
+    values, _, _ = run(hostile, "single", [f"daemon {note}{environment}"])
     assert values == {0: 1.0}
     assert gone_within(int(note.read_text()), 2.0)
 

@@ -1,15 +1,38 @@
 """Processes that a process has left behind, in whatever session."""
 
-from contextlib import suppress
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Have processes below this one that lose their parent become its children, so that they are found; on Linux."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@contextmanager
+def ends_descendants() -> Iterator[None]:
+    """End all processes below this one after the block, daemons that it has adopted included."""
+    try:
+        yield
+    finally:
+        for pid in descendants(os.getpid(), b""):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def descendants(pid: int, mark: bytes) -> list[int]:
     """Processes that a process started, and those started by them, in whatever session; none where there is no /proc.
 
     Args:
-      mark: An entry of the environment that they have inherited. One that has neither it nor a living ancestor is
-        not found.
+      mark: An entry of the environment that they have inherited; empty goes by ancestors alone. One that has neither
+        it nor a living ancestor is not found.
     """
     children: dict[int, list[int]] = {}
     found = []
@@ -18,7 +41,7 @@ def descendants(pid: int, mark: bytes) -> list[int]:
             process = int(status.parent.name)
             fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
             children.setdefault(int(fields["PPid"]), []).append(process)
-            if mark in (status.parent / "environ").read_bytes().split(b"\0") and process != pid:
+            if mark and mark in (status.parent / "environ").read_bytes().split(b"\0") and process != pid:
                 found.append(process)
     queue = [pid]
     for parent in queue:

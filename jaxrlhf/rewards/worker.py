@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.processes.descendants import adopt_orphans, ends_descendants
 from jaxrlhf.rewards.functions import one_line, resolve
 from jaxrlhf.rewards.protocol import Cause, Example, as_lists, is_async, is_batched
 
@@ -83,6 +84,7 @@ def main(fd: int, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     with contextlib.suppress(OSError):  # of a system that is not Linux
         Path("/proc/self/oom_score_adj").write_text("1000")  # out of memory, it ends this process and not the run
+    adopt_orphans()
     faulthandler.enable()
     connection = Connection(fd)
     # A closed pipe is the parent's way, voluntary or not, to say that it is over.
@@ -101,7 +103,10 @@ def main(fd: int, parent: int) -> None:
                 os._exit(0)
             connection.send(message)
 
-        with asyncio.Runner() as runner:  # one loop for life: async clients are bound to the loop that made them
+        with (
+            ends_descendants(),
+            asyncio.Runner() as runner,
+        ):  # one loop for life: async clients are bound to the loop that made them
             caller = _Caller(send, runner, timeout_s)
             while _wait_for_work(connection, parent):
                 try:
