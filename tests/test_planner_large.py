@@ -186,8 +186,11 @@ def test_a_mixture_is_planned_with_its_experts_divided_and_is_slower_or_too_larg
     divided = search(problem, keep=1).plans[0]
     layout = divided.pools[0].layouts["actor"]
     assert layout.expert > 1
-    without = mock.patch.object(layouts, "_experts", return_value=[1])
-    with without, mock.patch("jaxrlhf.planner.search.mapping.explain_infeasible", return_value="nothing fits"):
+    every_layout = layouts.training_layouts
+    whole = mock.patch.object(
+        layouts, "training_layouts", lambda *args, **kw: (one for one in every_layout(*args, **kw) if one.expert == 1)
+    )
+    with whole, mock.patch("jaxrlhf.planner.search.mapping.explain_infeasible", return_value="nothing fits"):
         if slower is None:
             with pytest.raises(ValueError, match="nothing fits"):
                 search(problem, keep=1)
