@@ -8,10 +8,10 @@ Source: HybridFlow (arXiv:2409.19256), section 4.1 and Table 3.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import numpy as np
@@ -202,7 +202,11 @@ class Awaited(Protocol[Value_co]):
         """Wait for the value."""
 
 
-def worker_method(protocol: TransferProtocol) -> "_WorkerMethod":
+Part = Literal["relayout", "generate", "reward", "prepare", "update"]
+"""Part of a step that a call belongs to; a step's time and memory are reported by part."""
+
+
+def worker_method(protocol: TransferProtocol, *, part: Part = "prepare") -> "_WorkerMethod":
     """Mark a worker's method as one that the controller calls on the worker's group.
 
     To type checkers the method is what the controller calls: each of its first two positional
@@ -211,13 +215,15 @@ def worker_method(protocol: TransferProtocol) -> "_WorkerMethod":
 
     Args:
       protocol: Splits the arguments over the ranks and collects the results.
+      part: Part of a step that its calls are reported under.
     """
-    return _WorkerMethod(protocol)
+    return _WorkerMethod(protocol, part)
 
 
 @dataclass(frozen=True)
 class _WorkerMethod:
     protocol: TransferProtocol
+    part: Part
 
     @overload
     def __call__(
@@ -230,10 +236,15 @@ class _WorkerMethod:
     @overload
     def __call__(self, method: Callable[[Worker], Value]) -> Callable[[Worker], Future[Value]]: ...
     def __call__(self, method: Any) -> Any:
-        method.protocol = self.protocol
+        method.protocol, method.part = self.protocol, self.part
         return method
 
 
 def worker_methods(worker: type) -> dict[str, TransferProtocol]:
     """Protocols of a worker class's methods that the controller calls, by name."""
     return {name: getattr(worker, name).protocol for name in dir(worker) if hasattr(getattr(worker, name), "protocol")}
+
+
+def parts_of(workers: Iterable[type]) -> dict[str, Part]:
+    """Part of a step that each method of some worker classes belongs to."""
+    return {name: getattr(worker, name).part for worker in workers for name in worker_methods(worker)}

@@ -47,7 +47,7 @@ class Host:
         self._compiled = CompileCounter()
 
     def rows(self) -> list[SummaryRow]:
-        """PackedBatch of the table at the start: the configuration's consequences on this pool.
+        """Rows of the table at the start: the configuration's consequences on this pool.
 
         Raises:
           Refusal: A layout or a token budget that the pool cannot hold.

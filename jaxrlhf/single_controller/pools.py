@@ -198,7 +198,7 @@ class Pools:
         self._pools = list(pools)
 
     def rows(self) -> list[SummaryRow]:
-        """PackedBatch of the table at the start: the configuration's consequences on each pool.
+        """Rows of the table at the start: the configuration's consequences on each pool.
 
         Raises:
           Refusal: A layout or a token budget that a pool cannot hold.

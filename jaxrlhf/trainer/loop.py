@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from jaxrlhf.batch import Problem
+from jaxrlhf.batching.transfer_protocol import Part, parts_of
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Config, Refusal, function_of
 from jaxrlhf.dataflows.collect import ScoredRollout
@@ -18,23 +19,10 @@ from jaxrlhf.trainer.failures import DiskFull, afterwards, writing
 from jaxrlhf.trainer.log import PhaseLog, to_samples
 from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.trainer.signals import Stop
+from jaxrlhf.workers.build import WORKERS
 from jaxrlhf.workers.reward import response_texts
 
-_PART = {
-    "wanted_weights": "relayout",
-    "offer_weights": "relayout",
-    "load_weights": "relayout",
-    "compile_generation": "generate",
-    "generate_sequences": "generate",
-    "compute_reward": "reward",
-    "compute_log_prob": "prepare",
-    "compute_ref_log_prob": "prepare",
-    "compute_values": "prepare",
-    "update_actor": "update",
-    "update_critic": "update",
-    "update_process_reward": "update",
-}
-"""Part of a step's time that a worker method belongs to."""
+_PART = parts_of(WORKERS.values())
 
 OnStep = Callable[[int, Metrics], None]
 
@@ -184,7 +172,7 @@ class Loop:
 
     def _times(self, calls: Sequence[Call]) -> Metrics:
         """Seconds by part of the step, peak device bytes, and what else the hosts measured since the last time."""
-        times = dict.fromkeys([f"time/{part}_s" for part in _PART.values()], 0.0)
+        times = dict.fromkeys([f"time/{part}_s" for part in get_args(Part)], 0.0)
         for call in calls:
             times[f"time/{_PART[call.verb]}_s"] += call.end_s - call.start_s
         measured, peaks = self.roles.take_metrics()

@@ -101,13 +101,13 @@ class Actor(TrainedWorker):
         self._switches.append(switch)
         return weights
 
-    @worker_method(ONE_TO_ALL)
+    @worker_method(ONE_TO_ALL, part="generate")
     def compile_generation(self, prompt_lengths: Sequence[int]) -> None:
         """Compile the programs that generate from prompts of these lengths, so that no later step has to."""
         with self.generating() as sampler:
             sampler.engine.compile_ahead(prompt_lengths)
 
-    @worker_method(THREE_D_ALL_MICRO_DP)
+    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def generate_sequences(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
     ) -> RolloutBatch:
@@ -119,7 +119,7 @@ class Actor(TrainedWorker):
         with self.generating() as sampler:
             return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
-    @worker_method(ONE_TO_ALL)
+    @worker_method(ONE_TO_ALL, part="relayout")
     def offer_weights(self, wanted: Sequence[Splits]) -> tuple[int, Offer]:
         """Have the weights ready as the ranks that generate want them; they come and take them."""
         with self.parameters.on_devices():
@@ -143,7 +143,7 @@ class Actor(TrainedWorker):
             )
         return self.log_prob(rollout, temperature=temperature)
 
-    @worker_method(THREE_D_PROTO)
+    @worker_method(THREE_D_PROTO, part="update")
     def update_actor(
         self,
         minibatches: Sequence[Experience],

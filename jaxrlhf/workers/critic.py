@@ -16,7 +16,7 @@ class Critic(TrainedWorker):
         """`value_BT` of the prefix before each token."""
         return self.forward(sequences_of(rollout))
 
-    @worker_method(THREE_D_PROTO)
+    @worker_method(THREE_D_PROTO, part="update")
     def update_critic(self, minibatches: Sequence[Experience], *, objective: Objective, settings: Hashable) -> Metrics:
         """Update the values once per minibatch."""
         return self.update(minibatches, objective, settings).metrics

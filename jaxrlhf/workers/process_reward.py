@@ -16,7 +16,7 @@ class ProcessReward(TrainedWorker):
         """log pi of every response token under the process reward model."""
         return self.log_prob(rollout)
 
-    @worker_method(THREE_D_PROTO)
+    @worker_method(THREE_D_PROTO, part="update")
     def update_process_reward(
         self, minibatches: Sequence[Experience], *, objective: Objective, settings: Hashable
     ) -> Metrics:

@@ -46,7 +46,7 @@ class Reward:
         (under_way, calls), self._ahead = self._ahead, np.zeros(2)
         return {"reward/overlapped_fraction": float(under_way / calls)} if calls else {}
 
-    @worker_method(DP_PROTO)
+    @worker_method(DP_PROTO, part="reward")
     def compute_reward(self, problems: Sequence[Problem], rollout: RolloutBatch) -> Scores:
         """Score every response."""
         responses = response_texts(rollout, self._text)

@@ -118,7 +118,7 @@ class RolloutWorker:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    @worker_method(ONE_TO_ALL)
+    @worker_method(ONE_TO_ALL, part="relayout")
     def wanted_weights(self) -> Splits:
         """Splits of every weight that is to be sent."""
         return splits_of(*({part: tree[part] for part in self._missing()} for tree in (self._layout, self._shapes)))
@@ -128,7 +128,7 @@ class RolloutWorker:
         trained = "adapters" if "adapters" in self._layout else "parameters"
         return [part for part in self._layout if part == trained or part not in self._weights]
 
-    @worker_method(ONE_TO_ALL)
+    @worker_method(ONE_TO_ALL, part="relayout")
     def load_weights(self, offers: Sequence[tuple[int, Offer]]) -> int:
         """Take the weights that every rank of the actor offers; returns their version."""
         self._sampler.engine.unload()
@@ -147,12 +147,12 @@ class RolloutWorker:
         self._sampler.load(self._weights, version, spent=jax.tree.map(lambda _: True, self._layout))
         return self._version
 
-    @worker_method(ONE_TO_ALL)
+    @worker_method(ONE_TO_ALL, part="generate")
     def compile_generation(self, prompt_lengths: Sequence[int], *, versions: Sequence[int]) -> None:
         """Compile the programs that generate from prompts of these lengths, so that no later step has to."""
         self._at_version(versions).engine.compile_ahead(prompt_lengths)
 
-    @worker_method(THREE_D_ALL_MICRO_DP)
+    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def generate_sequences(
         self,
         problems: Sequence[Problem],
