@@ -22,7 +22,6 @@ from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import (
     GRPO,
     PPO,
-    ROLLOUT,
     Checkpointing,
     Config,
     Evaluation,
@@ -93,7 +92,7 @@ def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str
         records.append(metrics)
 
     with closing(launch(config, tokenizer, progress=lambda *_: None, workdir=workdir)) as pools:
-        stage = Phase(config, (*config.algorithm.roles, ROLLOUT, "reward"), config.steps)
+        stage = Phase(config, tuple(config.all_roles), config.steps)
         with closing(pools.roles(stage)) as roles, closing(Checkpoints(workdir / "checkpoints", keep_last=1)) as saved:
             loop = Loop(
                 config=config,

@@ -227,7 +227,9 @@ def test_a_new_algorithm_brings_its_own_check(refused):
             return 1
 
         dataflow: ClassVar[str] = "nowhere:step"
-        roles: ClassVar[tuple[str, ...]] = ("actor",)
+
+        def roles(self, config):
+            return ()
 
         def check(self, config):
             raise Refusal(f"not with {config.steps} steps")

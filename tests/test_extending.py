@@ -62,7 +62,7 @@ def test_readmes_algorithm_reaches_processes_that_never_saw_its_file(own_file, t
         "config = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); "
         "config = override(config, {'algorithm.least_score': 1.0}); "
         "assert isinstance(config.algorithm, PolicyGradient); "
-        "print(type(config.algorithm).__name__, config.algorithm.least_score, config.algorithm.roles)"
+        "print(type(config.algorithm).__name__, config.algorithm.least_score, tuple(config.roles))"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "config.pickle")]
     done = subprocess.run(command, capture_output=True, text=True)

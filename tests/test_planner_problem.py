@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import ClassVar
 
 import pytest
 from made_plans import a_config, machines
@@ -37,6 +36,7 @@ from jaxrlhf.config import (
     SafeRLHF,
     Training,
 )
+from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
 from jaxrlhf.planner.hardware import hardware_of
 from jaxrlhf.planner.problem import SCORED_TOKENS, Lengths, problem_of, question_of
 from jaxrlhf.planner.workload import Software, Workload
@@ -154,25 +154,25 @@ def test_reward_models_share_a_pool_and_functions_are_no_role():
 class Debate(PPO):
     """An algorithm that this package does not know: a second trained role, and a second frozen one."""
 
-    roles: ClassVar[tuple[str, ...]] = ("actor", "opponent", "audience", "reward")
     opponent: Training = field(default_factory=lambda: Training(tokens_per_microbatch=2048))
     opponent_model: Pretrained = field(default_factory=lambda: Pretrained("Qwen/Qwen3-4B"))
 
-    def training(self, config):
-        return {"actor": config.actor, "opponent": self.opponent}
+    def roles(self, config):
+        opponent = RoleSpec("opponent", "somewhere:Opponent", training=self.opponent, model=self.opponent_model)
+        return (actor(config.actor), opponent, RoleSpec("audience", "somewhere:Audience"), REWARD)
 
 
 @dataclass(frozen=True)
 class Preferences(SFT):
     """One that updates on given answers, beside a frozen role."""
 
-    roles: ClassVar[tuple[str, ...]] = ("actor", "reference")
+    def roles(self, config):
+        return (actor(config.actor), reference())
 
 
 def test_roles_of_algorithms_to_come():
     found = roles(a_config(algorithm=Debate(responses_per_update=32), rewards=FUNCTIONS))
     opponent, audience = found["opponent"], found["audience"]
-    # Its head is what workers give it: only critics have values.
     assert (opponent.head, opponent.trained, opponent.passes) == ("lm", True, 1)
     assert opponent.tokens_per_microbatch == 2048
     assert opponent.model.hidden_size == 2560

@@ -66,7 +66,7 @@ def moved(worker) -> None:
 
 def workers_of(settings: Config):
     pool = ResourcePool("all", tuple(jax.devices()[: settings.devices]))
-    roles = settings.algorithm.roles
+    roles = tuple(settings.roles)
     builder = Builder(settings, embedded_tokenizer(), pool, roles, progress=lambda *_: None)
     return builder.workers(Phase(settings, roles, total_updates=1))
 

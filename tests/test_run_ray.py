@@ -100,7 +100,7 @@ def launched(config):
     tokenizer = load_tokenizer(None)
     pools = launch(config, tokenizer, progress=lambda *_: None, workdir=Path(config.workdir))
     try:
-        roles = pools.roles(Phase(config, (*config.algorithm.roles, "rollout", "reward"), 4))
+        roles = pools.roles(Phase(config, tuple(config.all_roles), 4))
         yield {ranks.name: ranks for ranks in pools._pools}, roles
         roles.close()
     finally:

@@ -49,7 +49,7 @@ from jaxrlhf.config.losses import (
     ValueLoss,
 )
 from jaxrlhf.config.named_functions import function_of
-from jaxrlhf.config.placement import CRITICS, ROLLOUT, Pool, offloaded
+from jaxrlhf.config.placement import ROLLOUT, Pool, offloaded
 from jaxrlhf.config.refusal import Refusal
 from jaxrlhf.config.rewards import (
     ArithmeticReward,
@@ -67,6 +67,7 @@ from jaxrlhf.config.rewards import (
     Rewards,
     TagsReward,
 )
+from jaxrlhf.config.roles import RoleSpec
 from jaxrlhf.config.run import COLD_START, Checkpointing, ColdStart, Config, Evaluation
 from jaxrlhf.config.sources import (
     Arithmetic,

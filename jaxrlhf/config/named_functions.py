@@ -1,4 +1,4 @@
-"""Functions that settings name, so that reading a configuration imports no JAX."""
+"""Functions and classes that settings name, so that reading a configuration imports no JAX."""
 
 import importlib
 from collections.abc import Callable
@@ -14,10 +14,21 @@ def function_of(settings: object, attribute: str) -> Callable[..., Any]:
       Refusal: There is no such function, or its module does not import.
     """
     owner = type(settings)
-    given = getattr(owner, attribute, None)
+    return imported(getattr(owner, attribute, None), f"{owner.__name__}.{attribute}")
+
+
+def imported(given: object, what: str) -> Any:
+    """A function or class: itself, or named as `module:function`.
+
+    Args:
+      what: Name of the setting, for messages.
+
+    Raises:
+      Refusal: There is none of that name, or its module does not import.
+    """
     if callable(given):
         return given
-    where = f"{owner.__name__}.{attribute}={given!r}"
+    where = f"{what}={given!r}"
     module, colon, name = given.partition(":") if isinstance(given, str) else ("", "", "")
     if not (module and colon and name):
         raise Refusal(f"{where} is no function; give one, or its name as 'module:function'")

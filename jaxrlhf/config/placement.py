@@ -9,9 +9,6 @@ from jaxrlhf.config.settings import Positive, Settings
 ROLLOUT = "rollout"
 """Role that generates with copies of the actor's weights; any algorithm with an actor may place it."""
 
-CRITICS = ("critic", "cost_critic")
-"""Roles with a value head."""
-
 PARTS = ("parameters", "optimizer")
 
 

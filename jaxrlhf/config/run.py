@@ -12,6 +12,7 @@ from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.placement import Pool, check_offload, check_pools
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward, ModelReward, Rewards
+from jaxrlhf.config.roles import REWARD, ROLLOUT_COPY, RoleSpec
 from jaxrlhf.config.settings import NotNegative, Positive, Settings
 from jaxrlhf.config.sources import Data, Model, PromptFile
 from jaxrlhf.config.training import Layout, Optimizer, Rollout, Training
@@ -136,16 +137,31 @@ class Config(Settings):
             self.devices is None or not self.pools,
             f"devices={self.devices} and pools are both given; each pool says how many devices it has, drop devices",
         )
-        roles = self.algorithm.roles
+        roles = tuple(self.roles)
         check_pools(self.pools, roles)
         scoring = ["reward"] if self.rewards.by_model else []
         models = [*(role for role in roles if role != "reward"), *scoring]
-        check_offload(self.offload, models, list(self.algorithm.training(self)))
+        check_offload(self.offload, models, list(self.trained))
         without = " with kl=None" if hasattr(self.algorithm, "kl") else ""
         require(
             self.reference_layout is None or "reference" in roles,
             f"reference_layout is given, and {type(self.algorithm).__name__}{without} has no reference; drop it",
         )
+
+    @property
+    def roles(self) -> dict[str, RoleSpec]:
+        """The roles that a step calls, by name."""
+        return {role.name: role for role in self.algorithm.roles(self)}
+
+    @property
+    def all_roles(self) -> dict[str, RoleSpec]:
+        """The roles of a step, and those that evaluations call and that generate on a pool of their own."""
+        return {role.name: role for role in (ROLLOUT_COPY, REWARD)} | self.roles
+
+    @property
+    def trained(self) -> dict[str, Training]:
+        """The training settings of each trained role, by name."""
+        return {name: role.training for name, role in self.roles.items() if role.training is not None}
 
     @property
     def folder(self) -> Path:
@@ -185,7 +201,7 @@ class Config(Settings):
     @property
     def _refers_to_start(self) -> bool:
         """True if there is a reference, and it is the policy that the run starts from."""
-        return "reference" in self.algorithm.roles and getattr(self.algorithm, "reference_model", None) is None
+        return "reference" in self.roles and self.roles["reference"].model is None
 
     def _check_lora(self) -> None:
         waits = [entry for entry in self.offload if entry.partition(".")[0] == "reference"]
@@ -219,7 +235,7 @@ class Config(Settings):
 
     def _layouts(self) -> dict[str, Layout]:
         """The layout of each role that has one of its own."""
-        layouts = {role: training.layout for role, training in self.algorithm.training(self).items()}
+        layouts = {role: training.layout for role, training in self.trained.items()}
         judges = [part for part in self.rewards.parts if isinstance(part, ModelReward)]
         return layouts | {f"reward {judge.path}": judge.layout for judge in judges}
 
@@ -238,7 +254,7 @@ class Config(Settings):
         if self.placement == "auto":  # a plan raises what is too small
             return
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
-        for role, training in self.algorithm.training(self).items():
+        for role, training in self.trained.items():
             name = role if role == "actor" else f"algorithm.{role}"
             require(
                 training.tokens_per_microbatch >= longest,

@@ -18,7 +18,7 @@ def old_log_prob(roles: Roles, work: StepInput[PolicyGradient], rollout: Any) ->
 
 def ref_log_prob(roles: Roles, work: StepInput[PolicyGradient], rollout: Any) -> Any:
     """The reference's log-probabilities of a rollout; None where there is no KL to it, and so no reference."""
-    return roles.reference.compute_ref_log_prob(rollout) if "reference" in work.settings.roles else None
+    return roles.reference.compute_ref_log_prob(rollout) if "reference" in work.config.roles else None
 
 
 def scorable(sequences: Sequences, scores: Scores) -> Sequences:

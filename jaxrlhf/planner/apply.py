@@ -39,7 +39,7 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
         raise Refusal(f"the plan places {placed} and the configuration has {has}; plan anew")
     settings: dict[str, Any] = {"placement": "given", "hardware": None, "devices": None}
     settings["pools"] = _pools(config, plan, judges)
-    for role, training in config.algorithm.training(config).items():
+    for role, training in config.trained.items():
         name = role if role == "actor" else f"algorithm.{role}"
         layout = _generating(layouts, config) if role == "actor" else layouts[role]
         settings |= {f"{name}.layout": _open(layout)}
@@ -63,7 +63,7 @@ def planned_settings(config: Config, plan: PlacementPlan, *, written: Config | N
 def freed(config: Config) -> Config:
     """The configuration without the placement that it gives, but for its number of devices."""
     judges = [f"rewards.parts.{index}" for index in judges_of(config).values()]
-    trained = [role if role == "actor" else f"algorithm.{role}" for role in config.algorithm.training(config)]
+    trained = [role if role == "actor" else f"algorithm.{role}" for role in config.trained]
     layouts = {f"{name}.layout": Layout() for name in (*trained, *judges)}
     return override(config, {"pools": (), "reference_layout": None, "offload": (), **layouts})
 

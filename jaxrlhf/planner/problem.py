@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from jaxrlhf.config import (
-    CRITICS,
     Config,
     FromScratch,
     Layout,
@@ -18,7 +17,6 @@ from jaxrlhf.config import (
     Pretrained,
     Refusal,
     ReMax,
-    Training,
 )
 from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models import from_scratch, tokenizer_path
@@ -107,24 +105,24 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
     role. Otherwise the step is an update, and before it only frozen roles compute anything. A reference that is the
     actor without its adapters is no role: the actor makes its passes.
     """
-    algorithm, training, samples = config.algorithm, config.algorithm.training(config), generates(config)
+    samples = generates(config)
     found = []
-    for name in algorithm.roles:
+    for name, spec in config.roles.items():
         if name in _unplaced(config):
             continue
-        trained = name in training
-        settings: Training = training.get(name, config.actor)
+        assert spec.head is not None, f"the model of role {name} is not known"
+        settings = spec.training or config.actor
         found.append(
             Role(
                 name,
-                shapes(getattr(algorithm, f"{name}_model", None) or config.model),
-                "value" if name in CRITICS else "lm",
+                shapes(spec.model or config.model),
+                spec.head,
                 generates=samples and name == "actor",
                 passes=_passes(config, name),
-                trained=trained,
+                trained=spec.training is not None,
                 tokens_per_microbatch=settings.tokens_per_microbatch,
                 remat={"auto": None, "full": True, "none": False}[settings.remat],
-                lora=settings.lora if trained else None,
+                lora=None if spec.training is None else spec.training.lora,
             )
         )
     for name, index in judges_of(config).items():
@@ -141,7 +139,7 @@ def _passes(config: Config, role: str) -> int:
     if role == "actor" and isinstance(algorithm, PolicyGradient) and algorithm.trusts_sampler(config):
         return others
     reads = generates(config) or isinstance(algorithm, Preference)
-    return others + (reads or role not in algorithm.training(config))
+    return others + (reads or role not in config.trained)
 
 
 def _unplaced(config: Config) -> tuple[str, ...]:
@@ -151,12 +149,12 @@ def _unplaced(config: Config) -> tuple[str, ...]:
 
 def placed_roles(config: Config) -> tuple[str, ...]:
     """The names of all roles that have weights of their own."""
-    return (*(role for role in config.algorithm.roles if role not in _unplaced(config)), *judges_of(config))
+    return (*(role for role in config.roles if role not in _unplaced(config)), *judges_of(config))
 
 
 def generates(config: Config) -> bool:
     """Return whether a step samples responses: those that are scored."""
-    return "reward" in config.algorithm.roles
+    return "reward" in config.roles
 
 
 def workload_of(config: Config, lengths: Lengths) -> Workload:
@@ -198,7 +196,7 @@ def software_of(config: Config, hardware: Hardware) -> Software:
 def written_layouts(config: Config) -> dict[str, Layout]:
     """The layouts that a configuration gives: all of them with pools, else those that are not the default."""
     judges = {name: config.rewards.parts[index] for name, index in judges_of(config).items()}
-    layouts = {role: training.layout for role, training in config.algorithm.training(config).items()}
+    layouts = {role: training.layout for role, training in config.trained.items()}
     layouts |= {name: part.layout for name, part in judges.items() if isinstance(part, ModelReward)}
     if "reference" in placed_roles(config):
         trains = replace(config.actor.layout, generation_stage=1, generation_tensor=1)
@@ -266,7 +264,7 @@ def _notes(config: Config, hardware: Hardware, lengths: Lengths) -> list[str]:
         notes.append(f"{', '.join(given)} as the configuration says; --afresh of the plan command searches all")
     notes += [f"figures of {hardware.name}: {hardware.source}"] if hardware.source else []
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    for role, training in config.algorithm.training(config).items():
+    for role, training in config.trained.items():
         if training.tokens_per_microbatch < longest:
             notes.append(
                 f"{role}: tokens_per_microbatch={training.tokens_per_microbatch} does not hold the longest sequence; "

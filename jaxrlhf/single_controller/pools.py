@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from jaxrlhf.batching.transfer_protocol import worker_methods
+from jaxrlhf.batching.transfer_protocol import TransferProtocol, worker_methods
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import ROLLOUT, Config, Pool
 from jaxrlhf.single_controller.group import ActorApart, DeviceQueue, Group, Timeline
 from jaxrlhf.single_controller.host import Built, Host
 from jaxrlhf.tracking import ON_HOST
 from jaxrlhf.workers.actor import Actor
-from jaxrlhf.workers.build import WORKERS, Phase
+from jaxrlhf.workers.build import Phase
 from jaxrlhf.workers.critic import Critic
 from jaxrlhf.workers.model import Metrics
 from jaxrlhf.workers.process_reward import ProcessReward
@@ -40,6 +40,7 @@ class Ranks(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.built: list[Built] = []
+        self.protocols: dict[str, dict[str, TransferProtocol]] = {}
 
     @abstractmethod
     def on_all(self, method: str, *args: Any) -> list[Any]:
@@ -56,6 +57,8 @@ class Ranks(ABC):
     def build(self, phase: Phase) -> None:
         """Make the workers of a phase on every rank."""
         self.built = self.on_all("build", phase)
+        declared = phase.config.all_roles
+        self.protocols = {role: worker_methods(declared[role].worker_class) for role in self.built[0].places}
 
 
 class LocalRanks(Ranks):
@@ -69,8 +72,7 @@ class LocalRanks(Ranks):
         return [getattr(self._host, method)(*args)]
 
     def call(self, role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        protocol = worker_methods(WORKERS[role])[method]
-        return protocol.collect([self._host.call(role, method, args, kwargs)])
+        return self.protocols[role][method].collect([self._host.call(role, method, args, kwargs)])
 
     def close(self) -> None:
         self._host.close()
@@ -130,7 +132,7 @@ class Roles:
             for role in ranks.built[0].places:
                 # Functions score beside the models' work; a reward model computes on the pool's devices, in turn.
                 chosen = beside if role == "reward" and not phase.config.rewards.by_model else queue
-                groups[role] = Group(role, worker_methods(WORKERS[role]), ranks.call, chosen)
+                groups[role] = Group(role, ranks.protocols[role], ranks.call, chosen)
         self._groups = sorted(groups)
         vars(self).update(groups)
         if ROLLOUT in groups:
@@ -221,7 +223,7 @@ class Pools:
 
 def placed(config: Config, *, devices: int) -> list[Pool]:
     """The pools, with every role in one of them. Without configured pools one takes all `devices`."""
-    roles = tuple(dict.fromkeys((*config.algorithm.roles, "reward")))
+    roles = tuple(dict.fromkeys((*config.roles, "reward")))
     if not config.pools:
         return [Pool("all", config.devices or devices, roles)]
     first, *rest = config.pools

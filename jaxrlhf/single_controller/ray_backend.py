@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.batching.transfer_protocol import PROTOCOLS, worker_methods
+from jaxrlhf.batching.transfer_protocol import PROTOCOLS
 from jaxrlhf.config import Config, Pool, RayCluster, Refusal
 from jaxrlhf.config.cli.load import loaded
 from jaxrlhf.data.tokenizer import load_tokenizer
@@ -29,7 +29,7 @@ from jaxrlhf.single_controller.pools import REWARD_OUTPUT, Pools, Ranks, placed
 from jaxrlhf.single_controller.ray.cluster import Connection, connect, disconnect
 from jaxrlhf.single_controller.ray.processes import HostProcesses
 from jaxrlhf.single_controller.ray.stored import Stored
-from jaxrlhf.workers.build import WORKERS, Builder
+from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.model import Progress
 from jaxrlhf.workers.summary import SummaryRow
 
@@ -69,7 +69,7 @@ class RayRanks(Ranks):
         return [result.load() for result in stored]
 
     def call(self, role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Gathered:
-        protocol = worker_methods(WORKERS[role])[method]
+        protocol = self.protocols[role][method]
         with self._showing_progress():
             results = self._processes.call("call", role, method, args, kwargs, label=f"{role}.{method}")
         places = [built.places[role] for built in self.built]

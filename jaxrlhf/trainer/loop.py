@@ -19,10 +19,7 @@ from jaxrlhf.trainer.failures import DiskFull, afterwards, writing
 from jaxrlhf.trainer.log import PhaseLog, to_samples
 from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.trainer.signals import Stop
-from jaxrlhf.workers.build import WORKERS
 from jaxrlhf.workers.reward import response_texts
-
-_PART = parts_of(WORKERS.values())
 
 OnStep = Callable[[int, Metrics], None]
 
@@ -56,6 +53,10 @@ class Loop:
     on_step: OnStep | None = None
     stop: Stop = field(default_factory=Stop)
     _task: str = field(default="", init=False)
+    _parts: dict[str, Part] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._parts = parts_of(role.worker_class for role in self.config.all_roles.values())
 
     def run(self) -> bool:
         """Run the steps that are left; return False if it was asked to stop before the last."""
@@ -174,14 +175,14 @@ class Loop:
         """Seconds by part of the step, peak device bytes, and what else the hosts measured since the last time."""
         times = dict.fromkeys([f"time/{part}_s" for part in get_args(Part)], 0.0)
         for call in calls:
-            times[f"time/{_PART[call.verb]}_s"] += call.end_s - call.start_s
+            times[f"time/{self._parts[call.verb]}_s"] += call.end_s - call.start_s
         measured, peaks = self.roles.take_metrics()
         inside_s = measured.pop("time/relayout_s", 0.0)  # the hybrid engine switches within generation
         times["time/generate_s"] -= inside_s
         times["time/relayout_s"] += inside_s
         memory: Metrics = {}
         for verb, count in peaks.items():
-            name = f"memory/{_PART[verb]}_bytes"
+            name = f"memory/{self._parts[verb]}_bytes"
             memory[name] = max(float(count), memory.get(name, 0.0))
         return {**times, **measured, **memory}
 
@@ -191,7 +192,7 @@ class Loop:
         rates = {}
         if "actor/tokens" in result.metrics:
             rates["throughput/trained_tokens_per_s"] = result.metrics["actor/tokens"] / times["time/update_s"]
-        if isinstance(collected, ScoredRollout):
+        if "tokens/generated" in result.metrics:
             rates["throughput/generated_tokens_per_s"] = result.metrics["tokens/generated"] / times["time/generate_s"]
         return {"time/step_s": step.seconds, **times, **rates}
 

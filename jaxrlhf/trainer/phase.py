@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import ROLLOUT, SFT, Config, Preference
+from jaxrlhf.config import SFT, Config, Preference
 from jaxrlhf.data import Loader
 from jaxrlhf.data.sources import Loaded, load_problems
 from jaxrlhf.data.tokenizer import decoder
@@ -163,11 +163,11 @@ def run_phase(
     """
     algorithm, data = config.algorithm, context.data
     total = config.steps * algorithm.updates_per_step(config)
-    roles = pools.roles(Phase(config, (*algorithm.roles, ROLLOUT, "reward"), total, start))
+    roles = pools.roles(Phase(config, tuple(config.all_roles), total, start))
     checkpoints = Checkpoints(
         config.folder / CHECKPOINTS, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
     )
-    generates = "reward" in algorithm.roles or (held_out and algorithm.evaluation is None)
+    generates = "reward" in config.roles or (held_out and algorithm.evaluation is None)
     train_lengths = data.train.problems.prompt_tokens.lengths.tolist() if generates else []
     held_out_lengths = [len(problem.prompt_tokens) for problem in held_out] if generates else []
     loop = Loop(

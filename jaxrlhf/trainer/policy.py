@@ -14,6 +14,7 @@ from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Refusal, Sampling
 from jaxrlhf.data.tokenizer import decoder, load_tokenizer, misread
 from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.models import read_config, tokenizer_path
+from jaxrlhf.models.config import Head
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.save import check_new, save_each
 from jaxrlhf.models.parameters import param_shapes
@@ -26,7 +27,6 @@ from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, checkpoint_of, place
 from jaxrlhf.trainer.phase import load_evaluation
 from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 from jaxrlhf.workers.build import Phase
-from jaxrlhf.workers.pool_roles import head_of
 from jaxrlhf.workers.reward import response_texts
 
 _NO_FORMAT = "a module of your own (Nnx), for which there is no Hugging Face format"
@@ -70,21 +70,20 @@ def export_policy(
         # A run without a policy trains a reward model: a critic without an actor.
         trained = [item for item in ("actor", f"actor{SUFFIX}") if checkpoints.folder(step, item).is_dir()]
         role: Literal["actor", "critic"] = "actor" if trained else "critic"
+        head: Head = "lm" if trained else "value"
         if checkpoints.folder(step, role + SUFFIX).is_dir():
             adapted = AdaptedRun.of(run, role)
-            adapters = adapted.adapters(checkpoints, step, role, config, head_of(role))
+            adapters = adapted.adapters(checkpoints, step, role, config, head)
             if not merge:
                 tokenizer = load_tokenizer(str(model))
-                adapted.save(
-                    adapters, config, head_of(role), directory, tokenizer=tokenizer, dtype=dtype, progress=progress
-                )
+                adapted.save(adapters, config, head, directory, tokenizer=tokenizer, dtype=dtype, progress=progress)
                 return step
-            arrays = adapted.merged(adapters, config, head_of(role))
+            arrays = adapted.merged(adapters, config, head)
         elif merge:
             raise Refusal(f"{run} trained whole weights and no adapters, so there is nothing to merge; drop --merge")
         else:
-            arrays = checkpoints.read_each(step, role, placed(param_shapes(config, head_of(role), jnp.float32)))
-        save_each(arrays, config, head_of(role), directory, dtype=dtype, progress=progress, source=model)
+            arrays = checkpoints.read_each(step, role, placed(param_shapes(config, head, jnp.float32)))
+        save_each(arrays, config, head, directory, dtype=dtype, progress=progress, source=model)
     if note := misread(directory):
         default_console().print(note, markup=False, highlight=False, soft_wrap=True)
     return step
@@ -94,7 +93,7 @@ def check_exportable(config: Config) -> None:
     """Raise `Refusal` if `export_policy` would refuse what a run of the configuration trains."""
     if isinstance(config.model, Nnx):
         raise Refusal(f"the run trains {_NO_FORMAT}")
-    training = config.algorithm.training(config)
+    training = config.trained
     role = "actor" if "actor" in training else "critic"
     if training[role].lora is not None:
         checkpoint_of(config.model, cold_start=config.cold_start is not None)
@@ -109,7 +108,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
       show: Answers to print.
       step: Step of a run's checkpoint; None is the newest.
     """
-    if "actor" not in config.algorithm.roles:
+    if "actor" not in config.roles:
         raise Refusal(
             f"evaluation answers problems with a policy, and {type(config.algorithm).__name__} trains none; "
             "how it ranks held-out pairs is in the run's metrics"

@@ -48,7 +48,7 @@ def check_same_start(workdir: Path, config: Config) -> None:
       Refusal: `model`, `cold_start` or a role's `lora` is not what it was, or config.json is damaged, or gone though
         it says what adapters are.
     """
-    file, trained = workdir / DESCRIBED, config.algorithm.training(config)
+    file, trained = workdir / DESCRIBED, config.trained
     if not file.exists():
         if adapting := [role for role, training in trained.items() if training.lora is not None]:
             raise Refusal(f"{file} is gone, and with it the scale of {', '.join(adapting)}'s adapters; put it back")

@@ -1,7 +1,7 @@
 """Builds the workers of one process: its share of models on the meshes of a pool."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.batch import Params
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import check_pretrained
-from jaxrlhf.config import CRITICS, ROLLOUT, Config, ModelReward, Pretrained, offloaded
+from jaxrlhf.config import ROLLOUT, Config, ModelReward, Pretrained, RoleSpec, offloaded
 from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.engine import Engine
 from jaxrlhf.models.attention.kernel_choice import choose_attention
@@ -27,11 +27,9 @@ from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.sharding.rules import laid_out
 from jaxrlhf.sharding.submesh import local_submesh
 from jaxrlhf.workers.actor import Actor
-from jaxrlhf.workers.critic import Critic
-from jaxrlhf.workers.model import ModelSetup, Progress
-from jaxrlhf.workers.pool_roles import PoolRoles, check_same_tokens, check_vocabulary, head_of, stop_tokens
-from jaxrlhf.workers.process_reward import ProcessReward
-from jaxrlhf.workers.reference import FrozenActor, Reference
+from jaxrlhf.workers.model import ModelSetup, ModelWorker, Progress
+from jaxrlhf.workers.pool_roles import PoolRoles, check_same_tokens, check_vocabulary, stop_tokens
+from jaxrlhf.workers.reference import FrozenActor
 from jaxrlhf.workers.remat import choose_remat
 from jaxrlhf.workers.reward import Reward
 from jaxrlhf.workers.role_weights import (
@@ -44,16 +42,6 @@ from jaxrlhf.workers.role_weights import (
 )
 from jaxrlhf.workers.sampler import CompletionFeed, RolloutWorker, Sampler
 from jaxrlhf.workers.score_model import ScoreModel
-
-WORKERS: dict[str, type] = {
-    "actor": Actor,
-    **dict.fromkeys(CRITICS, Critic),
-    "process_reward": ProcessReward,
-    "reference": Reference,
-    "reward": Reward,
-    ROLLOUT: RolloutWorker,
-}
-"""The worker class of each role."""
 
 
 @dataclass(frozen=True)
@@ -193,19 +181,17 @@ class Builder(PoolRoles):
             self._feed.listen = reward.listen
         if not set(roles) - {ROLLOUT, "reward"}:
             return workers
-        frozen_actor = phase.config.reference_is_frozen_actor
-        copying = {"process_reward", *CRITICS, *([] if frozen_actor else ["reference"])}
-        start = self._policy_params(phase, roles, copied=bool(copying & set(roles)))
-        if "reference" in roles and not frozen_actor:
-            workers["reference"] = self._reference(start)
-        for role in CRITICS:
-            if role in roles:
-                workers[role] = self._critic(role, start, phase)
-        if "process_reward" in roles:
-            workers["process_reward"] = self._process_reward(start, phase)
-        if "actor" in roles:  # last: the others copy the policy that it takes over
+        models = [self.config.roles[role] for role in roles if role not in (ROLLOUT, "reward")]
+        if phase.config.reference_is_frozen_actor:
+            models = [spec for spec in models if spec.name != "reference"]
+        from_policy = [spec.name for spec in models if spec.model is None]
+        start = self._policy_params(phase, from_policy) if from_policy else {}
+        for spec in models:
+            if spec.name != "actor":
+                workers[spec.name] = self._model(spec, start, phase)
+        if "actor" in from_policy:  # last: the others copy the policy that it takes over
             workers["actor"] = self._actor(start, phase)
-        if "reference" in roles and frozen_actor:
+        if "reference" in roles and phase.config.reference_is_frozen_actor:
             lora = self.config.actor.lora
             adapters = self._adapters(self.policy) if lora is not None and lora.start is not None else None
             workers["reference"] = FrozenActor(workers["actor"], adapters or {})
@@ -218,21 +204,21 @@ class Builder(PoolRoles):
           Refusal: See `check_pretrained`.
         """
         wanted: list[tuple[str, Head]] = []
-        for role in self.config.algorithm.roles:
-            own = self.own_checkpoint(role)
-            model = self.config.model if own is None and phase.policy is None else own
-            if isinstance(model, Pretrained):
-                wanted.append((model.path, head_of(role) if own is not None else "lm"))
+        for spec in self.config.roles.values():
+            if spec.model is not None and spec.head is not None:
+                wanted.append((spec.model.path, spec.head))
+            elif spec.model is None and phase.policy is None and isinstance(self.config.model, Pretrained):
+                wanted.append((self.config.model.path, "lm"))
         wanted += [(part.path, "score") for part in self.config.rewards.parts if isinstance(part, ModelReward)]
         for path, head in dict.fromkeys(wanted):
             check_pretrained(path, read_config(path), head)
 
-    def _policy_params(self, phase: Phase, roles: Collection[str], *, copied: bool) -> Params:
-        """The policy's parameters before the phase, in the training layout and dtypes of a role that needs them.
+    def _policy_params(self, phase: Phase, roles: Sequence[str]) -> Params:
+        """The policy's parameters before the phase, in the training layout and dtypes of a role that starts from them.
 
         If no other role copies them, they may be quantised as they are loaded.
         """
-        role = next(name for name in ("actor", "reference", "process_reward", *CRITICS) if name in roles)
+        role, copied = ("actor", len(roles) > 1) if "actor" in roles else (roles[0], True)
         lora = phase.config.actor.lora if role == "actor" else None
         if lora is not None and (copied or phase.policy is not None):
             lora = replace(lora, quantize=None)
@@ -256,7 +242,7 @@ class Builder(PoolRoles):
         return ModelSetup(
             role,
             self.model_of(role),
-            head_of(role),
+            self.weights(role).head,
             self.mesh(role),
             self.training(role),
             remat=role in self.remat and self.remat[role].on,
@@ -271,7 +257,7 @@ class Builder(PoolRoles):
 
     def _actor(self, start: Params, phase: Phase) -> Actor:
         weights = replace(self.policy, lora=phase.config.actor.lora)
-        return Actor(
+        return self.spec("actor").worker_class(
             self._setup("actor"),
             quantized_as(start, weights.trained_params(self.mesh("actor"))),
             optimizer=phase.config.actor.optimizer,
@@ -282,43 +268,30 @@ class Builder(PoolRoles):
             exchange=self._exchange,
         )
 
-    def _reference(self, start: Params) -> Reference:
-        weights, own = self.weights("reference"), self.own_checkpoint("reference")
-        target = weights.frozen_params(self.mesh("reference"))
-        if own is not None:
-            check_vocabulary(self.tokenizer, weights.model, role="reference")
-            check_same_tokens(self.tokenizer, own.path)
-            start = initial_params(own, weights, target, seed=self.config.seed)
-        return Reference(self._setup("reference"), copied(start, target))
-
-    def _critic(self, role: str, start: Params, phase: Phase) -> Critic:
-        weights, training, own = self.weights(role), self.training(role), self.own_checkpoint(role)
-        check_vocabulary(self.tokenizer, weights.model, role=role)
-        target = weights.trained_params(self.mesh(role))
-        if own is None:
-            params = copied({name: leaf for name, leaf in start.items() if name != "head"}, target)
+    def _model(self, spec: RoleSpec, start: Params, phase: Phase) -> ModelWorker:
+        """Worker of any role but the actor."""
+        weights, mesh = self.weights(spec.name), self.mesh(spec.name)
+        check_vocabulary(self.tokenizer, weights.model, role=spec.name)
+        target = weights.frozen_params(mesh) if spec.training is None else weights.trained_params(mesh)
+        if spec.model is None:
+            shared = {name: leaf for name, leaf in start.items() if name != "head" or spec.head == "lm"}
+            params = copied(shared, target)
         else:
-            params = initial_params(own, weights, target, seed=self.config.seed)
+            if spec.head == "lm":
+                check_same_tokens(self.tokenizer, spec.model.path, role=spec.name)
+            params = initial_params(spec.model, weights, target, seed=self.config.seed)
+        if spec.training is None:
+            return spec.worker_class(self._setup(spec.name), params)
         adapters = self._adapters(weights)
-        if adapters is not None and training.lora is not None:
+        if adapters is not None and weights.lora is not None and spec.head == "value":
             head = params.pop("head")  # trained whole, and so among the adapters
-            adapters = {**adapters, "head": head} if training.lora.start is None else adapters
-        return Critic(
-            self._setup(role),
+            adapters = {**adapters, "head": head} if weights.lora.start is None else adapters
+        return spec.worker_class(
+            self._setup(spec.name),
             params,
-            optimizer=training.optimizer,
+            optimizer=spec.training.optimizer,
             total_updates=phase.total_updates,
             adapters=adapters,
-        )
-
-    def _process_reward(self, start: Params, phase: Phase) -> ProcessReward:
-        weights, training = self.weights("process_reward"), self.training("process_reward")
-        return ProcessReward(
-            self._setup("process_reward"),
-            copied(start, weights.trained_params(self.mesh("process_reward"))),
-            optimizer=training.optimizer,
-            total_updates=phase.total_updates,
-            adapters=self._adapters(weights),
         )
 
     def close(self) -> None:

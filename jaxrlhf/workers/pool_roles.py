@@ -8,12 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.config import CRITICS, Config, Pretrained, Refusal, Training
+from jaxrlhf.config import Config, Pretrained, Refusal, RoleSpec, Training
 from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models.attention.attention import Attention
 from jaxrlhf.models.attention.kernel_choice import choose_attention
 from jaxrlhf.models.causal_lm import AnyModel
-from jaxrlhf.models.config import Head
 from jaxrlhf.models.from_config import model_config
 from jaxrlhf.models.huggingface.config import read_stop_tokens
 from jaxrlhf.models.huggingface.hub import resolve
@@ -27,11 +26,6 @@ def compute_dtype(config: Config, devices: Sequence[jax.Device]) -> jnp.dtype:
     if config.compute_dtype == "auto":
         return jnp.dtype(jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16)
     return jnp.dtype(config.compute_dtype)
-
-
-def head_of(role: str) -> Head:
-    """Head that a role's last hidden state is read with."""
-    return "value" if role in CRITICS else "lm"
 
 
 class PoolRoles:
@@ -61,7 +55,16 @@ class PoolRoles:
     @property
     def trained(self) -> list[str]:
         """Names of the roles that are trained."""
-        return [role for role in self.roles if role in self.config.algorithm.training(self.config)]
+        return [role for role in self.roles if role in self.config.trained]
+
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the roles with a model that is not trained."""
+        return [role for role in self.roles if role not in self.config.trained and self.spec(role).head is not None]
+
+    def spec(self, role: str) -> RoleSpec:
+        """Declaration of a role."""
+        return self.config.all_roles[role]
 
     def mesh(self, role: str) -> Mesh:
         """The training mesh of a role."""
@@ -82,22 +85,19 @@ class PoolRoles:
 
     def model_of(self, role: str) -> AnyModel:
         """Shape of a role's model."""
-        own = self.own_checkpoint(role)
+        own = self.spec(role).model
         return self.model if own is None else model_config(own, self.tokenizer)
 
-    def own_checkpoint(self, role: str) -> Pretrained | None:
-        """Checkpoint of a role with a model of its own; None where it starts from the policy."""
-        return getattr(self.config.algorithm, f"{role}_model", None)
-
     def training(self, role: str) -> Training:
-        """Layout and token budget of a role; the reference's are the actor's, but for its layout.
+        """Layout and token budget of a role; a frozen one's are the actor's, but for the reference's layout.
 
-        The reference has no token budget of its own, so it gets a row on each of its devices where the actor's
+        A frozen role has no token budget of its own, so it gets a row on each of its devices where the actor's
         holds fewer.
         """
-        if role != "reference":
-            return self.config.algorithm.training(self.config)[role]
-        actor, layout = self.config.actor, self.config.reference_layout or self.config.actor.layout
+        if (own := self.spec(role).training) is not None:
+            return own
+        actor = self.config.actor
+        layout = (self.config.reference_layout if role == "reference" else None) or actor.layout
         shards = len(self.pool.devices) // (layout.stage * layout.tensor)
         return replace(
             actor, layout=layout, tokens_per_microbatch=max(actor.tokens_per_microbatch, self.width * shards)
@@ -105,9 +105,11 @@ class PoolRoles:
 
     def weights(self, role: str) -> RoleWeights:
         """Shapes, dtypes and shardings of a role's weights."""
-        another = role == "reference" and self.own_checkpoint(role) is not None  # it is no copy of the actor
-        lora = None if another else self.training(role).lora
-        return RoleWeights(role, self.model_of(role), head_of(role), self.dtype, lora)
+        spec = self.spec(role)
+        assert spec.head is not None, f"{role} has no weights of its own"
+        copies = spec.training is not None or spec.model is None  # or it is no copy of the actor, with its adapters
+        lora = self.training(role).lora if copies else None
+        return RoleWeights(role, self.model_of(role), spec.head, self.dtype, lora)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: AnyModel, *, role: str) -> None:
@@ -119,11 +121,11 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: AnyModel, *, rol
         )
 
 
-def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str, *, role: str) -> None:
     """Raise `Refusal` if the tokens of the checkpoint at a path are not those of the policy's tokenizer."""
     if load_tokenizer(str(resolve(path))).get_vocab() != tokenizer.get_vocab():
         raise Refusal(
-            f"reference_model={path!r} has another tokenizer than the policy, so it cannot judge the policy's tokens; "
+            f"{role}_model={path!r} has another tokenizer than the policy, so it cannot judge the policy's tokens; "
             "choose one of the same family"
         )
 

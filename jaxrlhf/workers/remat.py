@@ -13,7 +13,7 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.memory import adapters_held, keeps_activations, training_activation_bytes, weights_held
 from jaxrlhf.sharding.mesh import BATCH_AXES
 from jaxrlhf.workers.model import microbatch_shape, most_of_all_hosts
-from jaxrlhf.workers.pool_roles import PoolRoles, head_of
+from jaxrlhf.workers.pool_roles import PoolRoles
 
 _WEIGHT, _MOMENTS, _GRADIENTS = 4, 8, 8
 """Bytes of a trained weight: itself, its two moments, and while it is updated a microbatch's gradient and the sum."""
@@ -73,7 +73,7 @@ def activation_bytes(on: PoolRoles, role: str, *, remat: bool) -> float:
     row_tokens, rows = microbatch_shape(training, mesh, width=on.width, role=role)
     return training_activation_bytes(
         model,
-        head_of(role),
+        on.weights(role).head,
         training.layout,
         tokens=rows * row_tokens // math.prod(mesh.shape[axis] for axis in BATCH_AXES),
         row_tokens=row_tokens if on.attention(role).rows == "xla" else 0,  # other kernels keep no scores
@@ -94,9 +94,9 @@ def _held_bytes(on: PoolRoles, role: str, *, updates: bool) -> float:
         return 0.0
     if role == "reference" and config.reference_is_frozen_actor:
         return 0.0
-    training = config.algorithm.training(config).get(role)
-    model, layout = on.model_of(role), on.training(role).layout
-    frozen, learnt = weights_held(model, head_of(role), layout), 0.0
+    training = config.trained.get(role)
+    weights, layout = on.weights(role), on.training(role).layout
+    model, frozen, learnt = weights.model, weights_held(weights.model, weights.head, layout), 0.0
     trains_all = role == "actor" and config.cold_start is not None  # before its adapters
     if training is not None and training.lora is not None and not trains_all:
         assert isinstance(model, ModelConfig), "adapters are of the decoder"

@@ -34,13 +34,13 @@ def pool_rows(builder: Builder) -> list[SummaryRow]:
     _check_batches(builder)
     for role in builder.trained:
         rows += _trained_rows(role, builder)
-    if "reference" in roles:
-        weights = builder.weights("reference").frozen_params(builder.mesh("reference"))
+    for role in builder.frozen:
+        weights = builder.weights(role).frozen_params(builder.mesh(role))
         size = _bytes(shard_bytes(weights, layout_in(weights)))
-        where = _waits(builder, "reference") or "per device"
-        if builder.config.reference_is_frozen_actor:
+        where = _waits(builder, role) or "per device"
+        if role == "reference" and builder.config.reference_is_frozen_actor:
             size, where = "none", "the actor's own, without what its adapters learnt"
-        rows.append(("reference", "weights", size, where))
+        rows.append((role, "weights", size, where))
     if builder.hybrid is not None:
         rows += _switch_rows(builder.hybrid, builder)
     if builder.sampler is not None:

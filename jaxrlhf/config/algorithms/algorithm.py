@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxrlhf.config.losses import IcePop, KLInLoss, KLInReward, PolicyLoss, RatioLoss, Rejection, TruncatedImportance
 from jaxrlhf.config.refusal import require
+from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
 from jaxrlhf.config.settings import Positive, Settings
-from jaxrlhf.config.training import Sampling, Training
+from jaxrlhf.config.training import Sampling
 
 if TYPE_CHECKING:
     from jaxrlhf.config.run import Config
@@ -36,9 +37,8 @@ class Algorithm(Settings, ABC):
     learn: ClassVar[Callable[..., Any] | str]
     evaluation: ClassVar[Callable[..., Any] | str | None] = None
 
-    @property
     @abstractmethod
-    def roles(self) -> tuple[str, ...]:
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
         """The roles that the step calls, with these settings."""
 
     def initial_state(self) -> dict[str, float]:
@@ -60,10 +60,6 @@ class Algorithm(Settings, ABC):
     def resting_updates(self, config: Config) -> int:
         """Updates at the start that leave the policy as it is; its learning rate decays over the others."""
         return 0
-
-    def training(self, config: Config) -> dict[str, Training]:
-        """The training settings of each trained role."""
-        return {"actor": config.actor}
 
     def examples(self, config: Config) -> tuple[Data, int] | None:
         """Further data with worked solutions, and the number of them in a step; None is no such data."""
@@ -99,10 +95,9 @@ class PolicyGradient(Algorithm):
     rejection: tuple[Rejection, ...] = ()
     old_logp: Literal["auto", "trainer", "sampler", "bypass"] = "auto"
 
-    @property
-    def roles(self) -> tuple[str, ...]:
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
         """The roles; the reference only where there is a KL to it."""
-        return ("actor", "reward") if self.kl is None else ("actor", "reference", "reward")
+        return (actor(config.actor), *([] if self.kl is None else [reference()]), REWARD)
 
     def initial_state(self) -> dict[str, float]:
         return {"kl_coefficient": self.kl.coefficient if self.kl else 0.0}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
 from jaxrlhf.config.refusal import require
+from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
 from jaxrlhf.config.sources import Pretrained
 
 if TYPE_CHECKING:
@@ -27,9 +28,8 @@ class Distillation(PolicyGradient):
 
     reference_model: Pretrained = field(default_factory=lambda: Pretrained("Qwen/Qwen2.5-1.5B-Instruct"))
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return ("actor", "reference", "reward")
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        return (actor(config.actor), reference(self.reference_model), REWARD)
 
     def check(self, config: Config) -> None:
         super().check(config)

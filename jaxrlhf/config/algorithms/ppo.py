@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
 from jaxrlhf.config.losses import ValueLoss
 from jaxrlhf.config.refusal import require
+from jaxrlhf.config.roles import RoleSpec, critic
 from jaxrlhf.config.settings import NotNegative, Share
 from jaxrlhf.config.sources import Pretrained
 from jaxrlhf.config.training import Optimizer, Training
@@ -36,16 +37,12 @@ class PPO(PolicyGradient):
     critic_model: Pretrained | None = None
     critic_warmup_steps: NotNegative[int] = 0
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        actor, *others = super().roles
-        return (actor, "critic", *others)
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        actor, *others = super().roles(config)
+        return (actor, critic(self.critic, self.critic_model), *others)
 
     def resting_updates(self, config: Config) -> int:
         return self.critic_warmup_steps * self.updates_per_step(config)
-
-    def training(self, config: Config) -> dict[str, Training]:
-        return {"actor": config.actor, "critic": self.critic}
 
     def check(self, config: Config) -> None:
         super().check(config)

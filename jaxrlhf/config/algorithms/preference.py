@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from jaxrlhf.config.algorithms.algorithm import Algorithm
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import Rewards
+from jaxrlhf.config.roles import RoleSpec, actor, critic, reference
 from jaxrlhf.config.settings import Positive, within
 from jaxrlhf.config.sources import ArithmeticPairs, PairFile
 from jaxrlhf.config.training import Optimizer, Training
@@ -65,9 +66,8 @@ class DPO(Preference):
     beta: Positive[float] = 0.1
     label_smoothing: Annotated[float, within(0.0, 0.5)] = 0.0
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return ("actor", "reference")
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        return (actor(config.actor), reference())
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,8 @@ class IPO(Preference):
 
     beta: Positive[float] = 0.1
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return ("actor", "reference")
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        return (actor(config.actor), reference())
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,8 @@ class RewardModel(Preference):
 
     critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return ("critic",)
-
-    def training(self, config: Config) -> dict[str, Training]:
-        return {"critic": self.critic}
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        return (critic(self.critic),)
 
     def check(self, config: Config) -> None:
         super().check(config)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxrlhf.config.algorithms.critic_free import GroupCompared
 from jaxrlhf.config.losses import KLInReward
 from jaxrlhf.config.refusal import require
+from jaxrlhf.config.roles import REWARD, RoleSpec, actor, process_reward, reference
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Share
 from jaxrlhf.config.training import Optimizer, Training
 
@@ -59,9 +60,5 @@ class PRIME(GroupCompared):
             "no prompt could be trained on",
         )
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return ("actor", "process_reward", "reference", "reward")
-
-    def training(self, config: Config) -> dict[str, Training]:
-        return super().training(config) | {"process_reward": self.process_reward}
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        return (actor(config.actor), process_reward(self.process_reward), reference(), REWARD)

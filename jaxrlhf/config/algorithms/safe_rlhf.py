@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxrlhf.config.algorithms.ppo import PPO
 from jaxrlhf.config.losses import KLInLoss, KLInReward
 from jaxrlhf.config.refusal import require
+from jaxrlhf.config.roles import RoleSpec, critic
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
 from jaxrlhf.config.sources import Arithmetic, Data, Gsm8k, Pretrained, PromptFile
 from jaxrlhf.config.training import Optimizer, Training
@@ -99,13 +100,9 @@ class SafeRLHF(PPO):
             f"SafeRLHF.halve_kl halves a KL in the reward, and kl is {self.kl}; drop it, or give KLInReward",
         )
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        actor, critic, *others = super().roles
-        return (actor, critic, "cost_critic", *others)
-
-    def training(self, config: Config) -> dict[str, Training]:
-        return super().training(config) | {"cost_critic": self.cost_critic}
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        actor, values, *others = super().roles(config)
+        return (actor, values, critic(self.cost_critic, self.cost_critic_model, name="cost_critic"), *others)
 
     def examples(self, config: Config) -> tuple[Data, int] | None:
         if self.ptx is None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm
+from jaxrlhf.config.roles import RoleSpec, actor
 from jaxrlhf.config.settings import Positive
 
 if TYPE_CHECKING:
@@ -24,9 +25,8 @@ class SFT(Algorithm):
 
     examples_per_update: Positive[int] = 64
 
-    @property
-    def roles(self) -> tuple[str, ...]:
-        return ("actor",)
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        return (actor(config.actor),)
 
     def problems_per_step(self, config: Config) -> int:
         return self.examples_per_update
