@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
-from jaxrlhf.models.attention.kernel_choice import choose_attention
+from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.huggingface.config import read_config
 from jaxrlhf.models.huggingface.load import load_params
 from jaxrlhf.models.parameters import param_shapes
@@ -43,8 +43,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         max_response_tokens=flags.new_tokens,
         stop_tokens=(bench.END,) if preset.ends else (),
         decode_tokens_per_dispatch=16,
-        dtype=dtype,
-        attention=choose_attention(config, dtype, mesh, row_axes=(), head_axes=(), decodes=True, cache=flags.cache),
+        execution=choose_execution(config, dtype, mesh, row_axes=(), head_axes=(), decodes=True, cache=flags.cache),
     )
     engine.load(jax.tree.map(lambda leaf: leaf.astype(dtype), weights), version=0)
     groups = -(-flags.sequences // flags.responses)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf.config import Layout
-from jaxrlhf.models import choose_attention
+from jaxrlhf.models import choose_execution
 from jaxrlhf.models.attention import kernel_choice
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.resharding.hybrid import HybridEngine
@@ -43,8 +43,8 @@ def check_kernels(mesh: jax.sharding.Mesh, rank: int) -> None:
         kernel_choice._usable = lambda *_, refused=refused: rank != refused
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            chosen = choose_attention(config, jnp.float32, mesh, row_axes=("data", "fsdp"), head_axes=("tensor",))
-        assert chosen.rows == expected, chosen
+            chosen = choose_execution(config, jnp.float32, mesh, row_axes=("data", "fsdp"), head_axes=("tensor",))
+        assert chosen.rows_kernel == expected, chosen
         told = [str(warning.message) for warning in caught]
         assert len(told) == (rank == 0 and refused == 1) and all("another process" in text for text in told), told
 

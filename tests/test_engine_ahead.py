@@ -5,7 +5,6 @@ from dataclasses import replace
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -50,7 +49,6 @@ def engine():
             max_response_tokens=TOKENS,
             stop_tokens=STOP,
             decode_tokens_per_dispatch=2,
-            dtype=jnp.float32,
             slot_axes=SLOT_AXES,
             records_routing=True,
             goes_ahead=True,

@@ -1,9 +1,9 @@
 """An engine that runs long prompts in chunks gives what one gives that runs them whole."""
 
 import math
+from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -47,6 +47,9 @@ def build(model, monkeypatch, *, chunks: bool, pages: bool = False, **sizes: int
         monkeypatch.setattr("jaxrlhf.engine.engine.PREFILL_TOKENS", 16)
         monkeypatch.setattr("jaxrlhf.engine.engine.CHUNK_TOKENS", 6)
     mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
+    paged = models.ONE_DEVICE
+    if pages:
+        paged = models.Execution(pages_kernel="xla", mesh=mesh, row_axes=SLOT_AXES, head_axes=("tensor",))
     engine = Engine(
         model,
         mesh,
@@ -55,13 +58,9 @@ def build(model, monkeypatch, *, chunks: bool, pages: bool = False, **sizes: int
         max_response_tokens=LONGEST_RESPONSE,
         stop_tokens=(3,),
         decode_tokens_per_dispatch=4,
-        dtype=jnp.float32,
         slot_axes=SLOT_AXES,
         kv_head_axis="tensor",
-        stage_axis="stage",
-        attention=models.Attention(pages="xla", mesh=mesh, row_axes=SLOT_AXES, head_axes=("tensor",))
-        if pages
-        else models.XLA,
+        execution=replace(paged, pipeline=models.pipeline_over(mesh, ("stage",), row_axes=SLOT_AXES)),
         records_routing=model.experts is not None,
     )
     params = models.init_params(model, "lm", jax.random.key(3))

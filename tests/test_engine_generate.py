@@ -44,7 +44,6 @@ def build(**changes) -> Engine:
         "max_response_tokens": LONGEST_RESPONSE,
         "stop_tokens": STOP,
         "decode_tokens_per_dispatch": 4,
-        "dtype": jnp.float32,
     }
     mesh = Mesh(np.asarray(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
     return Engine(MODEL, mesh, **(sizes | changes))

@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -53,7 +52,6 @@ def run(model: ModelConfig, **sizes: int):
         max_response_tokens=8,
         stop_tokens=(3,),
         decode_tokens_per_dispatch=4,
-        dtype=jnp.float32,
         slot_axes=SLOT_AXES,
         kv_head_axis="tensor",
     )

@@ -4,7 +4,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -49,10 +48,9 @@ def build(*, pages: bool, slots: int = 10, **sizes: int) -> Engine:
             max_response_tokens=LONGEST_RESPONSE,
             stop_tokens=(3,),
             decode_tokens_per_dispatch=8,
-            dtype=jnp.float32,
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
-            attention=models.Attention(pages="xla", mesh=mesh, **axes) if pages else models.XLA,
+            execution=models.Execution(pages_kernel="xla", mesh=mesh, **axes) if pages else models.ONE_DEVICE,
         )
     engine.load(jax.device_put(weights(), shardings(mesh, models.param_dims(MODEL, "lm"), GENERATE)), version=0)
     return engine

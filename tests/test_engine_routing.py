@@ -48,7 +48,6 @@ def engine(model=MODEL, **options):
         max_response_tokens=10,
         stop_tokens=(3,),
         decode_tokens_per_dispatch=3,
-        dtype=jnp.float32,
         **options,
     )
 

@@ -45,8 +45,9 @@ def requests():
     return [Request(3 * group + i, prompt) for group, prompt in enumerate(prompts) for i in range(3)]
 
 
-def engine_of(mesh, stage_axis="stage", model=MODEL, slots=6, stop_tokens=(3,)):
+def engine_of(mesh, stage_axes=("stage",), model=MODEL, slots=6, stop_tokens=(3,)):
     """An engine without weights."""
+    pipeline = models.pipeline_over(mesh, stage_axes, row_axes=SLOT_AXES) if stage_axes else None
     return Engine(
         model,
         mesh,
@@ -55,10 +56,9 @@ def engine_of(mesh, stage_axis="stage", model=MODEL, slots=6, stop_tokens=(3,)):
         max_response_tokens=8,
         stop_tokens=stop_tokens,
         decode_tokens_per_dispatch=4 if slots == 6 else 1,
-        dtype=jnp.float32,
         slot_axes=SLOT_AXES,
         kv_head_axis="tensor",
-        stage_axis=stage_axis,
+        execution=models.Execution(pipeline=pipeline),
     )
 
 
@@ -104,7 +104,7 @@ def test_generation_on_two_of_the_four_stages_of_training(params, requests, expe
     def read(params, token_RW, segment_RW):
         position_RW = jnp.broadcast_to(jnp.arange(20), token_RW.shape)
         hidden_RWD = models.hidden_states(
-            params, MODEL, token_RW, position_RW, segment_RW, pipeline=pipeline
+            params, MODEL, token_RW, position_RW, segment_RW, execution=models.Execution(pipeline=pipeline)
         ).hidden_RWD
         return models.token_logp(params, MODEL, hidden_RWD, token_RW, temperature=SAMPLING.temperature).logp
 
@@ -184,7 +184,7 @@ def test_weights_and_cache_stay_on_their_stage(running):
 def test_one_stage_is_the_engine_without_stages(params):
     """All that programs depend on is the same."""
     mesh = mesh_of({"data": 2, "micro_stage": 2, "tensor": 2}, jax.devices())
-    one, other = (engine_on(mesh, params, stage_axis=stage_axis) for stage_axis in (None, "stage"))
+    one, other = (engine_on(mesh, params, stage_axes=stage_axes) for stage_axes in ((), ("stage",)))
     assert one._shape == other._shape
     assert vars(one._layout) == vars(other._layout)
 

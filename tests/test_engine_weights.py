@@ -20,9 +20,9 @@ from jaxrlhf.sharding.rules import GENERATE, shardings
 REQUESTS = [Request(3 * group + i, (4 + group, 7, 9 - group)) for group in range(3) for i in range(3)]
 
 
-def layers_apart(config, params, pipeline=None):
+def layers_apart(config, params, execution=models.ONE_DEVICE):
     """Each part of the stack by itself, and the layers that the parts make up."""
-    parts = [models.unstack_layers(part, config, pipeline=pipeline) for part in models.layer_parts(params)]
+    parts = [models.unstack_layers(part, config, execution=execution) for part in models.layer_parts(params)]
     return models.joined_parts(parts)
 
 
@@ -30,10 +30,10 @@ def without_stacks(params):
     return {name: tree for name, tree in params.items() if "layers" not in name}
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="pipeline")
-def both_ways(config, params, token_PS, length_P, pipeline=None):
+@functools.partial(jax.jit, static_argnums=0, static_argnames="execution")
+def both_ways(config, params, token_PS, length_P, execution=models.ONE_DEVICE):
     """Prompts run whole and in chunks by layers that lie apart."""
-    how = {"layers": layers_apart(config, params, pipeline), "pipeline": pipeline}
+    how = {"layers": layers_apart(config, params, execution), "execution": execution}
     run = functools.partial(models.prefill, **how)
     rest = without_stacks(params)
     return run(rest, config, token_PS, length_P), run(rest, config, token_PS, length_P, chunk_tokens=CHUNK)
@@ -51,9 +51,9 @@ def test_stages_run_their_own_layers_that_lie_apart():
     mesh, params = mesh_of({"data": 2, "stage": 2, "tensor": 2}, jax.devices()), drawn(GEMMA)
     expected = of_tokens(prefill(GEMMA, params, TOKENS, LENGTHS))
     rows = jax.device_put((TOKENS, LENGTHS), NamedSharding(mesh, PartitionSpec(SLOT_AXES)))
-    pipeline = models.pipeline_over(mesh, ("stage",), row_axes=SLOT_AXES)
+    execution = models.Execution(pipeline=models.pipeline_over(mesh, ("stage",), row_axes=SLOT_AXES))
     on_devices = jax.device_put(params, shardings(mesh, models.param_dims(GEMMA, "lm"), GENERATE))
-    for found in both_ways(GEMMA, on_devices, *rows, pipeline=pipeline):
+    for found in both_ways(GEMMA, on_devices, *rows, execution=execution):
         close(of_tokens(found), expected)
 
 

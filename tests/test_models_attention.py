@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.models.attention.attention import DECODE, ROWS, Attention, attend, attend_cache
+from jaxrlhf.models.attention.attention import DECODE, ROWS, attend, attend_cache
 from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
+from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.kernels.gpu import pallas_decode
 from jaxrlhf.models.kernels.tpu import splash_rows
 
@@ -75,8 +76,8 @@ def close(ours, theirs, tolerance=1e-5):
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * np.abs(theirs).max())
 
 
-def run_rows(attention, query, key, value, segment, weight, scores=PLAIN):
-    out, pull = jax.vjp(lambda *arrays: attend(*arrays, segment, scores, attention=attention), query, key, value)
+def run_rows(execution, query, key, value, segment, weight, scores=PLAIN):
+    out, pull = jax.vjp(lambda *arrays: attend(*arrays, segment, scores, execution=execution), query, key, value)
     return out, *pull(weight)
 
 
@@ -94,7 +95,7 @@ def test_packed_rows_and_their_gradients_are_those_of_the_naive_reference(kernel
     query, key, value, weight = drawn(*shapes)
     segment = np.array(SEGMENTS[width], np.int32)
     arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
-    run = jax.jit(partial(run_rows, Attention(rows=kernel)))
+    run = jax.jit(partial(run_rows, Execution(rows_kernel=kernel)))
     ours = run(*arrays, segment, np.asarray(weight, np.float32))
     for got, true in zip(ours, naive_rows(query, key, value, segment, weight), strict=True):
         close(got, true)
@@ -113,7 +114,7 @@ def test_rows_under_a_soft_cap_and_a_window_that_a_layer_may_not_have(kernel):
     query, key, value, weight = drawn(*[(2, 18, count, 16) for count in (2, 1, 1, 2)])
     segment = np.array(SEGMENTS[18], np.int32)
     arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
-    run = jax.jit(partial(run_rows, Attention(rows=kernel)))
+    run = jax.jit(partial(run_rows, Execution(rows_kernel=kernel)))
     for slides in (True, False):
         ours = run(*arrays, segment, np.asarray(weight, np.float32), other_scores(jnp.array(slides)))
         there = OTHER if slides else OTHER | {"window": np.inf}
@@ -140,7 +141,7 @@ def test_a_token_sees_its_cache_under_a_soft_cap_and_inside_its_window(kernel):
     # In the first window, across a tile's edge, across a part's, all of it, and one that has run past it.
     position = np.array([0, 3, 66, 514, capacity - 1, capacity + 9], np.int32)
     arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
-    run = jax.jit(partial(attend_cache, attention=Attention(decode=kernel)))
+    run = jax.jit(partial(attend_cache, execution=Execution(decode_kernel=kernel)))
     for slides in (None, jnp.array(True), jnp.array(False)):
         there = OTHER | {"window": np.inf} if slides is not None and not slides else OTHER
         close(run(*arrays, position, other_scores(slides)), naive_cache(query, key, value, position, **there))
@@ -154,14 +155,14 @@ def test_a_token_attends_to_what_is_filled_of_its_cache(kernel, heads, kv_heads,
     # One entry, a tile, a tile and one more, all of it; and a slot that is done and has run past it.
     position = np.array([0, 15, min(64, capacity - 2), capacity - 1, capacity + 9], np.int32)
     arrays = [np.asarray(array, np.float32) for array in (query, key, value)]
-    ours = jax.jit(partial(attend_cache, attention=Attention(decode=kernel)))(*arrays, position)
+    ours = jax.jit(partial(attend_cache, execution=Execution(decode_kernel=kernel)))(*arrays, position)
     close(ours, naive_cache(query, key, value, position))
 
 
 def test_the_decode_kernel_reads_nothing_past_what_is_filled():
     query, key, value = (np.asarray(array, np.float32) for array in drawn((2, 4, 16), (2, 2, 16, 600), (2, 2, 600, 16)))
     position = np.array([9, 511], np.int32)
-    run = jax.jit(partial(attend_cache, attention=Attention(decode="pallas")))
+    run = jax.jit(partial(attend_cache, execution=Execution(decode_kernel="pallas")))
     clean = run(query, key, value, position)
     for slot, last in enumerate(position):
         key[slot, :, :, last + 1 :] = value[slot, :, last + 1 :] = np.nan
@@ -195,16 +196,18 @@ def on_mesh(spec_of):
     mesh = Mesh(
         np.array(jax.devices()[:4]).reshape(2, 1, 2), ("data", "idle", "tensor"), axis_types=(AxisType.Auto,) * 3
     )
-    attention = Attention(rows="splash", decode="pallas", mesh=mesh, row_axes=("data",), head_axes=("tensor",))
-    return attention, [NamedSharding(mesh, PartitionSpec(*spec)) for spec in spec_of]
+    execution = Execution(
+        rows_kernel="splash", decode_kernel="pallas", mesh=mesh, row_axes=("data",), head_axes=("tensor",)
+    )
+    return execution, [NamedSharding(mesh, PartitionSpec(*spec)) for spec in spec_of]
 
 
 def test_rows_and_heads_stay_where_they_are_on_a_mesh():
     head, row = ("data", None, "tensor"), ("data",)
-    attention, layout = on_mesh([head, head, head, row, head])
+    execution, layout = on_mesh([head, head, head, row, head])
     query, key, value, weight = (np.asarray(x, np.float32) for x in drawn(*[(4, 20, n, 8) for n in (4, 2, 2, 4)]))
     arrays = query, key, value, np.ones((4, 20), np.int32), weight
-    program = jax.jit(partial(run_rows, attention), in_shardings=layout).lower(*arrays).compile()
+    program = jax.jit(partial(run_rows, execution), in_shardings=layout).lower(*arrays).compile()
     for ours, theirs in zip(program(*jax.device_put(arrays, tuple(layout))), naive_rows(*arrays), strict=True):
         close(ours, theirs)
     assert not any(word in program.as_text() for word in ("all-gather", "all-to-all", "collective-permute"))
@@ -212,9 +215,9 @@ def test_rows_and_heads_stay_where_they_are_on_a_mesh():
 
 def test_slots_and_heads_stay_where_they_are_on_a_mesh():
     head, slot = ("data", "tensor"), ("data",)
-    attention, layout = on_mesh([head, head, head, slot])
+    execution, layout = on_mesh([head, head, head, slot])
     query, key, value = (np.asarray(x, np.float32) for x in drawn((4, 4, 8), (4, 2, 8, 30), (4, 2, 30, 8)))
     arrays = query, key, value, np.array([0, 3, 17, 29], np.int32)
-    program = jax.jit(partial(attend_cache, attention=attention), in_shardings=layout).lower(*arrays).compile()
+    program = jax.jit(partial(attend_cache, execution=execution), in_shardings=layout).lower(*arrays).compile()
     close(program(*jax.device_put(arrays, tuple(layout))), naive_cache(*arrays))
     assert "all-" not in program.as_text() and "collective" not in program.as_text()

@@ -15,8 +15,9 @@ from jaxrlhf import models
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.engine import programs
 from jaxrlhf.models.attention import kernel_choice
-from jaxrlhf.models.attention.attention import DECODE, PAGES, ROWS, Attention
+from jaxrlhf.models.attention.attention import DECODE, PAGES, ROWS
 from jaxrlhf.models.config import LatentAttention
+from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.kernels.gpu import pallas_decode, pallas_pages
 from jaxrlhf.models.kernels.tpu import splash_rows
 from jaxrlhf.sharding.pool import ResourcePool
@@ -43,9 +44,10 @@ def choose(config=CONFIG, dtype=jnp.float32, shape=(1, 1, 1), decodes=True, **se
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
     mesh = Mesh(devices, ("data", "stage", "tensor"), axis_types=(AxisType.Auto,) * 3)
     axes = {"row_axes": ("data",), "head_axes": ("tensor",), "stage_axes": ("stage",)}
-    chosen = models.choose_attention(config, dtype, mesh, **axes, decodes=decodes, **settings)
-    assert chosen == Attention() or (chosen.mesh, chosen.row_axes, chosen.head_axes) == (mesh, ("data",), ("tensor",))
-    return (chosen.rows, chosen.decode) if settings.get("cache") is None else (chosen.decode, chosen.pages)
+    chosen = models.choose_execution(config, dtype, mesh, **axes, decodes=decodes, **settings)
+    assert chosen.mesh is None or (chosen.mesh, chosen.row_axes, chosen.head_axes) == (mesh, ("data",), ("tensor",))
+    paged = settings.get("cache") is not None
+    return (chosen.decode_kernel, chosen.pages_kernel) if paged else (chosen.rows_kernel, chosen.decode_kernel)
 
 
 def raises(*arrays):
@@ -218,13 +220,13 @@ def test_programs_compute_with_the_kernels_they_are_given(program, kernel, monke
         monkeypatch.setitem(table, name, raises)
     sizes = {"replicas": 1, "most_stop_tokens": 1, "tokens_per_dispatch": 2}
 
-    def trace(attention):
-        shape = programs.Shape(config=CONFIG, **sizes, dtype=jnp.float32, attention=attention)
+    def trace(execution):
+        shape = programs.Shape(config=CONFIG, **sizes, execution=execution)
         rows, length = jnp.ones((2, 16), jnp.int32), jnp.ones(2, jnp.int32)
         if program == "packed":
 
             def run(params):
-                return models.hidden_states(params, CONFIG, rows, rows, rows, attention=attention).hidden_RWD
+                return models.hidden_states(params, CONFIG, rows, rows, rows, execution=execution).hidden_RWD
         elif program == "prefill":
             run = partial(programs.prefill, layers=None, token_PS=rows, length_P=length, shape=shape)
         else:
@@ -236,7 +238,7 @@ def test_programs_compute_with_the_kernels_they_are_given(program, kernel, monke
 
         jax.eval_shape(run, models.param_shapes(CONFIG, "lm"))
 
-    others = {"splash": Attention(decode="pallas"), "pallas": Attention(rows="splash")}
+    others = {"splash": Execution(decode_kernel="pallas"), "pallas": Execution(rows_kernel="splash")}
     trace(others[kernel])
     with pytest.raises(NotImplementedError, match="no such instruction"):
-        trace(Attention(rows="splash", decode="pallas"))
+        trace(Execution(rows_kernel="splash", decode_kernel="pallas"))

@@ -31,7 +31,7 @@ TOKENS = np.random.default_rng(1).integers(0, 96, (4, WIDTH), dtype=np.int32)
 REAL = np.arange(WIDTH) < LENGTHS[:, None]
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("chunk_tokens", "pipeline", "dtype"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("chunk_tokens", "execution"))
 def prefill(config, params, token_PS, length_P, **how):
     return models.prefill(params, config, token_PS, length_P, **how)
 
@@ -76,8 +76,8 @@ def test_eight_devices_say_what_one_says(whole, name, sizes):
     params, expected = whole(config)
     layout = shardings(mesh, models.param_dims(config, "lm"), GENERATE)
     rows = jax.device_put((TOKENS, LENGTHS), NamedSharding(mesh, PartitionSpec(SLOT_AXES)))
-    pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=SLOT_AXES)
-    found = prefill(config, jax.device_put(params, layout), *rows, chunk_tokens=CHUNK, pipeline=pipeline)
+    execution = models.Execution(pipeline=models.pipeline_over(mesh, STAGE_AXES, row_axes=SLOT_AXES))
+    found = prefill(config, jax.device_put(params, layout), *rows, chunk_tokens=CHUNK, execution=execution)
     close(of_tokens(found), expected)
     key_LPSKH = found[1].key_LPSKH
     stages, data = sizes.get("stage", 1), sizes["data"]
@@ -121,7 +121,8 @@ def test_half_precision_is_as_near_to_single_as_whole_prompts_are(whole):
     params, (expected_PD, *_) = whole(DENSE)
 
     def off(chunk_tokens):
-        hidden_PD, *_ = prefill(DENSE, params, TOKENS, LENGTHS, chunk_tokens=chunk_tokens, dtype=jnp.bfloat16)
+        how = {"chunk_tokens": chunk_tokens, "execution": models.Execution(jnp.bfloat16)}
+        hidden_PD, *_ = prefill(DENSE, params, TOKENS, LENGTHS, **how)
         assert hidden_PD.dtype == jnp.bfloat16
         return np.abs(np.float32(hidden_PD) - expected_PD).max()
 

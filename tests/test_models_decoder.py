@@ -40,9 +40,9 @@ def test_no_copy_of_a_weight_waits_for_the_backward_pass(params, rows):
     assert not [leaf for leaf, own in zip(kept, of_tokens, strict=True) if leaf.dtype == jnp.bfloat16 and not own]
 
 
-@functools.partial(jax.jit, static_argnames=("remat", "dtype"))
-def hidden(params, rows, remat=False, dtype=jnp.float32):
-    return models.hidden_states(params, CONFIG, *rows, remat=remat, dtype=dtype).hidden_RWD
+@functools.partial(jax.jit, static_argnames="dtype")
+def hidden(params, rows, dtype=jnp.float32):
+    return models.hidden_states(params, CONFIG, *rows, execution=models.Execution(dtype)).hidden_RWD
 
 
 def test_the_declaration_counts_what_the_architecture_counts():
@@ -209,17 +209,18 @@ def test_eight_devices_say_what_one_says(params, rows):
     """Logp, entropy and gradients under fsdp 4 x tensor 2 and rematerialisation."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
     by_row = NamedSharding(mesh, PartitionSpec("fsdp"))
+    execution = models.Execution(remat=True, mesh=mesh, row_axes=("fsdp",))
 
-    def loss(params, rows, remat, row_sharding):
-        hidden_RWD = models.hidden_states(params, CONFIG, *rows, remat=remat, row_sharding=row_sharding).hidden_RWD
+    def loss(params, rows, execution):
+        hidden_RWD = models.hidden_states(params, CONFIG, *rows, execution=execution).hidden_RWD
         output = models.token_logp(params, CONFIG, hidden_RWD, rows[0], temperature=0.9, entropy=True, chunk_tokens=16)
         return (output.logp + 0.1 * output.entropy).sum(), output
 
-    program = jax.jit(jax.grad(loss, has_aux=True), static_argnums=(2, 3))
+    program = jax.jit(jax.grad(loss, has_aux=True), static_argnums=2)
     layout = shardings(mesh, models.param_dims(CONFIG, "lm"), MESH_RULES)
     split = jax.device_put(params, layout)
-    many = program.lower(split, jax.device_put(rows, by_row), True, by_row).compile()
-    close(many(split, jax.device_put(rows, by_row)), program(params, rows, False, None))
+    many = program.lower(split, jax.device_put(rows, by_row), execution).compile()
+    close(many(split, jax.device_put(rows, by_row)), program(params, rows, models.ONE_DEVICE))
     # A quarter of the rows and half of the MLP's width on each device, at no time all rows.
     inner = CONFIG.intermediate_size // 2
     assert f"f32[{ROWS // 4},{WIDTH},{inner}]" in many.as_text()

@@ -14,8 +14,8 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from jaxrlhf.models.attention.attention import XLA
 from jaxrlhf.models.config import Experts
+from jaxrlhf.models.execution import ONE_DEVICE
 from jaxrlhf.models.moe.experts import balance_loss, mix, route
 from jaxrlhf.models.moe.grouped import _ragged, grouped_mlp
 
@@ -74,7 +74,7 @@ def naive(mlp: dict, experts: Experts, normed_RWD: np.ndarray) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames="experts")
 def routed(mlp, normed_RWD, experts):
-    return mix(mlp, normed_RWD, route(mlp, experts, normed_RWD), attention=XLA)
+    return mix(mlp, normed_RWD, route(mlp, experts, normed_RWD), execution=ONE_DEVICE)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -65,21 +65,20 @@ def rows():
     return token_RW, position_RW, segment_RW
 
 
-def attention_of(mesh, **changes):
-    return models.choose_attention(
-        replace(MODEL, **changes),
-        jnp.float32,
-        mesh,
-        row_axes=BATCH_AXES,
-        head_axes=TENSOR_AXES,
-        expert_axes=EXPERT_AXES,
-    )
+AGAIN = models.Execution(remat=True)
+
+
+def execution_of(mesh, *, dtype=jnp.float32, pipeline=None):
+    axes = {"row_axes": BATCH_AXES, "head_axes": TENSOR_AXES, "expert_axes": EXPERT_AXES}
+    return replace(models.choose_execution(MODEL, dtype, mesh, **axes, remat=True), pipeline=pipeline)
 
 
 @pytest.mark.parametrize("layout", [None, Layout(1, 8), Layout(2, expert=4)], ids=["alone", "fsdp", "expert"])
 @pytest.mark.parametrize("quantized", [False, True], ids=["float32", "nf4"])
 def test_no_copy_of_the_experts_waits_for_the_backward_pass(layout, quantized) -> None:
-    attention = models.XLA if layout is None else attention_of(factored_mesh(layout, jax.devices()))
+    execution = models.Execution(jnp.bfloat16)
+    if layout is not None:
+        execution = replace(execution_of(factored_mesh(layout, jax.devices()), dtype=jnp.bfloat16), remat=False)
     params, tokens = models.param_shapes(MODEL, "lm"), jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.int32)
     experts = params["layers"]["mlp"]["experts"]
     if quantized:
@@ -88,8 +87,7 @@ def test_no_copy_of_the_experts_waits_for_the_backward_pass(layout, quantized) -
     def derivative(params, tokens):
         def forward(embed):
             whole = {**params, "embed": embed}
-            how = {"dtype": jnp.bfloat16, "attention": attention}
-            return models.hidden_states(whole, MODEL, tokens, tokens, tokens, **how).hidden_RWD
+            return models.hidden_states(whole, MODEL, tokens, tokens, tokens, execution=execution).hidden_RWD
 
         return jax.vjp(forward, params["embed"])[1]
 
@@ -99,21 +97,13 @@ def test_no_copy_of_the_experts_waits_for_the_backward_pass(layout, quantized) -
     assert {(leaf.ndim, leaf.dtype.name) for leaf in found} == (set() if quantized else {(4, "float32")})
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def slopes(params, rows, attention=models.XLA, row_sharding=None, pipeline=None):
+@functools.partial(jax.jit, static_argnums=2)
+def slopes(params, rows, execution=AGAIN):
     """Logits, what routers did, and gradients of a sum over both."""
 
     def total(params):
-        hidden_RWD, routed = hidden_states(
-            params,
-            MODEL,
-            *rows,
-            router=RouterInputs(rows[2]),
-            remat=True,
-            attention=attention,
-            row_sharding=row_sharding,
-            pipeline=pipeline,
-        )
+        how = {"router": RouterInputs(rows[2]), "execution": execution}
+        hidden_RWD, routed = hidden_states(params, MODEL, *rows, **how)
         logits_RWV = models.logits(params, MODEL, hidden_RWD)
         weight_RWV = jnp.cos(jnp.arange(logits_RWV.size, dtype=jnp.float32)).reshape(logits_RWV.shape)
         return (weight_RWV * logits_RWV).sum() + routed.loss_RW.sum(), (logits_RWV, routed)
@@ -138,7 +128,8 @@ def test_logits_and_gradients_on_eight_devices_are_those_on_one(name, params, ro
     layout = shardings(mesh, models.param_dims(MODEL, "lm"), TRAIN)
     by_row = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
     pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
-    many = slopes(jax.device_put(params, layout), jax.device_put(rows, by_row), attention_of(mesh), by_row, pipeline)
+    execution = execution_of(mesh, pipeline=pipeline)
+    many = slopes(jax.device_put(params, layout), jax.device_put(rows, by_row), execution)
     real = np.array(rows[2]) > 0
     (_, (ours_RWV, ours)), (_, (theirs_RWV, theirs)) = many, expected
     np.testing.assert_allclose(np.asarray(ours_RWV)[real], theirs_RWV[real], atol=1e-4)
@@ -161,10 +152,9 @@ def generated(params, layout, devices):
         max_response_tokens=6,
         stop_tokens=(3,),
         decode_tokens_per_dispatch=3,
-        dtype=jnp.float32,
         slot_axes=SLOT_AXES,
         kv_head_axis="tensor",
-        attention=models.choose_attention(
+        execution=models.choose_execution(
             MODEL, jnp.float32, generation, row_axes=SLOT_AXES, head_axes=("tensor",), expert_axes=EXPERT_AXES
         ),
     )

@@ -3,7 +3,6 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -81,7 +80,6 @@ def test_transformers_draws_the_tokens_that_our_engine_draws(exported):
         max_response_tokens=NEW_TOKENS,
         stop_tokens=(),
         decode_tokens_per_dispatch=NEW_TOKENS,
-        dtype=jnp.float32,
     )
     engine.load(params, version=1)
     requests = [Request(index, prompt) for index, prompt in enumerate(PROMPTS)]

@@ -108,8 +108,9 @@ def test_eight_devices_say_what_one_says(config, sizes, gradients):
     mesh, params, rows = mesh_of(sizes, jax.devices()), drawn(config), packed()
     by_row = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
     pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
+    execution = models.Execution(remat=True, mesh=mesh, row_axes=BATCH_AXES, pipeline=pipeline)
     layout = shardings(mesh, models.param_dims(config, "lm"), TRAIN)
-    many = program(config, gradients, remat=True, row_sharding=by_row, pipeline=pipeline)
+    many = program(config, gradients, execution=execution)
     found = many(jax.device_put(params, layout), jax.device_put(rows, by_row))
     close(found, program(config, gradients)(params, rows))
 
@@ -129,17 +130,17 @@ def test_soft_capped_logits_have_the_gradient_of_their_formula():
     close(program(GEMMA, True)(params, rows)[0], jax.jit(jax.grad(plain))(params))
 
 
-def through_the_cache(params, token_RW, pipeline=None):
+def through_the_cache(params, token_RW, execution=models.ONE_DEVICE):
     """Logits of all but the first three tokens, one by one."""
     each, length_R = jnp.arange(ROWS), jnp.full(ROWS, 3)
-    _, prefix, _ = models.prefill(params, GEMMA, token_RW[:, :3], length_R, pipeline=pipeline)
-    cache = models.empty_cache(GEMMA, slots=ROWS, capacity=WIDTH, pipeline=pipeline)
-    cache = models.insert_prefix(cache, prefix, each, each, pipeline=pipeline)
-    layers = models.unstack_layers(params, GEMMA, pipeline=pipeline)
+    _, prefix, _ = models.prefill(params, GEMMA, token_RW[:, :3], length_R, execution=execution)
+    cache = models.empty_cache(GEMMA, slots=ROWS, capacity=WIDTH, execution=execution)
+    cache = models.insert_prefix(cache, prefix, each, each, execution=execution)
+    layers = models.unstack_layers(params, GEMMA, execution=execution)
 
     def step(cache, place):
         at_R = jnp.full(ROWS, place)
-        hidden_RD, cache, _ = models.decode(layers, params, GEMMA, token_RW[:, place], at_R, cache, pipeline=pipeline)
+        hidden_RD, cache, _ = models.decode(layers, params, GEMMA, token_RW[:, place], at_R, cache, execution=execution)
         return cache, models.logits(params, GEMMA, hidden_RD)
 
     return jnp.swapaxes(jax.lax.scan(step, cache, jnp.arange(3, WIDTH))[1], 0, 1)
@@ -154,7 +155,7 @@ def test_decoding_through_the_caches_of_two_stages_is_the_full_forward(transpose
     mesh = mesh_of({"stage": 2}, jax.devices()[:2])
     pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=())
     layout = shardings(mesh, models.param_dims(GEMMA, "lm"), TRAIN)
-    run = jax.jit(functools.partial(through_the_cache, pipeline=pipeline))
+    run = jax.jit(functools.partial(through_the_cache, execution=models.Execution(pipeline=pipeline)))
     found = run(jax.device_put(params, layout), jax.device_put(token_RW, NamedSharding(mesh, PartitionSpec())))
     close(found, models.logits(params, GEMMA, hidden_RWD)[:, 3:])
 
@@ -204,8 +205,9 @@ def test_every_device_reads_its_part_of_shared_tensors_and_of_first_layers(kind,
 
 def test_layers_of_two_kinds_are_not_divided_over_stages():
     pipeline = models.pipeline_over(mesh_of({"stage": 2}, jax.devices()[:2]), STAGE_AXES, row_axes=())
+    staged = models.Execution(pipeline=pipeline)
     with pytest.raises(ValueError, match=r"first 1 of 3 layers have no experts.* over 2 stages"):
-        jax.eval_shape(lambda params: models.unstack_layers(params, DEEPSEEK, pipeline=pipeline), drawn(DEEPSEEK))
+        jax.eval_shape(lambda params: models.unstack_layers(params, DEEPSEEK, execution=staged), drawn(DEEPSEEK))
     with pytest.raises(ValueError, match="dense_layers=3 of num_layers=3 come before layers with experts"):
         dataclasses.replace(DEEPSEEK, dense_layers=3)
     with pytest.raises(ValueError, match="activation='gelu_tanh' with experts, which compute silu"):

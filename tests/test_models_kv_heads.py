@@ -1,6 +1,7 @@
 """Fewer key-value heads than tensor shards: eight devices train and generate what one does."""
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +43,13 @@ def run(config, lora, cache, **sizes):
         dims["adapters"] = adapter_dims(config, "lm", lora)
     params = jax.device_put(params, shardings(mesh, dims, TRAIN))
     by_row = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-    attention = models.choose_attention(config, jnp.float32, mesh, row_axes=BATCH_AXES, head_axes=TENSOR_AXES)
+    execution = models.choose_execution(config, jnp.float32, mesh, row_axes=BATCH_AXES, head_axes=TENSOR_AXES)
+    execution = replace(execution, mesh=mesh, row_axes=BATCH_AXES)
 
     def loss(params, token_RW, position_RW, segment_RW):
         whole = adapted(params["parameters"], params.get("adapters", {}))
-        how = {"attention": attention, "row_sharding": by_row}
-        hidden_RWD = models.hidden_states(whole, config, token_RW, position_RW, segment_RW, **how).hidden_RWD
+        rows = token_RW, position_RW, segment_RW
+        hidden_RWD = models.hidden_states(whole, config, *rows, execution=execution).hidden_RWD
         logp_RW = models.token_logp(whole, config, hidden_RWD, token_RW).logp
         return (logp_RW * jnp.sin(jnp.arange(logp_RW.size)).reshape(logp_RW.shape)).sum(), logp_RW
 
@@ -68,10 +70,9 @@ def run(config, lora, cache, **sizes):
         max_response_tokens=8,
         stop_tokens=(3,),
         decode_tokens_per_dispatch=4,
-        dtype=jnp.float32,
         slot_axes=SLOT_AXES,
         kv_head_axis="tensor",
-        attention=models.choose_attention(config, jnp.float32, mesh, **axes, decodes=True, cache=cache),
+        execution=models.choose_execution(config, jnp.float32, mesh, **axes, decodes=True, cache=cache),
     )
     engine.load(adapted(weights["parameters"], weights.get("adapters", {})), version=0)
     requests = [Request(i, tuple(token_RW[i % ROWS, : 3 + i % ROWS].tolist())) for i in range(8)]

@@ -18,10 +18,11 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-from jaxrlhf.models.attention.attention import PAGES, Attention, attend_pages
+from jaxrlhf.models.attention.attention import PAGES, attend_pages
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS, LayerPages, empty_pages, insert_pages
 from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.kernels.gpu import pallas_pages
 from jaxrlhf.models.kernels.tpu import ragged_pages
 
@@ -80,7 +81,7 @@ def close(ours, theirs, tolerance=1e-5):
 def test_a_token_attends_to_what_is_filled_of_its_pages(kernel, heads, kv_heads, head_dim, width):
     arrays = drawn(heads=heads, kv_heads=kv_heads, head_dim=head_dim, width=width)
     for scores, there in ((PLAIN, {}), (ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"]), OTHER)):
-        ours = jax.jit(partial(attend_pages, attention=Attention(pages=kernel)))(*arrays, scores)
+        ours = jax.jit(partial(attend_pages, execution=Execution(pages_kernel=kernel)))(*arrays, scores)
         close(ours, naive_pages(*arrays, **there))
 
 
@@ -89,7 +90,7 @@ def test_the_kernel_that_comes_with_jax_for_tpu_computes_the_same(monkeypatch):
     monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
     monkeypatch.setattr(TypedInt, "shape", (), raising=False)
     arrays = drawn(heads=4, kv_heads=2, head_dim=64, width=128)
-    run = jax.jit(partial(attend_pages, attention=Attention(pages="ragged")))
+    run = jax.jit(partial(attend_pages, execution=Execution(pages_kernel="ragged")))
     for slides in (True, False):
         there = OTHER if slides else OTHER | {"window": np.inf}
         scores = ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"], jnp.array(slides))
@@ -101,13 +102,13 @@ def test_the_kernel_that_comes_with_jax_for_tpu_computes_the_same(monkeypatch):
 def test_a_layer_may_have_no_window_where_others_have(kernel, slides):
     arrays = drawn(heads=2, kv_heads=1, head_dim=16)
     scores = ScoreMod(OTHER["divisor"], OTHER["cap"], OTHER["window"], jnp.array(slides))
-    ours = jax.jit(partial(attend_pages, attention=Attention(pages=kernel)))(*arrays, scores)
+    ours = jax.jit(partial(attend_pages, execution=Execution(pages_kernel=kernel)))(*arrays, scores)
     close(ours, naive_pages(*arrays, **OTHER if slides else OTHER | {"window": np.inf}))
 
 
 def test_the_gpu_kernel_reads_nothing_past_what_is_filled():
     query, pages, table, position = drawn(heads=4, kv_heads=2, head_dim=16)
-    run = jax.jit(partial(attend_pages, attention=Attention(pages="pallas")))
+    run = jax.jit(partial(attend_pages, execution=Execution(pages_kernel="pallas")))
     clean = run(query, pages, table, position)
     filled = np.zeros(pages.shape[:2], bool)
     for row, newest in zip(table, position, strict=True):
@@ -124,7 +125,7 @@ def test_an_entry_is_written_where_the_table_says_and_nowhere_without_a_page():
     position = np.array([0, 17, 48, 16, 31], np.int32)
     table[3, 1] = NO_PAGE
     before = LayerPages(jnp.array(pages), jnp.array(table))
-    after = jax.jit(partial(LayerPages.write, attention=Attention(pages="xla")))(before, query, -query, position)
+    after = jax.jit(partial(LayerPages.write, execution=Execution(pages_kernel="xla")))(before, query, -query, position)
     expected = pages.copy()
     for slot, place in ((0, (table[0, 0], 0)), (1, (table[1, 1], 1)), (4, (table[4, 1], 15))):
         expected[*place, 0::2, :3], expected[*place, 1::2, :3] = query[slot], -query[slot]
@@ -136,7 +137,7 @@ def test_prompts_are_inserted_page_by_page_and_pages_that_are_there_are_left_alo
     key, value = (np.float32(rng.standard_normal((3, 24, 2, 3))) for _ in range(2))
     pages = np.float32(rng.standard_normal((6, 16, 4, 3)))
     row, page = np.array([2, 0, 1], np.int32), np.array([[[5, 1], [NO_PAGE, 3], [NO_PAGE, NO_PAGE]]], np.int32)
-    ours = jax.jit(partial(insert_pages, attention=Attention(pages="xla")))(pages, key, value, row, page)
+    ours = jax.jit(partial(insert_pages, execution=Execution(pages_kernel="xla")))(pages, key, value, row, page)
     expected = pages.copy()
     for place, prompt, first in ((5, 2, 0), (1, 2, 16), (3, 0, 16)):
         expected[place] = 0
@@ -149,14 +150,14 @@ def test_prompts_are_inserted_page_by_page_and_pages_that_are_there_are_left_alo
 def test_heads_are_as_wide_in_pages_as_the_kernel_wants_them():
     config = ModelConfig("qwen2", 96, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
     for kernel, width in (("xla", 16), ("pallas", 16), ("ragged", 128)):
-        layers = empty_pages(config, pages=3, dtype=jnp.bfloat16, attention=Attention(pages=kernel))
+        layers = empty_pages(config, pages=3, execution=Execution(jnp.bfloat16, pages_kernel=kernel))
         assert [(leaf.shape, leaf.dtype) for leaf in layers] == [((3, PAGE_TOKENS, 4, width), jnp.bfloat16)] * 2
 
 
 def test_pages_and_heads_stay_where_they_are_on_a_mesh():
     axes = {"row_axes": ("data",), "head_axes": ("tensor",)}
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    attention = Attention(pages="pallas", mesh=mesh, **axes)
+    execution = Execution(pages_kernel="pallas", mesh=mesh, **axes)
     rng = np.random.default_rng(0)
     query, key, value = (np.float32(rng.standard_normal((4, heads, 16))) for heads in (4, 2, 2))
     pages = np.float32(rng.standard_normal((6, 16, 4, 16)))
@@ -164,8 +165,8 @@ def test_pages_and_heads_stay_where_they_are_on_a_mesh():
     position = np.array([17, 3, 0, 30], np.int32)
 
     def run(query, key, value, pages, table, position):
-        stored = LayerPages(pages, table).write(key, value, position, attention=attention)
-        return stored.attend(query, position, PLAIN, attention=attention), stored.pages_ZSJU
+        stored = LayerPages(pages, table).write(key, value, position, execution=execution)
+        return stored.attend(query, position, PLAIN, execution=execution), stored.pages_ZSJU
 
     spec = PartitionSpec("data", "tensor"), PartitionSpec("data", None, "tensor"), PartitionSpec("data")
     head, page, slot = (NamedSharding(mesh, each) for each in spec)

@@ -19,6 +19,7 @@ from jaxrlhf.sharding.rules import TRAIN, shardings
 
 CONFIG = replace(DECODER, num_layers=8, qkv_bias=True, qk_norm=True)
 ROWS, WIDTH = 12, 17
+AGAIN = models.Execution(remat=True)
 DIMS = models.param_dims(CONFIG, "lm")
 
 
@@ -42,13 +43,12 @@ def rows():
 def of(mesh):
     """How the workers lay out parameters and rows, and what they pass to `hidden_states`."""
     pipeline = models.pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
-    return shardings(mesh, DIMS, TRAIN), NamedSharding(mesh, PartitionSpec(BATCH_AXES)), pipeline
+    execution = models.Execution(remat=True, mesh=mesh, row_axes=BATCH_AXES, pipeline=pipeline)
+    return shardings(mesh, DIMS, TRAIN), NamedSharding(mesh, PartitionSpec(BATCH_AXES)), execution
 
 
-def loss(params, rows, *, remat=True, row_sharding=None, pipeline=None, dtype=jnp.float32):
-    hidden_RWD = models.hidden_states(
-        params, CONFIG, *rows, remat=remat, row_sharding=row_sharding, pipeline=pipeline, dtype=dtype
-    ).hidden_RWD
+def loss(params, rows, *, execution=AGAIN):
+    hidden_RWD = models.hidden_states(params, CONFIG, *rows, execution=execution).hidden_RWD
     output = models.token_logp(params, CONFIG, hidden_RWD, rows[0], temperature=0.9, entropy=True)
     logp_RW = jnp.where(rows[2] > 0, output.logp, 0.0)
     return (logp_RW * jnp.sin(jnp.arange(logp_RW.size)).reshape(logp_RW.shape)).sum(), logp_RW
@@ -83,18 +83,18 @@ def assert_close(ours, theirs, tolerance):
     ids=str,
 )
 def test_stages_do_not_change_logp_or_gradients(params, rows, expected, sizes, remat):
-    layout, row_sharding, pipeline = of(mesh_of(sizes, jax.devices()[: math.prod(sizes.values())]))
-    program = gradient(row_sharding=row_sharding, pipeline=pipeline, remat=remat)
+    layout, row_sharding, execution = of(mesh_of(sizes, jax.devices()[: math.prod(sizes.values())]))
+    program = gradient(execution=replace(execution, remat=remat))
     found = program(jax.device_put(params, layout), jax.device_put(rows, row_sharding))
     assert_close(found, expected, 4e-6)
 
 
 def test_half_precision(params, rows, expected):
     """As far from float32 as half precision is on one device; XLA:CPU once aborted here."""
-    layout, row_sharding, pipeline = of(mesh_of({"data": 2, "stage": 2}, jax.devices()[:4]))
-    program = gradient(row_sharding=row_sharding, pipeline=pipeline, dtype=jnp.bfloat16)
+    layout, row_sharding, execution = of(mesh_of({"data": 2, "stage": 2}, jax.devices()[:4]))
+    program = gradient(execution=replace(execution, dtype=jnp.bfloat16))
     _, many_RW = program(jax.device_put(params, layout), jax.device_put(rows, row_sharding))
-    _, one_RW = jax.jit(functools.partial(loss, dtype=jnp.bfloat16))(params, rows)
+    _, one_RW = jax.jit(functools.partial(loss, execution=models.Execution(jnp.bfloat16, remat=True)))(params, rows)
     many, one = (np.abs(np.asarray(logp_RW) - expected[1]).max() for logp_RW in (many_RW, one_RW))
     assert 0 < many < 1.5 * one
 
@@ -108,12 +108,11 @@ def computations(program):
 @pytest.fixture(scope="module")
 def program(params, rows):
     """Gradient of the hidden states alone, so that all loops are the pipeline's."""
-    layout, row_sharding, pipeline = of(mesh_of({"data": 2, "stage": 4}, jax.devices()))
+    layout, row_sharding, execution = of(mesh_of({"data": 2, "stage": 4}, jax.devices()))
 
     def total(layers, others, rows):
-        hidden_RWD = models.hidden_states(
-            others | {"layers": layers}, CONFIG, *rows, remat=True, row_sharding=row_sharding, pipeline=pipeline
-        ).hidden_RWD
+        whole = others | {"layers": layers}
+        hidden_RWD = models.hidden_states(whole, CONFIG, *rows, execution=execution).hidden_RWD
         return jnp.square(hidden_RWD).sum()
 
     layers, others = params["layers"], {name: leaf for name, leaf in params.items() if name != "layers"}

@@ -99,7 +99,6 @@ def sampled(config, params, sizes):
         max_response_tokens=16,
         stop_tokens=(),
         decode_tokens_per_dispatch=8,
-        dtype=jnp.float32,
         slot_axes=SLOT_AXES,
         kv_head_axis="tensor",
     )

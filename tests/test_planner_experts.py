@@ -50,14 +50,14 @@ def compiled(model: ModelConfig, layout: Layout, shape: tuple[int, int], *, back
     """A pass over packed rows on eight devices, with logits as they are trained on."""
     mesh = factored_mesh(layout, jax.devices())
     axes = {"row_axes": BATCH_AXES, "head_axes": TENSOR_AXES, "expert_axes": EXPERT_AXES}
-    attention = models.choose_attention(model, jnp.float32, mesh, **axes)
+    execution = replace(models.choose_execution(model, jnp.float32, mesh, **axes, remat=remat), mesh=mesh)
+    execution = replace(execution, row_axes=BATCH_AXES)
     how = shardings(mesh, models.param_dims(model, "lm"), TRAIN)
     rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
     token_RW = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
 
     def total(params, *ints):
-        given = {"remat": remat, "attention": attention, "row_sharding": rows}
-        hidden_RWD = models.hidden_states(params, model, *ints, **given).hidden_RWD
+        hidden_RWD = models.hidden_states(params, model, *ints, execution=execution).hidden_RWD
         return models.token_logp(params, model, hidden_RWD, ints[0]).logp.sum()
 
     program = jax.jit(jax.grad(total), out_shardings=how) if backward else jax.jit(total)

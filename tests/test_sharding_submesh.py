@@ -183,7 +183,6 @@ def generate(mesh: Mesh, weights: Any, requests: list[Request]) -> list[Any]:
         max_response_tokens=8,
         stop_tokens=(3,),
         decode_tokens_per_dispatch=4,
-        dtype=jnp.float32,
         slot_axes=SLOT_AXES,
         kv_head_axis="tensor",
     )

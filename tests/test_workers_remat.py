@@ -36,7 +36,7 @@ def on_accelerator(builder: Builder, memory: int | None) -> Builder:
     """The same, as a device sees it that says how much memory it has, or does not."""
     stats = None if memory is None else {"bytes_limit": memory, "bytes_in_use": 5}
     device = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: stats)
-    names = ("config", "roles", "training", "mesh", "model_of", "weights", "width", "attention", "dtype")
+    names = ("config", "roles", "training", "mesh", "model_of", "weights", "width", "execution", "dtype")
     return SimpleNamespace(pool=SimpleNamespace(devices=(device,)), **{name: getattr(builder, name) for name in names})
 
 
@@ -116,7 +116,7 @@ def test_workers_do_what_was_chosen() -> None:
     for setting, on in [("auto", True), ("none", False)]:
         builder = built(setting, roles=("actor", "critic"))
         workers = builder.workers(Phase(builder.config, ("actor", "critic"), total_updates=1))
-        assert workers["actor"].setup.remat == workers["critic"].setup.remat == on
+        assert workers["actor"].setup.execution.remat == workers["critic"].setup.execution.remat == on
 
 
 # Plans.

@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 from jaxrlhf.batch import Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.engine.sequence import Request
-from jaxrlhf.models import AnyModel
+from jaxrlhf.models import AnyModel, Execution
 
 
 def check_sizes(config: AnyModel, *, capacity: int, stop_tokens: tuple[int, ...], **sizes: int) -> None:
@@ -28,15 +28,13 @@ def check_sizes(config: AnyModel, *, capacity: int, stop_tokens: tuple[int, ...]
         raise Refusal(f"stop_tokens {outside} lie outside the vocabulary of {config.vocab_size}")
 
 
-def check_split(
-    config: AnyModel, mesh: Mesh, *, kv_copies: int, kv_head_axis: str | None, stage_axis: str | None
-) -> None:
+def check_split(config: AnyModel, mesh: Mesh, execution: Execution, *, kv_head_axis: str | None) -> None:
     """Raise `Refusal` if the cache does not split evenly over the mesh."""
-    for axis, what, count, size in (
-        (kv_head_axis, "key-value heads", config.num_kv_heads * kv_copies, "tensor"),
-        (stage_axis, "layers", config.num_layers, "stage"),
+    heads, head_ways = config.num_kv_heads * execution.kv_copies, mesh.shape[kv_head_axis] if kv_head_axis else 1
+    for axis, what, count, ways, size in (
+        (kv_head_axis, "key-value heads", heads, head_ways, "tensor"),
+        ("stage", "layers", config.num_layers, execution.stages, "stage"),
     ):
-        ways = mesh.shape[axis] if axis else 1
         if count % ways:
             raise Refusal(
                 f"{count} {what} do not split {ways} ways over mesh axis {axis!r}; "

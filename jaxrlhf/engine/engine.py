@@ -1,7 +1,7 @@
 """Continuous batching over slots: prefill prompts, insert them, decode all slots together.
 
 One SPMD program spans the mesh: slots are split over `slot_axes`, attention heads over
-`kv_head_axis`, layers over `stage_axis`. Programs are compiled ahead of time and kept by the
+`kv_head_axis`, layers over the stages of its `Execution`. Programs are compiled ahead of time and kept by the
 lengths they serve, so a call that would recompile anything else is an error instead of a pause.
 
     engine.load(params, version=7)
@@ -35,7 +35,7 @@ from jaxrlhf.engine.scheduler import Placement, Scheduler
 from jaxrlhf.engine.sequence import Completion, Request, SequenceState
 from jaxrlhf.engine.slot_book import SlotBook, insertion_of
 from jaxrlhf.engine.weights import Weights, most_unstacked, spent_layers
-from jaxrlhf.models import XLA, AnyModel, Attention, pipeline_over
+from jaxrlhf.models import ONE_DEVICE, AnyModel, Execution
 from jaxrlhf.models.config import ModelConfig
 
 PREFILL_TOKENS = 2048
@@ -61,11 +61,9 @@ class Engine:
       prompts: Prompts that come at a time, if that is known: a prefill has no more rows than they fill.
       stop_tokens: Ids that end a response unless its request names others; they are kept in it.
       decode_tokens_per_dispatch: Tokens decoded by one program call before slots refill.
-      dtype: Dtype of activations and of the cache.
       slot_axes: Mesh axes that split the slots.
       kv_head_axis: Mesh axis that splits the key-value heads of the cache.
-      stage_axis: Mesh axis that divides the layers, of the weights and of the cache.
-      attention: Kernels for this mesh.
+      execution: For this mesh; its stages divide the cache as well.
       records_routing: Completions say which experts their tokens went through.
       goes_ahead: Where no request waits for a slot, dispatch the next tokens before the last are read. Idle slots are
         then left later; None does not where the host would only share its cores with the devices, on CPU.
@@ -89,12 +87,10 @@ class Engine:
         max_response_tokens: int,
         stop_tokens: tuple[int, ...],
         decode_tokens_per_dispatch: int,
-        dtype: Any,
         prompts: int | None = None,
         slot_axes: tuple[str, ...] = (),
         kv_head_axis: str | None = None,
-        stage_axis: str | None = None,
-        attention: Attention = XLA,
+        execution: Execution = ONE_DEVICE,
         records_routing: bool = False,
         goes_ahead: bool | None = None,
     ) -> None:
@@ -104,7 +100,7 @@ class Engine:
         check_sizes(config, capacity=capacity, stop_tokens=stop_tokens, **counts)
         if isinstance(config, ModelConfig) and config.latent is not None:
             kv_head_axis = None  # a rotated key and a latent serve all heads
-        check_split(config, mesh, kv_copies=attention.kv_copies, kv_head_axis=kv_head_axis, stage_axis=stage_axis)
+        check_split(config, mesh, execution, kv_head_axis=kv_head_axis)
         check_routing(config, records_routing=records_routing)
         replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
         self.slots = -(-slots // replicas) * replicas
@@ -116,21 +112,19 @@ class Engine:
             replicas=replicas,
             most_stop_tokens=max(STOP_TOKENS, len(stop_tokens)),
             tokens_per_dispatch=decode_tokens_per_dispatch,
-            dtype=dtype,
-            pipeline=pipeline_over(mesh, (stage_axis,), row_axes=slot_axes) if stage_axis else None,
-            attention=attention,
+            execution=execution,
             records_routing=records_routing,
         )
         self._max_response_tokens, self._stop_tokens = max_response_tokens, tuple(stop_tokens)
         self._goes_ahead = mesh.devices.flat[0].platform != "cpu" if goes_ahead is None else goes_ahead
         self._prompt_buckets = length_buckets(max_prompt_tokens)
         self._slot_counts = halving_buckets(self.slots // replicas, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
-        self._mesh, self.attention, self.prefilled_prompts = mesh, attention, 0
-        self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, self._shape.pipeline)
+        self._mesh, self.execution, self.prefilled_prompts = mesh, execution, 0
+        self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline)
         self._compiled = Compiled(self._shape, self._layout.whole)
         sizes = {"slots": self.slots, "longest": capacity}
         self._cache: SlotCache | PageCache = SlotCache(self._compiled, self._layout, **sizes)
-        if attention.pages is not None:
+        if execution.pages_kernel is not None:
             self._cache = PageCache(self._compiled, self._layout, replicas=replicas, **sizes)
         self._weights: Weights | None = None
         self._signature: Any = None

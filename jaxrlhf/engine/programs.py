@@ -35,9 +35,7 @@ class Shape:
       replicas: Parts that the slots are split into.
       most_stop_tokens: Ids that may end a response.
       tokens_per_dispatch: Most tokens that a slot draws in one `decode`.
-      dtype: Dtype of activations and of the cache.
-      pipeline: How layers are divided over stages; None where they are not.
-      attention: Kernels for the engine's mesh.
+      execution: For the engine's mesh.
       records_routing: Which experts tokens go through is kept.
     """
 
@@ -45,9 +43,7 @@ class Shape:
     replicas: int
     most_stop_tokens: int
     tokens_per_dispatch: int
-    dtype: Any
-    pipeline: models.Pipeline | None = None
-    attention: models.Attention = models.XLA
+    execution: models.Execution = models.ONE_DEVICE
     records_routing: bool = False
 
 
@@ -138,14 +134,13 @@ class Window(NamedTuple):
 
 def empty_cache(*, slots: int, capacity: int, shape: Shape) -> list[LayerCache]:
     """A cache that nothing was written to."""
-    how = {"dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
-    return models.empty_cache(shape.config, slots=slots, capacity=capacity, **how)
+    return models.empty_cache(shape.config, slots=slots, capacity=capacity, execution=shape.execution)
 
 
 def empty_pages(*, pages: int, shape: Shape) -> list[Array]:
     """So many pages for every layer, in all replicas together."""
     assert isinstance(shape.config, ModelConfig), "no other model's cache lies in pages"
-    return pages_of_layers(shape.config, pages=pages, dtype=shape.dtype, attention=shape.attention)
+    return pages_of_layers(shape.config, pages=pages, execution=shape.execution)
 
 
 def empty_slots(*, slots: int, shape: Shape) -> Slots:
@@ -185,8 +180,7 @@ def prefill(
       layers: From `unstack`; None reads those of `params`.
       chunk_tokens: Tokens of a chunk, for `models.prefill`. A model of one's own may run prompts whole all the same.
     """
-    how = {"dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
-    how |= {"chunk_tokens": chunk_tokens} if layers is None else {"chunk_tokens": chunk_tokens, "layers": layers}
+    how = {"layers": layers, "chunk_tokens": chunk_tokens, "execution": shape.execution}
     output = models.prefill(params, shape.config, token_PS, length_P, **how)
     return Prompts(output.hidden_PD, output.prefix, length_P, output.choice_PSLk if shape.records_routing else None)
 
@@ -222,12 +216,12 @@ def place(
     """Copy a layer (with stages: of every stage) of prompt `row_I[i]` into slot `slot_I[i]`, for each i."""
 
     def of_layer(leaf_LPSKH: Array) -> Array:
-        stages = 1 if shape.pipeline is None else shape.pipeline.stages
+        stages = shape.execution.stages
         by_stage = leaf_LPSKH.reshape(stages, len(leaf_LPSKH) // stages, *leaf_LPSKH.shape[1:])
         return lax.dynamic_index_in_dim(by_stage, layer, axis=1, keepdims=False)
 
     prefix = models.Prefix(*map(of_layer, prefix))
-    return models.insert_prefix([stored], prefix, row_I, slot_I, pipeline=shape.pipeline)[0]
+    return models.insert_prefix([stored], prefix, row_I, slot_I, execution=shape.execution)[0]
 
 
 def resize(stored: models.LayerCache, row_GB: Array | None, *, capacity: int, shape: Shape) -> models.LayerCache:
@@ -238,7 +232,7 @@ def resize(stored: models.LayerCache, row_GB: Array | None, *, capacity: int, sh
     """
     key_BKHS, value_BKSH = stored
     if row_GB is not None:
-        stages = 1 if shape.pipeline is None else shape.pipeline.stages
+        stages = shape.execution.stages
         row_GB = jnp.tile(row_GB, (stages, 1))
         key_BKHS, value_BKSH = take_rows(key_BKHS, row_GB), take_rows(value_BKSH, row_GB)
     more = capacity - stored.capacity
@@ -253,7 +247,7 @@ def place_in_pages(
 ) -> Array:
     """Copy a layer of prompt `row_I[i]` into pages `page_GIQ[g, i]` of replica g, for each i."""
     key_PSKH, value_PSKH = (lax.dynamic_index_in_dim(leaf_LPSKH, layer, keepdims=False) for leaf_LPSKH in prefix)
-    return insert_pages(pages_ZSJU, key_PSKH, value_PSKH, row_I, page_GIQ, attention=shape.attention)
+    return insert_pages(pages_ZSJU, key_PSKH, value_PSKH, row_I, page_GIQ, execution=shape.execution)
 
 
 def add_pages(pages_ZSJU: Array, *, pages: int, shape: Shape) -> Array:
@@ -277,7 +271,7 @@ def take_rows(leaf: jax.Array, row_GB: Array) -> jax.Array:
 
 def unstack(params: Params, *, shape: Shape) -> list[Params]:
     """The layers as `decode` reads them; slices of the stack inside its loop would be copied at every token."""
-    return models.unstack_layers(params, shape.config, attention=shape.attention, pipeline=shape.pipeline)
+    return models.unstack_layers(params, shape.config, execution=shape.execution)
 
 
 def decode(
@@ -324,8 +318,7 @@ def _step(
 ) -> tuple[Cache, Slots, Array | None]:
     """One token in every active slot; also the experts that the token before it went through, if recorded."""
     state = slots.token_B, slots.cached_B, cache.split() if isinstance(cache, PagedCache) else cache
-    how = {"dtype": shape.dtype, "attention": shape.attention, "pipeline": shape.pipeline}
-    output = models.decode(layers, params, shape.config, *state, **how)
+    output = models.decode(layers, params, shape.config, *state, execution=shape.execution)
     written: Any = output.cache  # layers of this kind of cache
     cache = cache.joined(written) if isinstance(cache, PagedCache) else written
     token_B, logp_B = _draw(models.padded_logits(params, shape.config, output.hidden_BD), slots.drawn_B, slots)

@@ -1,10 +1,10 @@
 """One decoder for every supported family: its parameters, its forward passes, its heads, its checkpoints."""
 
-from jaxrlhf.models.attention.attention import XLA, Attention
-from jaxrlhf.models.attention.kernel_choice import choose_attention
+from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix, empty_cache, insert_prefix
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.decoder import DecodeOutput, HiddenStates, PrefillOutput, decode, hidden_states, prefill
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.from_config import from_scratch, model_config, tokenizer_path
 from jaxrlhf.models.heads import TokenOutput, logits, padded_logits, score, token_logp, values
 from jaxrlhf.models.huggingface.config import read_config, scratch_config

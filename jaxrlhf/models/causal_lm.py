@@ -12,14 +12,15 @@ from typing import Any, ClassVar
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
 
 class CausalLM(ABC):
     """A causal language model with functions of its own; frozen and hashable, as programs are compiled for it.
 
     Parameters are nested dictionaries of arrays; with a value or score head they have a vector `head`
-    as well. Keyword arguments are those of the decoder's functions: a model takes those that it has a
-    use for, and refuses what it cannot do.
+    as well. Keyword arguments are those of the decoder's functions, an `Execution` among them: a model refuses what
+    it cannot do.
 
     Attributes:
       name: Words for messages and tables.
@@ -59,25 +60,48 @@ class CausalLM(ABC):
 
     @abstractmethod
     def hidden_states(
-        self, params: Params, token_RW: Array, position_RW: Array, segment_RW: Array, **options: Any
+        self,
+        params: Params,
+        token_RW: Array,
+        position_RW: Array,
+        segment_RW: Array,
+        *,
+        shared_prefix: Any = None,
+        execution: Execution = ONE_DEVICE,
     ) -> Any:
         """`HiddenStates` of packed rows."""
 
     @abstractmethod
-    def empty_cache(self, *, slots: int, capacity: int, **options: Any) -> Any:
+    def empty_cache(self, *, slots: int, capacity: int, execution: Execution = ONE_DEVICE) -> Any:
         """A list of `LayerCache`."""
 
     @abstractmethod
-    def prefill(self, params: Params, token_PS: Array, length_P: Array, **options: Any) -> Any:
+    def prefill(
+        self,
+        params: Params,
+        token_PS: Array,
+        length_P: Array,
+        *,
+        layers: list[Params] | None = None,
+        chunk_tokens: int | None = None,
+        execution: Execution = ONE_DEVICE,
+    ) -> Any:
         """`PrefillOutput` of prompts."""
 
     @abstractmethod
-    def unstack_layers(self, params: Params, **options: Any) -> list[Params]:
+    def unstack_layers(self, params: Params, *, execution: Execution = ONE_DEVICE) -> list[Params]:
         """Layers that `decode` takes, prepared once before its loop."""
 
     @abstractmethod
     def decode(
-        self, layers: list[Params], params: Params, token_B: Array, position_B: Array, cache: Any, **options: Any
+        self,
+        layers: list[Params],
+        params: Params,
+        token_B: Array,
+        position_B: Array,
+        cache: Any,
+        *,
+        execution: Execution = ONE_DEVICE,
     ) -> Any:
         """`DecodeOutput` of one token of every slot."""
 

@@ -13,16 +13,16 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array, Params
-from jaxrlhf.models.attention.attention import XLA, Attention
 from jaxrlhf.models.attention.chunks import Chunk, written
 from jaxrlhf.models.attention.kv_cache import Cache, Prefix, empty_prefix
 from jaxrlhf.models.attention.shared_prefix import ATTENDED, SharedPrefix
 from jaxrlhf.models.causal_lm import causal_lm_method
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.layer import layer_rows, layer_slots
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
 from jaxrlhf.models.norm import norm
-from jaxrlhf.models.pipeline import Pipeline, pipeline_decode, pipeline_forward
+from jaxrlhf.models.pipeline import pipeline_decode, pipeline_forward
 from jaxrlhf.models.rope import rotations
 from jaxrlhf.models.stack import Layers, count_layers, run_layers, split_by_stack, stacks
 
@@ -77,11 +77,7 @@ def hidden_states(
     *,
     shared_prefix: SharedPrefix | None = None,
     router: RouterInputs = NO_ROUTER_INPUTS,
-    remat: bool = False,
-    dtype: Any = jnp.float32,
-    attention: Attention = XLA,
-    row_sharding: jax.sharding.Sharding | None = None,
-    pipeline: Pipeline | None = None,
+    execution: Execution = ONE_DEVICE,
 ) -> HiddenStates:
     """Run the decoder over packed rows.
 
@@ -90,17 +86,10 @@ def hidden_states(
       segment_RW: Number of each token's sequence in its row, from 1; 0 is padding.
       shared_prefix: Sequences that share their prompts, which attention goes by instead of the segments.
       router: Tokens that count for the balance of experts, and choices to replay.
-      remat: Keep only each layer's input for the backward pass and recompute the rest.
-      dtype: Dtype of activations and of the result.
-      attention: Kernels from `choose_attention`, for the mesh that the rows are on.
-      row_sharding: Sharding of rows over the axes that split parameters. Without it the compiler may
-        gather the rows and split the width instead of gathering each layer's weights.
-      pipeline: Stages that divide the layers. Rows have to split over its row axes.
+      execution: From `choose_execution`, for the mesh that the rows are on.
     """
     turn = rotations(config, position_RW)
-    hidden_RWD = _embed(params, config, token_RW, dtype)
-    if row_sharding is not None:
-        hidden_RWD = jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
+    hidden_RWD = execution.split_rows(_embed(params, config, token_RW, execution.dtype))
 
     def stack(layers, hidden_RWD, rows):
         turn, seen, router = rows
@@ -108,20 +97,20 @@ def hidden_states(
         def step(hidden_RWD, each):
             layer, replayed_RWk = each
             asked = router._replace(replayed=replayed_RWk)
-            hidden_RWD, _, _, routed = layer_rows(layer, config, hidden_RWD, turn, seen, attention, asked)
+            hidden_RWD, _, _, routed = layer_rows(layer, config, hidden_RWD, turn, seen, execution, asked)
             return hidden_RWD, routed
 
         # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
         kept = jax.checkpoint_policies.save_only_these_names(ATTENDED)
-        body = jax.checkpoint(step, prevent_cse=False, policy=kept) if remat else step
+        body = jax.checkpoint(step, prevent_cse=False, policy=kept) if execution.remat else step
         replayed_LRWk = None
         if router.replayed is not None and "router" in layers["mlp"]:
             replayed_LRWk = jnp.moveaxis(router.replayed, 2, 0)
         return jax.lax.scan(body, hidden_RWD, (layers, replayed_LRWk))
 
     rows = turn, segment_RW if shared_prefix is None else shared_prefix, router
-    for layers in stacks(params, config, pipeline):
-        hidden_RWD, routed = pipeline_forward(pipeline, stack, layers, hidden_RWD, rows)
+    for layers in stacks(params, config, execution.pipeline):
+        hidden_RWD, routed = pipeline_forward(execution.pipeline, stack, layers, hidden_RWD, rows)
     return HiddenStates(norm(config, hidden_RWD, params["final_norm"]), routed)
 
 
@@ -134,9 +123,7 @@ def prefill(
     *,
     layers: list[Params] | None = None,
     chunk_tokens: int | None = None,
-    dtype: Any = jnp.float32,
-    attention: Attention = XLA,
-    pipeline: Pipeline | None = None,
+    execution: Execution = ONE_DEVICE,
 ) -> PrefillOutput:
     """Run left-aligned prompts once.
 
@@ -145,15 +132,14 @@ def prefill(
       layers: Result of `unstack_layers`, read in place of those of `params`, which may be absent. Larger to compile.
       chunk_tokens: Tokens of each prompt that run together: memory is that of a chunk, and chunks past
         the longest prompt's end are not run. None runs prompts whole.
-      pipeline: Stages that divide the layers, and the prefix with them.
 
     Raises:
       ValueError: A chunk has no tokens.
     """
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to run prompts whole")
-    layer_stacks = stacks(params, config, pipeline) if layers is None else split_by_stack(layers, config)
-    prompts = params, config, layer_stacks, token_PS, length_P, dtype, attention, pipeline
+    layer_stacks = stacks(params, config, execution.pipeline) if layers is None else split_by_stack(layers, config)
+    prompts = params, config, layer_stacks, token_PS, length_P, execution
     if chunk_tokens is None or chunk_tokens >= token_PS.shape[1]:
         output = _prefill_whole(*prompts)
     else:
@@ -167,9 +153,7 @@ def _prefill_whole(
     layer_stacks: Sequence[Layers],
     token_PS: Array,
     length_P: Array,
-    dtype: Any,
-    attention: Attention,
-    pipeline: Pipeline | None,
+    execution: Execution,
 ) -> PrefillOutput:
     position_PS = jnp.broadcast_to(jnp.arange(token_PS.shape[1]), token_PS.shape)
     segment_PS = (position_PS < length_P[:, None]).astype(jnp.int32)
@@ -181,16 +165,17 @@ def _prefill_whole(
         def step(hidden_PSD, each):
             layer, _ = each
             hidden_PSD, key_PSKH, value_PSKH, routed = layer_rows(
-                layer, config, hidden_PSD, turn, segment_PS, attention
+                layer, config, hidden_PSD, turn, segment_PS, execution
             )
             return hidden_PSD, (Prefix(key_PSKH, value_PSKH), None if routed is None else routed.choice_RWk)
 
         return run_layers(step, hidden_PSD, layers)
 
-    hidden_PSD = _embed(params, config, token_PS, dtype)
+    hidden_PSD = _embed(params, config, token_PS, execution.dtype)
     parts: list[Prefix] = []
     for layers in layer_stacks:
-        hidden_PSD, (part, choice_LPSk) = pipeline_forward(pipeline, stack, layers, hidden_PSD, (turn, segment_PS))
+        rows = turn, segment_PS
+        hidden_PSD, (part, choice_LPSk) = pipeline_forward(execution.pipeline, stack, layers, hidden_PSD, rows)
         parts.append(part)
     prefix = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts) if len(parts) > 1 else parts[0]
     hidden_PD = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)[:, 0]
@@ -204,9 +189,7 @@ def _prefill_chunks(
     layer_stacks: Sequence[Layers],
     token_PS: Array,
     length_P: Array,
-    dtype: Any,
-    attention: Attention,
-    pipeline: Pipeline | None,
+    execution: Execution,
     chunk_tokens: int,
 ) -> PrefillOutput:
     """Run one chunk after another, each through stage after stage; the last one may begin in the one before."""
@@ -219,7 +202,7 @@ def _prefill_chunks(
         def step(hidden_PCD, each):
             layer, index = each
             chunk = Chunk(prefix, index, start)
-            hidden_PCD, key, value, routed = layer_rows(layer, config, hidden_PCD, turn, chunk, attention)
+            hidden_PCD, key, value, routed = layer_rows(layer, config, hidden_PCD, turn, chunk, execution)
             return hidden_PCD, (Prefix(key, value), None if routed is None else routed.choice_RWk)
 
         hidden_PCD, (new, choice_LPCk) = run_layers(step, hidden_PCD, layers, index_L)
@@ -234,12 +217,12 @@ def _prefill_chunks(
         start = jnp.minimum(count * chunk_tokens, width - chunk_tokens)
         token_PC = jax.lax.dynamic_slice_in_dim(token_PS, start, chunk_tokens, axis=1)
         place = rotations(config, jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)), start
-        hidden_PCD, first = _embed(params, config, token_PC, dtype), 0
+        hidden_PCD, first = _embed(params, config, token_PC, execution.dtype), 0
         for layers in layer_stacks:
-            if pipeline is None:
+            if execution.pipeline is None:
                 hidden_PCD, kept = stack(layers, kept, hidden_PCD, place, first=first)
             else:
-                hidden_PCD, kept = pipeline_decode(pipeline, stack, layers, kept, hidden_PCD, place)
+                hidden_PCD, kept = pipeline_decode(execution.pipeline, stack, layers, kept, hidden_PCD, place)
             first += count_layers(layers)
         # Of a prompt that goes on after this chunk, the next one replaces it.
         last_P = length_P - 1 - start
@@ -249,8 +232,8 @@ def _prefill_chunks(
     choice_PSLk = None
     if config.experts is not None:
         choice_PSLk = jnp.zeros((prompts, width, *config.routed_choices), jnp.int16)
-    kept = empty_prefix(config, prompts=prompts, width=width, dtype=dtype, attention=attention), choice_PSLk
-    start_state = jnp.zeros((prompts, config.hidden_size), dtype), kept
+    kept = empty_prefix(config, prompts=prompts, width=width, execution=execution), choice_PSLk
+    start_state = jnp.zeros((prompts, config.hidden_size), execution.dtype), kept
     last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, -(-length_P.max() // chunk_tokens), body, start_state)
     return PrefillOutput(last_PD, prefix, choice_PSLk)
 
@@ -264,9 +247,7 @@ def decode(
     position_B: Int[Array, "B"],
     cache: Cache,
     *,
-    dtype: Any = jnp.float32,
-    attention: Attention = XLA,
-    pipeline: Pipeline | None = None,
+    execution: Execution = ONE_DEVICE,
 ) -> DecodeOutput:
     """Run one token of every slot: write its keys and values at its position, attend up to it.
 
@@ -275,7 +256,6 @@ def decode(
       params: The tree that `layers` came from; its stacks are not read and may be absent.
       token_B: The newest token of each slot.
       position_B: Index of that token in its sequence, below the cache's capacity.
-      pipeline: Stages that divide the layers and the cache.
     """
     turn, chosen = rotations(config, position_B[:, None], longest=cache[0].capacity), []
 
@@ -286,15 +266,18 @@ def decode(
         written = []
         for layer, stored in zip(layers, cache, strict=True):
             hidden_B1D, stored, routed = layer_slots(
-                layer, config, hidden_B1D, turn, position_B, entry_B, stored, attention
+                layer, config, hidden_B1D, turn, position_B, entry_B, stored, execution
             )
             written.append(stored)
             if routed is not None:  # so there are no stages, in which this would not get out
                 chosen.append(routed.choice_RWk[:, 0].astype(jnp.int16))
         return hidden_B1D, written
 
-    state = layers, cache, _embed(params, config, token_B[:, None], dtype), (turn, position_B)
-    hidden_B1D, written = stack(*state) if pipeline is None else pipeline_decode(pipeline, stack, *state)
+    state = layers, cache, _embed(params, config, token_B[:, None], execution.dtype), (turn, position_B)
+    if execution.pipeline is None:
+        hidden_B1D, written = stack(*state)
+    else:
+        hidden_B1D, written = pipeline_decode(execution.pipeline, stack, *state)
     choice_BLk = jnp.stack(chosen, axis=1) if chosen else None
     return DecodeOutput(norm(config, hidden_B1D, params["final_norm"])[:, 0], written, choice_BLk)
 

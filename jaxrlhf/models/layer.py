@@ -1,10 +1,13 @@
 """One layer of the decoder: attention and the MLP, each added to the residual stream."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
-from jaxrlhf.models.attention.attention import Attention, attend
+from jaxrlhf.models.attention.attention import attend
 from jaxrlhf.models.attention.chunks import Chunk, attend_chunk
 from jaxrlhf.models.attention.kv_cache import LayerCache
 from jaxrlhf.models.attention.mla import attend_latents, expanded, latents
@@ -12,6 +15,7 @@ from jaxrlhf.models.attention.pages import LayerPages
 from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix, attend_shared_prefix
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.mlp import feed_forward
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
 from jaxrlhf.models.norm import norm
@@ -24,7 +28,7 @@ def layer_rows(
     hidden_RWD: Array,
     turn: Rotations,
     seen: Array | SharedPrefix | Chunk,
-    attention: Attention,
+    execution: Execution,
     router: RouterInputs = NO_ROUTER_INPUTS,
 ):
     """Run a layer over packed rows, by their segments or their shared prefixes, or over a chunk of prompts.
@@ -32,23 +36,28 @@ def layer_rows(
     Returns:
       The hidden states, the layer's keys and values as the cache keeps them, and its router's outputs or None.
     """
-    query_RWNH, *kept = _heads(layer, config, hidden_RWD, turn, attention)
+    weights, score_mod = layer["attention"], _score_mod(layer, config)
 
     def all_heads(key_RWKH: Array, value_RWKH: Array) -> tuple[Array, Array]:
         if config.latent is None:
             return key_RWKH, value_RWKH
-        return expanded(layer["attention"], config, config.latent, key_RWKH, value_RWKH)
+        return expanded(weights, config, config.latent, key_RWKH, value_RWKH)
 
-    arrays, score_mod = (query_RWNH, *all_heads(*kept)), _score_mod(layer, config)
-    if isinstance(seen, SharedPrefix):
-        mixed_RWNH = attend_shared_prefix(*arrays, seen, score_mod, attention=attention)
-    elif isinstance(seen, Chunk):
-        tokens = hidden_RWD.shape[1]
-        mixed_RWNH = attend_chunk(*arrays, lambda at: all_heads(*seen.before(at, tokens=tokens)), seen.start, score_mod)
-    else:
-        mixed_RWNH = attend(*arrays, seen, score_mod, attention=attention)
-    hidden_RWD, routed = _finish(layer, config, hidden_RWD, mixed_RWNH, attention, router)
-    return hidden_RWD, *kept, routed
+    def mix(input_RWD: Array) -> tuple[Array, tuple[Array, Array]]:
+        query_RWNH, key_RWKH, value_RWKH = _heads(layer, config, input_RWD, turn, execution)
+        kept = key_RWKH, value_RWKH
+        arrays = (query_RWNH, *all_heads(*kept))
+        if isinstance(seen, SharedPrefix):
+            return attend_shared_prefix(*arrays, seen, score_mod, execution=execution), kept
+        if isinstance(seen, Chunk):
+            chunk, tokens = seen, input_RWD.shape[1]
+            return attend_chunk(
+                *arrays, lambda at: all_heads(*chunk.before(at, tokens=tokens)), chunk.start, score_mod
+            ), kept
+        return attend(*arrays, seen, score_mod, execution=execution), kept
+
+    hidden_RWD, (key, value), routed = _block(layer, config, hidden_RWD, mix, execution, router)
+    return hidden_RWD, key, value, routed
 
 
 def layer_slots(
@@ -59,23 +68,54 @@ def layer_slots(
     position_B: Array,
     entry_B: Array,
     stored: LayerCache | LayerPages,
-    attention: Attention,
+    execution: Execution,
 ):
     """Run a layer over one token per slot, whose keys and values become entry `entry_B` of the cache.
 
     Returns:
       The hidden states, the layer's cache, and its router's outputs or None.
     """
-    query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, hidden_B1D, turn, attention)
-    stored = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B, attention=attention)
-    query_BNH, score_mod = query_B1NH[:, 0], _score_mod(layer, config)
-    if config.latent is not None:
-        assert isinstance(stored, LayerCache), "latents do not lie in pages"
-        mixed_BNH = attend_latents(layer["attention"], config, config.latent, query_BNH, stored, position_B, score_mod)
-    else:
-        mixed_BNH = stored.attend(query_BNH, position_B, score_mod, attention=attention)
-    hidden_B1D, routed = _finish(layer, config, hidden_B1D, mixed_BNH[:, None], attention, NO_ROUTER_INPUTS)
-    return hidden_B1D, stored, routed
+    weights, score_mod = layer["attention"], _score_mod(layer, config)
+
+    def mix(input_B1D: Array) -> tuple[Array, LayerCache | LayerPages]:
+        query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, input_B1D, turn, execution)
+        written = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B, execution=execution)
+        query_BNH = query_B1NH[:, 0]
+        if config.latent is not None:
+            assert isinstance(written, LayerCache), "latents do not lie in pages"
+            mixed_BNH = attend_latents(weights, config, config.latent, query_BNH, written, position_B, score_mod)
+        else:
+            mixed_BNH = written.attend(query_BNH, position_B, score_mod, execution=execution)
+        return mixed_BNH[:, None], written
+
+    return _block(layer, config, hidden_B1D, mix, execution, NO_ROUTER_INPUTS)
+
+
+def _block(
+    layer: Params,
+    config: ModelConfig,
+    hidden_RWD: Array,
+    mix: Callable[[Array], tuple[Array, Any]],
+    execution: Execution,
+    router: RouterInputs,
+) -> tuple[Array, Any, RouterOutputs | None]:
+    """Attention and the MLP, each added to the residual stream.
+
+    Args:
+      mix: Attention of the tokens of a normed input, `[R, W, N, H]`, and what the layer keeps of them.
+    """
+
+    def before(part: str) -> Array:
+        return hidden_RWD if config.norms == "post" else norm(config, hidden_RWD, layer[f"{part}_norm"])
+
+    def after(part: str, output_RWD: Array) -> Array:
+        return output_RWD if config.norms == "pre" else norm(config, output_RWD, layer[f"{part}_output_norm"])
+
+    mixed_RWNH, kept = mix(before("attention"))
+    hidden_RWD += after("attention", linear.project(mixed_RWNH, layer["attention"]["output"], dims=2))
+    output_RWD, routed = feed_forward(layer["mlp"], config, before("mlp"), execution=execution, router=router)
+    hidden_RWD += after("mlp", output_RWD)
+    return hidden_RWD, kept, routed
 
 
 def repeat_heads(head_KH: Array, copies: int) -> Array:
@@ -93,11 +133,10 @@ def _score_mod(layer: Params, config: ModelConfig) -> ScoreMod:
 
 
 def _heads(
-    layer: Params, config: ModelConfig, hidden_RWD: Array, turns: Rotations, kernels: Attention
+    layer: Params, config: ModelConfig, input_RWD: Array, turns: Rotations, execution: Execution
 ) -> tuple[Array, Array, Array]:
     """Rotated queries of a layer's input, and its rotated keys and values, or the latents that keep them."""
     attention, turn = layer["attention"], turns.of_layer(_slides(layer))
-    input_RWD = hidden_RWD if config.norms == "post" else norm(config, hidden_RWD, layer["attention_norm"])
     if config.latent is not None:
         return latents(attention, config, config.latent, input_RWD, turn)
 
@@ -114,7 +153,7 @@ def _heads(
     if config.qk_norm:
         query_RWNH = _head_norm(config, query_RWNH, attention["query_norm"])
         key_RWKH = _head_norm(config, key_RWKH, attention["key_norm"])
-    key_RWKH, copies = rotate(key_RWKH, turn), 1 if "qkv" in attention else kernels.kv_copies
+    key_RWKH, copies = rotate(key_RWKH, turn), 1 if "qkv" in attention else execution.kv_copies
     return rotate(query_RWNH, turn), repeat_heads(key_RWKH, copies), repeat_heads(value_RWKH, copies)
 
 
@@ -124,17 +163,3 @@ def _head_norm(config: ModelConfig, head_RWNH: Array, weight: Array) -> Array:
         return norm(config, head_RWNH, weight)
     whole_RWC = head_RWNH.reshape(*head_RWNH.shape[:2], -1)
     return norm(config, whole_RWC, weight.reshape(-1)).reshape(head_RWNH.shape)
-
-
-def _finish(
-    layer: Params, config: ModelConfig, hidden_RWD: Array, mixed_RWNH: Array, attention: Attention, router: RouterInputs
-) -> tuple[Array, RouterOutputs | None]:
-    """Output projection and MLP, each added to the residual stream."""
-
-    def added(name: str, output_RWD: Array) -> Array:
-        return output_RWD if config.norms == "pre" else norm(config, output_RWD, layer[f"{name}_output_norm"])
-
-    hidden_RWD += added("attention", linear.project(mixed_RWNH, layer["attention"]["output"], dims=2))
-    input_RWD = hidden_RWD if config.norms == "post" else norm(config, hidden_RWD, layer["mlp_norm"])
-    output_RWD, routed = feed_forward(layer["mlp"], config, input_RWD, attention=attention, router=router)
-    return hidden_RWD + added("mlp", output_RWD), routed

@@ -7,8 +7,8 @@ import jax
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
-from jaxrlhf.models.attention.attention import XLA, Attention
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs, mix, report, route
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -22,18 +22,14 @@ def feed_forward(
     config: ModelConfig,
     normed_RWD: Array,
     *,
-    attention: Attention = XLA,
+    execution: Execution = ONE_DEVICE,
     router: RouterInputs = NO_ROUTER_INPUTS,
 ) -> tuple[Array, RouterOutputs | None]:
-    """The gated MLP, or the mixture of experts in its place, and its router's outputs.
-
-    Args:
-      attention: Mesh and axes that split a layer over devices.
-    """
+    """The gated MLP, or the mixture of experts in its place, and its router's outputs."""
     if config.experts is None or "router" not in mlp:
         return gated(mlp, config, normed_RWD), None
-    routing = route(mlp, config.experts, normed_RWD, replayed_RWk=router.replayed, attention=attention)
-    mixed_RWD = mix(mlp, normed_RWD, routing, attention=attention)
+    routing = route(mlp, config.experts, normed_RWD, replayed_RWk=router.replayed, execution=execution)
+    mixed_RWD = mix(mlp, normed_RWD, routing, execution=execution)
     if "shared" in mlp:
         mixed_RWD += gated(mlp["shared"], config, normed_RWD)
     return mixed_RWD, report(routing, router)

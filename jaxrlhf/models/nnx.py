@@ -18,6 +18,7 @@ from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 from jaxrlhf.models.causal_lm import CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import DecodeOutput, HiddenStates, PrefillOutput
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.parameters import Param
 
 DIM_NAMES = ("embed", "heads", "kv_heads", "mlp", "vocab")
@@ -100,31 +101,36 @@ class NnxModel(CausalLM):
         segment_RW: Array,
         *,
         shared_prefix: SharedPrefix | None = None,
-        dtype: Any = jnp.float32,
-        row_sharding: jax.sharding.Sharding | None = None,
-        pipeline: Any = None,
-        **_: Any,
+        execution: Execution = ONE_DEVICE,
     ) -> HiddenStates:
         """Run the module over packed rows."""
-        assert pipeline is None, "a module has no stages, and workers refuse them"
+        assert execution.pipeline is None, "a module has no stages, and workers refuse them"
         assert shared_prefix is None, "a module attends by itself, so workers do not share prompts"
-        hidden_RWD = self._module(params, dtype)(token_RW, position_RW, segment_RW).astype(dtype)
-        if row_sharding is not None:
-            hidden_RWD = jax.lax.with_sharding_constraint(hidden_RWD, row_sharding)
-        return HiddenStates(hidden_RWD)
+        hidden_RWD = self._module(params, execution.dtype)(token_RW, position_RW, segment_RW).astype(execution.dtype)
+        return HiddenStates(execution.split_rows(hidden_RWD))
 
-    def empty_cache(self, *, slots: int, capacity: int, **_: Any) -> list[LayerCache]:
+    def empty_cache(self, *, slots: int, capacity: int, execution: Execution = ONE_DEVICE) -> list[LayerCache]:
         """One layer with one head, whose key and value at a position are the token there."""
         return [
             LayerCache(jnp.zeros((slots, 1, 1, capacity), jnp.int32), jnp.zeros((slots, 1, capacity, 1), jnp.int32))
         ]
 
-    def prefill(self, params: Params, token_PS: Array, length_P: Array, **options: Any) -> PrefillOutput:
-        hidden_PD = self._last(params, token_PS, length_P - 1, **options)
+    def prefill(
+        self,
+        params: Params,
+        token_PS: Array,
+        length_P: Array,
+        *,
+        layers: list[Params] | None = None,
+        chunk_tokens: int | None = None,
+        execution: Execution = ONE_DEVICE,
+    ) -> PrefillOutput:
+        """Run prompts whole."""
+        hidden_PD = self._last(params, token_PS, length_P - 1, execution)
         token_LPSKH = token_PS[None, :, :, None, None]
         return PrefillOutput(hidden_PD, Prefix(token_LPSKH, token_LPSKH))
 
-    def unstack_layers(self, params: Params, **_: Any) -> list[Params]:
+    def unstack_layers(self, params: Params, *, execution: Execution = ONE_DEVICE) -> list[Params]:
         return []
 
     def decode(
@@ -134,18 +140,19 @@ class NnxModel(CausalLM):
         token_B: Array,
         position_B: Array,
         cache: list[LayerCache],
-        **options: Any,
+        *,
+        execution: Execution = ONE_DEVICE,
     ) -> DecodeOutput:
         token_BKH = token_B[:, None, None]
         [stored] = cache
         stored = stored.write(token_BKH, token_BKH, position_B)
-        return DecodeOutput(self._last(params, stored.key_BKHS[:, 0, 0], position_B, **options), [stored])
+        return DecodeOutput(self._last(params, stored.key_BKHS[:, 0, 0], position_B, execution), [stored])
 
-    def _last(self, params: Params, token_BS: Array, last_B: Array, **options: Any) -> Array:
+    def _last(self, params: Params, token_BS: Array, last_B: Array, execution: Execution) -> Array:
         """The hidden state of the last token of each row."""
         position_BS = jnp.broadcast_to(jnp.arange(token_BS.shape[1]), token_BS.shape)
         segment_BS = (position_BS <= last_B[:, None]).astype(jnp.int32)
-        hidden_BSD = self.hidden_states(params, token_BS, position_BS, segment_BS, **options).hidden_RWD
+        hidden_BSD = self.hidden_states(params, token_BS, position_BS, segment_BS, execution=execution).hidden_RWD
         return jnp.take_along_axis(hidden_BSD, last_B[:, None, None], axis=1)[:, 0]
 
     def _module(self, params: Params, dtype: Any = jnp.float32) -> Any:

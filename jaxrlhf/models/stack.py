@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models import linear
-from jaxrlhf.models.attention.attention import XLA, Attention
 from jaxrlhf.models.causal_lm import causal_lm_method
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.layer import repeat_heads
 from jaxrlhf.models.parameters import STACKS
 from jaxrlhf.models.pipeline import Pipeline
@@ -65,9 +65,7 @@ def run_layers(
 
 
 @causal_lm_method
-def unstack_layers(
-    params: Params, config: ModelConfig, *, attention: Attention = XLA, pipeline: Pipeline | None = None
-) -> list[Params]:
+def unstack_layers(params: Params, config: ModelConfig, *, execution: Execution = ONE_DEVICE) -> list[Params]:
     """A tree for each layer (with stages: for each layer of a stage), in the decode layout.
 
     Args:
@@ -76,10 +74,10 @@ def unstack_layers(
 
     def unstack(layers: Params, count: int) -> list[Params]:
         trees = [jax.tree.map(lambda leaf: leaf[index], layers) for index in range(count)]  # noqa: B023
-        return [decode_layout(tree, attention) for tree in trees]
+        return [decode_layout(tree, execution) for tree in trees]
 
     counts = [config.dense_layers, config.num_layers - config.dense_layers][-2 if config.dense_layers else -1 :]
-    found = stacks(params, config, pipeline)
+    found, pipeline = stacks(params, config, execution.pipeline), execution.pipeline
     if pipeline is None:
         return [layer for layers, count in zip(found, counts, strict=True) for layer in unstack(layers, count)]
     stage = PartitionSpec(pipeline.axes)
@@ -111,11 +109,11 @@ _MLP = {"gate": 1, "up": 1, "down": 1}
 """Input dimensions of the matrices that a decode loop multiplies few tokens with."""
 
 
-def decode_layout(layer: Params, attention: Attention) -> Params:
+def decode_layout(layer: Params, execution: Execution) -> Params:
     """A layer, or a part of it, as a decode loop reads it fastest."""
     ready = dict(layer)
     if "attention" in layer:
-        ready["attention"] = _few_rows_layouts(_join_projections(layer["attention"], attention.kv_copies), _HEADS)
+        ready["attention"] = _few_rows_layouts(_join_projections(layer["attention"], execution.kv_copies), _HEADS)
     if "mlp" in layer:
         ready["mlp"] = _few_rows_layouts(layer["mlp"], _MLP)
         if "shared" in layer["mlp"]:

@@ -293,7 +293,7 @@ def training_s(devices: Sequence[jax.Device], size: TrainingSize, *, dtype: Any,
     def loss(params: Params, token_RW: jax.Array) -> jax.Array:
         position_RW = jnp.broadcast_to(jnp.arange(size.width), token_RW.shape)
         hidden_RWD = models.hidden_states(
-            params, model, token_RW, position_RW, jnp.ones_like(token_RW), remat=False, dtype=dtype
+            params, model, token_RW, position_RW, jnp.ones_like(token_RW), execution=models.Execution(dtype)
         ).hidden_RWD
         return -models.token_logp(params, model, hidden_RWD, token_RW).logp.mean()
 
@@ -323,7 +323,7 @@ def _decode_call(
         replicas=len(devices),
         most_stop_tokens=1,
         tokens_per_dispatch=TOKENS,
-        dtype=dtype,
+        execution=models.Execution(dtype),
     )
     layout = EngineShardings(mesh, SLOT_AXES, None, None)
     count = size.slots * len(devices)

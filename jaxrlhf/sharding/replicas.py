@@ -50,11 +50,6 @@ class Replicas:
         return math.prod(self.mesh.shape[axis] for axis in self.row_axes)
 
     @property
-    def row_sharding(self) -> NamedSharding:
-        """Sharding of one replica's rows, in its program."""
-        return NamedSharding(self.inner_mesh, PartitionSpec(self.row_axes))
-
-    @property
     def each(self) -> PartitionSpec:
         """Spec of arrays with a part for each replica along their first dimension."""
         return PartitionSpec(self.axes)

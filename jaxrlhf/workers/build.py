@@ -16,7 +16,7 @@ from jaxrlhf.checkpoint import check_pretrained
 from jaxrlhf.config import ROLLOUT, Config, ModelReward, Pretrained, RoleSpec, offloaded
 from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.engine import Engine
-from jaxrlhf.models.attention.kernel_choice import choose_attention
+from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.huggingface.config import read_config
 from jaxrlhf.resharding.hybrid import HybridEngine
@@ -131,11 +131,9 @@ class Builder(PoolRoles):
             stop_tokens=stop_tokens(config, self.tokenizer),
             decode_tokens_per_dispatch=rollout.decode_tokens_per_dispatch,
             records_routing=rollout.replay_routing,
-            dtype=self.dtype,
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
-            stage_axis="stage",
-            attention=choose_attention(
+            execution=choose_execution(
                 self.model,
                 self.dtype,
                 submesh,
@@ -245,11 +243,9 @@ class Builder(PoolRoles):
             self.weights(role).head,
             self.mesh(role),
             self.training(role),
-            remat=role in self.remat and self.remat[role].on,
             width=self.width,
             longest_response=self.config.rollout.max_response_tokens,
-            dtype=self.dtype,
-            attention=self.attention(role),
+            execution=self.execution(role, remat=role in self.remat and self.remat[role].on),
             progress=self.progress,
             offload=parts,
             temperature=self.config.rollout.sampling.temperature,

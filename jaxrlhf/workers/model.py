@@ -16,10 +16,10 @@ from jaxrlhf.batching.packing import PackedBatch, Packing
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Refusal, Training
-from jaxrlhf.models.attention.attention import Attention
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import HiddenStates, hidden_states
+from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.heads import CHUNK_TOKENS, token_logp, values
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs
@@ -43,11 +43,9 @@ class ModelSetup:
       head: Head that the last hidden state is read with.
       mesh: The role's factored mesh.
       training: Layout, token budget and losses of the role.
-      remat: True if each layer is computed again in the backward pass.
       width: T, columns of the `[B, T]` arrays that the model is given.
       longest_response: Tokens of the longest response; the rest of the width is the longest prompt's.
-      dtype: Dtype of activations.
-      attention: Kernels for `mesh`.
+      execution: For `mesh`.
       progress: Told how many microbatches and minibatches were started.
       offload: Parts that wait in host memory while they are not in use: `parameters`, `optimizer`.
       temperature: The rollout's; log-probabilities are at this temperature unless another is asked for.
@@ -58,11 +56,9 @@ class ModelSetup:
     head: Head
     mesh: Mesh
     training: Training
-    remat: bool
     width: int
     longest_response: int
-    dtype: Any
-    attention: Attention
+    execution: Execution
     progress: Progress
     offload: Collection[str]
     temperature: float
@@ -89,8 +85,8 @@ class ModelWorker:
         self.place = RankCoordinates.of(self.mesh)
         self.replicas = replicas_of(self.mesh)
         inner, row_axes = self.replicas.inner_mesh, self.replicas.row_axes
-        self._pipeline = pipeline_over(inner, STAGE_AXES, row_axes=row_axes, weight_axes=WEIGHT_AXES)
-        self._attention = replace(setup.attention, mesh=inner, row_axes=row_axes)
+        pipeline = pipeline_over(inner, STAGE_AXES, row_axes=row_axes, weight_axes=WEIGHT_AXES)
+        self._execution = replace(setup.execution, mesh=inner, row_axes=row_axes, pipeline=pipeline)
         self._batch_sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
         self.row_shards = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
         self._row_tokens, rows = microbatch_shape(setup.training, self.mesh, width=setup.width, role=self.role)
@@ -138,7 +134,7 @@ class ModelWorker:
             rows=self._rows,
             row_tokens=self._row_tokens,
             devices=self.row_shards // parts,
-            stages=1 if self._pipeline is None else self._pipeline.stages,
+            stages=self._execution.stages,
             longest_response=self.setup.longest_response,
             shares=not isinstance(self.config, CausalLM),
             attention_rows=self._attention_rows,
@@ -170,14 +166,7 @@ class ModelWorker:
     def _hidden(self, params: Params, rows: PackedBatch, router: RouterInputs = NO_ROUTER_INPUTS) -> HiddenStates:
         """Hidden states of packed rows, and the record of routers."""
         tokens = rows.token_RW, rows.position_RW, rows.segment_RW
-        how: dict[str, Any] = {
-            "shared_prefix": rows.shared_prefix,
-            "remat": self.setup.remat,
-            "dtype": self.setup.dtype,
-            "attention": self._attention,
-            "row_sharding": self.replicas.row_sharding,
-            "pipeline": self._pipeline,
-        }
+        how: dict[str, Any] = {"shared_prefix": rows.shared_prefix, "execution": self._execution}
         if self.config.experts is not None:
             how["router"] = router._replace(replayed=rows.choice_RWLk)
         return hidden_states(params, self.config, *tokens, **how)

@@ -1,4 +1,4 @@
-"""The roles on one pool: model, mesh, training settings, kernels and weights of each."""
+"""The roles on one pool: model, mesh, training settings, execution and weights of each."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.config import Config, Pretrained, Refusal, RoleSpec, Training
 from jaxrlhf.data.tokenizer import load_tokenizer
-from jaxrlhf.models.attention.attention import Attention
-from jaxrlhf.models.attention.kernel_choice import choose_attention
+from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.causal_lm import AnyModel
+from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.from_config import model_config
 from jaxrlhf.models.huggingface.config import read_stop_tokens
 from jaxrlhf.models.huggingface.hub import resolve
-from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, factored_mesh
+from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES, factored_mesh
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.role_weights import RoleWeights
 
@@ -70,9 +70,9 @@ class PoolRoles:
         """The training mesh of a role."""
         return factored_mesh(self.training(role).layout, self.pool.devices, role=role)
 
-    def attention(self, role: str) -> Attention:
-        """The kernels of a role in its training layout."""
-        return choose_attention(
+    def execution(self, role: str, *, remat: bool = False) -> Execution:
+        """Execution of a role in its training layout."""
+        return choose_execution(
             self.model_of(role),
             self.dtype,
             self.mesh(role),
@@ -80,6 +80,8 @@ class PoolRoles:
             head_axes=TENSOR_AXES,
             expert_axes=EXPERT_AXES,
             stage_axes=STAGE_AXES,
+            weight_axes=WEIGHT_AXES,
+            remat=remat,
             wanted=self.config.attention,
         )
 

@@ -76,7 +76,7 @@ def activation_bytes(on: PoolRoles, role: str, *, remat: bool) -> float:
         on.weights(role).head,
         training.layout,
         tokens=rows * row_tokens // math.prod(mesh.shape[axis] for axis in BATCH_AXES),
-        row_tokens=row_tokens if on.attention(role).rows == "xla" else 0,  # other kernels keep no scores
+        row_tokens=row_tokens if on.execution(role).rows_kernel == "xla" else 0,  # other kernels keep no scores
         itemsize=on.dtype.itemsize,
         remat=remat,
     )

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.checkpoint import load_pretrained
 from jaxrlhf.data.tokenizer import load_tokenizer
-from jaxrlhf.models import choose_attention, hidden_states, pipeline_over, read_config, resolve, score
+from jaxrlhf.models import choose_execution, hidden_states, read_config, resolve, score
 from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES
 from jaxrlhf.workers.offloadable import Offloadable
 from jaxrlhf.workers.role_weights import RoleWeights
@@ -53,11 +53,10 @@ class ScoreModel:
         layout = RoleWeights("reward model", self._config, "score", dtype, None).layout(mesh)
         params = load_pretrained(path, self._config, "score", layout, dtype=dtype)
         self.parameters = Offloadable(params, offload=offload)
-        self._dtype, self._tokens_per_batch = dtype, tokens_per_batch
+        self._tokens_per_batch = tokens_per_batch
         self._rows_multiple = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         self._row_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-        self._pipeline = pipeline_over(mesh, STAGE_AXES, row_axes=BATCH_AXES, weight_axes=WEIGHT_AXES)
-        self._attention = choose_attention(
+        self._execution = choose_execution(
             self._config,
             dtype,
             mesh,
@@ -65,6 +64,7 @@ class ScoreModel:
             head_axes=TENSOR_AXES,
             expert_axes=EXPERT_AXES,
             stage_axes=STAGE_AXES,
+            weight_axes=WEIGHT_AXES,
             wanted=attention,
         )
         self._forward = jax.jit(self._scores)
@@ -120,8 +120,6 @@ class ScoreModel:
             token_RW,
             position_RW,
             segment_RW,
-            dtype=self._dtype,
-            attention=self._attention,
-            pipeline=self._pipeline,
+            execution=self._execution,
         ).hidden_RWD
         return score(params, hidden_RWD, jnp.arange(rows), jnp.maximum(length_R - 1, 0))

@@ -1,6 +1,7 @@
 """Summary of a pool for the table at the start of a run: devices, layouts, kernels, bytes."""
 
 import math
+from dataclasses import replace
 
 import jax
 
@@ -92,7 +93,7 @@ def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
     activations = activation_bytes(builder, role, remat=remat.on)
     return [
         *rows,
-        (role, "attention", f"rows={builder.attention(role).rows}", _kernels_from(builder)),
+        (role, "attention", f"rows={builder.execution(role).rows_kernel}", _kernels_from(builder)),
         (role, "activations", _bytes(int(activations)), "per device while updating, about, logits included"),
     ]
 
@@ -133,14 +134,15 @@ def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[SummaryRow]:
 def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list[SummaryRow]:
     model, engine, mesh, layout = builder.model, sampler.engine, sampler.mesh, builder.config.actor.layout
     weights = shard_bytes(builder.policy.generation_shapes(), builder.policy.generation_layout(mesh))
-    sizes = {"slots": engine.slots, "capacity": builder.width, "dtype": builder.dtype, "attention": engine.attention}
+    sizes = {"slots": engine.slots, "capacity": builder.width, "execution": replace(engine.execution, pipeline=None)}
     cached = jax.tree.leaves(jax.eval_shape(lambda: empty_cache(model, **sizes)))
     cache = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in cached) // sampler.submesh.size
     split = f"stage {layout.generation_stage} x tensor {layout.generation_tensor}"
     replicas = mesh.size // (layout.generation_stage * layout.generation_tensor)
     here = replicas * sampler.submesh.size // mesh.size
-    kernels, pages = engine.attention, engine.attention.pages
-    attention = f"rows={kernels.rows}, " + (f"decode={kernels.decode}" if pages is None else f"pages={pages}")
+    kernels, pages = engine.execution, engine.execution.pages_kernel
+    of_slots = f"decode={kernels.decode_kernel}" if pages is None else f"pages={pages}"
+    attention = f"rows={kernels.rows_kernel}, {of_slots}"
     freed = "freed after generation" if pages is None else "pages as responses need them, freed as they end"
     where = "weights are sent by the actor" if apart else "on the actor's devices"
     return [

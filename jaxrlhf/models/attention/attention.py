@@ -6,61 +6,18 @@ computes the same function. `kernel_choice` finds the best ones that a backend c
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention_xla import attend_blocks
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias
-
-RowsKernel = Literal["xla", "cudnn", "splash"]
-DecodeKernel = Literal["xla", "pallas"]
-PagesKernel = Literal["xla", "pallas", "ragged"]
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Choice of attention kernels and cache, and the mesh axes that split the arrays of a layer.
-
-    The compiler splits `xla` by itself. It would gather the arrays of any other kernel, so that one
-    runs on each device of `mesh` with the rows and the heads that are there.
-
-    Attributes:
-      rows: Kernel of `attend`.
-      decode: Kernel of `attend_cache`.
-      pages: Kernel of `attend_pages`; None where a cache does not lie in pages.
-      mesh: Auto axes; None is one device.
-      row_axes: Mesh axes that split rows (or slots), evenly.
-      head_axes: Mesh axes that split query heads, key-value heads and the width of MLPs, evenly.
-      expert_axes: Last of `row_axes`, if they divide the experts of a layer as well.
-      kv_copies: Times that every key-value head is repeated after its projection, so that heads split over
-        `head_axes`; caches hold the copies.
-    """
-
-    rows: RowsKernel = "xla"
-    decode: DecodeKernel = "xla"
-    pages: PagesKernel | None = None
-    mesh: Mesh | AbstractMesh | None = None
-    row_axes: tuple[str, ...] = ()
-    head_axes: tuple[str, ...] = ()
-    expert_axes: tuple[str, ...] = ()
-    kv_copies: int = 1
-
-    def on_devices(self, kernel: Callable[..., Array], in_specs: Any, out_specs: Any) -> Callable[..., Array]:
-        """`kernel` run by every device on its own part of the arrays."""
-        if self.mesh is None:
-            return kernel
-        # Kernels do not say over which axes their results vary, which the check would want to know.
-        return jax.shard_map(kernel, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-XLA = Attention()
-"""The choice that every backend can compute."""
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
 
 def attend(
@@ -70,7 +27,7 @@ def attend(
     segment_RW: Int[Array, "R W"],
     score_mod: ScoreMod = PLAIN,
     *,
-    attention: Attention = XLA,
+    execution: Execution = ONE_DEVICE,
 ) -> Float[Array, "R W N U"]:
     """Causal attention inside each segment of a row; softmax in float32.
 
@@ -79,15 +36,15 @@ def attend(
     or with other scores, and inside a window. Padding is segment 0 and sees only padding, so no row
     of the softmax is empty. A segment's tokens lie side by side, so windows count in its own positions.
     """
-    kernel = ROWS[attention.rows]
+    kernel = ROWS[execution.rows_kernel]
     value_dim = value_RWKU.shape[-1]
-    if attention.rows != "xla":
+    if execution.rows_kernel != "xla":
         # Kernels know of one width.
         padding = query_RWNH.shape[-1] - value_dim
         value_RWKU = jnp.pad(value_RWKU, ((0, 0), (0, 0), (0, 0), (0, padding)))
-        row = PartitionSpec(attention.row_axes)
-        head = PartitionSpec(attention.row_axes, None, attention.head_axes)
-        kernel = attention.on_devices(kernel, (head, head, head, row, PartitionSpec()), head)
+        row = PartitionSpec(execution.row_axes)
+        head = PartitionSpec(execution.row_axes, None, execution.head_axes)
+        kernel = execution.on_devices(kernel, (head, head, head, row, PartitionSpec()), head)
     return kernel(query_RWNH, key_RWKH, value_RWKU, segment_RW, score_mod)[..., :value_dim]
 
 
@@ -98,17 +55,17 @@ def attend_cache(
     position_B: Int[Array, "B"],
     score_mod: ScoreMod = PLAIN,
     *,
-    attention: Attention = XLA,
+    execution: Execution = ONE_DEVICE,
 ) -> Float[Array, "B N H"]:
     """One query per slot over its cache entries at index <= position, inside the window; softmax in float32.
 
     Keys lie with positions last and values with head width last, so both products stream through contiguous memory.
     """
-    kernel = DECODE[attention.decode]
-    if attention.decode != "xla":
-        slot = PartitionSpec(attention.row_axes)
-        head = PartitionSpec(attention.row_axes, attention.head_axes)
-        kernel = attention.on_devices(kernel, (head, head, head, slot, PartitionSpec()), head)
+    kernel = DECODE[execution.decode_kernel]
+    if execution.decode_kernel != "xla":
+        slot = PartitionSpec(execution.row_axes)
+        head = PartitionSpec(execution.row_axes, execution.head_axes)
+        kernel = execution.on_devices(kernel, (head, head, head, slot, PartitionSpec()), head)
     return kernel(query_BNH, key_BKHS, value_BKSH, position_B, score_mod)
 
 
@@ -119,7 +76,7 @@ def attend_pages(
     position_B: Int[Array, "B"],
     score_mod: ScoreMod = PLAIN,
     *,
-    attention: Attention,
+    execution: Execution,
 ) -> Float[Array, "B N H"]:
     """Paged attention: `attend_cache` over the pages that the table names; each device has pages of its own.
 
@@ -127,10 +84,10 @@ def attend_pages(
       pages_ZSJU: Z pages of S positions: for each key-value head its key, then its value, maybe wider than queries.
       table_BQ: Pages of each slot in order; numbers past the last page are none.
     """
-    assert attention.pages is not None, "the cache does not lie in pages"
+    assert execution.pages_kernel is not None, "the cache does not lie in pages"
     head_dim, width = query_BNH.shape[-1], pages_ZSJU.shape[-1]
     score_mod = replace(score_mod, divisor=score_mod.divide_by(head_dim))
-    kernel = PAGES[attention.pages]
+    kernel = PAGES[execution.pages_kernel]
 
     def run(query_BNH, pages_ZSJU, table_BQ, position_B, score_mod):
         pages, page_tokens, _, _ = pages_ZSJU.shape
@@ -139,11 +96,11 @@ def attend_pages(
         newest_B = jnp.clip(position_B, 0, jnp.maximum(held_B - 1, 0))
         return kernel(query_BNH, pages_ZSJU, jnp.minimum(table_BQ, pages - 1), newest_B, score_mod)
 
-    slot, whole = PartitionSpec(attention.row_axes), PartitionSpec()
-    head = PartitionSpec(attention.row_axes, attention.head_axes)
-    page = PartitionSpec(attention.row_axes, None, attention.head_axes)
+    slot, whole = PartitionSpec(execution.row_axes), PartitionSpec()
+    head = PartitionSpec(execution.row_axes, execution.head_axes)
+    page = PartitionSpec(execution.row_axes, None, execution.head_axes)
     query_BNH = jnp.pad(query_BNH, ((0, 0), (0, 0), (0, width - head_dim)))
-    run = attention.on_devices(run, (head, page, slot, slot, whole), head)
+    run = execution.on_devices(run, (head, page, slot, slot, whole), head)
     return run(query_BNH, pages_ZSJU, table_BQ, position_B, score_mod)[..., :head_dim]
 
 

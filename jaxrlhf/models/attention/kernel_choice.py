@@ -27,16 +27,13 @@ from jaxrlhf.models.attention.attention import (
     LANES,
     PAGES,
     ROWS,
-    XLA,
-    Attention,
-    DecodeKernel,
-    PagesKernel,
-    RowsKernel,
 )
 from jaxrlhf.models.attention.pages import PAGE_TOKENS
 from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.execution import DecodeKernel, Execution, PagesKernel, RowsKernel
+from jaxrlhf.models.pipeline import pipeline_over
 
 BEST: dict[str, tuple[RowsKernel, DecodeKernel, PagesKernel]] = {
     "gpu": ("cudnn", "pallas", "pallas"),
@@ -53,7 +50,7 @@ _WINDOW = 45
 """Window that kernels are tried with: it ends inside of segments and of tiles."""
 
 
-def choose_attention(
+def choose_execution(
     config: AnyModel,
     dtype: Any,
     mesh: Mesh,
@@ -62,11 +59,13 @@ def choose_attention(
     head_axes: tuple[str, ...],
     expert_axes: tuple[str, ...] = (),
     stage_axes: tuple[str, ...] = (),
+    weight_axes: tuple[str, ...] = (),
+    remat: bool = False,
     decodes: bool = False,
     wanted: Literal["auto", "xla"] = "auto",
     cache: Literal["auto", "slots", "pages"] = "slots",
-) -> Attention:
-    """The kernels for a model on a mesh. Call it outside of traced functions.
+) -> Execution:
+    """The execution of a model on a mesh, with kernels that compute right there. Call it outside of traced functions.
 
     Args:
       dtype: Dtype of activations and of the cache.
@@ -74,6 +73,8 @@ def choose_attention(
       head_axes: Mesh axes that split heads.
       expert_axes: Mesh axes that divide experts.
       stage_axes: Mesh axes that divide the layers; only `xla` can be used inside one of several stages.
+      weight_axes: The last of `row_axes`, those that split each layer's weights as well.
+      remat: See `Execution`.
       decodes: Whether a decode kernel is needed as well.
       wanted: `xla` tries nothing.
       cache: Layout of the cache where a decode kernel is needed; `auto` is pages where a kernel for them is used.
@@ -86,14 +87,16 @@ def choose_attention(
     copies = 1
     if isinstance(config, ModelConfig) and config.latent is None:
         copies = math.lcm(config.num_kv_heads, ways) // config.num_kv_heads
-    split = Attention(mesh=mesh, row_axes=row_axes, head_axes=head_axes, expert_axes=expert_axes, kv_copies=copies)
+    pipeline = pipeline_over(mesh, stage_axes, row_axes=row_axes, weight_axes=weight_axes) if stage_axes else None
+    plain = Execution(dtype, remat, kv_copies=copies, pipeline=pipeline)
+    split = replace(plain, mesh=mesh, row_axes=row_axes, head_axes=head_axes, expert_axes=expert_axes)
     pageless = _pageless(config, stages)
     if cache == "pages" and decodes and pageless is not None:
         raise Refusal(f"cache='pages' cannot be had, because {pageless}; use 'auto' or 'slots'")
     if wanted == "xla" or platform not in BEST or isinstance(config, CausalLM):
         if cache == "pages" and decodes:
-            return replace(split, pages="xla")
-        return replace(XLA, kv_copies=copies) if config.experts is None else split
+            return replace(split, pages_kernel="xla")
+        return plain if config.experts is None else split
     rows, decode, pages = BEST[platform]
     heads = config.num_heads // ways, config.num_kv_heads * copies // ways, config.head_dim
     name = jnp.dtype(dtype).name
@@ -116,9 +119,9 @@ def choose_attention(
     no_latents = None if config.latent is None else "it reads no latents"
     return replace(
         split,
-        rows=rows if usable("rows", rows, inside) else "xla",
-        decode=decode if decodes and paged is None and usable("decode", decode, no_latents or inside) else "xla",
-        pages=paged,
+        rows_kernel=rows if usable("rows", rows, inside) else "xla",
+        decode_kernel=decode if decodes and paged is None and usable("decode", decode, no_latents or inside) else "xla",
+        pages_kernel=paged,
     )
 
 

@@ -8,7 +8,7 @@ With layers divided over stages the list has an entry for each layer of a stage.
 layer of every stage, one stage after another along the slots, split over the stages.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int, Num
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention.attention import XLA, Attention, attend_cache
+from jaxrlhf.models.attention.attention import attend_cache
 from jaxrlhf.models.attention.pages import LayerPages
 from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.causal_lm import causal_lm_method
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.pipeline import Pipeline
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
 
 class Prefix(NamedTuple):
@@ -48,10 +48,10 @@ class LayerCache(NamedTuple):
         value_BKU: Num[Array, "B K U"],
         position_B: Int[Array, "B"],
         *,
-        attention: Attention = XLA,
+        execution: Execution = ONE_DEVICE,
     ) -> "LayerCache":
         """One new entry per slot, each at its own position; none where that is the capacity or more."""
-        del attention  # the compiler splits this by itself
+        del execution  # the compiler splits this by itself
         # One update per slot, not one scatter over slots: split over devices, each writes its own.
         keys = jax.vmap(lambda stored_KHS, new_KH, at: stored_KHS.at[:, :, at].set(new_KH, mode="drop"))
         values = jax.vmap(lambda stored_KSH, new_KH, at: stored_KSH.at[:, at].set(new_KH, mode="drop"))
@@ -66,10 +66,10 @@ class LayerCache(NamedTuple):
         position_B: Int[Array, "B"],
         score_mod: ScoreMod,
         *,
-        attention: Attention,
+        execution: Execution,
     ) -> Float[Array, "B N H"]:
         """Attention of one query per slot to this layer's cache."""
-        return attend_cache(query_BNH, *self, position_B, score_mod, attention=attention)
+        return attend_cache(query_BNH, *self, position_B, score_mod, execution=execution)
 
 
 Cache = list[LayerCache] | list[LayerPages]
@@ -82,22 +82,20 @@ def empty_cache(
     *,
     slots: int,
     capacity: int,
-    dtype: Any = jnp.float32,
-    attention: Attention = XLA,
-    pipeline: Pipeline | None = None,
+    execution: Execution = ONE_DEVICE,
 ) -> list[LayerCache]:
     """A cache for `slots` sequences of at most `capacity` tokens. Build it under jit with
     `out_shardings` to have each device allocate its own part."""
-    stages = 1 if pipeline is None else pipeline.stages
-    heads, key_dim, value_dim = _widths(config, attention)
+    stages, dtype = execution.stages, execution.dtype
+    heads, key_dim, value_dim = _widths(config, execution)
     keys, values = (stages * slots, heads, key_dim, capacity), (stages * slots, heads, capacity, value_dim)
     return [LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_layers // stages)]
 
 
-def empty_prefix(config: ModelConfig, *, prompts: int, width: int, dtype: Any, attention: Attention) -> Prefix:
+def empty_prefix(config: ModelConfig, *, prompts: int, width: int, execution: Execution) -> Prefix:
     """Zeros for prompts of `width` tokens, to be written part by part."""
-    heads, *dims = _widths(config, attention)
-    return Prefix(*(jnp.zeros((config.num_layers, prompts, width, heads, dim), dtype) for dim in dims))
+    heads, *dims = _widths(config, execution)
+    return Prefix(*(jnp.zeros((config.num_layers, prompts, width, heads, dim), execution.dtype) for dim in dims))
 
 
 def insert_prefix(
@@ -106,7 +104,7 @@ def insert_prefix(
     row_I: Int[Array, "I"],
     slot_I: Int[Array, "I"],
     *,
-    pipeline: Pipeline | None = None,
+    execution: Execution = ONE_DEVICE,
 ) -> list[LayerCache]:
     """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; several slots may take one prompt.
 
@@ -129,7 +127,7 @@ def insert_prefix(
             for stored, key_PSKH, value_PSKH in zip(cache, prefix.key_LPSKH, prefix.value_LPSKH, strict=True)
         ]
 
-    if pipeline is not None:
+    if (pipeline := execution.pipeline) is not None:
         by_stage, whole = PartitionSpec(pipeline.axes), PartitionSpec()
         insert = pipeline.on_stages(insert, (by_stage, by_stage, whole, whole), by_stage)
     return insert(cache, prefix, row_I, slot_I)
@@ -141,8 +139,8 @@ def _place(stored: jax.Array, block: Array, slot_I: Array) -> jax.Array:
     return stored.at[slot_I, :, :first, :second].set(block.astype(stored.dtype), mode="drop")
 
 
-def _widths(config: ModelConfig, attention: Attention) -> tuple[int, int, int]:
+def _widths(config: ModelConfig, execution: Execution) -> tuple[int, int, int]:
     """Heads, and the widths of a key and of a value."""
     if config.latent is not None:
         return 1, config.latent.rope_dim, config.latent.rank
-    return config.num_kv_heads * attention.kv_copies, config.head_dim, config.head_dim
+    return config.num_kv_heads * execution.kv_copies, config.head_dim, config.head_dim

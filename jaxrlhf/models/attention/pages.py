@@ -8,16 +8,17 @@ the kernels read them.
 Split over devices, each one's slots have their pages on it, under numbers that count its own pages.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int, Num
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention.attention import LANES, Attention, attend_pages
+from jaxrlhf.models.attention.attention import LANES, attend_pages
 from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.execution import Execution
 
 PAGE_TOKENS = 32
 """Positions of a page. Half of a slot's last page is unused on average; kernels read several pages at once."""
@@ -43,7 +44,7 @@ class LayerPages(NamedTuple):
         value_BKH: Num[Array, "B K H"],
         position_B: Int[Array, "B"],
         *,
-        attention: Attention,
+        execution: Execution,
     ) -> "LayerPages":
         """One new entry per slot, each at its own position; none where the slot has no page for it."""
 
@@ -54,9 +55,9 @@ class LayerPages(NamedTuple):
             entry_BJU = _entries(key_BKH, value_BKH, like=pages_ZSJU)
             return pages_ZSJU.at[page_B1[:, 0], position_B % page_tokens].set(entry_BJU, mode="drop")
 
-        slot, head = PartitionSpec(attention.row_axes), PartitionSpec(attention.row_axes, attention.head_axes)
-        page = page_spec(attention)
-        put = attention.on_devices(put, (page, slot, head, head, slot), page)
+        slot, head = PartitionSpec(execution.row_axes), PartitionSpec(execution.row_axes, execution.head_axes)
+        page = page_spec(execution)
+        put = execution.on_devices(put, (page, slot, head, head, slot), page)
         return self._replace(pages_ZSJU=put(self.pages_ZSJU, self.table_BQ, key_BKH, value_BKH, position_B))
 
     def attend(
@@ -65,10 +66,10 @@ class LayerPages(NamedTuple):
         position_B: Int[Array, "B"],
         score_mod: ScoreMod,
         *,
-        attention: Attention,
+        execution: Execution,
     ) -> Float[Array, "B N H"]:
         """Attention of one query per slot to its pages."""
-        return attend_pages(query_BNH, *self, position_B, score_mod, attention=attention)
+        return attend_pages(query_BNH, *self, position_B, score_mod, execution=execution)
 
 
 class PagedCache(NamedTuple):
@@ -86,15 +87,15 @@ class PagedCache(NamedTuple):
         return self._replace(layers=[stored.pages_ZSJU for stored in layers])
 
 
-def empty_pages(config: ModelConfig, *, pages: int, dtype: Any, attention: Attention) -> list[Array]:
-    """Zeros for so many pages of every layer, with heads as wide as the kernel of `attention` wants them.
+def empty_pages(config: ModelConfig, *, pages: int, execution: Execution) -> list[Array]:
+    """Zeros for so many pages of every layer, with heads as wide as the kernel of `execution` wants them.
 
     Build them under jit with `out_shardings` to have each device allocate its own.
     """
-    assert attention.pages is not None, "the cache does not lie in pages"
-    lanes = LANES.get(attention.pages, 1)
-    shape = pages, PAGE_TOKENS, 2 * config.num_kv_heads * attention.kv_copies, -(-config.head_dim // lanes) * lanes
-    return [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]
+    assert execution.pages_kernel is not None, "the cache does not lie in pages"
+    lanes = LANES.get(execution.pages_kernel, 1)
+    shape = pages, PAGE_TOKENS, 2 * config.num_kv_heads * execution.kv_copies, -(-config.head_dim // lanes) * lanes
+    return [jnp.zeros(shape, execution.dtype) for _ in range(config.num_layers)]
 
 
 def insert_pages(
@@ -104,7 +105,7 @@ def insert_pages(
     row_I: Int[Array, "I"],
     page_GIQ: Int[Array, "G I Q"],
     *,
-    attention: Attention,
+    execution: Execution,
 ) -> Float[Array, "Z S J U"]:
     """Copy prompt `row_I[i]` into pages `page_GIQ[g, i]` of each of the G parts that slots are split into.
 
@@ -120,15 +121,15 @@ def insert_pages(
         entry_IQSJU = entry_IWJU.reshape(insertions, columns, page_tokens, *entry_IWJU.shape[2:])
         return pages_ZSJU.at[page_1IQ[0]].set(entry_IQSJU, mode="drop")
 
-    page, whole = page_spec(attention), PartitionSpec()
-    head, part = PartitionSpec(None, None, attention.head_axes), PartitionSpec(attention.row_axes)
-    put = attention.on_devices(put, (page, head, head, whole, part), page)
+    page, whole = page_spec(execution), PartitionSpec()
+    head, part = PartitionSpec(None, None, execution.head_axes), PartitionSpec(execution.row_axes)
+    put = execution.on_devices(put, (page, head, head, whole, part), page)
     return put(pages_ZSJU, key_PWKH, value_PWKH, row_I, page_GIQ)
 
 
-def page_spec(attention: Attention) -> PartitionSpec:
+def page_spec(execution: Execution) -> PartitionSpec:
     """Split of an array of pages over the mesh."""
-    return PartitionSpec(attention.row_axes, None, attention.head_axes)
+    return PartitionSpec(execution.row_axes, None, execution.head_axes)
 
 
 def _entries(key: Array, value: Array, *, like: Array) -> Array:

@@ -17,8 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention.attention import XLA, Attention, attend
+from jaxrlhf.models.attention.attention import attend
 from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
 ATTENDED = "attended"
 """Name of attention outputs, which rematerialisation keeps so that the loop is not run again."""
@@ -57,15 +58,15 @@ def attend_shared_prefix(
     shared_prefix: SharedPrefix,
     score_mod: ScoreMod = PLAIN,
     *,
-    attention: Attention = XLA,
+    execution: Execution = ONE_DEVICE,
 ) -> Float[Array, "R W N U"]:
     """Attention of packed rows in which sequences share tokens; 0 in padding."""
-    static = replace(score_mod, slides=None), attention
+    static = replace(score_mod, slides=None), execution
     mixed_RWNU = _attend(query_RWNH, key_RWKH, value_RWKU, shared_prefix, score_mod.slides, static)
     return checkpoint_name(mixed_RWNU, ATTENDED)
 
 
-_Static = tuple[ScoreMod, Attention]
+_Static = tuple[ScoreMod, Execution]
 """Static arguments of a program; the flag of a layer's window is traced."""
 
 
@@ -79,15 +80,15 @@ def _attend(
 def _forward(
     query: Array, key: Array, value: Array, shared_prefix: SharedPrefix, slides: Array | None, static: _Static
 ) -> tuple[Array, Any]:
-    score_mod, attention = replace(static[0], slides=slides), static[1]
+    score_mod, execution = replace(static[0], slides=slides), static[1]
     mixed_RWNU = _zeros(query, value.shape[-1], value.dtype)
     for part in shared_prefix.parts:
-        chunks = _Chunks(part, attention)
+        chunks = _Chunks(part, execution)
 
         def put(index: Array, mixed_RWNU: Array, chunks: _Chunks = chunks) -> Array:
             source_RE, segment_XS, tells_RE = chunks.at(index)
             query_X, key_X, value_X = (chunks.lay_out(array, source_RE) for array in (query, key, value))
-            part_RENU = chunks.back(attend(query_X, key_X, value_X, segment_XS, score_mod, attention=attention))
+            part_RENU = chunks.back(attend(query_X, key_X, value_X, segment_XS, score_mod, execution=execution))
             target_RE = jnp.where(tells_RE, source_RE, mixed_RWNU.shape[1])
             return jax.vmap(lambda mixed, at, new: mixed.at[at].set(new, mode="drop"))(mixed_RWNU, target_RE, part_RENU)
 
@@ -98,15 +99,15 @@ def _forward(
 def _backward(static: _Static, saved: Any, change_RWNU: Array) -> tuple[Any, ...]:
     """Gradients: each chunk is attended to again, and gradients of a token's copies are summed in float32."""
     *arrays, shared_prefix, slides = saved
-    score_mod, attention = replace(static[0], slides=slides), static[1]
+    score_mod, execution = replace(static[0], slides=slides), static[1]
     sums = [_zeros(array, array.shape[-1], jnp.float32) for array in arrays]
     for part in shared_prefix.parts:
-        chunks = _Chunks(part, attention)
+        chunks = _Chunks(part, execution)
 
         def add(index: Array, sums: list[Array], chunks: _Chunks = chunks) -> list[Array]:
             source_RE, segment_XS, tells_RE = chunks.at(index)
             whole = [chunks.lay_out(array, source_RE) for array in arrays]
-            _, pull = jax.vjp(lambda q, k, v: attend(q, k, v, segment_XS, score_mod, attention=attention), *whole)
+            _, pull = jax.vjp(lambda q, k, v: attend(q, k, v, segment_XS, score_mod, execution=execution), *whole)
             change_XSNU = chunks.lay_out(change_RWNU, source_RE) * tells_RE.reshape(segment_XS.shape)[..., None, None]
             plus = jax.vmap(lambda total, at, more: total.at[at].add(more))
             changes = map(chunks.back, pull(change_XSNU))
@@ -122,11 +123,11 @@ _attend.defvjp(_forward, _backward)
 class _Chunks:
     """Loop over attention rows, some of each packed row at a time; E are the places of a chunk, X its rows."""
 
-    def __init__(self, part: AttentionRows, attention: Attention) -> None:
+    def __init__(self, part: AttentionRows, execution: Execution) -> None:
         self._rows: int
         self._width: int
         self._rows, count, self._width = part.source_RAS.shape
-        tokens = _CHUNK_TOKENS.get(attention.rows, _MOST_CHUNK_TOKENS)
+        tokens = _CHUNK_TOKENS.get(execution.rows_kernel, _MOST_CHUNK_TOKENS)
         self._size = min(count, max(1, tokens // self._width))
         self._chunks = -(-part.used_R.max() // self._size)
         padding = ((0, 0), (0, -count % self._size), (0, 0))

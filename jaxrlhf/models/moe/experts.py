@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float, Float32, Int
 
 from jaxrlhf.batch import Array, Params
-from jaxrlhf.models.attention.attention import XLA, Attention
 from jaxrlhf.models.config import Experts
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.moe.grouped import grouped_mlp
 
 
@@ -74,7 +74,7 @@ def route(
     normed_RWD: Float[Array, "R W D"],
     *,
     replayed_RWk: Int[Array, "R W k"] | None = None,
-    attention: Attention = XLA,
+    execution: Execution = ONE_DEVICE,
 ) -> Routing:
     """Choose the experts of each token, and their weights.
 
@@ -87,7 +87,7 @@ def route(
 
     Args:
       replayed_RWk: Choices to take instead of the router's; negative where it has to choose itself.
-      attention: Mesh and axes that split rows over devices.
+      execution: Says what splits rows over devices.
 
     Source: Shazeer et al. 2017 (arXiv:1701.06538), section 2.1; groups and bias: DeepSeek-AI 2024
     (DeepSeek-V3, arXiv:2412.19437), eq. 12 to 16.
@@ -99,8 +99,8 @@ def route(
     if experts.bias:
         ranked_RWE = ranked_RWE + mlp["router_bias"].astype(jnp.float32)[None, None]
     # The compiler would gather the scores of all rows to choose among them.
-    row = PartitionSpec(attention.row_axes)
-    own_RWk = attention.on_devices(partial(_best, experts=experts), row, row)(ranked_RWE)
+    row = PartitionSpec(execution.row_axes)
+    own_RWk = execution.on_devices(partial(_best, experts=experts), row, row)(ranked_RWE)
     choice_RWk = own_RWk if replayed_RWk is None else jnp.where(replayed_RWk < 0, own_RWk, replayed_RWk)
     weight_RWk = jnp.take_along_axis(score_RWE, choice_RWk, axis=-1)
     if experts.normalised:
@@ -127,7 +127,7 @@ def _in_best_groups(ranked_RWE: Array, experts: Experts) -> Array:
     return jnp.where(kept_RWG[..., None], grouped_RWGM, -jnp.inf).reshape(ranked_RWE.shape)
 
 
-def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, attention: Attention) -> Array:
+def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, execution: Execution) -> Array:
     """Weighted sum of the outputs of each token's experts.
 
         out = sum_k weight_k down_k(silu(gate_k(x)) * up_k(x))
@@ -137,14 +137,14 @@ def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, att
     so are gathered and results scattered. Weights and tokens enter as one copy for each place, so
     that the sums of their gradients are the compiler's.
     """
-    dtype, mesh = normed_RWD.dtype, attention.mesh
+    dtype, mesh = normed_RWD.dtype, execution.mesh
     weight_RWk = routing.weight_RWk.astype(dtype)
     if mesh is None or mesh.size == 1:
         return _mix_all(_mix_own, lambda array: array, mlp["experts"], normed_RWD, weight_RWk, routing.choice_RWk)
-    inner, outer = attention.head_axes, attention.expert_axes
-    rows = tuple(axis for axis in attention.row_axes if axis not in outer)
+    inner, outer = execution.head_axes, execution.expert_axes
+    rows = tuple(axis for axis in execution.row_axes if axis not in outer)
     # Sums over the width take the rows of one device, and not of all that share experts.
-    by_row = NamedSharding(mesh, PartitionSpec(inner, attention.row_axes))
+    by_row = NamedSharding(mesh, PartitionSpec(inner, execution.row_axes))
     by_token, of_experts = PartitionSpec(outer, inner, rows), PartitionSpec(rows, outer)
     wide, tall = PartitionSpec(*of_experts, None, inner), PartitionSpec(*of_experts, inner)
 

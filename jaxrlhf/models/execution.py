@@ -1,0 +1,76 @@
+"""Execution of a model: its dtype, its kernels, and how the arrays of a layer are split over devices."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxrlhf.batch import Array
+from jaxrlhf.models.pipeline import Pipeline
+
+RowsKernel = Literal["xla", "cudnn", "splash"]
+DecodeKernel = Literal["xla", "pallas"]
+PagesKernel = Literal["xla", "pallas", "ragged"]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One description of how a model is computed, which every forward function takes. The default is one device.
+
+    The compiler splits `xla` kernels by itself. It would gather the arrays of any other kernel, so that one
+    runs on each device of `mesh` with the rows and the heads that are there.
+
+    Attributes:
+      dtype: Dtype of activations and of the cache.
+      remat: True to keep only each layer's input for the backward pass and compute the rest again.
+      rows_kernel: Kernel of attention of packed rows and of prompts.
+      decode_kernel: Kernel of attention of one token per slot.
+      pages_kernel: Kernel of attention to pages; None where a cache does not lie in pages.
+      mesh: Auto axes; None is one device, or arrays that are the compiler's to split.
+      row_axes: Mesh axes that split rows (or slots), evenly.
+      head_axes: Mesh axes that split query heads, key-value heads and the width of MLPs, evenly.
+      expert_axes: Last of `row_axes`, if they divide the experts of a layer as well.
+      kv_copies: Times that every key-value head is repeated after its projection, so that heads split over
+        `head_axes`; caches hold the copies.
+      pipeline: Stages that divide the layers; None is one. Rows have to split over its row axes.
+    """
+
+    dtype: Any = jnp.float32
+    remat: bool = False
+    rows_kernel: RowsKernel = "xla"
+    decode_kernel: DecodeKernel = "xla"
+    pages_kernel: PagesKernel | None = None
+    mesh: Mesh | AbstractMesh | None = None
+    row_axes: tuple[str, ...] = ()
+    head_axes: tuple[str, ...] = ()
+    expert_axes: tuple[str, ...] = ()
+    kv_copies: int = 1
+    pipeline: Pipeline | None = None
+
+    @property
+    def stages(self) -> int:
+        """Number of parts that the layers are divided into."""
+        return 1 if self.pipeline is None else self.pipeline.stages
+
+    def split_rows(self, array_RX: Array) -> Array:
+        """The array with its rows over `row_axes`.
+
+        Left to itself the compiler may gather the rows and split the width instead of gathering each layer's weights.
+        """
+        if self.mesh is None:
+            return array_RX
+        return jax.lax.with_sharding_constraint(array_RX, NamedSharding(self.mesh, PartitionSpec(self.row_axes)))
+
+    def on_devices(self, kernel: Callable[..., Array], in_specs: Any, out_specs: Any) -> Callable[..., Array]:
+        """`kernel` run by every device on its own part of the arrays."""
+        if self.mesh is None:
+            return kernel
+        # Kernels do not say over which axes their results vary, which the check would want to know.
+        return jax.shard_map(kernel, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+ONE_DEVICE = Execution()
+"""Float32 on one device, by what every backend computes."""
