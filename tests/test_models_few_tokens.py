@@ -95,7 +95,7 @@ def test_a_wide_model_decodes_what_its_whole_sequences_say():
 
     @jax.jit
     def one_by_one(layers, params):
-        cache = models.empty_cache(config, slots=2, capacity=8, dtype=jnp.float32)
+        cache = models.empty_cache(config, slots=2, capacity=8)
 
         def step(cache, place):
             hidden_BD, cache, _ = models.decode(

@@ -173,7 +173,7 @@ def test_an_expert_model_holds_all_its_experts() -> None:
 @pytest.mark.parametrize(("kv_heads", "itemsize", "dtype"), [(4, 2, jnp.bfloat16), (2, 4, jnp.float32)])
 def test_a_cached_token_takes_what_the_cache_allocates_for_it(kv_heads: int, itemsize: int, dtype: Any) -> None:
     config = replace(DENSE, num_kv_heads=kv_heads)
-    cache = jax.eval_shape(lambda: models.empty_cache(config, slots=6, capacity=50, dtype=dtype))
+    cache = jax.eval_shape(lambda: models.empty_cache(config, slots=6, capacity=50, execution=models.Execution(dtype)))
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) / (6 * 50)
     assert cache_bytes_per_token(config, Layout(8), itemsize=itemsize) == whole
     assert cache_bytes_per_token(config, Layout(1, 1, 8), itemsize=itemsize) == whole
@@ -188,7 +188,7 @@ def test_scoring_holds_about_what_xla_allocates() -> None:
     ints = jax.ShapeDtypeStruct((rows, width), jnp.int32)
 
     def forward(params, token, position, segment):
-        hidden = models.hidden_states(params, config, token, position, segment, dtype=jnp.float32).hidden_RWD
+        hidden = models.hidden_states(params, config, token, position, segment).hidden_RWD
         return models.token_logp(params, config, hidden, token).logp
 
     compiled = to_read(jax.jit(forward).lower(models.param_shapes(config, "lm"), ints, ints, ints))
@@ -205,7 +205,7 @@ def test_scores_of_long_rows_are_about_what_xla_allocates(dtype: Any, remat: boo
     shapes, sizes = models.param_shapes(config, "lm"), {"tokens": width, "row_tokens": width, "itemsize": itemsize}
 
     def loss(params, token, position, segment):
-        hidden = models.hidden_states(params, config, token, position, segment, remat=remat, dtype=dtype).hidden_RWD
+        hidden = models.hidden_states(params, config, token, position, segment, execution=models.Execution(dtype, remat)).hidden_RWD
         return models.token_logp(params, config, hidden, token).logp.sum()
 
     def allocated(program: Any) -> int:

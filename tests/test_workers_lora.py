@@ -203,7 +203,7 @@ def test_what_is_sampled_has_the_log_probabilities_that_are_trained_on():
     mask_BT = rollout.sequences.mask_BT
     trained_BT = np.asarray(actor.compute_log_prob(rollout))
     np.testing.assert_allclose(rollout.sampler_logp_BT[mask_BT], trained_BT[mask_BT], atol=1e-5)
-    alone_BT = np.asarray(actor.frozen_log_prob(rollout.sequences, {}, temperature=None))
+    alone_BT = np.asarray(actor.log_prob(rollout.sequences, adapters={}))
     assert np.abs(alone_BT - trained_BT).max() > 0.1, "the adapters change nothing"
 
 

@@ -116,7 +116,7 @@ def test_gradients_are_summed_over_replicas_once_in_an_update(
 
     original = worker.gradient_program
     if model is MIXTURE:  # whose attention may as well be a kernel that runs on each device
-        worker._attention = replace(worker._attention, rows="cudnn")
+        worker._execution = replace(worker._execution, rows_kernel="cudnn")
         monkeypatch.setitem(ROWS, "cudnn", attend_blocks)
     with mock.patch.multiple(worker, gradient_program=accumulator, _sum=seen("sum", worker._sum)):
         found = gradient(worker)
