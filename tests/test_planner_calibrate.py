@@ -94,7 +94,9 @@ def test_products_of_training_are_those_of_every_matrix_and_score() -> None:
 def test_bytes_of_decoding_are_the_matrices_and_the_cache() -> None:
     shapes = models.param_shapes(MODEL, "lm", jnp.bfloat16)
     weights = sum(leaf.size for leaf in jax.tree.leaves(shapes) if len(leaf.shape) > 1 and leaf.shape != (3, 256))
-    cache = jax.eval_shape(lambda: models.empty_cache(MODEL, slots=5, capacity=7, execution=models.Execution(jnp.bfloat16)))
+    cache = jax.eval_shape(
+        lambda: models.empty_cache(MODEL, slots=5, capacity=7, execution=models.Execution(jnp.bfloat16))
+    )
     expected = weights * 2 + sum(leaf.size * 2 for leaf in jax.tree.leaves(cache))
     assert calibrate.decode_bytes(MODEL, slots=5, capacity=7, itemsize=2) == expected
 

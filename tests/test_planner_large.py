@@ -106,7 +106,9 @@ def cache_bytes(model, plan, layout: Layout, devices: int) -> float:
     """Of one device, for the responses that the plan decodes at once; a program returns half of them anew."""
     replica = layout.generation_stage * layout.generation_tensor
     each = math.ceil(plan.slots / (devices // replica))
-    tree = jax.eval_shape(lambda: models.empty_cache(model, slots=each, capacity=1024, execution=models.Execution(BFLOAT16)))
+    tree = jax.eval_shape(
+        lambda: models.empty_cache(model, slots=each, capacity=1024, execution=models.Execution(BFLOAT16))
+    )
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
     return 1.5 * whole / (layout.generation_stage * min(layout.generation_tensor, model.num_kv_heads))
 

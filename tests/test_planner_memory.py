@@ -205,7 +205,9 @@ def test_scores_of_long_rows_are_about_what_xla_allocates(dtype: Any, remat: boo
     shapes, sizes = models.param_shapes(config, "lm"), {"tokens": width, "row_tokens": width, "itemsize": itemsize}
 
     def loss(params, token, position, segment):
-        hidden = models.hidden_states(params, config, token, position, segment, execution=models.Execution(dtype, remat)).hidden_RWD
+        hidden = models.hidden_states(
+            params, config, token, position, segment, execution=models.Execution(dtype, remat)
+        ).hidden_RWD
         return models.token_logp(params, config, hidden, token).logp.sum()
 
     def allocated(program: Any) -> int:
