@@ -236,7 +236,7 @@ def shapes_of(tree):
 def test_prefill_and_decoding_have_the_shapes_of_their_cache():
     model, slots, prompts = SHAPES[LLAMA], 64, 4
     weights = cast_shapes(models.param_dims(model, "lm"), models.param_shapes(model, "lm", jnp.float32), dtype=BFLOAT16)
-    shape = programs.Shape(model, 16, 8, 16, BFLOAT16)
+    shape = programs.Shape(model, 16, 8, 16, models.Execution(BFLOAT16))
     token_PS, length_P = jax.ShapeDtypeStruct((prompts, 512), jnp.int32), jax.ShapeDtypeStruct((prompts,), jnp.int32)
     prompted = jax.eval_shape(partial(programs.prefill, shape=shape), weights, None, token_PS, length_P)
     assert prompted.hidden_PD.shape == (prompts, 8192)
