@@ -212,10 +212,9 @@ def test_a_step_of_training_has_the_shapes_of_its_state(planned):
     def step(params, state, token_RW):
         def loss(params):
             position_RW = jnp.broadcast_to(jnp.arange(1024), token_RW.shape)
-            how = {"remat": True, "dtype": BFLOAT16, "row_sharding": rows}
-            hidden_RWD = models.hidden_states(
-                params, model, token_RW, position_RW, jnp.ones_like(token_RW), **how
-            ).hidden_RWD
+            execution = models.Execution(BFLOAT16, remat=True, mesh=mesh, row_axes=BATCH_AXES)
+            tokens = token_RW, position_RW, jnp.ones_like(token_RW)
+            hidden_RWD = models.hidden_states(params, model, *tokens, execution=execution).hidden_RWD
             return -models.token_logp(params, model, hidden_RWD, token_RW, chunk_tokens=512 * 16).logp.mean()
 
         changes, state = OPTIMIZER.update(jax.grad(loss)(params), state, params)

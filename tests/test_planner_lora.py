@@ -39,7 +39,9 @@ def test_an_update_multiplies_as_often_as_xla_says(lora, remat):
 
     def loss(learnt, params, *ints):
         whole = learnt if lora is None else adapted(params, learnt)
-        return jnp.square(models.hidden_states(whole, MODEL, *ints, remat=remat).hidden_RWD).sum()
+        return jnp.square(
+            models.hidden_states(whole, MODEL, *ints, execution=models.Execution(remat=remat)).hidden_RWD
+        ).sum()
 
     counted = jax.jit(jax.grad(loss)).lower(learnt, shapes, ints, ints, ints).compile().cost_analysis()["flops"]
     work = replace(WORK, prompts=ROWS, responses=ROWS, prompt_tokens=WIDTH / 2, response_tokens=WIDTH / 2)

@@ -49,7 +49,7 @@ def test_activations_and_logits_are_about_what_xla_allocates(remat: bool) -> Non
 
     def loss(params, token, position, segment):
         hidden = models.hidden_states(
-            params, config, token, position, segment, remat=remat, dtype=jnp.float32
+            params, config, token, position, segment, execution=models.Execution(remat=remat)
         ).hidden_RWD
         return models.token_logp(params, config, hidden, token, temperature=1.0).logp.sum()
 
@@ -104,7 +104,7 @@ def kept_bytes(config: ModelConfig, dtype: Any, rows: int, width: int) -> float:
     def derivative(params, token, position, segment):
         def forward(layers):
             return models.hidden_states(
-                {**params, "layers": layers}, config, token, position, segment, dtype=dtype
+                {**params, "layers": layers}, config, token, position, segment, execution=models.Execution(dtype)
             ).hidden_RWD
 
         return jax.vjp(forward, params["layers"])[1]
@@ -230,7 +230,7 @@ def test_adding_a_microbatchs_gradient_takes_a_second_gradient() -> None:
 
     def loss(params, token, position, segment):
         hidden = models.hidden_states(
-            params, config, token, position, segment, remat=True, dtype=jnp.float32
+            params, config, token, position, segment, execution=models.Execution(remat=True)
         ).hidden_RWD
         return models.token_logp(params, config, hidden, token).logp.sum()
 

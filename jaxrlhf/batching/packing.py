@@ -8,6 +8,7 @@ others: arrays go in and come back as `[B, T]`.
 
 from collections.abc import Callable, Iterator
 from itertools import repeat
+from typing import Any
 
 import jax
 import numpy as np
@@ -163,6 +164,10 @@ class Packing:
         array_BT = np.zeros(self._shape, flat.dtype)
         array_BT[self._source] = flat[self._target]
         return array_BT
+
+    def zeros(self, packed: Any) -> Any:
+        """Zeros `[B, T]` for each array of a tree of packed outputs."""
+        return jax.tree.map(lambda leaf: np.zeros(self._shape, leaf.dtype), packed)
 
     def rows(self) -> Iterator[PackedBatch]:
         """Packed tokens of each microbatch."""

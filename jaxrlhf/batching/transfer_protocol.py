@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.config import Refusal
+from jaxrlhf.sharding.described import are_here
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, TENSOR_AXES
 
 First = TypeVar("First")
@@ -45,9 +46,10 @@ class RankCoordinates:
 
     @classmethod
     def of(cls, mesh: Mesh) -> "RankCoordinates":
-        """Coordinates of this process's devices in a mesh."""
-        mine = jax.process_index()
-        indices = [index for index, device in np.ndenumerate(mesh.devices) if device.process_index == mine]
+        """Coordinates of this process's devices in a mesh; of all where the devices are only described."""
+        mine, here = jax.process_index(), are_here(list(mesh.devices.flat))
+        places = np.ndenumerate(mesh.devices)
+        indices = [index for index, device in places if device.process_index == mine or not here]
         axes = mesh.axis_names
         return cls(mine, dict(mesh.shape), tuple(dict(zip(axes, index, strict=True)) for index in indices))
 

@@ -46,7 +46,7 @@ def check_laid_out(params: Params, mesh: Mesh) -> None:
     """Raise `ValueError` if weights are elsewhere than on all devices of the mesh."""
     devices = set(mesh.devices.flat)
     for path, leaf in jax.tree.leaves_with_path(params):
-        if not isinstance(leaf, jax.Array) or leaf.sharding.device_set != devices:
+        if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or leaf.sharding.device_set != devices:
             raise ValueError(f"{jax.tree_util.keystr(path)} is not laid out over the engine's mesh; re-layout first")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxrlhf.engine.programs import Shape
+from jaxrlhf.sharding.described import described
 
 Size = str | int | None
 
@@ -16,11 +17,16 @@ class Compiled:
 
     Args:
       whole: Sharding of arguments that come from the host.
+
+    Attributes:
+      here: False if the devices are only described: programs are lowered, and give shapes with shardings.
+      lowered: Those programs, by name and sizes.
     """
 
-    def __init__(self, shape: Shape, whole: Any) -> None:
-        self._shape, self._whole = shape, whole
+    def __init__(self, shape: Shape, whole: Any, *, here: bool = True) -> None:
+        self._shape, self._whole, self.here = shape, whole, here
         self._programs: dict[tuple[Size, ...], jax.stages.Compiled] = {}
+        self.lowered: dict[str, jax.stages.Lowered] = {}
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -29,12 +35,25 @@ class Compiled:
         """The programs of every size."""
         return [program for (first, *_), program in self._programs.items() if first == name]
 
+    def put(self, arrays: Any, sharding: Any) -> Any:
+        """Host arrays on the devices."""
+        return jax.device_put(arrays, sharding) if self.here else described(arrays, sharding)
+
     def run(self, sizes: tuple[Size, ...], program: Callable, *arguments: Any, out: Any, donate: Any = ()) -> Any:
         """Call a program compiled for these sizes, of which the first is its name; compile it the first time."""
-        if sizes not in self._programs:
+        if sizes not in self._programs or not self.here:
             layout = jax.tree.map(lambda leaf: getattr(leaf, "sharding", self._whole), arguments)
             jitted = jax.jit(
                 partial(program, shape=self._shape), in_shardings=layout, out_shardings=out, donate_argnums=donate
             )
-            self._programs[sizes] = jitted.lower(*arguments).compile()
+            lowered = jitted.lower(*arguments)
+            if not self.here:
+                return self._outputs(sizes, lowered, out)
+            self._programs[sizes] = lowered.compile()
         return self._programs[sizes](*arguments)
+
+    def _outputs(self, sizes: tuple[Size, ...], lowered: jax.stages.Lowered, out: Any) -> Any:
+        """Outputs of a program that does not run; where they are is the compiler's choice if `out` is None."""
+        name, *rest = map(str, sizes)
+        self.lowered[f"{name}[{', '.join(rest)}]" if rest else name] = lowered
+        return described(lowered.out_info, lowered.compile().output_shardings if out is None else out)

@@ -37,6 +37,7 @@ from jaxrlhf.engine.slot_book import SlotBook, insertion_of
 from jaxrlhf.engine.weights import Weights, most_unstacked, spent_layers
 from jaxrlhf.models import ONE_DEVICE, AnyModel, Execution
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.sharding.described import are_here
 
 PREFILL_TOKENS = 2048
 """Tokens that one prefill aims at, padding included; a longer prompt is run chunk by chunk."""
@@ -121,7 +122,7 @@ class Engine:
         self._slot_counts = halving_buckets(self.slots // replicas, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
         self._mesh, self.execution, self.prefilled_prompts = mesh, execution, 0
         self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline)
-        self._compiled = Compiled(self._shape, self._layout.whole)
+        self._compiled = Compiled(self._shape, self._layout.whole, here=are_here(list(mesh.devices.flat)))
         sizes = {"slots": self.slots, "longest": capacity}
         self._cache: SlotCache | PageCache = SlotCache(self._compiled, self._layout, **sizes)
         if execution.pages_kernel is not None:
@@ -141,6 +142,11 @@ class Engine:
         prompts, counts = len(self._prompt_buckets), len(self._slot_counts)
         states = 1 + most_unstacked(self._shape.config) + 2 * prompts + counts * (counts - 1)
         return states + self._cache.most_compilations(prompts=prompts, counts=counts)
+
+    @property
+    def lowered(self) -> dict[str, jax.stages.Lowered]:
+        """Programs by name and sizes, if the devices are not here and nothing can run."""
+        return self._compiled.lowered
 
     @property
     def unfinished(self) -> bool:
@@ -194,7 +200,10 @@ class Engine:
         self._prefilled: Prefilled | None = None
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
-        """Compile every program that prompts of these lengths need; buckets that they seldom fill are given up."""
+        """Compile every program that prompts of these lengths need; buckets that they seldom fill are given up.
+
+        On devices that are not here programs are lowered, see `lowered`.
+        """
         self._prompt_buckets = busy_buckets(self._prompt_buckets, prompt_lengths, together=self.prefill_prompts)
         shortest = {fit(length, self._prompt_buckets): length for length in sorted(prompt_lengths, reverse=True)}
         for length in shortest.values():
@@ -203,7 +212,7 @@ class Engine:
                 self._cache.grow(size)
                 self._insert(prefilled, [])
                 self._dispatch()  # ends at once, as no slot is active
-                self._book.read()
+                self._book.forget()
             self.free()
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
@@ -215,7 +224,7 @@ class Engine:
         for row, prompt in enumerate(prompts):
             token_PS[row, : len(prompt)] = prompt
             length_P[row] = len(prompt)
-        rows = jax.device_put((token_PS, length_P), self._layout.rows)
+        rows = self._compiled.put((token_PS, length_P), self._layout.rows)
         self.prefilled_prompts += len(prompts)
         program = partial(programs.prefill, chunk_tokens=CHUNK_TOKENS if width > PREFILL_TOKENS else None)
         arguments = program, weights.params, weights.stackless, *rows

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import jax
 import numpy as np
 
 from jaxrlhf.batch import Array
@@ -163,7 +162,7 @@ class PageCache:
             replica, own = self._place_of(slot)
             pages = self._books[replica].held(own)
             table_BQ[row, : len(pages)] = pages
-        self.arrays = PagedCache(self.arrays.layers, jax.device_put(table_BQ, self.layout.table_BQ))
+        self.arrays = PagedCache(self.arrays.layers, self._compiled.put(table_BQ, self.layout.table_BQ))
 
     def place(self, prefilled: Prefilled, row_I: Array, slot_I: Array) -> None:
         """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; a slot past the last is skipped."""

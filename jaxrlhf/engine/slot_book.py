@@ -89,6 +89,11 @@ class SlotBook:
         self._active_B |= self._fresh_B
         self._fresh_B[:] = False
 
+    def forget(self) -> None:
+        """Let go of windows that nobody reads; no slot may be active."""
+        assert not self.taken_B.any(), "the window of an active slot has to be read"
+        self._unread.clear()
+
     def keep(self, slot_B: np.ndarray) -> None:
         """The device's arrays have rows for these slots from now on."""
         self.slot_B = slot_B

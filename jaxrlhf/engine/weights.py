@@ -62,8 +62,9 @@ class Weights:
         parts = zip(models.layer_parts(self.params), models.layer_parts(spent), strict=True)
         for number, (part, gone) in enumerate(parts):
             made.append(self._unstacked(part, number))
-            jax.block_until_ready(made[-1])  # before its source goes, and before the next takes room
-            jax.tree.map(lambda leaf, is_spent: leaf.delete() if is_spent else None, part, gone)
+            if self._compiled.here:
+                jax.block_until_ready(made[-1])  # before its source goes, and before the next takes room
+                jax.tree.map(lambda leaf, is_spent: leaf.delete() if is_spent else None, part, gone)
         return models.joined_parts(made)
 
     def _unstacked(self, params: Params, part: int | str) -> list[Params]:

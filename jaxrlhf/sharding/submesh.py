@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.sharding.described import described
 from jaxrlhf.sharding.mesh import AXES, mesh_of
 from jaxrlhf.sharding.overlap import span
 
@@ -76,10 +77,12 @@ def hand_over(weights: Any, submesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _view(path, leaf, submesh), weights)
 
 
-def _view(path: Any, leaf: jax.Array, submesh: Mesh) -> jax.Array:
+def _view(path: Any, leaf: Any, submesh: Mesh) -> Any:
     if not isinstance(leaf.sharding, NamedSharding):
         raise ValueError(f"{jax.tree_util.keystr(path)} has no named layout: {leaf.sharding}; hand over engine weights")
     sharding = NamedSharding(submesh, leaf.sharding.spec)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return described(leaf, sharding)
     wanted = sharding.devices_indices_map(leaf.shape)
     shards = {shard.device: shard for shard in leaf.addressable_shards if shard.device in wanted}
     whole = shards.keys() == wanted.keys() and all(

@@ -79,6 +79,15 @@ class Host:
             return_free_memory()
         return result
 
+    def lowered(self) -> dict[str, jax.stages.Lowered]:
+        """Programs that were lowered instead of run, on devices that are not here; named `role.program`."""
+        found: dict[str, jax.stages.Lowered] = {}
+        if self.builder.sampler is not None:
+            found |= {f"generation.{name}": program for name, program in self.builder.sampler.engine.lowered.items()}
+        for role, worker in self.workers.items():
+            found |= {f"{role}.{name}": program for name, program in getattr(worker, "lowered", {}).items()}
+        return found
+
     def start_trace(self, folder: Path) -> None:
         """Trace this process and its devices, into a folder of its own where there are several processes."""
         options = jax.profiler.ProfileOptions()

@@ -17,19 +17,28 @@ from jaxrlhf.workers.model import Progress
 from jaxrlhf.workers.sampler import CompletionFeed
 
 
-def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Progress, workdir: Path | None) -> Pools:
+def launch(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    progress: Progress,
+    workdir: Path | None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Pools:
     """Launch the pools of a run: in this process, or on the hosts of a cluster.
 
     Args:
       progress: Told how far long calls are.
+      devices: Of this process's pools; None is all that there are.
       workdir: Takes what hosts and reward functions print; None is a dry run, which writes nothing.
 
     Raises:
       Refusal: Settings that do not fit the devices or each other.
       HostFailure: A host of the cluster did not start.
     """
-    compilation_cache.turn_on()
-    if config.cluster is not None:
+    if devices is None:
+        compilation_cache.turn_on()
+    if config.cluster is not None and devices is None:
         from jaxrlhf.single_controller.ray_backend import launch_on_ray
 
         return launch_on_ray(config, config.cluster, progress=progress, workdir=workdir)
@@ -42,11 +51,11 @@ def launch(config: Config, tokenizer: PreTrainedTokenizerBase, *, progress: Prog
     ranks: list[Ranks] = []
     feed = CompletionFeed()
     try:
-        for pool, devices in split_devices(config, jax.devices()):
+        for pool, own in split_devices(config, devices or jax.devices()):
             builder = Builder(
                 config,
                 tokenizer,
-                ResourcePool(pool.name, tuple(devices)),
+                ResourcePool(pool.name, tuple(own)),
                 pool.roles,
                 progress=progress,
                 reward_output=output,

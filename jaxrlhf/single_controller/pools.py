@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import jax
+
 from jaxrlhf.batching.transfer_protocol import TransferProtocol, worker_methods
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import ROLLOUT, Config, Pool
@@ -147,6 +149,10 @@ class Roles:
     def items(self) -> dict[str, Item]:
         """Every tree of arrays that a checkpoint of the run holds."""
         return {name: PoolItem(ranks, name) for ranks in self._pools for name in ranks.built[0].items}
+
+    def lowered(self) -> dict[str, jax.stages.Lowered]:
+        """Programs that were lowered instead of run, on devices that are not here; named `role.program`."""
+        return {name: program for ranks in self._pools for name, program in ranks.on_all("lowered")[0].items()}
 
     def counters(self) -> dict[str, int]:
         """Updates made so far, by role, and the policy's version."""

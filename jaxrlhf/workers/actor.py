@@ -69,6 +69,9 @@ class Actor(TrainedWorker):
     def generating(self) -> Iterator[Sampler]:
         """within the block the current weights are in the engine."""
         assert self._sampler is not None and self._hybrid is not None, "another pool generates for this actor"
+        if not self.here:
+            yield self._described_sampler(self._sampler, self._hybrid)
+            return
         with self.parameters.on_devices():
             try:
                 weights = self._switched(self._hybrid.to_generation(self._weights))
@@ -83,6 +86,13 @@ class Actor(TrainedWorker):
             finally:
                 self._sampler.engine.unload()
                 self._weights = self._switched(self._hybrid.to_training(weights, self._weights))
+
+    def _described_sampler(self, sampler: Sampler, hybrid: HybridEngine) -> Sampler:
+        """The sampler with described weights; the programs of the switch are lowered."""
+        for way, programs in hybrid.lower()._asdict().items():
+            self.lowered |= {f"{way}[{index}]": program for index, program in enumerate(programs)}
+        sampler.load(hybrid.generation_shapes, self.version, spent=hybrid.masters)
+        return sampler
 
     @property
     def _weights(self) -> dict[str, Params]:

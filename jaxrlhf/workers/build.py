@@ -22,6 +22,7 @@ from jaxrlhf.models.huggingface.config import read_config
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.resharding.transfer import Exchange
 from jaxrlhf.rewards.scorer import Scorer
+from jaxrlhf.sharding.described import are_here
 from jaxrlhf.sharding.mesh import EXPERT_AXES, SLOT_AXES, factored_mesh, generation_mesh, replica_mesh
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.sharding.rules import laid_out
@@ -76,6 +77,9 @@ class Builder(PoolRoles):
       reward_output: File that takes what reward functions print; None is the standard error stream.
       address: Address under which other hosts reach this one.
       feed: Shared by the builders of this process.
+
+    Attributes:
+      here: False if the pool's devices are only described: workers have shapes instead of weights.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Builder(PoolRoles):
         feed: CompletionFeed | None = None,
     ) -> None:
         super().__init__(config, tokenizer, pool, roles)
+        self.here = are_here(pool.devices)
         self.rank, self.progress, self._feed = rank, progress, feed or CompletionFeed()
         carrier = "direct" if config.cluster is None else config.cluster.weights
         self._exchange, self._reward_output = Exchange(address, carrier=carrier), reward_output
@@ -110,7 +115,7 @@ class Builder(PoolRoles):
             self.sampler = self._sampler(replica_mesh(layout, pool.devices, role=f"rollout on pool {pool.name!r}"))
         self.remat = {role: choose_remat(self, role) for role in sorted(self.trained)}
         self._scorer: Scorer | None = None
-        if "reward" in roles and not config.rewards.by_model:
+        if self.here and "reward" in roles and not config.rewards.by_model:
             self.scorer()  # now, so that a function that does not load is refused before anything compiles
         for part in config.rewards.parts if "reward" in roles else ():
             if isinstance(part, ModelReward):
@@ -222,6 +227,8 @@ class Builder(PoolRoles):
             lora = replace(lora, quantize=None)
         weights = replace(self.policy, role=role, lora=lora)
         target = weights.trained_params(self.mesh(role))
+        if not self.here:
+            return target
         if phase.policy is None:
             return initial_params(self.config.model, weights, target, seed=self.config.seed)
         return saved_params(phase.policy, target)
@@ -231,12 +238,16 @@ class Builder(PoolRoles):
         if weights.lora is None:
             return None
         mesh = self.mesh(weights.role)
+        target = laid_out(weights.adapter_shapes(), weights.adapter_layout(mesh))
+        if not self.here:
+            return target
         if saved is not None:
-            return saved_params(saved, laid_out(weights.adapter_shapes(), weights.adapter_layout(mesh)))
+            return saved_params(saved, target)
         return initial_adapters(weights, mesh, seed=self.config.seed)
 
     def _setup(self, role: str) -> ModelSetup:
         parts = [part for part in ("parameters", "optimizer") if offloaded(self.config.offload, role, part)]
+        parts = parts if self.here else []  # of what is only described nothing waits anywhere
         return ModelSetup(
             role,
             self.model_of(role),
@@ -253,9 +264,10 @@ class Builder(PoolRoles):
 
     def _actor(self, start: Params, phase: Phase) -> Actor:
         weights = replace(self.policy, lora=phase.config.actor.lora)
+        target = weights.trained_params(self.mesh("actor"))
         return self.spec("actor").worker_class(
             self._setup("actor"),
-            quantized_as(start, weights.trained_params(self.mesh("actor"))),
+            quantized_as(start, target) if self.here else target,
             optimizer=phase.config.actor.optimizer,
             total_updates=phase.total_updates - phase.config.algorithm.resting_updates(phase.config),
             adapters=self._adapters(weights, phase.adapters),
@@ -269,7 +281,9 @@ class Builder(PoolRoles):
         weights, mesh = self.weights(spec.name), self.mesh(spec.name)
         check_vocabulary(self.tokenizer, weights.model, role=spec.name)
         target = weights.frozen_params(mesh) if spec.training is None else weights.trained_params(mesh)
-        if spec.model is None:
+        if not self.here:
+            params = dict(target)
+        elif spec.model is None:
             shared = {name: leaf for name, leaf in start.items() if name != "head" or spec.head == "lm"}
             params = copied(shared, target)
         else:

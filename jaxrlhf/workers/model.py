@@ -24,6 +24,7 @@ from jaxrlhf.models.heads import CHUNK_TOKENS, token_logp, values
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs
 from jaxrlhf.models.pipeline import pipeline_over
+from jaxrlhf.sharding.described import are_here
 from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES
 from jaxrlhf.sharding.replicas import replicas_of
 from jaxrlhf.workers.offloadable import Offloadable, OffloadableItem
@@ -74,6 +75,8 @@ class ModelWorker:
     Attributes:
       place: Coordinates of this process in the mesh. The arrays that it is given are its own part of a batch.
       parameters: Float32 masters, or frozen weights, in the training layout.
+      here: False if the devices are only described: programs are lowered instead of run, and give zeros.
+      lowered: Those programs, by name.
       replicas: Replicas of the weights, each of which runs the role's programs over its own rows.
     """
 
@@ -83,6 +86,7 @@ class ModelWorker:
     def __init__(self, setup: ModelSetup, params: Params) -> None:
         self.setup, self.role, self.config, self.mesh = setup, setup.role, setup.config, setup.mesh
         self.place = RankCoordinates.of(self.mesh)
+        self.here, self.lowered = are_here(list(self.mesh.devices.flat)), dict[str, jax.stages.Lowered]()
         self.replicas = replicas_of(self.mesh)
         inner, row_axes = self.replicas.inner_mesh, self.replicas.row_axes
         pipeline = pipeline_over(inner, STAGE_AXES, row_axes=row_axes, weight_axes=WEIGHT_AXES)
@@ -114,9 +118,16 @@ class ModelWorker:
         with self.parameters.on_devices():
             params = self.params if adapters is None else adapted(self.parameters.tree, adapters)
             for rows in packing.rows():
+                if not self.here:
+                    return packing.zeros(self._lower_forward(params, rows, scale))
                 outputs.append(self._forward(params, self._on_mesh(rows), scale))
                 self.setup.progress(f"{self.role} forward", len(outputs), packing.microbatches)
             return jax.tree.map(lambda *parts: packing.unpack(np.stack([_own_rows(x) for x in parts])), *outputs)
+
+    def _lower_forward(self, params: Params, rows: PackedBatch, scale: np.floating) -> Any:
+        """Shapes of the head's output, of which nothing is computed."""
+        self.lowered["forward"] = self._forward.lower(params, self._on_mesh(rows), scale)
+        return self.lowered["forward"].out_info
 
     def log_prob(
         self, sampled: RolloutBatch | Sequences, *, temperature: float | None = None, adapters: Params | None = None
@@ -195,6 +206,8 @@ class ModelWorker:
 
         def put(array: np.ndarray) -> Any:
             whole = (array.shape[0] * parts, *array.shape[1:])
+            if not self.here:
+                return jax.ShapeDtypeStruct(whole, array.dtype, sharding=self._batch_sharding)
             return jax.make_array_from_process_local_data(self._batch_sharding, array, whole)
 
         return jax.tree.map(put, tree)

@@ -16,6 +16,7 @@ from jaxrlhf.batching.packing import PackedBatch
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Optimizer
 from jaxrlhf.models.lora.lora import adapted
+from jaxrlhf.sharding.described import described
 from jaxrlhf.workers.model import Metrics, ModelSetup, ModelWorker
 from jaxrlhf.workers.offloadable import Offloadable, OffloadableItem
 from jaxrlhf.workers.role_weights import layout_in
@@ -90,14 +91,14 @@ class TrainedWorker(ModelWorker):
             partial(jax.tree.map, lambda x: jnp.zeros(replicas.stacked_shape(x.shape), x.dtype)),
             out_shardings=self._stacked,
         )
-        self._sum: Callable[[Params], Params] = lambda gradient: gradient
+        self._sum: Any = lambda gradient: gradient
         if replicas.axes:
             add_up = partial(jax.tree.map, lambda parts: parts.sum(axis=0))
             self._sum = jax.jit(add_up, out_shardings=layout)
         self._apply = jax.jit(
             self._apply_gradient, donate_argnums=(0, 1), out_shardings=(layout, self._state_layout, whole)
         )
-        self._gradient_programs: dict[tuple[Hashable, Hashable], Callable[..., Any]] = {}
+        self._gradient_programs: dict[tuple[Hashable, Hashable], Any] = {}
 
     @property
     def params(self) -> Params:
@@ -134,7 +135,7 @@ class TrainedWorker(ModelWorker):
         changes, state = self._optimizer.update(gradient, state, trained)
         return optax.apply_updates(trained, changes), state, optax.tree.norm(gradient)
 
-    def gradient_program(self, objective: Objective, settings: Hashable) -> Callable[..., Any]:
+    def gradient_program(self, objective: Objective, settings: Hashable) -> Any:
         """The program that adds one microbatch's gradient to each replica's, compiled once per objective."""
         key = (_identity(objective), settings)
         if key not in self._gradient_programs:
@@ -192,6 +193,30 @@ class TrainedWorker(ModelWorker):
             sums.append(metrics)
         return self._sum(gradient), sums
 
+    def _lower_update(
+        self, experience: Experience, objective: Objective, settings: Hashable, temperature: float
+    ) -> Updated:
+        """Lower the programs of an update; its report is zeros."""
+        packing = self.pack(experience.sequences)
+        packed = jax.tree.map(lambda array: packing.pack(array)[0], (experience.weight_BT, experience.fields))
+        rows, part, scale = self._on_mesh(next(packing.rows())), self._on_mesh(packed), np.float32(temperature)
+        trained, lowered = self.trained.tree, self.lowered
+        lowered["zero gradient"] = self._zeros.lower(trained)
+        stacked = described(lowered["zero gradient"].out_info, self._stacked)
+        program = self.gradient_program(objective, settings)
+        lowered["gradient"] = program.lower(trained, self._frozen, stacked, rows, part, scale)
+        gradient = stacked
+        if self.replicas.axes:
+            lowered["sum of gradients"] = self._sum.lower(stacked)
+            gradient = described(lowered["sum of gradients"].out_info, layout_in(trained))
+        init = jax.jit(self._optimizer.init, out_shardings=self._state_layout)
+        lowered["optimizer state"] = init.lower(trained)
+        state = described(lowered["optimizer state"].out_info, self._state_layout)
+        lowered["optimizer update"] = self._apply.lower(trained, state, gradient)
+        _, sums = lowered["gradient"].out_info
+        metrics = dict.fromkeys(sums.keys() - {"loss", "tokens"}, 0.0)
+        return Updated({**metrics, f"{self.role}/tokens": 0.0}, metrics)
+
     def update(
         self,
         minibatches: Sequence[Experience],
@@ -205,6 +230,8 @@ class TrainedWorker(ModelWorker):
         Raises:
           Diverged: A gradient is not finite.
         """
+        if not self.here:
+            return self._lower_update(minibatches[0], objective, settings, temperature)
         sums, norms = [], []
         with self.optimizer.on_devices(), self.parameters.on_devices():
             for experience in minibatches:

@@ -4,6 +4,8 @@ A kernel is tried once, on small random arrays with the model's heads and scores
 compiled with it. One that fails or gives other numbers is replaced by `xla` with a warning. Processes that
 share a mesh use what is good in all of them, or they would compile programs that wait for each other.
 
+On devices that are not here, which programs are only compiled for, a kernel is traced and not run.
+
 A cache lies in pages where a kernel reads them, so that memory follows tokens. `xla` copies every page that it
 reads, so there a cache lies in pages only for those who ask for it.
 """
@@ -13,6 +15,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -34,6 +37,7 @@ from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.execution import DecodeKernel, Execution, PagesKernel, RowsKernel
 from jaxrlhf.models.pipeline import pipeline_over
+from jaxrlhf.sharding.described import are_here
 
 BEST: dict[str, tuple[RowsKernel, DecodeKernel, PagesKernel]] = {
     "gpu": ("cudnn", "pallas", "pallas"),
@@ -106,7 +110,7 @@ def choose_execution(
     def usable(use: _Use, kernel: str, obstacle: str | None = None) -> bool:
         if kernel == "xla":
             return True
-        here = _usable(use, kernel, platform, heads, score_mod, name, obstacle)
+        here = _usable(use, kernel, platform, heads, score_mod, name, obstacle, are_here(list(mesh.devices.flat)))
         everywhere = _in_all_processes(here, mesh)
         if here and not everywhere:
             _warn(use, kernel, platform, heads, name, "another process of the mesh cannot use it")
@@ -143,9 +147,10 @@ def _usable(
     score_mod: ScoreMod,
     dtype: str,
     obstacle: str | None,
+    devices_here: bool,
 ) -> bool:
     """Return whether a kernel can be used; warn, the first time it is asked, where it cannot."""
-    objection = obstacle or _objection(use, kernel, platform, heads, score_mod, dtype)
+    objection = obstacle or _objection(use, kernel, platform, heads, score_mod, dtype, devices_here)
     if objection is not None:
         _warn(use, kernel, platform, heads, dtype, objection)
     return objection is None
@@ -161,8 +166,8 @@ def _warn(use: _Use, kernel: str, platform: str, heads: tuple[int, int, int], dt
 
 
 def _in_all_processes(holds: bool, mesh: Mesh) -> bool:
-    """Return whether it holds in every process that has devices of the mesh; all of them have to ask."""
-    if not mesh.is_multi_process:
+    """Return whether it holds in every process that runs devices of the mesh; all of them have to ask."""
+    if not mesh.is_multi_process or not are_here(list(mesh.devices.flat)):
         return holds
     by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     held = jax.make_array_from_callback((mesh.size,), by_device, lambda _: np.array([holds]))
@@ -176,9 +181,9 @@ def _objection(
     heads: tuple[int, int, int],
     score_mod: ScoreMod,
     dtype: str,
+    devices_here: bool,
 ) -> str | None:
     """Reason not to use a kernel: it raises, or is too far from `xla` in float32; None if it is good."""
-    device = jax.local_devices(backend=platform)[0]
     table, problem = _TRIED[use]
     arrays, rest = problem(*heads)
     if use == "pages":
@@ -188,6 +193,13 @@ def _objection(
     # Half precision rounds weights, products and results in turn; what is wrong is far beyond it.
     tolerance = max(1e-4, 2 * float(jnp.finfo(dtype).eps))
     gradients = use == "rows"
+    if not devices_here:
+        try:
+            jax.eval_shape(partial(_results, kernel=table[kernel], gradients=gradients), arrays, rest, score_mod)
+        except Exception as error:  # as below
+            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return None
+    device = jax.local_devices(backend=platform)[0]
     with jax.default_device(device), jax.default_matmul_precision("highest"):
         wide = [array.astype(np.float32) for array in arrays]
         exact = jax.device_get(_results(wide, rest, score_mod, kernel=table["xla"], gradients=gradients))

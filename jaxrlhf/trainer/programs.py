@@ -1,0 +1,97 @@
+"""Every program of a run by name, lowered from descriptions: no device has to be there, and nothing is computed.
+
+    devices = jax.experimental.topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
+    for name, program in lower_programs(config, tokenizer, devices).items():
+        print(name, program.compile().memory_analysis())
+
+The step is the algorithm's own, on the workers of the run: they have shapes for weights and lower what they would run.
+"""
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import jax
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.batch import Array, Pair, Problem, RolloutBatch, Scores, Sequences
+from jaxrlhf.config import Config, PolicyGradient, Preference, function_of
+from jaxrlhf.dataflows.collect import ScoredRollout
+from jaxrlhf.dataflows.step import StepInput
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.from_config import model_config
+from jaxrlhf.rewards.parts import part_names
+from jaxrlhf.single_controller.launch import launch
+from jaxrlhf.workers.build import Phase
+
+
+def lower_programs(
+    config: Config, tokenizer: PreTrainedTokenizerBase, devices: Sequence[jax.Device]
+) -> dict[str, jax.stages.Lowered]:
+    """Programs of a step, generation included, for sequences as long as they may be; named `role.program[sizes]`.
+
+    Args:
+      devices: Of a topology; `jax.experimental.topologies` makes one of hardware that is not here.
+
+    Raises:
+      Refusal: A layout or a token budget that the devices cannot hold.
+    """
+    algorithm = config.algorithm
+    problems = _problems(config)
+    with closing(launch(config, tokenizer, progress=lambda *_: None, workdir=None, devices=tuple(devices))) as pools:
+        names = tuple(name for name in config.all_roles if name != "reward")
+        with closing(pools.roles(Phase(config, names, config.steps * algorithm.updates_per_step(config)))) as roles:
+            if "reward" in config.roles:
+                roles.actor.compile_generation([config.rollout.max_prompt_tokens]).result()
+            work: StepInput[Any] = StepInput(
+                config, problems, config.steps - 1, algorithm.initial_state(), None, _examples(config)
+            )
+            collected: Any = problems
+            if isinstance(algorithm, PolicyGradient):
+                collected = _scored(config, problems, model_config(config.model, tokenizer))
+            function_of(algorithm, "learn")(roles, work, collected).with_updates()
+            return roles.lowered()
+
+
+def _problems(config: Config) -> list[Problem]:
+    """A step's records, with texts as long as they may be."""
+    rollout, count = config.rollout, config.algorithm.problems_per_step(config)
+    prompt, answer = (1,) * rollout.max_prompt_tokens, (1,) * (rollout.max_response_tokens - 1)
+    if isinstance(config.algorithm, Preference):
+        return [
+            Pair(number, "", prompt, solution_tokens=answer, rejected_tokens=answer, safe=(True, False))
+            for number in range(count)
+        ]
+    return [Problem(number, "", prompt, "", answer) for number in range(count)]
+
+
+def _examples(config: Config) -> Sequence[Problem]:
+    """Records of the algorithm's own data."""
+    examples = config.algorithm.examples(config)
+    if examples is None:
+        return ()
+    prompt, answer = (1,) * config.rollout.max_prompt_tokens, (1,) * (config.rollout.max_response_tokens - 1)
+    return [Problem(number, "", prompt, "", answer) for number in range(examples[1])]
+
+
+def _scored(config: Config, problems: Sequence[Problem], model: Any) -> ScoredRollout:
+    """Responses to the problems as long as they may be, of which every other one is right."""
+    rollout = config.rollout
+    count, width = rollout.responses_per_step, rollout.max_prompt_tokens + rollout.max_response_tokens
+    mask_BT = np.tile(np.arange(width) >= rollout.max_prompt_tokens, (count, 1))
+    choice_BTLk = None
+    if rollout.replay_routing and isinstance(model, ModelConfig):
+        choice_BTLk = np.zeros((count, width, *model.routed_choices), np.int16)
+    sequences = Sequences(
+        token_BT=np.ones((count, width), np.int32),
+        length_B=np.full(count, width, np.int32),
+        mask_BT=mask_BT,
+        prompt_id_B=np.repeat([problem.prompt_id for problem in problems], rollout.responses_per_prompt),
+        choice_BTLk=choice_BTLk,
+    )
+    logp_BT = np.zeros(mask_BT.shape, np.float32)
+    batch = RolloutBatch(sequences, logp_BT, np.zeros(count, bool), np.zeros(count, np.int32))
+    score_B = np.arange(count, dtype=np.float32) % 2
+    parts: dict[str, Array] = dict.fromkeys(part_names(config.rewards.parts), score_B)
+    return ScoredRollout(problems, batch, Scores(score_B, np.ones(count, bool), parts))
