@@ -1,0 +1,98 @@
+"""Devices of hardware that is not here: topologies that programs are compiled for by the chips' own compilers.
+
+TPUs need the package `libtpu`, NVIDIA GPUs `jax-cuda13-plugin`; no driver and no chip. Both come with
+`jaxrlhf[compile]`.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.planner.hardware import Hardware
+
+_CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
+_SQUARES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_TPU_SLICES: Mapping[str, Mapping[int, str]] = {"v4": _CUBES, "v5p": _CUBES, "v5e": _SQUARES, "v6e": _SQUARES}
+"""Shape of a slice by its number of chips. Source: https://cloud.google.com/tpu/docs, the pages of each version."""
+
+_HOPPER = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "shared_memory_per_block": 49_152,
+    "shared_memory_per_core": 233_472,
+    "threads_per_core_limit": 2048,
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "block_dim_limit_x": 2_147_483_647,
+    "block_dim_limit_y": 65_535,
+    "block_dim_limit_z": 65_535,
+    "l2_cache_size": 52_428_800,
+    "clock_rate_ghz": 1.98,
+    "shared_memory_per_block_optin": 232_448,
+    "registers_per_core_limit": 65_536,
+    "registers_per_block_limit": 65_536,
+}
+_GPUS: Mapping[str, Mapping[str, Any]] = {
+    "h100": {"memory_bandwidth": 3_352_320_000_000, "device_memory_size": 84_978_434_048, **_HOPPER},
+    "h200": {"memory_bandwidth": 4_800_000_000_000, "device_memory_size": 150_754_820_096, **_HOPPER},
+}
+"""What XLA is told of a GPU. Source: openxla/xla, xla/tools/hlo_opt/gpu_specs; an H200 is an H100 with more memory."""
+
+_NO_TPU_HERE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost"}
+"""Environment in which libtpu asks no cloud for the machine that it is on."""
+
+_LABELS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
+
+
+def topology(hardware: Hardware) -> tuple[jax.Device, ...]:
+    """The devices of some hardware, to make meshes of and to compile for; nothing runs on them.
+
+    Raises:
+      Refusal: Hardware that no compiler here knows, a slice of a size that there is not, or a missing package.
+    """
+    if hardware.name in _TPU_SLICES:
+        return _tpu(hardware)
+    if hardware.name in _GPUS:
+        return _gpu(hardware)
+    known = ", ".join([*_GPUS, *_TPU_SLICES])
+    raise Refusal(f"programs cannot be compiled for {hardware.name} without it; they can for {known}")
+
+
+def _tpu(hardware: Hardware) -> tuple[jax.Device, ...]:
+    slices = _TPU_SLICES[hardware.name]
+    if hardware.devices not in slices:
+        sizes = ", ".join(map(str, slices))
+        raise Refusal(f"there is no slice of {hardware.devices} {hardware.name} chips; there are those of {sizes}")
+    if jax.default_backend() != "tpu":  # which also has other backends read their flags
+        for name, value in _NO_TPU_HERE.items():
+            os.environ.setdefault(name, value)
+        os.environ.pop("XLA_FLAGS", None)  # libtpu ends the process at flags that are not its own
+    return _described("tpu", f"{hardware.name}:{slices[hardware.devices]}", "libtpu", {})
+
+
+def _gpu(hardware: Hardware) -> tuple[jax.Device, ...]:
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # no driver has to be there
+    fields = "\n".join(f"  {name}: {value}" for name, value in _GPUS[hardware.name].items())
+    target = (
+        f"gpu_device_info {{\n{fields}\n  cuda_compute_capability {{ major: 9 minor: 0 }}\n}}\n"
+        'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 8 patch: 0 }\n'
+        f'device_description_str: "{_LABELS[hardware.name]}"\n'
+    )
+    shape = f"1x{hardware.machines}x{hardware.devices_per_machine}"
+    return _described("cuda", hardware.name, "jax-cuda13-plugin", {"topology": shape, "target_config": target})
+
+
+def _described(platform: str, name: str, package: str, options: Mapping[str, str]) -> tuple[jax.Device, ...]:
+    try:
+        found = topologies.get_topology_desc(platform=platform, topology_name=name, **options)
+    except Exception as error:  # whatever a plugin raises that is not there, or not whole
+        reason = str(error).partition("\n")[0]
+        raise Refusal(
+            f"compiling for {name} needs the package {package}, and asking it for these devices failed with "
+            f"{type(error).__name__}: {reason}; pip install 'jaxrlhf[compile]'"
+        ) from error
+    return tuple(found.devices)

@@ -1,0 +1,47 @@
+"""Every program of a PPO step, lowered and compiled for chips that are not here, by their own compilers."""
+
+import re
+import warnings
+
+import pytest
+from tiny_runs import get_config
+
+from jaxrlhf.config import Layout, override
+from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.planner.hardware import hardware
+from jaxrlhf.planner.topology import topology
+from jaxrlhf.trainer.programs import lower_programs
+
+SPLIT = {"actor.layout": Layout(fsdp=2, tensor=2, generation_tensor=2), "algorithm.critic.layout": Layout(fsdp=4)}
+CHANGES = {"devices": None, "cold_start": None, "compute_dtype": "bfloat16", **SPLIT}
+TRAINED = {"forward", "zero gradient", "gradient", "sum of gradients", "optimizer state", "optimizer update"}
+GENERATION = {"unstack", "prefill", "empty pages", "empty slots", "insert", "place", "decode", "add pages"}
+
+
+@pytest.fixture(scope="module", params=["h100x1", "v5p-16"])
+def lowered(request):
+    config = override(get_config(), CHANGES)
+    devices = topology(hardware(request.param))
+    assert len(devices) == 8
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "attention kernel 'cudnn'", RuntimeWarning)  # cuDNN need not be there
+        return lower_programs(config, embedded_tokenizer(), devices)
+
+
+def test_all_programs_of_the_step_are_there(lowered):
+    found: dict[str, set[str]] = {}
+    for name in lowered:
+        role, _, program = name.partition(".")
+        found.setdefault(role, set()).add(re.sub(r"\[.*", "", program))
+    assert found["critic"] == TRAINED
+    # Weights that are split along widths and heads have no replicas whose gradients are summed at the end.
+    assert found["actor"] == TRAINED - {"sum of gradients"} | {"to_generation"}
+    assert found["reference"] == {"forward"}
+    assert found["generation"] == GENERATION
+
+
+def test_the_chips_compiler_takes_an_update_and_a_decode_and_says_their_memory(lowered):
+    largest = max((name for name in lowered if ".decode" in name), key=lambda name: int(re.findall(r"\d+", name)[-1]))
+    for name in ("actor.gradient", largest):
+        memory = lowered[name].compile().memory_analysis()
+        assert memory.argument_size_in_bytes > 0 and memory.temp_size_in_bytes > 0
