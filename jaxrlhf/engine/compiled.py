@@ -5,9 +5,10 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxrlhf.engine.programs import Shape
-from jaxrlhf.sharding.described import described
+from jaxrlhf.sharding.described import are_here, described
 
 Size = str | int | None
 
@@ -20,11 +21,11 @@ class Compiled:
 
     Attributes:
       here: False if the devices are only described: programs are lowered, and give shapes with shardings.
-      lowered: Those programs, by name and sizes.
+      lowered: Programs that were lowered instead of run, by name and sizes.
     """
 
-    def __init__(self, shape: Shape, whole: Any, *, here: bool = True) -> None:
-        self._shape, self._whole, self.here = shape, whole, here
+    def __init__(self, shape: Shape, whole: NamedSharding) -> None:
+        self._shape, self._whole, self.here = shape, whole, are_here(list(whole.mesh.devices.flat))
         self._programs: dict[tuple[Size, ...], jax.stages.Compiled] = {}
         self.lowered: dict[str, jax.stages.Lowered] = {}
 

@@ -37,7 +37,6 @@ from jaxrlhf.engine.slot_book import SlotBook, insertion_of
 from jaxrlhf.engine.weights import Weights, most_unstacked, spent_layers
 from jaxrlhf.models import ONE_DEVICE, AnyModel, Execution
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.sharding.described import are_here
 
 PREFILL_TOKENS = 2048
 """Tokens that one prefill aims at, padding included; a longer prompt is run chunk by chunk."""
@@ -122,7 +121,7 @@ class Engine:
         self._slot_counts = halving_buckets(self.slots // replicas, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
         self._mesh, self.execution, self.prefilled_prompts = mesh, execution, 0
         self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline)
-        self._compiled = Compiled(self._shape, self._layout.whole, here=are_here(list(mesh.devices.flat)))
+        self._compiled = Compiled(self._shape, self._layout.whole)
         sizes = {"slots": self.slots, "longest": capacity}
         self._cache: SlotCache | PageCache = SlotCache(self._compiled, self._layout, **sizes)
         if execution.pages_kernel is not None:
@@ -200,10 +199,7 @@ class Engine:
         self._prefilled: Prefilled | None = None
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
-        """Compile every program that prompts of these lengths need; buckets that they seldom fill are given up.
-
-        On devices that are not here programs are lowered, see `lowered`.
-        """
+        """Compile every program that prompts of these lengths need; buckets that they seldom fill are given up."""
         self._prompt_buckets = busy_buckets(self._prompt_buckets, prompt_lengths, together=self.prefill_prompts)
         shortest = {fit(length, self._prompt_buckets): length for length in sorted(prompt_lengths, reverse=True)}
         for length in shortest.values():

@@ -29,7 +29,7 @@ def launch(
 
     Args:
       progress: Told how far long calls are.
-      devices: Of this process's pools; None is all that there are.
+      devices: Devices of this process's pools; None is all that there are.
       workdir: Takes what hosts and reward functions print; None is a dry run, which writes nothing.
 
     Raises:

@@ -1,7 +1,6 @@
 """Every program of a run by name, lowered from descriptions: no device has to be there, and nothing is computed.
 
-    devices = jax.experimental.topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x2").devices
-    for name, program in lower_programs(config, tokenizer, devices).items():
+    for name, program in lower_programs(config, tokenizer, topology(hardware("v5p-128"))).items():
         print(name, program.compile().memory_analysis())
 
 The step is the algorithm's own, on the workers of the run: they have shapes for weights and lower what they would run.
@@ -32,7 +31,7 @@ def lower_programs(
     """Programs of a step, generation included, for sequences as long as they may be; named `role.program[sizes]`.
 
     Args:
-      devices: Of a topology; `jax.experimental.topologies` makes one of hardware that is not here.
+      devices: Devices of hardware that is not here, from `jaxrlhf.planner.topology`.
 
     Raises:
       Refusal: A layout or a token budget that the devices cannot hold.

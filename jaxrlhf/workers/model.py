@@ -76,7 +76,7 @@ class ModelWorker:
       place: Coordinates of this process in the mesh. The arrays that it is given are its own part of a batch.
       parameters: Float32 masters, or frozen weights, in the training layout.
       here: False if the devices are only described: programs are lowered instead of run, and give zeros.
-      lowered: Those programs, by name.
+      lowered: Programs that were lowered instead of run, by name.
       replicas: Replicas of the weights, each of which runs the role's programs over its own rows.
     """
 
