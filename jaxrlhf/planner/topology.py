@@ -40,7 +40,10 @@ _GPUS: Mapping[str, Mapping[str, Any]] = {
     "h100": {"memory_bandwidth": 3_352_320_000_000, "device_memory_size": 84_978_434_048, **_HOPPER},
     "h200": {"memory_bandwidth": 4_800_000_000_000, "device_memory_size": 150_754_820_096, **_HOPPER},
 }
-"""Description of each GPU for XLA. Source: openxla/xla, xla/tools/hlo_opt/gpu_specs; an H200 is an H100 with more memory."""
+"""Description of each GPU for XLA; an H200 is an H100 with more memory.
+
+Source: openxla/xla, xla/tools/hlo_opt/gpu_specs.
+"""
 
 _NO_TPU_HERE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost"}
 """Environment in which libtpu asks no cloud for the machine that it is on."""
