@@ -15,8 +15,8 @@ Arrays here are host arrays (numpy): they are small, rewards read them as text, 
 is host work. Workers move them to their devices.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -137,3 +137,57 @@ class Experience:
     sequences: Sequences
     weight_BT: Array
     fields: dict[str, Array]
+
+
+@dataclass(frozen=True, eq=False)
+class MinibatchRows(Sequence[Experience]):
+    """Minibatches as rows of one batch. Each is made when it is asked for, so the batch exists and travels once.
+
+    Attributes:
+      sequences: Tokens of the whole batch.
+      fields: `[B, T]` arrays of the whole batch that the loss reads by name.
+      rows: Rows of each minibatch.
+      weights: `[b, T]` weights of each minibatch's tokens, without importance weights.
+      importance_BT: Factors of the main loss's weights; None is 1.
+      coefficients: Further fields that are the weights times a number.
+    """
+
+    sequences: Sequences
+    fields: Mapping[str, Array]
+    rows: tuple[np.ndarray, ...]
+    weights: tuple[Array, ...]
+    importance_BT: Array | None = None
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        rows, weight_BT = self.rows[index], np.asarray(self.weights[index])
+        scaled: dict[str, Array] = {name: number * weight_BT for name, number in self.coefficients.items()}
+        if self.importance_BT is not None:
+            weight_BT = weight_BT * np.asarray(self.importance_BT)[rows]
+        chosen = {name: np.asarray(value, np.float32)[rows] for name, value in self.fields.items()}
+        part = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], self.sequences)
+        return Experience(part, weight_BT, {**chosen, **scaled})
+
+    def part(self, index: int, parts: int) -> "MinibatchRows":
+        """An equal share of every minibatch, and of the batch the rows that it needs."""
+        cuts = [slice(index * len(rows) // parts, (index + 1) * len(rows) // parts) for rows in self.rows]
+        wanted = [rows[cut] for rows, cut in zip(self.rows, cuts, strict=True)]
+        needed, place = np.unique(np.concatenate(wanted), return_inverse=True)
+        ends = np.cumsum([len(rows) for rows in wanted])[:-1]
+
+        def kept(leaf: Any) -> Any:
+            return np.asarray(leaf)[needed]
+
+        return replace(
+            self,
+            sequences=jax.tree.map(kept, self.sequences),
+            fields=jax.tree.map(kept, dict(self.fields)),
+            rows=tuple(np.split(place, ends)),
+            weights=tuple(np.asarray(weight)[cut] for weight, cut in zip(self.weights, cuts, strict=True)),
+            importance_BT=None if self.importance_BT is None else kept(self.importance_BT),
+        )

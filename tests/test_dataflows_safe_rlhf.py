@@ -70,7 +70,7 @@ def test_where_costs_have_no_price_it_is_ppo():
     *both, _ = given()
     plain = ppo.prepare(work_of(PPO(**settings)), *both)
     for mine, theirs in ((safe.policy, plain.policy), (safe.value, plain.value)):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), mine, theirs)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), list(mine), list(theirs))
     assert plain.metrics.items() <= safe.metrics.items()
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrlhf.batch import Experience, Problem, Sequences
+from jaxrlhf.batch import Experience, MinibatchRows, Problem, Sequences
 from jaxrlhf.batching import transfer_protocol as protocols
 from jaxrlhf.batching.transfer_protocol import (
     DP_PROTO,
@@ -19,7 +19,7 @@ from jaxrlhf.batching.transfer_protocol import (
     register,
     rows,
 )
-from jaxrlhf.config import Layout, Sampling
+from jaxrlhf.config import Layout, Refusal, Sampling
 from jaxrlhf.sharding.mesh import AXES, BATCH_AXES, SLOT_AXES, factored_mesh
 from jaxrlhf.workers.actor import Actor
 from jaxrlhf.workers.critic import Critic
@@ -142,6 +142,31 @@ def test_minibatches_are_cut_inside_and_not_apart() -> None:
     assert len(part) == 3
     assert all(experience.sequences.prompt_id_B.tolist() == [2, 3] for experience in part)
     assert part[0].fields["advantage"].shape == (2, 3)
+
+
+def test_rows_of_one_batch_are_cut_like_minibatches_of_their_own_and_without_the_rest_of_the_batch() -> None:
+    rng = np.random.default_rng(0)
+    whole, advantage_BT = batch(12), rng.standard_normal((12, 3)).astype(np.float32)
+    chosen = (*np.array_split(rng.permutation(12), 3), np.array([0, 11, 5, 4]))
+    weights = tuple(rng.standard_normal((4, 3)).astype(np.float32) for _ in chosen)
+    importance_BT = rng.standard_normal((12, 3)).astype(np.float32)
+    given = MinibatchRows(whole, {"advantage": advantage_BT}, chosen, weights, importance_BT, {"kl_weight": 0.5})
+    apart = [
+        Experience(
+            jax.tree.map(lambda leaf, own=own: np.asarray(leaf)[own], whole),
+            weight * importance_BT[own],
+            {"advantage": advantage_BT[own], "kl_weight": 0.5 * weight},
+        )
+        for own, weight in zip(chosen, weights, strict=True)
+    ]
+    for part in range(2):
+        (found,), (expected,) = (rows((batches,), part=part, parts=2) for batches in (given, apart))
+        assert len(found) == len(expected) == 4
+        jax.tree.map(np.testing.assert_array_equal, list(found), expected)
+        needed = {int(row) for own in chosen for row in own[2 * part : 2 * part + 2]}
+        assert len(found.sequences.token_BT) == len(needed) < 12
+    with pytest.raises(Refusal, match="a batch of 4 rows does not split over 5 ranks"):
+        rows((given,), part=0, parts=5)
 
 
 def test_numbers_are_taken_from_the_first_rank() -> None:

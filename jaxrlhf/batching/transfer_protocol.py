@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrlhf.batch import Problem
+from jaxrlhf.batch import MinibatchRows, Problem
 from jaxrlhf.config import Refusal
 from jaxrlhf.sharding.described import are_here
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, TENSOR_AXES
@@ -116,19 +116,30 @@ def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...
     Raises:
       Refusal: Fewer units than parts, or an array's rows are no multiple of the unit.
     """
-    counts = {len(leaf) for leaf in jax.tree.leaves(arguments, is_leaf=_has_rows) if _has_rows(leaf)}
+    counts = {len(leaf) for leaf in jax.tree.leaves(arguments, is_leaf=_is_batch) if _has_rows(leaf)}
     units = min(counts, default=parts)
-    if units < parts:
-        raise Refusal(f"a batch of {units} rows does not split over {parts} ranks; give at least one row to each")
+    _check_units(units, parts)
     if any(count % units for count in counts):
         raise Refusal(f"batches of {sorted(counts)} rows travel together; the smallest has to divide the others")
     start, stop = part * units // parts, (part + 1) * units // parts
 
     def cut(leaf: Any) -> Any:
+        if isinstance(leaf, MinibatchRows):
+            _check_units(min(map(len, leaf.rows)), parts)
+            return leaf if parts == 1 else leaf.part(part, parts)
         size = len(leaf) // units if _has_rows(leaf) else 0
         return leaf[start * size : stop * size] if size else leaf
 
-    return jax.tree.map(cut, arguments, is_leaf=_has_rows)
+    return jax.tree.map(cut, arguments, is_leaf=_is_batch)
+
+
+def _check_units(units: int, parts: int) -> None:
+    if units < parts:
+        raise Refusal(f"a batch of {units} rows does not split over {parts} ranks; give at least one row to each")
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, MinibatchRows) or _has_rows(value)
 
 
 def _has_rows(value: Any) -> bool:

@@ -1,13 +1,13 @@
 """Minibatches: a step's responses, shuffled and cut, with the weight of every token."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from jaxrlhf.algos import rollout_correction, token_weights
-from jaxrlhf.batch import Array, Experience, RolloutBatch, Sequences
+from jaxrlhf.batch import Array, Experience, MinibatchRows, RolloutBatch, Sequences
 from jaxrlhf.config import Aggregation, KLInLoss, PolicyGradient
 from jaxrlhf.dataflows.step import Metrics, State, StepInput
 
@@ -23,8 +23,8 @@ class Minibatches:
       state: Numbers for the next step.
     """
 
-    policy: list[Experience]
-    value: list[Experience]
+    policy: Sequence[Experience]
+    value: Sequence[Experience]
     metrics: Metrics
     state: State
 
@@ -38,7 +38,7 @@ def minibatches(
     importance_BT: Array | None = None,
     kl_coefficient: float = 0.0,
     entropy_coefficient: float = 0.0,
-) -> list[Experience]:
+) -> MinibatchRows:
     """Cut sequences into the shuffled minibatches of every epoch, each with weights over its own denominators.
 
     Rows are drawn by the step's seed alone, so roles that are trained on one rollout see the
@@ -50,23 +50,27 @@ def minibatches(
       importance_BT: Factors of the main loss's weights.
     """
     horizon = float(work.config.rollout.max_response_tokens)
-    trained_B = np.asarray(np.any(sequences.mask_BT, axis=1))
-    batches = []
+    sequences = jax.tree.map(np.asarray, sequences)
+    mask_BT, prompt_id_B = np.asarray(sequences.mask_BT), np.asarray(sequences.prompt_id_B)
+    trained_B = np.asarray(np.any(mask_BT, axis=1)).reshape(-1)
+    chosen: list[np.ndarray] = []
     for epoch in range(work.settings.epochs_per_step):
         order = np.random.default_rng([work.seed, epoch]).permutation(len(trained_B))
         rows_of = order.reshape(-1, work.settings.responses_per_update)
-        for rows in [rows for rows in rows_of if trained_B[rows].any()] or rows_of[:1]:
-            part = jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], sequences)
-            weight_BT = np.asarray(
-                token_weights(part.mask_BT, part.prompt_id_B, aggregation=aggregation, horizon=horizon)
-            )
-            extra = {"kl_weight": kl_coefficient * weight_BT} if kl_coefficient else {}
-            extra |= {"entropy_weight": entropy_coefficient * weight_BT} if entropy_coefficient else {}
-            if importance_BT is not None:
-                weight_BT = weight_BT * np.asarray(importance_BT)[rows]
-            chosen: dict[str, Array] = {name: np.asarray(value, np.float32)[rows] for name, value in fields.items()}
-            batches.append(Experience(part, weight_BT, {**chosen, **extra}))
-    return batches
+        chosen += [rows for rows in rows_of if trained_B[rows].any()] or [rows_of[0]]
+    weights = [
+        np.asarray(token_weights(mask_BT[rows], prompt_id_B[rows], aggregation=aggregation, horizon=horizon))
+        for rows in chosen
+    ]
+    coefficients = {"kl_weight": kl_coefficient, "entropy_weight": entropy_coefficient}
+    return MinibatchRows(
+        sequences,
+        {name: np.asarray(value, np.float32) for name, value in fields.items()},
+        tuple(chosen),
+        tuple(weights),
+        importance_BT,
+        {name: number for name, number in coefficients.items() if number},
+    )
 
 
 def policy_minibatches(
@@ -77,7 +81,7 @@ def policy_minibatches(
     old_logp_BT: Array | None,
     ref_logp_BT: Array | None,
     extra_fields: Mapping[str, Array] | None = None,
-) -> tuple[list[Experience], Metrics]:
+) -> tuple[MinibatchRows, Metrics]:
     """The actor's minibatches, KL and importance weights folded into token weights, and metrics of the latter.
 
     Args:

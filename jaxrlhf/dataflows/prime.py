@@ -3,6 +3,7 @@
 Source: Cui et al. 2025 (arXiv:2502.01456), algorithm 1.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +28,7 @@ class PRIMEMinibatches(Minibatches):
       outcomes: Minibatches for the process reward model, as many as the actor's.
     """
 
-    outcomes: list[Experience]
+    outcomes: Sequence[Experience]
 
 
 def collect(roles: Roles, work: StepInput[PRIME]) -> ScoredRollout:

@@ -3,6 +3,7 @@
 Source: Dai et al. 2023 (arXiv:2310.12773), section 3.3 and appendix B.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,7 @@ class SafeMinibatches(Minibatches):
       cost: Minibatches for the cost critic, as many as the critic's.
     """
 
-    cost: list[Experience]
+    cost: Sequence[Experience]
 
 
 def learn(roles: Roles, work: StepInput[SafeRLHF], batch: ScoredRollout) -> StepResult:
@@ -78,6 +79,7 @@ def prepare(
     multiplier = priced["cost/multiplier"]
     advantage_BT = algos.lagrangian_advantage(gain.advantage_BT, cost.advantage_BT, multiplier=multiplier)
     advantage_BT = algos.whiten(advantage_BT, mask_BT)
+    policy: Sequence[Experience]
     policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT)
     if settings.ptx is not None:
         policy = with_examples(policy, work.examples, coefficient=settings.ptx.coefficient)

@@ -47,8 +47,8 @@ def prepare(
     }
     imitated = {"imitation_weight": succeeded_BT}
     advantage_BT = whiten(advantage_BT, mask_BT)
-    policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT, imitated)
-    policy = [weighted(batch, settings.imitation) for batch in policy]
+    batches, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT, imitated)
+    policy = [weighted(batch, settings.imitation) for batch in batches]
     value = minibatches(work, sequences, {"returns": return_BT, "old_value": value_BT}, aggregation="token-mean")
     return Minibatches(policy, value, metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))
 
