@@ -11,7 +11,6 @@ from jaxrlhf.config import ROLLOUT, ModelReward, Refusal, offloaded
 from jaxrlhf.models import CausalLM, read_config
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.memory import adapters_held, keeps_activations, training_activation_bytes, weights_held
-from jaxrlhf.sharding.described import are_here
 from jaxrlhf.sharding.mesh import BATCH_AXES
 from jaxrlhf.workers.model import microbatch_shape, most_of_all_hosts
 from jaxrlhf.workers.pool_roles import PoolRoles
@@ -56,10 +55,11 @@ def choose_remat(on: PoolRoles, role: str) -> RematChoice:
 
 def device_memory(devices: Sequence[jax.Device]) -> int | None:
     """Bytes of the smallest device, over all hosts; None where that is not known."""
-    if not are_here(devices):
-        return None
     own = [device for device in devices if device.process_index == jax.process_index()]
-    least = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in own) >> 20
+    try:
+        least = min((device.memory_stats() or {}).get("bytes_limit", 0) for device in own) >> 20
+    except jax.errors.JaxRuntimeError:  # devices that are only described cannot be asked
+        return None
     return int(-most_of_all_hosts(np.array(-least))) << 20 or None
 
 
