@@ -4,11 +4,8 @@ One SPMD program spans the mesh: slots are split over `slot_axes`, attention hea
 `kv_head_axis`, layers over the stages of its `Execution`. Programs are compiled ahead of time and kept by the
 lengths they serve, so a call that would recompile anything else is an error instead of a pause.
 
-    engine.load(params, version=7)
     engine.add(request, sampling, seed=0)  # at any time, also while others are under way
-    while engine.unfinished:
-        for completion in engine.step():
-            ...
+    completions = engine.step()
 
 `engine.generate(requests, sampling, seed=0)` is that loop for a batch.
 """
@@ -31,6 +28,7 @@ from jaxrlhf.engine.compiled import Compiled
 from jaxrlhf.engine.kv_cache import PageCache, SlotCache
 from jaxrlhf.engine.layout import EngineShardings, same_layout
 from jaxrlhf.engine.programs import Prefilled
+from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.scheduler import Placement, Scheduler
 from jaxrlhf.engine.sequence import Completion, Request, SequenceState
 from jaxrlhf.engine.slot_book import SlotBook, insertion_of
@@ -182,6 +180,10 @@ class Engine:
         self.unload()
         self._signature = signature
         self._weights = Weights(self._compiled, params, version, spent=spent)
+
+    def update_weights(self, weights: PolicyWeights) -> None:
+        """Set the weights, already in the generation layout; see `load`."""
+        self.load(weights.params, weights.version, spent=weights.spent)
 
     def unload(self) -> None:
         """Let go of the weights and the cache; compiled programs stay."""

@@ -83,7 +83,8 @@ class Host:
         """Programs that were lowered instead of run, on devices that are not here; named `role.program`."""
         found: dict[str, jax.stages.Lowered] = {}
         if self.builder.sampler is not None:
-            found |= {f"generation.{name}": program for name, program in self.builder.sampler.engine.lowered.items()}
+            programs = getattr(self.builder.sampler.engine, "lowered", {})  # an engine of another kind has none
+            found |= {f"generation.{name}": program for name, program in programs.items()}
         for role, worker in self.workers.items():
             found |= {f"{role}.{name}": program for name, program in getattr(worker, "lowered", {}).items()}
         return found

@@ -16,6 +16,7 @@ from jaxrlhf.checkpoint import check_pretrained
 from jaxrlhf.config import ROLLOUT, Config, ModelReward, Pretrained, RoleSpec, offloaded
 from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.engine import Engine
+from jaxrlhf.engine.rollout_engine import RolloutEngine
 from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.huggingface.config import read_config
@@ -122,11 +123,19 @@ class Builder(PoolRoles):
                 read_config(part.path)  # refused now; weights are loaded with those of the other models
 
     def _sampler(self, mesh: Mesh) -> Sampler:
-        config, rollout = self.config, self.config.rollout
         self.policy.check_generation(mesh)
         submesh = local_submesh(mesh)
-        share = submesh.size / mesh.size
-        engine = Engine(
+        engine = self.rollout_engine(submesh, submesh.size / mesh.size)
+        return Sampler(self.model, engine, mesh, submesh, self.width, self.progress, self._feed)
+
+    def rollout_engine(self, submesh: Mesh, share: float) -> RolloutEngine:
+        """The engine that generates on this process's part of a generation mesh.
+
+        Args:
+          share: Fraction of a step's responses that it generates.
+        """
+        config, rollout = self.config, self.config.rollout
+        return Engine(
             self.model,
             submesh,
             slots=math.ceil((rollout.slots or rollout.responses_per_step) * share),
@@ -151,7 +160,6 @@ class Builder(PoolRoles):
                 cache=rollout.cache,
             ),
         )
-        return Sampler(engine, mesh, submesh, self.width, self.progress, self._feed)
 
     def scorer(self) -> Scorer:
         """Scorer of this process alone, made once: reward models are on its own devices."""

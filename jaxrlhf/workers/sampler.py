@@ -11,7 +11,9 @@ from jax.sharding import Mesh
 from jaxrlhf.batch import Problem, RolloutBatch, Sequences
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
 from jaxrlhf.config import Sampling
-from jaxrlhf.engine import Completion, Engine, Request
+from jaxrlhf.engine import Completion, Request
+from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
+from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits, splits_of
 from jaxrlhf.sharding.submesh import hand_over
@@ -37,13 +39,15 @@ class Sampler:
     """An engine on this process's share of a generation mesh.
 
     Attributes:
+      config: Shape of the policy.
       mesh: The whole generation mesh.
       submesh: This process's part of it; its replicas need no other process.
       width: T, columns of a rollout's arrays.
       feed: Told of each response as it ends, while others are still generated.
     """
 
-    engine: Engine
+    config: AnyModel
+    engine: RolloutEngine
     mesh: Mesh
     submesh: Mesh
     width: int
@@ -59,10 +63,10 @@ class Sampler:
           spent: Tree of bools, true where nobody else reads the weights, for `Engine.load`. Beside adapters all stay.
         """
         here = hand_over(weights, self.submesh)
+        given = PolicyWeights(self.config, here["parameters"], version, spent["parameters"])
         if "adapters" in here:
-            self.engine.load(adapted(here["parameters"], here["adapters"]), version)
-        else:
-            self.engine.load(here["parameters"], version, spent=spent["parameters"])
+            given = PolicyWeights(self.config, adapted(here["parameters"], here["adapters"]), version)
+        self.engine.update_weights(given)
 
     def generate(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,18 +100,51 @@ def save_each(
         writer = TensorWriter(directory, tensors, max_file_bytes=max_shard_bytes)
     total = sum(tensor.size * tensor.dtype.itemsize for tensor in tensors.values())
     done = 0
-    for path, array in arrays:
-        lies, param = stored[path], declared[path]
-        for at in np.ndindex(lies.stacked(param.shape)):
-            tensor = _fetch(array, lies, param, at, tensors[lies.named(at)].dtype)
-            if writer is not None:
-                writer.write(lies.named(at), tensor, start=lies.start)
-            done += tensor.nbytes
-            progress(done, total)
+    for name, start, rows in _fetched(arrays, declared, stored, tensors):
+        if writer is not None:
+            writer.write(name, rows, start=start)
+        done += rows.nbytes
+        progress(done, total)
     if writer is not None:
         writer.close()
         one = None if isinstance(dtype, Mapping) else np.dtype(dtype).name
         _describe(directory, _fields(config, head, one, tokenizer, source), tokenizer, source)
+
+
+def named_tensors(
+    arrays: Iterable[tuple[str, jax.Array]], config: ModelConfig, head: Head, *, dtype: Any
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Tensors of a checkpoint by name, each as soon as it is whole, without files.
+
+    Args:
+      arrays: See `save_each`.
+    """
+    declared = {path_name(path): param for path, param in jax.tree.leaves_with_path(declare(config, head))}
+    stored = FAMILIES[config.family].stored(config, head)
+    tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in _shapes(declared, stored).items()}
+    begun: dict[str, tuple[np.ndarray, int]] = {}
+    for name, start, rows in _fetched(arrays, declared, stored, tensors):
+        if rows.shape == tensors[name].shape:
+            yield name, rows
+            continue
+        tensor, left = begun.get(name) or (np.empty(tensors[name].shape, rows.dtype), tensors[name].shape[0])
+        tensor[start : start + len(rows)] = rows
+        begun[name] = tensor, left - len(rows)
+        if left == len(rows):
+            yield name, begun.pop(name)[0]
+
+
+def _fetched(
+    arrays: Iterable[tuple[str, jax.Array]],
+    declared: Mapping[str, Param],
+    stored: Mapping[str, StoredTensor],
+    tensors: Mapping[str, jax.ShapeDtypeStruct],
+) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Name of each tensor, the row at which a parameter begins in it, and the parameter's rows on the host."""
+    for path, array in arrays:
+        lies, param = stored[path], declared[path]
+        for at in np.ndindex(lies.stacked(param.shape)):
+            yield lies.named(at), lies.start, _fetch(array, lies, param, at, tensors[lies.named(at)].dtype)
 
 
 def read_dtypes(path: str | Path) -> dict[str, str]:
