@@ -31,6 +31,7 @@ class Execution:
       pages_kernel: Kernel of attention to pages; None where a cache does not lie in pages.
       mesh: Auto axes; None is one device, or arrays that are the compiler's to split.
       row_axes: Mesh axes that split rows (or slots), evenly.
+      token_axes: Mesh axes that split the tokens of a row, evenly (context parallelism); attention gathers them.
       head_axes: Mesh axes that split query heads, key-value heads and the width of MLPs, evenly.
       expert_axes: Last of `row_axes`, if they divide the experts of a layer as well.
       kv_copies: Times that every key-value head is repeated after its projection, so that heads split over
@@ -45,6 +46,7 @@ class Execution:
     pages_kernel: PagesKernel | None = None
     mesh: Mesh | AbstractMesh | None = None
     row_axes: tuple[str, ...] = ()
+    token_axes: tuple[str, ...] = ()
     head_axes: tuple[str, ...] = ()
     expert_axes: tuple[str, ...] = ()
     kv_copies: int = 1
@@ -55,14 +57,15 @@ class Execution:
         """Number of parts that the layers are divided into."""
         return 1 if self.pipeline is None else self.pipeline.stages
 
-    def split_rows(self, array_RX: Array) -> Array:
-        """The array with its rows over `row_axes`.
+    def split_rows(self, array_RWX: Array) -> Array:
+        """The array with its rows over `row_axes` and their tokens over `token_axes`.
 
         Left to itself the compiler may gather the rows and split the width instead of gathering each layer's weights.
         """
         if self.mesh is None:
-            return array_RX
-        return jax.lax.with_sharding_constraint(array_RX, NamedSharding(self.mesh, PartitionSpec(self.row_axes)))
+            return array_RWX
+        spec = PartitionSpec(self.row_axes, self.token_axes) if self.token_axes else PartitionSpec(self.row_axes)
+        return jax.lax.with_sharding_constraint(array_RWX, NamedSharding(self.mesh, spec))
 
     def on_devices(self, kernel: Callable[..., Array], in_specs: Any, out_specs: Any) -> Callable[..., Array]:
         """`kernel` run by every device on its own part of the arrays."""
