@@ -4,6 +4,7 @@ import io
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import pytest
 from tiny_runs import records
 
 import jaxrlhf
@@ -15,6 +16,7 @@ from jaxrlhf.planner.problem import question_of
 FILE = Path(__file__).with_name("own_role.py")
 
 
+@pytest.mark.slow
 def test_a_role_of_a_users_file_is_trained_on_a_pool_of_its_own(tmp_path):
     config = override(jaxrlhf.load(FILE), {"workdir": str(tmp_path)})
     shown = io.StringIO()

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import two_turns
 from tiny_runs import records
 
@@ -13,6 +14,7 @@ from jaxrlhf.config import override
 FILE = Path(__file__).with_name("two_turns.py")
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_two_turns(tmp_path):
     jaxrlhf.run(override(jaxrlhf.load(FILE), {"workdir": str(tmp_path)}))
     steps = [record for record in records(tmp_path / "metrics.jsonl") if "sampler/logp_gap_max" in record]
