@@ -11,6 +11,7 @@ from jaxrlhf import config
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Checkpointing, Evaluation
 from jaxrlhf.rewards import RewardsFailing
+from jaxrlhf.rewards.crew import Crew
 from jaxrlhf.rewards.pool import RewardPool
 from jaxrlhf.rewards.protocol import Example, Function
 from jaxrlhf.rewards.scorer import Scorer
@@ -60,7 +61,7 @@ def functions(tmp_path_factory) -> Path:
 
 def pool_of(functions: Path, *names: str, failures_in_a_row: int, timeout_s: float = 60.0) -> RewardPool:
     wanted = [Function(name, f"{functions}:{name}") for name in names]
-    return RewardPool(wanted, workers=1, timeout_s=timeout_s, failures_in_a_row=failures_in_a_row)
+    return RewardPool(Crew(wanted, workers=1, timeout_s=timeout_s, failures_in_a_row=failures_in_a_row))
 
 
 def examples(*responses: str) -> list[Example]:

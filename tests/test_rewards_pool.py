@@ -11,6 +11,7 @@ import pytest
 from hostile_functions import HOSTILE
 
 from jaxrlhf.rewards import crew
+from jaxrlhf.rewards.crew import Crew
 from jaxrlhf.rewards.functions import resolve
 from jaxrlhf.rewards.pool import RewardPool
 from jaxrlhf.rewards.protocol import Example, Function
@@ -27,7 +28,9 @@ def run(hostile: Path, name: str, responses: list[str], *, workers: int = 2, tim
     """Values by index, failures by index, seconds."""
     examples = [Example("p", response, None, {}) for response in responses]
     output = hostile.parent / "output.txt"
-    with RewardPool([Function(name, f"{hostile}:{name}")], workers=workers, timeout_s=timeout_s, output=output) as pool:
+    with RewardPool(
+        Crew([Function(name, f"{hostile}:{name}")], workers=workers, timeout_s=timeout_s, output=output)
+    ) as pool:
         start = time.monotonic()
         outcomes = list(pool.run(examples))
         seconds = time.monotonic() - start
@@ -183,14 +186,14 @@ def test_only_the_parent_of_a_fork_answers(hostile, name):
 
 
 def test_results_stream(hostile):
-    with RewardPool([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0) as pool:
+    with RewardPool(Crew([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0)) as pool:
         start = time.monotonic()
         first = next(iter(pool.run([Example("p", r, None, {}) for r in ["hang", "value 1"]])))
         assert first.index == 1 and time.monotonic() - start < 1.0
 
 
 def test_an_abandoned_run_leaves_a_usable_pool(hostile):
-    with RewardPool([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0) as pool:
+    with RewardPool(Crew([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0)) as pool:
         processes = {worker.process.pid for worker in pool._crew.workers}
         outcomes = pool.run([Example("p", r, None, {}) for r in ["hang", "value 1"]])
         next(outcomes)
@@ -205,7 +208,7 @@ def test_an_abandoned_run_leaves_a_usable_pool(hostile):
 def test_unpicklable_records_are_attributed(hostile):
     examples = [Example("ab", "c", "def", {"n": n}) for n in range(4)]
     examples[2] = Example("ab", "c", "def", {"n": lambda: 0})
-    with RewardPool([Function("f", f"{hostile}:all_arguments")], workers=1, timeout_s=5.0) as pool:
+    with RewardPool(Crew([Function("f", f"{hostile}:all_arguments")], workers=1, timeout_s=5.0)) as pool:
         outcomes = {outcome.index: outcome for outcome in pool.run(examples)}
         assert list(pool.run([])) == []
     assert outcomes[2].failure.cause == "unpicklable"
@@ -213,7 +216,7 @@ def test_unpicklable_records_are_attributed(hostile):
 
 
 def test_workers_that_die_idle_are_replaced(hostile):
-    with RewardPool([Function("single", f"{hostile}:single")], workers=2, timeout_s=5.0) as pool:
+    with RewardPool(Crew([Function("single", f"{hostile}:single")], workers=2, timeout_s=5.0)) as pool:
         for worker in pool._crew.workers:
             os.kill(worker.process.pid, signal.SIGKILL)
             worker.process.wait()
@@ -223,11 +226,11 @@ def test_workers_that_die_idle_are_replaced(hostile):
 
 def test_functions_that_do_not_load(refused, hostile, tmp_path):
     with refused():
-        RewardPool([Function("f", f"{hostile}:nothing")], workers=1, timeout_s=1.0)
+        RewardPool(Crew([Function("f", f"{hostile}:nothing")], workers=1, timeout_s=1.0))
     deadly = tmp_path / "deadly.py"
     deadly.write_text("import os\nos._exit(7)\n")
     with pytest.raises(RuntimeError, match=r"deadly.py:f: the last one exited with status 7"):
-        RewardPool([Function("f", f"{deadly}:f")], workers=1, timeout_s=1.0)
+        RewardPool(Crew([Function("f", f"{deadly}:f")], workers=1, timeout_s=1.0))
 
 
 def test_a_function_that_takes_for_ever_to_load(tmp_path, monkeypatch):
@@ -235,12 +238,12 @@ def test_a_function_that_takes_for_ever_to_load(tmp_path, monkeypatch):
     slow = tmp_path / "slow.py"
     slow.write_text("import time\ntime.sleep(1000)\n")
     with pytest.raises(RuntimeError, match=r"slow.py:f: the last one was not done after 0.2 s"):
-        RewardPool([Function("f", f"{slow}:f")], workers=1, timeout_s=1.0)
+        RewardPool(Crew([Function("f", f"{slow}:f")], workers=1, timeout_s=1.0))
 
 
 def test_workers_load_nothing_heavy_and_start_fast(hostile):
     start = time.monotonic()
-    with RewardPool([Function("heavy", f"{hostile}:heavy")], workers=1, timeout_s=5.0) as pool:
+    with RewardPool(Crew([Function("heavy", f"{hostile}:heavy")], workers=1, timeout_s=5.0)) as pool:
         seconds = time.monotonic() - start
         assert next(iter(pool.run([Example("", "", None, {})]))).value == 0.0
     assert seconds < 1.5
@@ -252,9 +255,10 @@ def test_workers_load_nothing_heavy_and_start_fast(hostile):
 def test_workers_do_not_outlive_their_parent(hostile, end, response):
     script = f"""
 import os, time
+from jaxrlhf.rewards.crew import Crew
 from jaxrlhf.rewards.pool import RewardPool
 from jaxrlhf.rewards.protocol import Example, Function
-pool = RewardPool([Function("single", "{hostile}:single")], workers=1, timeout_s=1.0)
+pool = RewardPool(Crew([Function("single", "{hostile}:single")], workers=1, timeout_s=1.0))
 print(pool._crew.workers[0].process.pid, flush=True)
 list(pool.run([Example("p", "{response}", None, {{}})]))
 time.sleep(100)

@@ -127,13 +127,13 @@ class Crew:
         *,
         workers: int,
         timeout_s: float,
-        failures_in_a_row: int,
-        output: Path | None,
+        failures_in_a_row: int = 0,
+        output: Path | None = None,
     ) -> None:
-        self._functions = tuple(functions)
+        self.functions = tuple(functions)
         self._timeout_s = timeout_s
         self._output = output
-        self._most_failures, self._failed = failures_in_a_row, [0] * len(self._functions)
+        self._most_failures, self._failed = failures_in_a_row, [0] * len(self.functions)
         self._failed_starts = 0
         self._takes_groups: tuple[bool, ...] = ()
         self._queues: list[deque[RewardCall]] = [deque() for _ in functions]
@@ -267,7 +267,7 @@ class Crew:
             return []
         function = queue[0].function
         if queue is not self._alone and self._takes_groups[function]:
-            count = min(self._functions[function].at_once, math.ceil(len(queue) / idle))
+            count = min(self.functions[function].at_once, math.ceil(len(queue) / idle))
             return [_Group(function, {number: queue.popleft() for number in range(count)})]
         count = min(CHUNK_SIZE, math.ceil(len(queue) / (2 * len(self.workers))))
         calls = [queue.popleft() for _ in range(count)]
@@ -322,7 +322,7 @@ class Crew:
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= START_ATTEMPTS:
-                names = ", ".join(function.reference for function in self._functions)
+                names = ", ".join(function.reference for function in self.functions)
                 if late:
                     ended = f"was not done after {START_LIMIT_S:g} s"
                 raise RuntimeError(f"reward processes do not survive loading {names}: the last one {ended}")
@@ -344,7 +344,7 @@ class Crew:
         if not failed or failed != self._most_failures:
             call.answer.set_result(answer)
             return
-        function = self._functions[call.function]
+        function = self.functions[call.function]
         error = RewardsFailing(
             f"reward {function.name!r} ({function.reference}) failed on {failed} responses in a row and gave no answer "
             f"in between; the last time: {answer.cause}: {answer.detail}. Repair it, or what it depends on, and start "
@@ -387,7 +387,7 @@ class Crew:
                 env=os.environ | {"JAX_PLATFORMS": "cpu", MARK: mark},
                 start_new_session=True,  # signals to the run's group pass it by; it can be killed with its children
             )
-        ours.send((self._functions, self._timeout_s))
+        ours.send((self.functions, self._timeout_s))
         return _Worker(process, ours, f"{MARK}={mark}".encode())
 
     def _end_workers(self) -> None:

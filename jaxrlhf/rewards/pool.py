@@ -10,11 +10,10 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
-from pathlib import Path
 
 from jaxrlhf.rewards.crew import Crew, RewardCall
 from jaxrlhf.rewards.functions import one_line
-from jaxrlhf.rewards.protocol import Example, Failure, Function
+from jaxrlhf.rewards.protocol import Example, Failure
 from jaxrlhf.rewards.worker import Answer
 
 Packed = bytes | Answer
@@ -35,35 +34,16 @@ class Outcome:
 
 
 class RewardPool:
-    """Runs reward functions on examples and streams what they return.
+    """Runs reward functions on examples and streams their results.
 
     Args:
-      functions: Loaded in every process when it starts.
-      workers: Number of processes.
-      timeout_s: Wall-clock limit of one call.
-      failures_in_a_row: Failures of one function, with no answer in between, that end the pool; 0 is never.
-      output: File that receives what the functions print; None is the standard error stream.
-
-    Raises:
-      Refusal: If a function cannot be loaded; the line says which and why.
-      RuntimeError: If processes keep dying while they start.
+      crew: Its processes, which end with the pool.
     """
 
-    def __init__(
-        self,
-        functions: Sequence[Function],
-        *,
-        workers: int,
-        timeout_s: float,
-        failures_in_a_row: int = 0,
-        output: Path | None = None,
-    ) -> None:
-        self._functions = tuple(functions)
-        self._crew = Crew(
-            functions, workers=workers, timeout_s=timeout_s, failures_in_a_row=failures_in_a_row, output=output
-        )
+    def __init__(self, crew: Crew) -> None:
+        self._functions, self._crew = crew.functions, crew
         # Runs at close(), at garbage collection and at exit, whichever comes first.
-        self._finalizer = weakref.finalize(self, self._crew.end)
+        self._finalizer = weakref.finalize(self, crew.end)
 
     def close(self) -> None:
         """End the processes. A closed pool cannot run again."""

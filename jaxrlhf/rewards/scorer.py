@@ -14,6 +14,7 @@ from jaxtyping import Float
 from jaxrlhf import config
 from jaxrlhf.batch import Scores
 from jaxrlhf.config import Refusal
+from jaxrlhf.rewards.crew import Crew
 from jaxrlhf.rewards.parts import part_names, reward_function
 from jaxrlhf.rewards.pool import Begun, Packed, RewardPool, pack
 from jaxrlhf.rewards.protocol import Example, Failure, RewardsFailing
@@ -77,13 +78,14 @@ class Scorer:
         self._references = {function.name: f" ({function.reference})" for function in functions}
         self._pool: RewardPool | None = None
         if functions:
-            self._pool = RewardPool(
+            crew = Crew(
                 functions,
                 workers=rewards.workers,
                 timeout_s=rewards.timeout_s,
                 failures_in_a_row=rewards.failures_in_a_row,
                 output=output,
             )
+            self._pool = RewardPool(crew)
         # Only this thread touches what is begun, so that whoever begins a response does not wait.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="begin rewards")
         self._batches: deque[dict[Packed, list[Begun]]] = deque([defaultdict(list)])
