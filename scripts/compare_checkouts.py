@@ -10,6 +10,7 @@ own folder; runs that were made before with `--keep` are not run again.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -92,6 +93,7 @@ def metrics_of(checkout: Path, name: str, workdir: Path, *, again: bool) -> list
     """Metrics of the case's cold start, steps and evaluations in a checkout, as its files hold them."""
     case, written = CASES[name], workdir / "metrics.jsonl"
     if again or not written.exists():
+        shutil.rmtree(workdir, ignore_errors=True)
         workdir.mkdir(parents=True, exist_ok=True)
         config = f"{case.config}.py"
         if case.source is not None:

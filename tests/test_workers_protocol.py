@@ -169,6 +169,40 @@ def test_rows_of_one_batch_are_cut_like_minibatches_of_their_own_and_without_the
         rows((given,), part=0, parts=5)
 
 
+class Elsewhere(protocols.RemoteValue):
+    """Parts of a value in other processes, and which of them were asked for."""
+
+    def __init__(self, value, rows) -> None:
+        self.value, self._rows, self.asked = value, rows, []
+
+    @property
+    def rows(self):
+        return self._rows
+
+    def load(self):
+        self.asked.append("all")
+        return self.value
+
+    def load_rows(self, start, stop):
+        self.asked.append((start, stop))
+        return self.value[start:stop]
+
+
+def test_of_a_value_elsewhere_only_the_rows_of_the_rank_are_loaded() -> None:
+    there, unknown, prompts = Elsewhere(np.arange(12), 12), Elsewhere(np.arange(6), None), np.arange(3)
+    cut, other, kept = rows((there, unknown, prompts), part=1, parts=3)
+    assert (cut.tolist(), other.tolist(), kept.tolist()) == ([4, 5, 6, 7], [2, 3], [1])
+    assert there.asked == [(4, 8)], "what lies elsewhere is not loaded whole"
+    assert unknown.asked == ["all"]
+
+
+def test_arrays_of_one_length_have_rows_and_others_none() -> None:
+    assert protocols.rows_of({"a": np.zeros((3, 2)), "b": np.zeros(3)}) == 3
+    assert protocols.rows_of({"a": np.zeros((3, 2)), "b": np.zeros(2)}) is None
+    assert protocols.rows_of({"a": np.zeros(3), "loss": 1.5}) is None
+    assert protocols.rows_of({}) is None
+
+
 def test_numbers_are_taken_from_the_first_rank() -> None:
     assert protocols.join([{"loss": 1.5}, {"loss": 1.5}]) == {"loss": 1.5}
 

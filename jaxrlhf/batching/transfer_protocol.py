@@ -8,6 +8,7 @@ Source: HybridFlow (arXiv:2409.19256), section 4.1 and Table 3.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -88,6 +89,29 @@ def _flat(index: Sequence[int], sizes: Sequence[int]) -> int:
     return int(np.ravel_multi_index(index, sizes)) if sizes else 0
 
 
+class RemoteValue(ABC):
+    """A value in other processes."""
+
+    @property
+    def rows(self) -> int | None:
+        """First dimension of all its arrays; None if they differ, or that is not known."""
+        return None
+
+    @abstractmethod
+    def load(self) -> Any:
+        """The value, brought into this process."""
+
+    def load_rows(self, start: int, stop: int) -> Any:
+        """Rows of the value, brought into this process; called where `rows` is known."""
+        return jax.tree.map(lambda leaf: leaf[start:stop], self.load())
+
+
+def rows_of(value: Any) -> int | None:
+    """First dimension of all arrays of a value; None if they differ, or something in it has none."""
+    counts = {len(leaf) if isinstance(leaf, np.ndarray) and leaf.ndim else None for leaf in jax.tree.leaves(value)}
+    return counts.pop() if len(counts) == 1 else None
+
+
 @dataclass(frozen=True)
 class TransferProtocol:
     """Transfer of a call's arguments to the ranks of a group, and of their results back.
@@ -96,7 +120,8 @@ class TransferProtocol:
 
     Attributes:
       name: The paper's, in Table 3.
-      distribute: `(arguments, coordinates of a rank) -> that rank's arguments`.
+      distribute: `(arguments, coordinates of a rank) -> that rank's arguments`; a `RemoteValue` that is not cut may
+        stay one.
       leads: True for the ranks whose results are collected.
       collect: `(results of the leading ranks, in order of ranks) -> value`.
     """
@@ -116,7 +141,8 @@ def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...
     Raises:
       Refusal: Fewer units than parts, or an array's rows are no multiple of the unit.
     """
-    counts = {len(leaf) for leaf in jax.tree.leaves(arguments, is_leaf=_is_batch) if _has_rows(leaf)}
+    arguments = tuple(loaded(argument) if _rows(argument) is None else argument for argument in arguments)
+    counts = {count for leaf in jax.tree.leaves(arguments, is_leaf=_is_batch) if (count := _rows(leaf)) is not None}
     units = min(counts, default=parts)
     _check_units(units, parts)
     if any(count % units for count in counts):
@@ -127,8 +153,10 @@ def rows(arguments: tuple[Any, ...], *, part: int, parts: int) -> tuple[Any, ...
         if isinstance(leaf, MinibatchRows):
             _check_units(min(map(len, leaf.rows)), parts)
             return leaf if parts == 1 else leaf.part(part, parts)
-        size = len(leaf) // units if _has_rows(leaf) else 0
-        return leaf[start * size : stop * size] if size else leaf
+        if (count := _rows(leaf)) is None:
+            return leaf
+        first, last = (unit * count // units for unit in (start, stop))
+        return leaf.load_rows(first, last) if isinstance(leaf, RemoteValue) else leaf[first:last]
 
     return jax.tree.map(cut, arguments, is_leaf=_is_batch)
 
@@ -138,8 +166,19 @@ def _check_units(units: int, parts: int) -> None:
         raise Refusal(f"a batch of {units} rows does not split over {parts} ranks; give at least one row to each")
 
 
+def loaded(value: Any) -> Any:
+    """A value, brought into this process if it is in others."""
+    return value.load() if isinstance(value, RemoteValue) else value
+
+
 def _is_batch(value: Any) -> bool:
-    return isinstance(value, MinibatchRows) or _has_rows(value)
+    return isinstance(value, MinibatchRows | RemoteValue) or _has_rows(value)
+
+
+def _rows(value: Any) -> int | None:
+    if isinstance(value, RemoteValue):
+        return value.rows
+    return len(value) if _has_rows(value) else None
 
 
 def _has_rows(value: Any) -> bool:

@@ -11,23 +11,15 @@ hands on where its value lies; only `result()` brings the value here.
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from jaxrlhf.batching.transfer_protocol import RemoteValue
 from jaxrlhf.tracking import Call
 
 Value = TypeVar("Value")
-
-
-class RemoteValue(ABC):
-    """A value in other processes."""
-
-    @abstractmethod
-    def load(self) -> Any:
-        """The value, brought into this process."""
 
 
 class Pending(Future[Value]):

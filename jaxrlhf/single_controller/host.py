@@ -12,10 +12,9 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.batching.transfer_protocol import RankCoordinates
+from jaxrlhf.batching.transfer_protocol import RankCoordinates, loaded
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.runtime.free_memory import return_after_compiling, return_free_memory
-from jaxrlhf.single_controller.group import RemoteValue
 from jaxrlhf.tracking import CompileCounter, DevicePeak, peak_memory_bytes
 from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.model import Metrics
@@ -67,8 +66,8 @@ class Host:
         """Run a worker method on this process's part of the arguments."""
         worker, builder = self.workers[role], self.builder
         function = getattr(worker, method)
-        named = {name: _load(value) for name, value in kwargs.items()}
-        own = function.protocol.distribute(tuple(map(_load, args)), worker.place)
+        named = {name: loaded(value) for name, value in kwargs.items()}
+        own = tuple(map(loaded, function.protocol.distribute(args, worker.place)))
         with jax.profiler.TraceAnnotation(f"{role}.{method}"):
             if role == "reward" and not builder.config.rewards.by_model:  # it uses no device
                 return function(*own, **named)
@@ -133,7 +132,3 @@ class Host:
         """End the reward workers."""
         self._compiled.close()
         self.builder.close()
-
-
-def _load(value: object) -> object:
-    return value.load() if isinstance(value, RemoteValue) else value

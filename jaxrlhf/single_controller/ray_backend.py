@@ -16,14 +16,13 @@ from typing import Any
 
 import jax
 
-from jaxrlhf.batching.transfer_protocol import PROTOCOLS
+from jaxrlhf.batching.transfer_protocol import PROTOCOLS, RemoteValue, join
 from jaxrlhf.config import Config, Pool, RayCluster, Refusal
 from jaxrlhf.config.cli.load import loaded
 from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models import tokenizer_path
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.single_controller.group import RemoteValue
 from jaxrlhf.single_controller.host import Host
 from jaxrlhf.single_controller.pools import REWARD_OUTPUT, Pools, Ranks, placed
 from jaxrlhf.single_controller.ray.cluster import Connection, connect, disconnect
@@ -52,8 +51,26 @@ class Gathered(RemoteValue):
     parts: tuple[Stored, ...]
     protocol: str
 
+    @property
+    def rows(self) -> int | None:
+        counts = [part.rows for part in self.parts]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) and PROTOCOLS[self.protocol].collect is join else None
+
     def load(self) -> Any:
         return PROTOCOLS[self.protocol].collect([part.load() for part in self.parts])
+
+    def load_rows(self, start: int, stop: int) -> Any:
+        """The rows, of which only those parts travel that have some."""
+        found, first = [], 0
+        for part in self.parts:
+            assert part.rows is not None, "only where the rows of every part are known"
+            last = first + part.rows
+            if first < stop and start < last:
+                cut = slice(max(start - first, 0), min(stop, last) - first)
+                found.append(jax.tree.map(lambda leaf, cut=cut: leaf[cut], part.load()))
+            first = last
+        return join(found)
 
 
 class RayRanks(Ranks):

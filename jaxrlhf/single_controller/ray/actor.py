@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from jaxrlhf.batching.transfer_protocol import rows_of
 from jaxrlhf.single_controller.ray.failure import HostId, may_have_lost_peer
 from jaxrlhf.single_controller.ray.stored import Stored, loaded
 
@@ -170,7 +171,7 @@ class HostProcess:
             return _raised(error)
         finally:
             del self._calls[thread]
-        return Stored(reference, start_s, time.time(), self._host, label)
+        return Stored(reference, start_s, time.time(), self._host, label, rows_of(value))
 
 
 def log_path(directory: Path, host: HostId) -> Path:

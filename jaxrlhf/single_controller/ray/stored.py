@@ -17,6 +17,7 @@ class Stored:
       reference: Ray's object reference.
       start_s: Wall clock on the host when the call began, as `time.time()`.
       end_s: Wall clock when it ended.
+      rows: First dimension of all arrays of the value; None if they differ.
     """
 
     reference: Any
@@ -24,6 +25,7 @@ class Stored:
     end_s: float
     host: HostId
     label: str
+    rows: int | None = None
 
     def load(self) -> Any:
         """The value. Its NumPy arrays are read-only.
