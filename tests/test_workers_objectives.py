@@ -34,7 +34,7 @@ class Weighted:
 
 
 def scaled(by: float):
-    """Idem, in what they close over."""
+    """Objectives that differ in what they close over."""
 
     @wraps(own_objective)
     def objective(output, mask_BT, weight_BT, fields, settings):

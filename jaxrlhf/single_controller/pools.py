@@ -174,7 +174,7 @@ class Roles:
 
     @contextmanager
     def profiled(self, folder: Path) -> Iterator[None]:
-        """within the block every process traces its own work and its devices'.
+        """Have every process trace its own work and its devices' within the block.
 
         Args:
           folder: Takes the traces; those of hosts lie in folders named after their pools, on their machines.

@@ -95,7 +95,7 @@ class RayRanks(Ranks):
 
     @contextmanager
     def _showing_progress(self) -> Iterator[None]:
-        """within the block the first host's progress is passed on."""
+        """Pass on the first host's progress within the block."""
         done = threading.Event()
 
         def ask() -> None:

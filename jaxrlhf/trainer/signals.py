@@ -36,7 +36,7 @@ class Stop:
 
 @contextmanager
 def stopped_by_signals(stop: Stop) -> Iterator[None]:
-    """within the block SIGTERM and the first SIGINT ask to stop; a second SIGINT does what it did before.
+    """Have SIGTERM and the first SIGINT ask to stop within the block; a second SIGINT does what it did before.
 
     That is to raise KeyboardInterrupt, which is not lost here where Python would drop it.
     Outside the main thread signals are left alone, and so is a SIGINT that is ignored or has a handler of the user's.
@@ -64,7 +64,7 @@ def stopped_by_signals(stop: Stop) -> Iterator[None]:
 
 @contextmanager
 def _dropped_interrupts_come_again() -> Iterator[None]:
-    """within the block the main thread gets a SIGINT again whose KeyboardInterrupt went nowhere.
+    """Send the main thread a SIGINT again, within the block, whose KeyboardInterrupt went nowhere.
 
     A handler raises wherever the main thread happens to be. In a callback of the garbage collector, as JAX has one, or
     in a `__del__` nobody can catch that; all that Python does is to tell `sys.unraisablehook`.

@@ -67,7 +67,7 @@ class Actor(TrainedWorker):
 
     @contextmanager
     def generating(self) -> Iterator[Sampler]:
-        """within the block the current weights are in the engine."""
+        """Have the current weights in the engine within the block."""
         assert self._sampler is not None and self._hybrid is not None, "another pool generates for this actor"
         if not self.here:
             yield self._described_sampler(self._sampler, self._hybrid)

@@ -29,7 +29,7 @@ class Offloadable:
 
     @contextmanager
     def on_devices(self) -> Iterator[None]:
-        """within the block the tree is on the devices."""
+        """Have the tree on the devices within the block."""
         if self.tree is None:
             assert self._make is not None
             self.tree = self._make()
@@ -45,7 +45,7 @@ class Offloadable:
 
     @contextmanager
     def partly_away(self, mask: Any) -> Iterator[None]:
-        """within the block leaves whose bool in `mask` is true wait in host memory, if the tree is offloaded."""
+        """Have leaves whose bool in `mask` is true wait in host memory within the block, if the tree is offloaded."""
         if not self._offload:
             yield
             return

@@ -66,7 +66,7 @@ EXAMINED = {  # allowed, but for some arguments
         [FIRST, (EQUAL, 1, 0, socket.AF_UNIX), DENY, SECOND, (AND, 0, 0, 15), (EQUAL, 1, 0, socket.SOCK_STREAM), DENY],
     ),
     "fcntl": ((72, 25), [SECOND, (EQUAL, 0, 1, 8), DENY, (EQUAL, 0, 1, 15), DENY]),  # whom a file signals
-    "ioctl": ((16, 29), [SECOND, (EQUAL, 0, 1, 0x8901), DENY, (EQUAL, 0, 1, 0x8902), DENY]),  # idem
+    "ioctl": ((16, 29), [SECOND, (EQUAL, 0, 1, 0x8901), DENY, (EQUAL, 0, 1, 0x8902), DENY]),  # the same
 }
 
 _libc = ctypes.CDLL(None, use_errno=True)
