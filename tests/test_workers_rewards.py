@@ -14,7 +14,8 @@ from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.config import FunctionReward, Pool, Rewards, Sampling
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
-from jaxrlhf.engine import Completion, Engine
+from jaxrlhf.engine import Completion
+from jaxrlhf.engine.rollout_engine import RolloutEngine
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.sharding.mesh import generation_mesh
 from jaxrlhf.single_controller.launch import launch
@@ -36,16 +37,19 @@ def noting(prompt, response, answer, record):
 """
 
 
-class Typewriter(Engine):
+class Typewriter(RolloutEngine):
     """Answers one request after another, each with the word whose number is its id, and waits before the next."""
 
     def __init__(self, *args, wait=lambda: None, **kwargs) -> None:
         self._wait = wait
 
-    def load(self, params, version, *, spent=None):
+    def update_weights(self, weights):
         pass
 
     def unload(self):
+        pass
+
+    def compile_ahead(self, prompt_lengths):
         pass
 
     def generate(self, requests, sampling, *, seed, progress=None, on_completion=None):
@@ -71,7 +75,8 @@ class Setting:
         self.reward = Reward(self.scorer, RankCoordinates.alone(0, 1), self.decode, lambda *_: None)
         self.feed = CompletionFeed()
         mesh = generation_mesh(get_config().actor.layout, jax.devices()[:1])
-        self.sampler = Sampler(Typewriter(wait=wait), mesh, mesh, 8, lambda *_: None, self.feed)
+        engine = Typewriter(wait=wait)
+        self.sampler = Sampler(get_config().model, engine, mesh, mesh, 8, lambda *_: None, self.feed)
 
     def decode(self, tokens) -> str:
         self.decoded.append(tuple(tokens))
