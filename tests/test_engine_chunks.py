@@ -44,8 +44,8 @@ LONGEST_PROMPT, LONGEST_RESPONSE = 40, 8
 def build(model, monkeypatch, *, chunks: bool, pages: bool = False, **sizes: int) -> Engine:
     """With chunks, prompts of more than 16 tokens are run six at a time, in buckets of 24, 32 and 40."""
     if chunks:
-        monkeypatch.setattr("jaxrlhf.engine.engine.PREFILL_TOKENS", 16)
-        monkeypatch.setattr("jaxrlhf.engine.engine.CHUNK_TOKENS", 6)
+        monkeypatch.setattr("jaxrlhf.engine.prefill.PREFILL_TOKENS", 16)
+        monkeypatch.setattr("jaxrlhf.engine.prefill.CHUNK_TOKENS", 6)
     mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
     paged = models.ONE_DEVICE
     if pages:

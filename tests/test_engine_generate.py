@@ -193,15 +193,15 @@ def test_responses_that_go_on_in_fewer_slots_stay_the_same(params, monkeypatch):
 
 
 def test_a_group_is_prefilled_once(engine):
-    before = engine.prefilled_prompts
+    before = engine.prefill.prompts
     engine.generate(problems(5, responses=6), Sampling(), seed=0)
-    assert engine.prefilled_prompts - before == 5
+    assert engine.prefill.prompts - before == 5
 
 
 def test_a_prefill_has_no_more_rows_than_prompts_come_at_a_time(engine, params):
     narrow = build(prompts=2)
     narrow.load(params, version=1)
-    assert (narrow.prefill_prompts, engine.prefill_prompts) == (2, 4)
+    assert (narrow.prefill.rows, engine.prefill.rows) == (2, 4)
     requests = problems(5, responses=3, seed=7)
     found, expected = (one.generate(requests, Sampling(), seed=11) for one in (narrow, engine))
     assert_same_responses(found, expected)
@@ -342,7 +342,7 @@ def test_diverged_weights_are_reported(engine, params):
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(0, (1,) * 21), "a prompt of 21 tokens; expected 1 to max_prompt_tokens=20"),
+        (Request(0, (1,) * 21), "a prompt of 21 tokens; expected 1 to 20 beside a response of 12"),
         (Request(0, ()), "a prompt of 0 tokens"),
         (Request(0, (1, 48)), "outside the vocabulary of 48"),
         (Request(2**32, (1,)), "request_id=4294967296 does not fit"),

@@ -160,7 +160,7 @@ def test_a_stage_holds_its_own_layers_of_the_cache(running):
     engine, prefilled = running
     floats_per_token = 2 * MODEL.num_layers // 4 * MODEL.num_kv_heads * MODEL.head_dim
     assert held_bytes(engine._cache.arrays) == 4 * floats_per_token * (12 + 8) * 6 // 2
-    assert held_bytes(prefilled.prompts.prefix) == 4 * floats_per_token * 12 * engine.prefill_prompts
+    assert held_bytes(prefilled.prompts.prefix) == 4 * floats_per_token * 12 * engine.prefill.rows
     assert held_bytes(engine._weights.params["layers"]) * 4 == sum(
         leaf.nbytes for leaf in jax.tree.leaves(engine._weights.params["layers"])
     )

@@ -56,19 +56,22 @@ def check_routing(config: AnyModel, *, records_routing: bool) -> None:
         raise Refusal("replay_routing records choices of experts, of which this model has none; leave it out")
 
 
-def check_request(request: Request, *, seed: int, longest: int, vocab: int, most_tokens: int, most_stops: int) -> None:
+def check_request(
+    request: Request, *, seed: int, limit: int, capacity: int, vocab: int, most_tokens: int, most_stops: int
+) -> None:
     """Raise `Refusal` if the engine cannot answer a request.
 
     Args:
-      longest: Most tokens of a prompt.
+      limit: Most tokens of the response.
+      capacity: Most tokens of prompt and response together.
       vocab: Ids of the vocabulary.
-      most_tokens, most_stops: Most tokens of a response, and of those that may end it.
+      most_tokens, most_stops: Most tokens of any response, and of those that may end it.
     """
     prompt = request.prompt_tokens
-    if not 0 < len(prompt) <= longest:
+    if not 0 < len(prompt) <= capacity - limit:
         raise Refusal(
-            f"a prompt of {len(prompt)} tokens; expected 1 to max_prompt_tokens={longest}: "
-            f"drop it, or build the engine for longer prompts"
+            f"a prompt of {len(prompt)} tokens; expected 1 to {capacity - limit} beside a response of {limit}: "
+            f"drop it, ask for fewer tokens by max_tokens, or build the engine for longer prompts"
         )
     if not (min(prompt) >= 0 and max(prompt) < vocab):
         raise Refusal(f"prompt ids from {min(prompt)} to {max(prompt)} lie outside the vocabulary of {vocab}")

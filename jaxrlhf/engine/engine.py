@@ -22,11 +22,13 @@ from jax.sharding import Mesh
 from jaxrlhf import config as knobs
 from jaxrlhf.batch import Params
 from jaxrlhf.engine import programs
-from jaxrlhf.engine.buckets import busy_buckets, fit, halving_buckets, length_buckets
+from jaxrlhf.engine.buckets import fit, halving_buckets
 from jaxrlhf.engine.checks import check_laid_out, check_request, check_routing, check_sizes, check_split
 from jaxrlhf.engine.compiled import Compiled
+from jaxrlhf.engine.contents import Contents
 from jaxrlhf.engine.kv_cache import PageCache, SlotCache
 from jaxrlhf.engine.layout import EngineShardings, same_layout
+from jaxrlhf.engine.prefill import Prefill, rows_of_prefill
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.scheduler import Placement, Scheduler
@@ -35,12 +37,6 @@ from jaxrlhf.engine.slot_book import SlotBook, insertion_of
 from jaxrlhf.engine.weights import Weights, most_unstacked, spent_layers
 from jaxrlhf.models import ONE_DEVICE, AnyModel, Execution
 from jaxrlhf.models.config import ModelConfig
-
-PREFILL_TOKENS = 2048
-"""Tokens that one prefill aims at, padding included; a longer prompt is run chunk by chunk."""
-
-CHUNK_TOKENS = 512
-"""Tokens of a long prompt that run together: enough to fill products, and few of the last chunk are padding."""
 
 FEWEST_SLOTS = 8
 """A token takes hardly less time in fewer slots of one replica."""
@@ -68,8 +64,8 @@ class Engine:
 
     Attributes:
       slots: Number after rounding; while no request waits for one, decoding goes on with those in use.
-      prefill_prompts, insertions: Rows of a prefill, and of an insertion.
-      prefilled_prompts: Prompts that were run so far.
+      insertions: Rows of an insertion.
+      prefill: Runs prompts, and counts them.
 
     Raises:
       Refusal: Sizes that do not fit the model or the mesh.
@@ -102,9 +98,8 @@ class Engine:
         check_routing(config, records_routing=records_routing)
         replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
         self.slots = -(-slots // replicas) * replicas
-        rows = 1 << (max(1, min(slots, PREFILL_TOKENS // max_prompt_tokens)).bit_length() - 1)
+        rows = rows_of_prefill(slots, longest_prompt=max_prompt_tokens)
         self.insertions = -(-rows // replicas) * replicas
-        self.prefill_prompts = -(-min(rows, prompts or slots) // replicas) * replicas
         self._shape = programs.Shape(
             config=config,
             replicas=replicas,
@@ -115,11 +110,13 @@ class Engine:
         )
         self._max_response_tokens, self._stop_tokens = max_response_tokens, tuple(stop_tokens)
         self._goes_ahead = mesh.devices.flat[0].platform != "cpu" if goes_ahead is None else goes_ahead
-        self._prompt_buckets = length_buckets(max_prompt_tokens)
         self._slot_counts = halving_buckets(self.slots // replicas, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
-        self._mesh, self.execution, self.prefilled_prompts = mesh, execution, 0
+        self._mesh, self.execution, self._capacity = mesh, execution, capacity
         self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline)
         self._compiled = Compiled(self._shape, self._layout.whole)
+        together = -(-min(rows, prompts or slots) // replicas) * replicas
+        longest = {"longest_prompt": max_prompt_tokens, "capacity": capacity}
+        self.prefill = Prefill(self._compiled, self._layout, rows=together, **longest)
         sizes = {"slots": self.slots, "longest": capacity}
         self._cache: SlotCache | PageCache = SlotCache(self._compiled, self._layout, **sizes)
         if execution.pages_kernel is not None:
@@ -135,8 +132,8 @@ class Engine:
 
     @property
     def most_compilations(self) -> int:
-        """Bound on `compilations`, whatever is generated."""
-        prompts, counts = len(self._prompt_buckets), len(self._slot_counts)
+        """Bound on `compilations`, whatever is generated from whole prompts."""
+        prompts, counts = len(self.prefill.buckets), len(self._slot_counts)
         states = 1 + most_unstacked(self._shape.config) + 2 * prompts + counts * (counts - 1)
         return states + self._cache.most_compilations(prompts=prompts, counts=counts)
 
@@ -197,14 +194,12 @@ class Engine:
             self._weights.drop_copies()
         self._slots: programs.Slots | None = None
         self._book = SlotBook(slots=self.slots, tokens_per_dispatch=self._shape.tokens_per_dispatch)
-        self._scheduler = Scheduler(slots=self.slots)
+        self._scheduler, self._contents = Scheduler(slots=self.slots), Contents(slots=self.slots)
         self._prefilled: Prefilled | None = None
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
         """Compile every program that prompts of these lengths need; buckets that they seldom fill are given up."""
-        self._prompt_buckets = busy_buckets(self._prompt_buckets, prompt_lengths, together=self.prefill_prompts)
-        shortest = {fit(length, self._prompt_buckets): length for length in sorted(prompt_lengths, reverse=True)}
-        for length in shortest.values():
+        for length in self.prefill.only_busy(prompt_lengths):
             prefilled = self._prefill([(0,) * length])
             for size in self._cache.sizes_for(length):
                 self._cache.grow(size)
@@ -214,20 +209,7 @@ class Engine:
             self.free()
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
-        """Run up to `prefill_prompts` prompts."""
-        weights = self._loaded()
-        width = fit(max(map(len, prompts)), self._prompt_buckets)
-        token_PS = np.zeros((self.prefill_prompts, width), np.int32)
-        length_P = np.ones(self.prefill_prompts, np.int32)
-        for row, prompt in enumerate(prompts):
-            token_PS[row, : len(prompt)] = prompt
-            length_P[row] = len(prompt)
-        rows = self._compiled.put((token_PS, length_P), self._layout.rows)
-        self.prefilled_prompts += len(prompts)
-        program = partial(programs.prefill, chunk_tokens=CHUNK_TOKENS if width > PREFILL_TOKENS else None)
-        arguments = program, weights.params, weights.stackless, *rows
-        result = self._compiled.run(("prefill", width), *arguments, out=self._layout.prompts)
-        return Prefilled(result, tuple(prompts), weights.version)
+        return self.prefill.run(prompts, self._loaded(), self._cache, self._contents)
 
     def _insert(self, prefilled: Prefilled, placements: Sequence[Placement]) -> None:
         """Start up to `insertions` responses in free slots, and draw their first tokens."""
@@ -239,6 +221,8 @@ class Engine:
         assert not self._book.unread, "a window that was not read yet may hold the last of a slot; read it first"
         for row, slot, sequence in placements:
             self._book.start(slot, len(prefilled.tokens[row]), limit=sequence.limit)
+            if isinstance(self._shape.config, ModelConfig) and not self._shape.records_routing:
+                self._contents.start(slot, sequence)
             if prefilled.prompts.choice_PSLk is not None:  # read when the response ends, so nothing waits for it
                 sequence.prompt_choice = prefilled.prompts.choice_PSLk, row
         sizes = {"rows": self.insertions, "slots": self.slots, "most_stops": self._shape.most_stop_tokens}
@@ -255,7 +239,7 @@ class Engine:
         """Have up to `decode_tokens_per_dispatch` tokens drawn in every active slot; returns at once."""
         weights = self._loaded()
         assert self._slots is not None, "nothing was inserted"
-        self._cache.hold(self._book.next_tokens_B, self._book.slot_B)
+        self._cache.hold(np.maximum(self._book.next_tokens_B, self._contents.length_B), self._book.slot_B)
         self._cache.arrays, self._slots, window = self._compiled.run(
             ("decode", len(self._book.slot_B), self._cache.size),
             programs.decode,
@@ -283,7 +267,8 @@ class Engine:
         check_request(
             request,
             seed=seed,
-            longest=self._prompt_buckets[-1],
+            limit=limit,
+            capacity=self._capacity,
             most_tokens=self._max_response_tokens,
             most_stops=self._shape.most_stop_tokens,
             vocab=self._shape.config.vocab_size,
@@ -302,7 +287,8 @@ class Engine:
             self._take_back_slots()
             while scheduler.placeable:
                 if scheduler.prefill_due:
-                    self._prefilled = self._prefill(scheduler.take_prompts(self.prefill_prompts))
+                    prompts = scheduler.take_prompts(self.prefill.rows, kind=self._contents.kind)
+                    self._prefilled = self._prefill(prompts)
                 assert self._prefilled is not None, "a request was placed before its prompt was prefilled"
                 self._insert(self._prefilled, scheduler.place(self.insertions))
             if not scheduler.prefilled:
@@ -323,15 +309,21 @@ class Engine:
                 sequence.choices.append(choice_WLk)
             if not active:
                 scheduler.end(sequence)
+                self._contents.end(slot, sequence)
                 ended.append(sequence.completion(version))
         if not scheduler.waiting:
             self._leave_idle_slots()
         return ended
 
+    def release(self, request_id: int) -> None:
+        """Keep what was computed for a request no longer."""
+        self._contents.release(request_id)
+
     def _leave_idle_slots(self) -> None:
         """Go on with as few slots as hold those in use."""
         replicas, slot_B = self._shape.replicas, self._book.slot_B
-        busy_GB = self._book.taken_B[slot_B].reshape(replicas, -1)
+        busy_B = self._book.taken_B | (self._contents.length_B > 0)
+        busy_GB = busy_B[slot_B].reshape(replicas, -1)
         count = fit(int(busy_GB.sum(axis=1).max()), self._slot_counts)
         if busy_GB.any() and count < busy_GB.shape[1]:
             row_GB = np.argsort(~busy_GB, axis=1, kind="stable")[:, :count].astype(np.int32)
@@ -364,7 +356,9 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Answer all requests; the cache is freed at the end. Arguments and errors are those of `add` and `step`.
+        """Answer all requests. Arguments and errors are those of `add` and `step`.
+
+        The cache is freed at the end, unless one of the requests has `keep`.
 
         Args:
           progress: Called after every step with the completions so far and in all.
@@ -380,6 +374,7 @@ class Engine:
         if self.unfinished:
             raise RuntimeError(f"{self.active} responses are being generated; finish or free() them first")
         completions: dict[int, Completion] = {}
+        stays = any(request.keep for request in requests)
         try:
             for request in requests:
                 self.add(request, sampling, seed=seed)
@@ -390,7 +385,10 @@ class Engine:
                         on_completion(completion)
                 if progress is not None:
                     progress(len(completions), len(requests))
-        finally:
+        except BaseException:
+            self.free()
+            raise
+        if not stays:
             self.free()
         return [completions[request.request_id] for request in requests]
 

@@ -1,5 +1,6 @@
 """The key-value cache of all slots: each slot as long as the longest response needs, or pages for its own tokens."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ from jaxrlhf.engine.buckets import cache_capacities, fit
 from jaxrlhf.engine.compiled import Compiled
 from jaxrlhf.engine.layout import EngineShardings
 from jaxrlhf.engine.programs import Prefilled
-from jaxrlhf.models import LayerCache
+from jaxrlhf.models import LayerCache, Prefix
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS, PagedCache
 
 _SIXTEENTHS = (2, 3, 4, 6, 8, 12, 16)
@@ -31,7 +32,7 @@ class SlotCache:
 
     def __init__(self, compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int) -> None:
         self._compiled, self._slots = compiled, slots
-        self.layout = layout.cache
+        self.layout, self._prefix = layout.cache, layout.prompts.prefix
         self.sizes = cache_capacities(longest)
         self.free()
 
@@ -80,6 +81,12 @@ class SlotCache:
             arguments = (stored, prefilled.prompts.prefix, np.int32(layer), row_I, slot_I)
             self.arrays[layer] = self._compiled.run(sizes, programs.place, *arguments, out=self.layout, donate=0)
 
+    def prefix(self, slots: Sequence[int], *, width: int) -> Prefix:
+        """The first `width` entries of these slots, all of which are computed, as a prefill leaves them."""
+        rows, sizes = np.asarray(slots, np.int32), ("take", width, self.size)
+        program = partial(programs.take_prefix, width=width)
+        return self._compiled.run(sizes, program, self.arrays, rows, out=self._prefix)
+
     def keep(self, row_GB: np.ndarray) -> None:
         """Only these rows of each replica go on."""
         self._resize(row_GB.size, self.size, row_GB)
@@ -113,7 +120,7 @@ class PageCache:
         self._columns = -(-longest // PAGE_TOKENS)
         most = slots // replicas * self._columns
         self.sizes = tuple(sorted({-(-most * part // 16) for part in _SIXTEENTHS}))
-        self.layout = layout.pages
+        self.layout, self._prefix = layout.pages, layout.prompts.prefix
         self.free()
 
     def most_compilations(self, *, prompts: int, counts: int) -> int:
@@ -178,6 +185,16 @@ class PageCache:
         for layer, stored in enumerate(layers):
             arguments = (stored, prefilled.prompts.prefix, np.int32(layer), row_I, page_GIQ)
             layers[layer] = self._compiled.run(sizes, program, *arguments, out=self.layout.layers, donate=0)
+
+    def prefix(self, slots: Sequence[int], *, width: int) -> Prefix:
+        """The first `width` entries of these slots, as a prefill leaves them."""
+        page_GPQ = np.full((self._replicas, len(slots), -(-width // PAGE_TOKENS)), NO_PAGE, np.int32)
+        for row, slot in enumerate(slots):
+            replica, own = self._place_of(slot)
+            pages = self._books[replica].held(own)[: page_GPQ.shape[2]]
+            page_GPQ[replica, row, : len(pages)] = pages
+        program, sizes = partial(programs.take_prefix_from_pages, width=width), ("take", width, self.size)
+        return self._compiled.run(sizes, program, self.arrays.layers, page_GPQ, out=self._prefix)
 
     def keep(self, row_GB: np.ndarray) -> None:
         """Only these rows of each replica go on: their pages stay where they are."""

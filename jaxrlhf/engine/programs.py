@@ -18,7 +18,7 @@ from jaxrlhf import models
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.engine.sampling import Sampled, SlotSampling, sample, uniforms
 from jaxrlhf.models.attention.kv_cache import LayerCache
-from jaxrlhf.models.attention.pages import PagedCache, insert_pages
+from jaxrlhf.models.attention.pages import PagedCache, insert_pages, take_pages
 from jaxrlhf.models.attention.pages import empty_pages as pages_of_layers
 from jaxrlhf.models.config import ModelConfig
 
@@ -170,6 +170,7 @@ def prefill(
     layers: list[Params] | None,
     token_PS: Int[Array, "P S"],
     length_P: Int[Array, "P"],
+    past: models.Past | None = None,
     *,
     chunk_tokens: int | None = None,
     shape: Shape,
@@ -178,9 +179,12 @@ def prefill(
 
     Args:
       layers: From `unstack`; None reads those of `params`.
+      past: Beginnings of the prompts that were run before.
       chunk_tokens: Tokens of a chunk, for `models.prefill`. A model of one's own may run prompts whole all the same.
     """
-    how = {"layers": layers, "chunk_tokens": chunk_tokens, "execution": shape.execution}
+    how: dict[str, Any] = {"layers": layers, "chunk_tokens": chunk_tokens, "execution": shape.execution}
+    if past is not None:
+        how["past"] = past
     output = models.prefill(params, shape.config, token_PS, length_P, **how)
     return Prompts(output.hidden_PD, output.prefix, length_P, output.choice_PSLk if shape.records_routing else None)
 
@@ -222,6 +226,34 @@ def place(
 
     prefix = models.Prefix(*map(of_layer, prefix))
     return models.insert_prefix([stored], prefix, row_I, slot_I, execution=shape.execution)[0]
+
+
+def take_prefix(cache: list[models.LayerCache], row_P: Array, *, width: int, shape: Shape) -> models.Prefix:
+    """The first `width` entries of some rows of the cache, as a prefill leaves them; zeros past the capacity."""
+    stages = shape.execution.stages
+
+    def of_rows(leaf_BXYZ: Array) -> Array:
+        by_stage = leaf_BXYZ.reshape(stages, -1, *leaf_BXYZ.shape[1:])
+        return by_stage[:, row_P]
+
+    def of_layers(leaves_IGPSKH: list[Array]) -> Array:
+        leaf_GIPSKH = jnp.stack(leaves_IGPSKH, axis=1)
+        leaf_LPSKH = leaf_GIPSKH.reshape(-1, *leaf_GIPSKH.shape[2:])[:, :, :width]
+        missing = width - leaf_LPSKH.shape[2]
+        return jnp.pad(leaf_LPSKH, ((0, 0), (0, 0), (0, missing), (0, 0), (0, 0)))
+
+    return models.Prefix(
+        of_layers([jnp.transpose(of_rows(stored.key_BKHS), (0, 1, 4, 2, 3)) for stored in cache]),
+        of_layers([jnp.transpose(of_rows(stored.value_BKSH), (0, 1, 3, 2, 4)) for stored in cache]),
+    )
+
+
+def take_prefix_from_pages(layers: list[Array], page_GPQ: Array, *, width: int, shape: Shape) -> models.Prefix:
+    """The first `width` entries of prompts whose pages are `page_GPQ[g, p]` in replica g, as a prefill leaves them."""
+    assert isinstance(shape.config, ModelConfig), "no other model's cache lies in pages"
+    head_dim, execution = shape.config.head_dim, shape.execution
+    taken = [take_pages(pages, page_GPQ, width=width, head_dim=head_dim, execution=execution) for pages in layers]
+    return models.Prefix(*map(jnp.stack, zip(*taken, strict=True)))
 
 
 def resize(stored: models.LayerCache, row_GB: Array | None, *, capacity: int, shape: Shape) -> models.LayerCache:

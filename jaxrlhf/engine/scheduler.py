@@ -6,6 +6,8 @@ slot. Sequences with one prompt are prefilled together, and at most one prefill 
 """
 
 from collections import deque
+from collections.abc import Callable
+from itertools import islice
 from typing import NamedTuple
 
 from jaxrlhf.engine.sequence import SequenceState
@@ -76,10 +78,16 @@ class Scheduler:
         """The prompts prefilled last have all their sequences in slots, and more are queued."""
         return not self._prefilled and bool(self._queued)
 
-    def take_prompts(self, most: int) -> list[tuple[int, ...]]:
-        """The next prompts in the queue, to be prefilled in this order of rows."""
+    def take_prompts(self, most: int, *, kind: Callable[[SequenceState], int] = lambda _: 0) -> list[tuple[int, ...]]:
+        """The next prompts in the queue, to be prefilled in this order of rows.
+
+        Args:
+          kind: What prompts that run together have in common; only those like the first in the queue are taken.
+        """
         assert self.prefill_due, "prompts prefilled earlier still wait for slots"
-        prompts = list(self._queued)[:most]
+        of_first = kind(next(iter(self._queued.values()))[0])
+        alike = (prompt for prompt, sequences in self._queued.items() if kind(sequences[0]) == of_first)
+        prompts = list(islice(alike, most))
         for row, prompt in enumerate(prompts):
             self._prefilled.extend((row, sequence) for sequence in self._queued.pop(prompt))
         return prompts

@@ -18,12 +18,16 @@ class Request:
       prompt_tokens: Token ids, at least one. A prompt that several waiting requests have is prefilled once.
       max_tokens: Most tokens of the response; None is the engine's limit, which is the highest.
       stop_tokens: Ids that end the response and are kept in it; None is the engine's.
+      keep: Keep keys and values of prompt and response for requests that begin alike, such as the next turn; until
+        they are released, their room is needed, or other weights are loaded. Where experts are recorded, and with a
+        model of one's own, requests that begin alike are computed whole all the same.
     """
 
     request_id: int
     prompt_tokens: tuple[int, ...]
     max_tokens: int | None = None
     stop_tokens: tuple[int, ...] | None = None
+    keep: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix, empty_cache, insert_prefix
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
-from jaxrlhf.models.decoder import DecodeOutput, HiddenStates, PrefillOutput, decode, hidden_states, prefill
+from jaxrlhf.models.decoder import DecodeOutput, HiddenStates, Past, PrefillOutput, decode, hidden_states, prefill
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.from_config import from_scratch, model_config, tokenizer_path
 from jaxrlhf.models.heads import TokenOutput, logits, padded_logits, score, token_logp, values

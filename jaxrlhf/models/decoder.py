@@ -53,6 +53,18 @@ class PrefillOutput(NamedTuple):
     choice_PSLk: Array | None = None
 
 
+class Past(NamedTuple):
+    """Beginnings of prompts that were run before.
+
+    Attributes:
+      prefix: Keys and values, as wide as the prompts; entries past a prompt's own beginning are meaningless.
+      length: int32, tokens of the shortest beginning; fewer than any prompt has.
+    """
+
+    prefix: Prefix
+    length: Array
+
+
 class DecodeOutput(NamedTuple):
     """One token of every slot that was run.
 
@@ -123,6 +135,7 @@ def prefill(
     *,
     layers: list[Params] | None = None,
     chunk_tokens: int | None = None,
+    past: Past | None = None,
     execution: Execution = ONE_DEVICE,
 ) -> PrefillOutput:
     """Run left-aligned prompts once.
@@ -132,6 +145,7 @@ def prefill(
       layers: Result of `unstack_layers`, read in place of those of `params`, which may be absent. Larger to compile.
       chunk_tokens: Tokens of each prompt that run together: memory is that of a chunk, and chunks past
         the longest prompt's end are not run. None runs prompts whole.
+      past: Where to go on, chunk by chunk; experts of tokens before it are reported as 0.
 
     Raises:
       ValueError: A chunk has no tokens.
@@ -140,10 +154,11 @@ def prefill(
         raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to run prompts whole")
     layer_stacks = stacks(params, config, execution.pipeline) if layers is None else split_by_stack(layers, config)
     prompts = params, config, layer_stacks, token_PS, length_P, execution
-    if chunk_tokens is None or chunk_tokens >= token_PS.shape[1]:
+    width = token_PS.shape[1]
+    if past is None and (chunk_tokens is None or chunk_tokens >= width):
         output = _prefill_whole(*prompts)
     else:
-        output = _prefill_chunks(*prompts, chunk_tokens)
+        output = _prefill_chunks(*prompts, min(chunk_tokens or width, width), past)
     return output._replace(hidden_PD=norm(config, output.hidden_PD, params["final_norm"]))
 
 
@@ -191,6 +206,7 @@ def _prefill_chunks(
     length_P: Array,
     execution: Execution,
     chunk_tokens: int,
+    past: Past | None,
 ) -> PrefillOutput:
     """Run one chunk after another, each through stage after stage; the last one may begin in the one before."""
     prompts, width = token_PS.shape
@@ -214,7 +230,7 @@ def _prefill_chunks(
 
     def body(count, carry):
         last_PD, kept = carry
-        start = jnp.minimum(count * chunk_tokens, width - chunk_tokens)
+        start = jnp.minimum(begun + count * chunk_tokens, width - chunk_tokens)
         token_PC = jax.lax.dynamic_slice_in_dim(token_PS, start, chunk_tokens, axis=1)
         place = rotations(config, jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)), start
         hidden_PCD, first = _embed(params, config, token_PC, execution.dtype), 0
@@ -232,9 +248,11 @@ def _prefill_chunks(
     choice_PSLk = None
     if config.experts is not None:
         choice_PSLk = jnp.zeros((prompts, width, *config.routed_choices), jnp.int16)
-    kept = empty_prefix(config, prompts=prompts, width=width, execution=execution), choice_PSLk
+    prefix, begun = past or (empty_prefix(config, prompts=prompts, width=width, execution=execution), jnp.int32(0))
+    kept = prefix, choice_PSLk
     start_state = jnp.zeros((prompts, config.hidden_size), execution.dtype), kept
-    last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, -(-length_P.max() // chunk_tokens), body, start_state)
+    chunks = -(-(length_P.max() - begun) // chunk_tokens)
+    last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, chunks, body, start_state)
     return PrefillOutput(last_PD, prefix, choice_PSLk)
 
 

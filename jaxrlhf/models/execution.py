@@ -67,7 +67,7 @@ class Execution:
         spec = PartitionSpec(self.row_axes, self.token_axes) if self.token_axes else PartitionSpec(self.row_axes)
         return jax.lax.with_sharding_constraint(array_RWX, NamedSharding(self.mesh, spec))
 
-    def on_devices(self, kernel: Callable[..., Array], in_specs: Any, out_specs: Any) -> Callable[..., Array]:
+    def on_devices(self, kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`kernel` run by every device on its own part of the arrays."""
         if self.mesh is None:
             return kernel

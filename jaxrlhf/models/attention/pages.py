@@ -10,6 +10,7 @@ Split over devices, each one's slots have their pages on it, under numbers that 
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int, Num
@@ -125,6 +126,36 @@ def insert_pages(
     head, part = PartitionSpec(None, None, execution.head_axes), PartitionSpec(execution.row_axes)
     put = execution.on_devices(put, (page, head, head, whole, part), page)
     return put(pages_ZSJU, key_PWKH, value_PWKH, row_I, page_GIQ)
+
+
+def take_pages(
+    pages_ZSJU: Float[Array, "Z S J U"],
+    page_GPQ: Int[Array, "G P Q"],
+    *,
+    width: int,
+    head_dim: int,
+    execution: Execution,
+) -> tuple[Float[Array, "P W K H"], Float[Array, "P W K H"]]:
+    """Keys and values of the first `width` positions of prompts whose pages are `page_GPQ[g, p]` in one of G parts.
+
+    A number at or past the number of pages is zeros, as is all that a prompt has in other parts.
+    """
+
+    def take(pages_ZSJU, page_1PQ):
+        entry_PQSJU = pages_ZSJU.at[page_1PQ[0]].get(mode="fill", fill_value=0)
+        prompts, columns, page_tokens, *entry = entry_PQSJU.shape
+        entry_PWJH = entry_PQSJU.reshape(prompts, columns * page_tokens, *entry)[:, :width, :, :head_dim]
+        if execution.mesh is not None and execution.row_axes:
+            entry_PWJH = jax.lax.psum(entry_PWJH, execution.row_axes)
+        entry_PWJH = jnp.pad(entry_PWJH, ((0, 0), (0, width - entry_PWJH.shape[1]), (0, 0), (0, 0)))
+        return entry_PWJH[:, :, 0::2], entry_PWJH[:, :, 1::2]
+
+    page, part, head = (
+        page_spec(execution),
+        PartitionSpec(execution.row_axes),
+        PartitionSpec(None, None, execution.head_axes),
+    )
+    return execution.on_devices(take, (page, part), (head, head))(pages_ZSJU, page_GPQ)
 
 
 def page_spec(execution: Execution) -> PartitionSpec:

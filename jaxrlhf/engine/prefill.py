@@ -1,0 +1,83 @@
+"""Prefill: prompts run several at a time, padded to few lengths, from what the cache has of them."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from jaxrlhf.engine import programs
+from jaxrlhf.engine.buckets import busy_buckets, fit, length_buckets
+from jaxrlhf.engine.compiled import Compiled
+from jaxrlhf.engine.contents import Contents
+from jaxrlhf.engine.kv_cache import PageCache, SlotCache
+from jaxrlhf.engine.layout import EngineShardings
+from jaxrlhf.engine.programs import Prefilled
+from jaxrlhf.engine.weights import Weights
+from jaxrlhf.models import Past
+
+PREFILL_TOKENS = 2048
+"""Tokens that one prefill aims at, padding included; a longer prompt is run chunk by chunk."""
+
+CHUNK_TOKENS = 512
+"""Tokens of a long prompt that run together: enough to fill products, and few of the last chunk are padding."""
+
+
+def rows_of_prefill(slots: int, *, longest_prompt: int) -> int:
+    """Prompts that run together: a power of two, so that longest ones have `PREFILL_TOKENS`."""
+    return 1 << (max(1, min(slots, PREFILL_TOKENS // longest_prompt)).bit_length() - 1)
+
+
+class Prefill:
+    """Runs up to `rows` prompts together.
+
+    Args:
+      longest_prompt: Tokens of the longest prompt that programs are compiled for ahead of time.
+      capacity: Tokens of the longest sequence, all of which may be a prompt of a later turn.
+
+    Attributes:
+      buckets: Lengths that prompts are padded to.
+      prompts: Prompts that were run so far.
+      reused_tokens: Tokens of them that were not run, as the cache had them.
+    """
+
+    def __init__(
+        self, compiled: Compiled, layout: EngineShardings, *, rows: int, longest_prompt: int, capacity: int
+    ) -> None:
+        self._compiled, self._layout, self.rows = compiled, layout, rows
+        self.buckets = length_buckets(longest_prompt)
+        self._longer = tuple(size for size in length_buckets(capacity) if size > longest_prompt)
+        self.prompts = self.reused_tokens = 0
+
+    def only_busy(self, prompt_lengths: Sequence[int]) -> list[int]:
+        """Give up buckets that prompts of these lengths seldom fill; returns a length for each that is left."""
+        self.buckets = busy_buckets(self.buckets, prompt_lengths, together=self.rows)
+        shortest = {fit(length, self.buckets): length for length in sorted(prompt_lengths, reverse=True)}
+        return list(shortest.values())
+
+    def run(
+        self, prompts: Sequence[tuple[int, ...]], weights: Weights, cache: SlotCache | PageCache, contents: Contents
+    ) -> Prefilled:
+        """Run prompts; of those that are known in part, what follows the shortest known part."""
+        width = fit(max(map(len, prompts)), (*self.buckets, *self._longer))
+        token_PS = np.zeros((self.rows, width), np.int32)
+        length_P = np.ones(self.rows, np.int32)
+        for row, prompt in enumerate(prompts):
+            token_PS[row, : len(prompt)] = prompt
+            length_P[row] = len(prompt)
+        known = [contents.longest(prompt) for prompt in prompts]
+        first = min(tokens for tokens, _ in known)
+        self.prompts += len(prompts)
+        self.reused_tokens += first * len(prompts)
+        rows = self._compiled.put((token_PS, length_P), self._layout.rows)
+        arguments: tuple = weights.params, weights.stackless, *rows
+        chunk = CHUNK_TOKENS if width > PREFILL_TOKENS else None
+        sizes: tuple[str, int, int] | tuple[str, int] = ("prefill", width)
+        if first:
+            slots = [slot for _, slot in known]
+            prefix = cache.prefix(slots + slots[:1] * (self.rows - len(prompts)), width=width)
+            chunk = min(CHUNK_TOKENS, fit(max(map(len, prompts)) - first, (*self.buckets, *self._longer)))
+            arguments, sizes = (*arguments, Past(prefix, np.int32(first))), ("prefill from", width, chunk)
+        program = partial(programs.prefill, chunk_tokens=chunk)
+        return Prefilled(
+            self._compiled.run(sizes, program, *arguments, out=self._layout.prompts), tuple(prompts), weights.version
+        )

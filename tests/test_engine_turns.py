@@ -1,0 +1,182 @@
+"""Requests that begin with what is in the cache: the same responses as from whole prompts, for what follows alone."""
+
+import functools
+import math
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrlhf import models
+from jaxrlhf.config import Refusal, Sampling
+from jaxrlhf.engine import Engine, Request
+from jaxrlhf.models.config import LatentAttention, ModelConfig
+from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
+from jaxrlhf.sharding.rules import GENERATE, shardings
+
+MODEL = ModelConfig(
+    family="qwen3",
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
+    sliding_window=40,
+    sliding_layers=(True, False),
+)
+LATENT = replace(
+    MODEL,
+    family="deepseek_v3",
+    head_dim=12,
+    num_kv_heads=4,
+    qk_norm=False,
+    sliding_window=None,
+    sliding_layers=(),
+    latent=LatentAttention(rank=8, query_rank=None, rope_dim=4, value_dim=6),
+)
+SEED = 5
+
+
+@functools.cache
+def weights(model):
+    rng = np.random.default_rng(3)
+    shapes = models.param_shapes(model, "lm")
+    return jax.tree.map(lambda leaf: np.float32(0.3 * rng.standard_normal(leaf.shape)), shapes)
+
+
+def build(model=MODEL, *, pages: bool = False, slots: int = 4, **sizes: int) -> Engine:
+    """One width of prompts and one size of the cache, so that little is compiled."""
+    mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
+    execution = models.Execution(pipeline=models.pipeline_over(mesh, ("stage",), row_axes=SLOT_AXES))
+    if pages:
+        execution = models.Execution(pages_kernel="xla", mesh=mesh, row_axes=SLOT_AXES, head_axes=("tensor",))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxrlhf.engine.buckets.SHORTEST_BUCKET", 48)
+        patch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", 64)
+        patch.setattr("jaxrlhf.engine.kv_cache._SIXTEENTHS", (16,))
+        engine = Engine(
+            model,
+            mesh,
+            slots=slots,
+            max_prompt_tokens=48,
+            max_response_tokens=16,
+            stop_tokens=(3,),
+            decode_tokens_per_dispatch=4,
+            slot_axes=SLOT_AXES,
+            kv_head_axis="tensor",
+            execution=execution,
+        )
+    engine.load(jax.device_put(weights(model), shardings(mesh, models.param_dims(model, "lm"), GENERATE)), version=0)
+    return engine
+
+
+def prompts() -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(1)
+    return [tuple(rng.integers(4, 32, length).tolist()) for length in (23, 20, 30, 5)]
+
+
+def turns(engine: Engine, *, keep: bool):
+    """Completions of three turns of four conversations, each told two tokens in between."""
+    conversations, completions = prompts(), []
+    for turn in range(3):
+        asked = [Request(4 * turn + i, prompt, max_tokens=5, keep=keep) for i, prompt in enumerate(conversations)]
+        completions += engine.generate(asked, Sampling(temperature=1.1), seed=SEED)
+        conversations = [
+            (*prompt, *completion.tokens, 7, 8)
+            for prompt, completion in zip(conversations, completions[-4:], strict=True)
+        ]
+    return completions
+
+
+def equal(ours, others) -> None:
+    for one, other in zip(ours, others, strict=True):
+        assert (one.request_id, one.tokens) == (other.request_id, other.tokens)
+        np.testing.assert_allclose(one.logps, other.logps, atol=2e-5)
+
+
+@functools.cache
+def whole(model=MODEL):
+    return turns(build(model), keep=False)
+
+
+ENGINES = {
+    "replicas and heads": {"data": 2, "tensor": 2},
+    "pages of replicas and heads": {"pages": True, "data": 2, "tensor": 2},
+    "stages": {"stage": 2},
+    "latents": {"model": LATENT},
+}
+
+
+@pytest.mark.parametrize("how", ENGINES.values(), ids=ENGINES)
+def test_a_turn_begins_where_the_last_one_ended(how):
+    engine = build(**how)
+    equal(turns(engine, keep=True), whole(how.get("model", MODEL)))
+    lengths = [len(completion.tokens) for completion in whole(how.get("model", MODEL))]
+    known = [len(prompt) + lengths[row] - 1 for row, prompt in enumerate(prompts())]
+    assert engine.prefill.reused_tokens > sum(known), "nothing was reused in the third turn"
+
+
+def test_a_prompt_that_begins_like_another_shares_that():
+    engine, system = build(), tuple(range(4, 30))
+    asked = [Request(index, (*system, index), max_tokens=4, keep=True) for index in range(3)]
+    for request in asked:
+        engine.generate([request], Sampling(), seed=SEED)
+    assert engine.prefill.reused_tokens == 2 * len(system)
+
+
+def test_requests_join_while_others_keep_their_turns():
+    engine = build()
+    long, first = Request(1, prompts()[0], max_tokens=16), Request(2, prompts()[1], max_tokens=4, keep=True)
+    alone = [*engine.generate([long], Sampling(), seed=SEED), *engine.generate([first], Sampling(), seed=SEED)]
+    engine.free()
+    engine.add(long, Sampling(), seed=SEED)
+    engine.add(first, Sampling(), seed=SEED)
+    ended, second = [], None
+    while engine.unfinished:
+        ended += engine.step()
+        if second is None and ended:
+            second = Request(3, (*first.prompt_tokens, *ended[0].tokens, 5), max_tokens=4)
+            engine.add(second, Sampling(), seed=SEED)
+    assert [completion.request_id for completion in ended] == [2, 3, 1]
+    assert engine.prefill.reused_tokens == len(first.prompt_tokens) + len(ended[0].tokens) - 1
+    equal([ended[2], ended[0]], alone)
+    engine.free()
+    equal(ended[1:2], engine.generate([second], Sampling(), seed=SEED))
+
+
+def test_what_is_kept_goes_when_others_need_its_room_or_it_is_released_or_weights_are_new():
+    engine = build(slots=2)
+
+    def second_turn(between) -> int:
+        engine.free()
+        before = engine.prefill.reused_tokens
+        [first] = engine.generate([Request(1, prompts()[0], max_tokens=8, keep=True)], Sampling(), seed=SEED)
+        between()
+        engine.generate([Request(2, (*prompts()[0], *first.tokens, 9), max_tokens=4)], Sampling(), seed=SEED)
+        return engine.prefill.reused_tokens - before
+
+    def fill():
+        for request_id in (3, 4):
+            engine.add(Request(request_id, prompts()[1], max_tokens=16), Sampling(), seed=SEED)
+        while engine.unfinished:
+            engine.step()
+
+    assert second_turn(lambda: None) > len(prompts()[0])
+    assert second_turn(lambda: engine.release(7)) > len(prompts()[0])
+    assert second_turn(lambda: engine.release(1)) == 0
+    assert second_turn(fill) == 0
+    assert second_turn(lambda: engine.load(engine._weights.params, version=1)) == 0
+
+
+def test_a_later_prompt_may_be_longer_than_the_first_but_not_than_the_engine():
+    engine = build()
+    with pytest.raises(Refusal, match="a prompt of 57 tokens; expected 1 to 56 beside a response of 8"):
+        engine.add(Request(1, (5,) * 57, max_tokens=8), Sampling(), seed=SEED)
+    with pytest.raises(Refusal, match="a prompt of 49 tokens; expected 1 to 48 beside a response of 16"):
+        engine.add(Request(1, (5,) * 49), Sampling(), seed=SEED)
+    [completion] = engine.generate([Request(1, (5,) * 56, max_tokens=8)], Sampling(min_tokens=8), seed=SEED)
+    assert len(completion.tokens) == 8
