@@ -140,24 +140,99 @@ class Experience:
 
 
 @dataclass(frozen=True, eq=False)
+class RaggedBatch:
+    """Columns of a batch without its padding: the tokens of row b are entries `offset_B[b]` to `offset_B[b + 1]`.
+
+    Attributes:
+      offset_B: int64, one more than there are rows.
+      columns: `[tokens, ...]` arrays by name.
+      width: T, columns of the padded arrays.
+      padding: What lies past a row's length, by name; 0 where there is no name.
+    """
+
+    offset_B: np.ndarray
+    columns: Mapping[str, np.ndarray]
+    width: int
+    padding: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, length_B: Array, arrays: Mapping[str, Array], padding: Mapping[str, int]) -> "RaggedBatch":
+        """The batch of some `[B, T, ...]` arrays; what lies past the lengths is left out."""
+        length_B, width = np.asarray(length_B), np.asarray(next(iter(arrays.values()))).shape[1]
+        inside_BT = np.arange(width) < length_B[:, None]
+        columns = {name: np.asarray(array)[inside_BT] for name, array in arrays.items()}
+        return cls(np.concatenate([[0], np.cumsum(length_B, dtype=np.int64)]), columns, width, padding)
+
+    @property
+    def length_B(self) -> np.ndarray:
+        """int32 tokens of each row."""
+        return np.diff(self.offset_B).astype(np.int32)
+
+    def take(self, rows: np.ndarray) -> "RaggedBatch":
+        """The batch of these rows."""
+        length_B = self.length_B[rows]
+        offset_B = np.concatenate([[0], np.cumsum(length_B, dtype=np.int64)])
+        index = np.arange(offset_B[-1]) + np.repeat(self.offset_B[:-1][rows] - offset_B[:-1], length_B)
+        columns = {name: column[index] for name, column in self.columns.items()}
+        return replace(self, offset_B=offset_B, columns=columns)
+
+    def padded(self) -> dict[str, np.ndarray]:
+        """The `[B, T, ...]` arrays."""
+        inside_BT = np.arange(self.width) < self.length_B[:, None]
+        made = {}
+        for name, column in self.columns.items():
+            padding = self.padding.get(name, 0)
+            made[name] = np.full((*inside_BT.shape, *column.shape[1:]), padding, column.dtype)
+            made[name][inside_BT] = column
+        return made
+
+
+@dataclass(frozen=True, eq=False)
 class MinibatchRows(Sequence[Experience]):
     """Minibatches as rows of one batch. Each is made when it is asked for, so the batch exists and travels once.
 
     Attributes:
-      sequences: Tokens of the whole batch.
-      fields: `[B, T]` arrays of the whole batch that the loss reads by name.
+      batch: Tokens, masks and what the loss reads, of the whole batch.
+      prompt_id_B: int64 group key.
       rows: Rows of each minibatch.
-      weights: `[b, T]` weights of each minibatch's tokens, without importance weights.
-      importance_BT: Factors of the main loss's weights; None is 1.
+      weights: Weights of each minibatch's tokens, row after row without padding, and without importance weights.
       coefficients: Further fields that are the weights times a number.
     """
 
-    sequences: Sequences
-    fields: Mapping[str, Array]
+    batch: RaggedBatch
+    prompt_id_B: np.ndarray
     rows: tuple[np.ndarray, ...]
-    weights: tuple[Array, ...]
-    importance_BT: Array | None = None
+    weights: tuple[np.ndarray, ...]
     coefficients: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequences,
+        fields: Mapping[str, Array],
+        rows: Sequence[np.ndarray],
+        weights: Sequence[Array],
+        *,
+        importance_BT: Array | None = None,
+        coefficients: Mapping[str, float],
+    ) -> "MinibatchRows":
+        """Minibatches of a batch of sequences.
+
+        Args:
+          fields: `[B, T]` arrays that the loss reads by name; what lies past the lengths is not kept.
+          weights: `[b, T]` weights of each minibatch.
+          importance_BT: Factors of the main loss's weights; None is 1.
+        """
+        arrays: dict[str, Array] = {"token": sequences.token_BT, "mask": sequences.mask_BT}
+        arrays |= {f"field {name}": np.asarray(value, np.float32) for name, value in fields.items()}
+        if sequences.choice_BTLk is not None:
+            arrays["choice"] = sequences.choice_BTLk
+        if importance_BT is not None:
+            arrays["importance"] = importance_BT
+        batch = RaggedBatch.of(sequences.length_B, arrays, {"choice": -1})
+        inside_BT = np.arange(batch.width) < batch.length_B[:, None]
+        given = tuple(np.asarray(weight)[inside_BT[own]] for own, weight in zip(rows, weights, strict=True))
+        return cls(batch, np.asarray(sequences.prompt_id_B), tuple(rows), given, coefficients)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -165,13 +240,15 @@ class MinibatchRows(Sequence[Experience]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        rows, weight_BT = self.rows[index], np.asarray(self.weights[index])
-        scaled: dict[str, Array] = {name: number * weight_BT for name, number in self.coefficients.items()}
-        if self.importance_BT is not None:
-            weight_BT = weight_BT * np.asarray(self.importance_BT)[rows]
-        chosen = {name: np.asarray(value, np.float32)[rows] for name, value in self.fields.items()}
-        part = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], self.sequences)
-        return Experience(part, weight_BT, {**chosen, **scaled})
+        rows, weight = self.rows[index], self.weights[index]
+        chosen = self.batch.take(rows)
+        scaled = {f"field {name}": number * weight for name, number in self.coefficients.items()}
+        weight = weight * chosen.columns.get("importance", np.float32(1))
+        made = replace(chosen, columns={**chosen.columns, **scaled, "weight": weight}).padded()
+        sequences = Sequences(made["token"], chosen.length_B, made["mask"], self.prompt_id_B[rows], made.get("choice"))
+        fields: dict[str, Array]
+        fields = {name.removeprefix("field "): value for name, value in made.items() if name.startswith("field ")}
+        return Experience(sequences, made["weight"], fields)
 
     def part(self, index: int, parts: int) -> "MinibatchRows":
         """An equal share of every minibatch, and of the batch the rows that it needs."""
@@ -179,15 +256,14 @@ class MinibatchRows(Sequence[Experience]):
         wanted = [rows[cut] for rows, cut in zip(self.rows, cuts, strict=True)]
         needed, place = np.unique(np.concatenate(wanted), return_inverse=True)
         ends = np.cumsum([len(rows) for rows in wanted])[:-1]
-
-        def kept(leaf: Any) -> Any:
-            return np.asarray(leaf)[needed]
-
+        weights = []
+        for rows, cut, weight in zip(self.rows, cuts, self.weights, strict=True):
+            offset_B = np.concatenate([[0], np.cumsum(self.batch.length_B[rows], dtype=np.int64)])
+            weights.append(weight[offset_B[cut.start] : offset_B[cut.stop]])
         return replace(
             self,
-            sequences=jax.tree.map(kept, self.sequences),
-            fields=jax.tree.map(kept, dict(self.fields)),
+            batch=self.batch.take(needed),
+            prompt_id_B=self.prompt_id_B[needed],
             rows=tuple(np.split(place, ends)),
-            weights=tuple(np.asarray(weight)[cut] for weight, cut in zip(self.weights, cuts, strict=True)),
-            importance_BT=None if self.importance_BT is None else kept(self.importance_BT),
+            weights=tuple(weights),
         )

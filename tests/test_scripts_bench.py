@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import bench_host
 import bench_peers
 import bench_update
 import bench_workload as bench
@@ -95,6 +96,15 @@ def test_an_update_is_measured_of_sequences_that_share_no_prompt(tmp_path):
     found = json.loads(done.stdout)
     assert found["tokens"] == 48 and found["responses"] == 1
     assert found["tokens_per_s"] == pytest.approx(48 / found["update_s"], rel=0.01)
+
+
+def test_the_work_of_the_controller_is_measured_and_padding_is_not_shipped():
+    sizes = ["--prompts", "8", "--responses", "2", "--tokens", "2048", "--steps", "2", "--hosts", "2"]
+    done = subprocess.run([sys.executable, bench_host.__file__, *sizes], check=True, stdout=subprocess.PIPE, text=True)
+    found = json.loads(done.stdout)
+    assert found["step_s"] == pytest.approx(found["prepare_s"] + found["ship_s"] + found["cut_s"])
+    # Tokens, a mask, four fields and the weights of two epochs take 29 bytes a token; prompts are not trained on.
+    assert 1.0 < found["shipped_bytes"] / (29 * found["trained_tokens"] / 2) < 2.0
 
 
 @pytest.mark.parametrize("outside", [True, False])

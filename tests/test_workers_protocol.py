@@ -146,11 +146,22 @@ def test_minibatches_are_cut_inside_and_not_apart() -> None:
 
 def test_rows_of_one_batch_are_cut_like_minibatches_of_their_own_and_without_the_rest_of_the_batch() -> None:
     rng = np.random.default_rng(0)
-    whole, advantage_BT = batch(12), rng.standard_normal((12, 3)).astype(np.float32)
+    length_B = rng.integers(1, 4, 12).astype(np.int32)
+    inside_BT = np.arange(3) < length_B[:, None]
+
+    def values(*shape) -> np.ndarray:
+        return np.where(inside_BT[: shape[0]], rng.standard_normal(shape), 0).astype(np.float32)
+
+    choice_BTLk = np.where(inside_BT[..., None, None], rng.integers(0, 8, (12, 3, 2, 1)), -1).astype(np.int16)
+    token_BT = np.where(inside_BT, rng.integers(1, 9, (12, 3)), 0).astype(np.int32)
+    whole = Sequences(token_BT, length_B, token_BT > 4, np.arange(12), choice_BTLk)
+    advantage_BT, importance_BT = values(12, 3), values(12, 3)
     chosen = (*np.array_split(rng.permutation(12), 3), np.array([0, 11, 5, 4]))
-    weights = tuple(rng.standard_normal((4, 3)).astype(np.float32) for _ in chosen)
-    importance_BT = rng.standard_normal((12, 3)).astype(np.float32)
-    given = MinibatchRows(whole, {"advantage": advantage_BT}, chosen, weights, importance_BT, {"kl_weight": 0.5})
+    weights = tuple(np.where(inside_BT[own], rng.standard_normal((4, 3)), 0).astype(np.float32) for own in chosen)
+    beyond_BT = np.where(inside_BT, advantage_BT, np.nan)  # nobody reads it, and it does not travel
+    given = MinibatchRows.of(
+        whole, {"advantage": beyond_BT}, chosen, weights, importance_BT=importance_BT, coefficients={"kl_weight": 0.5}
+    )
     apart = [
         Experience(
             jax.tree.map(lambda leaf, own=own: np.asarray(leaf)[own], whole),
@@ -164,7 +175,8 @@ def test_rows_of_one_batch_are_cut_like_minibatches_of_their_own_and_without_the
         assert len(found) == len(expected) == 4
         jax.tree.map(np.testing.assert_array_equal, list(found), expected)
         needed = {int(row) for own in chosen for row in own[2 * part : 2 * part + 2]}
-        assert len(found.sequences.token_BT) == len(needed) < 12
+        assert len(found.prompt_id_B) == len(needed) < 12
+        assert len(found.batch.columns["token"]) == length_B[sorted(needed)].sum()
     with pytest.raises(Refusal, match="a batch of 4 rows does not split over 5 ranks"):
         rows((given,), part=0, parts=5)
 

@@ -63,13 +63,13 @@ def minibatches(
         for rows in chosen
     ]
     coefficients = {"kl_weight": kl_coefficient, "entropy_weight": entropy_coefficient}
-    return MinibatchRows(
+    return MinibatchRows.of(
         sequences,
-        {name: np.asarray(value, np.float32) for name, value in fields.items()},
-        tuple(chosen),
-        tuple(weights),
-        importance_BT,
-        {name: number for name, number in coefficients.items() if number},
+        fields,
+        chosen,
+        weights,
+        importance_BT=importance_BT,
+        coefficients={name: number for name, number in coefficients.items() if number},
     )
 
 

@@ -1,5 +1,6 @@
 """Metrics of a rollout: scores, lengths, the distance to the reference, the gap between sampler and trainer."""
 
+import jax
 import numpy as np
 
 from jaxrlhf.algos import kl_estimate, masked_mean, sampler_gap
@@ -17,6 +18,7 @@ def rollout_metrics(
       ref_logp_BT: The reference's log-probabilities; None leaves the divergence from it out.
     """
     logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
+    gap_to_BT = None if old_logp_BT is None else rollout.sampler_logp_BT
     mask_BT = np.asarray(rollout.sequences.mask_BT)
     length_B = mask_BT.sum(axis=1)
     score_B = np.asarray(scores.score_B)[scores.scorable_B]
@@ -29,28 +31,29 @@ def rollout_metrics(
         "response/length_mean": float(length_B.mean()),
         "response/length_max": float(length_B.max()),
         "response/truncated_fraction": float(np.mean(rollout.truncated_B)),
-        **({} if ref_logp_BT is None else _divergence(logp_BT, ref_logp_BT, mask_BT)),
-        "policy/entropy": float(masked_mean(-np.asarray(logp_BT), mask_BT)),
         "tokens/generated": float(mask_BT.sum()),
-        **({} if old_logp_BT is None else _gaps(old_logp_BT, rollout)),
+        **{name: float(value) for name, value in _of_tokens(logp_BT, ref_logp_BT, gap_to_BT, mask_BT).items()},
     }
 
 
-def _divergence(logp_BT: Array, ref_logp_BT: Array, mask_BT: np.ndarray) -> Metrics:
-    k1_BT = np.where(mask_BT, kl_estimate(logp_BT, ref_logp_BT, estimator="k1"), 0.0)
-    return {
-        "kl/ref": float(masked_mean(kl_estimate(logp_BT, ref_logp_BT, estimator="k3"), mask_BT)),
-        "kl/ref_sequence_mean": float(np.mean(k1_BT.sum(axis=1) / np.maximum(mask_BT.sum(axis=1), 1))),
-    }
-
-
-def _gaps(logp_BT: Array, rollout: RolloutBatch) -> Metrics:
-    gap = sampler_gap(logp_BT, rollout.sampler_logp_BT, np.asarray(rollout.sequences.mask_BT))
-    return {
-        "sampler/logp_gap_mean": float(gap.mean),
-        "sampler/logp_gap_max": float(gap.max),
-        "sampler/probability_error": float(gap.probability_error),
-        "sampler/kl": float(gap.kl_sampler_trainer),
-        "sampler/kl_reverse": float(gap.kl_trainer_sampler),
-        "sampler/effective_fraction": float(gap.effective_fraction),
-    }
+@jax.jit
+def _of_tokens(
+    logp_BT: Array, ref_logp_BT: Array | None, sampler_logp_BT: Array | None, mask_BT: Array
+) -> dict[str, Array]:
+    """Means over all tokens; one program, so that of a large batch no further array of its size is made."""
+    metrics = {"policy/entropy": masked_mean(-logp_BT, mask_BT)}
+    if ref_logp_BT is not None:
+        metrics["kl/ref"] = masked_mean(kl_estimate(logp_BT, ref_logp_BT, estimator="k3"), mask_BT)
+        per_response_B = masked_mean(kl_estimate(logp_BT, ref_logp_BT, estimator="k1"), mask_BT, axis=1)
+        metrics["kl/ref_sequence_mean"] = per_response_B.mean()
+    if sampler_logp_BT is not None:
+        gap = sampler_gap(logp_BT, sampler_logp_BT, mask_BT)
+        metrics |= {
+            "sampler/logp_gap_mean": gap.mean,
+            "sampler/logp_gap_max": gap.max,
+            "sampler/probability_error": gap.probability_error,
+            "sampler/kl": gap.kl_sampler_trainer,
+            "sampler/kl_reverse": gap.kl_trainer_sampler,
+            "sampler/effective_fraction": gap.effective_fraction,
+        }
+    return metrics

@@ -76,7 +76,7 @@ class Prefill:
             slots = [slot for _, slot in known]
             prefix = cache.prefix(slots + slots[:1] * (self.rows - len(prompts)), width=width)
             chunk = min(CHUNK_TOKENS, fit(max(map(len, prompts)) - first, (*self.buckets, *self._longer)))
-            arguments, sizes = (*arguments, Past(prefix, np.int32(first))), ("prefill from", width, chunk)
+            arguments, sizes = (*arguments, Past(prefix, np.asarray(first, np.int32))), ("prefill from", width, chunk)
         program = partial(programs.prefill, chunk_tokens=chunk)
         return Prefilled(
             self._compiled.run(sizes, program, *arguments, out=self._layout.prompts), tuple(prompts), weights.version
