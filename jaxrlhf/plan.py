@@ -3,14 +3,25 @@
 It prints the best plans, where the seconds of the best one go, why the next one lost, and the settings to paste. It
 needs no accelerator: without `--hardware` it plans for the devices that are here. Pools that the configuration gives
 are costed as they are, layouts that it gives are kept; `--afresh` searches all of it.
+
+    python -m jaxrlhf.plan --config ppo_gsm8k --hardware h100x1 --compile
+
+`--compile` has the chip's own compiler compile every program of the best plan, and says what each takes of a device's
+memory and sends to others. No chip and no weights are needed, but `pip install 'jaxrlhf[compile]'`.
 """
 
 import json
 from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxrlhf.config import CommandLine, Config, Refusal, on_cluster, run_command
+
+if TYPE_CHECKING:
+    from jaxrlhf.planner.compiled import CompiledProgram
+    from jaxrlhf.planner.hardware import Hardware
+    from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -27,6 +38,7 @@ def main() -> None:
     command.add_argument("--picture", metavar="FILE", help="where the timeline goes; default: plan_NAME.png")
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else, draw if asked to")
     command.add_argument("--afresh", action="store_true", help="search pools, layouts and offload that are given too")
+    command.add_argument("--compile", action="store_true", help="compile every program of the best plan for the chip")
     command.add_argument("--cluster", choices=["ray"], help="plan for hosts joined by Ray, as the train command has it")
     config, flags = command.parse_config(prepare=on_cluster)
     if flags.plans < 1:
@@ -59,6 +71,11 @@ def _plan(written: Config, flags: Namespace) -> None:
     if picture is not None:
         planner.save_timeline(best, Path(picture), title=planner.timeline_title(config, hardware))
     code = planner.snippet(config, best, written=written)  # it is pasted into what is written
+    console = default_console()
+    if not flags.json:
+        console.print(report(found, hardware, notes, shown=flags.plans))
+        console.print(f"timeline of the best plan: {picture}", markup=False, highlight=False)
+    compiled = _compile(config, hardware, question.problem, best, flags) if flags.compile else None
     if flags.json:
         rows = {
             "config": config.name,
@@ -69,13 +86,43 @@ def _plan(written: Config, flags: Namespace) -> None:
             "settings": code,
             "notes": notes,
         }
+        if compiled is not None:
+            rows["compiled"] = planner.compiled_to_json(compiled, hardware)
         print(json.dumps(rows, indent=2))
         return
-    console = default_console()
-    console.print(report(found, hardware, notes, shown=flags.plans))
-    console.print(f"timeline of the best plan: {picture}", markup=False, highlight=False)
+    if compiled is not None:
+        console.print()
+        console.print(planner.compiled_report(compiled, hardware))
+        planner.check_fits(compiled, hardware)
     advice = _advice(code)
     console.print(f"\n{advice}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _compile(
+    config: Config, hardware: "Hardware", problem: "PlacementProblem", plan: "PlacementPlan", flags: Namespace
+) -> list["CompiledProgram"]:
+    """Compile the programs of a plan, with a bar on standard error, and draw them."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from jaxrlhf import planner
+    from jaxrlhf.planner.topology import topology
+    from jaxrlhf.trainer.programs import compile_plan
+
+    devices = topology(hardware)
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task("lowering every program", total=None)
+
+        def progress(name: str, done: int, total: int) -> None:
+            bars.update(bar, description=f"compiling {name}", completed=done, total=total)
+
+        compiled = compile_plan(config, problem, plan, devices, progress=progress)
+    picture = flags.picture or (None if flags.json else f"plan_{config.name}.png")
+    if picture is not None:
+        path = Path(picture)
+        beside = path.with_name(f"{path.stem}_compiled{path.suffix}")
+        planner.save_compiled(compiled, hardware, beside, title=planner.timeline_title(config, hardware))
+    return compiled
 
 
 def _advice(code: str) -> str:

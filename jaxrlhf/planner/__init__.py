@@ -1,6 +1,8 @@
 """Predictions: from a configuration to a placement, on which hardware, and how it is shown."""
 
 from jaxrlhf.planner.apply import freed, snippet
+from jaxrlhf.planner.compiled import check_fits, compiled_to_json
+from jaxrlhf.planner.compiled_report import compiled_report, save_compiled
 from jaxrlhf.planner.hardware import hardware_of
 from jaxrlhf.planner.picture import save_timeline
 from jaxrlhf.planner.plan import plan_to_json

@@ -6,8 +6,12 @@
 The step is the algorithm's own, on the workers of the run: they have shapes for weights and lower what they would run.
 """
 
-from collections.abc import Sequence
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -15,11 +19,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batch import Array, Pair, Problem, RolloutBatch, Scores, Sequences
-from jaxrlhf.config import Config, PolicyGradient, Preference, function_of
+from jaxrlhf.config import Config, PolicyGradient, Preference, Pretrained, function_of, override
+from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows.collect import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.from_config import model_config
+from jaxrlhf.models.huggingface.config import write_fields
+from jaxrlhf.planner.apply import planned_config
+from jaxrlhf.planner.compiled import CompiledProgram, compile_programs
+from jaxrlhf.planner.cost.programs import ExpectedPrograms
+from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem
+from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.rewards.parts import part_names
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.workers.build import Phase
@@ -51,6 +62,61 @@ def lower_programs(
                 collected = _scored(config, problems, model_config(config.model, tokenizer))
             function_of(algorithm, "learn")(roles, work, collected).with_updates()
             return roles.lowered()
+
+
+def compile_plan(
+    config: Config,
+    problem: PlacementProblem,
+    plan: PlacementPlan,
+    devices: Sequence[jax.Device],
+    *,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> list[CompiledProgram]:
+    """Compile every program of a plan by the compiler of these devices, none of which has to be here.
+
+    Args:
+      devices: From `jaxrlhf.planner.topology`, as many as the plan's hardware has.
+      progress: Told which program is compiled next, how many are done, and how many there are.
+
+    Raises:
+      Refusal: A setting that does not fit the devices, or a program that their compiler refuses.
+    """
+    expected = ExpectedPrograms(problem, plan)
+    config = planned_config(config, plan)
+    roles = {role: role if role == "actor" else f"algorithm.{role}" for role in expected.remat}
+    config = override(config, {f"{roles[role]}.remat": "full" if on else "none" for role, on in expected.remat.items()})
+    with TemporaryDirectory() as folder:
+        config = described(config, Path(folder))
+        return compile_programs(lower_programs(config, embedded_tokenizer(), devices), expected, progress=progress)
+
+
+def described(config: Config, folder: Path) -> Config:
+    """The configuration with checkpoints that have a config.json and no weights, written from the shapes of known ones.
+
+    Raises:
+      Refusal: A checkpoint whose shape is not known here.
+    """
+    paths: dict[str, str] = {}
+
+    def stand_in(path: str) -> str:
+        if path not in paths:
+            paths[path] = str(folder / f"checkpoint_{len(paths)}")
+            model, _ = shape_of(path)
+            Path(paths[path]).mkdir()
+            fields = write_fields(model, "lm", dtype="bfloat16")
+            Path(paths[path], "config.json").write_text(json.dumps(fields), encoding="utf-8")
+        return paths[path]
+
+    def described_in(value: Any) -> Any:
+        if isinstance(value, Pretrained):
+            return dataclasses.replace(value, path=stand_in(value.path))
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return value
+        changed = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changed = {name: described_in(own) for name, own in changed.items()}
+        return dataclasses.replace(value, **changed)
+
+    return dataclasses.replace(described_in(config), tokenizer=None)
 
 
 def _problems(config: Config) -> list[Problem]:

@@ -179,7 +179,8 @@ class Builder(PoolRoles):
 
     def workers(self, phase: Phase) -> dict[str, Any]:
         """The workers of a phase on this pool, all starting from the policy that the phase starts from."""
-        self._check_starts(phase)
+        if self.here:
+            self._check_starts(phase)
         roles = [role for role in self.roles if role in phase.roles]
         workers: dict[str, Any] = {}
         if ROLLOUT in roles:

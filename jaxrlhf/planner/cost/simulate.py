@@ -88,13 +88,13 @@ class Simulator:
         self._problem = problem
         self.hardware = cache(partial(pool_hardware, problem.hardware))
         self._computed: dict[tuple[str, bool | None, int, int, int, int, int], _Computed] = {}
-        self._held: dict[tuple[str, Layout], _Held] = {}
+        self._held: dict[tuple[str, Layout], Held] = {}
 
     def role(self, role: Role, layout: Layout, devices: int, offload: Sequence[str], *, generates: bool) -> Simulated:
         """The calls of a role that trains or scores, and perhaps generates, on a pool that the layout fills."""
         software, hardware = self._problem.software, self.hardware(devices)
         if role.remat is None:
-            role = replace(role, remat=self._recomputes(role, layout, offload, hardware))
+            role = replace(role, remat=self.recomputes(role, layout, offload, hardware))
         parameters, optimizer, gradients = self._held_bytes(role, layout)
         waits = [offloaded(offload, role.name, part) for part in ("parameters", "optimizer")]
         idle_parameters, idle_optimizer = parameters * (not waits[0]), optimizer * (not waits[1])
@@ -125,11 +125,11 @@ class Simulator:
             steps += _moved("update", brought_all, hardware, working)
         return _simulated(layout, steps, idle_parameters + idle_optimizer, generating, loading)
 
-    def _recomputes(self, role: Role, layout: Layout, offload: Sequence[str], hardware: Hardware) -> bool:
+    def recomputes(self, role: Role, layout: Layout, offload: Sequence[str], hardware: Hardware) -> bool:
         """Return whether a run would rematerialise if all roles shared the pool; if not, it has more room."""
         if hardware.shared_compute or not role.trained:
             return True
-        needed = _update_bytes(self._problem, replace(role, remat=False), layout)
+        needed = update_bytes(self._problem, replace(role, remat=False), layout)
         needed += self._held_bytes(role, layout).gradients
         for other in self._problem.roles:
             held = self._held_bytes(other, layout)
@@ -158,10 +158,10 @@ class Simulator:
         apart = held + weights_apart(role.model, layout) * each
         return apart, apart
 
-    def _held_bytes(self, role: Role, layout: Layout) -> "_Held":
+    def _held_bytes(self, role: Role, layout: Layout) -> "Held":
         key = (role.name, layout)
         if key not in self._held:
-            self._held[key] = _held_bytes(role, layout, self._problem.software)
+            self._held[key] = held_bytes(role, layout, self._problem.software)
         return self._held[key]
 
     def _compute(self, role: Role, layout: Layout, hardware: Hardware) -> "_Computed":
@@ -172,9 +172,9 @@ class Simulator:
             arguments = (role, layout, problem.workload, problem.software, hardware)
             self._computed[key] = _Computed(
                 forward_cost(*arguments) if role.passes else None,
-                _inference_bytes(problem, role, layout) if role.passes else 0.0,
+                inference_bytes(problem, role, layout) if role.passes else 0.0,
                 update_cost(*arguments) if role.trained else None,
-                _update_bytes(problem, role, layout) if role.trained else 0.0,
+                update_bytes(problem, role, layout) if role.trained else 0.0,
             )
         return self._computed[key]
 
@@ -189,7 +189,7 @@ class _Computed:
     update_bytes: float
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
     """Bytes of a role on one device: the two parts that can wait in host memory, and gradients while it is updated."""
 
     parameters: float
@@ -197,15 +197,15 @@ class _Held(NamedTuple):
     gradients: float
 
 
-def _held_bytes(role: Role, layout: Layout, software: Software) -> _Held:
+def held_bytes(role: Role, layout: Layout, software: Software) -> Held:
     weights = weights_held(role.model, role.head, layout)
     if not role.trained:
-        return _Held(weights * software.compute_bytes, 0.0, 0.0)
+        return Held(weights * software.compute_bytes, 0.0, 0.0)
     learnt = weights_learnt(role.model, role.head, role.lora, layout)
     frozen = 0.0 if role.lora is None else weights
     each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
     gradients = learnt * software.gradient_bytes * (1 + software.adds_gradients)
-    return _Held(frozen * each + learnt * software.weight_bytes, learnt * software.optimizer_bytes, gradients)
+    return Held(frozen * each + learnt * software.weight_bytes, learnt * software.optimizer_bytes, gradients)
 
 
 def _moved(stage: Stage, num_bytes: float, hardware: Hardware, held_bytes: float) -> list[SimulatedCall]:
@@ -218,14 +218,14 @@ def _sizes(problem: PlacementProblem, batch: Batch) -> dict[str, int]:
     return {"row_tokens": row_tokens, "itemsize": problem.software.compute_bytes}
 
 
-def _inference_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
+def inference_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
     batch = batch_of(role, layout, problem.workload.responses, problem.workload, problem.software)
     tokens, sizes = batch.tokens / batch.parts, _sizes(problem, batch)
     kept = inference_activation_bytes(role.model, role.head, layout, tokens=tokens, **sizes)
     return kept + _gathered_bytes(problem, role, layout)
 
 
-def _update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
+def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
     work, software = problem.workload, problem.software
     assert role.remat is not None, "the simulator settles it first"
     batch = batch_of(role, layout, work.responses * work.epochs / work.updates, work, software)

@@ -1,0 +1,171 @@
+"""Programs of a plan, compiled: what the chip's own compiler says of their memory and of what they send."""
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.planner.cost.programs import Expected, ExpectedPrograms
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.hlo import Collective, collectives
+
+_SIZED = ("decode", "place", "add pages", "prefill", "insert", "resize", "keep")
+"""Programs that a run compiles for several sizes; the largest stands for them."""
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """One program, compiled for one device of the plan's hardware. Bytes are per device.
+
+    Attributes:
+      name: `role.program[sizes]`.
+      seconds: Seconds that it took to compile.
+      alias_bytes: Outputs that take the memory of donated arguments.
+      estimated_bytes: What plans count for `compiled_bytes`; None of a program that they do not count.
+      beside_bytes: What else is in memory while it runs, by the plan.
+      collectives: Those that move most first; None where the compiler cannot print the program.
+    """
+
+    name: str
+    seconds: float
+    argument_bytes: int
+    temporary_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    estimated_bytes: float | None
+    beside_bytes: float
+    collectives: tuple[Collective, ...] | None
+
+    @property
+    def compiled_bytes(self) -> int:
+        """Arguments, temporaries, and outputs that alias nothing."""
+        return self.argument_bytes + self.temporary_bytes + self.output_bytes - self.alias_bytes
+
+    @property
+    def peak_bytes(self) -> float:
+        """All that is in a device's memory while the program runs."""
+        return self.compiled_bytes + self.beside_bytes
+
+    def seconds_at_best(self, hardware: Hardware) -> float:
+        """Seconds of reading arguments, writing outputs and receiving at the chip's peaks, one beside another."""
+        moved = sum(each.bytes for each in self.collectives or ())
+        in_memory = (self.argument_bytes + self.output_bytes) / hardware.memory_bytes_per_s
+        return max(in_memory, moved / hardware.link_bytes_per_s)
+
+
+def largest(names: Sequence[str]) -> list[str]:
+    """Names without those that serve smaller sizes of what another does."""
+    kept: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name in names:
+        base = name.partition("[")[0]
+        key = base if base.rpartition(".")[2] in _SIZED else name
+        sizes = tuple(map(int, re.findall(r"\d+", name[len(base) :])))
+        if key not in kept or kept[key][0] < sizes:
+            kept[key] = sizes, name
+    return [name for _, name in kept.values()]
+
+
+def compile_programs(
+    lowered: Mapping[str, jax.stages.Lowered],
+    expected: ExpectedPrograms,
+    *,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> list[CompiledProgram]:
+    """Compile the programs, the largest of each kind.
+
+    Args:
+      progress: Told which program is compiled next, how many are done, and how many there are.
+
+    Raises:
+      Refusal: A program that the compiler refuses, such as for lack of memory.
+    """
+    names, compiled = largest(list(lowered)), []
+    for done, name in enumerate(names):
+        progress(name, done, len(names))
+        compiled.append(_compiled(name, lowered[name], expected.of(name)))
+    progress("", len(names), len(names))
+    return compiled
+
+
+def _compiled(name: str, lowered: jax.stages.Lowered, expected: Expected) -> CompiledProgram:
+    start = time.perf_counter()
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise Refusal(f"{name} does not compile for this hardware: {str(error).partition(chr(10))[0]}") from error
+    seconds = time.perf_counter() - start
+    memory = program.memory_analysis()
+    assert memory is not None, "a compiler of accelerators says what a program needs"
+    return CompiledProgram(
+        name,
+        seconds,
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        expected.program,
+        expected.beside,
+        _collectives(program),
+    )
+
+
+def _collectives(program: jax.stages.Compiled) -> tuple[Collective, ...] | None:
+    shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    if not meshes or meshes[0].size == 1:
+        return ()
+    try:
+        text = program.as_text()
+    except jax.errors.JaxRuntimeError:  # of programs with some asynchronous collectives
+        return None
+    return tuple(collectives(text or "", dict(meshes[0].shape)))
+
+
+def check_fits(programs: Sequence[CompiledProgram], hardware: Hardware) -> None:
+    """Raise `Refusal` if a program needs more than a plan may fill of a device, with what would help."""
+    usable = hardware.memory_bytes * hardware.usable_memory
+    fullest = max(programs, key=lambda program: program.peak_bytes)
+    if fullest.peak_bytes <= usable:
+        return
+    base = fullest.name.partition("[")[0].rpartition(".")[2]
+    estimate = fullest.estimated_bytes
+    counted = "" if estimate is None else f" (plans count {_gib(estimate)} for it)"
+    raise Refusal(
+        f"the step does not fit {hardware.name}: {fullest.name} needs {_gib(fullest.compiled_bytes)} by its compiler's "
+        f"word{counted}, and {_gib(fullest.beside_bytes)} is there beside it; a plan may fill {_gib(usable)} of "
+        f"a device. {_HELP.get(base, _HELP['gradient'])}"
+    )
+
+
+_HELP = {
+    "gradient": "Fewer tokens_per_microbatch, remat='full', or a layout that splits the role further would help",
+    "forward": "Fewer tokens_per_microbatch, or a layout that splits the role further would help",
+    "optimizer update": "offload=(...), or a layout that splits the role's weights over more devices would help",
+    "decode": "Fewer rollout.slots, more generation_tensor, or shorter responses would help",
+    "prefill": "More generation_tensor, or shorter prompts would help",
+}
+
+
+def compiled_to_json(programs: Sequence[CompiledProgram], hardware: Hardware) -> dict[str, Any]:
+    """What `--json` prints of compiled programs."""
+    usable = hardware.memory_bytes * hardware.usable_memory
+    rows = [
+        {
+            **asdict(program),
+            "compiled_bytes": program.compiled_bytes,
+            "peak_bytes": program.peak_bytes,
+            "seconds_at_best": program.seconds_at_best(hardware),
+        }
+        for program in programs
+    ]
+    peak = max(program.peak_bytes for program in programs)
+    return {"programs": rows, "peak_bytes": peak, "usable_bytes": usable, "fits": peak <= usable}
+
+
+def _gib(number: float) -> str:
+    return f"{number / 2**30:.3g} GiB"

@@ -1,0 +1,128 @@
+"""Report of compiled programs: a table, what is fullest, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from jaxrlhf.planner.compiled import CompiledProgram
+from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.hlo import Collective
+from jaxrlhf.planner.report import machines, seconds_text
+from jaxrlhf.tracking.plots import BLUE, GREEN, GREY, ORANGE, RED
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_GIB, _MIB = 2**30, 2**20
+_SMALL = 16 * _MIB
+"""Programs below this are left out of the picture, and collectives below a hundredth of it out of the table."""
+
+
+def compiled_report(programs: Sequence[CompiledProgram], hardware: Hardware) -> RenderableType:
+    """The table, and what is fullest."""
+    table = Table(
+        title=f"compiled for {hardware.devices} devices ({machines(hardware)}), GiB of each",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+    )
+    table.add_column("program", no_wrap=True)
+    for heading in ("compiled in s", "arguments", "temporary", "outputs", "all", "plan", "beside", "at best s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for program in programs:
+        fresh = program.output_bytes - program.alias_bytes
+        sizes = [program.argument_bytes, program.temporary_bytes, fresh, program.compiled_bytes]
+        estimated = "" if program.estimated_bytes is None else f"{program.estimated_bytes / _GIB:.2f}"
+        table.add_row(
+            program.name,
+            f"{program.seconds:.1f}",
+            *(f"{size / _GIB:.2f}" for size in sizes),
+            estimated,
+            f"{program.beside_bytes / _GIB:.2f}",
+            seconds_text(program.seconds_at_best(hardware)),
+        )
+    received = Table(title="received by each device", title_justify="left", box=None, pad_edge=False, show_header=False)
+    received.add_column(no_wrap=True)
+    received.add_column()
+    for program in programs:
+        if text := collectives_text(program.collectives):
+            received.add_row(program.name, text)
+    fullest = max(programs, key=lambda program: program.peak_bytes)
+    usable = hardware.memory_bytes * hardware.usable_memory
+    return Group(
+        table,
+        Text(),
+        *([received, Text()] if received.row_count else []),
+        Text(
+            f"fullest: {fullest.name}, {fullest.peak_bytes / _GIB:.1f} of the {usable / _GIB:.1f} GiB that a plan may "
+            f"fill; all {len(programs)} programs compiled in {sum(program.seconds for program in programs):.0f} s"
+        ),
+    )
+
+
+def collectives_text(found: Sequence[Collective] | None) -> str:
+    """Collectives in words, such as `28 all-gather over fsdp 12.3 GiB`."""
+    if found is None:
+        return "its compiler cannot print this program"
+    parts = []
+    for each in found:
+        if each.bytes >= _SMALL / 100:
+            over = "+".join(each.axes) or "no axis"
+            parts.append(f"{each.count} {each.kind} over {over} {_size(each.bytes)}")
+    return ", ".join(parts)
+
+
+def _size(number: int) -> str:
+    return f"{number / _GIB:.2f} GiB" if number >= 0.1 * _GIB else f"{number / _MIB:.1f} MiB"
+
+
+def draw_compiled(programs: Sequence[CompiledProgram], hardware: Hardware, *, title: str) -> Figure:
+    """Draw a bar for each larger program: what is beside it, its arguments, temporaries and outputs."""
+    from matplotlib.figure import Figure
+
+    shown = [program for program in programs if program.compiled_bytes >= _SMALL][::-1]
+    figure = Figure(figsize=(9, 1.4 + 0.32 * len(shown)), layout="constrained")
+    axes: Any = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    left = [0.0] * len(shown)
+    parts = {
+        "beside": (GREY, [program.beside_bytes for program in shown]),
+        "arguments": (BLUE, [program.argument_bytes for program in shown]),
+        "temporary": (ORANGE, [program.temporary_bytes for program in shown]),
+        "outputs": (GREEN, [program.output_bytes - program.alias_bytes for program in shown]),
+    }
+    for label, (colour, sizes) in parts.items():
+        gib = [size / _GIB for size in sizes]
+        axes.barh(range(len(shown)), gib, left=left, color=colour, height=0.66, label=label)
+        left = [start + size for start, size in zip(left, gib, strict=True)]
+    marks = [
+        ((program.beside_bytes + program.estimated_bytes) / _GIB, line)
+        for line, program in enumerate(shown)
+        if program.estimated_bytes is not None
+    ]
+    axes.plot(
+        [at for at, _ in marks],
+        [line for _, line in marks],
+        "|",
+        color="black",
+        markersize=13,
+        label="the plan's estimate",
+    )
+    axes.axvline(hardware.memory_bytes * hardware.usable_memory / _GIB, color=RED, linewidth=1, label="may be filled")
+    axes.set_yticks(range(len(shown)), [program.name for program in shown], fontsize=8)
+    axes.set_xlabel("GiB of a device")
+    axes.legend(fontsize=8, loc="lower right")
+    return figure
+
+
+def save_compiled(programs: Sequence[CompiledProgram], hardware: Hardware, path: Path, *, title: str) -> None:
+    """Draw them into a file."""
+    draw_compiled(programs, hardware, title=title).savefig(path, dpi=130)

@@ -1,0 +1,119 @@
+"""Bytes that each compiled program of a plan is expected to need, beside what else is on its devices."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from jaxrlhf.config import ROLLOUT, Layout, offloaded
+from jaxrlhf.engine.prefill import PREFILL_TOKENS
+from jaxrlhf.models.memory import inference_activation_bytes
+from jaxrlhf.planner.cost.memory import bytes_per_weight, cache_bytes_per_token, weights_generating
+from jaxrlhf.planner.cost.simulate import Held, Simulator, held_bytes, inference_bytes, update_bytes
+from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem, PlannedPool
+from jaxrlhf.planner.workload import Role
+
+GENERATION = "generation"
+"""First part of the names of the engine's programs."""
+
+
+class Expected(NamedTuple):
+    """What a plan says of a program, in bytes of one device.
+
+    Attributes:
+      program: Arguments, temporaries and outputs; None where plans say nothing, as of programs that copy a little.
+      beside: What else is in the device's memory while it runs.
+    """
+
+    program: float | None
+    beside: float
+
+
+class ExpectedPrograms:
+    """Expectations for the programs of one plan."""
+
+    def __init__(self, problem: PlacementProblem, plan: PlacementPlan) -> None:
+        simulator = Simulator(problem)
+        self._problem, self._plan = problem, plan
+        self._roles: dict[str, Role] = {}
+        for role in problem.roles:
+            pool = self._pool(role.name)
+            recomputes = partial(simulator.recomputes, role, pool.layouts[role.name], plan.offload)
+            remat = role.remat if role.remat is not None else recomputes(simulator.hardware(pool.devices))
+            self._roles[role.name] = replace(role, remat=remat)
+
+    @property
+    def remat(self) -> Mapping[str, bool]:
+        """Trained roles, and which of them compute layers again."""
+        return {name: bool(role.remat) for name, role in self._roles.items() if role.trained}
+
+    def of(self, name: str) -> Expected:
+        """Expectation for a program by its name, `role.program[sizes]`."""
+        owner, _, program = name.partition(".")
+        program = program.partition("[")[0]
+        if owner == GENERATION:
+            return self._of_generation(program)
+        role = self._roles[owner]
+        pool, held = self._pool(owner), self._held(owner)
+        layout, idle = pool.layouts[owner], self._idle(self._pool(owner))
+        waits = {part: offloaded(self._plan.offload, owner, part) for part in ("parameters", "optimizer")}
+        parameters, optimizer = held.parameters * (not waits["parameters"]), held.optimizer * (not waits["optimizer"])
+        gradient = held.gradients / 2
+        if program == "forward":
+            return Expected(held.parameters + inference_bytes(self._problem, role, layout), idle - parameters)
+        if program == "gradient":
+            needed = held.parameters + held.gradients + update_bytes(self._problem, role, layout)
+            return Expected(needed, idle - parameters)
+        if program == "optimizer update":
+            return Expected(held.parameters + held.optimizer + gradient, idle - parameters - optimizer)
+        known = {"zero gradient": gradient, "optimizer state": held.optimizer}
+        return Expected(known.get(program), idle)
+
+    def _of_generation(self, program: str) -> Expected:
+        problem, software = self._problem, self._problem.software
+        generator = next(role for role in self._roles.values() if role.generates)
+        name = ROLLOUT if any(ROLLOUT in pool.roles for pool in self._plan.pools) else generator.name
+        pool = self._pool(name)
+        layout, idle = pool.layouts[name], self._idle(pool)
+        each = bytes_per_weight(generator.model, generator.lora, itemsize=software.compute_bytes)
+        copy = weights_generating(generator.model, layout) * each
+        as_trained = name != ROLLOUT and (software.trains_in_compute_dtype or generator.lora is not None)
+        beside = idle - self._held(generator.name).parameters if as_trained or name == ROLLOUT else idle
+        if program == "prefill":
+            replicas = pool.devices // (layout.generation_stage * layout.generation_tensor)
+            prompt = problem.workload.prompt_tokens
+            tokens = max(prompt, min(PREFILL_TOKENS, problem.workload.prompts * prompt) / replicas)
+            own = Layout(1, stage=layout.generation_stage, tensor=layout.generation_tensor)
+            sizes = {"row_tokens": 0, "itemsize": software.compute_bytes}
+            return Expected(
+                copy + inference_activation_bytes(generator.model, "value", own, tokens=tokens, **sizes), beside
+            )
+        if program == "decode":
+            return Expected(copy + self._cache(generator, pool, layout), beside)
+        return Expected(None, beside + copy)
+
+    def _cache(self, generator: Role, pool: PlannedPool, layout: Layout) -> float:
+        """Keys and values of all slots of a device at their longest."""
+        work, replicas = self._problem.workload, pool.devices // (layout.generation_stage * layout.generation_tensor)
+        slots = -(-min(self._plan.slots or work.responses, work.responses) // replicas)
+        token = cache_bytes_per_token(generator.model, layout, itemsize=self._problem.software.compute_bytes)
+        return slots * work.longest_tokens * token
+
+    def _pool(self, name: str) -> PlannedPool:
+        return next(pool for pool in self._plan.pools if name in pool.roles)
+
+    def _held(self, name: str) -> Held:
+        return held_bytes(self._roles[name], self._pool(name).layouts[name], self._problem.software)
+
+    def _idle(self, pool: PlannedPool) -> float:
+        """Bytes of the pool's roles that stay on a device between calls."""
+        total = 0.0
+        for name in pool.roles:
+            if name == ROLLOUT:
+                generator = next(role for role in self._roles.values() if role.generates)
+                total += weights_generating(generator.model, pool.layouts[name]) * self._problem.software.compute_bytes
+                continue
+            held = self._held(name)
+            for part, size in (("parameters", held.parameters), ("optimizer", held.optimizer)):
+                total += size * (not offloaded(self._plan.offload, name, part))
+        return total
