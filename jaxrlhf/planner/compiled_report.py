@@ -54,12 +54,13 @@ def compiled_report(programs: Sequence[CompiledProgram], hardware: Hardware) -> 
     for program in programs:
         if text := collectives_text(program.collectives):
             received.add_row(program.name, text)
+    moved: list[RenderableType] = [received, Text()] if received.row_count else []
     fullest = max(programs, key=lambda program: program.peak_bytes)
     usable = hardware.memory_bytes * hardware.usable_memory
     return Group(
         table,
         Text(),
-        *([received, Text()] if received.row_count else []),
+        *moved,
         Text(
             f"fullest: {fullest.name}, {fullest.peak_bytes / _GIB:.1f} of the {usable / _GIB:.1f} GiB that a plan may "
             f"fill; all {len(programs)} programs compiled in {sum(program.seconds for program in programs):.0f} s"
@@ -93,7 +94,7 @@ def draw_compiled(programs: Sequence[CompiledProgram], hardware: Hardware, *, ti
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     left = [0.0] * len(shown)
-    parts = {
+    parts: dict[str, tuple[str, list[float]]] = {
         "beside": (GREY, [program.beside_bytes for program in shown]),
         "arguments": (BLUE, [program.argument_bytes for program in shown]),
         "temporary": (ORANGE, [program.temporary_bytes for program in shown]),
