@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine, Request
+from jaxrlhf.models.attention.attention import DECODE, ROWS
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, shardings
@@ -45,9 +47,13 @@ def requests():
     return [Request(3 * group + i, prompt) for group, prompt in enumerate(prompts) for i in range(3)]
 
 
-def engine_of(mesh, stage_axes=("stage",), model=MODEL, slots=6, stop_tokens=(3,)):
+def engine_of(mesh, stage_axes=("stage",), model=MODEL, slots=6, stop_tokens=(3,), kernels=False):
     """An engine without weights."""
     pipeline = models.pipeline_over(mesh, stage_axes, row_axes=SLOT_AXES) if stage_axes else None
+    execution = models.Execution(pipeline=pipeline)
+    if kernels:
+        axes = {"row_axes": SLOT_AXES, "head_axes": ("tensor",)}
+        execution = replace(execution, mesh=mesh, rows_kernel="splash", decode_kernel="pallas", **axes)
     return Engine(
         model,
         mesh,
@@ -58,7 +64,7 @@ def engine_of(mesh, stage_axes=("stage",), model=MODEL, slots=6, stop_tokens=(3,
         decode_tokens_per_dispatch=4 if slots == 6 else 1,
         slot_axes=SLOT_AXES,
         kv_head_axis="tensor",
-        execution=models.Execution(pipeline=pipeline),
+        execution=execution,
     )
 
 
@@ -87,6 +93,23 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("sizes", [{"data": 2, "stage": 4}, {"fsdp": 2, "stage": 2, "tensor": 2}], ids=str)
 def test_stages_generate_what_one_device_does(params, requests, expected, sizes):
     assert_same(generate(engine_on(mesh_of(sizes, jax.devices()), params), requests), expected)
+
+
+def test_kernels_compute_inside_stages(params, requests, expected, monkeypatch):
+    seen = set()
+
+    def counted(kernel):
+        def run(query, *rest):
+            seen.add((query.shape[0], query.shape[-2]))
+            return kernel(query, *rest)
+
+        return run
+
+    monkeypatch.setitem(ROWS, "splash", counted(ROWS["xla"]))
+    monkeypatch.setitem(DECODE, "pallas", counted(DECODE["xla"]))
+    mesh = mesh_of({"data": 2, "stage": 2, "tensor": 2}, jax.devices())
+    assert_same(generate(engine_on(mesh, params, kernels=True), requests), expected)
+    assert seen == {(1, 2), (3, 2)}, "rows of a microbatch and slots of a replica, with half of the heads"
 
 
 def test_generation_on_two_of_the_four_stages_of_training(params, requests, expected):

@@ -176,7 +176,8 @@ def test_pages_that_nothing_reads_fast_are_had_by_those_who_ask_for_them(monkeyp
 
 def test_latents_and_stages_stay_in_slots(recwarn):
     latent = replace(CONFIG, latent=LatentAttention(rank=8, rope_dim=4, value_dim=12))
-    assert choose(latent, cache="auto") == choose(shape=(1, 2, 1), cache="auto") == ("xla", None)
+    assert choose(latent, cache="auto") == ("xla", None)
+    assert choose(shape=(1, 2, 1), cache="auto") == ("pallas", None)
     assert not any("(pages)" in str(warning.message) for warning in recwarn)
     with pytest.raises(ValueError, match="cache='pages' cannot be had, because latents do not lie in pages"):
         choose(latent, cache="pages")
@@ -184,10 +185,8 @@ def test_latents_and_stages_stay_in_slots(recwarn):
         choose(shape=(1, 2, 1), cache="pages")
 
 
-def test_stages_keep_the_kernel_that_the_compiler_splits():
-    with pytest.warns(RuntimeWarning, match="inside pipeline stages") as caught:
-        assert choose(shape=(1, 2, 1)) == ("xla", "xla")
-    assert len(caught) == 2
+def test_stages_have_the_kernels_that_others_have():
+    assert choose(shape=(1, 2, 1)) == ("splash", "pallas")
 
 
 def table(cache="slots"):

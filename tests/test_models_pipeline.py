@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import DECODER, drawn
 
 from jaxrlhf import models
+from jaxrlhf.models.attention.attention import ROWS as ROWS_KERNELS
 from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES, mesh_of
 from jaxrlhf.sharding.rules import TRAIN, shardings
 
@@ -87,6 +88,23 @@ def test_stages_do_not_change_logp_or_gradients(params, rows, expected, sizes, r
     program = gradient(execution=replace(execution, remat=remat))
     found = program(jax.device_put(params, layout), jax.device_put(rows, row_sharding))
     assert_close(found, expected, 4e-6)
+
+
+def test_kernels_run_on_the_heads_and_rows_of_a_stage_device(params, rows, expected, monkeypatch):
+    seen = []
+
+    def kernel(query_RWNH, *rest):
+        seen.append(query_RWNH.shape)
+        return ROWS_KERNELS["xla"](query_RWNH, *rest)
+
+    monkeypatch.setitem(ROWS_KERNELS, "splash", kernel)
+    sizes = {"data": 2, "stage": 2, "tensor": 2}
+    layout, row_sharding, execution = of(mesh_of(sizes, jax.devices()))
+    execution = replace(execution, rows_kernel="splash", head_axes=("tensor",))
+    program = gradient(execution=execution)
+    found = program(jax.device_put(params, layout), jax.device_put(rows, row_sharding))
+    assert_close(found, expected, 4e-6)
+    assert set(seen) == {(1, WIDTH, CONFIG.num_heads // 2, CONFIG.head_dim)}
 
 
 def test_half_precision(params, rows, expected):

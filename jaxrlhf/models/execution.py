@@ -68,11 +68,22 @@ class Execution:
         return jax.lax.with_sharding_constraint(array_RWX, NamedSharding(self.mesh, spec))
 
     def on_devices(self, kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`kernel` run by every device on its own part of the arrays."""
+        """`kernel` run by every device on its own part of the arrays; inside of a pipeline stage on its part of that's."""
         if self.mesh is None:
             return kernel
+        manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+        left = [axis for axis in self.mesh.axis_names if axis not in manual]
+
+        def rest(spec: PartitionSpec) -> PartitionSpec:
+            groups = [(axes,) if isinstance(axes, str) else axes or () for axes in spec]
+            return PartitionSpec(*[tuple(axis for axis in axes if axis not in manual) for axes in groups])
+
+        specs = jax.tree.map(rest, (in_specs, out_specs), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         # Kernels do not say over which axes their results vary, which the check would want to know.
-        return jax.shard_map(kernel, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        how = {"in_specs": specs[0], "out_specs": specs[1], "check_vma": False}
+        if not manual:
+            return jax.shard_map(kernel, mesh=self.mesh, **how)
+        return jax.shard_map(kernel, axis_names=set(left), **how)
 
 
 ONE_DEVICE = Execution()

@@ -69,8 +69,11 @@ class Pipeline:
     def on_stages(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`function` run by every stage on its own part; axes that the specs do not name stay the compiler's."""
         named = {axis for spec in jax.tree.leaves((in_specs, out_specs)) for axis in jax.tree.leaves(tuple(spec))}
+        axes = named | set(self.axes)
+        # Kernels inside do not say over which axes their results vary, which the check would want to know. What is
+        # differentiated is split over all of these axes, so that no gradient has to be summed over one of them.
         return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=named | set(self.axes)
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
         )
 
     def to_next(self, array: Array) -> Array:

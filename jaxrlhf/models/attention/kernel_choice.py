@@ -76,7 +76,7 @@ def choose_execution(
       row_axes: Mesh axes that split rows (or slots).
       head_axes: Mesh axes that split heads.
       expert_axes: Mesh axes that divide experts.
-      stage_axes: Mesh axes that divide the layers; only `xla` can be used inside one of several stages.
+      stage_axes: Mesh axes that divide the layers.
       weight_axes: The last of `row_axes`, those that split each layer's weights as well.
       remat: See `Execution`.
       decodes: Whether a decode kernel is needed as well.
@@ -116,15 +116,14 @@ def choose_execution(
             _warn(use, kernel, platform, heads, name, "another process of the mesh cannot use it")
         return everywhere
 
-    inside = "it does not run inside pipeline stages" if stages > 1 else None
     paged: PagesKernel | None = None
     if decodes and cache != "slots" and pageless is None:
         paged = pages if usable("pages", pages) else "xla" if cache == "pages" else None
     no_latents = None if config.latent is None else "it reads no latents"
     return replace(
         split,
-        rows_kernel=rows if usable("rows", rows, inside) else "xla",
-        decode_kernel=decode if decodes and paged is None and usable("decode", decode, no_latents or inside) else "xla",
+        rows_kernel=rows if usable("rows", rows) else "xla",
+        decode_kernel=decode if decodes and paged is None and usable("decode", decode, no_latents) else "xla",
         pages_kernel=paged,
     )
 
