@@ -68,7 +68,7 @@ class Execution:
         return jax.lax.with_sharding_constraint(array_RWX, NamedSharding(self.mesh, spec))
 
     def on_devices(self, kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """`kernel` run by every device on its own part of the arrays; inside of a pipeline stage on its part of that's."""
+        """`kernel` run by every device on its own part of the arrays, also inside a pipeline stage."""
         if self.mesh is None:
             return kernel
         manual = set(jax.sharding.get_abstract_mesh().manual_axes)

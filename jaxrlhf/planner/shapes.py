@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.models import read_config
-from jaxrlhf.models.config import Experts, Llama3Rope, ModelConfig
+from jaxrlhf.models.config import Experts, LatentAttention, Llama3Rope, ModelConfig
 
 _CLOSEST = 3
 
@@ -26,9 +26,9 @@ def _read_table() -> dict[str, ModelConfig]:
 def _shape(family: Mapping[str, Any], own: Mapping[str, Any]) -> ModelConfig:
     """Shape of a checkpoint that adds its own fields to those of its family."""
     fields = {"head_dim": own["hidden_size"] // own["num_heads"], **family, **own}
-    for name, kind in (("rope_scaling", Llama3Rope), ("experts", Experts)):
+    for name, kind in (("rope_scaling", Llama3Rope), ("experts", Experts), ("latent", LatentAttention)):
         if name in fields:
-            fields[name] = kind(**{**family[name], **own.get(name, {})})
+            fields[name] = kind(**{**family.get(name, {}), **own.get(name, {})})
     return ModelConfig(**fields)
 
 
@@ -63,4 +63,5 @@ def _hint(path: str) -> str:
         return f"did you mean {lower[path.lower()]}? ids are case-sensitive"
     closest = difflib.get_close_matches(path.lower(), lower, n=_CLOSEST, cutoff=0.0)
     names = ", ".join(lower[name] for name in closest)
-    return f"known without a network are {names} and {len(SHAPES) - len(closest)} more of Qwen2.5, Qwen3 and Llama"
+    others = len(SHAPES) - len(closest)
+    return f"known without a network are {names} and {others} more of Qwen2.5, Qwen3, Llama and DeepSeek"

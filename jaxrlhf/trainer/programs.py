@@ -81,13 +81,21 @@ def compile_plan(
     Raises:
       Refusal: A setting that does not fit the devices, or a program that their compiler refuses.
     """
+    return compile_programs(
+        lower_plan(config, problem, plan, devices), ExpectedPrograms(problem, plan), progress=progress
+    )
+
+
+def lower_plan(
+    config: Config, problem: PlacementProblem, plan: PlacementPlan, devices: Sequence[jax.Device]
+) -> dict[str, jax.stages.Lowered]:
+    """Lower every program of a plan; arguments and errors are those of `compile_plan`."""
     expected = ExpectedPrograms(problem, plan)
     config = planned_config(config, plan)
     roles = {role: role if role == "actor" else f"algorithm.{role}" for role in expected.remat}
     config = override(config, {f"{roles[role]}.remat": "full" if on else "none" for role, on in expected.remat.items()})
     with TemporaryDirectory() as folder:
-        config = described(config, Path(folder))
-        return compile_programs(lower_programs(config, embedded_tokenizer(), devices), expected, progress=progress)
+        return lower_programs(described(config, Path(folder)), embedded_tokenizer(), devices)
 
 
 def described(config: Config, folder: Path) -> Config:

@@ -1,0 +1,137 @@
+"""Compares the memory that plans count for with what the compilers of H100 and v5p allocate. Writes a table.
+
+    JAX_PLATFORMS=cpu python scripts/compare_compiled.py [--cases "7B fsdp" ...] [--chips h100x1 v5p-16] [--write]
+
+A case is a policy on eight devices in one layout. Its update (a microbatch forward and backward), its forward pass and
+its decoding of all slots are compiled, which takes the two cores of a notebook half an hour for all of them.
+`--write` renews docs/compiled.json and the table in docs/accelerators.md. Programs are from `jaxrlhf[compile]`.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pages import written
+
+from jaxrlhf.config import Config, Layout, Lora, load, override
+from jaxrlhf.planner.compiled import CompiledProgram, compile_programs
+from jaxrlhf.planner.cost.programs import ExpectedPrograms
+from jaxrlhf.planner.hardware import hardware
+from jaxrlhf.planner.problem import question_of
+from jaxrlhf.planner.search.mapping import search
+from jaxrlhf.planner.topology import topology
+from jaxrlhf.trainer.programs import lower_plan
+
+DOCS = Path(__file__).parent.parent / "docs"
+COMPARED = ("actor.gradient", "actor.forward", "generation.decode")
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy and how it is trained.
+
+    Attributes:
+      tokens: `tokens_per_microbatch`, over all devices.
+    """
+
+    model: str
+    layout: Layout
+    remat: str
+    tokens: int = 65_536
+    lora: Lora | None = None
+
+    def config(self) -> Config:
+        """GRPO with groups of eight responses of at most 1024 tokens."""
+        settings: dict[str, Any] = {
+            "model.path": self.model,
+            "compute_dtype": "bfloat16",
+            "actor.layout": self.layout,
+            "actor.remat": self.remat,
+            "actor.tokens_per_microbatch": self.tokens,
+            "actor.lora": self.lora,
+            "reference_layout": None,
+            "devices": None,
+            "kl": None,
+        }
+        config = load("grpo_gsm8k")
+        settings["algorithm.kl"] = settings.pop("kl")
+        return override(config, settings)
+
+
+SEVEN, EIGHT, MIXTURE = "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B"
+LATENT, HALF = "deepseek-ai/DeepSeek-V2-Lite", "Qwen/Qwen2.5-0.5B"
+CASES = {
+    "0.5B data": Case(HALF, Layout(data=8), "none"),
+    "0.5B data, recomputed": Case(HALF, Layout(data=8), "full"),
+    "7B fsdp": Case(SEVEN, Layout(fsdp=8, generation_tensor=2), "none", tokens=32_768),
+    "7B fsdp, recomputed": Case(SEVEN, Layout(fsdp=8, generation_tensor=2), "full"),
+    "7B fsdp tensor, recomputed": Case(SEVEN, Layout(fsdp=2, tensor=4, generation_tensor=4), "full"),
+    "7B tensor": Case(SEVEN, Layout(tensor=8, generation_tensor=8), "none", tokens=16_384),
+    "7B stage tensor": Case(SEVEN, Layout(stage=4, tensor=2, generation_tensor=2), "none", tokens=32_768),
+    "7B stage fsdp, recomputed": Case(SEVEN, Layout(stage=2, fsdp=4, generation_tensor=2), "full"),
+    "8B LoRA fsdp": Case(EIGHT, Layout(fsdp=8, generation_tensor=2), "none", tokens=32_768, lora=Lora(rank=32)),
+    "8B LoRA fsdp, recomputed": Case(EIGHT, Layout(fsdp=8, generation_tensor=2), "full", lora=Lora(rank=32)),
+    "30B experts, recomputed": Case(MIXTURE, Layout(expert=8), "full"),
+    "30B experts fsdp": Case(MIXTURE, Layout(fsdp=2, expert=4), "none", tokens=16_384),
+    "16B latents experts, recomputed": Case(LATENT, Layout(expert=8), "full"),
+    "16B latents experts fsdp": Case(LATENT, Layout(fsdp=2, expert=4), "none", tokens=16_384),
+}
+
+
+def compare(case: Case, chips: str) -> list[CompiledProgram]:
+    """Compile what is compared of a case."""
+    config, machines = case.config(), hardware(chips)
+    roomy = replace(machines, memory_bytes=1e15)  # what does not fit is compared as well
+    problem = question_of(config, roomy).problem
+    plan = search(problem).plans[0]
+    lowered = lower_plan(config, problem, plan, topology(machines))
+    chosen = {name: program for name, program in lowered.items() if name.partition("[")[0] in COMPARED}
+    return compile_programs(chosen, ExpectedPrograms(problem, plan))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown of the results: GiB of a device by plan and compiler, and how far they are apart."""
+    lines = ["| case | chip | program | plan | compiler | apart |", "|---|---|---|---:|---:|---:|"]
+    for row in rows:
+        plan, compiled = row["estimated_bytes"] / GIB, row["compiled_bytes"] / GIB
+        apart = f"{plan / compiled - 1:+.0%}"
+        lines.append(f"| {row['case']} | {row['chips']} | {row['program']} | {plan:.2f} | {compiled:.2f} | {apart} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--chips", nargs="+", default=["h100x1", "v5p-16"])
+    parser.add_argument("--write", action="store_true")
+    given = parser.parse_args()
+    rows = []
+    for chips in given.chips:
+        for name in given.cases:
+            start = time.perf_counter()
+            for program in compare(CASES[name], chips):
+                row = {
+                    "case": name,
+                    "chips": chips,
+                    "program": program.name.partition("[")[0],
+                    "estimated_bytes": program.estimated_bytes,
+                    "compiled_bytes": program.compiled_bytes,
+                    "argument_bytes": program.argument_bytes,
+                    "temporary_bytes": program.temporary_bytes,
+                    "collectives": [vars(each) for each in program.collectives or ()],
+                    "seconds": program.seconds,
+                }
+                rows.append(row)
+                print(table([row]).splitlines()[-1], f"{time.perf_counter() - start:.0f} s", flush=True)
+    if given.write:
+        (DOCS / "compiled.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        page = DOCS / "accelerators.md"
+        page.write_text(written(page.read_text(encoding="utf-8"), {"compiled": table(rows)}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
