@@ -198,14 +198,10 @@ class Engine:
         self._prefilled: Prefilled | None = None
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
-        """Compile every program that prompts of these lengths need; buckets that they seldom fill are given up.
-
-        For devices that are not here only the largest cache is decoded from.
-        """
+        """Compile every program that prompts of these lengths need; for the largest cache if devices are not here."""
         for length in self.prefill.only_busy(prompt_lengths):
             prefilled = self._prefill([(0,) * length])
-            sizes = self._cache.sizes_for(length)
-            for size in sizes if self._compiled.here else sizes[-1:]:
+            for size in self._cache.sizes_for(length)[0 if self._compiled.here else -1 :]:
                 self._cache.grow(size)
                 self._insert(prefilled, [])
                 self._dispatch()  # ends at once, as no slot is active

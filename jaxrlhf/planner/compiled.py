@@ -26,9 +26,9 @@ class CompiledProgram:
       name: `role.program[sizes]`.
       seconds: Seconds that it took to compile.
       alias_bytes: Outputs that take the memory of donated arguments.
-      estimated_bytes: What plans count for `compiled_bytes`; None of a program that they do not count.
-      beside_bytes: What else is in memory while it runs, by the plan.
-      collectives: Those that move most first; None where the compiler cannot print the program.
+      estimated_bytes: Bytes that plans count for `compiled_bytes`; None of a program that they do not count.
+      beside_bytes: Bytes of all else that is in memory while it runs, by the plan.
+      collectives: Largest first; None where the compiler cannot print the program.
     """
 
     name: str
@@ -152,7 +152,7 @@ _HELP = {
 
 
 def compiled_to_json(programs: Sequence[CompiledProgram], hardware: Hardware) -> dict[str, Any]:
-    """What `--json` prints of compiled programs."""
+    """Programs as `--json` prints them, and whether all of them fit."""
     usable = hardware.memory_bytes * hardware.usable_memory
     rows = [
         {

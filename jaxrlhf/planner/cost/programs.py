@@ -9,7 +9,7 @@ from jaxrlhf.config import ROLLOUT, Layout, offloaded
 from jaxrlhf.engine.prefill import PREFILL_TOKENS
 from jaxrlhf.models.memory import inference_activation_bytes
 from jaxrlhf.planner.cost.memory import bytes_per_weight, cache_bytes_per_token, weights_generating
-from jaxrlhf.planner.cost.simulate import Held, Simulator, held_bytes, inference_bytes, update_bytes
+from jaxrlhf.planner.cost.simulate import RoleBytes, Simulator, held_bytes, inference_bytes, update_bytes
 from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem, PlannedPool
 from jaxrlhf.planner.workload import Role
 
@@ -18,11 +18,11 @@ GENERATION = "generation"
 
 
 class Expected(NamedTuple):
-    """What a plan says of a program, in bytes of one device.
+    """Expectation for one program, in bytes of one device.
 
     Attributes:
       program: Arguments, temporaries and outputs; None where plans say nothing, as of programs that copy a little.
-      beside: What else is in the device's memory while it runs.
+      beside: All else that is in the device's memory while it runs.
     """
 
     program: float | None
@@ -102,7 +102,7 @@ class ExpectedPrograms:
     def _pool(self, name: str) -> PlannedPool:
         return next(pool for pool in self._plan.pools if name in pool.roles)
 
-    def _held(self, name: str) -> Held:
+    def _held(self, name: str) -> RoleBytes:
         return held_bytes(self._roles[name], self._pool(name).layouts[name], self._problem.software)
 
     def _idle(self, pool: PlannedPool) -> float:

@@ -88,7 +88,7 @@ class Simulator:
         self._problem = problem
         self.hardware = cache(partial(pool_hardware, problem.hardware))
         self._computed: dict[tuple[str, bool | None, int, int, int, int, int], _Computed] = {}
-        self._held: dict[tuple[str, Layout], Held] = {}
+        self._held: dict[tuple[str, Layout], RoleBytes] = {}
 
     def role(self, role: Role, layout: Layout, devices: int, offload: Sequence[str], *, generates: bool) -> Simulated:
         """The calls of a role that trains or scores, and perhaps generates, on a pool that the layout fills."""
@@ -158,7 +158,7 @@ class Simulator:
         apart = held + weights_apart(role.model, layout) * each
         return apart, apart
 
-    def _held_bytes(self, role: Role, layout: Layout) -> "Held":
+    def _held_bytes(self, role: Role, layout: Layout) -> "RoleBytes":
         key = (role.name, layout)
         if key not in self._held:
             self._held[key] = held_bytes(role, layout, self._problem.software)
@@ -189,7 +189,7 @@ class _Computed:
     update_bytes: float
 
 
-class Held(NamedTuple):
+class RoleBytes(NamedTuple):
     """Bytes of a role on one device: the two parts that can wait in host memory, and gradients while it is updated."""
 
     parameters: float
@@ -197,15 +197,15 @@ class Held(NamedTuple):
     gradients: float
 
 
-def held_bytes(role: Role, layout: Layout, software: Software) -> Held:
+def held_bytes(role: Role, layout: Layout, software: Software) -> RoleBytes:
     weights = weights_held(role.model, role.head, layout)
     if not role.trained:
-        return Held(weights * software.compute_bytes, 0.0, 0.0)
+        return RoleBytes(weights * software.compute_bytes, 0.0, 0.0)
     learnt = weights_learnt(role.model, role.head, role.lora, layout)
     frozen = 0.0 if role.lora is None else weights
     each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
     gradients = learnt * software.gradient_bytes * (1 + software.adds_gradients)
-    return Held(frozen * each + learnt * software.weight_bytes, learnt * software.optimizer_bytes, gradients)
+    return RoleBytes(frozen * each + learnt * software.weight_bytes, learnt * software.optimizer_bytes, gradients)
 
 
 def _moved(stage: Stage, num_bytes: float, hardware: Hardware, held_bytes: float) -> list[SimulatedCall]:

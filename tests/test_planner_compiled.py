@@ -1,0 +1,157 @@
+"""Compiled programs of a plan: what the compilers of chips say of them, their collectives, and what does not fit."""
+
+import json
+import runpy
+import sys
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.planner import check_fits
+from jaxrlhf.planner.compiled import CompiledProgram, largest
+from jaxrlhf.planner.hardware import hardware
+from jaxrlhf.planner.hlo import Collective, collectives
+from jaxrlhf.planner.topology import topology
+
+LAYERS, ROWS, WIDTH, INNER = 3, 64, 128, 256
+
+
+def products(rows, weights):
+    """A chain of layers whose weights are split over `fsdp` and `tensor`."""
+
+    def layer(hidden, pair):
+        return jnp.tanh(jnp.tanh(hidden @ pair[0]) @ pair[1]), None
+
+    return jax.lax.scan(layer, rows, weights)[0]
+
+
+@pytest.fixture(scope="module", params=["cpu", "h100x1", "v5p-16"])
+def program(request):
+    devices = jax.devices() if request.param == "cpu" else topology(hardware(request.param))
+    mesh = Mesh(np.array(devices).reshape(4, 2), ("fsdp", "tensor"))
+
+    dtype = jnp.float32 if request.param == "cpu" else jnp.bfloat16  # each sends what it computes with
+
+    def given(shape, *axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+    weights = (
+        given((LAYERS, WIDTH, INNER), None, "fsdp", "tensor"),
+        given((LAYERS, INNER, WIDTH), None, "tensor", "fsdp"),
+    )
+    run = jax.jit(products, out_shardings=NamedSharding(mesh, PartitionSpec("fsdp")))
+    return run.lower(given((ROWS, WIDTH), "fsdp"), weights).compile(), jnp.dtype(dtype).itemsize
+
+
+def test_collectives_are_those_of_the_formula_on_every_compiler(program):
+    compiled, itemsize = program
+    found = collectives(compiled.as_text(), {"fsdp": 4, "tensor": 2})
+    gathered = LAYERS * 2 * (3 / 4) * WIDTH * INNER / 2 * itemsize
+    reduced = LAYERS * 2 * (1 / 2) * (ROWS / 4) * WIDTH * itemsize
+    assert {(each.kind, each.axes, each.bytes) for each in found} == {
+        ("all-gather", ("fsdp",), gathered),
+        ("all-reduce", ("tensor",), reduced),
+    }
+    counts = {each.kind: each.count for each in found}
+    assert counts["all-reduce"] == LAYERS and counts["all-gather"] in (LAYERS, 2 * LAYERS)  # two at a time, or alone
+
+
+GROUPS = {
+    "replica_groups={{0,1},{2,3},{4,5},{6,7}}": ("tensor",),
+    "replica_groups={{0,2,4,6},{1,3,5,7}}": ("fsdp",),
+    "replica_groups=[4,2]<=[8]": ("tensor",),
+    "replica_groups=[2,4]<=[4,2]T(1,0)": ("fsdp",),
+    "replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}": ("fsdp",),
+    "replica_groups=mesh['axis_0'=8] {'axis_0':(4)2}": ("tensor",),
+    "replica_groups={}": ("fsdp", "tensor"),
+}
+
+
+@pytest.mark.parametrize("written", GROUPS)
+def test_groups_are_read_as_mesh_axes_in_every_way_that_they_are_written(written):
+    line = f"  %r = f32[6]{{0}} all-reduce(%a), {written}, to_apply=%add"
+    text = f"ENTRY %main (a: f32[6]) -> f32[6] {{\n  %a = f32[6]{{0}} parameter(0)\n{line}\n}}\n"
+    [found] = collectives(text, {"fsdp": 4, "tensor": 2})
+    ways = {("fsdp",): 4, ("tensor",): 2, ("fsdp", "tensor"): 8}[GROUPS[written]]
+    assert found == Collective("all-reduce", GROUPS[written], 1, round(2 * 24 * (ways - 1) / ways))
+
+
+def test_only_pairs_that_differ_are_sent():
+    line = "  %r = bf16[10]{0} collective-permute(%a), source_target_pairs={{0,2},{2,0},{1,1}}"
+    text = f"ENTRY %main (a: bf16[10]) -> bf16[10] {{\n  %a = bf16[10]{{0}} parameter(0)\n{line}\n}}\n"
+    assert collectives(text, {"fsdp": 4, "tensor": 2}) == [Collective("collective-permute", ("fsdp",), 1, 20)]
+
+
+def test_the_largest_of_several_sizes_stands_for_them():
+    names = [
+        "generation.decode[8, 96]",
+        "generation.decode[8, 1024]",
+        "actor.to_generation[0]",
+        "actor.to_generation[1]",
+    ]
+    assert largest(names) == ["generation.decode[8, 1024]", "actor.to_generation[0]", "actor.to_generation[1]"]
+
+
+def program_of(name: str, gib: float, beside: float) -> CompiledProgram:
+    size = int(gib * 2**30)
+    return CompiledProgram(name, 1.0, size, 0, size, size, size / 2, beside * 2**30, ())
+
+
+def test_a_step_that_its_compiler_does_not_fit_is_refused_with_the_figure():
+    machines = replace(hardware("h100"), memory_bytes=80 * 2**30, usable_memory=0.9)
+    fits = [program_of("critic.gradient", 40, 20), program_of("generation.decode[8, 96]", 30, 10)]
+    check_fits(fits, machines)
+    with pytest.raises(Refusal) as refusal:
+        check_fits([*fits, program_of("actor.gradient", 60, 13)], machines)
+    assert str(refusal.value) == (
+        "the step does not fit h100: actor.gradient needs 60 GiB by its compiler's word (plans count 30 GiB for it), "
+        "and 13 GiB is there beside it; a plan may fill 72 GiB of a device. Fewer tokens_per_microbatch, remat='full', "
+        "or a layout that splits the role further would help"
+    )
+
+
+def plan(monkeypatch, *arguments: object) -> None:
+    """Run the command in this process."""
+    monkeypatch.setattr(sys, "argv", ["plan", *map(str, arguments)])
+    runpy.run_module("jaxrlhf.plan", run_name="__main__")
+
+
+CONFIGURATION = """
+from dataclasses import replace
+from jaxrlhf.config import FromScratch, load, override
+
+def get_config():
+    small = FromScratch(hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=2)
+    changes = {"cold_start": None, "devices": None, "compute_dtype": "bfloat16", "model": small}
+    return override(load("grpo_arithmetic"), changes)
+"""
+
+
+@pytest.mark.slow
+def test_the_command_compiles_every_program_of_the_best_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(CONFIGURATION)
+    run = partial(plan, monkeypatch, "--config", "mine", "--hardware", "h100x1", "--plans", 1, "--compile")
+    run("--json")
+    compiled = json.loads(capsys.readouterr().out)["compiled"]
+    programs = {program["name"].partition("[")[0]: program for program in compiled["programs"]}
+    assert {"generation.decode", "generation.prefill", "actor.gradient", "actor.optimizer update"} <= programs.keys()
+    for program in programs.values():
+        parts = [program[f"{name}_bytes"] for name in ("argument", "temporary", "output")]
+        assert program["compiled_bytes"] == sum(parts) - program["alias_bytes"] > 0
+        assert program["seconds"] > 0 and program["peak_bytes"] == program["compiled_bytes"] + program["beside_bytes"]
+    assert programs["actor.optimizer update"]["estimated_bytes"] == pytest.approx(
+        programs["actor.optimizer update"]["compiled_bytes"], rel=0.01
+    )
+    assert compiled["fits"] and compiled["peak_bytes"] < compiled["usable_bytes"]
+    assert not list(tmp_path.glob("*.png"))
+    run()
+    shown = capsys.readouterr().out
+    assert "compiled for 8 devices (1 machine of 8 x h100)" in shown and "fullest: " in shown
+    assert (tmp_path / "plan_grpo_arithmetic_compiled.png").read_bytes()[:4] == b"\x89PNG"
