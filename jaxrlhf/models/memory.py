@@ -140,7 +140,7 @@ def training_activation_bytes(
     kept += scores * (_at_a_time(row_tokens) + (1 if remat or row_tokens >= LONG_ROW else layers))
     # Sorted by expert: tokens, their gradients, and what comes of them.
     kept += 3 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)
-    return tokens * kept + 2 * _logits(model, head, layout, tokens=tokens)
+    return tokens * kept + 2 * head_bytes(model, head, layout, tokens=tokens)
 
 
 def _at_a_time(row_tokens: int) -> float:
@@ -148,7 +148,8 @@ def _at_a_time(row_tokens: int) -> float:
     return 0.75 if row_tokens >= LONG_ROW else 1
 
 
-def _logits(model: ModelConfig, head: Head, layout: Layout, *, tokens: float) -> float:
+def head_bytes(model: ModelConfig, head: Head, layout: Layout, *, tokens: float) -> float:
+    """Logits of one device that exist at a time; those of a head of one number are not counted."""
     return logit_bytes(model, tokens=int(tokens)) / (layout.stage * layout.tensor) if head == "lm" else 0.0
 
 
@@ -161,4 +162,4 @@ def inference_activation_bytes(
     mlp = 3 * _inner(model) * itemsize / layout.tensor
     mlp += 2 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)  # before and after experts
     layer = 2 * model.hidden_size * itemsize + max(attention, mlp)
-    return tokens * layer + _logits(model, head, layout, tokens=tokens)
+    return tokens * layer + head_bytes(model, head, layout, tokens=tokens)

@@ -6,7 +6,13 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from jaxrlhf.config import Layout, offloaded
-from jaxrlhf.models.memory import inference_activation_bytes, keeps_activations, training_activation_bytes, weights_held
+from jaxrlhf.models.memory import (
+    head_bytes,
+    inference_activation_bytes,
+    keeps_activations,
+    training_activation_bytes,
+    weights_held,
+)
 from jaxrlhf.planner.cost.batches import Batch, batch_of
 from jaxrlhf.planner.cost.cost import forward_cost, offload_cost, switch_cost, update_cost
 from jaxrlhf.planner.cost.memory import (
@@ -221,8 +227,11 @@ def _sizes(problem: PlacementProblem, batch: Batch) -> dict[str, int]:
 def inference_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
     batch = batch_of(role, layout, problem.workload.responses, problem.workload, problem.software)
     tokens, sizes = batch.tokens / batch.parts, _sizes(problem, batch)
-    kept = inference_activation_bytes(role.model, role.head, layout, tokens=tokens, **sizes)
-    return kept + _gathered_bytes(problem, role, layout)
+    layers_bytes, table_bytes = _gathered_bytes(problem, role, layout)
+    in_layers = inference_activation_bytes(role.model, "value", layout, tokens=tokens, **sizes) + layers_bytes
+    hidden = 2 * tokens * role.model.hidden_size * problem.software.compute_bytes
+    # The head comes when the last layer's weights and activations are gone.
+    return max(in_layers, hidden + table_bytes + head_bytes(role.model, role.head, layout, tokens=tokens))
 
 
 def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
@@ -233,16 +242,17 @@ def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float
     parts = batch.parts if software.pipeline_parts_per_stage is not None else min(batch.parts, layout.stage)
     tokens, sizes = batch.tokens / batch.parts * parts, _sizes(problem, batch)
     kept = training_activation_bytes(role.model, role.head, layout, tokens=tokens, remat=role.remat, **sizes)
-    return kept + _gathered_bytes(problem, role, layout)
+    return kept + sum(_gathered_bytes(problem, role, layout))
 
 
-def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float:
+def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> tuple[float, float]:
     """Two layers' and the embedding's weights, gathered where they are split; experts of other devices are not."""
     if layout.fsdp * layout.expert == 1:
-        return 0.0
+        return 0.0, 0.0
     model = role.model
     layer = model.attention_parameters + model.mlp_parameters()
     if model.experts is not None:
         layer -= routed_weights(model) / model.routed_choices[0] * (1 - 1 / layout.expert)
     table = model.vocab_size * model.hidden_size / layout.stage
-    return (2 * layer + table) / layout.tensor * problem.software.compute_bytes
+    each = problem.software.compute_bytes / layout.tensor
+    return 2 * layer * each, table * each
