@@ -1,7 +1,7 @@
 """Devices of hardware that is not here: topologies that programs are compiled for by the chips' own compilers.
 
-TPUs need the package `libtpu`, NVIDIA GPUs `jax-cuda13-plugin`; no driver and no chip. Both come with
-`jaxrlhf[compile]`.
+TPUs need the package `libtpu`, NVIDIA GPUs `jax-cuda13-plugin` and, for its attention, `nvidia-cudnn-cu13`; no driver
+and no chip. All come with `jaxrlhf[compile]`.
 """
 
 import os
