@@ -6,19 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxrlhf.models.attention.attention import DECODE, ROWS, attend, attend_cache
 from jaxrlhf.models.attention.score_mod import PLAIN, ScoreMod
 from jaxrlhf.models.execution import Execution
-from jaxrlhf.models.kernels.gpu import pallas_decode
+from jaxrlhf.models.kernels.gpu import pallas_decode, triton_rows
 from jaxrlhf.models.kernels.tpu import splash_rows
+from jaxrlhf.planner.hardware import hardware
+from jaxrlhf.planner.topology import topology
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """Kernels of accelerators run on the CPU."""
     monkeypatch.setitem(ROWS, "splash", partial(splash_rows, interpret=True))
+    monkeypatch.setitem(ROWS, "triton", partial(triton_rows, interpret=True))
     monkeypatch.setitem(DECODE, "pallas", partial(pallas_decode, interpret=True))
 
 
@@ -88,7 +91,7 @@ SEGMENTS = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["xla", "splash"])
+@pytest.mark.parametrize("kernel", ["xla", "splash", "triton"])
 @pytest.mark.parametrize(("width", "heads", "kv_heads"), [(150, 4, 2), (18, 3, 1)])
 def test_packed_rows_and_their_gradients_are_those_of_the_naive_reference(kernel, width, heads, kv_heads):
     shapes = [(2, width, count, 16) for count in (heads, kv_heads, kv_heads, heads)]
@@ -177,6 +180,23 @@ def test_splash_attention_is_accepted_by_the_compiler_for_tpu(head_dim, scores):
     arrays = [jax.ShapeDtypeStruct((2, 200, count, head_dim), jnp.bfloat16) for count in (14, 2, 2)]
     lowered = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*arrays).lower(lowering_platforms=("tpu",))
     assert lowered.as_text().count("tpu_custom_call") >= 3  # forward, gradient of queries, of keys and values
+
+
+def test_memory_of_the_kernel_for_long_rows_grows_with_their_length_on_gpu():
+    device = topology(hardware("h100"))[0]
+
+    def temporary(width: int) -> int:
+        def loss(*arrays):
+            return triton_rows(*arrays).astype(jnp.float32).sum()
+
+        shapes = [(1, width, count, 128) for count in (14, 2, 2)]
+        place = SingleDeviceSharding(device)
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
+        segment = jax.ShapeDtypeStruct((1, width), jnp.int32, sharding=place)
+        program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays, segment)
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(32_768) < 2.1 * temporary(16_384) < 2**30
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="needs to know the GPU, and warns")

@@ -185,6 +185,17 @@ def test_latents_and_stages_stay_in_slots(recwarn):
         choose(shape=(1, 2, 1), cache="pages")
 
 
+def test_rows_too_long_for_a_mask_have_a_kernel_that_compares_segments(monkeypatch):
+    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("cudnn", "xla", "xla"))
+    monkeypatch.setitem(ROWS, "cudnn", xla_rows)
+    monkeypatch.setitem(ROWS, "triton", xla_rows)
+    assert choose(longest_row=8192) == ("cudnn", "xla")
+    assert choose(longest_row=8193) == ("triton", "xla")
+    assert choose(replace(CONFIG, head_dim=256)) == ("triton", "xla")
+    slides = (True, *[False] * (CONFIG.num_layers - 1))
+    assert choose(replace(CONFIG, sliding_window=64, sliding_layers=slides), longest_row=8193) == ("cudnn", "xla")
+
+
 def test_stages_have_the_kernels_that_others_have():
     assert choose(shape=(1, 2, 1)) == ("splash", "pallas")
 

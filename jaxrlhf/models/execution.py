@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxrlhf.batch import Array
 from jaxrlhf.models.pipeline import Pipeline
 
-RowsKernel = Literal["xla", "cudnn", "splash"]
+RowsKernel = Literal["xla", "cudnn", "triton", "splash"]
 DecodeKernel = Literal["xla", "pallas"]
 PagesKernel = Literal["xla", "pallas", "ragged"]
 

@@ -18,7 +18,7 @@ _ITEM_BYTES = {
     **dict.fromkeys(("s64", "u64", "f64"), 8),
 }
 _HEADER = re.compile(r"^(?:ENTRY )?(%[\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?(%[\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?(%[\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition)=(%[\w.\-]+)|branch_computations=\{([^}]*)\}")
 
 
@@ -40,6 +40,7 @@ class Collective:
 
 
 class _Instruction(NamedTuple):
+    root: str | None
     name: str
     type: str
     operation: str
@@ -105,8 +106,9 @@ def _turns(loop: _Instruction, computations: Mapping[str, Sequence[_Instruction]
     condition = re.search(r"condition=(%[\w.\-]+)", loop.rest)
     instructions = computations.get(condition[1], ()) if condition else ()
     limits = [int(found[1]) for each in instructions if (found := re.match(r"(\d+)\)", each.rest)) and _is_limit(each)]
-    compares = [each for each in instructions if each.operation == "compare"]
-    return limits[0] if len(limits) == 1 and len(compares) == 1 and "direction=LT" in compares[0].rest else 1
+    result = next((each for each in instructions if each.root), None)
+    counts = result is not None and result.operation == "compare" and "direction=LT" in result.rest
+    return limits[0] if len(limits) == 1 and counts else 1
 
 
 def _is_limit(instruction: _Instruction) -> bool:

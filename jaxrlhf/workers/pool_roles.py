@@ -18,6 +18,7 @@ from jaxrlhf.models.huggingface.config import read_stop_tokens
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES, factored_mesh
 from jaxrlhf.sharding.pool import ResourcePool
+from jaxrlhf.workers.model import microbatch_shape
 from jaxrlhf.workers.role_weights import RoleWeights
 
 
@@ -72,16 +73,19 @@ class PoolRoles:
 
     def execution(self, role: str, *, remat: bool = False) -> Execution:
         """Execution of a role in its training layout."""
+        mesh = self.mesh(role)
+        row_tokens, _ = microbatch_shape(self.training(role), mesh, width=self.width, role=role)
         return choose_execution(
             self.model_of(role),
             self.dtype,
-            self.mesh(role),
+            mesh,
             row_axes=BATCH_AXES,
             head_axes=TENSOR_AXES,
             expert_axes=EXPERT_AXES,
             stage_axes=STAGE_AXES,
             weight_axes=WEIGHT_AXES,
             remat=remat,
+            longest_row=row_tokens,
             wanted=self.config.attention,
         )
 

@@ -159,6 +159,7 @@ def _lazy(backend: str, name: str) -> Callable[..., Array]:
 ROWS: dict[str, Callable[..., Array]] = {
     "xla": attend_blocks,
     "cudnn": _lazy("gpu", "cudnn_rows"),
+    "triton": _lazy("gpu", "triton_rows"),
     "splash": _lazy("tpu", "splash_rows"),
 }
 DECODE: dict[str, Callable[..., Array]] = {"xla": _decode_xla, "pallas": _lazy("gpu", "pallas_decode")}

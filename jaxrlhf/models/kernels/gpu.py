@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.experimental.pallas.ops.gpu import attention as triton_attention
 from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
@@ -21,6 +22,9 @@ _BLOCK, _PART = 64, 512
 
 _SMALLEST_DOT = 16
 """Rows that the tensor cores multiply at least."""
+
+_ROW_TILE = 64
+"""Queries and keys of a tile of `triton_rows`; half as many in its backward pass, and of wider heads than 128."""
 
 
 def cudnn_rows(
@@ -56,6 +60,34 @@ def cudnn_rows(
         implementation="cudnn",
     )
     return out[:, :width]
+
+
+def triton_rows(
+    query_RWNH: Float[Array, "R W N H"],
+    key_RWKH: Float[Array, "R W K H"],
+    value_RWKH: Float[Array, "R W K H"],
+    segment_RW: Int[Array, "R W"],
+    score_mod: ScoreMod = PLAIN,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "R W N H"]:
+    """JAX's flash attention in Triton, which compares segments tile by tile: memory grows with the row's length.
+
+    Heads of keys and values are repeated for the queries that share them.
+
+    Raises:
+      NotImplementedError: Scores have a soft cap or a window.
+    """
+    if score_mod.soft_cap is not None or score_mod.window is not None:
+        raise NotImplementedError("this kernel has neither a soft cap of scores nor windows")
+    _, width, heads, head_dim = query_RWNH.shape
+    copies, tile = heads // key_RWKH.shape[2], _ROW_TILE if head_dim <= 128 else _ROW_TILE // 2
+    key_RWNH, value_RWNH = (jnp.repeat(array, copies, axis=2) for array in (key_RWKH, value_RWKH))
+    arrays = pad_positions((query_RWNH, key_RWNH, value_RWNH, segment_RW), multiple=_ROW_TILE)
+    half = tile // 2
+    tiles = triton_attention.BlockSizes(tile, tile, half, half, half, half)
+    scale = 1 / score_mod.divide_by(head_dim)
+    return triton_attention.mha(*arrays, scale, True, tiles, interpret=interpret)[:, :width]
 
 
 def pallas_decode(
