@@ -55,11 +55,15 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
       mesh_shape: Size of every axis of the mesh whose devices, in order, run the program.
     """
     computations = dict(_computations(text))
-    entry = next(name for name in computations if re.search(rf"^ENTRY {re.escape(name)} ", text, re.MULTILINE))
+    entry = re.search(r"^ENTRY (%[\w.\-]+) ", text, re.MULTILINE)
+    assert entry is not None, "this is no text of a compiled program"
+    runs = _with_collectives(computations)
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     received: Counter[tuple[str, tuple[str, ...]]] = Counter()
 
     def visit(name: str, times: int) -> None:
+        if name not in runs:
+            return
         types = {instruction.name: instruction.type for instruction in computations[name]}
         for instruction in computations[name]:
             kind = instruction.operation.removesuffix("-start")
@@ -73,8 +77,18 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
                 if called in computations:
                     visit(called, times * turns)
 
-    visit(entry, 1)
+    visit(entry[1], 1)
     return [Collective(*key, counts[key], size) for key, size in received.most_common()]
+
+
+def _with_collectives(computations: Mapping[str, Sequence[_Instruction]]) -> set[str]:
+    """Computations that have collectives, or run some that have; those called come before their callers."""
+    found: set[str] = set()
+    for name, instructions in computations.items():
+        own = any(each.operation.removesuffix("-start") in KINDS for each in instructions)
+        if own or any(called in found for each in instructions for called in _called(each.rest)):
+            found.add(name)
+    return found
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[_Instruction]]]:
