@@ -76,7 +76,8 @@ def test_activations_are_kept_while_all_that_is_held_takes_three_fifths_of_the_m
     # Six residuals twice, queries, keys, values and what is mixed of them, and six of the MLP, in float32.
     layer = 12 * 32 * 4 + (4 * 32 + 6 * 64) * 4
     scores = 4 * 240 / 2 * 8
-    activations = tokens * (2 * layer + 3 * scores) + 2 * 512 * model.vocab_size * 4
+    # Beside them one layer's scores have gradients, or before that the logits have.
+    activations = tokens * (2 * layer + 2 * scores) + max(tokens * scores, 2 * 512 * model.vocab_size * 4)
     assert most(builder) == pytest.approx((held + activations) / 0.6 / 2**20, abs=1)
     message = remat.choose_remat(on_accelerator(builder, 1 << 30), "actor")
     assert not message.on and "of 1.0 GiB" in message.why

@@ -25,7 +25,8 @@ def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1
 
     The residual stream six times, and what each norm is given; queries, keys, values and mixed heads, and these in
     float32 as well; and of the MLP the gate, up, their product and what the gate's activation keeps, six in all, or
-    eight with a tanh in it. Experts keep the tokens that they are given, those of all devices that share them.
+    eight with a tanh in it. Experts keep the tokens that they are given, those of all devices that share them. Where
+    the layer is split compilers keep the residual stream twice (docs/accelerators.md has them beside this).
 
     Args:
       itemsize: Bytes of an activation.
@@ -35,7 +36,7 @@ def layer_activation_bytes(model: ModelConfig, *, itemsize: int, tensor: int = 1
     inner = (8 if model.activation == "gelu_tanh" else 6) * _inner(model)
     normed = (model.num_heads + model.num_kv_heads) * model.head_dim * model.qk_norm
     given = 0 if model.experts is None else expert * model.hidden_size
-    whole = 6 * model.hidden_size + model.norm_parameters + given
+    whole = (6 if tensor == 1 else 2) * model.hidden_size + model.norm_parameters + given
     mixed = 4 * model.num_heads * model.head_dim
     return whole * itemsize + ((_heads(model) + normed + inner) * itemsize + mixed) / tensor
 
@@ -122,25 +123,47 @@ def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
 
 
 def training_activation_bytes(
-    model: ModelConfig, head: Head, layout: Layout, *, tokens: float, row_tokens: int, itemsize: int, remat: bool
+    model: ModelConfig,
+    head: Head,
+    layout: Layout,
+    *,
+    tokens: float,
+    row_tokens: int,
+    itemsize: int,
+    remat: bool,
+    idle_share: float = 0.0,
+    gathered: tuple[float, float] = (0.0, 0.0),
 ) -> float:
-    """Activations and logits of one device while it updates, about.
+    """Activations and logits of one device while it updates, about, and the weights gathered meanwhile.
 
     With rematerialisation one layer keeps its activations at a time, the others their input only.
-    Scores of one layer come with their gradients, and so do the logits.
+    Scores of one layer come with their gradients, and so do the logits. The head's are gone when the layers' come.
 
     Args:
       tokens: Number of tokens whose activations exist at a time on one device.
       row_tokens: Tokens of the row that attention runs over.
+      idle_share: Turns of a pipeline in which a stage computes what nobody reads, over the others; it keeps them, too.
+      gathered: Bytes of weights that are gathered for layers, and for the head.
     """
     layers = model.num_layers / layout.stage
     layer = layer_activation_bytes(model, itemsize=itemsize, tensor=layout.tensor, expert=layout.expert)
     scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
-    kept = layers * model.hidden_size * itemsize + layer if remat else layers * layer
-    kept += scores * (_at_a_time(row_tokens) + (1 if remat or row_tokens >= LONG_ROW else layers))
+    again = remat or row_tokens >= LONG_ROW
+    kept = layers * (model.hidden_size * itemsize if remat else layer) + (0 if again else layers * scores)
+    kept = kept * (1 + idle_share) + _between_stages(model, layout, itemsize=itemsize)
     # Sorted by expert: tokens, their gradients, and what comes of them.
-    kept += 3 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)
-    return tokens * kept + 2 * head_bytes(model, head, layout, tokens=tokens)
+    working = layer * remat + scores * (_at_a_time(row_tokens) + again)
+    working += 3 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)
+    in_layers, in_head = (
+        tokens * working + gathered[0],
+        2 * head_bytes(model, head, layout, tokens=tokens) + gathered[1],
+    )
+    return tokens * kept + max(in_layers, in_head)
+
+
+def _between_stages(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
+    """Bytes of a token that enters and leaves a pipeline: what stages are fed and give, one turn after another."""
+    return 5 * model.hidden_size * itemsize * (layout.stage > 1)
 
 
 def _at_a_time(row_tokens: int) -> float:
@@ -161,5 +184,7 @@ def inference_activation_bytes(
     attention = _heads(model) * itemsize / layout.tensor + scores * _at_a_time(row_tokens)
     mlp = 3 * _inner(model) * itemsize / layout.tensor
     mlp += 2 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)  # before and after experts
-    layer = 2 * model.hidden_size * itemsize + max(attention, mlp)
+    # Parts of sums over tensor shards are there beside the sums.
+    layer = (2 + 3 * (layout.tensor > 1)) * model.hidden_size * itemsize + max(attention, mlp)
+    layer += _between_stages(model, layout, itemsize=itemsize)
     return tokens * layer + head_bytes(model, head, layout, tokens=tokens)

@@ -240,9 +240,16 @@ def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float
     batch = batch_of(role, layout, work.responses * work.epochs / work.updates, work, software)
     # One forward, one backward keeps at most one part for each stage; otherwise all of a microbatch.
     parts = batch.parts if software.pipeline_parts_per_stage is not None else min(batch.parts, layout.stage)
-    tokens, sizes = batch.tokens / batch.parts * parts, _sizes(problem, batch)
-    kept = training_activation_bytes(role.model, role.head, layout, tokens=tokens, remat=role.remat, **sizes)
-    return kept + sum(_gathered_bytes(problem, role, layout))
+    return training_activation_bytes(
+        role.model,
+        role.head,
+        layout,
+        tokens=batch.tokens / batch.parts * parts,
+        remat=role.remat,
+        idle_share=(layout.stage - 1) / parts if software.pipeline_parts_per_stage is not None else 0.0,
+        gathered=_gathered_bytes(problem, role, layout),
+        **_sizes(problem, batch),
+    )
 
 
 def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> tuple[float, float]:
