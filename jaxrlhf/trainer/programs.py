@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batch import Array, Pair, Problem, RolloutBatch, Scores, Sequences
-from jaxrlhf.config import Config, PolicyGradient, Preference, Pretrained, function_of, override
+from jaxrlhf.config import Config, ModelReward, PolicyGradient, Preference, Pretrained, function_of, override
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows.collect import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput
@@ -30,10 +30,14 @@ from jaxrlhf.planner.apply import planned_config
 from jaxrlhf.planner.compiled import CompiledProgram, compile_programs
 from jaxrlhf.planner.cost.programs import ExpectedPrograms
 from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem
+from jaxrlhf.planner.problem import judges_of
 from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.rewards.parts import part_names
-from jaxrlhf.single_controller.launch import launch
+from jaxrlhf.sharding.mesh import factored_mesh
+from jaxrlhf.single_controller.launch import launch, split_devices
 from jaxrlhf.workers.build import Phase
+from jaxrlhf.workers.pool_roles import compute_dtype
+from jaxrlhf.workers.score_model import ScoreModel
 
 
 def lower_programs(
@@ -61,7 +65,20 @@ def lower_programs(
             if isinstance(algorithm, PolicyGradient):
                 collected = _scored(config, problems, model_config(config.model, tokenizer))
             function_of(algorithm, "learn")(roles, work, collected).with_updates()
-            return roles.lowered()
+            return roles.lowered() | _reward_models(config, devices)
+
+
+def _reward_models(config: Config, devices: Sequence[jax.Device]) -> dict[str, jax.stages.Lowered]:
+    """Programs of reward models, for the longest text of the step."""
+    longest, programs = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens, {}
+    for name, index in judges_of(config).items():
+        part = config.rewards.parts[index]
+        assert isinstance(part, ModelReward)
+        own = next(own for pool, own in split_devices(config, devices) if "reward" in pool.roles)
+        mesh = factored_mesh(part.layout, own, role="reward")
+        dtype = compute_dtype(config, own)
+        programs[f"{name}.forward"] = ScoreModel(part.path, mesh=mesh, dtype=dtype).lower(longest)
+    return programs
 
 
 def compile_plan(
@@ -116,8 +133,10 @@ def described(config: Config, folder: Path) -> Config:
         return paths[path]
 
     def described_in(value: Any) -> Any:
-        if isinstance(value, Pretrained):
+        if isinstance(value, Pretrained | ModelReward):
             return dataclasses.replace(value, path=stand_in(value.path))
+        if isinstance(value, tuple):
+            return tuple(map(described_in, value))
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             return value
         changed = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

@@ -12,6 +12,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.checkpoint import load_pretrained
 from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models import choose_execution, hidden_states, read_config, resolve, score
+from jaxrlhf.sharding.described import are_here, described
 from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES
 from jaxrlhf.workers.offloadable import Offloadable
 from jaxrlhf.workers.role_weights import RoleWeights
@@ -27,7 +28,8 @@ class ScoreModel:
     Sequences are batched by length, in widths that double, so that a run compiles a handful of programs.
 
     Args:
-      path: Checkpoint directory or hub id, `...ForSequenceClassification` with one label.
+      path: Checkpoint directory or hub id, `...ForSequenceClassification` with one label. Of devices that are not here
+        only its shape is read.
       mesh: A factored mesh; parameters are laid out as for training, rows are split over the batch axes.
       dtype: Dtype of parameters and activations; the head computes in float32.
       offload: Parameters wait in host memory between calls.
@@ -49,9 +51,12 @@ class ScoreModel:
         tokens_per_batch: int = 16_384,
     ) -> None:
         self._config = read_config(path)
-        self._tokenizer = load_tokenizer(str(resolve(path)))
-        layout = RoleWeights("reward model", self._config, "score", dtype, None).layout(mesh)
-        params = load_pretrained(path, self._config, "score", layout, dtype=dtype)
+        weights = RoleWeights("reward model", self._config, "score", dtype, None)
+        if are_here(list(mesh.devices.flat)):
+            self._tokenizer = load_tokenizer(str(resolve(path)))
+            params = load_pretrained(path, self._config, "score", weights.layout(mesh), dtype=dtype)
+        else:
+            params = weights.frozen_params(mesh)
         self.parameters = Offloadable(params, offload=offload)
         self._tokens_per_batch = tokens_per_batch
         self._rows_multiple = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
@@ -79,6 +84,12 @@ class ScoreModel:
         sequences = [self._encode(prompt + response, finished) for prompt, response, finished in texts]
         with self.parameters.on_devices():
             return self._score(sequences)
+
+    def lower(self, tokens: int) -> jax.stages.Lowered:
+        """The program for texts of so many tokens, lowered; the devices need not be here."""
+        [(_, width, rows), *_] = self._batches(np.full(self._tokens_per_batch, tokens, np.int64))
+        shapes = jax.ShapeDtypeStruct((rows, width), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
+        return self._forward.lower(self.parameters.tree, *described(shapes, self._row_sharding))
 
     def _score(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
         """The score of each sequence, by parameters on the devices."""
