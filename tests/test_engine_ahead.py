@@ -61,7 +61,7 @@ def engine():
 def events(engine, monkeypatch):
     """What was dispatched (`decode`, `insert`, ...) and what was read, in order."""
     events: list[str] = []
-    run, read = engine._compiled.run, SlotBook.read
+    run, read = engine.compiled.run, SlotBook.read
 
     def recorded_run(sizes, *args, **kwargs):
         events.append(sizes[0])
@@ -71,7 +71,7 @@ def events(engine, monkeypatch):
         events.append("read")
         return read(book)
 
-    monkeypatch.setattr(engine._compiled, "run", recorded_run)
+    monkeypatch.setattr(engine.compiled, "run", recorded_run)
     monkeypatch.setattr(SlotBook, "read", recorded_read)
     return events
 
@@ -157,7 +157,7 @@ def test_requests_that_join_a_tail_have_its_slots_back_and_give_what_a_batch_giv
 
 
 def test_weights_that_diverge_are_reported_however_many_windows_are_on_their_way(engine, events):
-    params, version = engine._weights.params, engine._weights.version
+    params, version = engine.weights.params, engine.weights.version
     spoilt = jax.tree.map(lambda leaf: jax.device_put(np.full(leaf.shape, np.nan, leaf.dtype), leaf.sharding), params)
     engine.load(spoilt, version=1)
     with pytest.raises(Diverged, match="not finite"):

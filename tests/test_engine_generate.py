@@ -169,12 +169,12 @@ def test_decoding_over_part_of_the_cache_and_compiling_ahead_change_nothing(para
     engine = build()
     engine.load(params, version=1)
     engine.compile_ahead([20, *(len(request.prompt_tokens) for request in requests)])
-    ahead = set(engine._compiled._programs)
+    ahead = set(engine.compiled.programs)
     assert_same_responses(engine.generate(requests, Sampling(temperature=1.2), seed=7), expected)
     engine.generate([Request(0, (1,) * 20)], Sampling(min_tokens=12), seed=0)  # as long as it gets
-    assert set(engine._compiled._programs) == ahead
+    assert set(engine.compiled.programs) == ahead
     assert engine.compilations <= engine.most_compilations
-    assert engine._cache.sizes == (4, 8, 12, 16, 20, 24, 28, 32)
+    assert engine.cache.sizes == (4, 8, 12, 16, 20, 24, 28, 32)
 
 
 def test_responses_that_go_on_in_fewer_slots_stay_the_same(params, monkeypatch):
@@ -185,7 +185,7 @@ def test_responses_that_go_on_in_fewer_slots_stay_the_same(params, monkeypatch):
         engine.load(params, version=1)
     expected = narrow.generate(requests, Sampling(), seed=7)
     assert_same_responses(wide.generate(requests, Sampling(), seed=7), expected)
-    decoded = {sizes[1] for sizes in wide._compiled._programs if sizes[0] == "decode"}
+    decoded = {sizes[1] for sizes in wide.compiled.programs if sizes[0] == "decode"}
     assert max(decoded) == len(requests) and len(decoded) > 1
     assert wide.compilations <= wide.most_compilations
     # The next call starts with all slots again.

@@ -73,15 +73,15 @@ def requests() -> list[Request]:
 
 def generate(engine: Engine):
     """Also the most bytes that the cache had."""
-    most, hold = [0], engine._cache.hold
+    most, hold = [0], engine.cache.hold
 
     def watched(*given):
         hold(*given)
-        most.append(sum(leaf.nbytes for leaf in jax.tree.leaves(engine._cache.arrays)))
+        most.append(sum(leaf.nbytes for leaf in jax.tree.leaves(engine.cache.arrays)))
 
-    engine._cache.hold = watched
+    engine.cache.hold = watched
     completions = engine.generate(requests(), Sampling(temperature=1.1), seed=SEED)
-    engine._cache.hold = hold
+    engine.cache.hold = hold
     return completions, max(most)
 
 
@@ -112,7 +112,7 @@ def test_refilled_slots_and_long_tails_give_what_slots_give_in_less_memory(paged
     table_bytes = 10 * 6 * 4
     assert page_bytes == 2 * 12 * PAGE_TOKENS * BYTES_PER_TOKEN + table_bytes
     assert page_bytes < 0.5 * slot_bytes
-    assert {sizes[1] for sizes in paged._compiled._programs if sizes[0] == "decode"} == {10, 6}, "no slot was left"
+    assert {sizes[1] for sizes in paged.compiled.programs if sizes[0] == "decode"} == {10, 6}, "no slot was left"
 
 
 def test_pages_of_a_response_that_ended_unread_are_nobody_elses_yet(paged, slots, monkeypatch):
@@ -123,9 +123,9 @@ def test_pages_of_a_response_that_ended_unread_are_nobody_elses_yet(paged, slots
 
 def test_nothing_but_decoding_in_fewer_slots_compiles_after_compiling_ahead(paged):
     paged.compile_ahead([len(request.prompt_tokens) for request in requests()])
-    before = set(paged._compiled._programs)
+    before = set(paged.compiled.programs)
     generate(paged)
-    assert {sizes[:2] for sizes in set(paged._compiled._programs) - before} <= {("keep", 10), ("decode", 6)}
+    assert {sizes[:2] for sizes in set(paged.compiled.programs) - before} <= {("keep", 10), ("decode", 6)}
     assert paged.compilations <= paged.most_compilations
 
 
@@ -134,7 +134,7 @@ def test_responses_to_a_prompt_share_the_pages_that_it_fills(paged):
     for number, own in enumerate([prompt, prompt, prompt, (*prompt[:40], 1)]):
         paged.add(Request(number, own), Sampling(min_tokens=LONGEST_RESPONSE), seed=0)
     paged.step()
-    book, other = paged._cache._books
+    book, other = paged.cache.books
     assert (book.in_use, other.in_use) == (1 + 4, 0)  # the first page, and for each slot what comes after it
     assert len({book.held(slot)[0] for slot in range(4)}) == 1
     paged.free()
@@ -145,12 +145,12 @@ def test_every_page_is_given_back_when_its_responses_end(paged):
         paged.add(request, Sampling(), seed=4)
     while paged.unfinished:
         paged.step()
-        assert sum(book.in_use for book in paged._cache._books)
-    paged._cache.hold(paged._book.next_tokens_B, paged._book.slot_B)
-    assert [book.in_use for book in paged._cache._books] == [0, 0]
-    assert (np.asarray(paged._cache.arrays.table_BQ) == NO_PAGE).all()
+        assert sum(book.in_use for book in paged.cache.books)
+    paged.cache.hold(paged.book.next_tokens_B, paged.book.slot_B)
+    assert [book.in_use for book in paged.cache.books] == [0, 0]
+    assert (np.asarray(paged.cache.arrays.table_BQ) == NO_PAGE).all()
     paged.free()
-    assert not jax.tree.leaves(paged._cache.arrays.layers)
+    assert not jax.tree.leaves(paged.cache.arrays.layers)
 
 
 def test_pages_are_shared_while_somebody_reads_them_and_reused_when_nobody_does():

@@ -167,7 +167,7 @@ def test_replicas_leave_idle_slots_together(params, sizes, monkeypatch):
         for left, right in zip(several.generate(many, SAMPLING, seed=seed), expected, strict=True):
             assert left.tokens == right.tokens
             np.testing.assert_allclose(left.logps, right.logps, atol=1e-5)
-    assert len({sizes[1] for sizes in several._compiled._programs if sizes[0] == "decode"}) > 1
+    assert len({sizes[1] for sizes in several.compiled.programs if sizes[0] == "decode"}) > 1
 
 
 def held_bytes(tree):
@@ -182,17 +182,17 @@ def held_bytes(tree):
 def test_a_stage_holds_its_own_layers_of_the_cache(running):
     engine, prefilled = running
     floats_per_token = 2 * MODEL.num_layers // 4 * MODEL.num_kv_heads * MODEL.head_dim
-    assert held_bytes(engine._cache.arrays) == 4 * floats_per_token * (12 + 8) * 6 // 2
+    assert held_bytes(engine.cache.arrays) == 4 * floats_per_token * (12 + 8) * 6 // 2
     assert held_bytes(prefilled.prompts.prefix) == 4 * floats_per_token * 12 * engine.prefill.rows
-    assert held_bytes(engine._weights.params["layers"]) * 4 == sum(
-        leaf.nbytes for leaf in jax.tree.leaves(engine._weights.params["layers"])
+    assert held_bytes(engine.weights.params["layers"]) * 4 == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(engine.weights.params["layers"])
     )
 
 
 def test_weights_and_cache_stay_on_their_stage(running):
     """While decoding, one hidden state per slot is all that stages send to each other before the head."""
     engine, _ = running
-    (program,) = engine._compiled.named("decode")
+    (program,) = engine.compiled.named("decode")
     text = program.as_text()
     kinds = "all-gather|all-reduce|collective-permute|reduce-scatter|all-to-all"
     results = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)

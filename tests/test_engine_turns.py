@@ -169,7 +169,7 @@ def test_what_is_kept_goes_when_others_need_its_room_or_it_is_released_or_weight
     assert second_turn(lambda: engine.release(7)) > len(prompts()[0])
     assert second_turn(lambda: engine.release(1)) == 0
     assert second_turn(fill) == 0
-    assert second_turn(lambda: engine.load(engine._weights.params, version=1)) == 0
+    assert second_turn(lambda: engine.load(engine.weights.params, version=1)) == 0
 
 
 def test_a_later_prompt_may_be_longer_than_the_first_but_not_than_the_engine():

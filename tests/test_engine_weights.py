@@ -75,7 +75,7 @@ def weights_on(engine, seed=3):
     """Fresh arrays in the engine's layout."""
     drawn = models.init_params(MODEL, "lm", jax.random.key(seed))
     host = jax.tree.map(lambda leaf: np.asarray(0.2 * leaf / leaf.std() if leaf.std() > 0 else leaf), drawn)
-    return jax.device_put(host, shardings(engine._mesh, DIMS, GENERATE))
+    return jax.device_put(host, shardings(engine.mesh, DIMS, GENERATE))
 
 
 def held_bytes(tree):
@@ -133,7 +133,7 @@ def test_only_a_part_of_the_layers_exists_twice_at_a_time(monkeypatch):
     assert len(alive) == 5  # attention, three matrices of the MLP, norms
     assert alive[0] == whole + attention == max(alive)
     assert all(leaf.is_deleted() for leaf in stack)
-    assert held_bytes(engine._weights.layers()) == held_bytes(apart) == whole
+    assert held_bytes(engine.weights.layers()) == held_bytes(apart) == whole
 
 
 def test_programs_for_a_stack_do_not_take_layers_that_lie_apart():

@@ -41,7 +41,7 @@ class Typewriter(RolloutEngine):
     """Answers one request after another, each with the word whose number is its id, and waits before the next."""
 
     def __init__(self, *args, wait=lambda: None, **kwargs) -> None:
-        self._wait = wait
+        self.wait = wait
 
     def update_weights(self, weights):
         pass
@@ -59,7 +59,7 @@ class Typewriter(RolloutEngine):
             completion = Completion(request.request_id, (1, number), (0.0, 0.0), truncated=False, version=0)
             if on_completion is not None:
                 on_completion(completion)
-            self._wait()
+            self.wait()
             completions.append(completion)
         return completions
 
@@ -156,10 +156,10 @@ def test_a_rollout_that_fails_leaves_nothing_in_the_way(setting):
     def fail():
         raise FloatingPointError("not finite")
 
-    setting.sampler.engine._wait, wait = fail, setting.sampler.engine._wait
+    setting.sampler.engine.wait, wait = fail, setting.sampler.engine.wait
     with pytest.raises(FloatingPointError):
         setting.generate(problems())
-    setting.sampler.engine._wait = wait
+    setting.sampler.engine.wait = wait
     scores = setting.reward.compute_reward(problems(), setting.generate(problems()))
     assert scores.score_B.tolist() == expected()
 

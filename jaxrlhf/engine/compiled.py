@@ -20,21 +20,22 @@ class Compiled:
       whole: Sharding of arguments that come from the host.
 
     Attributes:
+      programs: By name and sizes.
       here: False if the devices are only described: programs are lowered, and give shapes with shardings.
       lowered: Programs that were lowered instead of run, by name and sizes.
     """
 
     def __init__(self, shape: Shape, whole: NamedSharding) -> None:
         self._shape, self._whole, self.here = shape, whole, are_here(list(whole.mesh.devices.flat))
-        self._programs: dict[tuple[Size, ...], jax.stages.Compiled] = {}
+        self.programs: dict[tuple[Size, ...], jax.stages.Compiled] = {}
         self.lowered: dict[str, jax.stages.Lowered] = {}
 
     def __len__(self) -> int:
-        return len(self._programs)
+        return len(self.programs)
 
     def named(self, name: str) -> list[jax.stages.Compiled]:
         """The programs of every size."""
-        return [program for (first, *_), program in self._programs.items() if first == name]
+        return [program for (first, *_), program in self.programs.items() if first == name]
 
     def put(self, arrays: Any, sharding: Any) -> Any:
         """Host arrays on the devices."""
@@ -42,7 +43,7 @@ class Compiled:
 
     def run(self, sizes: tuple[Size, ...], program: Callable, *arguments: Any, out: Any, donate: Any = ()) -> Any:
         """Call a program compiled for these sizes, of which the first is its name; compile it the first time."""
-        if sizes not in self._programs or not self.here:
+        if sizes not in self.programs or not self.here:
             layout = jax.tree.map(lambda leaf: getattr(leaf, "sharding", self._whole), arguments)
             jitted = jax.jit(
                 partial(program, shape=self._shape), in_shardings=layout, out_shardings=out, donate_argnums=donate
@@ -50,8 +51,8 @@ class Compiled:
             lowered = jitted.lower(*arguments)
             if not self.here:
                 return self._outputs(sizes, lowered, out)
-            self._programs[sizes] = lowered.compile()
-        return self._programs[sizes](*arguments)
+            self.programs[sizes] = lowered.compile()
+        return self.programs[sizes](*arguments)
 
     def _outputs(self, sizes: tuple[Size, ...], lowered: jax.stages.Lowered, out: Any) -> Any:
         """Outputs of a program that does not run; where they are is the compiler's choice if `out` is None."""

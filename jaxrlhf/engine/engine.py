@@ -66,6 +66,7 @@ class Engine:
       slots: Number after rounding; while no request waits for one, decoding goes on with those in use.
       insertions: Rows of an insertion.
       prefill: Runs prompts, and counts them.
+      compiled, cache, book, weights: Programs, keys and values, state of the slots, and the version loaded, if one is.
 
     Raises:
       Refusal: Sizes that do not fit the model or the mesh.
@@ -111,36 +112,36 @@ class Engine:
         self._max_response_tokens, self._stop_tokens = max_response_tokens, tuple(stop_tokens)
         self._goes_ahead = mesh.devices.flat[0].platform != "cpu" if goes_ahead is None else goes_ahead
         self._slot_counts = halving_buckets(self.slots // replicas, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
-        self._mesh, self.execution, self._capacity = mesh, execution, capacity
+        self.mesh, self.execution, self._capacity = mesh, execution, capacity
         self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline)
-        self._compiled = Compiled(self._shape, self._layout.whole)
+        self.compiled = Compiled(self._shape, self._layout.whole)
         together = -(-min(rows, prompts or slots) // replicas) * replicas
         longest = {"longest_prompt": max_prompt_tokens, "capacity": capacity}
-        self.prefill = Prefill(self._compiled, self._layout, rows=together, **longest)
+        self.prefill = Prefill(self.compiled, self._layout, rows=together, **longest)
         sizes = {"slots": self.slots, "longest": capacity}
-        self._cache: SlotCache | PageCache = SlotCache(self._compiled, self._layout, **sizes)
+        self.cache: SlotCache | PageCache = SlotCache(self.compiled, self._layout, **sizes)
         if execution.pages_kernel is not None:
-            self._cache = PageCache(self._compiled, self._layout, replicas=replicas, **sizes)
-        self._weights: Weights | None = None
+            self.cache = PageCache(self.compiled, self._layout, replicas=replicas, **sizes)
+        self.weights: Weights | None = None
         self._signature: Any = None
         self.free()
 
     @property
     def compilations(self) -> int:
         """Programs compiled so far."""
-        return len(self._compiled)
+        return len(self.compiled)
 
     @property
     def most_compilations(self) -> int:
         """Bound on `compilations`, whatever is generated from whole prompts."""
         prompts, counts = len(self.prefill.buckets), len(self._slot_counts)
         states = 1 + most_unstacked(self._shape.config) + 2 * prompts + counts * (counts - 1)
-        return states + self._cache.most_compilations(prompts=prompts, counts=counts)
+        return states + self.cache.most_compilations(prompts=prompts, counts=counts)
 
     @property
     def lowered(self) -> dict[str, jax.stages.Lowered]:
         """Programs by name and sizes, if the devices are not here and nothing can run."""
-        return self._compiled.lowered
+        return self.compiled.lowered
 
     @property
     def unfinished(self) -> bool:
@@ -150,7 +151,7 @@ class Engine:
     @property
     def active(self) -> int:
         """Slots whose response goes on or was not read yet."""
-        return int(self._book.taken_B.sum())
+        return int(self.book.taken_B.sum())
 
     def load(self, params: Params, version: int, *, spent: Any = None) -> None:
         """Set the weights, already in the generation layout.
@@ -169,14 +170,14 @@ class Engine:
                 f"{self.active} responses are being generated with version {self._loaded().version}; "
                 f"finish or free() them before loading version {version}"
             )
-        check_laid_out(params, self._mesh)
+        check_laid_out(params, self.mesh)
         spent = spent_layers(self._shape.config, spent)
         signature = spent is None, [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params)]
         if self._signature is not None and not same_layout(self._signature, signature):
             raise ValueError("weights of another shape, dtype or layout than those loaded before; build a new Engine")
         self.unload()
         self._signature = signature
-        self._weights = Weights(self._compiled, params, version, spent=spent)
+        self.weights = Weights(self.compiled, params, version, spent=spent)
 
     def update_weights(self, weights: PolicyWeights) -> None:
         """Set the weights, already in the generation layout; see `load`."""
@@ -185,15 +186,15 @@ class Engine:
     def unload(self) -> None:
         """Let go of the weights and the cache; compiled programs stay."""
         self.free()
-        self._weights = None
+        self.weights = None
 
     def free(self) -> None:
         """Drop the cache, and with it all requests that are unfinished."""
-        self._cache.free()
-        if self._weights:
-            self._weights.drop_copies()
+        self.cache.free()
+        if self.weights:
+            self.weights.drop_copies()
         self._slots: programs.Slots | None = None
-        self._book = SlotBook(slots=self.slots, tokens_per_dispatch=self._shape.tokens_per_dispatch)
+        self.book = SlotBook(slots=self.slots, tokens_per_dispatch=self._shape.tokens_per_dispatch)
         self._scheduler, self._contents = Scheduler(slots=self.slots), Contents(slots=self.slots)
         self._prefilled: Prefilled | None = None
 
@@ -201,15 +202,15 @@ class Engine:
         """Compile every program that prompts of these lengths need; for the largest cache if devices are not here."""
         for length in self.prefill.only_busy(prompt_lengths):
             prefilled = self._prefill([(0,) * length])
-            for size in self._cache.sizes_for(length)[0 if self._compiled.here else -1 :]:
-                self._cache.grow(size)
+            for size in self.cache.sizes_for(length)[0 if self.compiled.here else -1 :]:
+                self.cache.grow(size)
                 self._insert(prefilled, [])
                 self._dispatch()  # ends at once, as no slot is active
-                self._book.forget()
+                self.book.forget()
             self.free()
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> Prefilled:
-        return self.prefill.run(prompts, self._loaded(), self._cache, self._contents)
+        return self.prefill.run(prompts, self._loaded(), self.cache, self._contents)
 
     def _insert(self, prefilled: Prefilled, placements: Sequence[Placement]) -> None:
         """Start up to `insertions` responses in free slots, and draw their first tokens."""
@@ -217,10 +218,10 @@ class Engine:
         assert prefilled.version == weights.version, (
             f"prompts prefilled by version {prefilled.version} cannot be continued by version {weights.version}"
         )
-        assert len(self._book.slot_B) == self.slots, "slots that are not computed cannot take a response"
-        assert not self._book.unread, "a window that was not read yet may hold the last of a slot; read it first"
+        assert len(self.book.slot_B) == self.slots, "slots that are not computed cannot take a response"
+        assert not self.book.unread, "a window that was not read yet may hold the last of a slot; read it first"
         for row, slot, sequence in placements:
-            self._book.start(slot, len(prefilled.tokens[row]), limit=sequence.limit)
+            self.book.start(slot, len(prefilled.tokens[row]), limit=sequence.limit)
             if isinstance(self._shape.config, ModelConfig) and not self._shape.records_routing:
                 self._contents.start(slot, sequence)
             if prefilled.prompts.choice_PSLk is not None:  # read when the response ends, so nothing waits for it
@@ -230,27 +231,27 @@ class Engine:
         width = prefilled.prompts.prefix.key_LPSKH.shape[2]
         if self._slots is None:
             empty = partial(programs.empty_slots, slots=self.slots)
-            self._slots = self._compiled.run(("empty slots",), empty, out=self._layout.slots)
+            self._slots = self.compiled.run(("empty slots",), empty, out=self._layout.slots)
         arguments = programs.insert, weights.params, self._slots, prefilled.prompts, insertion
-        self._slots = self._compiled.run(("insert", width), *arguments, out=self._layout.slots, donate=1)
-        self._cache.place(prefilled, insertion.row_I, insertion.slot_I)
+        self._slots = self.compiled.run(("insert", width), *arguments, out=self._layout.slots, donate=1)
+        self.cache.place(prefilled, insertion.row_I, insertion.slot_I)
 
     def _dispatch(self) -> None:
         """Have up to `decode_tokens_per_dispatch` tokens drawn in every active slot; returns at once."""
         weights = self._loaded()
         assert self._slots is not None, "nothing was inserted"
-        self._cache.hold(np.maximum(self._book.next_tokens_B, self._contents.length_B), self._book.slot_B)
-        self._cache.arrays, self._slots, window = self._compiled.run(
-            ("decode", len(self._book.slot_B), self._cache.size),
+        self.cache.hold(np.maximum(self.book.next_tokens_B, self._contents.length_B), self.book.slot_B)
+        self.cache.arrays, self._slots, window = self.compiled.run(
+            ("decode", len(self.book.slot_B), self.cache.size),
             programs.decode,
             weights.layers(),
             weights.params,
-            self._cache.arrays,
+            self.cache.arrays,
             self._slots,
-            out=(self._cache.layout, self._layout.slots, self._layout.whole),
+            out=(self.cache.layout, self._layout.slots, self._layout.whole),
             donate=(2, 3),
         )
-        self._book.dispatched(window)
+        self.book.dispatched(window)
 
     def add(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> None:
         """Put a request in the queue; `step` answers it.
@@ -283,7 +284,7 @@ class Engine:
           Diverged: The policy's logits are not finite.
         """
         version, scheduler = self._loaded().version, self._scheduler
-        if scheduler.refill_due and not self._book.unread:
+        if scheduler.refill_due and not self.book.unread:
             self._take_back_slots()
             while scheduler.placeable:
                 if scheduler.prefill_due:
@@ -293,15 +294,15 @@ class Engine:
                 self._insert(self._prefilled, scheduler.place(self.insertions))
             if not scheduler.prefilled:
                 self._prefilled = None
-        if not self._book.unread:
+        if not self.book.unread:
             if not self.active:
                 return []
             self._dispatch()
         # While requests wait, slots that become free would wait for them a window longer.
-        if self._goes_ahead and not scheduler.waiting and self._book.outlasts:
+        if self._goes_ahead and not scheduler.waiting and self.book.outlasts:
             self._dispatch()
         ended = []
-        for slot, tokens, logps, active, choice_WLk in self._book.read():
+        for slot, tokens, logps, active, choice_WLk in self.book.read():
             sequence = scheduler.placed(slot)
             sequence.tokens += tokens
             sequence.logps += logps
@@ -321,8 +322,8 @@ class Engine:
 
     def _leave_idle_slots(self) -> None:
         """Go on with as few slots as hold those in use."""
-        replicas, slot_B = self._shape.replicas, self._book.slot_B
-        busy_B = self._book.taken_B | (self._contents.length_B > 0)
+        replicas, slot_B = self._shape.replicas, self.book.slot_B
+        busy_B = self.book.taken_B | (self._contents.length_B > 0)
         busy_GB = busy_B[slot_B].reshape(replicas, -1)
         count = fit(int(busy_GB.sum(axis=1).max()), self._slot_counts)
         if busy_GB.any() and count < busy_GB.shape[1]:
@@ -332,7 +333,7 @@ class Engine:
 
     def _take_back_slots(self) -> None:
         """Compute all slots again; those that come back are idle."""
-        slot_B = self._book.slot_B
+        slot_B = self.book.slot_B
         if len(slot_B) < self.slots:
             shape = replicas, _ = self._shape.replicas, self.slots // self._shape.replicas
             row_B, here_B = np.zeros(self.slots, np.int32), np.zeros(self.slots, bool)
@@ -341,11 +342,11 @@ class Engine:
 
     def _rearrange(self, row_GB: np.ndarray, goes_on_GB: np.ndarray, slot_B: np.ndarray) -> None:
         """Have rows for these slots, made of rows of their replica; slots that had none before do not go on."""
-        self._cache.keep(row_GB)
-        sizes = ("keep", len(self._book.slot_B), row_GB.size)
+        self.cache.keep(row_GB)
+        sizes = ("keep", len(self.book.slot_B), row_GB.size)
         arguments = programs.keep_rows, self._slots, row_GB, goes_on_GB
-        self._slots = self._compiled.run(sizes, *arguments, out=self._layout.slots)
-        self._book.keep(slot_B)
+        self._slots = self.compiled.run(sizes, *arguments, out=self._layout.slots)
+        self.book.keep(slot_B)
 
     def generate(
         self,
@@ -393,6 +394,6 @@ class Engine:
         return [completions[request.request_id] for request in requests]
 
     def _loaded(self) -> Weights:
-        if self._weights is None:
+        if self.weights is None:
             raise RuntimeError("the engine has no weights; call load(params, version=...) first")
-        return self._weights
+        return self.weights

@@ -112,6 +112,7 @@ class PageCache:
     Attributes:
       arrays: What `decode` takes, and gives back; no layers as long as nothing is cached.
       size: Pages of a replica; 0 without a cache.
+      books: Pages of each replica.
       sizes: Numbers of pages that it may have, ascending.
     """
 
@@ -130,7 +131,7 @@ class PageCache:
     def free(self) -> None:
         """Drop everything."""
         self.arrays = PagedCache([], np.zeros((0, self._columns), np.int32))
-        self._books = [
+        self.books = [
             BlockManager(slots=self._slots // self._replicas, page_tokens=PAGE_TOKENS) for _ in range(self._replicas)
         ]
         self.size = 0
@@ -162,12 +163,12 @@ class PageCache:
         """
         for slot, tokens in enumerate(tokens_B.tolist()):
             replica, own = self._place_of(slot)
-            self._books[replica].hold(own, tokens)
+            self.books[replica].hold(own, tokens)
         self._grow_to_fit()
         table_BQ = np.full((len(slot_B), self._columns), NO_PAGE, np.int32)
         for row, slot in enumerate(slot_B.tolist()):
             replica, own = self._place_of(slot)
-            pages = self._books[replica].held(own)
+            pages = self.books[replica].held(own)
             table_BQ[row, : len(pages)] = pages
         self.arrays = PagedCache(self.arrays.layers, self._compiled.put(table_BQ, self.layout.table_BQ))
 
@@ -178,7 +179,7 @@ class PageCache:
         for index, (row, slot) in enumerate(zip(row_I.tolist(), slot_I.tolist(), strict=True)):
             if slot < self._slots:
                 replica, own = self._place_of(slot)
-                pages = self._books[replica].place(own, prefilled.tokens[row])
+                pages = self.books[replica].place(own, prefilled.tokens[row])
                 page_GIQ[replica, index, : len(pages)] = pages
         self._grow_to_fit()
         layers, sizes, program = self.arrays.layers, ("place", width, self.size), programs.place_in_pages
@@ -191,7 +192,7 @@ class PageCache:
         page_GPQ = np.full((self._replicas, len(slots), -(-width // PAGE_TOKENS)), NO_PAGE, np.int32)
         for row, slot in enumerate(slots):
             replica, own = self._place_of(slot)
-            pages = self._books[replica].held(own)[: page_GPQ.shape[2]]
+            pages = self.books[replica].held(own)[: page_GPQ.shape[2]]
             page_GPQ[replica, row, : len(pages)] = pages
         program, sizes = partial(programs.take_prefix_from_pages, width=width), ("take", width, self.size)
         return self._compiled.run(sizes, program, self.arrays.layers, page_GPQ, out=self._prefix)
@@ -204,4 +205,4 @@ class PageCache:
         return divmod(slot, self._slots // self._replicas)
 
     def _grow_to_fit(self) -> None:
-        self.grow(fit(max(book.numbered for book in self._books), self.sizes))
+        self.grow(fit(max(book.numbered for book in self.books), self.sizes))
