@@ -70,7 +70,7 @@ CASES = {
     "7B fsdp": Case(SEVEN, Layout(fsdp=8, generation_tensor=2), "none", tokens=32_768),
     "7B fsdp, recomputed": Case(SEVEN, Layout(fsdp=8, generation_tensor=2), "full"),
     "7B fsdp tensor, recomputed": Case(SEVEN, Layout(fsdp=2, tensor=4, generation_tensor=4), "full"),
-    "8B tensor": Case(EIGHT, Layout(tensor=8, generation_tensor=4), "none", tokens=16_384),
+    "8B tensor": Case(EIGHT, Layout(data=2, tensor=4, generation_tensor=4), "none", tokens=16_384),
     "7B stage tensor": Case(SEVEN, Layout(stage=4, tensor=2, generation_tensor=2), "none", tokens=32_768),
     "7B stage fsdp, recomputed": Case(SEVEN, Layout(stage=2, fsdp=4, generation_tensor=2), "full"),
     "8B LoRA fsdp": Case(EIGHT, Layout(fsdp=8, generation_tensor=2), "none", tokens=32_768, lora=Lora(rank=32)),

@@ -236,7 +236,7 @@ def machines_of(draw: random.Random, shape: tuple[int, int], roles: tuple[Role, 
         *(
             "made",
             *shape,
-            about(0.8, 10) * state / (math.prod(shape) if draw.random() < 0.5 else 1) + about(2.5e3, 2.5e4),
+            about(0.8, 10) * state / (math.prod(shape) if draw.random() < 0.5 else 1) + about(2e3, 1.2e4),
         ),
         *(about(1e6, 1e8), about(1e5, 1e8), link, link * draw.choice([0.003, 0.1, 1.0]), about(1e4, 1e7)),
         *(about(1e-6, 1e-3), about(1e-6, 1e-2), about(1e-6, 1e-3), about(1e-3, 1) if slow else about(1e-6, 1e-2)),

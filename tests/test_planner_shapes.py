@@ -177,7 +177,7 @@ def test_an_unknown_id_names_the_closest_known_ones():
     message = str(error.value)
     assert "known without a network are Qwen/Qwen2.5-" in message
     assert sum(name in message.replace(",", " ").split() for name in SHAPES) == 3
-    assert "34 more" in message
+    assert "35 more" in message
     assert "\n" not in message
 
 
