@@ -45,8 +45,13 @@ _GPUS: Mapping[str, Mapping[str, Any]] = {
 Source: openxla/xla, xla/tools/hlo_opt/gpu_specs.
 """
 
-_NO_TPU_HERE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-8", "TPU_WORKER_HOSTNAMES": "localhost"}
-"""Environment in which libtpu asks no cloud for the machine that it is on."""
+_NO_TPU_HERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""Environment in which libtpu asks no cloud for the machine that it is on, and several processes may compile at once."""
 
 _LABELS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 
