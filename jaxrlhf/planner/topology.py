@@ -51,7 +51,7 @@ _NO_TPU_HERE = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""Environment in which libtpu asks no cloud for the machine that it is on, and several processes may compile at once."""
+"""Environment in which libtpu asks no cloud for the machine that it is on, and several processes may compile."""
 
 _LABELS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 
