@@ -92,6 +92,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def no_leftovers() -> None:
+    """Arrays in the tracebacks of errors that were caught would go at any time, and change what is counted."""
+    gc.collect()
+
+
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of what whole runs have compiled, the same for all workers of pytest."""

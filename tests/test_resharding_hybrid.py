@@ -17,6 +17,8 @@ from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
 from jaxrlhf.sharding.overlap import missing_bytes, refines
 from jaxrlhf.sharding.rules import laid_out
 
+pytestmark = pytest.mark.usefixtures("no_leftovers")
+
 # Every leaf can be split by all axes of any factorisation of eight devices.
 SHAPES = {"layers": jax.ShapeDtypeStruct((8, 16), jnp.float32), "table": jax.ShapeDtypeStruct((64, 4), jnp.float32)}
 DIMS = {"layers": ("layers", "mlp"), "table": ("vocab", "embed")}

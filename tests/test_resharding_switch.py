@@ -1,6 +1,5 @@
 """Switching real arrays: nothing is lost, nothing touches the host, nothing wrong is taken."""
 
-import gc
 from typing import Any
 
 import jax
@@ -27,11 +26,7 @@ from jaxrlhf.resharding.hybrid import HybridEngine, SwitchError
 from jaxrlhf.sharding.mesh import mesh_of
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, laid_out, shardings
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_of_other_tests() -> None:
-    """Arrays in the tracebacks of errors that were caught would go at any time, and change what is counted."""
-    gc.collect()
+pytestmark = pytest.mark.usefixtures("no_leftovers")
 
 
 @pytest.mark.parametrize("layout", [REFINING, STAGES, NOT_REFINING], ids=["refining", "stages", "not-refining"])

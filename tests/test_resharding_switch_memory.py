@@ -1,6 +1,5 @@
 """What devices hold while weights are switched: nothing twice in one dtype, and at most one bucket beside it."""
 
-import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +13,7 @@ from switched import NOT_REFINING, REFINING, STAGES, grown, model_engine, model_
 
 from jaxrlhf.config import Layout
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_of_other_tests() -> None:
-    """Arrays in the tracebacks of errors that were caught would go at any time, and change what is counted."""
-    gc.collect()
+pytestmark = pytest.mark.usefixtures("no_leftovers")
 
 
 @contextmanager

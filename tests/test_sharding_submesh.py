@@ -19,6 +19,8 @@ from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.sharding.mesh import AXES, SLOT_AXES, factored_mesh, generation_mesh, mesh_of
 from jaxrlhf.sharding.submesh import hand_over, local_submesh, submesh_of
 
+pytestmark = pytest.mark.usefixtures("no_leftovers")
+
 MODEL = ModelConfig("qwen3", 32, 16, 32, 2, 4, 4, 8)
 
 
