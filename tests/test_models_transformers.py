@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file
-from tiny_checkpoints import KINDS, VOCAB, build, tokens, write
+from tiny_checkpoints import KINDS, VOCAB, build, params, tokens, write
 
 from jaxrlhf import models
 from jaxrlhf.config import FromScratch
@@ -20,7 +20,7 @@ FAMILIES = list({name: kind for kind, (name, _) in reversed(KINDS.items())}.valu
 """The first kind of each."""
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=params())
 def pair(request, tmp_path_factory):
     """A transformers model, and ours read from its files."""
     theirs = build(request.param)
@@ -96,7 +96,7 @@ def test_export_without_its_source_is_the_same_model(pair, tmp_path):
     np.testing.assert_allclose(their_logits(again, token_RW), their_logits(theirs, token_RW), atol=1e-6)
 
 
-@pytest.mark.parametrize("pair", FAMILIES, indirect=True)
+@pytest.mark.parametrize("pair", params(FAMILIES), indirect=True)
 def test_greedy_decoding_through_the_cache(pair):
     theirs, config, params, _ = pair
     token_PS, length_P = tokens((2, 12)), np.array([12, 7], np.int32)
@@ -116,6 +116,7 @@ def test_export_of_an_import_is_the_same_checkpoint(pair, tmp_path):
     models.save_params(params, config, tmp_path / "out", source=source)
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
     assert before.keys() == after.keys()
+    assert sum(tensor.size for tensor in before.values()) == config.num_parameters()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype and tensor.tobytes() == after[name].tobytes(), name
     for file in ("config.json", "generation_config.json"):

@@ -1,6 +1,7 @@
 """Tiny random checkpoints written by transformers, the independent side of every parity test."""
 
 import numpy as np
+import pytest
 import torch
 import transformers
 
@@ -55,6 +56,14 @@ _DEEPSEEK = {
     "n_group": 4,
     "topk_group": 2,
     "moe_intermediate_size": 24,
+}
+
+_SHARED_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
 }
 
 KINDS = {
@@ -132,8 +141,61 @@ KINDS = {
         "DeepseekV3",
         _DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "n_shared_experts": 2},
     ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"full_attention": _YARN, "sliding_attention": {"rope_theta": 1e4}},
+        },
+    ),
+    "smollm3": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 0, 1], "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 6},
+    ),
+    "smollm3-full": ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": False}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "glm4-moe": (
+        "Glm4Moe",
+        _SHARED_EXPERTS | {"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 1},
+    ),
+    "glm4-moe-plain": ("Glm4Moe", _SHARED_EXPERTS | {"first_k_dense_replace": 0, "norm_topk_prob": False}),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.7, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "residual_multiplier": 0.25,
+            "logits_scaling": 4.0,
+            "attention_multiplier": 0.25,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    ),
 }
 """Every family, with its flags one way and another."""
+
+FAST = ("smollm3", "granite", "gpt-oss", "qwen3-next")
+"""Recent kinds whose mechanisms no older one has; the other recent ones are tested in the slow tier."""
+
+
+def params(kinds=KINDS):
+    """Kinds for `pytest.mark.parametrize`; recent ones are slow."""
+    recent = list(KINDS)[list(KINDS).index("olmo3") :]
+    return [
+        pytest.param(kind, marks=pytest.mark.slow) if kind in recent and kind not in FAST else kind for kind in kinds
+    ]
+
 
 _CAUSAL = {"Gemma3Text": "Gemma3"}
 """Names of language models that are not their configuration's."""

@@ -31,6 +31,7 @@ class CausalLM(ABC):
       num_kv_heads: Number of heads of its cache.
       experts: Always None: no mixture of experts.
       final_logit_softcapping: Cap c, by which logits l become c tanh(l / c); None leaves them.
+      logits_scaling: Number that logits are divided by.
     """
 
     name: str
@@ -41,6 +42,7 @@ class CausalLM(ABC):
     num_kv_heads: int
     experts: ClassVar[None] = None
     final_logit_softcapping: ClassVar[float | None] = None
+    logits_scaling: ClassVar[float] = 1.0
 
     @abstractmethod
     def num_parameters(self, head: Head = "lm") -> int:

@@ -302,4 +302,6 @@ def decode(
 
 def _embed(params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], dtype: Any) -> Float[Array, "R W D"]:
     embed_RWD = params["embed"][token_RW].astype(dtype)
+    if config.embedding_multiplier != 1.0:
+        embed_RWD = embed_RWD * config.embedding_multiplier
     return embed_RWD * jnp.asarray(config.hidden_size**0.5, dtype) if config.scale_embeddings else embed_RWD

@@ -34,7 +34,7 @@ def logits(params: Params, config: AnyModel, hidden_D: Float[Array, "*batch D"])
 def padded_logits(params: Params, config: AnyModel, hidden_D: Float[Array, "*batch D"]) -> Float32[Array, "*batch V"]:
     """Logits for every row of the table, so that they split evenly; -inf for rows that pad it."""
     table_VD = table(params, config).astype(hidden_D.dtype)
-    hidden_TD = hidden_D.reshape(-1, hidden_D.shape[-1])
+    hidden_TD = _scaled(hidden_D, config).reshape(-1, hidden_D.shape[-1])
     logit_V = few_rows_product(hidden_TD, table_VD, jnp.float32).reshape(*hidden_D.shape[:-1], -1)
     return _masked(_cap(logit_V, config.final_logit_softcapping), config.vocab_size, -jnp.inf)
 
@@ -79,7 +79,7 @@ def token_logp(
     order = _ReadOrder(order_RM, place_RW, target_RM, -(-wanted_RW.sum(axis=1).max() // chunk))
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
     reading = _Reading(chunk, entropy, config.final_logit_softcapping, config.vocab_size)
-    outputs = _read(hidden_RWD, table_VD, scale, order, reading)
+    outputs = _read(_scaled(hidden_RWD, config), table_VD, scale, order, reading)
 
     def back(output_RM: Array) -> Array:
         return _shift(jnp.where(wanted_RW, jnp.take_along_axis(output_RM, place_RW, axis=1), 0.0))
@@ -191,6 +191,11 @@ def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple
 
 
 _read.defvjp(_read_forward, _read_backward)
+
+
+def _scaled(hidden_D: Array, config: AnyModel) -> Array:
+    """Hidden states whose products with the table are divided as logits are."""
+    return hidden_D if config.logits_scaling == 1.0 else hidden_D / config.logits_scaling
 
 
 def _cap(logit_V: Array, soft_cap: float | None) -> Array:

@@ -109,7 +109,9 @@ def _block(
         return hidden_RWD if config.norms == "post" else norm(config, hidden_RWD, layer[f"{part}_norm"])
 
     def after(part: str, output_RWD: Array) -> Array:
-        return output_RWD if config.norms == "pre" else norm(config, output_RWD, layer[f"{part}_output_norm"])
+        if config.norms != "pre":
+            output_RWD = norm(config, output_RWD, layer[f"{part}_output_norm"])
+        return output_RWD if config.residual_multiplier == 1.0 else output_RWD * config.residual_multiplier
 
     mixed_RWNH, kept = mix(before("attention"))
     hidden_RWD += after("attention", linear.project(mixed_RWNH, layer["attention"]["output"], dims=2))
@@ -123,20 +125,20 @@ def repeat_heads(head_KH: Array, copies: int) -> Array:
     return head_KH if copies == 1 else jnp.repeat(head_KH, copies, axis=-2)
 
 
-def _slides(layer: Params) -> Array | None:
-    """True if this layer has the window; None where all layers are alike."""
-    return layer["slides"][0] if "slides" in layer else None
+def _flag(layer: Params, name: str) -> Array | None:
+    """One of `LAYER_FLAGS` of this layer; None where all layers are alike."""
+    return layer[name][0] if name in layer else None
 
 
 def _score_mod(layer: Params, config: ModelConfig) -> ScoreMod:
-    return ScoreMod(config.score_divisor, config.attn_logit_softcapping, config.sliding_window, _slides(layer))
+    return ScoreMod(config.score_divisor, config.attn_logit_softcapping, config.sliding_window, _flag(layer, "slides"))
 
 
 def _heads(
     layer: Params, config: ModelConfig, input_RWD: Array, turns: Rotations, execution: Execution
 ) -> tuple[Array, Array, Array]:
     """Rotated queries of a layer's input, and its rotated keys and values, or the latents that keep them."""
-    attention, turn = layer["attention"], turns.of_layer(_slides(layer))
+    attention, turn = layer["attention"], turns.of_layer(_flag(layer, "slides"), _flag(layer, "turns"))
     if config.latent is not None:
         return latents(attention, config, config.latent, input_RWD, turn)
 
@@ -153,8 +155,13 @@ def _heads(
     if config.qk_norm:
         query_RWNH = _head_norm(config, query_RWNH, attention["query_norm"])
         key_RWKH = _head_norm(config, key_RWKH, attention["key_norm"])
-    key_RWKH, copies = rotate(key_RWKH, turn), 1 if "qkv" in attention else execution.kv_copies
-    return rotate(query_RWNH, turn), repeat_heads(key_RWKH, copies), repeat_heads(value_RWKH, copies)
+    query_RWNH, key_RWKH = (
+        rotate(heads, turn, interleaved=config.rope_interleaved) for heads in (query_RWNH, key_RWKH)
+    )
+    if turns.growth_RW is not None:
+        query_RWNH = (query_RWNH * turns.growth_RW[:, :, None, None]).astype(query_RWNH.dtype)
+    copies = 1 if "qkv" in attention else execution.kv_copies
+    return query_RWNH, repeat_heads(key_RWKH, copies), repeat_heads(value_RWKH, copies)
 
 
 def _head_norm(config: ModelConfig, head_RWNH: Array, weight: Array) -> Array:

@@ -27,20 +27,29 @@ class Rotation(NamedTuple):
 
 
 class Rotations(NamedTuple):
-    """Rotations of layers that see everything, and of those with a window if that differs."""
+    """Rotations of layers that see everything, and of those with a window if that differs.
+
+    Attributes:
+      growth_RW: float32 factor of queries in all layers, by position; None is 1.
+    """
 
     full: Rotation
     sliding: Rotation | None
+    growth_RW: Array | None = None
 
-    def of_layer(self, slides: Bool[Array, ""] | None) -> Rotation:
+    def of_layer(self, slides: Bool[Array, ""] | None, turns: Bool[Array, ""] | None = None) -> Rotation:
         """Rotation of a layer that has the window or not.
 
         Args:
           slides: Flag of the layer; None where all layers are alike.
+          turns: Flag of the layer, false if it does not rotate; None where all do.
         """
-        if self.sliding is None or slides is None:
-            return self.full
-        return jax.tree.map(lambda near, far: jnp.where(slides, near, far), self.sliding, self.full)
+        turn = self.full
+        if self.sliding is not None and slides is not None:
+            turn = jax.tree.map(lambda near, far: jnp.where(slides, near, far), self.sliding, self.full)
+        if turns is not None:
+            turn = Rotation(jnp.where(turns, turn.cos_RWX, 1.0), jnp.where(turns, turn.sin_RWX, 0.0))
+        return turn
 
 
 def rotations(config: ModelConfig, position_RW: Int[Array, "R W"], *, longest: int | None = None) -> Rotations:
@@ -60,7 +69,19 @@ def rotations(config: ModelConfig, position_RW: Int[Array, "R W"], *, longest: i
         return _at_positions(at, position_RW, longest)
 
     full = turn(config.rope_theta, config.rope_scaling)
-    return Rotations(full, None if config.sliding_rope_theta is None else turn(config.sliding_rope_theta, None))
+    sliding = None if config.sliding_rope_theta is None else turn(config.sliding_rope_theta, None)
+    return Rotations(full, sliding, query_growth(config.rope_scaling, position_RW))
+
+
+def query_growth(scaling: RopeScaling | None, position_RW: Int[Array, "R W"]) -> Float32[Array, "R W"] | None:
+    """1 + beta ln(1 + floor(position / original context)), by which queries grow; None where they do not.
+
+    Source: Llama 4, as `llama_4_scaling_beta` in transformers.
+    """
+    if not isinstance(scaling, YarnRope) or scaling.llama_4_scaling_beta is None:
+        return None
+    contexts_RW = (position_RW // scaling.original_max_position_embeddings).astype(jnp.float32)
+    return 1 + scaling.llama_4_scaling_beta * jnp.log1p(contexts_RW)
 
 
 @variants(cpu=cpu.look_up)

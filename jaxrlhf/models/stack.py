@@ -22,22 +22,32 @@ from jaxrlhf.models.layer import repeat_heads
 from jaxrlhf.models.parameters import STACKS
 from jaxrlhf.models.pipeline import Pipeline
 
+LAYER_FLAGS = ("slides", "turns")
+"""Flags beside the parameters of layers: a layer has the window, a layer rotates its heads."""
+
 Layers = Params | list[Params]
 """A stack of layers, or a list of them."""
 
 
 def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> list[Params]:
-    """The stacks of layers in their order, with a flag for each layer where some have a window."""
-    if config.dense_layers:
+    """The stacks of layers in their order, with `LAYER_FLAGS` where layers differ in them."""
+    flags = {}
+    if config.sliding_window is not None and config.sliding_layers:
+        flags["slides"] = jnp.array(config.sliding_layers)[:, None]
+    if config.rope_layers:
+        flags["turns"] = jnp.array(config.rope_layers)[:, None]
+    dense = config.dense_layers
+    if dense:
         if pipeline is not None:
             raise Refusal(
                 f"the first {config.dense_layers} of {config.num_layers} layers have no experts, so that layers cannot "
                 f"be divided evenly over {pipeline.stages} stages; use one stage, and tensor or fsdp instead"
             )
-        return [params["dense_layers"], params["layers"]]
-    if config.sliding_window is None or not config.sliding_layers:
-        return [params["layers"]]
-    return [{**params["layers"], "slides": jnp.array(config.sliding_layers)[:, None]}]
+        first, last = (
+            {name: flag[part] for name, flag in flags.items()} for part in (slice(dense), slice(dense, None))
+        )
+        return [{**params["dense_layers"], **first}, {**params["layers"], **last}]
+    return [{**params["layers"], **flags}]
 
 
 def split_by_stack(layers: list[Params], config: ModelConfig) -> list[list[Params]]:

@@ -229,6 +229,7 @@ def check_head(directory: Path, head: Head, saved: Head) -> None:
 def _check_tensors(files: TensorFiles, config: ModelConfig, declared: dict, stored: dict[str, StoredTensor]) -> None:
     """Every tensor is there with its shape, and none is left over that would change the numbers."""
     expected: dict[str, tuple[int, ...]] = {}
+    family = FAMILIES[config.family]
     for path, param in jax.tree.leaves_with_path(declared):
         if source := stored.get(path_name(path)):
             stacked = source.stacked(param.shape)
@@ -250,7 +251,8 @@ def _check_tensors(files: TensorFiles, config: ModelConfig, declared: dict, stor
             )
     for name in files.file_of:
         # A tied or replaced head, and the constants that old versions saved, change nothing.
-        if name not in expected and name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+        constant = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+        if name not in expected and not constant and not family.leaves_out(name, config):
             raise Refusal(
                 f"tensor {name!r} in {files.where(name)} is no part of a {config.family} decoder; "
                 f"leaving it out would change the model"

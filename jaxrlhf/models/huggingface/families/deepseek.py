@@ -3,7 +3,16 @@
 from typing import Any
 
 from jaxrlhf.models.config import Experts, LatentAttention, ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, Family, StoredTensor, in_layers, mixture
+from jaxrlhf.models.huggingface.families.family import (
+    DECODER,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
+    Family,
+    StoredTensor,
+    after_dense_layers,
+    in_layers,
+    mixture,
+)
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 _NO_TENSORS = ("layers.attention.key", "layers.attention.value")
@@ -35,7 +44,8 @@ def _read_latent(given: Fields, *, interleaved: bool, dense_layers: int) -> dict
     }
 
 
-def _read_experts(given: Fields, **router: Any) -> Experts:
+def read_experts(given: Fields, **router: Any) -> Experts:
+    """Routed experts, some of them shared, by the names that DeepSeek gave their fields."""
     inner = given.need("moe_intermediate_size")
     return Experts(
         count=given.need("n_routed_experts"),
@@ -47,18 +57,11 @@ def _read_experts(given: Fields, **router: Any) -> Experts:
     )
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    """Fields of config.json that both versions have."""
-    latent, experts = config.latent, config.experts
-    assert latent is not None and experts is not None
+def write_experts(config: ModelConfig) -> dict[str, Any]:
+    """Fields that `read_experts` and its callers read."""
+    experts = config.experts
+    assert experts is not None
     return {
-        "attention_bias": False,
-        "head_dim": latent.rope_dim,
-        "kv_lora_rank": latent.rank,
-        "q_lora_rank": latent.query_rank,
-        "qk_nope_head_dim": config.head_dim - latent.rope_dim,
-        "qk_rope_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
         "first_k_dense_replace": config.dense_layers,
         "n_routed_experts": experts.count,
         "n_shared_experts": experts.shared_intermediate_size // experts.intermediate_size,
@@ -70,6 +73,22 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "routed_scaling_factor": experts.scaling,
         "scoring_func": experts.scores,
         "aux_loss_alpha": experts.loss_coefficient,
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    """Fields of config.json that both versions have."""
+    latent = config.latent
+    assert latent is not None
+    return {
+        **write_experts(config),
+        "attention_bias": False,
+        "head_dim": latent.rope_dim,
+        "kv_lora_rank": latent.rank,
+        "q_lora_rank": latent.query_rank,
+        "qk_nope_head_dim": config.head_dim - latent.rope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
     }
 
 
@@ -89,17 +108,9 @@ def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
             attention__query_norm=("self_attn.q_a_layernorm.weight", "C", "C"),
             attention__query=("self_attn.q_b_proj.weight", "CNH", "NH C"),
         )
-    shared = in_layers(
-        mlp__shared__gate=("mlp.shared_experts.gate_proj.weight", "DF", "F D"),
-        mlp__shared__up=("mlp.shared_experts.up_proj.weight", "DF", "F D"),
-        mlp__shared__down=("mlp.shared_experts.down_proj.weight", "FD", "D F"),
-    )
-    if experts.bias:
-        shared |= in_layers(mlp__router_bias=("mlp.gate.e_score_correction_bias", "E", "E"))
+    shared = SHARED_EXPERTS | (ROUTER_BIAS if experts.bias else {})
     sparse = mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | attention | shared
-    moved = {path: stored._replace(layer=config.dense_layers) for path, stored in sparse.items()}
-    first = {f"dense_{path}": stored for path, stored in (DECODER | attention).items() if path.startswith("layers.")}
-    tensors = moved | first
+    tensors = after_dense_layers(config, sparse, DECODER | attention)
     return {path: stored for path, stored in tensors.items() if path.removeprefix("dense_") not in _NO_TENSORS}
 
 
@@ -109,7 +120,7 @@ def _read_v2(given: Fields) -> dict[str, Any]:
     given.only("norm_topk_prob", False)
     grouped = given.take("topk_method") == "group_limited_greedy"
     groups, chosen = given.take("n_group"), given.take("topk_group")
-    experts = _read_experts(
+    experts = read_experts(
         given,
         normalised=False,
         scaling=float(given.take("routed_scaling_factor", 1.0)),
@@ -131,7 +142,7 @@ DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2", _tensors, _read_v2, _write_v2)
 def _read_v3(given: Fields) -> dict[str, Any]:
     given.only("scoring_func", "sigmoid")
     given.only("topk_method", "noaux_tc")
-    experts = _read_experts(
+    experts = read_experts(
         given,
         scores="sigmoid",
         normalised=bool(given.take("norm_topk_prob", True)),
@@ -150,5 +161,5 @@ def _write_v3(config: ModelConfig) -> dict[str, Any]:
     return _write(config) | {"topk_method": "noaux_tc", "rope_interleave": interleaved}
 
 
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", _tensors, _read_v3, _write_v3)
+DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", _tensors, _read_v3, _write_v3, predicts_several=True)
 """DeepSeek-V3: experts by sigmoid scores and a bias, of the groups whose best pairs are best."""

@@ -1,6 +1,7 @@
 """The type of a checkpoint family: a table from parameters to the tensors of its files, and fields of config.json."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -110,6 +111,33 @@ def mixture(mlp: str, *, gate: str, up: str, down: str) -> dict[str, StoredTenso
     )
 
 
+ROUTER_BIAS = in_layers(mlp__router_bias=("mlp.gate.e_score_correction_bias", "E", "E"))
+
+SHARED_EXPERTS = in_layers(
+    mlp__shared__gate=("mlp.shared_experts.gate_proj.weight", "DF", "F D"),
+    mlp__shared__up=("mlp.shared_experts.up_proj.weight", "DF", "F D"),
+    mlp__shared__down=("mlp.shared_experts.down_proj.weight", "FD", "D F"),
+)
+
+
+def after_dense_layers(
+    config: ModelConfig, sparse: Mapping[str, StoredTensor], dense: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """A table of layers with experts, behind the first ones of a table without."""
+    moved = {path: stored._replace(layer=config.dense_layers) for path, stored in sparse.items()}
+    first = {f"dense_{path}": stored for path, stored in dense.items() if path.startswith("layers.")}
+    return moved | (first if config.dense_layers else {})
+
+
+def gate_and_up(config: ModelConfig) -> dict[str, StoredTensor]:
+    """An MLP whose gate lies above its up in one tensor."""
+    name, inner = LAYER + "mlp.gate_up_proj.weight", config.intermediate_size
+    return {
+        "layers.mlp.gate": StoredTensor(name, "DF", "F D", 0, 2 * inner),
+        "layers.mlp.up": StoredTensor(name, "DF", "F D", inner, 2 * inner),
+    }
+
+
 LM_HEAD = StoredTensor("lm_head.weight", "VD", "V D")
 SCALAR_HEAD = StoredTensor("score.weight", "D", "1 D")
 
@@ -125,6 +153,8 @@ class Family:
       read: Fields of `ModelConfig` beside those that all families share, and defaults of those. It asks
         for every field of config.json that this family has beside them.
       write: Fields of config.json beside those that all families share.
+      predicts_several: Files may have layers behind the last one, or tensors named `mtp`, which predict several tokens
+        at once. They are not read, and not exported.
       score_architecture: First part of the name with a score head; None is `architecture`.
     """
 
@@ -134,6 +164,7 @@ class Family:
     read: Callable[[Fields], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
     score_architecture: str | None = None
+    predicts_several: bool = False
 
     @property
     def causal(self) -> str:
@@ -144,6 +175,12 @@ class Family:
     def classifier(self) -> str:
         """Architecture with a score head."""
         return f"{self.score_architecture or self.architecture}ForSequenceClassification"
+
+    def leaves_out(self, name: str, config: ModelConfig) -> bool:
+        """Return whether a tensor is of a layer that predicts several tokens."""
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        behind = layer is not None and int(layer[1]) >= config.num_layers
+        return self.predicts_several and (behind or name.startswith("mtp."))
 
     def stored(self, config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
         """Table of all parameters of a model, by parameter path."""

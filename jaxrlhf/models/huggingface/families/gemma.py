@@ -5,7 +5,7 @@ from typing import Any
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.families.family import DECODER, QK_NORM, Family, in_layers
 from jaxrlhf.models.huggingface.families.fields import Fields
-from jaxrlhf.models.huggingface.families.rope_fields import parse_rope, rope_dictionary
+from jaxrlhf.models.huggingface.families.rope_fields import read_two_ropes, write_two_ropes
 from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
 
 _FULL_THETA, _SLIDING_THETA = 1_000_000.0, 10_000.0
@@ -72,34 +72,18 @@ def _read_gemma3(given: Fields) -> dict[str, Any]:
         "final_logit_softcapping": given.take("final_logit_softcapping"),
         "sliding_window": given.take("sliding_window", 4096),
         "sliding_layers": read_layer_types(given) or tuple(index % pattern != pattern - 1 for index in range(count)),
-        **_read_ropes(given),
+        **read_two_ropes(
+            given,
+            full_theta=given.take("rope_theta", _FULL_THETA),
+            sliding_theta=given.take("rope_local_base_freq", _SLIDING_THETA),
+        ),
     }
-
-
-def _read_ropes(given: Fields) -> dict[str, Any]:
-    """Rotary positions of the two kinds of layers; in `rope_parameters` since transformers 5."""
-    ropes = given.take("rope_parameters") or {}
-    full = {"rope_theta": given.take("rope_theta", _FULL_THETA), **(given.take("rope_scaling") or {})}
-    full |= ropes.get("full_attention") or {}
-    sliding = {"rope_theta": given.take("rope_local_base_freq", _SLIDING_THETA)}
-    sliding |= ropes.get("sliding_attention") or {}
-    if unread := ropes.keys() - {"full_attention", "sliding_attention"}:
-        raise given.error(f"rope_parameters of {sorted(unread)}", "layers are full_attention or sliding_attention")
-    near = parse_rope(sliding, given)
-    if near["rope_scaling"] is not None:
-        raise given.error("scaled rope_parameters of sliding_attention", "only those of full_attention are computed")
-    return parse_rope(full, given) | {"sliding_rope_theta": near["rope_theta"]}
 
 
 def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
-    near = config.rope_theta if config.sliding_rope_theta is None else config.sliding_rope_theta
-    return _write_gemma2(config) | {
-        "rope_parameters": {
-            "full_attention": rope_dictionary(config.rope_theta, config.rope_scaling),
-            "sliding_attention": rope_dictionary(near, None),
-        },
-        "rope_local_base_freq": near,
-    }
+    ropes = write_two_ropes(config)
+    near = ropes["rope_parameters"]["sliding_attention"]["rope_theta"]
+    return _write_gemma2(config) | ropes | {"rope_local_base_freq": near}
 
 
 GEMMA3 = Family(

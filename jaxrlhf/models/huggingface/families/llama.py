@@ -1,9 +1,9 @@
-"""Llama, Mistral and Mixtral, OLMo 2, Phi-3."""
+"""Llama, Mistral and Mixtral, Phi-3."""
 
 from typing import Any
 
 from jaxrlhf.models.config import Experts, LongRope, ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, StoredTensor, in_layers, mixture
+from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, StoredTensor, gate_and_up, mixture
 from jaxrlhf.models.huggingface.families.fields import Fields
 
 
@@ -71,26 +71,6 @@ MIXTRAL = Family(
 """Mixtral: Mistral with a mixture of experts in every layer, whose weights add up to 1."""
 
 
-def _read_olmo2(given: Fields) -> dict[str, Any]:
-    given.only("attention_bias", False)
-    given.default(rms_norm_eps=1e-5, num_key_value_heads=given.take("num_attention_heads"))
-    return {"norms": "post", "qk_norm": True, "qk_norm_across_heads": True}
-
-
-def _olmo2_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    before = ("layers.attention_norm", "layers.mlp_norm")
-    return {path: stored for path, stored in DECODER.items() if path not in before} | in_layers(
-        attention_output_norm=("post_attention_layernorm.weight", "D", "D"),
-        mlp_output_norm=("post_feedforward_layernorm.weight", "D", "D"),
-        attention__query_norm=("self_attn.q_norm.weight", "NH", "NH"),
-        attention__key_norm=("self_attn.k_norm.weight", "KH", "KH"),
-    )
-
-
-OLMO2 = Family("olmo2", "Olmo2", _olmo2_tensors, _read_olmo2, lambda config: {"attention_bias": False})
-"""OLMo 2: norms come after attention and MLP, and one norm goes over all q heads, one over all k heads."""
-
-
 def _read_phi3(given: Fields) -> dict[str, Any]:
     for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
         given.only(name, False)
@@ -112,16 +92,18 @@ def _write_phi3(config: ModelConfig) -> dict[str, Any]:
 
 
 def _phi3_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
-    qkv, gate_up = LAYER + "self_attn.qkv_proj.weight", LAYER + "mlp.gate_up_proj.weight"
+    qkv = LAYER + "self_attn.qkv_proj.weight"
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    rows, inner = heads + 2 * kv_heads, config.intermediate_size
-    return DECODER | {
-        "layers.attention.query": StoredTensor(qkv, "DNH", "NH D", 0, rows),
-        "layers.attention.key": StoredTensor(qkv, "DKH", "KH D", heads, rows),
-        "layers.attention.value": StoredTensor(qkv, "DKH", "KH D", heads + kv_heads, rows),
-        "layers.mlp.gate": StoredTensor(gate_up, "DF", "F D", 0, 2 * inner),
-        "layers.mlp.up": StoredTensor(gate_up, "DF", "F D", inner, 2 * inner),
-    }
+    rows = heads + 2 * kv_heads
+    return (
+        DECODER
+        | gate_and_up(config)
+        | {
+            "layers.attention.query": StoredTensor(qkv, "DNH", "NH D", 0, rows),
+            "layers.attention.key": StoredTensor(qkv, "DKH", "KH D", heads, rows),
+            "layers.attention.value": StoredTensor(qkv, "DKH", "KH D", heads + kv_heads, rows),
+        }
+    )
 
 
 PHI3 = Family("phi3", "Phi3", _phi3_tensors, _read_phi3, _write_phi3)

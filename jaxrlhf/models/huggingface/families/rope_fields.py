@@ -83,6 +83,37 @@ def rope_dictionary(theta: float, scaling: RopeScaling | None) -> dict[str, Any]
     return {"rope_type": kind, "rope_theta": theta, **lists}
 
 
+def read_two_ropes(given: Fields, *, full_theta: float, sliding_theta: float) -> dict[str, Any]:
+    """Rotary positions of layers without a window and with one; in `rope_parameters` since transformers 5.
+
+    Args:
+      full_theta: Base of layers without a window, where `rope_parameters` does not say.
+      sliding_theta: Base of those with one.
+
+    Raises:
+      Refusal: Those of layers with a window are scaled, or there are others.
+    """
+    given.take("rope_theta")
+    ropes = given.take("rope_parameters") or {}
+    full = {"rope_theta": full_theta, **(given.take("rope_scaling") or {})}
+    full |= ropes.get("full_attention") or {}
+    sliding = {"rope_theta": sliding_theta}
+    sliding |= ropes.get("sliding_attention") or {}
+    if unread := ropes.keys() - {"full_attention", "sliding_attention"}:
+        raise given.error(f"rope_parameters of {sorted(unread)}", "layers are full_attention or sliding_attention")
+    near = parse_rope(sliding, given)
+    if near["rope_scaling"] is not None:
+        raise given.error("scaled rope_parameters of sliding_attention", "only those of full_attention are computed")
+    return parse_rope(full, given) | {"sliding_rope_theta": near["rope_theta"]}
+
+
+def write_two_ropes(config: ModelConfig) -> dict[str, Any]:
+    """The field that `read_two_ropes` reads."""
+    near = config.rope_theta if config.sliding_rope_theta is None else config.sliding_rope_theta
+    full = rope_dictionary(config.rope_theta, config.rope_scaling)
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": rope_dictionary(near, None)}}
+
+
 def write_rope(config: ModelConfig) -> dict[str, Any]:
     """The fields that `read_rope` reads, as transformers 5 writes them and as versions before read them."""
     rope = rope_dictionary(config.rope_theta, config.rope_scaling)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.models.config.parts import Experts, LatentAttention
+from jaxrlhf.models.config.rope import RopeScaling, YarnRope
 
 Head = Literal["lm", "value", "score"]
 FamilyName = Literal[
@@ -20,6 +22,13 @@ FamilyName = Literal[
     "gemma3_text",
     "deepseek_v2",
     "deepseek_v3",
+    "olmo3",
+    "smollm3",
+    "glm4",
+    "glm4_moe",
+    "ministral3",
+    "granite",
+    "minimax_m2",
 ]
 
 
@@ -30,148 +39,6 @@ def padded_rows(vocab_size: int) -> int:
     """
     multiple = 64 if vocab_size >= 512 else 16
     return -(-vocab_size // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class LinearRope:
-    """Rotary scaling that divides every frequency by the factor."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
-class Llama3Rope:
-    """Frequency scaling of Llama 3.1+: long wavelengths stretched, short ones kept.
-
-    Source: transformers `_compute_llama3_parameters`.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class YarnRope:
-    """YaRN: frequencies between `beta_fast` and `beta_slow` turns of the original context go from kept to stretched.
-
-    Attributes:
-      attention_factor: Factor of cosines and sines; None follows from the factor and the two scales.
-      truncate: Blending starts and ends at whole dimensions.
-
-    Source: Peng et al. 2023 (arXiv:2309.00071), section 3.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    def magnitude(self, scale: float = 1.0) -> float:
-        """Growth of queries and keys with the longer context: 0.1 scale ln(factor) + 1.
-
-        Source: Peng et al. 2023 (arXiv:2309.00071), eq. 22.
-        """
-        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
-
-@dataclass(frozen=True)
-class LongRope:
-    """LongRoPE: a factor for each frequency, one set for sequences up to the original context, one for longer ones.
-
-    The set that holds for a token would depend on tokens after it, so only the short one is computed and
-    `max_positions` is the original context; the other is carried along.
-
-    Attributes:
-      attention_factor: Factor of cosines and sines.
-
-    Source: Ding et al. 2024 (arXiv:2402.13753); Phi-3.
-    """
-
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
-    original_max_position_embeddings: int
-    attention_factor: float
-
-
-RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """Multi-head latent attention: keys and values of all heads are made of one short cached vector per token.
-
-    Attributes:
-      rank: Width of that vector.
-      rope_dim: Width of the last part of a query or key, which is rotated; all heads share that of keys.
-      value_dim: Width of a head's values.
-      query_rank: Width of a vector that queries are made of; None makes them of the layer's input.
-      interleaved: Neighbours are rotated together, and not halves.
-
-    Source: DeepSeek-AI 2024 (DeepSeek-V2, arXiv:2405.04434), section 2.1.
-    """
-
-    rank: int
-    rope_dim: int
-    value_dim: int
-    query_rank: int | None = None
-    interleaved: bool = True
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts in place of each layer's MLP, and the router that chooses them.
-
-    Attributes:
-      count: E, routed experts of a layer.
-      per_token: k, experts that a token goes through.
-      intermediate_size: F of one expert.
-      shared_intermediate_size: F of the shared experts, which every token goes through; 0 is none.
-      scores: Function of the router's logits.
-      normalised: The scores of a token's experts are divided by their sum.
-      scaling: Factor of the scores after that.
-      bias: Scores have a bias while experts are chosen by them, and not as weights (DeepSeek-V3).
-      groups: Equal parts of the experts; a token goes through experts of its best groups alone.
-      groups_per_token: Number of best groups.
-      group_best: Number of best scores whose sum ranks a group.
-      loss_coefficient: Coefficient of the load-balancing loss that the checkpoint was trained with.
-    """
-
-    count: int
-    per_token: int
-    intermediate_size: int
-    shared_intermediate_size: int = 0
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    normalised: bool = True
-    scaling: float = 1.0
-    bias: bool = False
-    groups: int = 1
-    groups_per_token: int = 1
-    group_best: int = 1
-    loss_coefficient: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.per_token <= self.count:
-            raise Refusal(
-                f"a token goes through per_token={self.per_token} of count={self.count} experts; "
-                f"per_token has to be from 1 to count"
-            )
-        if self.groups < 1 or self.count % self.groups or not 1 <= self.groups_per_token <= self.groups:
-            raise Refusal(
-                f"groups_per_token={self.groups_per_token} of groups={self.groups} of {self.count} experts; "
-                f"groups have to be equal, and at least one of them chosen"
-            )
-        in_group = self.count // self.groups
-        if not 1 <= self.group_best <= in_group or self.groups_per_token * in_group < self.per_token:
-            raise Refusal(
-                f"a group has {in_group} experts; that has to be at least group_best={self.group_best}, and "
-                f"groups_per_token={self.groups_per_token} groups have to hold per_token={self.per_token} experts"
-            )
 
 
 @dataclass(frozen=True)
@@ -199,8 +66,13 @@ class ModelConfig:
       query_pre_attn_scalar: Number whose square root divides scores; None is the head width.
       attn_logit_softcapping: Cap c, by which scores s become c tanh(s / c).
       final_logit_softcapping: Cap of logits in the same way.
+      embedding_multiplier: Factor of embeddings (Granite).
+      residual_multiplier: Factor of what attention and the MLP add to the residual stream (Granite).
+      logits_scaling: Number that logits are divided by (Granite).
       rope_theta: Base of the rotary frequencies.
       partial_rotary_factor: First part of each head that is rotated.
+      rope_interleaved: Neighbours are rotated together, and not halves (GLM-4).
+      rope_layers: Flags of the layers that rotate queries and keys; the others do not. Empty: all do (SmolLM3).
       sliding_window: Number of tokens that a token sees, itself included; None is all.
       sliding_layers: Flags of the layers that have the window; the others see everything. Empty: all have it.
       sliding_rope_theta: Base of the rotary frequencies in those layers, which are not scaled; None is `rope_theta`.
@@ -230,9 +102,14 @@ class ModelConfig:
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: float = 1.0
+    rope_interleaved: bool = False
+    rope_layers: tuple[bool, ...] = ()
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
     sliding_rope_theta: float | None = None
@@ -259,11 +136,12 @@ class ModelConfig:
             )
         if self.experts is not None and self.activation != "silu":
             raise Refusal(f"activation={self.activation!r} with experts, which compute silu; give activation='silu'")
-        if len(self.sliding_layers) not in (0, self.num_layers):
-            raise Refusal(
-                f"sliding_layers speaks of {len(self.sliding_layers)} layers, num_layers is {self.num_layers}; "
-                f"give one entry for each layer, or none"
-            )
+        for name in ("sliding_layers", "rope_layers"):
+            if len(getattr(self, name)) not in (0, self.num_layers):
+                raise Refusal(
+                    f"{name} speaks of {len(getattr(self, name))} layers, num_layers is {self.num_layers}; "
+                    f"give one entry for each layer, or none"
+                )
 
     @property
     def rotary_dim(self) -> int:

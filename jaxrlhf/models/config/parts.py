@@ -1,0 +1,78 @@
+"""Parts of a layer that only some models have: attention of another kind, and experts in place of the MLP."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxrlhf.config import Refusal
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: keys and values of all heads are made of one short cached vector per token.
+
+    Attributes:
+      rank: Width of that vector.
+      rope_dim: Width of the last part of a query or key, which is rotated; all heads share that of keys.
+      value_dim: Width of a head's values.
+      query_rank: Width of a vector that queries are made of; None makes them of the layer's input.
+      interleaved: Neighbours are rotated together, and not halves.
+
+    Source: DeepSeek-AI 2024 (DeepSeek-V2, arXiv:2405.04434), section 2.1.
+    """
+
+    rank: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    interleaved: bool = True
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of each layer's MLP, and the router that chooses them.
+
+    Attributes:
+      count: E, routed experts of a layer.
+      per_token: k, experts that a token goes through.
+      intermediate_size: F of one expert.
+      shared_intermediate_size: F of the shared experts, which every token goes through; 0 is none.
+      scores: Function of the router's logits.
+      normalised: The scores of a token's experts are divided by their sum.
+      scaling: Factor of the scores after that.
+      bias: Scores have a bias while experts are chosen by them, and not as weights (DeepSeek-V3).
+      groups: Equal parts of the experts; a token goes through experts of its best groups alone.
+      groups_per_token: Number of best groups.
+      group_best: Number of best scores whose sum ranks a group.
+      loss_coefficient: Coefficient of the load-balancing loss that the checkpoint was trained with.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True
+    scaling: float = 1.0
+    bias: bool = False
+    groups: int = 1
+    groups_per_token: int = 1
+    group_best: int = 1
+    loss_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.per_token <= self.count:
+            raise Refusal(
+                f"a token goes through per_token={self.per_token} of count={self.count} experts; "
+                f"per_token has to be from 1 to count"
+            )
+        if self.groups < 1 or self.count % self.groups or not 1 <= self.groups_per_token <= self.groups:
+            raise Refusal(
+                f"groups_per_token={self.groups_per_token} of groups={self.groups} of {self.count} experts; "
+                f"groups have to be equal, and at least one of them chosen"
+            )
+        in_group = self.count // self.groups
+        if not 1 <= self.group_best <= in_group or self.groups_per_token * in_group < self.per_token:
+            raise Refusal(
+                f"a group has {in_group} experts; that has to be at least group_best={self.group_best}, and "
+                f"groups_per_token={self.groups_per_token} groups have to hold per_token={self.per_token} experts"
+            )

@@ -1,0 +1,34 @@
+"""Granite 3 and 4 (dense): Llama with four factors."""
+
+from typing import Any
+
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.huggingface.families.family import DECODER, Family
+from jaxrlhf.models.huggingface.families.fields import Fields
+
+
+def _read(given: Fields) -> dict[str, Any]:
+    given.only("attention_bias", False)
+    given.only("mlp_bias", False)
+    given.default(num_key_value_heads=given.take("num_attention_heads"))
+    return {
+        "embedding_multiplier": float(given.take("embedding_multiplier", 1.0)),
+        "residual_multiplier": float(given.take("residual_multiplier", 1.0)),
+        "logits_scaling": float(given.take("logits_scaling", 1.0)),
+        "query_pre_attn_scalar": float(given.take("attention_multiplier", 1.0)) ** -2,
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "embedding_multiplier": config.embedding_multiplier,
+        "residual_multiplier": config.residual_multiplier,
+        "logits_scaling": config.logits_scaling,
+        "attention_multiplier": 1 / config.score_divisor,
+    }
+
+
+GRANITE = Family("granite", "Granite", lambda config: DECODER, _read, _write)
+"""Granite (dense): factors of embeddings, scores, what layers add, and logits."""

@@ -1,0 +1,44 @@
+"""SmolLM3: every fourth layer does not rotate its heads."""
+
+from typing import Any
+
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.huggingface.families.family import DECODER, Family
+from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
+
+
+def _read(given: Fields) -> dict[str, Any]:
+    given.only("attention_bias", False)
+    given.only("mlp_bias", False)
+    given.default(num_key_value_heads=4, rope_theta=2_000_000.0)
+    count, interval = given.need("num_hidden_layers"), given.take("no_rope_layer_interval", 4)
+    turns = given.take("no_rope_layers") or [(index + 1) % interval != 0 for index in range(count)]
+    if len(turns) < count:
+        raise given.error(f"{len(turns)} no_rope_layers", f"num_hidden_layers is {count}")
+    turns = tuple(map(bool, turns[:count]))
+    layers, window = read_layer_types(given), given.take("sliding_window")
+    # Only where both are given is there a window, in the layers that do not rotate.
+    slides = bool(given.take("use_sliding_window", False)) and window is not None
+    return {
+        "tie_embeddings": bool(given.take("tie_word_embeddings", True)),
+        "rope_layers": turns,
+        "sliding_window": window if slides else None,
+        "sliding_layers": (layers or tuple(not turn for turn in turns)) if slides else (),
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    slides = config.sliding_window is not None
+    return {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "no_rope_layers": [int(turns) for turns in config.rope_layers],
+        "use_sliding_window": slides,
+        "sliding_window": config.sliding_window,
+        "layer_types": write_layer_types(config) if slides else ["full_attention"] * config.num_layers,
+    }
+
+
+SMOLLM3 = Family("smollm3", "SmolLM3", lambda config: DECODER, _read, _write)
+"""SmolLM3: layers without positions between others, in which there may be a window."""
