@@ -12,13 +12,14 @@ from jaxrlhf.config import FromScratch, Refusal
 from jaxrlhf.models.config import Experts, Head, ModelConfig
 from jaxrlhf.models.huggingface.families import FAMILIES, Family, Fields, read_rope, write_rope
 from jaxrlhf.models.huggingface.hub import resolve
+from jaxrlhf.models.huggingface.text_part import text_fields
 
 # Their names for the gate's activation, and ours.
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def read_fields(path: str | Path) -> dict[str, Any]:
-    """The fields of the checkpoint's config.json.
+    """The fields of the checkpoint's config.json, or of its text part where it has others.
 
     Raises:
       Refusal: The file is missing or is not a JSON object.
@@ -26,7 +27,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     file = resolve(path) / "config.json"
     if not file.is_file():
         raise Refusal(f"{file.parent} holds no config.json; a checkpoint directory needs one")
-    return _read_object(file)
+    return text_fields(_read_object(file))
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """The safetensors files of a checkpoint directory: one file, or many behind an index."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.models.huggingface.text_part import text_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -14,6 +16,8 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 class TensorFiles:
     """Tensors by name, read slice by slice. A context manager: it holds files open.
+
+    Those of towers are left out with a warning, and the others have the names that they have without towers.
 
     Attributes:
       directory: Directory of the checkpoint.
@@ -32,6 +36,15 @@ class TensorFiles:
             self.file_of = self._read_index()
         else:
             raise Refusal(f"{directory} holds neither {SINGLE} nor {INDEX}; convert the checkpoint to safetensors")
+        self._name_of = text_tensors(self.file_of)
+        if left_out := sorted(self.file_of.keys() - self._name_of.values()):
+            warnings.warn(
+                f"{directory} holds a model of more than text; of its tensors {len(self.file_of) - len(self._name_of)} "
+                f"are not read, such as {left_out[0]}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.file_of = {ours: self.file_of[theirs] for ours, theirs in self._name_of.items()}
 
     def __enter__(self) -> "TensorFiles":
         return self
@@ -43,7 +56,7 @@ class TensorFiles:
 
     def __getitem__(self, name: str) -> Any:
         """A tensor that is read where it is sliced."""
-        return self._file(self.file_of[name]).get_slice(name)
+        return self._file(self.file_of[name]).get_slice(self._name_of[name])
 
     def where(self, name: str) -> str:
         """File of a tensor, for messages."""

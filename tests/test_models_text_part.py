@@ -1,0 +1,72 @@
+"""Checkpoints that see or hear, of which the text part is read: the same logits, and exports of text alone."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+from tiny_checkpoints import VOCAB, tokens
+from tiny_models import logits
+
+from jaxrlhf import models
+
+_TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_PIXTRAL = _TOWER | {"model_type": "pixtral", "head_dim": 8, "patch_size": 4, "image_size": 16}
+_SIGLIP = _TOWER | {"model_type": "siglip_vision_model", "patch_size": 4, "image_size": 16}
+WHOLE = {
+    "mistral3": ("Mistral3", _TEXT | {"model_type": "mistral", "sliding_window": None}, _PIXTRAL),
+    "gemma3": ("Gemma3", _TEXT | {"model_type": "gemma3_text"}, _SIGLIP),
+}
+SLOW = ("gemma3",)
+
+
+def built(kind, *, tied):
+    name, text, tower = WHOLE[kind]
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=tower, tie_word_embeddings=tied)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in WHOLE]
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_text_part_is_a_model_of_its_own(kind, tied, tmp_path):
+    theirs, source = built(kind, tied=tied), tmp_path / "source"
+    theirs.save_pretrained(source)
+    config = models.read_config(source)
+    assert config.tie_embeddings == tied
+    with pytest.warns(RuntimeWarning, match=r"more than text; of its tensors \d+ are not read, such as "):
+        params = models.load_params(source, config, "lm")
+    token_RW = tokens((2, 20))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(token_RW, dtype=torch.long)).logits.numpy()
+    np.testing.assert_allclose(logits(params, config, token_RW), expected, atol=1e-4)
+    with pytest.warns(RuntimeWarning, match="more than text"):
+        models.save_params(params, config, tmp_path / "out", source=source)
+    fields = json.loads((tmp_path / "out/config.json").read_text())
+    assert "vision_config" not in fields and not any(
+        "vision" in name for name in load_file(tmp_path / "out/model.safetensors")
+    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    with torch.no_grad():
+        found = again(torch.tensor(token_RW, dtype=torch.long)).logits.numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
