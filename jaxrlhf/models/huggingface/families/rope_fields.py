@@ -91,7 +91,7 @@ def read_two_ropes(given: Fields, *, full_theta: float, sliding_theta: float) ->
       sliding_theta: Base of those with one.
 
     Raises:
-      Refusal: Those of layers with a window are scaled, or there are others.
+      Refusal: Layers with a window have scaled ones, or there are layers of another kind.
     """
     given.take("rope_theta")
     ropes = given.take("rope_parameters") or {}
