@@ -182,6 +182,17 @@ KINDS = {
         "MiniMaxM2",
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 8,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "swiglu_limit": 0.3,
+            "rope_parameters": _YARN | {"truncate": False, "beta_fast": 8.0, "beta_slow": 2.0},
+        },
+    ),
 }
 """Every family, with its flags one way and another."""
 

@@ -114,7 +114,10 @@ def _block(
         return output_RWD if config.residual_multiplier == 1.0 else output_RWD * config.residual_multiplier
 
     mixed_RWNH, kept = mix(before("attention"))
-    hidden_RWD += after("attention", linear.project(mixed_RWNH, layer["attention"]["output"], dims=2))
+    mixed_RWD = linear.project(mixed_RWNH, layer["attention"]["output"], dims=2)
+    if config.output_bias:
+        mixed_RWD += layer["attention"]["output_bias"].astype(mixed_RWD.dtype)[None, None]
+    hidden_RWD += after("attention", mixed_RWD)
     output_RWD, routed = feed_forward(layer["mlp"], config, before("mlp"), execution=execution, router=router)
     hidden_RWD += after("mlp", output_RWD)
     return hidden_RWD, kept, routed
@@ -131,7 +134,13 @@ def _flag(layer: Params, name: str) -> Array | None:
 
 
 def _score_mod(layer: Params, config: ModelConfig) -> ScoreMod:
-    return ScoreMod(config.score_divisor, config.attn_logit_softcapping, config.sliding_window, _flag(layer, "slides"))
+    return ScoreMod(
+        config.score_divisor,
+        config.attn_logit_softcapping,
+        config.sliding_window,
+        _flag(layer, "slides"),
+        layer["attention"].get("sinks"),
+    )
 
 
 def _heads(

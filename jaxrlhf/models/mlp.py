@@ -29,7 +29,7 @@ def feed_forward(
     if config.experts is None or "router" not in mlp:
         return gated(mlp, config, normed_RWD), None
     routing = route(mlp, config.experts, normed_RWD, replayed_RWk=router.replayed, execution=execution)
-    mixed_RWD = mix(mlp, normed_RWD, routing, execution=execution)
+    mixed_RWD = mix(mlp, normed_RWD, routing, gate=config.experts.activation, execution=execution)
     if "shared" in mlp:
         mixed_RWD += gated(mlp["shared"], config, normed_RWD)
     return mixed_RWD, report(routing, router)

@@ -133,6 +133,10 @@ def _attention(config: ModelConfig) -> dict[str, Param]:
     inner = config.num_heads * head_dim
     output = (layers, config.num_heads, head_dim, width)
     tree["output"] = Param(output, ("layers", "heads", "head_dim", "embed"), fan_in=inner)
+    if config.output_bias:
+        tree["output_bias"] = Param((layers, width), ("layers", None), "zeros")
+    if config.attention_sinks:
+        tree["sinks"] = Param((layers, config.num_heads), ("layers", "heads"), "zeros")
     if config.qkv_bias:
         for name, (dim, count) in heads.items():
             tree[f"{name}_bias"] = Param((layers, count, head_dim), ("layers", dim, "head_dim"), "zeros")
@@ -159,12 +163,17 @@ def _mixture(config: ModelConfig, experts: Experts) -> dict[str, Any]:
     layers, width, count, inner = config.num_layers, config.hidden_size, experts.count, experts.intermediate_size
     wide = Param((layers, count, width, inner), ("layers", "experts", "expert_embed", "mlp"), fan_in=width)
     tall = Param((layers, count, inner, width), ("layers", "experts", "mlp", "expert_embed"), fan_in=inner)
-    tree = {
+    tree: dict[str, Any] = {
         "router": Param((layers, width, count), ("layers", "embed", None), fan_in=width),
         "experts": {"gate": wide, "up": wide, "down": tall},
     }
     if experts.bias:
         tree["router_bias"] = Param((layers, count), ("layers", None), "zeros")
+    if experts.biases:
+        tree["router_logit_bias"] = Param((layers, count), ("layers", None), "zeros")
+        inside = Param((layers, count, inner), ("layers", "experts", "mlp"), "zeros")
+        outside = Param((layers, count, width), ("layers", "experts", None), "zeros")
+        tree["experts"] |= {"gate_bias": inside, "up_bias": inside, "down_bias": outside}
     if experts.shared_intermediate_size:
         tree["shared"] = _mlp(config, experts.shared_intermediate_size)
     return tree

@@ -112,11 +112,17 @@ def _decode_xla(query_BNH: Array, key_BKHS: Array, value_BKSH: Array, position_B
     newest_B = jnp.minimum(position_B, capacity - 1)
     seen_BS = score_mod.in_window(newest_B[:, None] - jnp.arange(capacity)[None, :])
     score_BKGS = score_mod.cap(logit_BKGS / score_mod.divide_by(head_dim)) + mask_bias(seen_BS)[:, None, None, :]
-    weight_BKGS = jnp.exp(score_BKGS - score_BKGS.max(axis=-1, keepdims=True))
+    sink_KG, most_BKG1 = score_mod.sinks(kv_heads), score_BKGS.max(axis=-1, keepdims=True)
+    if sink_KG is not None:
+        most_BKG1 = jnp.maximum(most_BKG1, sink_KG[None, :, :, None])
+    weight_BKGS = jnp.exp(score_BKGS - most_BKG1)
+    total_BKG1 = weight_BKGS.sum(axis=-1, keepdims=True)
+    if sink_KG is not None:
+        total_BKG1 += jnp.exp(sink_KG[None, :, :, None] - most_BKG1)
     mixed_BKGH = jnp.einsum(
         "BKGS,BKSH->BKGH", weight_BKGS.astype(value_BKSH.dtype), value_BKSH, preferred_element_type=jnp.float32
     )
-    mixed_BKGH = (mixed_BKGH / weight_BKGS.sum(axis=-1, keepdims=True)).astype(value_BKSH.dtype)
+    mixed_BKGH = (mixed_BKGH / total_BKG1).astype(value_BKSH.dtype)
     return mixed_BKGH.reshape(query_BNH.shape)
 
 
@@ -143,6 +149,9 @@ def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: A
 
     zero_BKG = jnp.zeros(query_BKGH.shape[:3], jnp.float32)
     start_state = jnp.zeros(query_BKGH.shape, jnp.float32), zero_BKG, zero_BKG + LOWEST
+    sink_KG = score_mod.sinks(both // 2)
+    if sink_KG is not None:  # as if it had been read first
+        start_state = start_state[0], zero_BKG + 1, zero_BKG + sink_KG[None]
     out_BKGH, sum_BKG, _ = jax.lax.fori_loop(0, newest_B.max() // page_tokens + 1, body, start_state)
     return (out_BKGH / sum_BKG[..., None]).astype(query_BNH.dtype).reshape(query_BNH.shape)
 

@@ -67,11 +67,19 @@ def _block(
     hidden_RMS = jnp.tile(mask_bias(seen_RQS), (1, groups, 1))
     score_RKMS = score_mod.cap(logit_RKMS) + hidden_RMS[:, None]
     # Every query sees itself, so the peak is finite.
-    peak_RKM1 = jax.lax.stop_gradient(score_RKMS.max(axis=-1, keepdims=True))
+    peak_RKM1 = score_RKMS.max(axis=-1, keepdims=True)
+    sink_KG = score_mod.sinks(kv_heads)
+    if sink_KG is not None:
+        sink_1KM1 = jnp.repeat(sink_KG, queries, axis=1)[None, :, :, None]
+        peak_RKM1 = jnp.maximum(peak_RKM1, sink_1KM1)
+    peak_RKM1 = jax.lax.stop_gradient(peak_RKM1)
     weight_RKMS = jnp.exp(score_RKMS - peak_RKM1)
     mixed_RKMH = jnp.einsum(
         "RKMS,RKSH->RKMH", weight_RKMS.astype(value_RKSH.dtype), value_RKSH, preferred_element_type=jnp.float32
     )
-    mixed_RKMH /= weight_RKMS.sum(axis=-1, keepdims=True)
+    total_RKM1 = weight_RKMS.sum(axis=-1, keepdims=True)
+    if sink_KG is not None:
+        total_RKM1 += jnp.exp(sink_1KM1 - peak_RKM1)
+    mixed_RKMH /= total_RKM1
     mixed_RKGQH = mixed_RKMH.reshape(rows, kv_heads, groups, queries, -1)
     return mixed_RKGQH.astype(value_RKSH.dtype)

@@ -110,7 +110,11 @@ def attend_chunk(
         near = jnp.maximum(start - score_mod.window + 1, 0) // tokens
         first = near if score_mod.slides is None else jnp.where(score_mod.slides, near, 0)
     chunk = block(start, key_PCKH, value_PCKU, jnp.ones(tokens, bool))
-    mixed_PKMU, total_PKM1, _ = lax.fori_loop(first, -(-start // tokens), add, chunk)
+    mixed_PKMU, total_PKM1, most_PKM1 = lax.fori_loop(first, -(-start // tokens), add, chunk)
+    sink_KG = score_mod.sinks(kv_heads)
+    if sink_KG is not None:
+        # Beyond what float32 holds the sink takes all, and what is left is 0 either way.
+        total_PKM1 += jnp.exp(jnp.repeat(sink_KG, tokens, axis=1)[None, :, :, None] - most_PKM1)
     mixed_PKGCU = (mixed_PKMU / total_PKM1).reshape(*query_PKGCH.shape[:4], -1)
     mixed_PCKGU = jnp.transpose(mixed_PKGCU, (0, 3, 1, 2, 4))
     return mixed_PCKGU.astype(value_PCKU.dtype).reshape(prompts, tokens, heads, -1)

@@ -126,13 +126,14 @@ def choose_execution(
             _warn(use, kernel, platform, heads, name, "another process of the mesh cannot use it")
         return everywhere
 
+    no_sinks = "it knows of no attention sinks" if config.attention_sinks else None
     paged: PagesKernel | None = None
     if decodes and cache != "slots" and pageless is None:
-        paged = pages if usable("pages", pages) else "xla" if cache == "pages" else None
-    no_latents = None if config.latent is None else "it reads no latents"
+        paged = pages if usable("pages", pages, no_sinks) else "xla" if cache == "pages" else None
+    no_latents = no_sinks or (None if config.latent is None else "it reads no latents")
     return replace(
         split,
-        rows_kernel=rows if usable("rows", rows) else "xla",
+        rows_kernel=rows if usable("rows", rows, no_sinks) else "xla",
         decode_kernel=decode if decodes and paged is None and usable("decode", decode, no_latents) else "xla",
         pages_kernel=paged,
     )

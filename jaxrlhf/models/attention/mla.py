@@ -77,6 +77,7 @@ def attend_latents(
     newest_B = jnp.minimum(position_B, stored.capacity - 1)
     seen_BS = score_mod.in_window(newest_B[:, None] - jnp.arange(stored.capacity)[None, :])
     score_BNS = score_mod.cap(logit_BNS / score_mod.divide_by(config.head_dim))
+    assert score_mod.sink_N is None, "latent attention has no sinks"
     weight_BNS = jax.nn.softmax(score_BNS + mask_bias(seen_BS)[:, None], axis=-1)
     mixed_BNC = jnp.einsum("BNS,BSC->BNC", weight_BNS.astype(latent_B1SC.dtype), latent_B1SC[:, 0])
     return jnp.einsum("BNC,CNU->BNU", mixed_BNC.astype(query_BNH.dtype), key_value_CNU[..., plain:])

@@ -19,12 +19,16 @@ class ScoreMod:
       window: Number of tokens that a token sees, itself included; None is all before it.
       slides: Flag of this layer, true if it has the window, where layers differ and one program computes them
         all; None has it in all.
+      sink_N: Score of each query head's sink, which takes a share of its softmax and has no value; None is none.
+
+    Source of sinks: gpt-oss (arXiv:2508.10925), section 2.
     """
 
     divisor: float | None = struct.field(pytree_node=False, default=None)
     soft_cap: float | None = struct.field(pytree_node=False, default=None)
     window: int | None = struct.field(pytree_node=False, default=None)
     slides: Bool[Array, ""] | None = None
+    sink_N: Float[Array, "N"] | None = None
 
     def divide_by(self, head_dim: int) -> float:
         """The divisor for heads of a width."""
@@ -40,6 +44,10 @@ class ScoreMod:
     def cap(self, score: Float[Array, "*any"]) -> Float[Array, "*any"]:
         """Divided products to scores."""
         return score if self.soft_cap is None else self.soft_cap * jnp.tanh(score / self.soft_cap)
+
+    def sinks(self, kv_heads: int) -> Float[Array, "K G"] | None:
+        """float32 scores of sinks by key-value head and query head of it."""
+        return None if self.sink_N is None else self.sink_N.astype(jnp.float32).reshape(kv_heads, -1)
 
     def in_window(self, ago: Int[Array, "*any"]) -> Bool[Array, "*any"]:
         """True where a token sees the one that many positions before it."""

@@ -6,9 +6,9 @@ in a loop, so that one program serves batches of all lengths and costs what thei
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -61,73 +61,118 @@ def attend_shared_prefix(
     execution: Execution = ONE_DEVICE,
 ) -> Float[Array, "R W N U"]:
     """Attention of packed rows in which sequences share tokens; 0 in padding."""
-    static = replace(score_mod, slides=None), execution
-    mixed_RWNU = _attend(query_RWNH, key_RWKH, value_RWKU, shared_prefix, score_mod.slides, static)
-    return checkpoint_name(mixed_RWNU, ATTENDED)
+    mixer = _Attention(replace(score_mod, slides=None, sink_N=None), execution)
+    tokens = query_RWNH, key_RWKH, value_RWKU
+    return over_sequences(mixer, tokens, score_mod.sink_N, score_mod.slides, shared_prefix)
 
 
-_Static = tuple[ScoreMod, Execution]
-"""Static arguments of a program; the flag of a layer's window is traced."""
+@dataclass(frozen=True)
+class _Attention:
+    """Attention as `over_sequences` takes it: parameters are the sinks, and the flag is that of the window."""
+
+    score_mod: ScoreMod
+    execution: Execution
+
+    @property
+    def round_tokens(self) -> int:
+        """Tokens of a row that one round of the loop attends to."""
+        return _CHUNK_TOKENS.get(self.execution.rows_kernel, _MOST_CHUNK_TOKENS)
+
+    def __call__(self, tokens: tuple[Array, ...], sink_N: Any, slides: Any, segment_XS: Array) -> Array:
+        score_mod = replace(self.score_mod, slides=slides, sink_N=sink_N)
+        query_XSNH, key_XSKH, value_XSKU = tokens
+        return attend(query_XSNH, key_XSKH, value_XSKU, segment_XS, score_mod, execution=self.execution)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(
-    query: Array, key: Array, value: Array, shared_prefix: SharedPrefix, slides: Array | None, static: _Static
+@runtime_checkable
+class Mixer(Protocol):
+    """A function that mixes the tokens of each sequence: `(tokens, weights, flags, segment_XS) -> [X, S, ...]`.
+
+    Hashable, and no array is inside. `tokens` are `[X, S, ...]` arrays, and `weights` the parameters that it has.
+    """
+
+    @property
+    def round_tokens(self) -> int:
+        """Tokens of a row that it is given at a time."""
+
+    def __call__(self, tokens: tuple[Array, ...], weights: Any, flags: Any, segment_XS: Array) -> Array:
+        """Mix tokens of one segment, each with those before it."""
+
+
+def over_sequences(
+    mixer: Mixer, tokens: tuple[Array, ...], weights: Any, flags: Any, shared_prefix: SharedPrefix
 ) -> Array:
-    return _forward(query, key, value, shared_prefix, slides, static)[0]
+    """`mixer` of packed rows in which sequences share tokens: of each sequence whole; 0 in padding.
+
+    Args:
+      tokens: Arrays `[R, W, ...]`.
+      weights: Parameters, or None.
+      flags: Arrays that have no gradient, or None.
+    """
+    return checkpoint_name(_mix(tokens, weights, shared_prefix, flags, mixer), ATTENDED)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _mix(tokens: tuple[Array, ...], weights: Any, shared_prefix: SharedPrefix, flags: Any, mixer: Mixer) -> Array:
+    return _forward(tokens, weights, shared_prefix, flags, mixer)[0]
 
 
 def _forward(
-    query: Array, key: Array, value: Array, shared_prefix: SharedPrefix, slides: Array | None, static: _Static
+    tokens: tuple[Array, ...], weights: Any, shared_prefix: SharedPrefix, flags: Any, mixer: Mixer
 ) -> tuple[Array, Any]:
-    score_mod, execution = replace(static[0], slides=slides), static[1]
-    mixed_RWNU = _zeros(query, value.shape[-1], value.dtype)
+    rows, width = tokens[0].shape[:2]
+    whole = jax.eval_shape(mixer, tokens, weights, flags, jax.ShapeDtypeStruct((rows, width), jnp.int32))
+    mixed_RWNU = _zeros(tokens[0], whole.shape[2:], whole.dtype)
     for part in shared_prefix.parts:
-        chunks = _Chunks(part, execution)
+        chunks = _Chunks(part, mixer.round_tokens)
 
         def put(index: Array, mixed_RWNU: Array, chunks: _Chunks = chunks) -> Array:
             source_RE, segment_XS, tells_RE = chunks.at(index)
-            query_X, key_X, value_X = (chunks.lay_out(array, source_RE) for array in (query, key, value))
-            part_RENU = chunks.back(attend(query_X, key_X, value_X, segment_XS, score_mod, execution=execution))
+            laid_out = tuple(chunks.lay_out(array, source_RE) for array in tokens)
+            part_RENU = chunks.back(mixer(laid_out, weights, flags, segment_XS))
             target_RE = jnp.where(tells_RE, source_RE, mixed_RWNU.shape[1])
             return jax.vmap(lambda mixed, at, new: mixed.at[at].set(new, mode="drop"))(mixed_RWNU, target_RE, part_RENU)
 
         mixed_RWNU = chunks.over(put, mixed_RWNU)
-    return mixed_RWNU, (query, key, value, shared_prefix, slides)
+    return mixed_RWNU, (tokens, weights, shared_prefix, flags)
 
 
-def _backward(static: _Static, saved: Any, change_RWNU: Array) -> tuple[Any, ...]:
-    """Gradients: each chunk is attended to again, and gradients of a token's copies are summed in float32."""
-    *arrays, shared_prefix, slides = saved
-    score_mod, execution = replace(static[0], slides=slides), static[1]
-    sums = [_zeros(array, array.shape[-1], jnp.float32) for array in arrays]
+def _backward(mixer: Mixer, saved: Any, change_RWNU: Array) -> tuple[Any, ...]:
+    """Gradients: each chunk is mixed again, and gradients of a token's copies and of parameters summed in float32."""
+    tokens, weights, shared_prefix, flags = saved
+    sums = [_zeros(array, array.shape[2:], jnp.float32) for array in tokens]
+    of_weights = jax.tree.map(lambda leaf: jnp.where(False, leaf, 0).astype(jnp.float32), weights)
     for part in shared_prefix.parts:
-        chunks = _Chunks(part, execution)
+        chunks = _Chunks(part, mixer.round_tokens)
 
-        def add(index: Array, sums: list[Array], chunks: _Chunks = chunks) -> list[Array]:
+        def add(index: Array, so_far: Any, chunks: _Chunks = chunks) -> Any:
+            sums, of_weights = so_far
             source_RE, segment_XS, tells_RE = chunks.at(index)
-            whole = [chunks.lay_out(array, source_RE) for array in arrays]
-            _, pull = jax.vjp(lambda q, k, v: attend(q, k, v, segment_XS, score_mod, execution=execution), *whole)
-            change_XSNU = chunks.lay_out(change_RWNU, source_RE) * tells_RE.reshape(segment_XS.shape)[..., None, None]
+            whole = tuple(chunks.lay_out(array, source_RE) for array in tokens)
+            _, pull = jax.vjp(lambda tokens, weights: mixer(tokens, weights, flags, segment_XS), whole, weights)
+            change_XSNU = chunks.lay_out(change_RWNU, source_RE)
+            tells_XS = tells_RE.reshape(segment_XS.shape)
+            change_XSNU = change_XSNU * jnp.expand_dims(tells_XS, tuple(range(2, change_XSNU.ndim)))
             plus = jax.vmap(lambda total, at, more: total.at[at].add(more))
-            changes = map(chunks.back, pull(change_XSNU))
-            return [plus(total, source_RE, more) for total, more in zip(sums, changes, strict=True)]
+            changes, more = pull(change_XSNU)
+            sums = [plus(total, source_RE, chunks.back(change)) for total, change in zip(sums, changes, strict=True)]
+            return sums, jax.tree.map(jnp.add, of_weights, more)
 
-        sums = chunks.over(add, sums)
-    return *(total.astype(array.dtype) for total, array in zip(sums, arrays, strict=True)), None, None
+        sums, of_weights = chunks.over(add, (sums, of_weights))
+    given = tuple(total.astype(array.dtype) for total, array in zip(sums, tokens, strict=True))
+    return given, jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), of_weights, weights), None, None
 
 
-_attend.defvjp(_forward, _backward)
+_mix.defvjp(_forward, _backward)
 
 
 class _Chunks:
     """Loop over attention rows, some of each packed row at a time; E are the places of a chunk, X its rows."""
 
-    def __init__(self, part: AttentionRows, execution: Execution) -> None:
+    def __init__(self, part: AttentionRows, tokens: int) -> None:
         self._rows: int
         self._width: int
         self._rows, count, self._width = part.source_RAS.shape
-        tokens = _CHUNK_TOKENS.get(execution.rows_kernel, _MOST_CHUNK_TOKENS)
         self._size = min(count, max(1, tokens // self._width))
         self._chunks = -(-part.used_R.max() // self._size)
         padding = ((0, 0), (0, -count % self._size), (0, 0))
@@ -150,7 +195,8 @@ class _Chunks:
 
     def lay_out(self, array_RWNH: Array, source_RE: Array) -> Array:
         """Tokens of packed rows as `[X, S, N, H]`."""
-        array_RENH = jnp.take_along_axis(array_RWNH, source_RE[:, :, None, None], axis=1)
+        index = jnp.expand_dims(source_RE, tuple(range(2, array_RWNH.ndim)))
+        array_RENH = jnp.take_along_axis(array_RWNH, index, axis=1)
         return array_RENH.reshape(-1, self._width, *array_RWNH.shape[2:])
 
     def back(self, array_XSNH: Array) -> Array:
@@ -158,7 +204,8 @@ class _Chunks:
         return array_XSNH.reshape(self._rows, -1, *array_XSNH.shape[2:])
 
 
-def _zeros(array_RWNH: Array, width: int, dtype: Any) -> Array:
-    """`[R, W, N, width]`, varying over devices of a manual mesh axis as the array does, so that a loop can carry it."""
-    zero_RWN1 = jnp.where(False, array_RWNH[..., :1], 0).astype(dtype)
-    return jnp.broadcast_to(zero_RWN1, (*array_RWNH.shape[:-1], width))
+def _zeros(array_RWX: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """`[R, W, *shape]`, varying over devices of a manual mesh axis as the array does, so that a loop can carry it."""
+    rows, width = array_RWX.shape[:2]
+    zero_RW = jnp.where(False, array_RWX.reshape(rows, width, -1)[:, :, 0], 0).astype(dtype)
+    return jnp.broadcast_to(jnp.expand_dims(zero_RW, tuple(range(2, 2 + len(shape)))), (rows, width, *shape))

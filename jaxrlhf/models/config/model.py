@@ -29,6 +29,7 @@ FamilyName = Literal[
     "ministral3",
     "granite",
     "minimax_m2",
+    "gpt_oss",
 ]
 
 
@@ -57,6 +58,8 @@ class ModelConfig:
       qkv_bias: The q, k and v projections have a bias (Qwen2).
       qk_norm: The q and k heads are RMS-normalised (Qwen3).
       qk_norm_across_heads: One such norm goes over all heads together (OLMo 2).
+      output_bias: The output projection of attention has a bias (gpt-oss).
+      attention_sinks: Each query head has a score that takes a share of its softmax (gpt-oss).
       tie_embeddings: The language-model head is the embedding.
       activation: Function of the MLP's gate; `gelu_tanh` is the approximation by a hyperbolic tangent.
       norms: Place of a layer's norms: `pre` before attention and before the MLP, `post` on what they
@@ -93,6 +96,8 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     qk_norm_across_heads: bool = False
+    output_bias: bool = False
+    attention_sinks: bool = False
     tie_embeddings: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     norms: Literal["pre", "post", "sandwich"] = "pre"
@@ -180,6 +185,7 @@ class ModelConfig:
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = (heads + kv_heads if self.qk_norm_across_heads else 2 * self.head_dim) * self.qk_norm
         biases = (heads + 2 * kv_heads) * self.qkv_bias
+        biases += self.hidden_size * self.output_bias + self.num_heads * self.attention_sinks
         return self.hidden_size * (heads + 2 * kv_heads) + heads * self.hidden_size + biases + norms
 
     @property
@@ -203,7 +209,9 @@ class ModelConfig:
             return 3 * self.hidden_size * self.intermediate_size
         counted = self.experts.count if experts is None else experts
         inner = counted * self.experts.intermediate_size + self.experts.shared_intermediate_size
-        return 3 * self.hidden_size * inner + (self.hidden_size + self.experts.bias) * self.experts.count
+        biases = counted * (2 * self.experts.intermediate_size + self.hidden_size) * self.experts.biases
+        router = (self.hidden_size + self.experts.bias + self.experts.biases) * self.experts.count
+        return 3 * self.hidden_size * inner + biases + router
 
     def layer_parameters(self, *, experts: float | None = None) -> float:
         """Weights of attention and MLP, on average over the layers.

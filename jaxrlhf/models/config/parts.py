@@ -28,6 +28,17 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class ClampedGate:
+    """A gate g and its product with u, both clamped to a limit: (u + 1) g sigmoid(alpha g).
+
+    Source: gpt-oss (arXiv:2508.10925), section 2.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture of experts in place of each layer's MLP, and the router that chooses them.
 
@@ -40,6 +51,8 @@ class Experts:
       normalised: The scores of a token's experts are divided by their sum.
       scaling: Factor of the scores after that.
       bias: Scores have a bias while experts are chosen by them, and not as weights (DeepSeek-V3).
+      biases: The router's logits and each expert's matrices have biases (gpt-oss).
+      activation: Function of an expert's gate, or of its gate and up together.
       groups: Equal parts of the experts; a token goes through experts of its best groups alone.
       groups_per_token: Number of best groups.
       group_best: Number of best scores whose sum ranks a group.
@@ -54,6 +67,8 @@ class Experts:
     normalised: bool = True
     scaling: float = 1.0
     bias: bool = False
+    biases: bool = False
+    activation: Literal["silu", "gelu_tanh"] | ClampedGate = "silu"
     groups: int = 1
     groups_per_token: int = 1
     group_best: int = 1

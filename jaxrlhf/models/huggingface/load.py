@@ -166,8 +166,12 @@ def _read(tensor: Any, source: StoredTensor, shape: tuple[int, ...], ranges: Ran
     Of each dimension in the file, the range of its first letter is read; letters merged
     behind it are cut afterwards, because their part is not contiguous.
     """
-    size, wanted = dict(zip(source.dims, shape, strict=True)), dict(zip(source.dims, ranges, strict=True))
+    size, wanted = source.sizes(shape), {"1": (0, 1), **dict(zip(source.dims, ranges, strict=True))}
     there = {letter: slice(*(min(end, size[letter]) for end in wanted[letter])) for letter in size}
+    size = source.sizes(shape, whole=True)
+    if source.inside is not None:
+        letter, begin, _ = source.inside
+        there[letter] = slice(there[letter].start + begin, there[letter].stop + begin)
     outer: list[slice] = []
     inner: list[slice] = []
     unmerged: list[int] = []
@@ -185,6 +189,8 @@ def _read(tensor: Any, source: StoredTensor, shape: tuple[int, ...], ranges: Ran
         inner += [slice(count), *(there[letter] for letter in merged)]
     outer[0] = slice(outer[0].start + source.start, outer[0].stop + source.start)
     block = tensor[tuple(outer)].reshape(unmerged)[tuple(inner)]
+    letters = "".join(group for group in source.stored.split() if group != "1")
+    block = block.squeeze(tuple(place for place, letter in enumerate(letters) if letter == "1"))
     widths = [stop - start for start, stop in (wanted[letter] for letter in source.letters)]
     if block.shape == tuple(widths):
         return block

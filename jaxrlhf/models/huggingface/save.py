@@ -2,10 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,10 +100,10 @@ def save_each(
         writer = TensorWriter(directory, tensors, max_file_bytes=max_shard_bytes)
     total = sum(tensor.size * tensor.dtype.itemsize for tensor in tensors.values())
     done = 0
-    for name, start, rows in _fetched(arrays, declared, stored, tensors):
+    for part in _fetched(arrays, declared, stored, tensors):
         if writer is not None:
-            writer.write(name, rows, start=start)
-        done += rows.nbytes
+            writer.write(part.name, part.block, start=part.start, place=part.place)
+        done += part.block.nbytes
         progress(done, total)
     if writer is not None:
         writer.close()
@@ -123,15 +123,31 @@ def named_tensors(
     stored = FAMILIES[config.family].stored(config, head)
     tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in _shapes(declared, stored).items()}
     begun: dict[str, tuple[np.ndarray, int]] = {}
-    for name, start, rows in _fetched(arrays, declared, stored, tensors):
-        if rows.shape == tensors[name].shape:
-            yield name, rows
+    for part in _fetched(arrays, declared, stored, tensors):
+        name, block = part.name, part.block
+        if block.shape == tensors[name].shape:
+            yield name, block
             continue
-        tensor, left = begun.get(name) or (np.empty(tensors[name].shape, rows.dtype), tensors[name].shape[0])
-        tensor[start : start + len(rows)] = rows
-        begun[name] = tensor, left - len(rows)
-        if left == len(rows):
+        tensor, left = begun.get(name) or (np.empty(tensors[name].shape, block.dtype), tensors[name].size)
+        there = tensor[part.start : part.start + len(block)] if part.place is None else part.place(tensor)
+        there[...] = block.reshape(there.shape)
+        begun[name] = tensor, left - block.size
+        if left == block.size:
             yield name, begun.pop(name)[0]
+
+
+class _TensorPart(NamedTuple):
+    """A parameter's part of a tensor, on the host.
+
+    Attributes:
+      start: First row of it in the tensor.
+      place: Function of the tensor that returns a view of the part, where it is not whole rows.
+    """
+
+    name: str
+    block: np.ndarray
+    start: int
+    place: Callable[[np.ndarray], np.ndarray] | None
 
 
 def _fetched(
@@ -139,12 +155,15 @@ def _fetched(
     declared: Mapping[str, Param],
     stored: Mapping[str, StoredTensor],
     tensors: Mapping[str, jax.ShapeDtypeStruct],
-) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Name of each tensor, the row at which a parameter begins in it, and the parameter's rows on the host."""
+) -> Iterator[_TensorPart]:
+    """Parts of tensors, one after another."""
     for path, array in arrays:
         lies, param = stored[path], declared[path]
+        shape = param.unpadded[len(lies.stacked(param.shape)) :]
+        place = None if lies.inside is None else partial(lies.place, shape=shape)
         for at in np.ndindex(lies.stacked(param.shape)):
-            yield lies.named(at), lies.start, _fetch(array, lies, param, at, tensors[lies.named(at)].dtype)
+            block = _fetch(array, lies, param, at, tensors[lies.named(at)].dtype)
+            yield _TensorPart(lies.named(at), block, lies.start, place)
 
 
 def read_dtypes(path: str | Path) -> dict[str, str]:
@@ -205,7 +224,7 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
     """
     fields = write_fields(config, head, dtype=dtype or "float32")
     if source is not None:
-        kept = read_fields(source)
+        kept = {name: value for name, value in read_fields(source).items() if name != "quantization_config"}
         written = {name: fields[name] for name in ("architectures", "id2label", "label2id") if name in fields}
         # Older files call it torch_dtype.
         kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import Refusal
+from jaxrlhf.models.huggingface.quantized_files import BLOCKS, SCALE_INV, SCALES, Fp8, Mxfp4, mapped, plain_names
 from jaxrlhf.models.huggingface.text_part import text_tensors
 
 SINGLE = "model.safetensors"
@@ -44,7 +45,11 @@ class TensorFiles:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self.file_of = {ours: self.file_of[theirs] for ours, theirs in self._name_of.items()}
+        self._held = self.file_of
+        names = self._name_of
+        self._name_of = plain_names(names, lambda name: self._file(self._held[name]).get_slice(name).get_dtype())
+        self._scale_of = {name: names[name + SCALE_INV] for name in self._name_of if name + SCALE_INV in names}
+        self.file_of = {ours: self._held[theirs] for ours, theirs in self._name_of.items()}
 
     def __enter__(self) -> "TensorFiles":
         return self
@@ -56,7 +61,17 @@ class TensorFiles:
 
     def __getitem__(self, name: str) -> Any:
         """A tensor that is read where it is sliced."""
-        return self._file(self.file_of[name]).get_slice(self._name_of[name])
+        held = self._name_of[name]
+        if name in self._scale_of:
+            scale = self._scale_of[name]
+            return Fp8(mapped(self.directory / self._held[held], held), self._file(self._held[scale]).get_tensor(scale))
+        if held.endswith(BLOCKS) and not name.endswith(BLOCKS):
+            return Mxfp4(self._stored(held), self._stored(held.removesuffix(BLOCKS) + SCALES))
+        return self._stored(held)
+
+    def _stored(self, held: str) -> Any:
+        """A tensor by its name in its file."""
+        return self._file(self._held[held]).get_slice(held)
 
     def where(self, name: str) -> str:
         """File of a tensor, for messages."""

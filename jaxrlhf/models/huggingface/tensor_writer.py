@@ -1,7 +1,7 @@
 """Safetensors files whose tensors come one by one, in any order, so that none of them waits in memory."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class TensorWriter:
     def __init__(self, directory: Path, tensors: Mapping[str, jax.ShapeDtypeStruct], *, max_file_bytes: int) -> None:
         self._directory, self._tensors = directory, dict(tensors)
         self._places: dict[str, _TensorPlace] = {}
-        self._unwritten = {name: tensor.shape[0] for name, tensor in tensors.items()}  # rows
+        self._unwritten = {name: tensor.size for name, tensor in tensors.items()}
         files = self._shared_out(max_file_bytes)
         self._files = [
             SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -51,19 +51,32 @@ class TensorWriter:
         """Bytes of all tensors."""
         return sum(map(self._num_bytes, self._tensors))
 
-    def write(self, name: str, rows: np.ndarray, *, start: int = 0) -> None:
+    def write(
+        self,
+        name: str,
+        rows: np.ndarray,
+        *,
+        start: int = 0,
+        place: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> None:
         """Put a tensor into its file, or some of its rows.
 
         Args:
           start: Row at which they begin.
+          place: Function of the tensor that returns a view of another part of it, in which `rows` go.
         """
-        wanted = self._tensors[name]
-        assert rows.shape[1:] == wanted.shape[1:] and rows.dtype == wanted.dtype, name
-        place = self._places[name]
-        with (self._directory / (place.file + _UNFINISHED)).open("r+b") as file:
-            file.seek(place.start + start * (rows.nbytes // len(rows)))
-            file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
-        self._unwritten[name] -= len(rows)
+        wanted, lies = self._tensors[name], self._places[name]
+        assert rows.dtype == wanted.dtype, name
+        path = self._directory / (lies.file + _UNFINISHED)
+        if place is not None:
+            there = place(np.memmap(path, wanted.dtype, "r+", lies.start, wanted.shape))
+            there[...] = rows.reshape(there.shape)
+        else:
+            assert rows.shape[1:] == wanted.shape[1:], name
+            with path.open("r+b") as file:
+                file.seek(lies.start + start * (rows.nbytes // len(rows)))
+                file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+        self._unwritten[name] -= rows.size
 
     def close(self) -> None:
         """Give the files their names, and write the index if there are several."""

@@ -18,7 +18,10 @@ from jaxtyping import Float, Float32, Int
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.config import Experts
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
-from jaxrlhf.models.moe.grouped import grouped_mlp
+from jaxrlhf.models.moe.grouped import SILU, Gate, grouped_mlp
+
+_MATRICES = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+"""Parameters of experts, in the order that `grouped_mlp` takes them in."""
 
 
 class Routing(NamedTuple):
@@ -94,6 +97,8 @@ def route(
     """
     router_DE = mlp["router"].astype(normed_RWD.dtype)
     logit_RWE = jnp.einsum("RWD,DE->RWE", normed_RWD, router_DE, preferred_element_type=jnp.float32)
+    if experts.biases:
+        logit_RWE += mlp["router_logit_bias"].astype(jnp.float32)[None, None]
     score_RWE = jax.nn.softmax(logit_RWE) if experts.scores == "softmax" else jax.nn.sigmoid(logit_RWE)
     ranked_RWE = lax.stop_gradient(score_RWE)
     if experts.bias:
@@ -127,10 +132,17 @@ def _in_best_groups(ranked_RWE: Array, experts: Experts) -> Array:
     return jnp.where(kept_RWG[..., None], grouped_RWGM, -jnp.inf).reshape(ranked_RWE.shape)
 
 
-def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, execution: Execution) -> Array:
+def mix(
+    mlp: Params,
+    normed_RWD: Float[Array, "R W D"],
+    routing: Routing,
+    *,
+    gate: Gate = SILU,
+    execution: Execution = ONE_DEVICE,
+) -> Array:
     """Weighted sum of the outputs of each token's experts.
 
-        out = sum_k weight_k down_k(silu(gate_k(x)) * up_k(x))
+        out = sum_k weight_k down_k(gate(gate_k(x), up_k(x)))    with gate(g, u) = silu(g) u or another
 
     On a mesh every device takes the tokens of its rows through those experts, and that part of
     their width, which it holds; the parts are added up. Along the axis that splits experts, tokens
@@ -138,26 +150,34 @@ def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, exe
     that the sums of their gradients are the compiler's.
     """
     dtype, mesh = normed_RWD.dtype, execution.mesh
-    weight_RWk = routing.weight_RWk.astype(dtype)
+    weight_RWk, names = routing.weight_RWk.astype(dtype), [name for name in _MATRICES if name in mlp["experts"]]
+    mix_own = partial(_mix_own, gate=gate)
     if mesh is None or mesh.size == 1:
-        return _mix_all(_mix_own, lambda array: array, mlp["experts"], normed_RWD, weight_RWk, routing.choice_RWk)
+        return _mix_all(mix_own, lambda array: array, mlp["experts"], normed_RWD, weight_RWk, routing.choice_RWk)
     inner, outer = execution.head_axes, execution.expert_axes
     rows = tuple(axis for axis in execution.row_axes if axis not in outer)
     # Sums over the width take the rows of one device, and not of all that share experts.
     by_row = NamedSharding(mesh, PartitionSpec(inner, execution.row_axes))
     by_token, of_experts = PartitionSpec(outer, inner, rows), PartitionSpec(rows, outer)
     wide, tall = PartitionSpec(*of_experts, None, inner), PartitionSpec(*of_experts, inner)
+    specs = {"gate": wide, "up": wide, "gate_bias": tall, "up_bias": tall, "down": tall, "down_bias": tall}
+    experts = dict(mlp["experts"])
+    if "down_bias" in experts:  # each of the parts that are added up has its share
+        count, ways = len(experts["down_bias"]), math.prod(mesh.shape[axis] for axis in inner)
+        share_E1D = experts["down_bias"][:, None] / ways
+        experts["down_bias"] = jnp.broadcast_to(share_E1D, (count, ways, share_E1D.shape[-1]))
 
     @partial(
         jax.shard_map,
         mesh=mesh,
-        in_specs=((by_token, by_token, [wide, wide, tall]), (by_token, of_experts)),
+        in_specs=((by_token, by_token, [specs[name] for name in names]), (by_token, of_experts)),
         out_specs=by_token,
     )
     def run(given: Any, fixed: Any) -> Array:
         *tokens, choice_RWk = (leaf[0, 0] for leaf in (*given[:2], fixed[0]))
         *matrices, index_E = (leaf[0] for leaf in (*given[2], fixed[1]))
-        return _mix_own((*tokens, matrices), (choice_RWk, index_E))[None, None]
+        matrices = [each[:, 0] if name == "down_bias" else each for name, each in zip(names, matrices, strict=True)]
+        return mix_own((*tokens, matrices), (choice_RWk, index_E))[None, None]
 
     def copies(array: Array, axes: tuple[str, ...]) -> Array:
         return jnp.broadcast_to(array, (math.prod(mesh.shape[axis] for axis in axes), *array.shape))
@@ -166,10 +186,10 @@ def mix(mlp: Params, normed_RWD: Float[Array, "R W D"], routing: Routing, *, exe
         return copies(lax.with_sharding_constraint(copies(array, inner), by_row), outer)
 
     tokens = map(gathered, (normed_RWD, weight_RWk, routing.choice_RWk))
-    parts = _mix_all(run, lambda array: copies(array, rows), mlp["experts"], *tokens)
+    mixed = _mix_all(run, lambda array: copies(array, rows), experts, *tokens)
     # Exact enough in the activations' dtype, as the sum over the parts of a dense MLP's width is.
-    parts = lax.reduce_sum(parts, axes=(0,))
-    return lax.reduce_sum(lax.with_sharding_constraint(parts, by_row), axes=(0,))
+    mixed = lax.reduce_sum(mixed, axes=(0,))
+    return lax.reduce_sum(lax.with_sharding_constraint(mixed, by_row), axes=(0,))
 
 
 # Or all experts would be kept for the backward pass as they are multiplied: gathered, cast, no longer quantised.
@@ -183,14 +203,14 @@ def _mix_all(
     choices: Array,
 ) -> Array:
     """`_mix_own` of all experts, by `run`, which takes them as `place` lays them out."""
-    matrices = [experts[name].astype(tokens.dtype) for name in ("gate", "up", "down")]
+    matrices = [experts[name].astype(tokens.dtype) for name in _MATRICES if name in experts]
     index_E = jnp.arange(len(matrices[0]), dtype=jnp.int32)
     return run((tokens, weights, list(map(place, matrices))), (choices, place(index_E)))
 
 
-def _mix_own(given: tuple[Array, Array, list[Array]], fixed: tuple[Array, Array]) -> Array:
+def _mix_own(given: tuple[Array, Array, list[Array]], fixed: tuple[Array, Array], *, gate: Gate) -> Array:
     """`mix` of tokens, weights and matrices by choices, by the experts `index_E` alone, which are consecutive."""
-    normed_RWD, weight_RWk, (gate_EDF, up_EDF, down_EFD) = given
+    normed_RWD, weight_RWk, matrices = given
     choice_RWk, index_E = fixed
     chosen, experts, width = choice_RWk.shape[-1], len(index_E), normed_RWD.shape[-1]
     # Those of other devices come last, where no expert multiplies them.
@@ -202,7 +222,10 @@ def _mix_own(given: tuple[Array, Array, list[Array]], fixed: tuple[Array, Array]
     input_AD = jnp.repeat(normed_RWD.reshape(-1, width), chosen, axis=0)
     weight_A1 = _permuted(weight_RWk.reshape(-1, 1), order_A, place_A)
     sorted_AD = _permuted(input_AD, order_A, place_A)
-    output_AD = grouped_mlp(sorted_AD, gate_EDF, up_EDF, down_EFD, weight_A1[:, 0], size_E)
+    gate_EDF, up_EDF, down_EFD, *biases = matrices
+    output_AD = grouped_mlp(
+        sorted_AD, gate_EDF, up_EDF, down_EFD, weight_A1[:, 0], size_E, biases=tuple(biases), gate=gate
+    )
     return _permuted(output_AD, place_A, order_A).reshape(*choice_RWk.shape, width).sum(axis=2)
 
 

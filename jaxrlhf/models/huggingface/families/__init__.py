@@ -5,6 +5,7 @@ from jaxrlhf.models.huggingface.families.family import LM_HEAD, SCALAR_HEAD, Fam
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.gemma import GEMMA2, GEMMA3
 from jaxrlhf.models.huggingface.families.glm import GLM4, GLM4_MOE
+from jaxrlhf.models.huggingface.families.gpt_oss import GPT_OSS
 from jaxrlhf.models.huggingface.families.granite import GRANITE
 from jaxrlhf.models.huggingface.families.llama import LLAMA, MISTRAL, MIXTRAL, PHI3
 from jaxrlhf.models.huggingface.families.minimax import MINIMAX_M2
@@ -16,6 +17,6 @@ from jaxrlhf.models.huggingface.families.smollm import SMOLLM3
 
 _ALL = (
     *(QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3),
-    *(OLMO3, SMOLLM3, GLM4, GLM4_MOE, MINISTRAL3, GRANITE, MINIMAX_M2),
+    *(OLMO3, SMOLLM3, GLM4, GLM4_MOE, MINISTRAL3, GRANITE, MINIMAX_M2, GPT_OSS),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}

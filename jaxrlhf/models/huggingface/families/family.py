@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxrlhf.models.config import FamilyName, Head, ModelConfig
 from jaxrlhf.models.huggingface.families.fields import Fields
 
@@ -21,6 +23,8 @@ class StoredTensor(NamedTuple):
       start: First row of the parameter in a tensor that several share.
       rows: Rows of a tensor that several parameters share; None where it is the parameter's own.
       layer: First layer that has the tensor.
+      inside: A letter that is not the first of its group, its first index in the file, and how many indices it has
+        there: others share the tensor with this parameter, interleaved. With the letter `1` it takes one of them.
     """
 
     name: str
@@ -29,6 +33,7 @@ class StoredTensor(NamedTuple):
     start: int = 0
     rows: int | None = None
     layer: int = 0
+    inside: tuple[str, int, int] | None = None
 
     @property
     def letters(self) -> str:
@@ -46,13 +51,39 @@ class StoredTensor(NamedTuple):
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape in the file, from the shape of the parameter (or of one layer of it)."""
-        size = dict(zip(self.dims, shape, strict=True)) | {"1": 1}
+        size = self.sizes(shape)
         return tuple(math.prod(size[letter] for letter in group) for group in self.stored.split())
+
+    def sizes(self, shape: tuple[int, ...], *, whole: bool = False) -> dict[str, int]:
+        """Size of each letter.
+
+        Args:
+          whole: As the tensor has it in the file, with the indices that are others'.
+        """
+        size = dict(zip(self.dims, shape, strict=True)) | {"1": 1}
+        return size | {self.inside[0]: self.inside[2]} if whole and self.inside else size
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape in the file of the whole tensor, of which the parameter may be a part."""
-        first, *rest = self.shape(shape)
+        size = self.sizes(shape, whole=True)
+        first, *rest = (math.prod(size[letter] for letter in group) for group in self.stored.split())
         return (first if self.rows is None else self.rows, *rest)
+
+    def place(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The parameter's part of the whole tensor, a view with one dimension for each letter.
+
+        Args:
+          shape: Shape of the parameter (or of one layer of it).
+        """
+        size, (first, *_) = self.sizes(shape, whole=True), self.shape(shape)
+        rows = tensor[self.start : self.start + first] if self.rows is not None else tensor
+        view = rows.reshape([size[letter] for group in self.stored.split() for letter in group])
+        if self.inside is None:
+            return view
+        letter, begin, _ = self.inside
+        at = [slice(None)] * view.ndim
+        at[self.stored.replace(" ", "").index(letter)] = slice(begin, begin + self.sizes(shape)[letter])
+        return view[tuple(at)]
 
 
 LAYER = "model.layers.{layer}."

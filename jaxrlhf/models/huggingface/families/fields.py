@@ -25,8 +25,10 @@ _HARMLESS = {
 # Options of every architecture that has none of them switched on.
 _OFF = {
     *("is_encoder_decoder", "is_decoder", "add_cross_attention", "cross_attention_hidden_size", "tie_encoder_decoder"),
-    *("pruned_heads", "quantization_config"),
+    *("pruned_heads",),
 }
+_DEQUANTISED = ("mxfp4", "fp8")
+"""Values of `quant_method` whose tensors `quantized_files` reads."""
 
 
 class Fields:
@@ -78,7 +80,16 @@ class Fields:
         for name in sorted(_OFF):
             if self._given.get(name):
                 raise self.error(f"{name}={self._given[name]!r}", f"no {self._family} decoder computes that")
-        unknown = self._given.keys() - self._asked - _HARMLESS - _OFF
+        method = (self._given.get("quantization_config") or {}).get("quant_method", _DEQUANTISED[0])
+        if method not in _DEQUANTISED:
+            raise self.error(
+                f"quantization_config={self._given['quantization_config']!r}",
+                f"{' and '.join(_DEQUANTISED)} are read, by dequantising; give other checkpoints in bfloat16",
+            )
+        block = (self._given.get("quantization_config") or {}).get("weight_block_size") or ()
+        if any(size & (size - 1) for size in block):
+            raise self.error(f"weight_block_size={block}", "blocks are powers of two")
+        unknown = self._given.keys() - self._asked - _HARMLESS - _OFF - {"quantization_config"}
         for name in sorted(unknown):
             if self._given[name] is not None:
                 raise self.error(

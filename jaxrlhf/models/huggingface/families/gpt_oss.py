@@ -1,0 +1,77 @@
+"""gpt-oss: attention sinks, a window in every second layer, experts with biases and a clamped gate."""
+
+from typing import Any
+
+from jaxrlhf.models.config import ClampedGate, Experts, ModelConfig
+from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, QKV_BIAS, Family, StoredTensor, in_layers
+from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.windows import read_layer_types, write_layer_types
+
+
+def _read(given: Fields) -> dict[str, Any]:
+    given.only("hidden_act", "silu")
+    given.only("attention_bias", True)
+    for name in ("initial_context_length", "experts_per_token", "num_experts"):
+        given.take(name)  # said by others
+    given.default(num_key_value_heads=8, head_dim=64, rms_norm_eps=1e-5, rope_theta=150_000.0)
+    count = given.need("num_hidden_layers")
+    experts = Experts(
+        count=given.take("num_local_experts", 128),
+        per_token=given.take("num_experts_per_tok", 4),
+        intermediate_size=given.need("intermediate_size"),
+        biases=True,
+        activation=ClampedGate(float(given.take("swiglu_alpha", 1.702)), float(given.take("swiglu_limit", 7.0))),
+        loss_coefficient=float(given.take("router_aux_loss_coef", 0.001)),
+    )
+    return {
+        "experts": experts,
+        "qkv_bias": True,
+        "output_bias": True,
+        "attention_sinks": True,
+        "sliding_window": given.take("sliding_window", 128),
+        "sliding_layers": read_layer_types(given) or tuple(index % 2 == 0 for index in range(count)),
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None and isinstance(experts.activation, ClampedGate)
+    return {
+        "attention_bias": True,
+        "sliding_window": config.sliding_window,
+        "layer_types": write_layer_types(config),
+        "intermediate_size": experts.intermediate_size,
+        "num_local_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "swiglu_alpha": experts.activation.alpha,
+        "swiglu_limit": experts.activation.limit,
+        "router_aux_loss_coef": experts.loss_coefficient,
+    }
+
+
+def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    experts = LAYER + "mlp.experts."
+    both, bias = experts + "gate_up_proj", experts + "gate_up_proj_bias"
+    # Gate and up of the same place lie beside each other.
+    gate, up = ("1", 0, 2), ("1", 1, 2)
+    rest = {path: stored for path, stored in DECODER.items() if not path.startswith("layers.mlp.")}
+    return {
+        **rest,
+        **QKV_BIAS,
+        **in_layers(
+            attention__output_bias=("self_attn.o_proj.bias", "D", "D"),
+            attention__sinks=("self_attn.sinks", "N", "N"),
+            mlp__router=("mlp.router.weight", "DE", "E D"),
+            mlp__router_logit_bias=("mlp.router.bias", "E", "E"),
+            mlp__experts__down=("mlp.experts.down_proj", "EFD", "E F D"),
+            mlp__experts__down_bias=("mlp.experts.down_proj_bias", "ED", "E D"),
+        ),
+        "layers.mlp.experts.gate": StoredTensor(both, "EDF", "E D F1", inside=gate),
+        "layers.mlp.experts.up": StoredTensor(both, "EDF", "E D F1", inside=up),
+        "layers.mlp.experts.gate_bias": StoredTensor(bias, "EF", "E F1", inside=gate),
+        "layers.mlp.experts.up_bias": StoredTensor(bias, "EF", "E F1", inside=up),
+    }
+
+
+GPT_OSS = Family("gpt_oss", "GptOss", _tensors, _read, _write)
+"""gpt-oss: experts of a layer in one tensor, which the published files have in MXFP4."""
