@@ -95,7 +95,7 @@ class Mixer(Protocol):
     def round_tokens(self) -> int:
         """Tokens of a row that it is given at a time."""
 
-    def __call__(self, tokens: tuple[Array, ...], weights: Any, flags: Any, segment_XS: Array) -> Array:
+    def __call__(self, tokens: tuple[Array, ...], weights: Any, flags: Any, segment_XS: Array, /) -> Array:
         """Mix tokens of one segment, each with those before it."""
 
 
