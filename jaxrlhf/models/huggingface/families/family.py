@@ -58,7 +58,7 @@ class StoredTensor(NamedTuple):
         """Size of each letter.
 
         Args:
-          whole: As the tensor has it in the file, with the indices that are others'.
+          whole: Count the indices in the file that are other parameters', too.
         """
         size = dict(zip(self.dims, shape, strict=True)) | {"1": 1}
         return size | {self.inside[0]: self.inside[2]} if whole and self.inside else size
