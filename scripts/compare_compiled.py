@@ -1,15 +1,19 @@
 """Compares the memory that plans count for with what the compilers of H100 and v5p allocate. Writes a table.
 
     JAX_PLATFORMS=cpu python scripts/compare_compiled.py [--cases "7B fsdp" ...] [--chips h100x1 v5p-16] [--write]
+    JAX_PLATFORMS=cpu python scripts/compare_compiled.py --estimates
 
 A case is a policy on eight devices in one layout. Its update (a microbatch forward and backward), its forward pass and
 its decoding of all slots are compiled, which takes the two cores of a notebook half an hour for all of them.
-`--write` renews docs/compiled.json and the table in docs/accelerators.md. Programs are from `jaxrlhf[compile]`.
+`--write` renews docs/compiled.json and the table in docs/accelerators.md after every case; `--estimates` renews only
+what plans say there, without compilers. These are from `jaxrlhf[compile]`.
 """
 
 import argparse
+import itertools
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from jaxrlhf.config import Config, Layout, Lora, load, override
 from jaxrlhf.planner.compiled import CompiledProgram, compile_programs
 from jaxrlhf.planner.cost.programs import ExpectedPrograms
 from jaxrlhf.planner.hardware import hardware
+from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem
 from jaxrlhf.planner.problem import question_of
 from jaxrlhf.planner.search.mapping import search
 from jaxrlhf.planner.topology import topology
@@ -82,15 +87,26 @@ CASES = {
 }
 
 
-def compare(case: Case, chips: str) -> list[CompiledProgram]:
-    """Compile what is compared of a case."""
-    config, machines = case.config(), hardware(chips)
-    roomy = replace(machines, memory_bytes=1e15)  # what does not fit is compared as well
-    problem = question_of(config, roomy).problem
-    plan = search(problem).plans[0]
-    lowered = lower_plan(config, problem, plan, topology(machines))
-    chosen = {name: program for name, program in lowered.items() if name.partition("[")[0] in COMPARED}
+def planned(case: Case, chips: str) -> tuple[Config, PlacementProblem, PlacementPlan]:
+    """The configuration of a case, and its plan on chips with room for anything."""
+    config = case.config()
+    problem = question_of(config, replace(hardware(chips), memory_bytes=1e15)).problem
+    return config, problem, search(problem).plans[0]
+
+
+def compare(case: Case, chips: str, programs: Sequence[str]) -> list[CompiledProgram]:
+    """Compile these programs of a case."""
+    config, problem, plan = planned(case, chips)
+    lowered = lower_plan(config, problem, plan, topology(hardware(chips)))
+    chosen = {name: program for name, program in lowered.items() if name.partition("[")[0] in programs}
     return compile_programs(chosen, ExpectedPrograms(problem, plan))
+
+
+def estimates(case: Case, chips: str) -> dict[str, float | None]:
+    """Bytes that plans count for what is compared of a case."""
+    _, problem, plan = planned(case, chips)
+    expected = ExpectedPrograms(problem, plan)
+    return {name: expected.of(name).program for name in COMPARED}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -103,34 +119,61 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def row_of(name: str, chips: str, program: CompiledProgram) -> dict[str, Any]:
+    """What docs/compiled.json says of a program."""
+    return {
+        "case": name,
+        "chips": chips,
+        "program": program.name.partition("[")[0],
+        "estimated_bytes": program.estimated_bytes,
+        "compiled_bytes": program.compiled_bytes,
+        "argument_bytes": program.argument_bytes,
+        "temporary_bytes": program.temporary_bytes,
+        "collectives": [vars(each) for each in program.collectives or ()],
+        "seconds": program.seconds,
+    }
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """Put rows in place of those of the same programs, and renew the table of the page."""
+    file, page = DOCS / "compiled.json", DOCS / "accelerators.md"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    by_name = {(row["chips"], row["case"], row["program"]): row for row in [*known, *rows]}
+    cases = list(CASES)
+    order = sorted(by_name, key=lambda key: (key[0], cases.index(key[1]), COMPARED.index(key[2])))
+    known = [by_name[key] for key in order]
+    file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    page.write_text(written(page.read_text(encoding="utf-8"), {"compiled": table(known)}), encoding="utf-8")
+
+
+def estimate_again(cases: list[str], chips: list[str]) -> None:
+    """Renew the plan's figures beside those that the compilers gave before."""
+    known = json.loads((DOCS / "compiled.json").read_text(encoding="utf-8"))
+    for case, chip in itertools.product(cases, chips):
+        rows = [row for row in known if (row["case"], row["chips"]) == (case, chip)]
+        expected = estimates(CASES[case], chip) if rows else {}
+        rows = [row | {"estimated_bytes": expected[row["program"]]} for row in rows]
+        print(*table(rows).splitlines()[2:], sep="\n", flush=True)
+        write(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--chips", nargs="+", default=["h100x1", "v5p-16"])
+    parser.add_argument("--programs", nargs="+", choices=COMPARED, default=list(COMPARED))
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--estimates", action="store_true", help="renew the plan's figures only")
     given = parser.parse_args()
-    rows = []
-    for chips in given.chips:
-        for name in given.cases:
-            start = time.perf_counter()
-            for program in compare(CASES[name], chips):
-                row = {
-                    "case": name,
-                    "chips": chips,
-                    "program": program.name.partition("[")[0],
-                    "estimated_bytes": program.estimated_bytes,
-                    "compiled_bytes": program.compiled_bytes,
-                    "argument_bytes": program.argument_bytes,
-                    "temporary_bytes": program.temporary_bytes,
-                    "collectives": [vars(each) for each in program.collectives or ()],
-                    "seconds": program.seconds,
-                }
-                rows.append(row)
-                print(table([row]).splitlines()[-1], f"{time.perf_counter() - start:.0f} s", flush=True)
-    if given.write:
-        (DOCS / "compiled.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        page = DOCS / "accelerators.md"
-        page.write_text(written(page.read_text(encoding="utf-8"), {"compiled": table(rows)}), encoding="utf-8")
+    if given.estimates:
+        estimate_again(given.cases, given.chips)
+        return
+    for chips, name in itertools.product(given.chips, given.cases):
+        start = time.perf_counter()
+        rows = [row_of(name, chips, program) for program in compare(CASES[name], chips, given.programs)]
+        print(*table(rows).splitlines()[2:], f"{time.perf_counter() - start:.0f} s", sep="\n", flush=True)
+        if given.write:
+            write(rows)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.planner import check_fits, compiled_report, compiled_to_json
 from jaxrlhf.planner.compiled import CompiledProgram, largest
 from jaxrlhf.planner.hardware import hardware
-from jaxrlhf.planner.hlo import Collective, collectives
+from jaxrlhf.planner.hlo import Collective, collectives, product_flops
 from jaxrlhf.planner.topology import topology
 
 LAYERS, ROWS, WIDTH, INNER = 3, 64, 128, 256
@@ -63,6 +63,11 @@ def test_collectives_are_those_of_the_formula_on_every_compiler(program):
     assert counts["all-reduce"] == LAYERS and counts["all-gather"] in (LAYERS, 2 * LAYERS)  # two at a time, or alone
 
 
+def test_operations_are_those_of_the_products_on_every_compiler(program):
+    compiled, _ = program
+    assert product_flops(compiled.as_text()) == LAYERS * 2 * 2 * (ROWS / 4) * WIDTH * INNER / 2
+
+
 GROUPS = {
     "replica_groups={{0,1},{2,3},{4,5},{6,7}}": ("tensor",),
     "replica_groups={{0,2,4,6},{1,3,5,7}}": ("fsdp",),
@@ -101,7 +106,7 @@ def test_the_largest_of_several_sizes_stands_for_them():
 
 def program_of(name: str, gib: float, beside: float) -> CompiledProgram:
     size = int(gib * 2**30)
-    return CompiledProgram(name, 1.0, size, 0, size, size, size / 2, beside * 2**30, ())
+    return CompiledProgram(name, 1.0, size, 0, size, size, size / 2, beside * 2**30, (), 0)
 
 
 def test_a_step_that_its_compiler_does_not_fit_is_refused_with_the_figure():
@@ -128,6 +133,15 @@ def test_the_report_says_what_is_fullest_and_what_travels():
     assert "56 all-gather over fsdp 3.00 GiB" in shown
     assert "fullest: actor.gradient, 60.0 of the 72.0 GiB that a plan may fill; all 2 programs compiled in 2 s" in shown
     assert compiled_to_json(programs, machines)["fits"]
+
+
+def test_the_best_seconds_are_of_what_takes_longest():
+    machines = replace(hardware("h100"), memory_bytes_per_s=2**40, link_bytes_per_s=2**39, matmul_flops_per_s=1e15)
+    reads = program_of("actor.forward", 64, 0)  # which it writes as well
+    assert reads.seconds_at_best(machines) == 2 * 64 / 1024
+    sends = replace(reads, collectives=(Collective("all-gather", ("fsdp",), 1, 2**37),))
+    assert sends.seconds_at_best(machines) == 1 / 4
+    assert replace(sends, flops=int(2e15)).seconds_at_best(machines) == 2
 
 
 def plan(monkeypatch, *arguments: object) -> None:

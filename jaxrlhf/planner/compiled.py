@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jaxrlhf.config import Refusal
 from jaxrlhf.planner.cost.programs import Expected, ExpectedPrograms
 from jaxrlhf.planner.hardware import Hardware
-from jaxrlhf.planner.hlo import Collective, collectives
+from jaxrlhf.planner.hlo import Collective, collectives, product_flops
 
 _SIZED = ("decode", "place", "add pages", "prefill", "insert", "resize", "keep")
 """Programs that a run compiles for several sizes; the largest stands for them."""
@@ -29,6 +29,7 @@ class CompiledProgram:
       estimated_bytes: Bytes that plans count for `compiled_bytes`; None of a program that they do not count.
       beside_bytes: Bytes of all else that is in memory while it runs, by the plan.
       collectives: Largest first; None where the compiler cannot print the program.
+      flops: Of a device's matrix products, those inside kernels left out; None likewise.
     """
 
     name: str
@@ -40,6 +41,7 @@ class CompiledProgram:
     estimated_bytes: float | None
     beside_bytes: float
     collectives: tuple[Collective, ...] | None
+    flops: int | None
 
     @property
     def compiled_bytes(self) -> int:
@@ -52,10 +54,14 @@ class CompiledProgram:
         return self.compiled_bytes + self.beside_bytes
 
     def seconds_at_best(self, hardware: Hardware) -> float:
-        """Seconds of reading arguments, writing outputs and receiving at the chip's peaks, one beside another."""
+        """Seconds of multiplying, of reading arguments and writing outputs, and of receiving, one beside another.
+
+        All are at the chip's peaks: its roofline.
+        """
+        multiplied = (self.flops or 0) / hardware.matmul_flops_per_s
         moved = sum(each.bytes for each in self.collectives or ())
         in_memory = (self.argument_bytes + self.output_bytes) / hardware.memory_bytes_per_s
-        return max(in_memory, moved / hardware.link_bytes_per_s)
+        return max(multiplied, in_memory, moved / hardware.link_bytes_per_s)
 
 
 def largest(names: Sequence[str]) -> list[str]:
@@ -99,7 +105,7 @@ def _compiled(name: str, lowered: jax.stages.Lowered, expected: Expected) -> Com
     except jax.errors.JaxRuntimeError as error:
         raise Refusal(f"{name} does not compile for this hardware: {str(error).partition(chr(10))[0]}") from error
     seconds = time.perf_counter() - start
-    memory = program.memory_analysis()
+    memory, text = program.memory_analysis(), _text(program)
     assert memory is not None, "a compiler of accelerators says what a program needs"
     return CompiledProgram(
         name,
@@ -110,20 +116,25 @@ def _compiled(name: str, lowered: jax.stages.Lowered, expected: Expected) -> Com
         memory.alias_size_in_bytes,
         expected.program,
         expected.beside,
-        _collectives(program),
+        None if text is None else _collectives(program, text),
+        None if text is None else product_flops(text),
     )
 
 
-def _collectives(program: jax.stages.Compiled) -> tuple[Collective, ...] | None:
+def _text(program: jax.stages.Compiled) -> str | None:
+    """The program as its compiler prints it; None where it cannot, as some with asynchronous collectives."""
+    try:
+        return program.as_text()
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
+def _collectives(program: jax.stages.Compiled, text: str) -> tuple[Collective, ...]:
     shardings = jax.tree.leaves((program.input_shardings, program.output_shardings))
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     if not meshes or meshes[0].size == 1:
         return ()
-    try:
-        text = program.as_text()
-    except jax.errors.JaxRuntimeError:  # of programs with some asynchronous collectives
-        return None
-    return tuple(collectives(text or "", dict(meshes[0].shape)))
+    return tuple(collectives(text, dict(meshes[0].shape)))
 
 
 def check_fits(programs: Sequence[CompiledProgram], hardware: Hardware) -> None:

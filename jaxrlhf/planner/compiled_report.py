@@ -34,7 +34,7 @@ def compiled_report(programs: Sequence[CompiledProgram], hardware: Hardware) -> 
         header_style="bold",
     )
     table.add_column("program", no_wrap=True)
-    for heading in ("compiled in s", "arguments", "temporary", "outputs", "all", "plan", "beside", "at best s"):
+    for heading in ("compiled in s", "arguments", "temporary", "outputs", "all", "plan", "beside", "TFLOP", "at best s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for program in programs:
         fresh = program.output_bytes - program.alias_bytes
@@ -46,6 +46,7 @@ def compiled_report(programs: Sequence[CompiledProgram], hardware: Hardware) -> 
             *(f"{size / _GIB:.2f}" for size in sizes),
             estimated,
             f"{program.beside_bytes / _GIB:.2f}",
+            "" if program.flops is None else f"{program.flops / 1e12:.3g}",
             seconds_text(program.seconds_at_best(hardware)),
         )
     received = Table(title="received by each device", title_justify="left", box=None, pad_edge=False, show_header=False)

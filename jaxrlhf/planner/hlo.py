@@ -1,9 +1,12 @@
-"""Collectives of a compiled program, read from the text of its HLO: which devices take part, and what each receives."""
+"""What a compiled program sends and multiplies, read from the text of its HLO.
+
+Collectives are there with the devices that take part and what each receives; loops count as often as they turn.
+"""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,41 +57,79 @@ def collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
       text: Optimised HLO.
       mesh_shape: Size of every axis of the mesh whose devices, in order, run the program.
     """
+    counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    received: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for instruction, types, times in _run(text, lambda each: _kind(each) in KINDS):
+        kind = _kind(instruction)
+        axes, moved = _of_instruction(kind, instruction, types, mesh_shape)
+        if moved:
+            counts[kind, axes] += times
+            received[kind, axes] += times * moved
+    return [Collective(*key, counts[key], size) for key, size in received.most_common()]
+
+
+def product_flops(text: str) -> int:
+    """FLOPs of a device's matrix products; those inside kernels, such as attention's, are not seen.
+
+    Args:
+      text: Optimised HLO.
+    """
+    return sum(times * _flops(instruction, types) for instruction, types, times in _run(text, _multiplies))
+
+
+def _kind(instruction: _Instruction) -> str:
+    return instruction.operation.removesuffix("-start")
+
+
+def _multiplies(instruction: _Instruction) -> bool:
+    if instruction.operation == "custom-call":
+        return '"__cublas$' in instruction.rest
+    return instruction.operation in ("dot", "convolution")
+
+
+def _flops(instruction: _Instruction, types: Mapping[str, str]) -> int:
+    """Twice the product's outputs, times the length of its sums."""
+    first, second = (_dims(types.get(operand, "")) for operand in _operands(instruction)[:2])
+    out = math.prod(_dims(instruction.type))
+    if instruction.operation != "convolution":
+        found = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:]\s*[\[{]([\d,"\s]*)[\]}]', instruction.rest)
+        assert found is not None, f"a product says what it sums over: {instruction.rest}"
+        return 2 * out * math.prod(first[int(dim)] for dim in re.findall(r"\d+", found[1]))
+    # TPUs multiply by convolutions without space, or with batches in place of it: of the sum there is one feature.
+    labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.rest)
+    assert labels is not None, f"a convolution names its dimensions: {instruction.rest}"
+    space = 1
+    if window := re.search(r"window=\{size=([\dx]+)([^}]*)\}", instruction.rest):
+        sums = "pad" not in window[2] and "dilate" not in window[2] and "rhs_reversal" not in window[2]
+        space = math.prod(map(int, window[1].split("x"))) if sums else 1
+    return 2 * out * space * second[labels[1].index("i")]
+
+
+def _run(
+    text: str, wanted: Callable[[_Instruction], bool]
+) -> Iterator[tuple[_Instruction, Mapping[str, str], int]]:
+    """Instructions of a program that are wanted, the types of all beside them, and how often each runs."""
     computations = dict(_computations(text))
     entry = re.search(r"^ENTRY (%[\w.\-]+) ", text, re.MULTILINE)
     assert entry is not None, "this is no text of a compiled program"
-    runs = _with_collectives(computations)
-    counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    received: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    runs: set[str] = set()
+    for name, instructions in computations.items():  # those called come before their callers
+        called = (called for each in instructions for called in _called(each.rest))
+        if any(map(wanted, instructions)) or any(each in runs for each in called):
+            runs.add(name)
 
-    def visit(name: str, times: int) -> None:
+    def visit(name: str, times: int) -> Iterator[tuple[_Instruction, Mapping[str, str], int]]:
         if name not in runs:
             return
         types = {instruction.name: instruction.type for instruction in computations[name]}
         for instruction in computations[name]:
-            kind = instruction.operation.removesuffix("-start")
-            if kind in KINDS:
-                axes, moved = _of_instruction(kind, instruction, types, mesh_shape)
-                if moved:
-                    counts[kind, axes] += times
-                    received[kind, axes] += times * moved
+            if wanted(instruction):
+                yield instruction, types, times
             turns = _turns(instruction, computations) if instruction.operation == "while" else 1
             for called in _called(instruction.rest):
-                if called in computations:
-                    visit(called, times * turns)
+                yield from visit(called, times * turns)
 
-    visit(entry[1], 1)
-    return [Collective(*key, counts[key], size) for key, size in received.most_common()]
-
-
-def _with_collectives(computations: Mapping[str, Sequence[_Instruction]]) -> set[str]:
-    """Computations that have collectives, or run some that have; those called come before their callers."""
-    found: set[str] = set()
-    for name, instructions in computations.items():
-        own = any(each.operation.removesuffix("-start") in KINDS for each in instructions)
-        if own or any(called in found for each in instructions for called in _called(each.rest)):
-            found.add(name)
-    return found
+    return visit(entry[1], 1)
 
 
 def _computations(text: str) -> Iterator[tuple[str, list[_Instruction]]]:
@@ -133,8 +174,7 @@ def _of_instruction(
     kind: str, instruction: _Instruction, types: Mapping[str, str], mesh_shape: Mapping[str, int]
 ) -> tuple[tuple[str, ...], int]:
     """Mesh axes of a collective, and the bytes that each device receives in it."""
-    operands = re.findall(r"%[\w.\-]+", instruction.rest.partition(")")[0])
-    size = sum(_type_bytes(types.get(operand, "")) for operand in operands)
+    size = sum(_type_bytes(types.get(operand, "")) for operand in _operands(instruction))
     if kind == "collective-permute":
         pairs = [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", instruction.rest)]
         moving = [pair for pair in pairs if pair[0] != pair[1]]
@@ -148,6 +188,16 @@ def _of_instruction(
         "all-to-all": (ways - 1) / ways,
     }[kind]
     return _axes(groups, mesh_shape), round(size * per_operand)
+
+
+def _operands(instruction: _Instruction) -> list[str]:
+    return re.findall(r"%[\w.\-]+", instruction.rest.partition(")")[0])
+
+
+def _dims(type_text: str) -> list[int]:
+    """Dimensions of an array, or of the first of several."""
+    found = re.search(r"\w+\[([\d,]*)\]", type_text)
+    return [int(dim) for dim in found[1].split(",") if dim] if found else []
 
 
 def _type_bytes(type_text: str) -> int:
