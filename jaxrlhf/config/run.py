@@ -9,7 +9,7 @@ from jaxrlhf.config.algorithms.algorithm import Algorithm
 from jaxrlhf.config.algorithms.supervised import SFT
 from jaxrlhf.config.cli.annotations import check_types
 from jaxrlhf.config.cluster import RayCluster
-from jaxrlhf.config.placement import Pool, check_offload, check_pools
+from jaxrlhf.config.placement import ROLLOUT, Pool, check_offload, check_pools
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward, ModelReward, Rewards
 from jaxrlhf.config.roles import REWARD, ROLLOUT_COPY, RoleSpec
@@ -123,6 +123,7 @@ class Config(Settings):
         )
         self._check_placement()
         self._check_lora()
+        self._check_quantized()
         self._check_search()
         self._check_layouts()
         self._check_microbatches()
@@ -215,6 +216,29 @@ class Config(Settings):
             not (given and self._refers_to_start) or self.reference_is_frozen_actor,
             "actor.lora.start gives adapters that the reference starts with too, and it has them only on the actor's "
             "pool and in its layout; place it there, or merge them into the model and drop start",
+        )
+
+    def _check_quantized(self) -> None:
+        """Refuse a quantised rollout that nothing corrects, or whose weights do not come from a switch."""
+        kind = self.rollout.quantize
+        if kind is None:
+            return
+        algorithm = self.algorithm
+        corrected = getattr(algorithm, "correction", None) is not None or getattr(algorithm, "old_logp", "") == "bypass"
+        require(
+            corrected,
+            f"rollout.quantize={kind!r} samples from rounded weights, which costs accuracy where no importance weights "
+            f"correct for it, and {type(algorithm).__name__} has none; set algorithm.correction=TruncatedImportance(), "
+            "or drop quantize",
+        )
+        require(
+            not any(ROLLOUT in pool.roles for pool in self.pools),
+            f"rollout.quantize={kind!r} rounds weights in the switch of layouts, and pools give 'rollout' one of its "
+            "own; have the actor's pool generate, or drop quantize",
+        )
+        require(
+            self.actor.lora is None or self.actor.lora.quantize is None,
+            f"rollout.quantize={kind!r}, and actor.lora.quantize has rounded the same matrices already; drop one",
         )
 
     def _check_search(self) -> None:

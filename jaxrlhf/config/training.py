@@ -185,6 +185,9 @@ class Rollout(Settings):
       cache: KV cache. `slots` gives every response the capacity of the longest; in `pages` each takes what it needs,
         and responses to one prompt share its pages. `auto` is `pages` where the backend has a kernel that reads them
         (GPU and TPU), else `slots`.
+      quantize: Format of the matrices of layers while they generate, rounded in the switch so that fewer bytes move:
+        8 bits as integers, or as floats where the chip has those (Hopper, TPU v7). The policy that samples is then not
+        the one that is trained, so the algorithm needs a `correction`. None leaves them in the compute dtype.
     """
 
     prompts_per_step: Positive[int] = 64
@@ -196,6 +199,7 @@ class Rollout(Settings):
     decode_tokens_per_dispatch: Positive[int] = 16
     replay_routing: bool = False
     cache: Literal["auto", "slots", "pages"] = "auto"
+    quantize: Literal["int8", "fp8"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -179,6 +179,7 @@ def workload_of(config: Config, lengths: Lengths) -> Workload:
         updates=algorithm.updates_per_step(config),
         epochs=getattr(algorithm, "epochs_per_step", 1),
         slots=rollout.slots,
+        quantize=rollout.quantize,
     )
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 from jaxrlhf.config import Lora, Rollout
 from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.lora.quantized import Format
 from jaxrlhf.models.pipeline import PIPELINE_PARTS_PER_STAGE
 
 Stage = Literal["generate", "prepare", "update"]
@@ -25,6 +26,7 @@ class Workload:
       updates: Optimizer updates of each trained model, over all epochs.
       epochs: Passes over the responses.
       slots: Most responses that are decoded at once, over all replicas; None is as many as fit.
+      quantize: Format of the matrices that generate; None is the compute dtype.
     """
 
     prompts: int
@@ -35,6 +37,7 @@ class Workload:
     updates: int = 1
     epochs: int = 1
     slots: int | None = None
+    quantize: Format | None = None
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from jaxrlhf.resharding.relayout import Leaf, Plan, Step, paired, plan, ties_of
+from jaxrlhf.resharding.relayout import Convert, Leaf, Plan, Step, cast_to, paired, plan, same_structure, ties_of
 from jaxrlhf.sharding.overlap import refines
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, cast_shapes, check_divisible, laid_out, shardings
 
@@ -76,12 +76,14 @@ class HybridEngine:
         for the order of its dimensions. So leaves switch a bucket at a time, each bucket's source freed
         before the next is gathered: a switch takes the larger layout, the masters of cast leaves and one
         bucket, which counts sources and temporaries. A bucket is at least one leaf, with all its layers.
+      convert: Makes of a weight what generation takes, where it lies, if more than its dtype is to change.
 
     Attributes:
       train: Tree of the training shardings.
       generate: Tree of the generation shardings.
       generation_shapes: Tree of shapes and dtypes of the generation weights.
       masters: Tree of bools: which leaves of `params` are no part of the weights made of them, and only wait meanwhile.
+      spent: Tree like the weights made, of bools: which of them nobody else reads.
       refines: Whether every device's training shard is a part of its generation shard.
       train_bytes_per_device: Bytes of the weights while training.
       generation_bytes_per_device: Bytes of the weights while generating, without masters of cast leaves.
@@ -95,19 +97,24 @@ class HybridEngine:
       ValueError: The two trees differ in structure or shapes, or tied leaves part ways.
     """
 
-    def __init__(self, trained: Any, generated: Any, *, bucket_bytes: int = 2**30) -> None:
+    def __init__(
+        self, trained: Any, generated: Any, *, bucket_bytes: int = 2**30, convert: Convert = cast_to
+    ) -> None:
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be above 0, got {bucket_bytes}")
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes, self._convert = bucket_bytes, convert
         self._structure = jax.tree.structure(trained)
         self._leaves = paired(trained, generated)
         self._plans: dict[tuple[int, ...], Plan] = {}
         self.train = self._tree([leaf.trained.sharding for leaf in self._leaves])
-        self.generate = self._tree([leaf.generated.sharding for leaf in self._leaves])
+        self.generate = self._tree([jax.tree.map(lambda x: x.sharding, leaf.generated) for leaf in self._leaves])
         self.generation_shapes = self._tree([leaf.generated for leaf in self._leaves])
         self.masters = self._tree([leaf.cast for leaf in self._leaves])
+        self.spent = self._tree([jax.tree.map(lambda _, cast=leaf.cast: cast, leaf.generated) for leaf in self._leaves])
         self.refines = all(
-            refines(leaf.trained.sharding, leaf.generated.sharding, leaf.trained.shape) for leaf in self._leaves
+            refines(leaf.trained.sharding, array.sharding, array.shape)
+            for leaf in self._leaves
+            for array in jax.tree.leaves(leaf.generated)
         )
         ties = ties_of(jax.tree.leaves(trained))
         once = [leaf for place, leaf in enumerate(self._leaves) if ties[place] == place]
@@ -186,7 +193,7 @@ class HybridEngine:
             )
         for leaf, copy, master in zip(self._leaves, generated, kept, strict=True):
             if leaf.cast and copy is not master:
-                copy.delete()
+                jax.tree.map(lambda array: array.delete(), copy)
         ties = ties_of(leaves)
         way = self._plan(ties)
         params = self._run(way.back, leaves, ties, "training")
@@ -200,7 +207,7 @@ class HybridEngine:
             [step.program.lower([self._leaves[place].generated for place in step.places]) for step in way.back],
         )
 
-    def _run(self, steps: list[Step], leaves: list[jax.Array], ties: tuple[int, ...], layout: str) -> Any:
+    def _run(self, steps: list[Step], leaves: list[Any], ties: tuple[int, ...], layout: str) -> Any:
         """Run one step after another on the leaves, freeing what each has replaced."""
         done = 0
         try:
@@ -222,14 +229,15 @@ class HybridEngine:
     def _plan(self, ties: tuple[int, ...]) -> Plan:
         """Made, and its programs compiled, once for each pattern of ties."""
         if ties not in self._plans:
-            self._plans[ties] = plan(self._leaves, ties, bucket_bytes=self._bucket_bytes)
+            self._plans[ties] = plan(self._leaves, ties, bucket_bytes=self._bucket_bytes, convert=self._convert)
         return self._plans[ties]
 
     def _flat(self, tree: Any) -> list[Any]:
-        structure: Any = jax.tree.structure(tree)
-        if structure != self._structure:
+        nodes = same_structure(self._structure, tree)
+        if nodes is None:
+            structure: Any = jax.tree.structure(tree)
             raise ValueError(f"a tree of another structure: {structure}; expected {self._structure}")
-        return jax.tree.leaves(tree)
+        return nodes
 
     def _tree(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self._structure, leaves)

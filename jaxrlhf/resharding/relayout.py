@@ -1,31 +1,48 @@
 """The compiled steps that take a tree of weights from one layout to another, and what they move."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 
 from jaxrlhf.sharding.overlap import missing_bytes
 from jaxrlhf.sharding.rules import shard_bytes
 
 
+Convert = Callable[[jax.Array, Any], Any]
+"""Function of a weight and of what generation takes of it, shapes with shardings: the latter's arrays."""
+
+
+def cast_to(leaf: jax.Array, target: Any) -> Any:
+    """The weight in the dtype that generation takes."""
+    return leaf.astype(target.dtype)
+
+
 class Leaf(NamedTuple):
-    """One weight: its shape, dtype and sharding in each layout."""
+    """One weight: its shape, dtype and sharding in each layout.
+
+    Attributes:
+      generated: A tree where generation takes several arrays of it, as of a quantised weight, with its dimensions.
+    """
 
     path: str
     trained: jax.ShapeDtypeStruct
-    generated: jax.ShapeDtypeStruct
+    generated: Any
 
     @property
     def cast(self) -> bool:
         """True if generation takes a copy of another dtype, and the master stays."""
-        return bool(self.trained.dtype != self.generated.dtype)
+        alone = isinstance(self.generated, jax.ShapeDtypeStruct)
+        return not alone or bool(self.trained.dtype != self.generated.dtype)
 
     @property
     def moves(self) -> bool:
         """True if it exists in one layout at a time."""
+        if self.cast:
+            return False
         there, here = self.generated.sharding, self.trained.sharding
-        return not self.cast and not here.is_equivalent_to(there, len(self.trained.shape))
+        return not here.is_equivalent_to(there, len(self.trained.shape))
 
     @property
     def train_bytes(self) -> int:
@@ -35,7 +52,7 @@ class Leaf(NamedTuple):
     @property
     def generation_bytes(self) -> int:
         """Per device while generating, without a master."""
-        return shard_bytes(self.generated, self.generated.sharding)
+        return sum(shard_bytes(array, array.sharding) for array in jax.tree.leaves(self.generated))
 
     @property
     def passing_bytes(self) -> int:
@@ -76,23 +93,35 @@ class Plan(NamedTuple):
 
 
 def paired(trained: Any, generated: Any) -> list[Leaf]:
-    """The leaves of two trees of arrays, or of shapes with shardings.
+    """The leaves of two trees of arrays, or of shapes with shardings; one that is trained may generate as several.
 
     Raises:
       ValueError: The trees differ in structure or in shapes.
     """
-    there: Any = jax.tree.structure(generated)
-    here: Any = jax.tree.structure(trained)
-    if here != there:
+    news = same_structure(jax.tree.structure(trained), generated)
+    if news is None:
+        there: Any = jax.tree.structure(generated)
+        here: Any = jax.tree.structure(trained)
         raise ValueError(f"the two layouts differ in structure: {here} in training, {there} in generation")
-    pairs = zip(jax.tree.leaves_with_path(trained), jax.tree.leaves(generated), strict=True)
-    leaves = [Leaf(jax.tree_util.keystr(path), _struct(old), _struct(new)) for (path, old), new in pairs]
+    pairs = zip(jax.tree.leaves_with_path(trained), news, strict=True)
+    leaves = [
+        Leaf(jax.tree_util.keystr(path), _struct(old), jax.tree.map(_struct, new)) for (path, old), new in pairs
+    ]
     for leaf in leaves:
         if leaf.trained.shape != leaf.generated.shape:
             raise ValueError(
                 f"{leaf.path} is {leaf.trained.shape} in training and {leaf.generated.shape} in generation"
             )
     return leaves
+
+
+def same_structure(structure: Any, tree: Any) -> list[Any] | None:
+    """Nodes of a tree where another has its leaves, if it has all of them and no containers in their place."""
+    try:
+        nodes = structure.flatten_up_to(tree)
+    except ValueError:
+        return None
+    return None if any(isinstance(node, dict | list | tuple | type(None)) for node in nodes) else nodes
 
 
 def _struct(array: Any) -> jax.ShapeDtypeStruct:
@@ -107,10 +136,11 @@ def ties_of(leaves: Sequence[Any]) -> tuple[int, ...]:
     return tuple(first.setdefault(key, place) for place, key in enumerate(keys))
 
 
-def plan(leaves: Sequence[Leaf], ties: tuple[int, ...], *, bucket_bytes: int) -> Plan:
+def plan(leaves: Sequence[Leaf], ties: tuple[int, ...], *, bucket_bytes: int, convert: Convert) -> Plan:
     """The steps of a switch; a tied weight is in one step once.
 
     Args:
+      convert: Makes of a weight what generation takes.
       bucket_bytes: Per device, the most that a step takes beside its target; one leaf at least.
 
     Raises:
@@ -121,7 +151,13 @@ def plan(leaves: Sequence[Leaf], ties: tuple[int, ...], *, bucket_bytes: int) ->
     cast = [place for place in places if leaves[place].cast]
     moved = [place for place in places if leaves[place].moves]
     there = [
-        _step(bucket, [leaves[place].generated for place in bucket], freed=[p for p in bucket if leaves[p].moves])
+        _step(
+            bucket,
+            [leaves[place].generated for place in bucket],
+            [leaves[place].trained.sharding for place in bucket],
+            freed=[p for p in bucket if leaves[p].moves],
+            convert=convert,
+        )
         for bucket in _buckets(leaves, moved + cast, bucket_bytes)
     ]
     back = [
@@ -129,17 +165,32 @@ def plan(leaves: Sequence[Leaf], ties: tuple[int, ...], *, bucket_bytes: int) ->
         for bucket in _buckets(leaves, moved, bucket_bytes)
     ]
     # Masters of casts and shared leaves never left, so only what moved in place comes back.
-    received = _received([leaves[place].trained for place in places], [leaves[place].generated for place in places])
-    received_back = _received([leaves[place].generated for place in moved], [leaves[place].trained for place in moved])
+    received = _received([(leaves[place].trained, leaves[place].generated) for place in places])
+    received_back = _received([(leaves[place].generated, leaves[place].trained) for place in moved])
     return Plan(there, back, received, received_back, sum(leaves[place].train_bytes for place in cast))
 
 
-def _step(places: list[int], targets: list[jax.ShapeDtypeStruct], *, freed: list[int]) -> Step:
-    def relayout(leaves: list[jax.Array]) -> list[jax.Array]:
-        # The cast is before the gather, so that what travels has the dtype of the target.
-        return [leaf.astype(target.dtype) for leaf, target in zip(leaves, targets, strict=True)]
+def _step(
+    places: list[int],
+    targets: list[Any],
+    sources: list[Any] | None = None,
+    *,
+    freed: list[int],
+    convert: Convert = cast_to,
+) -> Step:
+    """A step to the targets; what is converted is so where it lies, in the sources' layouts."""
 
-    program = jax.jit(relayout, out_shardings=[target.sharding for target in targets])
+    def relayout(leaves: list[jax.Array]) -> list[Any]:
+        # The cast is before the gather, so that what travels has the dtype of the target.
+        made = [convert(leaf, target) for leaf, target in zip(leaves, targets, strict=True)]
+        if sources is None:
+            return made
+        return [
+            array if isinstance(target, jax.ShapeDtypeStruct) else lax.with_sharding_constraint(array, source)
+            for array, target, source in zip(made, targets, sources, strict=True)
+        ]
+
+    program = jax.jit(relayout, out_shardings=jax.tree.map(lambda target: target.sharding, targets))
     return Step(program, places, frozenset(freed))
 
 
@@ -157,13 +208,18 @@ def _buckets(leaves: Sequence[Leaf], places: list[int], bucket_bytes: int) -> It
         yield bucket
 
 
-def _received(source: list[jax.ShapeDtypeStruct], target: list[jax.ShapeDtypeStruct]) -> int:
-    return missing_bytes([x.sharding for x in source], [x.sharding for x in target], target)
+def _received(pairs: list[tuple[Any, Any]]) -> int:
+    """Most bytes that a device receives of what goes from the first of each pair to the second."""
+    moved = [(source, target) for source, targets in pairs for target in jax.tree.leaves(targets)]
+    sources, targets = [source.sharding for source, _ in moved], [target for _, target in moved]
+    return missing_bytes(sources, [target.sharding for target in targets], targets)
 
 
 def _require_one_layout(leaves: Sequence[Leaf], ties: tuple[int, ...]) -> None:
     for leaf, first in zip(leaves, ties, strict=True):
-        for mine, other in ((leaf.trained, leaves[first].trained), (leaf.generated, leaves[first].generated)):
+        two = leaf, leaves[first]
+        taken = [jax.tree.leaves((each.trained, each.generated)) for each in two]
+        for mine, other in zip(*taken, strict=True):
             same = mine.sharding.is_equivalent_to(other.sharding, len(mine.shape))
             if mine.dtype != other.dtype or not same:
                 raise ValueError(

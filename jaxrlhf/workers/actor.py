@@ -81,7 +81,7 @@ class Actor(TrainedWorker):
             try:
                 # Masters beside cast copies wait in host memory.
                 with self.parameters.partly_away(self._hybrid.masters["parameters"]):
-                    self._sampler.load(weights, self.version, spent=self._hybrid.masters)
+                    self._sampler.load(weights, self.version, spent=self._hybrid.spent)
                     yield self._sampler
             finally:
                 self._sampler.engine.unload()
@@ -91,7 +91,7 @@ class Actor(TrainedWorker):
         """The sampler with described weights; the programs of the switch are lowered."""
         for way, programs in hybrid.lower()._asdict().items():
             self.lowered |= {f"{way}[{index}]": program for index, program in enumerate(programs)}
-        sampler.load(hybrid.generation_shapes, self.version, spent=hybrid.masters)
+        sampler.load(hybrid.generation_shapes, self.version, spent=hybrid.spent)
         return sampler
 
     @property

@@ -40,6 +40,7 @@ from jaxrlhf.workers.role_weights import (
     initial_adapters,
     initial_params,
     quantized_as,
+    rollout_format,
     saved_params,
 )
 from jaxrlhf.workers.sampler import CompletionFeed, RolloutWorker, Sampler
@@ -101,7 +102,9 @@ class Builder(PoolRoles):
         self.rank, self.progress, self._feed = rank, progress, feed or CompletionFeed()
         carrier = "direct" if config.cluster is None else config.cluster.weights
         self._exchange, self._reward_output = Exchange(address, carrier=carrier), reward_output
-        self.policy = RoleWeights("actor", self.model, "lm", self.dtype, config.actor.lora)
+        self.policy = RoleWeights(
+            "actor", self.model, "lm", self.dtype, config.actor.lora, quantize=rollout_format(config, self.model, pool)
+        )
         layout = config.actor.layout
         self.hybrid: HybridEngine | None = None
         self.sampler: Sampler | None = None
@@ -109,9 +112,9 @@ class Builder(PoolRoles):
             mesh = factored_mesh(layout, pool.devices)
             self.policy.trained_params(mesh)  # or it is refused here
             if not any(ROLLOUT in other.roles for other in config.pools):
-                generation, dims = generation_mesh(layout, pool.devices), self.policy.dims()
+                generation = generation_mesh(layout, pool.devices)
                 self.sampler = self._sampler(generation)
-                self.hybrid = HybridEngine.by_rules(mesh, generation, dims, self.policy.shapes(), dtype=self.dtype)
+                self.hybrid = self.policy.switch(mesh, generation)
         if ROLLOUT in roles:
             self.sampler = self._sampler(replica_mesh(layout, pool.devices, role=f"rollout on pool {pool.name!r}"))
         self.remat = {role: choose_remat(self, role) for role in sorted(self.trained)}

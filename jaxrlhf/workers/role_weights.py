@@ -12,14 +12,16 @@ from jax.sharding import Mesh
 
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import TreeItem, load_pretrained
-from jaxrlhf.config import Lora, Model, Pretrained, Refusal
+from jaxrlhf.config import Config, Lora, Model, Pretrained, Refusal
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.peft import load_adapters
 from jaxrlhf.models.lora.lora import adapter_dims, adapter_shapes, declare_adapters, quantized
-from jaxrlhf.models.lora.quantized import TILE, Quantized, quantize
+from jaxrlhf.models.lora.quantized import TILE, Format, Quantized, is_quantized, quantize_layers
 from jaxrlhf.models.parameters import draw, init_params, param_dims, param_shapes, path_name
+from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.sharding.mesh import STAGE_AXES
+from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, Rules, cast_shapes, check_divisible, laid_out, shardings
 
 
@@ -33,6 +35,7 @@ class RoleWeights:
       head: Head that the last hidden state is read with.
       dtype: Dtype of weights that are not trained.
       lora: Adapters beside frozen parameters, or of the policy that the parameters are a copy of; None has none.
+      quantize: Format of the matrices of layers that generate; None is `dtype`.
     """
 
     role: str
@@ -40,6 +43,7 @@ class RoleWeights:
     head: Head
     dtype: Any
     lora: Lora | None
+    quantize: Format | None = None
 
     def trained_params(self, mesh: Mesh) -> Params:
         """Shapes with shardings of a trained role's parameters: float32 masters, or frozen ones beside adapters."""
@@ -88,11 +92,38 @@ class RoleWeights:
 
     def generation_shapes(self) -> dict[str, Any]:
         """Shapes of the weights that generate, by the names of `dims`."""
-        return cast_shapes(self.dims(), self.shapes(), dtype=self.dtype)
+        shapes = cast_shapes(self.dims(), self.shapes(), dtype=self.dtype)
+        if self.quantize is not None:
+            few = jax.eval_shape(partial(quantized, kind=self.quantize), shapes["parameters"])
+            shapes["parameters"] = few
+        return shapes
+
+    def generation_dims(self) -> dict[str, Any]:
+        """Dimension names of the weights that generate, by the names of `dims`."""
+        dims = self.dims()
+        if self.quantize is not None:
+            dims["parameters"] = quantized_dims(dims["parameters"], self.quantize)
+        return dims
 
     def generation_layout(self, mesh: Mesh) -> Any:
         """Shardings of the weights that generate, by the names of `dims`."""
-        return shardings(mesh, self.dims(), GENERATE)
+        return shardings(mesh, self.generation_dims(), GENERATE)
+
+    def switch(self, mesh: Mesh, generation: Mesh) -> HybridEngine:
+        """The switch of a trained role's weights between the two layouts.
+
+        Raises:
+          Refusal: A dimension does not split evenly, or parts weights that share a scale.
+        """
+        if self.quantize is None:
+            return HybridEngine.by_rules(mesh, generation, self.dims(), self.shapes(), dtype=self.dtype)
+        dims, shapes = self.generation_dims(), self.generation_shapes()
+        for axes, rules, where in ((mesh, TRAIN, self.role), (generation, GENERATE, f"{self.role} in generation")):
+            _check_scales(axes, dims, shapes, rules, role=where, name="rollout.quantize")
+        trained = laid_out(self.shapes(), shardings(mesh, self.dims(), TRAIN))
+        stages = int(np.prod([mesh.shape[axis] for axis in STAGE_AXES]))
+        generated = laid_out(shapes, self.generation_layout(generation))
+        return HybridEngine(trained, generated, convert=partial(_generating, stages=stages))
 
     def check_generation(self, mesh: Mesh) -> None:
         """Raise `Refusal` if the weights do not split evenly over a generation mesh."""
@@ -118,20 +149,51 @@ class RoleWeights:
         dims = param_dims(self.model, self.head)
         if self.lora is None or self.lora.quantize is None:
             return dims
-        kind = self.lora.quantize
-        return quantized(
-            dims, kind, lambda names: Quantized(names, names, kind), is_leaf=lambda x: isinstance(x, tuple)
-        )
+        return quantized_dims(dims, self.lora.quantize)
 
     def _check_tiles(self, mesh: Mesh, rules: Rules, *, role: str | None = None) -> None:
         """Raise `Refusal` if quantised weights that share a scale would be parted."""
-        try:
-            shapes = self._frozen_shapes(jnp.float32)
-            check_divisible(mesh, self._frozen_dims(), shapes, rules, role=role or self.role)
-        except Refusal as error:
-            raise Refusal(
-                f"{error}; it counts what shares a scale, up to {TILE} neighbours, which lora.quantize keeps together"
-            ) from error
+        shapes = self._frozen_shapes(jnp.float32)
+        _check_scales(mesh, self._frozen_dims(), shapes, rules, role=role or self.role, name="lora.quantize")
+
+
+def rollout_format(config: Config, model: AnyModel, pool: ResourcePool) -> Format | None:
+    """Format of the matrices that generate on a pool; None is the compute dtype.
+
+    Raises:
+      Refusal: A model of other matrices than the decoder's, or a format that the pool's chips do not have.
+    """
+    kind, device = config.rollout.quantize, pool.devices[0]
+    if kind is not None and isinstance(model, CausalLM):
+        raise Refusal(f"rollout.quantize={kind!r} is for the decoder's matrices, and {model.name} has its own; drop it")
+    if kind == "fp8" and not _has_fp8(device):
+        raise Refusal(
+            f"rollout.quantize='fp8' is for chips that multiply 8-bit floats, and {device.device_kind} does not; "
+            "use 'int8'"
+        )
+    return kind
+
+
+def _has_fp8(device: jax.Device) -> bool:
+    """Return whether it multiplies 8-bit floats, or only emulates a device, as a processor."""
+    if device.platform == "gpu":
+        return float(getattr(device, "compute_capability", "0")) >= 8.9
+    return device.platform == "cpu" or "7" in device.device_kind
+
+
+def quantized_dims(dims: dict[str, Any], kind: Format) -> dict[str, Any]:
+    """Dimension names of parameters whose matrices are quantised; the last of a scale counts tiles."""
+    return quantized(dims, kind, lambda names: Quantized(names, names, kind), is_leaf=lambda x: isinstance(x, tuple))
+
+
+def _check_scales(mesh: Mesh, dims: Any, shapes: Any, rules: Rules, *, role: str, name: str) -> None:
+    """Raise `Refusal` if quantised weights that share a scale would be parted."""
+    try:
+        check_divisible(mesh, dims, shapes, rules, role=role)
+    except Refusal as error:
+        raise Refusal(
+            f"{error}; it counts what shares a scale, up to {TILE} neighbours, which {name} keeps together"
+        ) from error
 
 
 def layout_in(tree: Any) -> Any:
@@ -154,9 +216,9 @@ def initial_params(model: Model, weights: RoleWeights, target: Params, *, seed: 
 
         return jax.jit(build, out_shardings=layout_in(target))(np.uint32(seed))
     assert isinstance(config, ModelConfig), "a checkpoint is of the decoder"
-    floats = jax.tree.map(lambda x: x.scale if isinstance(x, Quantized) else x, target, is_leaf=_is_quantized)
+    floats = jax.tree.map(lambda x: x.scale if isinstance(x, Quantized) else x, target, is_leaf=is_quantized)
     dtypes = jax.tree.map(lambda x: x.dtype, floats)
-    wanted = {path_name(path): node for path, node in jax.tree.leaves_with_path(target, is_leaf=_is_quantized)}
+    wanted = {path_name(path): node for path, node in jax.tree.leaves_with_path(target, is_leaf=is_quantized)}
 
     def keep(name: str, array: jax.Array) -> Any:
         return _quantized_leaf(array, wanted[name])
@@ -199,7 +261,7 @@ def copied(params: Params, target: Params) -> Params:
 
 def quantized_as(params: Params, target: Params) -> Params:
     """The parameters, quantised where `target` is, one after another; each is deleted as it is replaced."""
-    return jax.tree.map(_quantized_leaf, params, target, is_leaf=_is_quantized)
+    return jax.tree.map(_quantized_leaf, params, target, is_leaf=is_quantized)
 
 
 def _quantized_leaf(leaf: Any, wanted: Any) -> Any:
@@ -212,15 +274,16 @@ def _quantized_leaf(leaf: Any, wanted: Any) -> Any:
     return made
 
 
+def _generating(leaf: jax.Array, wanted: Any, *, stages: int) -> Any:
+    """What generation takes of a weight."""
+    if not isinstance(wanted, Quantized):
+        return leaf.astype(wanted.dtype)
+    return quantize_layers(leaf.astype(wanted.scale.dtype), wanted.kind, layers=leaf.shape[0] // stages)
+
+
 def _converted(leaf: jax.Array, wanted: Any) -> Any:
     """A copy in another dtype, or quantised: a layer of each stage at a time, which takes some room."""
     if not isinstance(wanted, Quantized):
         return jnp.array(leaf, wanted.dtype, copy=True)
     layers = wanted.scale.sharding.shard_shape(wanted.scale.shape)[0]
-    staged = leaf.astype(wanted.scale.dtype).reshape(-1, layers, *leaf.shape[1:])
-    made = jax.lax.map(partial(quantize, kind=wanted.kind), jnp.moveaxis(staged, 1, 0))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), made)
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, Quantized)
+    return quantize_layers(leaf.astype(wanted.scale.dtype), wanted.kind, layers=layers)

@@ -127,7 +127,8 @@ def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[SummaryRow]:
         ("switch", "redundant", _bytes(hybrid.redundancy_bytes_per_device), "per device, not needed to generate"),
     ]
     if hybrid.copy_bytes_per_device:
-        copied = f"per device while generating: {builder.dtype.name} beside the float32 masters"
+        kind = builder.policy.quantize or builder.dtype.name
+        copied = f"per device while generating: {kind} beside the float32 masters"
         rows.append(("switch", "copied", _bytes(hybrid.copy_bytes_per_device), copied))
     return rows
 

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrlhf.config import Lora, Quantization, Refusal
+from jaxrlhf.config import Lora, Refusal
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.linear import Adapted, Adapter
-from jaxrlhf.models.lora.quantized import Quantized, quantize
+from jaxrlhf.models.lora.quantized import Format, Quantized, quantize
 from jaxrlhf.models.parameters import STACKS, Param, declare, path_name
 
 ROOMS = ("attention", "mlp")
@@ -100,7 +100,7 @@ def is_matrix(path: str) -> bool:
     return names[0] in STACKS and names[-1] in Lora.MATRICES
 
 
-def quantized(tree: Any, kind: Quantization, one: Callable[[Any], Quantized] | None = None, is_leaf: Any = None) -> Any:
+def quantized(tree: Any, kind: Format, one: Callable[[Any], Quantized] | None = None, is_leaf: Any = None) -> Any:
     """The parameters, or a tree like them, with the matrices of layers quantised.
 
     Args:

@@ -1,19 +1,28 @@
-"""Quantised frozen matrices, which are floats again only where they are used.
+"""Quantised matrices that are not trained, which are floats again only where they are used.
 
-QLoRA (Dettmers et al. 2023, arXiv:2305.14314) without its second quantisation, that of the scales. `qwix`
+Frozen ones beside adapters, as QLoRA (Dettmers et al. 2023, arXiv:2305.14314) has them without its second quantisation, that of the scales; and those that generate. `qwix`
 knows the levels; it is given one tile at a time, since of a whole array it makes a vector, which the
 compiler would have to gather from all devices.
 """
 
 import math
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 
 from jaxrlhf.batch import Array
 from jaxrlhf.config import Quantization, Refusal
+
+Format = Quantization | Literal["fp8"]
+"""Frozen matrices have the first, generating ones `int8` and `fp8`."""
+
+_NAMES = {"fp8": "float8_e4m3fn"}
+"""Names of formats in `qwix` where they are others."""
 
 TILE = 32
 """Most weights of the last dimension that share a scale."""
@@ -24,20 +33,20 @@ class Quantized:
     """A quantised weight in the weight's place in the tree: `level[value] * scale`.
 
     Attributes:
-      value: int8 as they are; of nf4 uint8, with the codes of two neighbours in the last dimension.
+      value: int8 and float8 as they are; of nf4 uint8, with the codes of two neighbours in the last dimension.
       scale: One for each tile of the last dimension, in the dtype that the weight had; float32 instead of float16,
         which has no number as small as scales are.
     """
 
     value: Any
     scale: Any
-    kind: Quantization = struct.field(pytree_node=False)
+    kind: Format = struct.field(pytree_node=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the weight."""
         *before, last = self.value.shape
-        return (*before, last if self.kind == "int8" else 2 * last)
+        return (*before, 2 * last if self.kind == "nf4" else last)
 
     def astype(self, dtype: Any) -> Array:
         """The weight as floats."""
@@ -46,21 +55,21 @@ class Quantized:
             code = jnp.stack([code & 15, code >> 4], axis=-1)
 
         def one(code_W: Array, scale_1: Array) -> Array:
-            return qwix.dequantize(qwix.QArray(code_W, scale_1, None, self.kind))
+            return qwix.dequantize(qwix.QArray(code_W, scale_1, None, _NAMES.get(self.kind, self.kind)))
 
         tiles = jnp.vectorize(one, signature="(w),(s)->(w)")(code.reshape(*self.scale.shape, -1), self.scale[..., None])
         return tiles.reshape(self.shape).astype(dtype)
 
 
-def quantize(weight: Array, kind: Quantization) -> Quantized:
+def quantize(weight: Array, kind: Format) -> Quantized:
     """The nearest levels, with the largest weight of each tile at the last level."""
     qwix, (*before, last) = _qwix(), weight.shape
     tile = math.gcd(TILE, last)
     if tile % 2:
-        raise Refusal(f"lora.quantize is for matrices with an even last dimension, got {weight.shape}; drop it")
+        raise Refusal(f"quantize is for matrices with an even last dimension, got {weight.shape}; drop it")
 
     def one(weight_W: Array) -> tuple[Array, Array]:
-        tile = qwix.quantize(weight_W, kind)
+        tile = qwix.quantize(weight_W, _NAMES.get(kind, kind))
         return tile.qvalue, tile.scale
 
     tiles = weight.astype(jnp.float32).reshape(*before, -1, tile)
@@ -73,9 +82,24 @@ def quantize(weight: Array, kind: Quantization) -> Quantized:
     return Quantized(value, scale[..., 0].astype(jnp.promote_types(weight.dtype, jnp.bfloat16)), kind)
 
 
+def quantize_layers(weight: Array, kind: Format, *, layers: int) -> Quantized:
+    """Stacked matrices quantised a layer at a time, since XLA takes much memory for it.
+
+    Args:
+      layers: Those of one stage, all of whose devices go through their layers together.
+    """
+    staged = weight.reshape(-1, layers, *weight.shape[1:])
+    made = lax.map(partial(quantize, kind=kind), jnp.moveaxis(staged, 1, 0))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), made)
+
+
+def is_quantized(node: Any) -> bool:
+    return isinstance(node, Quantized)
+
+
 def _qwix() -> ModuleType:
     try:
         import qwix
     except ImportError as error:
-        raise Refusal(f"lora.quantize needs qwix ({error}): pip install 'jaxrlhf[quantized]'") from error
+        raise Refusal(f"quantize needs qwix ({error}): pip install 'jaxrlhf[quantized]'") from error
     return qwix

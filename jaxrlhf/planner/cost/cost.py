@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from jaxrlhf.config import Layout
 from jaxrlhf.engine.buckets import cache_capacities
 from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.lora.quantized import Format
 from jaxrlhf.models.memory import adapters_held, weights_held
 from jaxrlhf.planner.cost.batches import Batch, batch_of, shards_of
 from jaxrlhf.planner.cost.collectives import DeviceGroup, all_gather_s, all_reduce_s, bytes_per_s, latency_s, send_s
-from jaxrlhf.planner.cost.memory import cache_bytes_per_token, routed_weights, weights_generating, weights_learnt
+from jaxrlhf.planner.cost.memory import bytes_per_weight, cache_bytes_per_token, routed_weights, weights_generating, weights_learnt
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.plan import Cost
 from jaxrlhf.planner.workload import Role, Software, Workload
@@ -289,7 +290,7 @@ def experts_read(model: ModelConfig, tokens: float) -> float | None:
     return model.experts.count * (1 - missed)
 
 
-def switch_bytes(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
+def switch_bytes(model: ModelConfig, layout: Layout, *, itemsize: float) -> float:
     """Bytes that each device receives when training weights become generating ones.
 
         M (1 / (p_g t_g) - 1 / (p t fsdp))
@@ -303,13 +304,16 @@ def switch_bytes(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
     return max(0.0, wanted - (held if layout.refines or whole else 0.0)) * itemsize
 
 
-def switch_cost(model: ModelConfig, layout: Layout, software: Software, hardware: Hardware) -> Cost:
+def switch_cost(
+    model: ModelConfig, layout: Layout, software: Software, hardware: Hardware, *, quantize: Format | None = None
+) -> Cost:
     """Cost of resharding from the training to the generation layout; the way back is a slice of what is there.
 
     Weights come from the devices whose shards make up a generation shard. Of the gathers that this takes, the one
     among the devices farthest apart is the slowest and is taken for all.
     """
-    received = switch_bytes(model, layout, itemsize=software.compute_bytes)
+    each = bytes_per_weight(model, None, itemsize=software.compute_bytes, quantize=quantize)
+    received = switch_bytes(model, layout, itemsize=each)
     if received == 0:
         return Cost()
     group = _gathering(layout)

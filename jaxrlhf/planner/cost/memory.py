@@ -4,7 +4,7 @@ import math
 
 from jaxrlhf.config import Layout, Lora
 from jaxrlhf.models.config import Head, ModelConfig
-from jaxrlhf.models.lora.quantized import TILE
+from jaxrlhf.models.lora.quantized import TILE, Format
 from jaxrlhf.models.memory import adapters_held, replicated_weights, weights_held
 
 
@@ -16,16 +16,20 @@ def routed_weights(model: ModelConfig) -> int:
     return model.routed_choices[0] * model.experts.count * each
 
 
-def bytes_per_weight(model: ModelConfig, lora: Lora | None, *, itemsize: int) -> float:
-    """Bytes of a weight that is not trained, on average: with adapters, layers may be quantised.
+def bytes_per_weight(
+    model: ModelConfig, lora: Lora | None, *, itemsize: int, quantize: Format | None = None
+) -> float:
+    """Bytes of a weight that is not trained, on average: layers may be quantised.
 
     Args:
       lora: Settings of the adapters beside them; None if there are none.
+      quantize: Format of layers that generate; None leaves them as they are.
       itemsize: Bytes of weights in the compute dtype, and of scales.
     """
-    if lora is None or lora.quantize is None:
+    kind = quantize or (None if lora is None else lora.quantize)
+    if kind is None:
         return itemsize
-    few = {"int8": 1.0, "nf4": 0.5}[lora.quantize] + itemsize / TILE
+    few = {"int8": 1.0, "fp8": 1.0, "nf4": 0.5}[kind] + itemsize / TILE
     return itemsize + (few - itemsize) * model.num_layers * model.layer_parameters() / model.num_parameters("lm")
 
 

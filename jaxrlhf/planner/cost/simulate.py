@@ -109,14 +109,15 @@ class Simulator:
         steps: list[SimulatedCall] = []
         generating = loading = 0.0
         if generates:
-            each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
+            few = self._problem.workload.quantize
+            each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes, quantize=few)
             copy = weights_generating(role.model, layout) * each
-            as_trained = software.trains_in_compute_dtype or role.lora is not None
+            as_trained = few is None and (software.trains_in_compute_dtype or role.lora is not None)
             kept = 0.0 if as_trained else idle_parameters
             held = kept + copy + idle_optimizer
             generating, loading = self._apart(role, layout, held, each, shared=as_trained)
             during = copy + idle_optimizer + (0.0 if as_trained else parameters)
-            switch = switch_cost(role.model, layout, software, hardware)
+            switch = switch_cost(role.model, layout, software, hardware, quantize=few)
             if switch.seconds:
                 steps.append(SimulatedCall("generate", "switch", switch, during))
             steps += _moved("generate", brought, hardware, during)
