@@ -146,6 +146,11 @@ def recognise(device_kind: str, platform: str) -> str | None:
     return "cpu" if platform == "cpu" else _BY_DEVICE_KIND.get(device_kind.lower())
 
 
+def compiled_like(hardware: Hardware) -> str | None:
+    """Compiler that the programs of this hardware come from, `nvidia` or `tpu`; None of what is not known by name."""
+    return _KINDS.get(hardware.name, {}).get("like")
+
+
 def save_hardware(hardware: Hardware, path: str | Path) -> None:
     """Write a description, which `load_hardware` reads."""
     Path(path).write_text(json.dumps(dataclasses.asdict(hardware), indent=2) + "\n")

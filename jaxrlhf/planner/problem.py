@@ -21,7 +21,7 @@ from jaxrlhf.config import (
 from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models import from_scratch, tokenizer_path
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.planner.hardware import Hardware, compiled_like
 from jaxrlhf.planner.plan import GivenPools, PlacementProblem
 from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.planner.workload import Role, Software, Workload
@@ -191,6 +191,8 @@ def software_of(config: Config, hardware: Hardware) -> Software:
     return Software(
         compute_bytes=4 if dtype == "float32" else 2,
         decode_tokens_per_dispatch=config.rollout.decode_tokens_per_dispatch,
+        casts_ahead=compiled_like(hardware) == "tpu",
+        orders_experts=compiled_like(hardware) == "nvidia",
     )
 
 

@@ -93,6 +93,10 @@ class Software:
       recomputes_logits: Chunks of logits are computed once more in the backward pass.
       reads_responses: Logits are computed of the tokens of responses alone, and not of all.
       skips_masked: Attention does not compute scores that the causal mask hides, nor keeps them.
+      casts_ahead: Weights of layers are cast before all of them run, where none are gathered: XLA for TPUs takes a cast
+        that each turn of a loop makes of its own part, and makes it once of the whole.
+      orders_experts: Experts that are split by width get another order of dimensions before all layers run, that in
+        which gathering appends: XLA for GPUs gives a loop's input the order that its body wants.
       shares_prompts: A prompt is computed once for all its responses in a packed row, but for attention.
     """
 
@@ -112,6 +116,8 @@ class Software:
     reads_responses: bool = True
     skips_masked: bool = True
     shares_prompts: bool = True
+    casts_ahead: bool = False
+    orders_experts: bool = False
 
     @property
     def trains_in_compute_dtype(self) -> bool:

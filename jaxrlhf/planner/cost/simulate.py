@@ -254,13 +254,21 @@ def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float
 
 
 def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> tuple[float, float]:
-    """Two layers' and the embedding's weights, gathered where they are split; experts of other devices are not."""
+    """Two layers' and the embedding's weights, gathered where they are split; experts of other devices are not.
+
+    To layers come the copies that compilers make of all of them first.
+    """
+    model, software = role.model, problem.software
+    masters = software.weight_bytes if role.trained and role.lora is None else software.compute_bytes
     if layout.fsdp * layout.expert == 1:
-        return 0.0, 0.0
-    model = role.model
+        cast = software.casts_ahead and masters != software.compute_bytes
+        weights = model.num_layers * model.layer_parameters() / (layout.stage * layout.tensor)
+        return cast * weights * software.compute_bytes, 0.0
+    held = routed_weights(model) / layout.copy_devices
+    ordered = software.orders_experts * (layout.fsdp > 1) * held * masters
     layer = model.attention_parameters + model.mlp_parameters()
     if model.experts is not None:
         layer -= routed_weights(model) / model.routed_choices[0] * (1 - 1 / layout.expert)
     table = model.vocab_size * model.hidden_size / layout.stage
     each = problem.software.compute_bytes / layout.tensor
-    return 2 * layer * each, table * each
+    return 2 * layer * each + ordered, table * each
