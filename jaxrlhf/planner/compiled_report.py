@@ -34,7 +34,17 @@ def compiled_report(programs: Sequence[CompiledProgram], hardware: Hardware) -> 
         header_style="bold",
     )
     table.add_column("program", no_wrap=True)
-    for heading in ("compiled in s", "arguments", "temporary", "outputs", "all", "plan", "beside", "TFLOP", "at best s"):
+    for heading in (
+        "compiled in s",
+        "arguments",
+        "temporary",
+        "outputs",
+        "all",
+        "plan",
+        "beside",
+        "TFLOP",
+        "at best s",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for program in programs:
         fresh = program.output_bytes - program.alias_bytes

@@ -105,9 +105,7 @@ def _flops(instruction: _Instruction, types: Mapping[str, str]) -> int:
     return 2 * out * space * second[labels[1].index("i")]
 
 
-def _run(
-    text: str, wanted: Callable[[_Instruction], bool]
-) -> Iterator[tuple[_Instruction, Mapping[str, str], int]]:
+def _run(text: str, wanted: Callable[[_Instruction], bool]) -> Iterator[tuple[_Instruction, Mapping[str, str], int]]:
     """Instructions of a program that are wanted, the types of all beside them, and how often each runs."""
     computations = dict(_computations(text))
     entry = re.search(r"^ENTRY (%[\w.\-]+) ", text, re.MULTILINE)

@@ -97,9 +97,7 @@ class HybridEngine:
       ValueError: The two trees differ in structure or shapes, or tied leaves part ways.
     """
 
-    def __init__(
-        self, trained: Any, generated: Any, *, bucket_bytes: int = 2**30, convert: Convert = cast_to
-    ) -> None:
+    def __init__(self, trained: Any, generated: Any, *, bucket_bytes: int = 2**30, convert: Convert = cast_to) -> None:
         if bucket_bytes <= 0:
             raise ValueError(f"bucket_bytes must be above 0, got {bucket_bytes}")
         self._bucket_bytes, self._convert = bucket_bytes, convert

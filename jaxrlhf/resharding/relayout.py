@@ -104,9 +104,7 @@ def paired(trained: Any, generated: Any) -> list[Leaf]:
         here: Any = jax.tree.structure(trained)
         raise ValueError(f"the two layouts differ in structure: {here} in training, {there} in generation")
     pairs = zip(jax.tree.leaves_with_path(trained), news, strict=True)
-    leaves = [
-        Leaf(jax.tree_util.keystr(path), _struct(old), jax.tree.map(_struct, new)) for (path, old), new in pairs
-    ]
+    leaves = [Leaf(jax.tree_util.keystr(path), _struct(old), jax.tree.map(_struct, new)) for (path, old), new in pairs]
     for leaf in leaves:
         if leaf.trained.shape != leaf.generated.shape:
             raise ValueError(

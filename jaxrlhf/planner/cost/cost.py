@@ -17,7 +17,13 @@ from jaxrlhf.models.lora.quantized import Format
 from jaxrlhf.models.memory import adapters_held, weights_held
 from jaxrlhf.planner.cost.batches import Batch, batch_of, shards_of
 from jaxrlhf.planner.cost.collectives import DeviceGroup, all_gather_s, all_reduce_s, bytes_per_s, latency_s, send_s
-from jaxrlhf.planner.cost.memory import bytes_per_weight, cache_bytes_per_token, routed_weights, weights_generating, weights_learnt
+from jaxrlhf.planner.cost.memory import (
+    bytes_per_weight,
+    cache_bytes_per_token,
+    routed_weights,
+    weights_generating,
+    weights_learnt,
+)
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.plan import Cost
 from jaxrlhf.planner.workload import Role, Software, Workload

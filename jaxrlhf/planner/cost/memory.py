@@ -16,9 +16,7 @@ def routed_weights(model: ModelConfig) -> int:
     return model.routed_choices[0] * model.experts.count * each
 
 
-def bytes_per_weight(
-    model: ModelConfig, lora: Lora | None, *, itemsize: int, quantize: Format | None = None
-) -> float:
+def bytes_per_weight(model: ModelConfig, lora: Lora | None, *, itemsize: int, quantize: Format | None = None) -> float:
     """Bytes of a weight that is not trained, on average: layers may be quantised.
 
     Args:

@@ -78,7 +78,9 @@ class ExpectedPrograms:
         few = problem.workload.quantize
         each = bytes_per_weight(generator.model, generator.lora, itemsize=software.compute_bytes, quantize=few)
         copy = weights_generating(generator.model, layout) * each
-        as_trained = name != ROLLOUT and few is None and (software.trains_in_compute_dtype or generator.lora is not None)
+        as_trained = (
+            name != ROLLOUT and few is None and (software.trains_in_compute_dtype or generator.lora is not None)
+        )
         beside = idle - self._held(generator.name).parameters if as_trained or name == ROLLOUT else idle
         if program == "prefill":
             replicas = pool.devices // (layout.generation_stage * layout.generation_tensor)
