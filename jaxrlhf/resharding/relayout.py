@@ -9,7 +9,6 @@ from jax import lax
 from jaxrlhf.sharding.overlap import missing_bytes
 from jaxrlhf.sharding.rules import shard_bytes
 
-
 Convert = Callable[[jax.Array, Any], Any]
 """Function of a weight and of what generation takes of it, shapes with shardings: the latter's arrays."""
 

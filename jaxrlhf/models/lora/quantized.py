@@ -1,8 +1,8 @@
 """Quantised matrices that are not trained, which are floats again only where they are used.
 
-Frozen ones beside adapters, as QLoRA (Dettmers et al. 2023, arXiv:2305.14314) has them without its second quantisation, that of the scales; and those that generate. `qwix`
-knows the levels; it is given one tile at a time, since of a whole array it makes a vector, which the
-compiler would have to gather from all devices.
+Frozen ones lie beside adapters, as in QLoRA (Dettmers et al. 2023, arXiv:2305.14314) without its second quantisation,
+that of the scales; others generate. `qwix` knows the levels; it is given one tile at a time, since of a whole array it
+makes a vector, which the compiler would have to gather from all devices.
 """
 
 import math
