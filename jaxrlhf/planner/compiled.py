@@ -29,7 +29,7 @@ class CompiledProgram:
       estimated_bytes: Bytes that plans count for `compiled_bytes`; None of a program that they do not count.
       beside_bytes: Bytes of all else that is in memory while it runs, by the plan.
       collectives: Largest first; None where the compiler cannot print the program.
-      flops: Of a device's matrix products, those inside kernels left out; None likewise.
+      flops: Operations of a device's matrix products, those inside kernels left out; None where collectives are.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a compiled program sends and multiplies, read from the text of its HLO.
+"""Collectives and matrix products of a compiled program, read from the text of its HLO.
 
 Collectives are there with the devices that take part and what each receives; loops count as often as they turn.
 """

@@ -275,7 +275,7 @@ def _quantized_leaf(leaf: Any, wanted: Any) -> Any:
 
 
 def _generating(leaf: jax.Array, wanted: Any, *, stages: int) -> Any:
-    """What generation takes of a weight."""
+    """Arrays that generation takes of a weight."""
     if not isinstance(wanted, Quantized):
         return leaf.astype(wanted.dtype)
     return quantize_layers(leaf.astype(wanted.scale.dtype), wanted.kind, layers=leaf.shape[0] // stages)

@@ -86,7 +86,7 @@ def quantize_layers(weight: Array, kind: Format, *, layers: int) -> Quantized:
     """Stacked matrices quantised a layer at a time, since XLA takes much memory for it.
 
     Args:
-      layers: Those of one stage, all of whose devices go through their layers together.
+      layers: Number of layers of one stage; all stages go through theirs together.
     """
     staged = weight.reshape(-1, layers, *weight.shape[1:])
     made = lax.map(partial(quantize, kind=kind), jnp.moveaxis(staged, 1, 0))

@@ -230,6 +230,8 @@ def inference_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> fl
     tokens, sizes = batch.tokens / batch.parts, _sizes(problem, batch)
     layers_bytes, table_bytes = _gathered_bytes(problem, role, layout)
     in_layers = inference_activation_bytes(role.model, "value", layout, tokens=tokens, **sizes) + layers_bytes
+    if layout.stage > 1:  # all parts wait before the pipeline, or after it
+        in_layers += 2 * batch.tokens * role.model.hidden_size * problem.software.compute_bytes
     hidden = 2 * tokens * role.model.hidden_size * problem.software.compute_bytes
     # The head comes when the last layer's weights and activations are gone.
     return max(in_layers, hidden + table_bytes + head_bytes(role.model, role.head, layout, tokens=tokens))
