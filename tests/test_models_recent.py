@@ -88,7 +88,8 @@ def test_sequences_that_share_their_prompt_are_whole_ones(checkpoint, kind):
         return (hidden_SWD * weight_SWD).sum(), hidden_SWD
 
     found, expected = (jax.jit(jax.grad(function, has_aux=True))(params) for function in (shared, apart))
-    close(found, expected, tolerance=3e-5)
+    # Of deep layers with the delta rule, a rounding of the weights alone moves gradients by up to 5e-4.
+    close(found, expected, tolerance=1e-3 if config.linear else 3e-5)
 
 
 @pytest.mark.parametrize("kind", SLOW)
@@ -119,8 +120,8 @@ def test_chunks_and_a_cache_give_what_whole_rows_give(checkpoint, kind):
 def test_adapters_of_peft(checkpoint, kind, tmp_path):
     _, _, config, params = checkpoint(kind)
     lora = Lora(rank=3, alpha=6.0, targets=("query", "output"))
-    targets = {"query": "q_proj", "output": "o_proj"}
-    settings = peft.LoraConfig(r=3, lora_alpha=6.0, target_modules=list(targets.values()), task_type="CAUSAL_LM")
+    targets = ["q_proj", "o_proj", *(["out_proj"] if config.linear else [])]
+    settings = peft.LoraConfig(r=3, lora_alpha=6.0, target_modules=targets, task_type="CAUSAL_LM")
     theirs = peft.get_peft_model(build(kind), settings)
     with torch.no_grad():
         for name, weight in theirs.named_parameters():

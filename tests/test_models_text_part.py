@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file
-from tiny_checkpoints import VOCAB, tokens
+from tiny_checkpoints import _LINEAR, VOCAB, tokens
 from tiny_models import logits
 
 from jaxrlhf import models
@@ -28,9 +28,14 @@ _PIXTRAL = _TOWER | {"model_type": "pixtral", "head_dim": 8, "patch_size": 4, "i
 _SIGLIP = _TOWER | {"model_type": "siglip_vision_model", "patch_size": 4, "image_size": 16}
 WHOLE = {
     "mistral3": ("Mistral3", _TEXT | {"model_type": "mistral", "sliding_window": None}, _PIXTRAL),
+    "qwen3.5": (
+        "Qwen3_5",
+        _TEXT | _LINEAR | {"model_type": "qwen3_5_text", "num_hidden_layers": 4},
+        {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+    ),
     "gemma3": ("Gemma3", _TEXT | {"model_type": "gemma3_text"}, _SIGLIP),
 }
-SLOW = ("gemma3",)
+SLOW = ("gemma3", "qwen3.5")
 
 
 def built(kind, *, tied):

@@ -66,6 +66,21 @@ _SHARED_EXPERTS = {
     "routed_scaling_factor": 1.5,
 }
 
+_PATTERN = ["linear_attention", "full_attention"]
+_LINEAR = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+_QWEN_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+
 KINDS = {
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
@@ -193,6 +208,20 @@ KINDS = {
             "rope_parameters": _YARN | {"truncate": False, "beta_fast": 8.0, "beta_slow": 2.0},
         },
     ),
+    "qwen3-next": ("Qwen3Next", _LINEAR | _QWEN_EXPERTS | {"num_hidden_layers": 4, "layer_types": _PATTERN * 2}),
+    "qwen3.5": ("Qwen3_5Text", _LINEAR | {"num_hidden_layers": 4, "layer_types": _PATTERN * 2}),
+    "qwen3.5-once": (
+        "Qwen3_5Text",
+        _LINEAR
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3.5-moe": ("Qwen3_5MoeText", _LINEAR | _QWEN_EXPERTS | {"num_hidden_layers": 4}),
 }
 """Every family, with its flags one way and another."""
 
@@ -208,7 +237,7 @@ def params(kinds=KINDS):
     ]
 
 
-_CAUSAL = {"Gemma3Text": "Gemma3"}
+_CAUSAL = {"Gemma3Text": "Gemma3", "Qwen3_5Text": "Qwen3_5", "Qwen3_5MoeText": "Qwen3_5Moe"}
 """Names of language models that are not their configuration's."""
 
 

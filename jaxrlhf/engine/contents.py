@@ -24,10 +24,14 @@ class Contents:
     """Tokens in the cache, slot by slot, of requests with `keep`.
 
     They outlive the response, until another takes the slot; slots that became free first are taken first.
+
+    Args:
+      reusable: Prompts can go on from what a slot holds. A state is one of the slot's last token, and none before it,
+        so that with layers that have states every prompt is run whole.
     """
 
-    def __init__(self, *, slots: int) -> None:
-        self._slots = slots
+    def __init__(self, *, slots: int, reusable: bool = True) -> None:
+        self._slots, self._reusable = slots, reusable
         self._content: dict[int, _Content] = {}
 
     @property
@@ -41,7 +45,7 @@ class Contents:
     def start(self, slot: int, sequence: SequenceState) -> None:
         """A sequence takes the slot; its prompt is there."""
         self._content.pop(slot, None)
-        if sequence.request.keep:
+        if sequence.request.keep and self._reusable:
             prompt_S = np.asarray(sequence.request.prompt_tokens, np.int32)
             self._content[slot] = _Content(sequence.request.request_id, prompt_S)
 

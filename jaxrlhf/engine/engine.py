@@ -119,7 +119,7 @@ class Engine:
         longest = {"longest_prompt": max_prompt_tokens, "capacity": capacity}
         self.prefill = Prefill(self.compiled, self._layout, rows=together, **longest)
         sizes = {"slots": self.slots, "longest": capacity}
-        self.cache: SlotCache | PageCache = SlotCache(self.compiled, self._layout, **sizes)
+        self.cache: SlotCache | PageCache = SlotCache(self.compiled, self._layout, **sizes, states=bool(config.linear))
         if execution.pages_kernel is not None:
             self.cache = PageCache(self.compiled, self._layout, replicas=replicas, **sizes)
         self.weights: Weights | None = None
@@ -195,7 +195,8 @@ class Engine:
             self.weights.drop_copies()
         self._slots: programs.Slots | None = None
         self.book = SlotBook(slots=self.slots, tokens_per_dispatch=self._shape.tokens_per_dispatch)
-        self._scheduler, self._contents = Scheduler(slots=self.slots), Contents(slots=self.slots)
+        self._scheduler = Scheduler(slots=self.slots)
+        self._contents = Contents(slots=self.slots, reusable=self._shape.config.linear is None)
         self._prefilled: Prefilled | None = None
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:

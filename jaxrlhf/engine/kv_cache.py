@@ -1,5 +1,6 @@
 """The key-value cache of all slots: each slot as long as the longest response needs, or pages for its own tokens."""
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,6 +14,8 @@ from jaxrlhf.engine.compiled import Compiled
 from jaxrlhf.engine.layout import EngineShardings
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.models import LayerCache, Prefix
+from jaxrlhf.models.attention.kv_cache import capacity_of
+from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.pages import NO_PAGE, PAGE_TOKENS, PagedCache
 
 _SIXTEENTHS = (2, 3, 4, 6, 8, 12, 16)
@@ -24,14 +27,17 @@ class SlotCache:
 
     Args:
       longest: Tokens of the longest sequence.
+      states: Some layers have states in place of keys and values.
 
     Attributes:
       arrays: What `decode` takes, and gives back; empty as long as nothing is cached.
       sizes: Tokens of each slot that it may have, ascending.
     """
 
-    def __init__(self, compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int) -> None:
-        self._compiled, self._slots = compiled, slots
+    def __init__(
+        self, compiled: Compiled, layout: EngineShardings, *, slots: int, longest: int, states: bool = False
+    ) -> None:
+        self._compiled, self._slots, self._kinds = compiled, slots, 1 + states
         self.layout, self._prefix = layout.cache, layout.prompts.prefix
         self.sizes = cache_capacities(longest)
         self.free()
@@ -39,16 +45,16 @@ class SlotCache:
     @property
     def size(self) -> int:
         """Tokens of each slot; 0 without a cache."""
-        return self.arrays[0].capacity if self.arrays else 0
+        return capacity_of(self.arrays) if self.arrays else 0
 
     def most_compilations(self, *, prompts: int, counts: int) -> int:
         """Bound on programs of the cache and of decoding, for so many widths of prompts and counts of slots."""
         sizes, shrinking = len(self.sizes), counts * (counts - 1)
-        return 1 + sizes * (prompts + counts + shrinking) + (sizes - 1) * counts
+        return 1 + self._kinds * (sizes * (prompts + counts + shrinking) + (sizes - 1) * counts)
 
     def free(self) -> None:
         """Drop everything."""
-        self.arrays: list[LayerCache] = []
+        self.arrays: list[LayerCache | LayerState] = []
         self._rows = self._slots
 
     def sizes_for(self, tokens: int) -> tuple[int, ...]:
@@ -76,10 +82,12 @@ class SlotCache:
         """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; a slot past the last is skipped."""
         width = prefilled.prompts.prefix.key_LPSKH.shape[2]
         self.grow(fit(width, self.sizes))
-        sizes = ("place", width, self.size)
+        places: Counter[type] = Counter()
         for layer, stored in enumerate(self.arrays):
-            arguments = (stored, prefilled.prompts.prefix, np.int32(layer), row_I, slot_I)
+            sizes = (_named("place", stored), width, self.size)
+            arguments = (stored, prefilled.prompts.prefix, np.int32(places[type(stored)]), row_I, slot_I)
             self.arrays[layer] = self._compiled.run(sizes, programs.place, *arguments, out=self.layout, donate=0)
+            places[type(stored)] += 1
 
     def prefix(self, slots: Sequence[int], *, width: int) -> Prefix:
         """The first `width` entries of these slots, all of which are computed, as a prefill leaves them."""
@@ -92,11 +100,16 @@ class SlotCache:
         self._resize(row_GB.size, self.size, row_GB)
 
     def _resize(self, rows: int, capacity: int, row_GB: np.ndarray | None) -> None:
-        sizes = ("resize", self._rows, self.size, rows, capacity)
-        program = partial(programs.resize, capacity=capacity)
+        program, before = partial(programs.resize, capacity=capacity), self.size
         for layer, stored in enumerate(self.arrays):
+            sizes = (_named("resize", stored), self._rows, before, rows, capacity)
             self.arrays[layer] = self._compiled.run(sizes, program, stored, row_GB, out=self.layout)
         self._rows = rows
+
+
+def _named(what: str, stored: LayerCache | LayerState) -> str:
+    """Name of a program for a layer of this kind."""
+    return f"{what} state" if isinstance(stored, LayerState) else what
 
 
 class PageCache:

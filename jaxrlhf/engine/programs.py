@@ -18,13 +18,14 @@ from jaxrlhf import models
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.engine.sampling import Sampled, SlotSampling, sample, uniforms
 from jaxrlhf.models.attention.kv_cache import LayerCache
+from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.pages import PagedCache, insert_pages, take_pages
 from jaxrlhf.models.attention.pages import empty_pages as pages_of_layers
 from jaxrlhf.models.config import ModelConfig
 
 NO_TOKEN = -1
 
-Cache = list[LayerCache] | PagedCache
+Cache = list[LayerCache | LayerState] | PagedCache
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Window(NamedTuple):
     choice_WBLk: Array | None = None
 
 
-def empty_cache(*, slots: int, capacity: int, shape: Shape) -> list[LayerCache]:
+def empty_cache(*, slots: int, capacity: int, shape: Shape) -> list[LayerCache | LayerState]:
     """A cache that nothing was written to."""
     return models.empty_cache(shape.config, slots=slots, capacity=capacity, execution=shape.execution)
 
@@ -215,16 +216,30 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
 
 
 def place(
-    stored: models.LayerCache, prefix: models.Prefix, layer: Array, row_I: Array, slot_I: Array, *, shape: Shape
-) -> models.LayerCache:
-    """Copy a layer (with stages: of every stage) of prompt `row_I[i]` into slot `slot_I[i]`, for each i."""
+    stored: LayerCache | LayerState,
+    prefix: models.Prefix,
+    layer: Array,
+    row_I: Array,
+    slot_I: Array,
+    *,
+    shape: Shape,
+) -> LayerCache | LayerState:
+    """Copy a layer (with stages: of every stage) of prompt `row_I[i]` into slot `slot_I[i]`, for each i.
+
+    Args:
+      layer: Index among the layers that keep what this one does.
+    """
 
     def of_layer(leaf_LPSKH: Array) -> Array:
         stages = shape.execution.stages
         by_stage = leaf_LPSKH.reshape(stages, len(leaf_LPSKH) // stages, *leaf_LPSKH.shape[1:])
         return lax.dynamic_index_in_dim(by_stage, layer, axis=1, keepdims=False)
 
-    prefix = models.Prefix(*map(of_layer, prefix))
+    if isinstance(stored, LayerState):
+        keys = prefix.key_LPSKH[:0], prefix.value_LPSKH[:0]
+        prefix = models.Prefix(*keys, jax.tree.map(of_layer, prefix.state))
+    else:
+        prefix = models.Prefix(of_layer(prefix.key_LPSKH), of_layer(prefix.value_LPSKH))
     return models.insert_prefix([stored], prefix, row_I, slot_I, execution=shape.execution)[0]
 
 
@@ -253,20 +268,24 @@ def take_prefix_from_pages(layers: list[Array], page_GPQ: Array, *, width: int, 
     assert isinstance(shape.config, ModelConfig), "no other model's cache lies in pages"
     head_dim, execution = shape.config.head_dim, shape.execution
     taken = [take_pages(pages, page_GPQ, width=width, head_dim=head_dim, execution=execution) for pages in layers]
-    return models.Prefix(*map(jnp.stack, zip(*taken, strict=True)))
+    keys, values = map(jnp.stack, zip(*taken, strict=True))
+    return models.Prefix(keys, values)
 
 
-def resize(stored: models.LayerCache, row_GB: Array | None, *, capacity: int, shape: Shape) -> models.LayerCache:
-    """A layer of the cache with another capacity, and of some of its slots only.
+def resize(
+    stored: LayerCache | LayerState, row_GB: Array | None, *, capacity: int, shape: Shape
+) -> LayerCache | LayerState:
+    """A layer of the cache with another capacity, and of some of its slots only; states have no capacity.
 
     Args:
       row_GB: Slots to keep of each replica, counted from its first; None keeps all.
     """
-    key_BKHS, value_BKSH = stored
     if row_GB is not None:
-        stages = shape.execution.stages
-        row_GB = jnp.tile(row_GB, (stages, 1))
-        key_BKHS, value_BKSH = take_rows(key_BKHS, row_GB), take_rows(value_BKSH, row_GB)
+        row_GB = jnp.tile(row_GB, (shape.execution.stages, 1))
+        stored = jax.tree.map(lambda leaf: take_rows(leaf, row_GB), stored)
+    if isinstance(stored, LayerState):
+        return stored
+    key_BKHS, value_BKSH = stored
     more = capacity - stored.capacity
     if more > 0:
         key_BKHS = jnp.pad(key_BKHS, ((0, 0), (0, 0), (0, 0), (0, more)))
@@ -278,7 +297,8 @@ def place_in_pages(
     pages_ZSJU: Array, prefix: models.Prefix, layer: Array, row_I: Array, page_GIQ: Array, *, shape: Shape
 ) -> Array:
     """Copy a layer of prompt `row_I[i]` into pages `page_GIQ[g, i]` of replica g, for each i."""
-    key_PSKH, value_PSKH = (lax.dynamic_index_in_dim(leaf_LPSKH, layer, keepdims=False) for leaf_LPSKH in prefix)
+    both = prefix.key_LPSKH, prefix.value_LPSKH
+    key_PSKH, value_PSKH = (lax.dynamic_index_in_dim(leaf_LPSKH, layer, keepdims=False) for leaf_LPSKH in both)
     return insert_pages(pages_ZSJU, key_PSKH, value_PSKH, row_I, page_GIQ, execution=shape.execution)
 
 

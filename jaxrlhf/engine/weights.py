@@ -9,8 +9,7 @@ from jaxrlhf.batch import Params
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.compiled import Compiled
 from jaxrlhf.models import AnyModel
-from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.parameters import STACKS
+from jaxrlhf.models.config import STACKS, ModelConfig
 
 
 def spent_layers(config: AnyModel, spent: Any) -> Any:

@@ -30,6 +30,7 @@ class CausalLM(ABC):
       num_layers: Number of layers of its cache.
       num_kv_heads: Number of heads of its cache.
       experts: Always None: no mixture of experts.
+      linear: Always None: no layer with a state in place of keys and values.
       final_logit_softcapping: Cap c, by which logits l become c tanh(l / c); None leaves them.
       logits_scaling: Number that logits are divided by.
     """
@@ -41,6 +42,7 @@ class CausalLM(ABC):
     num_layers: int
     num_kv_heads: int
     experts: ClassVar[None] = None
+    linear: ClassVar[None] = None
     final_logit_softcapping: ClassVar[float | None] = None
     logits_scaling: ClassVar[float] = 1.0
 

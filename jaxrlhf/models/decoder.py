@@ -5,7 +5,6 @@ cast to the activation dtype where it is used, so a sharded gather moves the sma
 Norms, rotary positions and softmax are float32 whatever the activations are.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,17 +13,18 @@ from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.attention.chunks import Chunk, written
-from jaxrlhf.models.attention.kv_cache import Cache, Prefix, empty_prefix
+from jaxrlhf.models.attention.kv_cache import Cache, Prefix, capacity_of, empty_prefix
+from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.shared_prefix import ATTENDED, SharedPrefix
 from jaxrlhf.models.causal_lm import causal_lm_method
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.config import DENSE_LAYERS, ModelConfig
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.layer import layer_rows, layer_slots
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
 from jaxrlhf.models.norm import norm
 from jaxrlhf.models.pipeline import pipeline_decode, pipeline_forward
 from jaxrlhf.models.rope import rotations
-from jaxrlhf.models.stack import Layers, count_layers, run_layers, split_by_stack, stacks
+from jaxrlhf.models.stack import Layers, cache_places, run_layers, split_by_stack, stacks
 
 
 class HiddenStates(NamedTuple):
@@ -105,25 +105,25 @@ def hidden_states(
 
     def stack(layers, hidden_RWD, rows):
         turn, seen, router = rows
+        replayed = {}
+        if router.replayed is not None:
+            replayed = split_by_stack(jnp.moveaxis(router.replayed, 2, 0), config, skip=(DENSE_LAYERS,))
 
         def step(hidden_RWD, each):
             layer, replayed_RWk = each
             asked = router._replace(replayed=replayed_RWk)
-            hidden_RWD, _, _, routed = layer_rows(layer, config, hidden_RWD, turn, seen, execution, asked)
-            return hidden_RWD, routed
+            hidden_RWD, _, routed = layer_rows(layer, config, hidden_RWD, turn, seen, execution, asked)
+            return hidden_RWD, {"router": routed}
 
         # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
         kept = jax.checkpoint_policies.save_only_these_names(ATTENDED)
         body = jax.checkpoint(step, prevent_cse=False, policy=kept) if execution.remat else step
-        replayed_LRWk = None
-        if router.replayed is not None and "router" in layers["mlp"]:
-            replayed_LRWk = jnp.moveaxis(router.replayed, 2, 0)
-        return jax.lax.scan(body, hidden_RWD, (layers, replayed_LRWk))
+        return run_layers(config, body, hidden_RWD, layers, replayed)
 
     rows = turn, segment_RW if shared_prefix is None else shared_prefix, router
-    for layers in stacks(params, config, execution.pipeline):
-        hidden_RWD, routed = pipeline_forward(execution.pipeline, stack, layers, hidden_RWD, rows)
-    return HiddenStates(norm(config, hidden_RWD, params["final_norm"]), routed)
+    layers = stacks(params, config, execution.pipeline)
+    hidden_RWD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_RWD, rows)
+    return HiddenStates(norm(config, hidden_RWD, params["final_norm"]), outputs.get("router"))
 
 
 @causal_lm_method
@@ -152,8 +152,8 @@ def prefill(
     """
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to run prompts whole")
-    layer_stacks = stacks(params, config, execution.pipeline) if layers is None else split_by_stack(layers, config)
-    prompts = params, config, layer_stacks, token_PS, length_P, execution
+    all_layers = stacks(params, config, execution.pipeline) if layers is None else layers
+    prompts = params, config, all_layers, token_PS, length_P, execution
     width = token_PS.shape[1]
     if past is None and (chunk_tokens is None or chunk_tokens >= width):
         output = _prefill_whole(*prompts)
@@ -165,7 +165,7 @@ def prefill(
 def _prefill_whole(
     params: Params,
     config: ModelConfig,
-    layer_stacks: Sequence[Layers],
+    layers: Layers,
     token_PS: Array,
     length_P: Array,
     execution: Execution,
@@ -179,20 +179,14 @@ def _prefill_whole(
 
         def step(hidden_PSD, each):
             layer, _ = each
-            hidden_PSD, key_PSKH, value_PSKH, routed = layer_rows(
-                layer, config, hidden_PSD, turn, segment_PS, execution
-            )
-            return hidden_PSD, (Prefix(key_PSKH, value_PSKH), None if routed is None else routed.choice_RWk)
+            hidden_PSD, kept, routed = layer_rows(layer, config, hidden_PSD, turn, segment_PS, execution)
+            return hidden_PSD, _kept(kept, routed)
 
-        return run_layers(step, hidden_PSD, layers)
+        return run_layers(config, step, hidden_PSD, layers)
 
     hidden_PSD = _embed(params, config, token_PS, execution.dtype)
-    parts: list[Prefix] = []
-    for layers in layer_stacks:
-        rows = turn, segment_PS
-        hidden_PSD, (part, choice_LPSk) = pipeline_forward(execution.pipeline, stack, layers, hidden_PSD, rows)
-        parts.append(part)
-    prefix = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts) if len(parts) > 1 else parts[0]
+    hidden_PSD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_PSD, (turn, segment_PS))
+    prefix, choice_LPSk = _prefix_of(outputs), outputs.get("choice")
     hidden_PD = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)[:, 0]
     choice_PSLk = None if choice_LPSk is None else jnp.moveaxis(choice_LPSk, 0, 2).astype(jnp.int16)
     return PrefillOutput(hidden_PD, prefix, choice_PSLk)
@@ -201,7 +195,7 @@ def _prefill_whole(
 def _prefill_chunks(
     params: Params,
     config: ModelConfig,
-    layer_stacks: Sequence[Layers],
+    layers: Layers,
     token_PS: Array,
     length_P: Array,
     execution: Execution,
@@ -209,22 +203,25 @@ def _prefill_chunks(
     past: Past | None,
 ) -> PrefillOutput:
     """Run one chunk after another, each through stage after stage; the last one may begin in the one before."""
-    prompts, width = token_PS.shape
+    prompts, given_width = token_PS.shape
+    if config.linear is not None:  # a state cannot take a token twice, so that no chunk begins in the one before
+        token_PS = jnp.pad(token_PS, ((0, 0), (0, -given_width % chunk_tokens)))
+    width = token_PS.shape[1]
 
-    def stack(layers, kept, hidden_PCD, place, working=True, first=0):
-        (turn, start), (prefix, choice_PSLk) = place, kept
-        index_L = first + jnp.arange(count_layers(layers))
+    def stack(layers, kept, hidden_PCD, place, working=True):
+        (turn, start, length_P), (prefix, choice_PSLk) = place, kept
 
         def step(hidden_PCD, each):
             layer, index = each
-            chunk = Chunk(prefix, index, start)
-            hidden_PCD, key, value, routed = layer_rows(layer, config, hidden_PCD, turn, chunk, execution)
-            return hidden_PCD, (Prefix(key, value), None if routed is None else routed.choice_RWk)
+            chunk = Chunk(prefix, index, start, length_P)
+            hidden_PCD, kept, routed = layer_rows(layer, config, hidden_PCD, turn, chunk, execution)
+            return hidden_PCD, _kept(kept, routed)
 
-        hidden_PCD, (new, choice_LPCk) = run_layers(step, hidden_PCD, layers, index_L)
-        prefix = written(prefix, new, first, start, working=working)
-        if choice_LPCk is not None:
-            choice_PCLk = jnp.moveaxis(choice_LPCk, 0, 2).astype(jnp.int16)
+        places = cache_places(config, execution.stages)
+        hidden_PCD, outputs = run_layers(config, step, hidden_PCD, layers, places)
+        prefix = written(prefix, _prefix_of(outputs), start, working=working)
+        if "choice" in outputs:
+            choice_PCLk = jnp.moveaxis(outputs["choice"], 0, 2).astype(jnp.int16)
             choice_PSLk = jax.lax.dynamic_update_slice_in_dim(choice_PSLk, choice_PCLk, start, axis=1)
         return hidden_PCD, (prefix, choice_PSLk)
 
@@ -232,14 +229,12 @@ def _prefill_chunks(
         last_PD, kept = carry
         start = jnp.minimum(begun + count * chunk_tokens, width - chunk_tokens)
         token_PC = jax.lax.dynamic_slice_in_dim(token_PS, start, chunk_tokens, axis=1)
-        place = rotations(config, jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)), start
-        hidden_PCD, first = _embed(params, config, token_PC, execution.dtype), 0
-        for layers in layer_stacks:
-            if execution.pipeline is None:
-                hidden_PCD, kept = stack(layers, kept, hidden_PCD, place, first=first)
-            else:
-                hidden_PCD, kept = pipeline_decode(execution.pipeline, stack, layers, kept, hidden_PCD, place)
-            first += count_layers(layers)
+        turn = rotations(config, jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape))
+        hidden_PCD, place = _embed(params, config, token_PC, execution.dtype), (turn, start, length_P)
+        if execution.pipeline is None:
+            hidden_PCD, kept = stack(layers, kept, hidden_PCD, place)
+        else:
+            hidden_PCD, kept = pipeline_decode(execution.pipeline, stack, layers, kept, hidden_PCD, place)
         # Of a prompt that goes on after this chunk, the next one replaces it.
         last_P = length_P - 1 - start
         here_P1D = jnp.take_along_axis(hidden_PCD, jnp.clip(last_P, 0, chunk_tokens - 1)[:, None, None], axis=1)
@@ -253,7 +248,22 @@ def _prefill_chunks(
     start_state = jnp.zeros((prompts, config.hidden_size), execution.dtype), kept
     chunks = -(-(length_P.max() - begun) // chunk_tokens)
     last_PD, (prefix, choice_PSLk) = jax.lax.fori_loop(0, chunks, body, start_state)
+    if width != given_width:
+        keys, values = prefix.key_LPSKH[:, :, :given_width], prefix.value_LPSKH[:, :, :given_width]
+        prefix = prefix._replace(key_LPSKH=keys, value_LPSKH=values)
+        choice_PSLk = None if choice_PSLk is None else choice_PSLk[:, :given_width]
     return PrefillOutput(last_PD, prefix, choice_PSLk)
+
+
+def _kept(kept: Prefix | LayerState | None, routed: RouterOutputs | None) -> dict[str, Any]:
+    """Outputs of a layer of prompts by name."""
+    outputs: dict[str, Any] = {"state" if isinstance(kept, LayerState) else "keys": kept}
+    return outputs if routed is None else outputs | {"choice": routed.choice_RWk}
+
+
+def _prefix_of(outputs: dict[str, Any]) -> Prefix:
+    """What all layers keep of prompts."""
+    return outputs["keys"]._replace(state=outputs.get("state"))
 
 
 @causal_lm_method
@@ -275,16 +285,17 @@ def decode(
       token_B: The newest token of each slot.
       position_B: Index of that token in its sequence, below the cache's capacity.
     """
-    turn, chosen = rotations(config, position_B[:, None], longest=cache[0].capacity), []
+    turn, chosen = rotations(config, position_B[:, None], longest=capacity_of(cache)), []
 
     def stack(layers, cache, hidden_B1D, slots, working=True):
         turn, position_B = slots
         # Past the capacity nothing is written.
-        entry_B = position_B if working is True else jnp.where(working, position_B, cache[0].capacity)
+        entry_B = position_B if working is True else jnp.where(working, position_B, capacity_of(cache))
+        working_B = jnp.broadcast_to(jnp.asarray(working), position_B.shape)
         written = []
         for layer, stored in zip(layers, cache, strict=True):
             hidden_B1D, stored, routed = layer_slots(
-                layer, config, hidden_B1D, turn, position_B, entry_B, stored, execution
+                layer, config, hidden_B1D, turn, position_B, entry_B, stored, execution, working_B
             )
             written.append(stored)
             if routed is not None:  # so there are no stages, in which this would not get out

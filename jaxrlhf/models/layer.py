@@ -1,20 +1,24 @@
 """One layer of the decoder: attention and the MLP, each added to the residual stream."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models import linear
+from jaxrlhf.models.attention import linear_attention
 from jaxrlhf.models.attention.attention import attend
 from jaxrlhf.models.attention.chunks import Chunk, attend_chunk
-from jaxrlhf.models.attention.kv_cache import LayerCache
+from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
+from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.mla import attend_latents, expanded, latents
 from jaxrlhf.models.attention.pages import LayerPages
 from jaxrlhf.models.attention.score_mod import ScoreMod
-from jaxrlhf.models.attention.shared_prefix import SharedPrefix, attend_shared_prefix
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.attention.shared_prefix import SharedPrefix, attend_shared_prefix, over_sequences
+from jaxrlhf.models.config import LinearAttention, ModelConfig
 from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.mlp import feed_forward
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs, RouterOutputs
@@ -34,30 +38,53 @@ def layer_rows(
     """Run a layer over packed rows, by their segments or their shared prefixes, or over a chunk of prompts.
 
     Returns:
-      The hidden states, the layer's keys and values as the cache keeps them, and its router's outputs or None.
+      The hidden states, the layer's keys and values as the cache keeps them or its states, and its router's outputs
+      or None.
     """
     weights, score_mod = layer["attention"], _score_mod(layer, config)
+    if config.linear is not None and "linear_query" in weights:
+        mix_linear = partial(_linear_rows, weights, config, config.linear, seen)
+        return _block(layer, config, hidden_RWD, mix_linear, execution, router)
 
     def all_heads(key_RWKH: Array, value_RWKH: Array) -> tuple[Array, Array]:
         if config.latent is None:
             return key_RWKH, value_RWKH
         return expanded(weights, config, config.latent, key_RWKH, value_RWKH)
 
-    def mix(input_RWD: Array) -> tuple[Array, tuple[Array, Array]]:
-        query_RWNH, key_RWKH, value_RWKH = _heads(layer, config, input_RWD, turn, execution)
-        kept = key_RWKH, value_RWKH
-        arrays = (query_RWNH, *all_heads(*kept))
+    def mix(input_RWD: Array) -> tuple[Array, Prefix]:
+        query_RWNH, gate_RWNH, key_RWKH, value_RWKH = _heads(layer, config, input_RWD, turn, execution)
+        arrays = (query_RWNH, *all_heads(key_RWKH, value_RWKH))
         if isinstance(seen, SharedPrefix):
-            return attend_shared_prefix(*arrays, seen, score_mod, execution=execution), kept
-        if isinstance(seen, Chunk):
+            mixed_RWNH = attend_shared_prefix(*arrays, seen, score_mod, execution=execution)
+        elif isinstance(seen, Chunk):
             chunk, tokens = seen, input_RWD.shape[1]
-            return attend_chunk(
+            mixed_RWNH = attend_chunk(
                 *arrays, lambda at: all_heads(*chunk.before(at, tokens=tokens)), chunk.start, score_mod
-            ), kept
-        return attend(*arrays, seen, score_mod, execution=execution), kept
+            )
+        else:
+            mixed_RWNH = attend(*arrays, seen, score_mod, execution=execution)
+        return _gated(mixed_RWNH, gate_RWNH), Prefix(key_RWKH, value_RWKH)
 
-    hidden_RWD, (key, value), routed = _block(layer, config, hidden_RWD, mix, execution, router)
-    return hidden_RWD, key, value, routed
+    return _block(layer, config, hidden_RWD, mix, execution, router)
+
+
+def _linear_rows(
+    weights: Params, config: ModelConfig, linear: LinearAttention, seen: Array | SharedPrefix | Chunk, input_RWD: Array
+) -> tuple[Array, LayerState | None]:
+    """Linear attention of a normed input, `[R, W, V, U]`, and the states after it."""
+    projected, kernel_KYT = linear_attention.project(weights, input_RWD), linear_attention.kernel_of(weights)
+    if isinstance(seen, SharedPrefix):
+        mixer, state = linear_attention.DeltaMixer(linear), None
+        mixed_RWKGU = over_sequences(mixer, tuple(projected), kernel_KYT, None, seen)
+    elif isinstance(seen, Chunk):
+        real_RW = seen.real(input_RWD.shape[1])
+        segment_RW = jnp.ones(real_RW.shape, jnp.int32)
+        rows = projected, kernel_KYT, segment_RW, real_RW, seen.state()
+        mixed_RWKGU, state = linear_attention.mix_rows(linear, *rows)
+    else:
+        mixed_RWKGU, state = linear_attention.mix_rows(linear, projected, kernel_KYT, seen, seen > 0)
+    kept = None if state is None else state.turned()
+    return linear_attention.gated_output(weights, config, input_RWD, mixed_RWKGU), kept
 
 
 def layer_slots(
@@ -67,18 +94,26 @@ def layer_slots(
     turn: Rotations,
     position_B: Array,
     entry_B: Array,
-    stored: LayerCache | LayerPages,
+    stored: LayerCache | LayerPages | LayerState,
     execution: Execution,
+    working_B: Array | None = None,
 ):
     """Run a layer over one token per slot, whose keys and values become entry `entry_B` of the cache.
+
+    Args:
+      working_B: False for slots whose state stays as it is, in layers that have states.
 
     Returns:
       The hidden states, the layer's cache, and its router's outputs or None.
     """
     weights, score_mod = layer["attention"], _score_mod(layer, config)
 
+    if isinstance(stored, LayerState):
+        mix_linear = partial(_linear_slots, weights, config, stored, working_B)
+        return _block(layer, config, hidden_B1D, mix_linear, execution, NO_ROUTER_INPUTS)
+
     def mix(input_B1D: Array) -> tuple[Array, LayerCache | LayerPages]:
-        query_B1NH, key_B1KH, value_B1KH = _heads(layer, config, input_B1D, turn, execution)
+        query_B1NH, gate_B1NH, key_B1KH, value_B1KH = _heads(layer, config, input_B1D, turn, execution)
         written = stored.write(key_B1KH[:, 0], value_B1KH[:, 0], entry_B, execution=execution)
         query_BNH = query_B1NH[:, 0]
         if config.latent is not None:
@@ -86,9 +121,24 @@ def layer_slots(
             mixed_BNH = attend_latents(weights, config, config.latent, query_BNH, written, position_B, score_mod)
         else:
             mixed_BNH = written.attend(query_BNH, position_B, score_mod, execution=execution)
-        return mixed_BNH[:, None], written
+        return _gated(mixed_BNH[:, None], gate_B1NH), written
 
     return _block(layer, config, hidden_B1D, mix, execution, NO_ROUTER_INPUTS)
+
+
+def _linear_slots(
+    weights: Params, config: ModelConfig, stored: LayerState, working_B: Array | None, input_B1D: Array
+) -> tuple[Array, LayerState]:
+    """Linear attention of one token of every slot, and the states after it."""
+    assert config.linear is not None and working_B is not None, "only layers with linear attention have states"
+    projected, kernel_KYT = linear_attention.project(weights, input_B1D), linear_attention.kernel_of(weights)
+    mixed_B1KGU, state = linear_attention.mix_slots(config.linear, projected, kernel_KYT, stored, working_B)
+    return linear_attention.gated_output(weights, config, input_B1D, mixed_B1KGU), state
+
+
+def _gated(mixed_RWNH: Array, gate_RWNH: Array | None) -> Array:
+    """Mixed heads times the sigmoid of their gates."""
+    return mixed_RWNH if gate_RWNH is None else mixed_RWNH * jax.nn.sigmoid(gate_RWNH)
 
 
 def _block(
@@ -102,7 +152,7 @@ def _block(
     """Attention and the MLP, each added to the residual stream.
 
     Args:
-      mix: Attention of the tokens of a normed input, `[R, W, N, H]`, and what the layer keeps of them.
+      mix: Attention of the tokens of a normed input, `[R, W, N, H]` of its own heads, and what it keeps of them.
     """
 
     def before(part: str) -> Array:
@@ -145,11 +195,15 @@ def _score_mod(layer: Params, config: ModelConfig) -> ScoreMod:
 
 def _heads(
     layer: Params, config: ModelConfig, input_RWD: Array, turns: Rotations, execution: Execution
-) -> tuple[Array, Array, Array]:
-    """Rotated queries of a layer's input, and its rotated keys and values, or the latents that keep them."""
+) -> tuple[Array, Array | None, Array, Array]:
+    """Rotated queries of a layer's input, their gates, and its rotated keys and values, or the latents that keep them.
+
+    There are gates only where a model has them.
+    """
     attention, turn = layer["attention"], turns.of_layer(_flag(layer, "slides"), _flag(layer, "turns"))
     if config.latent is not None:
-        return latents(attention, config, config.latent, input_RWD, turn)
+        query_RWNH, key_RWKH, value_RWKH = latents(attention, config, config.latent, input_RWD, turn)
+        return query_RWNH, None, key_RWKH, value_RWKH
 
     def project(name: str) -> Array:
         heads = linear.project(input_RWD, attention[name])
@@ -157,10 +211,13 @@ def _heads(
 
     if "qkv" in attention:
         joined_RWKMH = project("qkv")
-        query_RWNH = joined_RWKMH[:, :, :, :-2].reshape(*input_RWD.shape[:2], config.num_heads, config.head_dim)
+        query_RWNH = joined_RWKMH[:, :, :, :-2].reshape(*input_RWD.shape[:2], config.num_heads, -1)
         key_RWKH, value_RWKH = joined_RWKMH[:, :, :, -2], joined_RWKMH[:, :, :, -1]
     else:
         query_RWNH, key_RWKH, value_RWKH = project("query"), project("key"), project("value")
+    gate_RWNH = None
+    if config.attention_gate:
+        query_RWNH, gate_RWNH = jnp.split(query_RWNH, 2, axis=-1)
     if config.qk_norm:
         query_RWNH = _head_norm(config, query_RWNH, attention["query_norm"])
         key_RWKH = _head_norm(config, key_RWKH, attention["key_norm"])
@@ -170,7 +227,7 @@ def _heads(
     if turns.growth_RW is not None:
         query_RWNH = (query_RWNH * turns.growth_RW[:, :, None, None]).astype(query_RWNH.dtype)
     copies = 1 if "qkv" in attention else execution.kv_copies
-    return query_RWNH, repeat_heads(key_RWKH, copies), repeat_heads(value_RWKH, copies)
+    return query_RWNH, gate_RWNH, repeat_heads(key_RWKH, copies), repeat_heads(value_RWKH, copies)
 
 
 def _head_norm(config: ModelConfig, head_RWNH: Array, weight: Array) -> Array:

@@ -97,7 +97,7 @@ def replicated_weights(model: ModelConfig, tensor: int, *fewer: int) -> float:
         return 0.0
     width = model.num_kv_heads * model.head_dim
     each = 2 * width * (model.hidden_size + model.qkv_bias) + width * model.qk_norm_across_heads
-    return model.num_layers * each * (tensor / _head_ways(model, tensor, *fewer) - 1)
+    return model.attention_layers * each * (tensor / _head_ways(model, tensor, *fewer) - 1)
 
 
 def _head_ways(model: ModelConfig, *ways: int) -> int:

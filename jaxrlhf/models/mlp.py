@@ -31,7 +31,10 @@ def feed_forward(
     routing = route(mlp, config.experts, normed_RWD, replayed_RWk=router.replayed, execution=execution)
     mixed_RWD = mix(mlp, normed_RWD, routing, gate=config.experts.activation, execution=execution)
     if "shared" in mlp:
-        mixed_RWD += gated(mlp["shared"], config, normed_RWD)
+        shared_RWD = gated(mlp["shared"], config, normed_RWD)
+        if "shared_gate" in mlp:
+            shared_RWD *= jax.nn.sigmoid(linear.project(normed_RWD, mlp["shared_gate"]))
+        mixed_RWD += shared_RWD
     return mixed_RWD, report(routing, router)
 
 

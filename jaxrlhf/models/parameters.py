@@ -14,11 +14,18 @@ from jaxtyping import Array, PRNGKeyArray, UInt32
 
 from jaxrlhf.batch import Params
 from jaxrlhf.models.causal_lm import AnyModel, causal_lm_method
-from jaxrlhf.models.config import Experts, Head, LatentAttention, ModelConfig, padded_rows
+from jaxrlhf.models.config import (
+    DENSE_LAYERS,
+    LAYERS,
+    LINEAR_LAYERS,
+    Experts,
+    Head,
+    LatentAttention,
+    LinearAttention,
+    ModelConfig,
+    padded_rows,
+)
 from jaxrlhf.sharding.rules import Dim
-
-STACKS = ("layers", "dense_layers")
-"""Names of the stacks of layers in the decoder's parameters."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +64,27 @@ def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
 
     A tied language model has no `head`; a value or score head is one vector that starts at zero.
     """
+    stack_of, plain = config.pattern.stack_of(), _alike(config)
     tree: dict[str, Any] = {
         "embed": _table(config),
-        "layers": _layers(replace(config, num_layers=config.num_layers - config.dense_layers, dense_layers=0)),
+        LAYERS: _layers(replace(plain, num_layers=stack_of.count(LAYERS))),
         "final_norm": Param((config.hidden_size,), (None,), _unit(config)),
     }
     if config.dense_layers:
-        tree["dense_layers"] = _layers(replace(config, num_layers=config.dense_layers, dense_layers=0, experts=None))
+        tree[DENSE_LAYERS] = _layers(replace(plain, num_layers=config.dense_layers, experts=None))
+    if config.linear is not None:
+        linear = replace(plain, num_layers=stack_of.count(LINEAR_LAYERS))
+        tree[LINEAR_LAYERS] = _layers(linear) | {"attention": _linear_attention(linear, config.linear)}
     if head != "lm":
         tree["head"] = Param((config.hidden_size,), (None,), "zeros")
     elif not config.tie_embeddings:
         tree["head"] = _table(config)
     return tree
+
+
+def _alike(config: ModelConfig) -> ModelConfig:
+    """The model without what tells layers apart."""
+    return replace(config, dense_layers=0, linear=None, linear_layers=(), sliding_layers=(), rope_layers=())
 
 
 def _table(config: ModelConfig) -> Param:
@@ -122,6 +138,36 @@ def _latent_attention(config: ModelConfig, latent: LatentAttention) -> dict[str,
     return tree | {"query": Param((layers, into, heads, config.head_dim), by_head, fan_in=into)}
 
 
+def _linear_attention(config: ModelConfig, linear: LinearAttention) -> dict[str, Param]:
+    """Queries, keys and values of each key head, and of each of its R value heads a gate, a rate and a decay.
+
+    They are vectors where generation keeps float32.
+    """
+    layers, width, key_heads, value_heads = config.num_layers, config.hidden_size, linear.key_heads, linear.value_heads
+    key_dim, value_dim, kernel, group = linear.key_dim, linear.value_dim, linear.kernel, value_heads // linear.key_heads
+    by_head: tuple[Dim, ...] = ("layers", "embed", ("heads", key_heads))
+    heads: tuple[Dim, ...] = ("layers", ("heads", key_heads))
+    into = {"query": (key_dim,), "key": (key_dim,), "value": (group, value_dim), "gate": (group, value_dim)}
+    into |= {"rate": (group,), "decay": (group,)}
+    tree = {
+        f"linear_{name}": Param((layers, width, key_heads, *rest), (*by_head, *[None] * len(rest)), fan_in=width)
+        for name, rest in into.items()
+    }
+    for name in ("query", "key", "value"):
+        shape = layers, key_heads, *into[name], kernel
+        tree[f"convolved_{name}"] = Param(shape, (*heads, *[None] * (len(shape) - 2)), fan_in=kernel)
+    vector: tuple[Dim, ...] = ("layers", ("heads", value_heads))
+    output = (layers, value_heads, value_dim, width)
+    return tree | {
+        "decay_rate": Param((layers, value_heads), vector, "zeros"),
+        "decay_bias": Param((layers, value_heads), vector, "ones"),
+        "mixed_norm": Param((layers, value_dim), ("layers", None), "ones"),
+        "output": Param(
+            output, ("layers", ("heads", value_heads), "head_dim", "embed"), fan_in=value_heads * value_dim
+        ),
+    }
+
+
 def _attention(config: ModelConfig) -> dict[str, Param]:
     layers, width, head_dim = config.num_layers, config.hidden_size, config.head_dim
     kv_heads: tuple[Dim, int] = ("kv_heads", config.num_kv_heads), config.num_kv_heads
@@ -131,6 +177,9 @@ def _attention(config: ModelConfig) -> dict[str, Param]:
         for name, (dim, count) in heads.items()
     }
     inner = config.num_heads * head_dim
+    if config.attention_gate:  # beside each query
+        gated = (layers, width, config.num_heads, 2 * head_dim)
+        tree["query"] = replace(tree["query"], shape=gated)
     output = (layers, config.num_heads, head_dim, width)
     tree["output"] = Param(output, ("layers", "heads", "head_dim", "embed"), fan_in=inner)
     if config.output_bias:
@@ -176,6 +225,8 @@ def _mixture(config: ModelConfig, experts: Experts) -> dict[str, Any]:
         tree["experts"] |= {"gate_bias": inside, "up_bias": inside, "down_bias": outside}
     if experts.shared_intermediate_size:
         tree["shared"] = _mlp(config, experts.shared_intermediate_size)
+    if experts.shared_gate:
+        tree["shared_gate"] = Param((layers, width, 1), ("layers", "embed", None), fan_in=width)
     return tree
 
 

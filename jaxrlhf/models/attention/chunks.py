@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.kv_cache import Prefix
+from jaxrlhf.models.attention.linear_attention import LayerState
 from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, mask_bias
 
 
@@ -21,13 +22,26 @@ class Chunk(NamedTuple):
 
     Attributes:
       prefix: Keys and values of all layers, written before `start`.
-      layer: int32 index of the layer.
+      layer: int32 index of the layer among those of its kind.
       start: int32 index of the chunk's first token in its prompt.
+      length_P: Tokens of each prompt; None of layers without states.
     """
 
     prefix: Prefix
     layer: Array
     start: Array
+    length_P: Array | None = None
+
+    def real(self, tokens: int) -> Array:
+        """`[P, C]`: true for tokens of the prompts."""
+        assert self.length_P is not None, "layers with states want the lengths of prompts"
+        return self.start + jnp.arange(tokens)[None] < self.length_P[:, None]
+
+    def state(self) -> LayerState:
+        """The layer's states before the chunk."""
+        assert self.prefix.state is not None, "layers with states want a prefix that has them"
+        state = self.prefix.state
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, self.layer, keepdims=False), state).turned()
 
     def before(self, start: Array, *, tokens: int) -> tuple[Array, Array]:
         """Keys and values of `tokens` tokens from `start` on."""
@@ -40,16 +54,20 @@ class Chunk(NamedTuple):
         return of_layer(self.prefix.key_LPSKH), of_layer(self.prefix.value_LPSKH)
 
 
-def written(prefix: Prefix, new: Prefix, layer: int, start: Array, *, working: Bool[Array, ""] | bool = True) -> Prefix:
-    """The prefix with a chunk of some layers, from `layer` on; as it was on a pipeline stage that is not working."""
+def written(prefix: Prefix, new: Prefix, start: Array, *, working: Bool[Array, ""] | bool = True) -> Prefix:
+    """The prefix with a chunk of all layers; as it was on a pipeline stage that is not working."""
 
     def put(old_LPSKH: Array, new_LPCKH: Array) -> Array:
-        at = layer, 0, start, 0, 0
+        at = 0, 0, start, 0, 0
         if working is not True:
             new_LPCKH = jnp.where(working, new_LPCKH, lax.dynamic_slice(old_LPSKH, at, new_LPCKH.shape))
         return lax.dynamic_update_slice(old_LPSKH, new_LPCKH.astype(old_LPSKH.dtype), at)
 
-    return jax.tree.map(put, prefix, new)
+    def replaced(old: Array, new: Array) -> Array:
+        return new.astype(old.dtype) if working is True else jnp.where(working, new.astype(old.dtype), old)
+
+    state = None if prefix.state is None else jax.tree.map(replaced, prefix.state, new.state)
+    return Prefix(put(prefix.key_LPSKH, new.key_LPSKH), put(prefix.value_LPSKH, new.value_LPSKH), state)
 
 
 def attend_chunk(

@@ -145,6 +145,8 @@ def _pageless(config: AnyModel, stages: int) -> str | None:
         return "a model with functions of its own has a cache of its own"
     if config.latent is not None:
         return "latents do not lie in pages"
+    if config.linear is not None:
+        return "states of linear attention do not lie in pages"
     return "layers that are divided over stages have theirs in slots" if stages > 1 else None
 
 

@@ -8,7 +8,7 @@ With layers divided over stages the list has an entry for each layer of a stage.
 layer of every stage, one stage after another along the slots, split over the stages.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,24 @@ from jaxtyping import Float, Int, Num
 
 from jaxrlhf.batch import Array
 from jaxrlhf.models.attention.attention import attend_cache
+from jaxrlhf.models.attention.linear_attention import LayerState, empty_state
 from jaxrlhf.models.attention.pages import LayerPages
 from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.causal_lm import causal_lm_method
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.config import LINEAR_LAYERS, ModelConfig
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 
 
 class Prefix(NamedTuple):
-    """Keys (rotated) and values of P prompts, as prefill leaves them."""
+    """Keys (rotated) and values of P prompts, as prefill leaves them, and the states of layers that have those instead.
+
+    Attributes:
+      state: `[L, P, ...]` of layers with linear attention; None if there are none.
+    """
 
     key_LPSKH: Array
     value_LPSKH: Array
+    state: LayerState | None = None
 
 
 class LayerCache(NamedTuple):
@@ -72,8 +78,13 @@ class LayerCache(NamedTuple):
         return attend_cache(query_BNH, *self, position_B, score_mod, execution=execution)
 
 
-Cache = list[LayerCache] | list[LayerPages]
-"""Caches of all layers, in slots or in pages."""
+Cache = list[LayerCache] | list[LayerPages] | list[LayerCache | LayerState]
+"""Caches of all layers, in slots or in pages, and states where layers have those instead."""
+
+
+def capacity_of(cache: Cache) -> int:
+    """Positions of each slot."""
+    return next(stored.capacity for stored in cache if not isinstance(stored, LayerState))
 
 
 @causal_lm_method
@@ -83,29 +94,40 @@ def empty_cache(
     slots: int,
     capacity: int,
     execution: Execution = ONE_DEVICE,
-) -> list[LayerCache]:
-    """A cache for `slots` sequences of at most `capacity` tokens. Build it under jit with
-    `out_shardings` to have each device allocate its own part."""
+) -> list[Any]:
+    """A cache for `slots` sequences of at most `capacity` tokens, and states of layers that have those instead. Build
+    it under jit with `out_shardings` to have each device allocate its own part."""
     stages, dtype = execution.stages, execution.dtype
     heads, key_dim, value_dim = _widths(config, execution)
     keys, values = (stages * slots, heads, key_dim, capacity), (stages * slots, heads, capacity, value_dim)
-    return [LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(config.num_layers // stages)]
+
+    def layer(stack: str) -> LayerCache | LayerState:
+        if config.linear is not None and stack == LINEAR_LAYERS:
+            return empty_state(config.linear, stages * slots, dtype=dtype)
+        return LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
+
+    return [layer(stack) for stack in config.pattern.stack_of()[: config.num_layers // stages]]
 
 
 def empty_prefix(config: ModelConfig, *, prompts: int, width: int, execution: Execution) -> Prefix:
     """Zeros for prompts of `width` tokens, to be written part by part."""
     heads, *dims = _widths(config, execution)
-    return Prefix(*(jnp.zeros((config.num_layers, prompts, width, heads, dim), execution.dtype) for dim in dims))
+    count = config.attention_layers
+    keys, values = (jnp.zeros((count, prompts, width, heads, dim), execution.dtype) for dim in dims)
+    if config.linear is None:
+        return Prefix(keys, values)
+    state = empty_state(config.linear, config.num_layers - count, prompts, dtype=execution.dtype)
+    return Prefix(keys, values, jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 2, 3), state))
 
 
 def insert_prefix(
-    cache: list[LayerCache],
+    cache: list[Any],
     prefix: Prefix,
     row_I: Int[Array, "I"],
     slot_I: Int[Array, "I"],
     *,
     execution: Execution = ONE_DEVICE,
-) -> list[LayerCache]:
+) -> list[Any]:
     """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; several slots may take one prompt.
 
     A slot index at or past the number of slots is skipped, so a program compiled for I
@@ -114,18 +136,26 @@ def insert_prefix(
     Raises:
       ValueError: The prompts are longer than the cache's capacity.
     """
-    width, capacity = prefix.key_LPSKH.shape[2], cache[0].capacity
+    width = prefix.key_LPSKH.shape[2]
+    capacity = min((stored.capacity for stored in cache if isinstance(stored, LayerCache)), default=width)
     if width > capacity:
         raise ValueError(f"prompts of {width} tokens do not fit a cache of capacity {capacity}; enlarge the cache")
 
     def insert(cache, prefix, row_I, slot_I):
-        return [
-            LayerCache(
-                _place(stored.key_BKHS, jnp.transpose(key_PSKH[row_I], (0, 2, 3, 1)), slot_I),
-                _place(stored.value_BKSH, jnp.transpose(value_PSKH[row_I], (0, 2, 1, 3)), slot_I),
-            )
-            for stored, key_PSKH, value_PSKH in zip(cache, prefix.key_LPSKH, prefix.value_LPSKH, strict=True)
-        ]
+        inserted, places = [], {LayerCache: 0, LayerState: 0}
+        for stored in cache:
+            place, kind = places[type(stored)], type(stored)
+            if kind is LayerState:
+                new = stored.put(jax.tree.map(lambda leaf: leaf[place], prefix.state), row_I, slot_I)  # noqa: B023
+            else:
+                key_PSKH, value_PSKH = prefix.key_LPSKH[place], prefix.value_LPSKH[place]
+                new = LayerCache(
+                    _place(stored.key_BKHS, jnp.transpose(key_PSKH[row_I], (0, 2, 3, 1)), slot_I),
+                    _place(stored.value_BKSH, jnp.transpose(value_PSKH[row_I], (0, 2, 1, 3)), slot_I),
+                )
+            inserted.append(new)
+            places[kind] += 1
+        return inserted
 
     if (pipeline := execution.pipeline) is not None:
         by_stage, whole = PartitionSpec(pipeline.axes), PartitionSpec()

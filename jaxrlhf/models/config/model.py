@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.models.config.parts import Experts, LatentAttention
+from jaxrlhf.models.config.parts import Experts, LatentAttention, LinearAttention
+from jaxrlhf.models.config.pattern import DENSE_LAYERS, LAYERS, LINEAR_LAYERS, Pattern, find_pattern
 from jaxrlhf.models.config.rope import RopeScaling, YarnRope
 
 Head = Literal["lm", "value", "score"]
@@ -30,6 +31,9 @@ FamilyName = Literal[
     "granite",
     "minimax_m2",
     "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 ]
 
 
@@ -60,6 +64,7 @@ class ModelConfig:
       qk_norm_across_heads: One such norm goes over all heads together (OLMo 2).
       output_bias: The output projection of attention has a bias (gpt-oss).
       attention_sinks: Each query head has a score that takes a share of its softmax (gpt-oss).
+      attention_gate: What a query head mixes is multiplied by a sigmoid, which its query projection makes (Qwen3-Next).
       tie_embeddings: The language-model head is the embedding.
       activation: Function of the MLP's gate; `gelu_tanh` is the approximation by a hyperbolic tangent.
       norms: Place of a layer's norms: `pre` before attention and before the MLP, `post` on what they
@@ -80,6 +85,8 @@ class ModelConfig:
       sliding_layers: Flags of the layers that have the window; the others see everything. Empty: all have it.
       sliding_rope_theta: Base of the rotary frequencies in those layers, which are not scaled; None is `rope_theta`.
       latent: Latent attention, with queries and keys of width H; None projects keys and values.
+      linear: Linear attention in some layers; None is none.
+      linear_layers: Flags of those layers.
       dense_layers: Number of first layers, which have an MLP where the others have experts.
       max_positions: Longest sequence the checkpoint was made for, in tokens.
       experts: Mixture of experts in place of the MLP; None is a dense MLP.
@@ -98,6 +105,7 @@ class ModelConfig:
     qk_norm_across_heads: bool = False
     output_bias: bool = False
     attention_sinks: bool = False
+    attention_gate: bool = False
     tie_embeddings: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     norms: Literal["pre", "post", "sandwich"] = "pre"
@@ -119,6 +127,8 @@ class ModelConfig:
     sliding_layers: tuple[bool, ...] = ()
     sliding_rope_theta: float | None = None
     latent: LatentAttention | None = None
+    linear: LinearAttention | None = None
+    linear_layers: tuple[bool, ...] = ()
     dense_layers: int = 0
     max_positions: int = 32_768
     experts: Experts | None = None
@@ -141,7 +151,17 @@ class ModelConfig:
             )
         if self.experts is not None and self.activation != "silu":
             raise Refusal(f"activation={self.activation!r} with experts, which compute silu; give activation='silu'")
-        for name in ("sliding_layers", "rope_layers"):
+        if (self.linear is not None) != any(self.linear_layers) or (self.linear_layers and all(self.linear_layers)):
+            raise Refusal(
+                f"linear_layers={self.linear_layers} with linear={self.linear}; some layers have linear attention and "
+                f"others have not, or no layer has it and linear is None"
+            )
+        if self.linear is not None and (self.dense_layers or self.latent is not None or self.norms != "pre"):
+            raise Refusal(
+                f"linear attention with dense_layers={self.dense_layers}, latent={self.latent}, "
+                f"norms={self.norms!r}; layers of both kinds have the same MLP, norms before it, and keys and values"
+            )
+        for name in ("sliding_layers", "rope_layers", "linear_layers"):
             if len(getattr(self, name)) not in (0, self.num_layers):
                 raise Refusal(
                     f"{name} speaks of {len(getattr(self, name))} layers, num_layers is {self.num_layers}; "
@@ -165,15 +185,47 @@ class ModelConfig:
         return divisor
 
     @property
-    def cache_width(self) -> int:
-        """Numbers of a token that the cache holds in each layer."""
-        if self.latent is not None:
-            return self.latent.rank + self.latent.rope_dim
-        return 2 * self.num_kv_heads * self.head_dim
+    def pattern(self) -> Pattern:
+        """The order of the layers, by their stacks."""
+        first, count = self.dense_layers, self.num_layers
+        if self.linear is not None:
+            return find_pattern([LINEAR_LAYERS if linear else LAYERS for linear in self.linear_layers])
+        return find_pattern([DENSE_LAYERS] * first + [LAYERS] * (count - first))
 
     @property
-    def attention_parameters(self) -> int:
-        """Weights of one layer's attention."""
+    def attention_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return self.num_layers - sum(self.linear_layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that all layers keep of a sequence, however long it is."""
+        return 0 if self.linear is None else sum(self.linear_layers) * self.linear.state_bytes
+
+    @property
+    def cache_width(self) -> float:
+        """Numbers of a token that the cache holds in each layer, on average over the layers."""
+        if self.latent is not None:
+            return self.latent.rank + self.latent.rope_dim
+        width = 2 * self.num_kv_heads * self.head_dim
+        return width if self.linear is None else width * self.attention_layers / self.num_layers
+
+    @property
+    def attention_parameters(self) -> float:
+        """Weights of one layer's attention, on average over the layers."""
+        if self.linear is None:
+            return self._attention_parameters
+        return self._all_attention_parameters / self.num_layers
+
+    @property
+    def _all_attention_parameters(self) -> int:
+        """Weights of all layers' attention."""
+        linear = 0 if self.linear is None else self.linear.parameters(self.hidden_size)
+        return self.attention_layers * self._attention_parameters + sum(self.linear_layers) * linear
+
+    @property
+    def _attention_parameters(self) -> int:
+        """Weights of attention in a layer that keeps keys and values."""
         if self.latent is not None:
             latent, width = self.latent, self.hidden_size
             key_value = self.head_dim - latent.rope_dim + latent.value_dim
@@ -186,6 +238,7 @@ class ModelConfig:
         norms = (heads + kv_heads if self.qk_norm_across_heads else 2 * self.head_dim) * self.qk_norm
         biases = (heads + 2 * kv_heads) * self.qkv_bias
         biases += self.hidden_size * self.output_bias + self.num_heads * self.attention_sinks
+        biases += self.hidden_size * heads * self.attention_gate
         return self.hidden_size * (heads + 2 * kv_heads) + heads * self.hidden_size + biases + norms
 
     @property
@@ -211,7 +264,8 @@ class ModelConfig:
         inner = counted * self.experts.intermediate_size + self.experts.shared_intermediate_size
         biases = counted * (2 * self.experts.intermediate_size + self.hidden_size) * self.experts.biases
         router = (self.hidden_size + self.experts.bias + self.experts.biases) * self.experts.count
-        return 3 * self.hidden_size * inner + biases + router
+        shared = self.hidden_size * self.experts.shared_gate
+        return 3 * self.hidden_size * inner + biases + router + shared
 
     def layer_parameters(self, *, experts: float | None = None) -> float:
         """Weights of attention and MLP, on average over the layers.
@@ -228,8 +282,8 @@ class ModelConfig:
 
     def num_parameters(self, head: Head = "lm") -> int:
         """Number of weights, the embedding and the given head included."""
-        layer = self.attention_parameters + int(self.mlp_parameters()) + self.norm_parameters
-        layers = self.num_layers * layer
+        layers = self._all_attention_parameters
+        layers += self.num_layers * (int(self.mlp_parameters()) + self.norm_parameters)
         layers += self.dense_layers * (3 * self.hidden_size * self.intermediate_size - int(self.mlp_parameters()))
         last = 0 if head == "lm" and self.tie_embeddings else self.head_parameters(head)
         return self.vocab_size * self.hidden_size + layers + self.hidden_size + last

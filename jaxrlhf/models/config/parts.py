@@ -28,6 +28,52 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Gated delta rule in place of attention: each head keeps a matrix of fixed size, and no keys and values.
+
+    Attributes:
+      key_heads: K, heads of queries and keys.
+      value_heads: Heads of values; a multiple of K.
+      key_dim: X, width of a query or key.
+      value_dim: U, width of a value.
+      kernel: Tokens that a causal convolution of queries, keys and values goes over.
+
+    Source: Yang et al. 2024 (Gated Delta Networks, arXiv:2412.06464), section 3.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise Refusal(
+                f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}; "
+                f"every key head serves the same number of value heads"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a key head and its values that the convolution goes over."""
+        return 2 * self.key_dim + self.value_heads // self.key_heads * self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a sequence keeps in one layer, in float32."""
+        matrices = self.value_heads * self.key_dim * self.value_dim
+        return 4 * (matrices + self.key_heads * (self.kernel - 1) * self.channels)
+
+    def parameters(self, hidden_size: int) -> int:
+        """Weights of one layer."""
+        values = self.value_heads * self.value_dim
+        projections = 2 * self.key_heads * self.key_dim + 3 * values + 2 * self.value_heads
+        convolution = self.key_heads * self.channels * self.kernel
+        return hidden_size * projections + convolution + 2 * self.value_heads + self.value_dim
+
+
+@dataclass(frozen=True)
 class ClampedGate:
     """A gate g and its product with u, both clamped to a limit: (u + 1) g sigmoid(alpha g).
 
@@ -47,6 +93,7 @@ class Experts:
       per_token: k, experts that a token goes through.
       intermediate_size: F of one expert.
       shared_intermediate_size: F of the shared experts, which every token goes through; 0 is none.
+      shared_gate: What the shared experts add is multiplied by a sigmoid of its own (Qwen).
       scores: Function of the router's logits.
       normalised: The scores of a token's experts are divided by their sum.
       scaling: Factor of the scores after that.
@@ -63,6 +110,7 @@ class Experts:
     per_token: int
     intermediate_size: int
     shared_intermediate_size: int = 0
+    shared_gate: bool = False
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalised: bool = True
     scaling: float = 1.0

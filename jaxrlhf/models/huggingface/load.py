@@ -168,11 +168,9 @@ def _read(tensor: Any, source: StoredTensor, shape: tuple[int, ...], ranges: Ran
     """
     size, wanted = source.sizes(shape), {"1": (0, 1), **dict(zip(source.dims, ranges, strict=True))}
     there = {letter: slice(*(min(end, size[letter]) for end in wanted[letter])) for letter in size}
-    size = source.sizes(shape, whole=True)
-    if source.inside is not None:
-        letter, begin, _ = source.inside
-        there[letter] = slice(there[letter].start + begin, there[letter].stop + begin)
     outer: list[slice] = []
+    own: list[slice] = []  # of what others share
+    split: list[int] = []
     inner: list[slice] = []
     unmerged: list[int] = []
     for group in source.stored.split():
@@ -180,15 +178,23 @@ def _read(tensor: Any, source: StoredTensor, shape: tuple[int, ...], ranges: Ran
             outer.append(slice(0, 1))
             continue
         first, merged = there[group[0]], group[1:]
-        width = math.prod(size[letter] for letter in merged)
+        inside = source.interleaved(group)
+        plain = merged if inside is None else merged.removesuffix(inside[0])
+        width = math.prod(size[letter] for letter in plain) * (1 if inside is None else inside[2])
         count = first.stop - first.start
         # A shard of padding alone has nothing in the file, which refuses to be asked for nothing.
         start = first.start if count else 0
         outer.append(slice(start * width, (start + max(1, count)) * width))
+        split += [max(1, count), *(size[letter] for letter in plain)]
+        own += [slice(None)] * (1 + len(plain))
+        if inside is not None:
+            letters, begin, total = inside
+            split.append(total)
+            own.append(slice(begin, begin + math.prod(size[letter] for letter in letters)))
         unmerged += [max(1, count), *(size[letter] for letter in merged)]
         inner += [slice(count), *(there[letter] for letter in merged)]
     outer[0] = slice(outer[0].start + source.start, outer[0].stop + source.start)
-    block = tensor[tuple(outer)].reshape(unmerged)[tuple(inner)]
+    block = tensor[tuple(outer)].reshape(split)[tuple(own)].reshape(unmerged)[tuple(inner)]
     letters = "".join(group for group in source.stored.split() if group != "1")
     block = block.squeeze(tuple(place for place, letter in enumerate(letters) if letter == "1"))
     widths = [stop - start for start, stop in (wanted[letter] for letter in source.letters)]

@@ -13,13 +13,16 @@ import jax.numpy as jnp
 
 from jaxrlhf.config import Lora, Refusal
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
-from jaxrlhf.models.config import Head
+from jaxrlhf.models.config import LINEAR_LAYERS, STACKS, Head
 from jaxrlhf.models.linear import Adapted, Adapter
 from jaxrlhf.models.lora.quantized import Format, Quantized, quantize
-from jaxrlhf.models.parameters import STACKS, Param, declare, path_name
+from jaxrlhf.models.parameters import Param, declare, path_name
 
 ROOMS = ("attention", "mlp")
 """Subtrees of a layer that hold its matrices."""
+
+_ABSENT = {LINEAR_LAYERS: {"query", "key", "value"}}
+"""Matrices that layers of a stack need not have for others to be adapted."""
 
 INPUTS = {"output": 2}
 """Number of input dimensions of a matrix, where that is not one."""
@@ -35,7 +38,7 @@ def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]
         raise Refusal(f"lora adapts matrices of the decoder, and the model is {config.name}; drop lora")
     declared = declare(config, head)
     stacks = {name: declared[name] for name in STACKS if name in declared}
-    shared = set.intersection(*map(_matrices, stacks.values()))
+    shared = set.intersection(*(_matrices(layer) | _ABSENT.get(name, set()) for name, layer in stacks.items()))
     if missing := [name for name in lora.targets if name not in shared]:
         there = ", ".join(name for name in Lora.MATRICES if name in shared)
         raise Refusal(f"lora.targets has {', '.join(missing)}, and all layers of this model have {there}; choose some")

@@ -39,6 +39,10 @@ def layer_flops(model: ModelConfig, *, tokens: float, context: float) -> float:
     routed = None if model.experts is None else model.experts.per_token
     value_dim = model.head_dim if model.latent is None else model.latent.value_dim
     scored = 2 * model.num_heads * (model.head_dim + value_dim) * context
+    if model.linear is not None:  # instead each value head reads and writes its matrix, whatever the context
+        linear, share = model.linear, model.attention_layers / model.num_layers
+        stepped = 6 * linear.value_heads * linear.key_dim * linear.value_dim * (context > 0)
+        scored = share * scored + (1 - share) * stepped
     return tokens * (2 * model.layer_parameters(experts=routed) + scored)
 
 
@@ -248,7 +252,8 @@ def _decode(
     if software.decode_tokens_per_dispatch is not None:
         context = _capacity_read(workload)
     per_token = cache_bytes_per_token(model, layout, itemsize=software.compute_bytes) * stages
-    cache = tokens * context * per_token / hardware.reached_bytes_per_s
+    state = 2 * model.state_bytes / tensor  # read and written at every token
+    cache = tokens * (context * per_token + state) / hardware.reached_bytes_per_s
 
     # Two all-reduces a layer in each step, which together send what all tokens need.
     group, sent = DeviceGroup(tensor, 1), tokens * model.hidden_size * software.compute_bytes

@@ -64,3 +64,9 @@ def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int) 
     kept = model.num_layers * model.cache_width * itemsize / layout.generation_stage
     # A latent serves all heads, so that every tensor shard keeps it.
     return kept if model.latent is not None else kept / math.gcd(layout.generation_tensor, model.num_kv_heads)
+
+
+def cache_bytes(model: ModelConfig, layout: Layout, *, tokens: float, itemsize: int) -> float:
+    """Keys and values, and states of layers that have those instead, that one device holds of one sequence."""
+    state = model.state_bytes / (layout.generation_stage * layout.generation_tensor)
+    return tokens * cache_bytes_per_token(model, layout, itemsize=itemsize) + state

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxrlhf.config import ROLLOUT, Layout, offloaded
 from jaxrlhf.engine.prefill import PREFILL_TOKENS
 from jaxrlhf.models.memory import inference_activation_bytes
-from jaxrlhf.planner.cost.memory import bytes_per_weight, cache_bytes_per_token, weights_generating
+from jaxrlhf.planner.cost.memory import bytes_per_weight, cache_bytes, weights_generating
 from jaxrlhf.planner.cost.simulate import RoleBytes, Simulator, held_bytes, inference_bytes, update_bytes
 from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem, PlannedPool
 from jaxrlhf.planner.workload import Role
@@ -99,8 +99,8 @@ class ExpectedPrograms:
         """Keys and values of all slots of a device at their longest."""
         work, replicas = self._problem.workload, pool.devices // (layout.generation_stage * layout.generation_tensor)
         slots = -(-min(self._plan.slots or work.responses, work.responses) // replicas)
-        token = cache_bytes_per_token(generator.model, layout, itemsize=self._problem.software.compute_bytes)
-        return slots * work.longest_tokens * token
+        sizes = {"tokens": work.longest_tokens, "itemsize": self._problem.software.compute_bytes}
+        return slots * cache_bytes(generator.model, layout, **sizes)
 
     def _pool(self, name: str) -> PlannedPool:
         return next(pool for pool in self._plan.pools if name in pool.roles)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jaxrlhf.config import ROLLOUT, Layout
-from jaxrlhf.planner.cost.memory import cache_bytes_per_token
+from jaxrlhf.planner.cost.memory import cache_bytes
 from jaxrlhf.planner.cost.simulate import Simulator
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.search.layouts import pool_sizes, role_layouts
@@ -83,8 +83,9 @@ def _least_need(
                 own = simulator.role(role, layout, devices, offload, generates=generates)
             calls = [_Need(step.held_bytes, step.verb) for step in own.steps] + [_Need(own.idle_bytes, "idle")]
             if generates:
-                token = cache_bytes_per_token(role.model, layout, itemsize=software.compute_bytes)
-                cached = own.generating_bytes + token * work.longest_tokens * software.cache_copies
+                tokens, itemsize = work.longest_tokens, software.compute_bytes
+                each = cache_bytes(role.model, layout, tokens=tokens, itemsize=itemsize)
+                cached = own.generating_bytes + each * software.cache_copies
                 calls.append(_Need(max(own.loading_bytes, cached), "generate"))
             needs.append(max(calls))
     return min(needs, default=None)

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrlhf.config import ROLLOUT, Layout
 from jaxrlhf.planner.cost.cost import Decoding, decoding, generation_cost, move_cost
-from jaxrlhf.planner.cost.memory import cache_bytes_per_token
+from jaxrlhf.planner.cost.memory import cache_bytes
 from jaxrlhf.planner.cost.simulate import Simulated, Simulator
 from jaxrlhf.planner.plan import Cost, PlacementProblem
 from jaxrlhf.planner.search.layouts import pool_sizes, role_layouts
@@ -159,8 +159,8 @@ class PoolOptions:
         """Cache of one response of the longest length."""
         assert self._generator is not None
         work, software = self._problem.workload, self._problem.software
-        token = cache_bytes_per_token(self._generator.model, layout, itemsize=software.compute_bytes)
-        return token * work.longest_tokens * software.cache_copies
+        sizes = {"tokens": work.longest_tokens, "itemsize": software.compute_bytes}
+        return cache_bytes(self._generator.model, layout, **sizes) * software.cache_copies
 
     def _generation(self, name: str, layout: Layout, fit: int, devices: int) -> Generation:
         """Generation by a layout with room for `fit` responses in a replica's cache."""
@@ -176,8 +176,7 @@ class PoolOptions:
             if name == ROLLOUT:
                 source = self._senders(devices)
                 move = move_cost(generator.model, source, layout, devices, software, problem.hardware)
-            token = cache_bytes_per_token(generator.model, layout, itemsize=software.compute_bytes)
-            cached = how.at_once * work.longest_tokens * token * software.cache_copies
+            cached = how.at_once * self._cache_bytes(layout)
             self._generations[key] = Generation(name, how, cached, cost, move, cost.seconds + (move or Cost()).seconds)
         return self._generations[key]
 

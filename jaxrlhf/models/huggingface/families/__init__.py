@@ -12,11 +12,12 @@ from jaxrlhf.models.huggingface.families.minimax import MINIMAX_M2
 from jaxrlhf.models.huggingface.families.mistral import MINISTRAL3
 from jaxrlhf.models.huggingface.families.olmo import OLMO2, OLMO3
 from jaxrlhf.models.huggingface.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from jaxrlhf.models.huggingface.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from jaxrlhf.models.huggingface.families.rope_fields import read_rope, write_rope
 from jaxrlhf.models.huggingface.families.smollm import SMOLLM3
 
 _ALL = (
     *(QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3),
-    *(OLMO3, SMOLLM3, GLM4, GLM4_MOE, MINISTRAL3, GRANITE, MINIMAX_M2, GPT_OSS),
+    *(OLMO3, SMOLLM3, GLM4, GLM4_MOE, MINISTRAL3, GRANITE, MINIMAX_M2, GPT_OSS, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}

@@ -23,8 +23,9 @@ class StoredTensor(NamedTuple):
       start: First row of the parameter in a tensor that several share.
       rows: Rows of a tensor that several parameters share; None where it is the parameter's own.
       layer: First layer that has the tensor.
-      inside: A letter that is not the first of its group, its first index in the file, and how many indices it has
-        there: others share the tensor with this parameter, interleaved. With the letter `1` it takes one of them.
+      layers: Layers that have it, where they do not follow one another; empty: from `layer` on.
+      inside: Last letters of a group that are not the first of it, their first index in the file, and how many indices
+        they have there together: others share the tensor with this parameter, interleaved. The letter `1` is one index.
     """
 
     name: str
@@ -33,6 +34,7 @@ class StoredTensor(NamedTuple):
     start: int = 0
     rows: int | None = None
     layer: int = 0
+    layers: tuple[int, ...] = ()
     inside: tuple[str, int, int] | None = None
 
     @property
@@ -47,27 +49,33 @@ class StoredTensor(NamedTuple):
     def named(self, at: Sequence[int]) -> str:
         """Name of the tensor at a place in the stacked dimensions: of a layer, or of an expert of a layer."""
         places = dict(zip(("layer", "expert"), at, strict=False))
-        return self.name.format(**{**places, "layer": places.get("layer", 0) + self.layer})
+        layer = places.get("layer", 0)
+        return self.name.format(**{**places, "layer": self.layers[layer] if self.layers else layer + self.layer})
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape in the file, from the shape of the parameter (or of one layer of it)."""
         size = self.sizes(shape)
         return tuple(math.prod(size[letter] for letter in group) for group in self.stored.split())
 
-    def sizes(self, shape: tuple[int, ...], *, whole: bool = False) -> dict[str, int]:
-        """Size of each letter.
+    def sizes(self, shape: tuple[int, ...]) -> dict[str, int]:
+        """Size of each letter, from the shape of the parameter (or of one layer of it)."""
+        return dict(zip(self.dims, shape, strict=True)) | {"1": 1}
 
-        Args:
-          whole: Count the indices in the file that are other parameters', too.
-        """
-        size = dict(zip(self.dims, shape, strict=True)) | {"1": 1}
-        return size | {self.inside[0]: self.inside[2]} if whole and self.inside else size
+    def interleaved(self, group: str) -> tuple[str, int, int] | None:
+        """`inside`, for a group that has it."""
+        return self.inside if self.inside is not None and group.endswith(self.inside[0]) else None
 
     def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape in the file of the whole tensor, of which the parameter may be a part."""
-        size = self.sizes(shape, whole=True)
-        first, *rest = (math.prod(size[letter] for letter in group) for group in self.stored.split())
+        first, *rest = (math.prod(self._split(group, shape)) for group in self.stored.split())
         return (first if self.rows is None else self.rows, *rest)
+
+    def _split(self, group: str, shape: tuple[int, ...]) -> list[int]:
+        """Sizes in the file of a group's letters, those of `inside` as one."""
+        size, inside = self.sizes(shape), self.interleaved(group)
+        if inside is None:
+            return [size[letter] for letter in group]
+        return [*(size[letter] for letter in group.removesuffix(inside[0])), inside[2]]
 
     def place(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """The parameter's part of the whole tensor, a view with one dimension for each letter.
@@ -75,15 +83,16 @@ class StoredTensor(NamedTuple):
         Args:
           shape: Shape of the parameter (or of one layer of it).
         """
-        size, (first, *_) = self.sizes(shape, whole=True), self.shape(shape)
-        rows = tensor[self.start : self.start + first] if self.rows is not None else tensor
-        view = rows.reshape([size[letter] for group in self.stored.split() for letter in group])
-        if self.inside is None:
-            return view
-        letter, begin, _ = self.inside
+        size, groups = self.sizes(shape), self.stored.split()
+        rows = tensor if self.rows is None else tensor[self.start : self.start + self.shape(shape)[0]]
+        view = rows.reshape([count for group in groups for count in self._split(group, shape)])
         at = [slice(None)] * view.ndim
-        at[self.stored.replace(" ", "").index(letter)] = slice(begin, begin + self.sizes(shape)[letter])
-        return view[tuple(at)]
+        for place, group in enumerate(groups):
+            if inside := self.interleaved(group):
+                letters, begin, _ = inside
+                axis = sum(len(self._split(group, shape)) for group in groups[: place + 1]) - 1
+                at[axis] = slice(begin, begin + math.prod(size[letter] for letter in letters))
+        return view[tuple(at)].reshape([size[letter] for group in groups for letter in group])
 
 
 LAYER = "model.layers.{layer}."

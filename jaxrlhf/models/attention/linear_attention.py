@@ -1,0 +1,190 @@
+"""Linear attention of a layer: what it makes of its input, and the state that a sequence has in it.
+
+A state is a head's matrix and the last inputs of the convolution; it is as large after one token as after many.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Int
+
+from jaxrlhf.batch import Array, Params
+from jaxrlhf.models import linear
+from jaxrlhf.models.attention.delta_rule import Steps, convolve, in_chunks, one_step, unit
+from jaxrlhf.models.config import LinearAttention, ModelConfig
+from jaxrlhf.models.norm import rms_norm
+
+_ROUND_TOKENS = 4096
+"""Tokens of a row that one round of a loop over sequences that share prompts mixes."""
+
+
+class LayerState(NamedTuple):
+    """The state of B slots in one layer.
+
+    A `Prefix` has `[L, P, ...]` of several layers, in which the two dimensions after P are turned: key heads so lie
+    where those of keys do.
+
+    Attributes:
+      input_BKSY: Last S = kernel - 1 inputs of the convolution, oldest first, in the activations' dtype.
+      matrix_BKGXU: float32 matrix of each of the G value heads of a key head.
+    """
+
+    input_BKSY: Array
+    matrix_BKGXU: Array
+
+    def turned(self) -> "LayerState":
+        """From slots to a layer of a prefix, or back."""
+        return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 1, 2), self)
+
+    def put(self, other: "LayerState", row_I: Array, slot_I: Array) -> "LayerState":
+        """Copy state `row_I[i]` of a layer of a prefix into slot `slot_I[i]`; a slot past the last is skipped."""
+
+        def one(mine: jax.Array, new: Array) -> Array:
+            return mine.at[slot_I].set(new[row_I].astype(mine.dtype), mode="drop")
+
+        return jax.tree.map(one, self, other.turned())
+
+
+def empty_state(config: LinearAttention, *lead: int, dtype: Any) -> LayerState:
+    """Zeros: nothing was read yet.
+
+    Args:
+      lead: First dimensions, of which the last counts slots.
+    """
+    group = config.value_heads // config.key_heads
+    return LayerState(
+        jnp.zeros((*lead, config.key_heads, config.kernel - 1, config.channels), dtype),
+        jnp.zeros((*lead, config.key_heads, group, config.key_dim, config.value_dim), jnp.float32),
+    )
+
+
+class Projected(NamedTuple):
+    """What a layer makes of its input, token by token.
+
+    Attributes:
+      input_RWKY: Inputs of the convolution: query, key and values of each key head, one after another.
+      decay_RWKG: float32 logarithm of the decay.
+      rate_RWKG: float32 rate of the update.
+    """
+
+    input_RWKY: Array
+    decay_RWKG: Array
+    rate_RWKG: Array
+
+
+def project(weights: Params, input_RWD: Array) -> Projected:
+    """Queries, keys and values before the convolution, and each value head's decay and rate."""
+    query_RWKX, key_RWKX, value_RWKGU, rate_RWKG, slope_RWKG = (
+        linear.project(input_RWD, weights[f"linear_{name}"]) for name in ("query", "key", "value", "rate", "decay")
+    )
+    values_RWKV = value_RWKGU.reshape(*value_RWKGU.shape[:3], -1)
+    group = 1, 1, *rate_RWKG.shape[-2:]
+    rate, bias = (weights[name].astype(jnp.float32).reshape(group) for name in ("decay_rate", "decay_bias"))
+    decay_RWKG = -jnp.exp(rate) * jax.nn.softplus(slope_RWKG.astype(jnp.float32) + bias)
+    inputs = jnp.concatenate([query_RWKX, key_RWKX, values_RWKV], axis=-1)
+    return Projected(inputs, decay_RWKG, jax.nn.sigmoid(rate_RWKG.astype(jnp.float32)))
+
+
+def kernel_of(weights: Params) -> Array:
+    """`[K, Y, T]`: the convolution's weights, in the order of its inputs."""
+    query_KXT, key_KXT, value_KGUT = (weights[f"convolved_{name}"] for name in ("query", "key", "value"))
+    values_KVT = value_KGUT.reshape(len(value_KGUT), -1, value_KGUT.shape[-1])
+    return jnp.concatenate([query_KXT, key_KXT, values_KVT], axis=1)
+
+
+def _steps(config: LinearAttention, projected: Projected, convolved_RWKY: Array) -> Steps:
+    key_dim = config.key_dim
+    query, key, value = jnp.split(convolved_RWKY, (key_dim, 2 * key_dim), axis=-1)
+    value_RWKGU = value.reshape(*value.shape[:3], -1, config.value_dim)
+    return Steps(unit(query) * key_dim**-0.5, unit(key), value_RWKGU, projected.decay_RWKG, projected.rate_RWKG)
+
+
+@dataclass(frozen=True)
+class DeltaMixer:
+    """Convolution and delta rule as `shared_prefix.over_sequences` takes them; `weights` are those of the kernel."""
+
+    config: LinearAttention
+
+    @property
+    def round_tokens(self) -> int:
+        """Tokens of a row that it is given at a time."""
+        return _ROUND_TOKENS
+
+    def __call__(self, tokens: tuple[Array, ...], kernel_KYT: Any, flags: Any, segment_RW: Array, /) -> Array:
+        del flags
+        projected = Projected(*tokens)
+        convolved_RWKY = convolve(projected.input_RWKY, kernel_KYT, segment_RW)
+        mixed_RWKGU, _ = in_chunks(_steps(self.config, projected, convolved_RWKY), segment_RW)
+        return mixed_RWKGU
+
+
+def mix_rows(
+    config: LinearAttention,
+    projected: Projected,
+    kernel_KYT: Array,
+    segment_RW: Int[Array, "R W"],
+    real_RW: Bool[Array, "R W"],
+    state: LayerState | None = None,
+) -> tuple[Array, LayerState]:
+    """Mix packed rows, or go on with one sequence in each row.
+
+    Args:
+      real_RW: False for tokens that leave states as they are; after a row's first such token come no others.
+      state: States that rows go on from; None starts anew.
+
+    Returns:
+      What the heads mix, `[R, W, K, G, U]`, and the states after each row's last real token.
+    """
+    before_RSKY = matrix_RKGXU = None
+    if state is not None:
+        before_RSKY, matrix_RKGXU = jnp.swapaxes(state.input_BKSY, 1, 2), state.matrix_BKGXU
+    convolved_RWKY = convolve(projected.input_RWKY, kernel_KYT, segment_RW, before_RSKY)
+    # Padding has the number of the segment before it, so that it does not start anew.
+    segment_RW = jax.lax.cummax(jnp.asarray(segment_RW), axis=1)
+    kept_RW11 = real_RW[:, :, None, None]
+    projected = projected._replace(
+        decay_RWKG=jnp.where(kept_RW11, projected.decay_RWKG, 0.0),
+        rate_RWKG=jnp.where(kept_RW11, projected.rate_RWKG, 0.0),
+    )
+    mixed_RWKGU, matrix_RKGXU = in_chunks(_steps(config, projected, convolved_RWKY), segment_RW, matrix_RKGXU)
+    if before_RSKY is None:
+        inputs_RWKY = projected.input_RWKY
+        before_RSKY = jnp.zeros((len(real_RW), config.kernel - 1, *inputs_RWKY.shape[2:]), inputs_RWKY.dtype)
+    whole_RVKY = jnp.concatenate([before_RSKY.astype(projected.input_RWKY.dtype), projected.input_RWKY], axis=1)
+    at_RS = real_RW.sum(axis=1)[:, None] + jnp.arange(before_RSKY.shape[1])[None]
+    last_RSKY = jnp.take_along_axis(whole_RVKY, at_RS[:, :, None, None], axis=1)
+    return mixed_RWKGU, LayerState(jnp.swapaxes(last_RSKY, 1, 2), matrix_RKGXU)
+
+
+def mix_slots(
+    config: LinearAttention, projected: Projected, kernel_KYT: Array, state: LayerState, working_B: Bool[Array, "B"]
+) -> tuple[Array, LayerState]:
+    """Mix one token of every slot, `W = 1`.
+
+    Args:
+      working_B: False for slots whose state stays as it is.
+    """
+    segment_B1 = jnp.ones(projected.input_RWKY.shape[:2], jnp.int32)
+    before_BSKY = jnp.swapaxes(state.input_BKSY, 1, 2)
+    convolved_B1KY = convolve(projected.input_RWKY, kernel_KYT, segment_B1, before_BSKY)
+    steps = _steps(config, projected, convolved_B1KY)
+    mixed_B1KGU, matrix_BKGXU = one_step(state.matrix_BKGXU, steps)
+    newest_BK1Y = jnp.swapaxes(projected.input_RWKY, 1, 2).astype(state.input_BKSY.dtype)
+    new = LayerState(jnp.concatenate([state.input_BKSY, newest_BK1Y], axis=2)[:, :, 1:], matrix_BKGXU)
+
+    def chosen(new: Array, old: Array) -> Array:
+        return jnp.where(jnp.expand_dims(working_B, tuple(range(1, new.ndim))), new, old)
+
+    return mixed_B1KGU, jax.tree.map(chosen, new, state)
+
+
+def gated_output(weights: Params, config: ModelConfig, input_RWD: Array, mixed_RWKGU: Array) -> Array:
+    """`[R, W, V, U]`: what the value heads mix, normalised, times silu of their gates."""
+    gate_RWKGU = linear.project(input_RWD, weights["linear_gate"])
+    scale_U = weights["mixed_norm"].astype(jnp.float32)
+    normed_RWKGU = rms_norm(mixed_RWKGU.astype(input_RWD.dtype), scale_U, config.rms_norm_eps)
+    output_RWKGU = normed_RWKGU * jax.nn.silu(gate_RWKGU.astype(jnp.float32))
+    rows, width, _, _, value_dim = mixed_RWKGU.shape
+    return output_RWKGU.astype(input_RWD.dtype).reshape(rows, width, -1, value_dim)

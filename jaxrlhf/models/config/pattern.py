@@ -1,0 +1,57 @@
+"""The order of a decoder's layers: stacks of like layers, and in what pattern they follow one another."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+LAYERS, DENSE_LAYERS, LINEAR_LAYERS = STACKS = "layers", "dense_layers", "linear_layers"
+"""Names of the stacks of layers in the decoder's parameters."""
+
+
+class Run(NamedTuple):
+    """Consecutive layers of one stack.
+
+    Attributes:
+      stack: Name of the stack.
+      layers: Number of layers.
+    """
+
+    stack: str
+    layers: int
+
+
+class Pattern(NamedTuple):
+    """Runs of layers, all of them so many times.
+
+    Attributes:
+      repeats: Times that the runs follow one another.
+      runs: Runs of one time.
+    """
+
+    repeats: int
+    runs: tuple[Run, ...]
+
+    def each(self, stack: str) -> int:
+        """Layers of a stack in one time."""
+        return sum(run.layers for run in self.runs if run.stack == stack)
+
+    def stack_of(self) -> list[str]:
+        """Name of the stack of each layer."""
+        return [run.stack for run in self.runs for _ in range(run.layers)] * self.repeats
+
+
+def find_pattern(stack_of: Sequence[str]) -> Pattern:
+    """The shortest pattern of layers that are in these stacks.
+
+    Layers that are first of their kind, or last, repeat nothing: the pattern is then all of them.
+    """
+    count = len(stack_of)
+    period = next(
+        size
+        for size in range(1, count + 1)
+        if count % size == 0 and [*stack_of[:size]] * (count // size) == [*stack_of]
+    )
+    runs = tuple(Run(stack, len([*layers])) for stack, layers in groupby(stack_of[:period]))
+    if len(runs) == 1:
+        return Pattern(1, (Run(runs[0].stack, count),))
+    return Pattern(count // period, runs)

@@ -1,0 +1,212 @@
+"""Qwen3-Next, Qwen3.5 and Qwen3.5-MoE (text): three layers with linear attention to one with gated attention."""
+
+from typing import Any
+
+from jaxrlhf.models.config import LINEAR_LAYERS, Experts, LinearAttention, ModelConfig
+from jaxrlhf.models.huggingface.families.family import (
+    DECODER,
+    LAYER,
+    QK_NORM,
+    Family,
+    StoredTensor,
+    in_layers,
+    mixture,
+)
+from jaxrlhf.models.huggingface.families.fields import Fields
+from jaxrlhf.models.huggingface.families.rope_fields import parse_rope, rope_dictionary
+
+_LINEAR = LAYER + "linear_attn."
+_KINDS = {"full_attention": False, "linear_attention": True}
+_ROTATED = 0.25
+"""Part of each head that is rotated where the file does not say."""
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Fields of rotary positions that make no difference to text, whose positions in all sections are alike."""
+
+
+def _read(given: Fields) -> dict[str, Any]:
+    """Fields of all three, but those of experts."""
+    given.only("attention_bias", False)
+    for name in ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype", "attn_output_gate"):
+        given.take(name)  # of speculation, or said by others
+    given.default(head_dim=256, hidden_act="silu")
+    given.only("hidden_act", "silu")
+    count, interval = given.need("num_hidden_layers"), given.take("full_attention_interval") or 4
+    kinds = given.take("layer_types") or [
+        "linear_attention" if (index + 1) % interval else "full_attention" for index in range(count)
+    ]
+    if unread := set(kinds) - set(_KINDS):
+        raise given.error(f"layer_types {sorted(unread)}", f"computed are {sorted(_KINDS)}")
+    linear = LinearAttention(
+        key_heads=given.take("linear_num_key_heads", 16),
+        value_heads=given.take("linear_num_value_heads", 32),
+        key_dim=given.take("linear_key_head_dim", 128),
+        value_dim=given.take("linear_value_head_dim", 128),
+        kernel=given.take("linear_conv_kernel_dim", 4),
+    )
+    rope = dict(given.take("rope_parameters") or given.take("rope_scaling") or {})
+    given.take("rope_scaling")
+    rope = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
+    rope.setdefault("rope_theta", given.take("rope_theta"))
+    rope.setdefault("partial_rotary_factor", given.take("partial_rotary_factor") or _ROTATED)
+    return {
+        "qk_norm": True,
+        "unit_offset": True,
+        "attention_gate": True,
+        "linear": linear,
+        "linear_layers": tuple(_KINDS[kind] for kind in kinds),
+        **parse_rope(rope, given),
+    }
+
+
+def _read_experts(given: Fields) -> dict[str, Any]:
+    given.only("decoder_sparse_step", 1)
+    given.only("mlp_only_layers", [])
+    inner = given.need("moe_intermediate_size")
+    given.default(intermediate_size=inner)
+    experts = Experts(
+        count=given.need("num_experts"),
+        per_token=given.need("num_experts_per_tok"),
+        intermediate_size=inner,
+        shared_intermediate_size=given.need("shared_expert_intermediate_size"),
+        shared_gate=True,
+        normalised=bool(given.take("norm_topk_prob", True)),
+        loss_coefficient=float(given.take("router_aux_loss_coef", 0.001)),
+    )
+    return {**_read(given), "experts": experts}
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    linear = config.linear
+    assert linear is not None
+    names = {is_linear: name for name, is_linear in _KINDS.items()}
+    rope = rope_dictionary(config.rope_theta, config.rope_scaling)
+    return {
+        "attention_bias": False,
+        "layer_types": [names[is_linear] for is_linear in config.linear_layers],
+        "linear_num_key_heads": linear.key_heads,
+        "linear_num_value_heads": linear.value_heads,
+        "linear_key_head_dim": linear.key_dim,
+        "linear_value_head_dim": linear.value_dim,
+        "linear_conv_kernel_dim": linear.kernel,
+        "rope_parameters": rope | {"partial_rotary_factor": config.partial_rotary_factor},
+        "rope_scaling": None,
+    }
+
+
+def _write_experts(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None
+    return {
+        **_write(config),
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "shared_expert_intermediate_size": experts.shared_intermediate_size,
+        "norm_topk_prob": experts.normalised,
+        "router_aux_loss_coef": experts.loss_coefficient,
+    }
+
+
+def _by_kind(
+    config: ModelConfig, mlp: dict[str, StoredTensor], projections: dict[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """A table of layers of both kinds, each by the layers that it has.
+
+    Args:
+      mlp: `DECODER` with the MLP that all layers have.
+      projections: What linear attention makes of its input.
+    """
+    linear = config.linear
+    assert linear is not None
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    conv, rows = _LINEAR + "conv1d.weight", 2 * keys + values
+    mixing = projections | {
+        **in_layers(
+            attention__decay_rate=("linear_attn.A_log", "V", "V"),
+            attention__decay_bias=("linear_attn.dt_bias", "V", "V"),
+            attention__mixed_norm=("linear_attn.norm.weight", "U", "U"),
+            attention__output=("linear_attn.out_proj.weight", "VUD", "D VU"),
+        ),
+        "layers.attention.convolved_query": StoredTensor(conv, "KXT", "KX 1 T", 0, rows),
+        "layers.attention.convolved_key": StoredTensor(conv, "KXT", "KX 1 T", keys, rows),
+        "layers.attention.convolved_value": StoredTensor(conv, "KGUT", "KGU 1 T", 2 * keys, rows),
+    }
+    flags = list(enumerate(config.linear_layers))
+    full_layers, linear_layers = (tuple(at for at, flag in flags if flag == wanted) for wanted in (False, True))
+    shared = {path: each for path, each in mlp.items() if path.startswith("layers.") and ".attention." not in path}
+    full = {path: each for path, each in (mlp | QK_NORM).items() if ".attention." in path}
+    table = {path: each for path, each in mlp.items() if not path.startswith("layers.")}
+    table |= {path: each._replace(layers=full_layers) for path, each in (shared | full).items()}
+    for path, each in (shared | mixing).items():
+        table[path.replace("layers", LINEAR_LAYERS, 1)] = each._replace(layers=linear_layers)
+    return table
+
+
+_MIXTURE = mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | in_layers(
+    mlp__shared__gate=("mlp.shared_expert.gate_proj.weight", "DF", "F D"),
+    mlp__shared__up=("mlp.shared_expert.up_proj.weight", "DF", "F D"),
+    mlp__shared__down=("mlp.shared_expert.down_proj.weight", "FD", "D F"),
+    mlp__shared_gate=("mlp.shared_expert_gate.weight", "DO", "O D"),
+)
+
+
+def _next_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    """Queries, keys, values and gates of a key head beside each other; so are its rates and decays."""
+    linear = config.linear
+    assert linear is not None
+    group, width = linear.value_heads // linear.key_heads, linear.key_dim
+    values = group * linear.value_dim
+    both, total = _LINEAR + "in_proj_qkvz.weight", 2 * width + 2 * values
+    few = _LINEAR + "in_proj_ba.weight"
+    heads = {
+        "query": StoredTensor(both, "DKX", "KX D", inside=("X", 0, total)),
+        "key": StoredTensor(both, "DKX", "KX D", inside=("X", width, total)),
+        "value": StoredTensor(both, "DKGU", "KGU D", inside=("GU", 2 * width, total)),
+        "gate": StoredTensor(both, "DKGU", "KGU D", inside=("GU", 2 * width + values, total)),
+        "rate": StoredTensor(few, "DKG", "KG D", inside=("G", 0, 2 * group)),
+        "decay": StoredTensor(few, "DKG", "KG D", inside=("G", group, 2 * group)),
+    }
+    return _by_kind(config, _MIXTURE, {f"layers.attention.linear_{name}": each for name, each in heads.items()})
+
+
+def _projections(config: ModelConfig) -> dict[str, StoredTensor]:
+    """Queries, keys and values above each other, and the rest each in a tensor."""
+    linear = config.linear
+    assert linear is not None
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    name, rows = _LINEAR + "in_proj_qkv.weight", 2 * keys + values
+    return {
+        "layers.attention.linear_query": StoredTensor(name, "DKX", "KX D", 0, rows),
+        "layers.attention.linear_key": StoredTensor(name, "DKX", "KX D", keys, rows),
+        "layers.attention.linear_value": StoredTensor(name, "DKGU", "KGU D", 2 * keys, rows),
+        **in_layers(
+            attention__linear_gate=("linear_attn.in_proj_z.weight", "DKGU", "KGU D"),
+            attention__linear_rate=("linear_attn.in_proj_b.weight", "DKG", "KG D"),
+            attention__linear_decay=("linear_attn.in_proj_a.weight", "DKG", "KG D"),
+        ),
+    }
+
+
+QWEN3_NEXT = Family("qwen3_next", "Qwen3Next", _next_tensors, _read_experts, _write_experts, predicts_several=True)
+"""Qwen3-Next: experts in every layer."""
+
+QWEN3_5 = Family(
+    "qwen3_5_text",
+    "Qwen3_5",
+    lambda config: _by_kind(config, DECODER, _projections(config)),
+    _read,
+    _write,
+    score_architecture="Qwen3_5Text",
+    predicts_several=True,
+)
+"""Qwen3.5 (dense, text): the layers of Qwen3-Next with a gated MLP."""
+
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe_text",
+    "Qwen3_5Moe",
+    lambda config: _by_kind(config, _MIXTURE, _projections(config)),
+    _read_experts,
+    _write_experts,
+    predicts_several=True,
+)
+"""Qwen3.5-MoE (text): the layers of Qwen3-Next, whose projections lie in tensors of their own."""

@@ -1,0 +1,106 @@
+"""Linear attention in the engine: its slots hold states beside keys and values, whatever the batch and the mesh."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from tiny_models import DECODER, drawn, logits
+
+from jaxrlhf.config import Sampling
+from jaxrlhf.engine import Engine, Request, prefill
+from jaxrlhf.models import choose_execution, param_dims
+from jaxrlhf.models.config import LinearAttention
+from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
+from jaxrlhf.sharding.rules import GENERATE, shardings
+
+CONFIG = dataclasses.replace(
+    DECODER,
+    family="qwen3_5_text",
+    num_layers=4,
+    qk_norm=True,
+    unit_offset=True,
+    attention_gate=True,
+    linear=LinearAttention(key_heads=2, value_heads=4, key_dim=8, value_dim=6),
+    linear_layers=(True, False) * 2,
+)
+PARAMS = drawn(CONFIG)
+LONGEST, RESPONSE = 40, 10
+
+
+def engine(sizes, **changes):
+    mesh = mesh_of(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
+    settings = {"max_prompt_tokens": LONGEST, "max_response_tokens": RESPONSE, "stop_tokens": (), "slots": 4}
+    execution = choose_execution(
+        CONFIG, "float32", mesh, row_axes=SLOT_AXES, head_axes=("tensor",), stage_axes=("stage",), decodes=True
+    )
+    made = Engine(
+        CONFIG,
+        mesh,
+        decode_tokens_per_dispatch=4,
+        slot_axes=SLOT_AXES,
+        kv_head_axis="tensor",
+        execution=execution,
+        **settings | changes,
+    )
+    layout = shardings(mesh, param_dims(CONFIG, "lm"), GENERATE)
+    made.load(jax.device_put(PARAMS, layout), version=0)
+    return made
+
+
+def requests(**options):
+    """Nine prompts, two of which are of one length and one of which is as long as can be; two responses to each."""
+    rng = np.random.default_rng(3)
+    prompts = [tuple(rng.integers(1, 96, size).tolist()) for size in (1, 2, 5, 17, 17, 23, 31, 39, LONGEST)]
+    return [Request(10 * number + twin, prompt, **options) for number, prompt in enumerate(prompts) for twin in (0, 1)]
+
+
+def follow_the_model(given, completions):
+    """Every token is the likeliest of the full forward pass."""
+    token_BW = np.zeros((len(given), LONGEST + RESPONSE), np.int32)
+    for row, (request, completion) in enumerate(zip(given, completions, strict=True)):
+        whole = [*request.prompt_tokens, *completion.tokens]
+        token_BW[row, : len(whole)] = whole
+    logit_BWV = np.asarray(logits(PARAMS, CONFIG, token_BW))
+    for row, (request, completion) in enumerate(zip(given, completions, strict=True)):
+        start = len(request.prompt_tokens) - 1
+        logit_TV = logit_BWV[row, start : start + len(completion.tokens)]
+        assert list(completion.tokens) == logit_TV.argmax(-1).tolist()
+        logp_TV = logit_TV - np.log(np.exp(logit_TV).sum(-1, keepdims=True))
+        np.testing.assert_allclose(completion.logps, logp_TV.max(-1), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"data": 1}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "stage": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["one", "tensor", "stages"],
+)
+def test_slots_of_all_lengths_follow_the_model(sizes):
+    made, given = engine(sizes), requests()
+    follow_the_model(given, made.generate(given, Sampling(greedy=True), seed=0))
+    assert made.compilations <= made.most_compilations
+
+
+@pytest.mark.slow
+def test_long_prompts_go_on_chunk_by_chunk(monkeypatch):
+    monkeypatch.setattr(prefill, "PREFILL_TOKENS", 16)
+    monkeypatch.setattr(prefill, "CHUNK_TOKENS", 12)
+    made, given = engine({"data": 1}), requests()
+    follow_the_model(given, made.generate(given, Sampling(greedy=True), seed=0))
+
+
+@pytest.mark.slow
+def test_later_turns_run_their_prompts_whole():
+    made = engine({"data": 1})
+    first = [Request(number, (5, number, 7), keep=True) for number in range(3)]
+    done = made.generate(first, Sampling(greedy=True), seed=0)
+    second = [
+        Request(number, (*each.prompt_tokens, *answer.tokens, 9))
+        for number, (each, answer) in enumerate(zip(first, done, strict=True))
+    ]
+    follow_the_model(second, made.generate(second, Sampling(greedy=True), seed=0))
+    assert made.prefill.reused_tokens == 0
