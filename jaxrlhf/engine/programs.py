@@ -25,7 +25,8 @@ from jaxrlhf.models.config import ModelConfig
 
 NO_TOKEN = -1
 
-Cache = list[LayerCache | LayerState] | PagedCache
+CachedLayer = LayerCache | LayerState
+Cache = list[CachedLayer] | PagedCache
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Window(NamedTuple):
     choice_WBLk: Array | None = None
 
 
-def empty_cache(*, slots: int, capacity: int, shape: Shape) -> list[LayerCache | LayerState]:
+def empty_cache(*, slots: int, capacity: int, shape: Shape) -> list[CachedLayer]:
     """A cache that nothing was written to."""
     return models.empty_cache(shape.config, slots=slots, capacity=capacity, execution=shape.execution)
 
@@ -216,14 +217,8 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
 
 
 def place(
-    stored: LayerCache | LayerState,
-    prefix: models.Prefix,
-    layer: Array,
-    row_I: Array,
-    slot_I: Array,
-    *,
-    shape: Shape,
-) -> LayerCache | LayerState:
+    stored: CachedLayer, prefix: models.Prefix, layer: Array, row_I: Array, slot_I: Array, *, shape: Shape
+) -> CachedLayer:
     """Copy a layer (with stages: of every stage) of prompt `row_I[i]` into slot `slot_I[i]`, for each i.
 
     Args:
@@ -272,9 +267,7 @@ def take_prefix_from_pages(layers: list[Array], page_GPQ: Array, *, width: int, 
     return models.Prefix(keys, values)
 
 
-def resize(
-    stored: LayerCache | LayerState, row_GB: Array | None, *, capacity: int, shape: Shape
-) -> LayerCache | LayerState:
+def resize(stored: CachedLayer, row_GB: Array | None, *, capacity: int, shape: Shape) -> CachedLayer:
     """A layer of the cache with another capacity, and of some of its slots only; states have no capacity.
 
     Args:

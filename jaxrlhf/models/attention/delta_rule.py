@@ -27,7 +27,7 @@ _EPS = 1e-6
 
 
 class Steps(NamedTuple):
-    """What each token does to the states of its row: G value heads to each of K key heads.
+    """Steps that tokens take from state to state: G value heads to each of K key heads.
 
     Attributes:
       query_RWKX: Unit queries over the root of their width.
@@ -54,7 +54,7 @@ def one_step(state_RKGXU: Float32[Array, "R K G X U"], steps: Steps) -> tuple[Ar
     """One token of every row, `W = 1`.
 
     Returns:
-      What the heads mix, `[R, 1, K, G, U]`, and the states.
+      Mixed values, `[R, 1, K, G, U]`, and the states.
     """
     query_RKX, key_RKX, value_RKGU, decay_RKG, rate_RKG = (leaf[:, 0] for leaf in steps)
     state_RKGXU = state_RKGXU * jnp.exp(decay_RKG)[..., None, None]
@@ -73,7 +73,7 @@ def in_chunks(
       state_RKGXU: States that each row's first segment goes on from; None is zeros.
 
     Returns:
-      What the heads mix, and the states after the last segment.
+      Mixed values, and the states after the last segment.
     """
     rows, width, heads, group = steps.decay_RWKG.shape
     sizes = steps.query_RWKX.shape[-1], steps.value_RWKGU.shape[-1]

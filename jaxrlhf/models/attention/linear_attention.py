@@ -61,7 +61,7 @@ def empty_state(config: LinearAttention, *lead: int, dtype: Any) -> LayerState:
 
 
 class Projected(NamedTuple):
-    """What a layer makes of its input, token by token.
+    """Products of a layer's input, token by token.
 
     Attributes:
       input_RWKY: Inputs of the convolution: query, key and values of each key head, one after another.
@@ -135,7 +135,7 @@ def mix_rows(
       state: States that rows go on from; None starts anew.
 
     Returns:
-      What the heads mix, `[R, W, K, G, U]`, and the states after each row's last real token.
+      Mixed values, `[R, W, K, G, U]`, and the states after each row's last real token.
     """
     before_RSKY = matrix_RKGXU = None
     if state is not None:
