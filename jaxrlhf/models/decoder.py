@@ -262,7 +262,7 @@ def _kept(kept: Prefix | LayerState | None, routed: RouterOutputs | None) -> dic
 
 
 def _prefix_of(outputs: dict[str, Any]) -> Prefix:
-    """What all layers keep of prompts."""
+    """Keys, values and states that all layers keep of prompts."""
     return outputs["keys"]._replace(state=outputs.get("state"))
 
 
