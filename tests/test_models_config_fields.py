@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tiny_checkpoints import build, write
 
 from jaxrlhf import models
 from jaxrlhf.models.config import LongRope
@@ -264,6 +265,13 @@ def test_what_might_change_the_numbers_is_refused(tmp_path, fields, change):
     message = str(error.value)
     assert "config.json" in message and "\n" not in message
     assert ("rope" if "rope" in name else name) in message
+
+
+def test_sparse_attention_that_sees_all_tokens_says_so(tmp_path):
+    source = write(tmp_path, build("deepseek-v3.2"))
+    fields = json.loads((source / "config.json").read_text())
+    with pytest.warns(RuntimeWarning, match="sequences of more than index_topk=16 tokens get other logits"):
+        read(tmp_path, fields | {"index_topk": 16})
 
 
 def test_a_field_that_is_null_says_nothing(tmp_path):

@@ -120,7 +120,7 @@ def test_chunks_and_a_cache_give_what_whole_rows_give(checkpoint, kind):
 def test_adapters_of_peft(checkpoint, kind, tmp_path):
     _, _, config, params = checkpoint(kind)
     lora = Lora(rank=3, alpha=6.0, targets=("query", "output"))
-    targets = ["q_proj", "o_proj", *(["out_proj"] if config.linear else [])]
+    targets = ["q_b_proj" if config.latent else "q_proj", "o_proj", *(["out_proj"] if config.linear else [])]
     settings = peft.LoraConfig(r=3, lora_alpha=6.0, target_modules=targets, task_type="CAUSAL_LM")
     theirs = peft.get_peft_model(build(kind), settings)
     with torch.no_grad():

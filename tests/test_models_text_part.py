@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
-from tiny_checkpoints import _LINEAR, VOCAB, tokens
+from safetensors.numpy import load_file, save_file
+from tiny_checkpoints import _DEEPSEEK, _LINEAR, VOCAB, build, tokens
 from tiny_models import logits
 
 from jaxrlhf import models
@@ -33,9 +33,14 @@ WHOLE = {
         _TEXT | _LINEAR | {"model_type": "qwen3_5_text", "num_hidden_layers": 4},
         {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
     ),
+    "kimi-k2.5": (
+        "Kimi_K25",
+        _TEXT | _DEEPSEEK | {"model_type": "deepseek_v3", "q_lora_rank": 10, "head_dim": 4},
+        _TOWER | {"patch_size": 4, "merge_kernel_size": (2, 2), "pos_emb_height": 4, "pos_emb_width": 4},
+    ),
     "gemma3": ("Gemma3", _TEXT | {"model_type": "gemma3_text"}, _SIGLIP),
 }
-SLOW = ("gemma3", "qwen3.5")
+SLOW = ("gemma3", "qwen3.5", "kimi-k2.5")
 
 
 def built(kind, *, tied):
@@ -50,6 +55,13 @@ def built(kind, *, tied):
     return model
 
 
+def with_published_names(file):
+    """Names of Kimi's own files: transformers gives layers of text those of its tower when it saves them."""
+    start = "language_model.model."
+    renamed = {name.replace(f"{start}blocks.", f"{start}layers."): tensor for name, tensor in load_file(file).items()}
+    save_file(renamed, file, metadata={"format": "pt"})
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in WHOLE]
 )
@@ -57,6 +69,8 @@ def built(kind, *, tied):
 def test_the_text_part_is_a_model_of_its_own(kind, tied, tmp_path):
     theirs, source = built(kind, tied=tied), tmp_path / "source"
     theirs.save_pretrained(source)
+    if kind == "kimi-k2.5":
+        with_published_names(source / "model.safetensors")
     config = models.read_config(source)
     assert config.tie_embeddings == tied
     with pytest.warns(RuntimeWarning, match=r"more than text; of its tensors \d+ are not read, such as "):
@@ -75,3 +89,10 @@ def test_the_text_part_is_a_model_of_its_own(kind, tied, tmp_path):
     with torch.no_grad():
         found = again(torch.tensor(token_RW, dtype=torch.long)).logits.numpy()
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_published_name_of_a_family_is_known(tmp_path):
+    text = build("deepseek-v3").config.to_dict() | {"model_type": "kimi_k2"}
+    fields = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert models.read_config(tmp_path).family == "deepseek_v3"

@@ -135,6 +135,13 @@ def _latent_attention(config: ModelConfig, latent: LatentAttention) -> dict[str,
         tree["query_down"] = Param((layers, width, latent.query_rank), ("layers", "embed", None), fan_in=width)
         tree["query_norm"] = _norm(config, latent.query_rank)
     into = latent.query_rank or width
+    if (index := latent.indexer) is not None:
+        by_index: tuple[Dim, ...] = ("layers", "embed", None)
+        tree["index_query"] = Param((layers, into, index.heads, index.head_dim), (*by_index, None), fan_in=into)
+        tree["index_key"] = Param((layers, width, index.head_dim), by_index, fan_in=width)
+        tree["index_weights"] = Param((layers, width, index.heads), by_index, fan_in=width)
+        tree["index_key_norm"] = Param((layers, index.head_dim), ("layers", None), "ones")
+        tree["index_key_bias"] = Param((layers, index.head_dim), ("layers", None), "zeros")
     return tree | {"query": Param((layers, into, heads, config.head_dim), by_head, fan_in=into)}
 
 

@@ -34,6 +34,7 @@ FamilyName = Literal[
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "deepseek_v32",
 ]
 
 
@@ -233,6 +234,9 @@ class ModelConfig:
             up = latent.rank * self.num_heads * key_value + self.num_heads * latent.value_dim * width
             rank = latent.query_rank
             query = width * rank + rank + rank * self.num_heads * self.head_dim if rank else 0
+            if (index := latent.indexer) is not None:
+                down += (width + 2) * index.head_dim + width * index.heads
+                down += (rank or width) * index.heads * index.head_dim
             return down + up + (query or width * self.num_heads * self.head_dim)
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         norms = (heads + kv_heads if self.qk_norm_across_heads else 2 * self.head_dim) * self.qk_norm

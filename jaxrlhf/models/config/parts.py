@@ -7,6 +7,25 @@ from jaxrlhf.config import Refusal
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """Indexer, which chooses the tokens that sparse attention sees (DeepSeek-V3.2): weights that are only kept.
+
+    Attention to all tokens is that of a sequence of at most `top` tokens, which chooses all of them.
+
+    Attributes:
+      heads: Heads of queries.
+      head_dim: Width of a query, and of the one key.
+      top: Tokens that a token sees.
+
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2, arXiv:2512.02556), section 2.1.
+    """
+
+    heads: int
+    head_dim: int
+    top: int
+
+
+@dataclass(frozen=True)
 class LatentAttention:
     """Multi-head latent attention: keys and values of all heads are made of one short cached vector per token.
 
@@ -16,6 +35,7 @@ class LatentAttention:
       value_dim: Width of a head's values.
       query_rank: Width of a vector that queries are made of; None makes them of the layer's input.
       interleaved: Neighbours are rotated together, and not halves.
+      indexer: Indexer of sparse attention; None is none.
 
     Source: DeepSeek-AI 2024 (DeepSeek-V2, arXiv:2405.04434), section 2.1.
     """
@@ -25,6 +45,7 @@ class LatentAttention:
     value_dim: int
     query_rank: int | None = None
     interleaved: bool = True
+    indexer: Indexer | None = None
 
 
 @dataclass(frozen=True)

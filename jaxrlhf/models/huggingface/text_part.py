@@ -14,6 +14,9 @@ _PREFIXES = {
 }
 """Beginnings of the names of its tensors, and those in a checkpoint that is text alone."""
 
+_OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
+"""Names that published files have for a family."""
+
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "transformers_version")
 """Fields that count for the text part where the whole model says them."""
 
@@ -21,10 +24,12 @@ _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_d
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the text part, as its own config.json would have them; all of them where there are no parts."""
     text = fields.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
+    name = text.get("model_type") if isinstance(text, dict) else None
+    name = _OTHER_NAMES.get(name, name)
+    if not isinstance(text, dict) or name not in FAMILIES:
         return dict(fields)
     whole = {name: fields[name] for name in _OF_THE_WHOLE if fields.get(name) is not None}
-    return text | whole | {"architectures": [FAMILIES[text["model_type"]].causal]}
+    return text | whole | {"architectures": [FAMILIES[name].causal], "model_type": name}
 
 
 def text_tensors(names: Iterable[str]) -> dict[str, str]:

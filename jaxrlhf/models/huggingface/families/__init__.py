@@ -1,6 +1,6 @@
 """Checkpoint families as tables. A new family of the same decoder is one more `Family` and its name here."""
 
-from jaxrlhf.models.huggingface.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from jaxrlhf.models.huggingface.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32
 from jaxrlhf.models.huggingface.families.family import LM_HEAD, SCALAR_HEAD, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.gemma import GEMMA2, GEMMA3
@@ -18,6 +18,19 @@ from jaxrlhf.models.huggingface.families.smollm import SMOLLM3
 
 _ALL = (
     *(QWEN2, QWEN3, LLAMA, MISTRAL, PHI3, OLMO2, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V2, DEEPSEEK_V3),
-    *(OLMO3, SMOLLM3, GLM4, GLM4_MOE, MINISTRAL3, GRANITE, MINIMAX_M2, GPT_OSS, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE),
+    *(
+        OLMO3,
+        SMOLLM3,
+        GLM4,
+        GLM4_MOE,
+        MINISTRAL3,
+        GRANITE,
+        MINIMAX_M2,
+        GPT_OSS,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        DEEPSEEK_V32,
+    ),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}

@@ -1,8 +1,10 @@
-"""DeepSeek-V2 and V3: multi-head latent attention, and experts after a few first layers without."""
+"""DeepSeek-V2, V3 and V3.2: multi-head latent attention, and experts after a few first layers without."""
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
-from jaxrlhf.models.config import Experts, LatentAttention, ModelConfig
+from jaxrlhf.models.config import Experts, Indexer, LatentAttention, ModelConfig
 from jaxrlhf.models.huggingface.families.family import (
     DECODER,
     ROUTER_BIAS,
@@ -108,6 +110,14 @@ def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
             attention__query_norm=("self_attn.q_a_layernorm.weight", "C", "C"),
             attention__query=("self_attn.q_b_proj.weight", "CNH", "NH C"),
         )
+    if latent.indexer is not None:
+        attention |= in_layers(
+            attention__index_query=("self_attn.indexer.wq_b.weight", "CNH", "NH C"),
+            attention__index_key=("self_attn.indexer.wk.weight", "DH", "H D"),
+            attention__index_weights=("self_attn.indexer.weights_proj.weight", "DN", "N D"),
+            attention__index_key_norm=("self_attn.indexer.k_norm.weight", "H", "H"),
+            attention__index_key_bias=("self_attn.indexer.k_norm.bias", "H", "H"),
+        )
     shared = SHARED_EXPERTS | (ROUTER_BIAS if experts.bias else {})
     sparse = mixture("mlp", gate="gate_proj", up="up_proj", down="down_proj") | attention | shared
     tensors = after_dense_layers(config, sparse, DECODER | attention)
@@ -163,3 +173,30 @@ def _write_v3(config: ModelConfig) -> dict[str, Any]:
 
 DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", _tensors, _read_v3, _write_v3, predicts_several=True)
 """DeepSeek-V3: experts by sigmoid scores and a bias, of the groups whose best pairs are best."""
+
+
+def _read_v32(given: Fields) -> dict[str, Any]:
+    count, dense = given.need("num_hidden_layers"), given.take("first_k_dense_replace", 3)
+    given.only("layer_types", ["indexed_attention"] * count)
+    given.only("mlp_layer_types", ["dense"] * dense + ["sparse"] * (count - dense))
+    read = _read_v3(given)
+    index = Indexer(given.take("index_n_heads", 64), given.take("index_head_dim", 128), given.take("index_topk", 2048))
+    if given.need("max_position_embeddings") > index.top:
+        warnings.warn(
+            f"sparse attention of deepseek_v32 is computed as attention to all tokens: sequences of more than "
+            f"index_topk={index.top} tokens get other logits than the checkpoint was trained for, and cost more",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return read | {"latent": replace(read["latent"], indexer=index)}
+
+
+def _write_v32(config: ModelConfig) -> dict[str, Any]:
+    assert config.latent is not None and config.latent.indexer is not None
+    index = config.latent.indexer
+    fields = {name: value for name, value in _write_v3(config).items() if name != "rope_interleave"}
+    return fields | {"index_n_heads": index.heads, "index_head_dim": index.head_dim, "index_topk": index.top}
+
+
+DEEPSEEK_V32 = Family("deepseek_v32", "DeepseekV32", _tensors, _read_v32, _write_v32, predicts_several=True)
+"""DeepSeek-V3.2: V3 with sparse attention, whose indexer is kept while attention sees all tokens."""
