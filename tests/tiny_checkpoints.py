@@ -224,7 +224,7 @@ KINDS = {
     "qwen3.5-moe": ("Qwen3_5MoeText", _LINEAR | _QWEN_EXPERTS | {"num_hidden_layers": 4}),
     "deepseek-v3.2": (
         "DeepseekV32",
-        _DEEPSEEK | {"q_lora_rank": 10, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 128},
+        _DEEPSEEK | {"q_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 128},
     ),
 }
 """Every family, with its flags one way and another."""

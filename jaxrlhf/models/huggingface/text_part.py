@@ -24,7 +24,7 @@ _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_d
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the text part, as its own config.json would have them; all of them where there are no parts."""
     text = fields.get("text_config")
-    name = text.get("model_type") if isinstance(text, dict) else None
+    name = str(text.get("model_type")) if isinstance(text, dict) else ""
     name = _OTHER_NAMES.get(name, name)
     if not isinstance(text, dict) or name not in FAMILIES:
         return dict(fields)
