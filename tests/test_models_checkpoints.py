@@ -197,7 +197,7 @@ def test_config_that_is_not_json(copy):
     [
         {"use_sliding_window": True},
         {"hidden_act": "gelu"},
-        {"quantization_config": {"quant_method": "fp8"}},
+        {"quantization_config": {"quant_method": "awq"}},
         {"layer_types": ["full_attention", "sliding_attention"]},
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "ntk_factor": 2.0}},
         {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 2]}},

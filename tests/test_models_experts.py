@@ -158,26 +158,25 @@ V3 = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group
 V2 = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 4.0}
 
 
+SIGMOID = {"scores": "sigmoid", "bias": True, "scaling": 2.5, "groups": 4, "groups_per_token": 2, "group_best": 2}
+SOFTMAX = {"scores": "softmax", "normalised": False, "scaling": 4.0}
+
+
 @pytest.mark.parametrize(
-    ("theirs", "experts"),
+    ("theirs", "ours"),
     [
-        (
-            (DeepseekV3TopkRouter, V3 | {"norm_topk_prob": True}),
-            Experts(8, 3, 1, 0, "sigmoid", True, 2.5, True, groups=4, groups_per_token=2, group_best=2),
-        ),
-        (
-            (DeepseekV3TopkRouter, V3 | {"norm_topk_prob": False}),
-            Experts(8, 3, 1, 0, "sigmoid", False, 2.5, True, groups=4, groups_per_token=2, group_best=2),
-        ),
+        ((DeepseekV3TopkRouter, V3 | {"norm_topk_prob": True}), SIGMOID),
+        ((DeepseekV3TopkRouter, V3 | {"norm_topk_prob": False}), SIGMOID | {"normalised": False}),
         (
             (DeepseekV2TopkRouter, V2 | {"topk_method": "group_limited_greedy"}),
-            Experts(8, 3, 1, 0, "softmax", False, 4.0, groups=4, groups_per_token=2),
+            SOFTMAX | {"groups": 4, "groups_per_token": 2},
         ),
-        ((DeepseekV2TopkRouter, V2 | {"topk_method": "greedy"}), Experts(8, 3, 1, 0, "softmax", False, 4.0)),
+        ((DeepseekV2TopkRouter, V2 | {"topk_method": "greedy"}), SOFTMAX),
     ],
+    ids=["V3", "V3 as they are", "V2", "V2 greedy"],
 )
-def test_routers_of_deepseek_choose_and_weigh_as_in_transformers(theirs, experts):
-    kind, fields = theirs
+def test_routers_of_deepseek_choose_and_weigh_as_in_transformers(theirs, ours):
+    (kind, fields), experts = theirs, Experts(8, 3, INNER, **ours)
     router, normed_RWD = their_router(kind, **fields), inputs()
     with torch.no_grad():
         _, weight, choice = router(torch.tensor(normed_RWD))
