@@ -9,6 +9,7 @@ from pathlib import Path
 FLOORS = {
     "config": 0,
     "batch": 0,
+    "episode": 0,
     "runtime": 0,
     "algos": 1,
     "data": 1,
@@ -18,16 +19,20 @@ FLOORS = {
     "resharding": 2,
     "rewards": 2,
     "models": 2,
+    "conversations": 2,
     "batching": 3,
     "engine": 3,
     "checkpoint": 3,
-    "workers": 4,
-    "planner": 5,
-    "single_controller": 5,
-    "dataflows": 6,
-    "trainer": 7,
+    "environments": 3,
+    "serving": 4,
+    "agent_loop": 5,
+    "workers": 6,
+    "planner": 7,
+    "single_controller": 7,
+    "dataflows": 8,
+    "trainer": 9,
 }
-COMMAND_LINES = 8  # the floor of every other module right in the package
+COMMAND_LINES = 10  # the floor of every other module right in the package
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 MAX_ROOM_FILES = 16

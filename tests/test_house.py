@@ -171,8 +171,8 @@ def test_rule_floors_can_fail(tmp_path):
         "algos/gae.py (floor 1) imports models (floor 2)",
         "data/__init__.py (floor 1) imports algos (floor 1)",
         "engine/__init__.py imports .cache.Cache; write the whole name",
-        "models/__init__.py (floor 2) imports train (floor 8)",
-        "train.py (floor 8) imports evaluate (floor 8)",
+        "models/__init__.py (floor 2) imports train (floor 10)",
+        "train.py (floor 10) imports evaluate (floor 10)",
     ]
 
 

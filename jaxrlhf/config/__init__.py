@@ -31,6 +31,7 @@ from jaxrlhf.config.cli.command_line import CommandLine, on_cluster, run_command
 from jaxrlhf.config.cli.load import load, shipped, to_json
 from jaxrlhf.config.cli.override import override
 from jaxrlhf.config.cluster import RayCluster
+from jaxrlhf.config.environments import Agent, AnyEnvironment, Environment, EnvironmentByRecord, Episodes, Tools
 from jaxrlhf.config.lora import Lora, Quantization
 from jaxrlhf.config.losses import (
     AdaptiveKL,
