@@ -101,5 +101,7 @@ def _qwix() -> ModuleType:
     try:
         import qwix
     except ImportError as error:
-        raise Refusal(f"quantize needs qwix ({error}): pip install 'jaxrlhf[quantized]'") from error
+        raise Refusal(
+            f"lora.quantize and rollout.quantize need qwix ({error}): pip install 'jaxrlhf[quantized]'"
+        ) from error
     return qwix

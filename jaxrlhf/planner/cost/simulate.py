@@ -230,8 +230,9 @@ def inference_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> fl
     tokens, sizes = batch.tokens / batch.parts, _sizes(problem, batch)
     layers_bytes, table_bytes = _gathered_bytes(problem, role, layout)
     in_layers = inference_activation_bytes(role.model, "value", layout, tokens=tokens, **sizes) + layers_bytes
-    if layout.stage > 1:  # all parts wait before the pipeline, or after it
-        in_layers += 2 * batch.tokens * role.model.hidden_size * problem.software.compute_bytes
+    if layout.stage > 1:  # they wait before the pipeline, or after it
+        waiting = tokens * _parts_at_once(problem.software, layout, batch)
+        in_layers += 2 * waiting * role.model.hidden_size * problem.software.compute_bytes
     hidden = 2 * tokens * role.model.hidden_size * problem.software.compute_bytes
     # The head comes when the last layer's weights and activations are gone.
     return max(in_layers, hidden + table_bytes + head_bytes(role.model, role.head, layout, tokens=tokens))
@@ -241,8 +242,7 @@ def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float
     work, software = problem.workload, problem.software
     assert role.remat is not None, "the simulator settles it first"
     batch = batch_of(role, layout, work.responses * work.epochs / work.updates, work, software)
-    # One forward, one backward keeps at most one part for each stage; otherwise all of a microbatch.
-    parts = batch.parts if software.pipeline_parts_per_stage is not None else min(batch.parts, layout.stage)
+    parts = _parts_at_once(software, layout, batch)
     return training_activation_bytes(
         role.model,
         role.head,
@@ -253,6 +253,11 @@ def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float
         gathered=_gathered_bytes(problem, role, layout),
         **_sizes(problem, batch),
     )
+
+
+def _parts_at_once(software: Software, layout: Layout, batch: Batch) -> int:
+    """Parts of a batch that a stage has at once: a microbatch's, but with 1F1B one for each stage."""
+    return batch.parts if software.pipeline_parts_per_stage is not None else min(batch.parts, layout.stage)
 
 
 def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> tuple[float, float]:
