@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import Finite, Positive, Settings
@@ -141,7 +141,7 @@ def choice(environment: AnyEnvironment, record: object) -> int:
     if not isinstance(environment, EnvironmentByRecord):
         return 0
     names = [one.name for one in environment.choices]
-    given = record.get(environment.field) if hasattr(record, "get") else None
+    given: Any = record.get(environment.field) if hasattr(record, "get") else None
     require(
         given in names,
         f"a record's field {environment.field!r} is {given!r}, and the environments are {', '.join(names)}; "

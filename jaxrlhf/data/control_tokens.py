@@ -4,24 +4,36 @@ A tokenizer turns `<|im_end|>` in a prompt into the token that ends a turn, whoe
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.config import Refusal
 
-_MARK = re.compile("[\ue000-\uf8ff]")  # Unicode's private use area
+_MARK = re.compile("[\ue000\ue001]")  # of the private use area of Unicode; a tag is encoded in two parts at the second
+_TAG_MARK = "\ue001"
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer."""
+    """The control tokens of a tokenizer.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        texts = sorted(added | set(tokenizer.all_special_tokens))
-        self._ids = dict(zip(texts, cast(list[int], tokenizer.convert_tokens_to_ids(texts)), strict=True))
-        longest_first = sorted(map(re.escape, self._ids), key=len, reverse=True)
+    Attributes:
+      ids: Id of each, by its text.
+
+    Args:
+      tags: Further tokens of the vocabulary that are more than text in a chat, such as `<tool_call>`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tags: Iterable[str] = ()) -> None:
+        added = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
+        special = {text for text, token in added.items() if token.special} | set(tokenizer.all_special_tokens)
+        self._tags = set(tags) - special
+        texts = sorted(special | self._tags)
+        self.ids = dict(zip(texts, cast(list[int], tokenizer.convert_tokens_to_ids(texts)), strict=True))
+        self._left = {text for text, token in added.items() if token.lstrip}
+        self._right = {text for text, token in added.items() if token.rstrip}
+        longest_first = sorted(map(re.escape, self.ids), key=len, reverse=True)
         self._spelled = re.compile("|".join(longest_first) or "(?!)")
         self._tokenizer = tokenizer
 
@@ -29,14 +41,21 @@ class ControlTokens:
         """The first control token that one of the texts spells out."""
         return next((found[0] for text in texts if (found := self._spelled.search(text))), None)
 
+    def found_in(self, text: str) -> Iterator[re.Match[str]]:
+        """The control tokens that a text spells out, in order."""
+        return self._spelled.finditer(text)
+
     def mark(self, text: str, *, place: str) -> str:
         """The text with a mark inside every control token that it spells out, for a chat template to pass on."""
         if _MARK.search(text):
             raise Refusal(
-                f"{place}: the prompt spells out a control token and holds characters of Unicode's private use area, "
-                'which would mark it; take these out, or set data.control_tokens="parse"'
+                f"{place}: the prompt spells out a control token and holds U+E000 or U+E001 of Unicode's private use "
+                'area, which would mark it; take these out, or set data.control_tokens="parse"'
             )
-        return self._spelled.sub(lambda found: found[0][0] + "\ue000" + found[0][1:], text)
+        return self._spelled.sub(self._mark, text)
+
+    def _mark(self, found: re.Match[str]) -> str:
+        return found[0][0] + (_TAG_MARK if found[0] in self._tags else "\ue000") + found[0][1:]
 
     def encode(self, rendered: str, *, place: str) -> list[int]:
         """Token ids of a rendered prompt in which the template's control tokens are tokens and marked ones are text.
@@ -47,9 +66,9 @@ class ControlTokens:
         Raises:
           Refusal: The tokenizer gives other ids to a text in parts than to the whole.
         """
-        ids = self._in_parts(rendered)
+        ids = self.in_parts(rendered)
         plain = _MARK.sub(" ", rendered)
-        if self._in_parts(plain) != self._tokenizer.encode(plain, add_special_tokens=False):
+        if self.in_parts(plain) != self._tokenizer.encode(plain, add_special_tokens=False):
             raise Refusal(
                 f"{place}: the prompt spells out a control token, and this tokenizer cannot keep it as text, since it "
                 'encodes text by what stands around it; leave the record out, or set data.control_tokens="parse"'
@@ -60,15 +79,20 @@ class ControlTokens:
         """The text without the marks."""
         return _MARK.sub("", text)
 
-    def _in_parts(self, rendered: str) -> list[int]:
+    def in_parts(self, rendered: str) -> list[int]:
+        """Token ids as of `encode`, of a tokenizer that is known to give them in parts."""
         ids: list[int] = []
         end = 0
-        for found in self._spelled.finditer(rendered):
-            ids += [*self._text(rendered[end : found.start()]), self._ids[found[0]]]
+        for found in self.found_in(rendered):
+            before = rendered[end : found.start()]
+            ids += [*self._text(before.rstrip() if found[0] in self._left else before), self.ids[found[0]]]
             end = found.end()
+            if found[0] in self._right:
+                end += len(rendered) - end - len(rendered[end:].lstrip())
         return ids + self._text(rendered[end:])
 
     def _text(self, text: str) -> list[int]:
-        """Token ids of text without control tokens, marks left out."""
-        text = self.unmarked(text)
-        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) if text else []
+        """Token ids of text without control tokens, marks left out; a tag is no token if it is encoded in two."""
+        parts = map(self.unmarked, text.split(_TAG_MARK))
+        encode = self._tokenizer.encode
+        return [n for part in parts if part for n in encode(part, add_special_tokens=False, split_special_tokens=True)]

@@ -32,7 +32,7 @@ class Steps(transformers.TrainerCallback):
         CLOCK.end_step()
 
 
-def reward(completions: list[str], **_: Any) -> list[float]:
+def reward(completions: list[str], **_: Any) -> list[float | None]:
     """Of each response."""
     return [phases.reward_of(text) for text in completions]
 

@@ -1,0 +1,130 @@
+"""Tokens of chats in the form of one tokenizer: first prompts, what follows a reply, and what a reply says."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.conversations.rendering import ChatTemplate
+from jaxrlhf.conversations.synthetic_chat import SyntheticChat
+from jaxrlhf.conversations.tool_calls import ReplyParser
+from jaxrlhf.episode import Message, Reply, ToolSchema
+
+
+class ChatFormat:
+    """Form in which a tokenizer writes chats; one for all episodes of a run.
+
+    Attributes:
+      stop_tokens: Ids that end a turn of the policy's.
+      end_of_turn: Id that closes a turn which was cut; None where the next message's header closes it.
+
+    Args:
+      settings: Further variables of the chat template, such as `{"enable_thinking": False}`.
+
+    Raises:
+      Refusal: The tokenizer has no chat template, or one that does not show replies.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer, settings)
+        self.synthetic = SyntheticChat(self.template)
+        self.end_of_turn = self.synthetic.after_words.token
+        self.stop_tokens = self._stop_tokens()
+        self._parser = ReplyParser(tokenizer, self.template.source)
+        keeps = [
+            (
+                of_tool,
+                reasoning,
+                self.synthetic.keeps(self.synthetic.answers() if of_tool else _USER, reasoning=reasoning),
+            )
+            for of_tool in (False, True)
+            for reasoning in (False, True)
+        ]
+        self._keeps = {(of_tool, reasoning): kept for of_tool, reasoning, kept in keeps}
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+        """Token ids of a chat, with the assistant's turn opened at the end.
+
+        Raises:
+          EnvironmentFailure: The template refuses the messages.
+        """
+        given, spelled = self.template.as_text(self._told(messages))
+        return self.template.encode(self.template.render(given, tools, open_reply=True), marked=spelled)
+
+    def delta(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, ended_by: int | None
+    ) -> tuple[int, ...]:
+        """Token ids that follow a sampled reply.
+
+        They are the separator after the end of its turn, the messages, and the opening of the next turn, preceded by
+        an end of turn where the reply has none. Its length alone bounds the time, not the conversation's.
+
+        Args:
+          ended_by: Last token of the reply if it is a stop token; None if the reply was cut.
+
+        Raises:
+          EnvironmentFailure: The template refuses the messages.
+        """
+        given, spelled = self.template.as_text(self._told(messages))
+        text = self.synthetic.following(given, tools)
+        ids = self.template.encode(text, marked=spelled)
+        closing = self.synthetic.closing(given)
+        if closing.token is None:  # the next header ends the turn: `<|user|>` of GLM
+            return ids[1:] if ids[:1] == (ended_by,) else ids
+        # Gemma 4 ends a call with the token that opens the answer.
+        opens = next((found.start() for found in self.template.special.found_in(text.lstrip())), None) != 0
+        if ended_by is None or (opens and ended_by != closing.token):
+            return (closing.token, *ids)
+        return ids
+
+    def keeps(self, messages: Sequence[Message], *, reasoning: bool) -> bool:
+        """True if the template leaves all before these messages as it was.
+
+        Args:
+          reasoning: The policy has reasoned before.
+        """
+        of_tool = all(message.get("role") == "tool" for message in messages)
+        return self._keeps[of_tool, False] and (not reasoning or self._keeps[of_tool, True])
+
+    def parse(self, tokens: Sequence[int], tools: Sequence[ToolSchema] = (), *, opening: str = "") -> Reply:
+        """Reply that the policy drew; any tokens make one.
+
+        Args:
+          opening: Last of the text before it, which may have begun its reasoning.
+        """
+        ended = bool(tokens) and tokens[-1] in self.stop_tokens
+        return self._parser.reply(tuple(tokens), tools, ended=ended, opening=opening)
+
+    def said(self, reply: Reply) -> Message:
+        """The reply as a message that this template shows."""
+        if self.synthetic.with_calls or not reply.calls:
+            return reply.message
+        return {"role": "assistant", "content": reply.text, "reasoning_content": reply.reasoning}
+
+    def _told(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages, a tool's answers as a user's words where the template knows no tools."""
+        if self.synthetic.tool_role == "tool":
+            return messages
+        told: list[Message] = []
+        for message in messages:
+            if message.get("role") != "tool":
+                told.append(message)
+            elif told and told[-1].get("role") == "user":
+                told[-1] = {"role": "user", "content": f"{told[-1]['content']}\n\n{message['content']}"}
+            else:
+                told.append({"role": "user", "content": message["content"]})
+        return told
+
+    def _stop_tokens(self) -> frozenset[int]:
+        """Ends of turns that the template writes, or the headers that follow one, and the tokenizer's own end."""
+        found = {self.tokenizer.eos_token_id, self.synthetic.after_words.token, self.synthetic.after_calls.token}
+        for messages in (_USER, self.synthetic.answers()):
+            if self.synthetic.closing(messages).token is None:
+                header = next(self.template.special.found_in(self.synthetic.following(messages, ())), None)
+                found |= {self.template.special.ids[header[0]]} if header else set()
+        found |= {id for text, id in self.template.special.ids.items() if text == "<|eom_id|>"}  # of Llama 3's calls
+        return frozenset(found - {None})
+
+
+_USER: list[Message] = [{"role": "user", "content": "?"}]

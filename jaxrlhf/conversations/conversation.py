@@ -1,0 +1,183 @@
+"""Tokens of an episode: as they were sampled, and as they were inserted between replies."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from jaxrlhf.conversations.chat_format import ChatFormat
+from jaxrlhf.conversations.cutting import cut_to
+from jaxrlhf.episode import Message, Reply, ToolSchema
+
+_OPENING_TOKENS = 16
+"""Tokens before a reply that show if the template has begun its reasoning."""
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Row of training, of an episode: all fields have one entry a token.
+
+    Attributes:
+      mask: 1 on tokens that the policy drew and that no earlier sequence of the episode trains.
+      logps: The engine's log-probabilities where the mask is 1, else 0.
+      turn: Number of the reply where the mask is 1, from 0; else -1.
+      version: Version of the weights that drew the token where the mask is 1, else -1.
+    """
+
+    tokens: tuple[int, ...]
+    mask: tuple[int, ...]
+    logps: tuple[float, ...]
+    turn: tuple[int, ...]
+    version: tuple[int, ...]
+
+
+@dataclass
+class _Stream:
+    """A sequence that grows."""
+
+    tokens: list[int]
+    logps: dict[int, float] = field(default_factory=dict)
+    turn: dict[int, int] = field(default_factory=dict)
+    version: dict[int, int] = field(default_factory=dict)
+
+    def sequence(self) -> TokenSequence:
+        places = range(len(self.tokens))
+        return TokenSequence(
+            tokens=tuple(self.tokens),
+            mask=tuple(int(place in self.turn) for place in places),
+            logps=tuple(self.logps.get(place, 0.0) for place in places),
+            turn=tuple(self.turn.get(place, -1) for place in places),
+            version=tuple(self.version.get(place, -1) for place in places),
+        )
+
+
+class Conversation:
+    """Conversation of an episode.
+
+    The policy's tokens stay as it drew them. A message is encoded once, when it comes.
+
+    Attributes:
+      messages: All that was said so far.
+      replies: The policy's turns.
+
+    Args:
+      history: `as_sampled` keeps every token; `as_templated` begins a further sequence where the template would write
+        what was said in another way.
+      cut_turns: `close` ends a reply that was cut with an end of turn that is not trained on.
+      prompt_tokens: The messages' tokens where they are known already.
+
+    Raises:
+      EnvironmentFailure: The chat template refuses the messages.
+    """
+
+    def __init__(
+        self,
+        format: ChatFormat,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        history: Literal["as_sampled", "as_templated"] = "as_sampled",
+        cut_turns: Literal["end", "close"] = "end",
+        prompt_tokens: Sequence[int] | None = None,
+    ) -> None:
+        self.format, self.tools, self.messages = format, tuple(tools), list(messages)
+        self.replies: list[Reply] = []
+        self._history, self._cut_turns = history, cut_turns
+        tokens = format.prompt(self.messages, self.tools) if prompt_tokens is None else prompt_tokens
+        self._streams = [_Stream(list(tokens))]
+        self._calls, self._reasoned = 0, False
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids that the engine is given for the next reply."""
+        return tuple(self._streams[-1].tokens)
+
+    def sampled(self, tokens: Sequence[int], logps: Sequence[float], version: int = 0) -> Reply:
+        """Record what the engine drew after `prompt`, as it is.
+
+        Args:
+          logps: Log-probability of each token.
+          version: Version of the weights that drew them.
+        """
+        stream, turn = self._streams[-1], len(self.replies)
+        opening = str(self.format.tokenizer.decode(stream.tokens[-_OPENING_TOKENS:], skip_special_tokens=False))
+        for place, logp in enumerate(logps, len(stream.tokens)):
+            stream.logps[place], stream.turn[place], stream.version[place] = float(logp), turn, version
+        stream.tokens += map(int, tokens)
+        if len(logps) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens were drawn and {len(logps)} log-probabilities given")
+        reply = self.format.parse(tuple(stream.tokens[len(stream.tokens) - len(tokens) :]), self.tools, opening=opening)
+        numbered = tuple(replace(call, call_id=f"call{n:05d}") for n, call in enumerate(reply.calls, self._calls))
+        self._calls += len(numbered)
+        reply = replace(reply, calls=numbered)
+        self.replies.append(reply)
+        self.messages.append(self.format.said(reply))
+        self._reasoned |= bool(reply.reasoning)
+        return reply
+
+    def observe(self, messages: Sequence[Message], *, most_tokens: int | None = None) -> int:
+        """Insert what is said after a reply, up to the opening of the next one.
+
+        Inserted tokens have mask 0. Texts of too many tokens are cut, and say so.
+
+        Args:
+          most_tokens: Tokens to insert, at most; None is no limit.
+
+        Returns:
+          Tokens inserted; 0 if `most_tokens` is too few for the template's own, and the conversation is as before.
+
+        Raises:
+          EnvironmentFailure: The chat template refuses the messages.
+          ValueError: Nothing was said before them, or a reply that was cut must end the episode.
+        """
+        if not self.replies or self.messages[-1].get("role") != "assistant":
+            raise ValueError("messages can be observed after a reply alone")
+        reply = self.replies[-1]
+        if not reply.ended and self._cut_turns == "end":
+            raise ValueError('the last reply was cut, which ends an episode of cut_turns="end"')
+        ended_by = reply.tokens[-1] if reply.ended else None
+
+        def tokens_of(told: Sequence[Message]) -> tuple[int, ...]:
+            return self.format.delta(told, self.tools, ended_by=ended_by)
+
+        told, inserted = cut_to(self._addressed(messages), tokens_of, self.format.tokenizer, most_tokens)
+        if not inserted:
+            return 0
+        self.messages += told
+        if self._history == "as_templated" and not self.format.keeps(told, reasoning=self._reasoned):
+            self._follow(self.format.prompt(self.messages, self.tools))
+        else:
+            self._streams[-1].tokens += inserted
+        return len(inserted)
+
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """The episode's rows; every drawn token has mask 1 in one of them."""
+        return tuple(stream.sequence() for stream in self._streams)
+
+    def _follow(self, templated: tuple[int, ...]) -> None:
+        """Go on with the template's tokens of all that was said, in a further sequence unless the last one leads there.
+
+        What the policy drew is trained where it was drawn, so none of a further sequence's beginning is.
+        """
+        stream = self._streams[-1]
+        if list(templated[: len(stream.tokens)]) == stream.tokens:
+            stream.tokens += templated[len(stream.tokens) :]
+        else:
+            self._streams.append(_Stream(list(templated)))
+            self._reasoned = False
+
+    def _addressed(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, a tool's answers with the call's name and id, in the order of calls where they have none."""
+        calls = list(self.replies[-1].calls)
+        by_id = {call.call_id: call for call in calls}
+        addressed: list[Message] = []
+        for message in messages:
+            if message.get("role") != "tool":
+                addressed.append(message)
+                continue
+            call = by_id.get(str(message.get("tool_call_id"))) or (calls[0] if calls else None)
+            if call in calls:
+                calls.remove(call)
+            found = {"name": call.name, "tool_call_id": call.call_id} if call else {}
+            fallback = {"name": "tool", "tool_call_id": "call00000"}
+            addressed.append({**fallback, **found, **{key: value for key, value in message.items() if value}})
+        return addressed

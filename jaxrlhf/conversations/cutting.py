@@ -1,0 +1,67 @@
+"""Messages that are too long, cut to a number of tokens, and saying so."""
+
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.episode import Message
+
+Tokens = tuple[int, ...]
+
+
+def cut_to(
+    messages: Sequence[Message],
+    tokens_of: Callable[[Sequence[Message]], Tokens],
+    tokenizer: PreTrainedTokenizerBase,
+    most: int | None,
+) -> tuple[list[Message], Tokens]:
+    """Messages whose texts are cut at the end, the longest first, and their tokens.
+
+    Args:
+      tokens_of: Tokens of messages, all that a template writes around them included.
+      most: Tokens, at most; None is no limit.
+
+    Returns:
+      The messages and their tokens; none at all if `most` is less than the template's own tokens.
+    """
+    whole = list(messages)
+    tokens = tokens_of(whole)
+    if most is None or len(tokens) <= most:
+        return whole, tokens
+    texts = [tokenizer.encode(_text(message), add_special_tokens=False, split_special_tokens=True) for message in whole]
+    own = len(tokens_of([{**message, "content": ""} for message in whole]))
+    for notice in ("... ({left_out} of {all} tokens left out)", "...", ""):
+        room = most - own
+        while room > 0 or (room == 0 and not notice):
+            shares = _shares([len(text) for text in texts], room)
+            cut = [_cut(*one, notice, tokenizer) for one in zip(whole, texts, shares, strict=True)]
+            tokens = tokens_of(cut)
+            if len(tokens) <= most:
+                return cut, tokens
+            room = max(room - (len(tokens) - most), 0) if room else -1
+    return [], ()
+
+
+def _shares(lengths: Sequence[int], room: int) -> list[int]:
+    """Tokens that each text may keep: all have the same limit, as high as there is room for."""
+    low, high = 0, max(lengths, default=0)
+    while low < high:
+        limit = (low + high + 1) // 2
+        low, high = (limit, high) if sum(min(n, limit) for n in lengths) <= room else (low, limit - 1)
+    return [min(n, low) for n in lengths]
+
+
+def _cut(
+    message: Message, tokens: Sequence[int], most: int, notice: str, tokenizer: PreTrainedTokenizerBase
+) -> Message:
+    """The message with the first tokens of its text, and a notice of how many are left out."""
+    if len(tokens) <= most:
+        return message
+    kept = str(tokenizer.decode(list(tokens[:most]))).rstrip("\ufffd")
+    return {**message, "content": kept + notice.format(left_out=len(tokens) - most, all=len(tokens))}
+
+
+def _text(message: Message) -> str:
+    """Text of a message, of all its parts."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(str(part.get("text", "")) for part in content)

@@ -1,0 +1,148 @@
+"""Messages as text and as tokens by a chat template, control tokens that messages spell kept as text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.data.control_tokens import ControlTokens
+from jaxrlhf.episode import EnvironmentFailure, Message, ToolSchema
+
+_MARKS = str.maketrans({"\ue000": "\ufffd", "\ue001": "\ufffd"})
+
+
+class ChatTemplate:
+    """Chat template of a tokenizer.
+
+    Attributes:
+      source: The template's text.
+      control: Special tokens, and tokens of the vocabulary that the template writes, such as `<tool_call>`.
+      special: Special tokens alone.
+
+    Args:
+      settings: Further variables of the template, such as `enable_thinking`.
+
+    Raises:
+      Refusal: The tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any] | None = None) -> None:
+        if tokenizer.chat_template is None:
+            raise Refusal(
+                "the tokenizer has no chat template, so an episode's messages cannot be made tokens; "
+                'set "chat_template" in its tokenizer_config.json'
+            )
+        self.tokenizer = tokenizer
+        self.source = str(tokenizer.get_chat_template(tools=[{}]))
+        self.special = ControlTokens(tokenizer)
+        added = (str(token) for token in tokenizer.added_tokens_decoder.values())
+        self.control = ControlTokens(tokenizer, (text for text in added if text in self.source))
+        self._settings = dict(settings or {})
+        self.arguments_as_text = False
+        """True if the template wants the arguments of calls as JSON text."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, open_reply: bool) -> str:
+        """Messages as text.
+
+        Args:
+          open_reply: The assistant's turn is opened at the end.
+
+        Raises:
+          EnvironmentFailure: The template refuses the messages.
+        """
+        given = [self._given(message) for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                given,
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=open_reply,
+                tokenize=False,
+                **self._settings,
+            )
+        except (TemplateError, TypeError, KeyError, AttributeError, IndexError, ValueError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            reason = str(error).strip().split("\n")[0]
+            raise EnvironmentFailure(
+                "wrong-type", f"the chat template refuses messages of the roles {roles}: {reason}"
+            ) from error
+        return str(text)
+
+    def encode(self, text: str, *, marked: bool) -> tuple[int, ...]:
+        """Token ids of rendered text.
+
+        Args:
+          marked: Messages spelled control tokens, which `as_text` has marked.
+        """
+        if marked:
+            return tuple(self.control.in_parts(text))
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def as_text(self, messages: Sequence[Message]) -> tuple[list[Message], bool]:
+        """The messages with marks in control tokens that they spell, and True if any does.
+
+        An assistant's own tags, such as `</think>`, stay tags; a special token is text in any role.
+        """
+        whole = [_well_formed(message) for message in messages]
+        spelled = any(self.control.first_in(_texts(message)) is not None for message in whole)
+        return ([self._marked(message) for message in whole] if spelled else whole), spelled
+
+    def _marked(self, message: Message) -> Message:
+        control = self.special if message.get("role") == "assistant" else self.control
+        return {
+            key: value
+            if key == "role"
+            else _mapped(value, lambda text: control.mark(text.translate(_MARKS), place="message"))
+            for key, value in message.items()
+        }
+
+    def _given(self, message: Message) -> dict[str, Any]:
+        """The message as templates of all families find it."""
+        given = dict(message)
+        if given.get("content") is None:
+            given["content"] = ""
+        if "reasoning_content" in given and "message.thinking" in self.source:
+            given.setdefault("thinking", given["reasoning_content"])
+        if self.arguments_as_text and given.get("tool_calls"):
+            given["tool_calls"] = [_with_json_arguments(call) for call in given["tool_calls"]]
+        return given
+
+
+def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    if not isinstance(function["arguments"], str):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": function}
+
+
+def _well_formed(message: Message) -> Message:
+    """The message in characters that can be encoded: halves of surrogate pairs become `?`."""
+    return {key: _mapped(value, lambda text: text.encode(errors="replace").decode()) for key, value in message.items()}
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    """The value with each text in it changed, keys included."""
+    match value:
+        case str():
+            return change(value)
+        case Mapping():
+            return {
+                (change(key) if isinstance(key, str) else key): _mapped(item, change) for key, item in value.items()
+            }
+        case list() | tuple():
+            return [_mapped(item, change) for item in value]
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    """All texts in a value."""
+    match value:
+        case str():
+            return [value]
+        case Mapping():
+            return [text for pair in value.items() for item in pair for text in _texts(item)]
+        case list() | tuple():
+            return [text for item in value for text in _texts(item)]
+    return []

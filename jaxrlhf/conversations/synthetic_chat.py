@@ -1,0 +1,173 @@
+"""Short conversation that stands in for the one under way: what a chat template writes around a reply is read off it.
+
+A template is given three made-up messages and those that are new, so a turn costs the same however long an episode is,
+and no word of the policy's is rendered.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.conversations.rendering import ChatTemplate
+from jaxrlhf.episode import EnvironmentFailure, Message, ToolSchema
+
+LAST_WORD, REASONING, SYSTEM, ANSWER = "wq7vend", "wq7vthought", "wq7vsystem", "wq7vanswer"
+"""Words that stand at the end of the reply, in its reasoning, in the system message, and in what a tool answers."""
+
+_TOOL: ToolSchema = {
+    "type": "function",
+    "function": {
+        "name": "wq7vtool",
+        "description": "A tool.",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "string", "description": "A word."}},
+            "required": ["x"],
+        },
+    },
+}
+_CALL_ID = "call00000"  # nine letters and digits, as Mistral's template wants them
+
+
+_SYSTEM: Message = {"role": "system", "content": SYSTEM}
+
+
+class Closing(NamedTuple):
+    """Text that a template writes after the last word of a reply.
+
+    Attributes:
+      text: Up to its last special token, which ends the turn; all of it if there is none.
+      token: Id of that token; None where the next message's header ends the turn.
+      special: Special tokens in it.
+      occurrences: Times that the template writes the reply's last word.
+    """
+
+    text: str
+    token: int | None
+    special: int
+    occurrences: int
+
+
+class SyntheticChat:
+    """Three messages before the ones that a template is asked about.
+
+    Attributes:
+      with_system: The template takes a system message.
+      with_calls: The template shows calls that an assistant made.
+      several_calls: It shows several in one reply.
+      tool_role: Role that it takes a tool's answer in.
+      after_words: Closing of a reply without calls.
+      after_calls: Closing of a reply with calls.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self.with_system = SYSTEM in self._text([_SYSTEM, _user("?")])
+        closing = self._closing(calls=0)
+        if closing is None:
+            raise Refusal(
+                "the chat template does not show what an assistant said, so no turn of it can be told from the next; "
+                'mend "chat_template" in the tokenizer\'s configuration'
+            )
+        self.after_words = self.after_calls = closing
+        for template.arguments_as_text in (False, True):
+            found = self._closing(calls=1)
+            if found is not None:
+                self.with_calls, self.after_calls = True, found
+                break
+        self.several_calls = self.with_calls and self._closing(calls=2) is not None
+        answers = self.answers()
+        self.tool_role = "tool" if ANSWER in self._text([*self.before(answers), *answers], [_TOOL]) else "user"
+
+    def before(self, messages: Sequence[Message], *, reasoning: str = "Hm.") -> list[Message]:
+        """Messages that go before new ones: of a system, a user and an assistant, with calls for a tool's answers."""
+        answers = [message for message in messages if message.get("role") == "tool"] if self.with_calls else []
+        return self._three(answers if self.several_calls else answers[-1:], reasoning)
+
+    def closing(self, messages: Sequence[Message]) -> Closing:
+        """Closing of the reply that goes before new messages."""
+        return self.after_calls if any(message.get("role") == "tool" for message in messages) else self.after_words
+
+    def following(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> str:
+        """Text from the end of the reply's turn to the opening of the next one.
+
+        Raises:
+          EnvironmentFailure: The template refuses the messages.
+        """
+        rendered = self._template.render([*self.before(messages), *messages], tools, open_reply=True)
+        closing = self.closing(messages)
+        parts = rendered.split(LAST_WORD, closing.occurrences)
+        if len(parts) <= closing.occurrences:
+            raise EnvironmentFailure("wrong-type", "the chat template leaves out the reply before these messages")
+        after = parts[-1]
+        if closing.token is not None and after.startswith(closing.text):
+            return after[len(closing.text) :]
+        found = list(self._template.special.found_in(after))
+        if closing.token is None:  # as of GLM
+            return after[found[0].start() :] if found else after
+        # gpt-oss ends an earlier reply with another token than the last one.
+        return after[found[closing.special - 1].end() :] if len(found) >= closing.special else ""
+
+    def keeps(self, messages: Sequence[Message], *, reasoning: bool) -> bool:
+        """True if the template writes the reply before these messages as it writes it without them.
+
+        Args:
+          reasoning: The reply has some.
+        """
+        word = REASONING if reasoning else ""
+        before = self.before(messages, reasoning=word)
+        alone = self._text(before, [_TOOL])
+        end = alone.rfind(LAST_WORD) + len(LAST_WORD)
+        return word in alone and self._text([*before, *messages], [_TOOL]).startswith(alone[:end])
+
+    def answers(self) -> list[Message]:
+        """Message of a tool."""
+        return [_answer("wq7vtool", _CALL_ID)]
+
+    def shows(self, tools: Sequence[ToolSchema]) -> bool:
+        """True if the template shows the tools to the policy."""
+        text = self._text([*self.before([])[:-1]], tools)
+        return all(str(tool["function"]["name"]) in text for tool in tools)
+
+    def default_system(self) -> str:
+        """Text that the template puts before a first user's message of its own; its special tokens alone if none."""
+        return self._text([_user(LAST_WORD)]).split(LAST_WORD)[0]
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
+        """The messages as text; empty if the template refuses them."""
+        try:
+            return self._template.render(messages, tools, open_reply=False)
+        except EnvironmentFailure:
+            return ""
+
+    def _closing(self, *, calls: int) -> Closing | None:
+        answered = [_answer("wq7vtool", f"call{n:05d}") for n in range(calls)]
+        *before, after = self._text(self._three(answered, "Hm."), [_TOOL] * bool(calls)).split(LAST_WORD)
+        if not before:
+            return None
+        found = list(self._template.special.found_in(after))
+        if not found:
+            return Closing(after, None, 0, len(before))
+        end = found[-1]
+        return Closing(after[: end.end()], self._template.special.ids[end[0]], len(found), len(before))
+
+    def _three(self, answered: Sequence[Message], reasoning: str) -> list[Message]:
+        """Messages of a system, a user and an assistant, who makes the calls that are answered."""
+        reply: dict[str, Any] = {"role": "assistant", "content": "" if answered else LAST_WORD}
+        reply["reasoning_content"] = reasoning
+        if answered:
+            reply["tool_calls"] = [_call(answer, last=answer is answered[-1]) for answer in answered]
+        return [*([_SYSTEM] if self.with_system else []), _user("?"), reply]
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _answer(name: str, call_id: str) -> Message:
+    return {"role": "tool", "name": name, "tool_call_id": call_id, "content": ANSWER}
+
+
+def _call(answer: Message, *, last: bool) -> dict[str, Any]:
+    function = {"name": answer.get("name") or "tool", "arguments": {"x": LAST_WORD if last else "?"}}
+    return {"type": "function", "id": answer.get("tool_call_id") or _CALL_ID, "function": function}

@@ -1,0 +1,18 @@
+"""Calls of the embedded tokenizer, in the form of GSM8K's calculator marks: `<<47*86>>`.
+
+With several tools the name comes first, as in `<<add: 47, 86>>`. Arguments stand in the order of the tool's
+parameters, with commas between them; the last one takes what is left.
+"""
+
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, unclosed
+
+SIGNS = ("'<<'",)
+
+
+def find(text: str, tag: Tag) -> Written:
+    """Calls of a reply."""
+    content, found = blocks(text, "<<", ">>")
+    written = Written(content)
+    for body, closed in found:
+        written.calls.append(WrittenCall(None, body, typed=False) if closed else unclosed(">>"))
+    return written

@@ -1,0 +1,139 @@
+"""Replies of a policy, from its tokens to words: reasoning, content, and tool calls in its family's form."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.conversations.tool_calls.families import family
+from jaxrlhf.conversations.tool_calls.signatures import Signatures
+from jaxrlhf.conversations.tool_calls.written import MARK, Written, WrittenCall
+from jaxrlhf.data.tokenizer import decoder
+from jaxrlhf.episode import MalformedCall, Reply, ToolCall, ToolSchema
+
+_REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought\n", "<channel|>"))
+
+
+class ReplyParser:
+    """Reader of replies in the form that a tokenizer's chat template shows.
+
+    A tag that is a token of the vocabulary counts where that token was drawn, not where letters spell it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+        self._tokenizer, self._text = tokenizer, decoder(tokenizer)
+        self._own = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+        self._tags = set(self._own.values())
+        special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special = special | set(tokenizer.all_special_ids)
+        self._family = family(template, self._tags)
+        self._by_template = getattr(tokenizer, "response_template", None)
+        self._signatures: dict[str, Signatures] = {}
+
+    @property
+    def family(self) -> str:
+        """Name of the form of calls."""
+        return "response_template" if self._by_template else self._family.__name__.rpartition(".")[2]
+
+    def reply(self, tokens: tuple[int, ...], tools: Sequence[ToolSchema], *, ended: bool, opening: str) -> Reply:
+        """Words of a reply.
+
+        Args:
+          ended: The last token ends the turn, and is no part of the words.
+          opening: Last of the text before it.
+        """
+        drawn = tokens[:-1] if ended else tokens
+        written = self._template_form(drawn, tools, opening) if self._by_template else None
+        if written is None:
+            reasoning, rest = self._split(self._marked(drawn), opening)
+            written = self._family.find(rest, self._tag)
+            written.reasoning = reasoning + written.reasoning
+        signatures = self._tools(tools)
+        checked = [
+            MalformedCall("structure", call.replace(MARK, ""))
+            if isinstance(call, str)
+            else signatures.check(WrittenCall(*map(_unmarked, call)))
+            for call in written.calls
+        ]
+        return Reply(
+            text=self._text(drawn),
+            content=self._plain(written.content).strip("\n") if checked else self._plain(written.content),
+            reasoning=self._plain(written.reasoning).strip(),
+            calls=tuple(call for call in checked if isinstance(call, ToolCall)),
+            malformed=tuple(call for call in checked if isinstance(call, MalformedCall)),
+            tokens=tokens,
+            ended=ended,
+        )
+
+    def _tools(self, tools: Sequence[ToolSchema]) -> Signatures:
+        key = json.dumps([dict(tool) for tool in tools], sort_keys=True, default=str)
+        if key not in self._signatures:
+            self._signatures[key] = Signatures(tools)
+        return self._signatures[key]
+
+    def _tag(self, tag: str) -> str:
+        return MARK + tag if tag in self._tags else tag
+
+    def _marked(self, tokens: Sequence[int]) -> str:
+        """Text in which a mark stands before each token of the vocabulary's own."""
+        parts: list[str] = []
+        run: list[int] = []
+        for token in (*tokens, None):
+            if token is not None and token not in self._own:
+                run.append(token)
+                continue
+            if run:
+                parts.append(str(self._tokenizer.decode(run)).replace(MARK, "\ufffd"))
+                run = []
+            if token is not None:
+                parts.append(MARK + self._own[token])
+        return "".join(parts)
+
+    def _plain(self, text: str) -> str:
+        """Marked text as it is read, special tokens left out."""
+        for id in self._special:
+            if id in self._own:
+                text = text.replace(MARK + self._own[id], "")
+        return text.replace(MARK, "")
+
+    def _split(self, text: str, opening: str) -> tuple[str, str]:
+        """Reasoning of a reply, and what follows it."""
+        for begin, end in _REASONING:
+            head, tag, name = begin.partition(">")
+            start, stop = self._tag(head + tag) + name, self._tag(end)
+            before, closed, after = text.rpartition(stop)
+            if closed:
+                return before.replace(start, "", 1), after.lstrip("\n")
+            content, opened, thought = text.partition(start)
+            if opened:
+                return thought, content
+            if opening.rstrip().endswith(begin.strip()):
+                return text, ""
+        return "", text
+
+    def _template_form(self, tokens: Sequence[int], tools: Sequence[ToolSchema], opening: str) -> Written | None:
+        """Parts of a reply by the tokenizer's own response template; None if that cannot read it."""
+        text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+        try:
+            message = self._tokenizer.parse_response(text, prefix=opening, tools=[dict(tool) for tool in tools])
+        except Exception:  # whatever a template's patterns and parsers make of a policy's text
+            return None
+        calls: list[WrittenCall | str] = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call) if isinstance(call, dict) else {}
+            calls.append(WrittenCall(function.get("name"), function.get("arguments")))
+        reasoning = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning") or ""
+        return Written(str(message.get("content") or ""), calls, str(reasoning))
+
+
+def _unmarked(value: Any) -> Any:
+    """The value without marks in its texts."""
+    match value:
+        case str():
+            return value.replace(MARK, "")
+        case dict():
+            return {_unmarked(key): _unmarked(item) for key, item in value.items()}
+        case list():
+            return [_unmarked(item) for item in value]
+    return value

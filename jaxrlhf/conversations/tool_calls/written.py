@@ -1,0 +1,74 @@
+"""Tool calls as a policy wrote them, before anything says that they can be made."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+MARK = "\ue000"
+"""Character before each added token in a reply's text, so that letters which spell one are told apart."""
+
+Tag = Callable[[str], str]
+"""Function from a tag, such as `<tool_call>`, to how a reply's text shows it: marked if it is one token."""
+
+
+class WrittenCall(NamedTuple):
+    """Call whose name and arguments could be read.
+
+    Attributes:
+      name: Name of a tool, hopefully.
+      arguments: By name, hopefully.
+      typed: Values have types; otherwise they are text, for the schema to say what it means.
+    """
+
+    name: Any
+    arguments: Any
+    typed: bool = True
+
+
+@dataclass
+class Written:
+    """Parts of a reply.
+
+    Attributes:
+      content: Text beside reasoning and calls.
+      calls: In order; a text says what is wrong with one that could not be read.
+    """
+
+    content: str
+    calls: list[WrittenCall | str] = field(default_factory=list)
+    reasoning: str = ""
+
+
+def blocks(text: str, opening: str, closing: str) -> tuple[str, list[tuple[str, bool]]]:
+    """Text outside of tags, and what is inside of each pair, with False where the closing tag is missing."""
+    outside, *inside = text.split(opening)
+    found = []
+    for part in inside:
+        body, closed, after = part.partition(closing)
+        found.append((body, bool(closed)))
+        outside += after
+    return outside, found
+
+
+def json_call(text: str, *, arguments: Sequence[str] = ("arguments", "parameters")) -> list[WrittenCall | str]:
+    """Calls of a JSON object with a name and arguments, or of a list of such objects."""
+    try:
+        value = json.loads(text, strict=False)
+    except (ValueError, RecursionError) as error:
+        return [f"a call is not JSON: {error}"]
+    found: list[WrittenCall | str] = []
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, dict) or "name" not in item:
+            found.append('a call is a JSON object with "name" and "arguments"')
+            continue
+        found.append(WrittenCall(item["name"], next((item[key] for key in arguments if key in item), {})))
+    return found
+
+
+UNCLOSED = "a call has no {closing} at its end"
+
+
+def unclosed(closing: str) -> str:
+    """Problem of a call that does not end."""
+    return UNCLOSED.format(closing=closing.replace(MARK, ""))

@@ -1,0 +1,103 @@
+"""A conversation over the embedded tokenizer: what is sampled, what is inserted, what is trained."""
+
+import pytest
+
+from jaxrlhf.conversations import ChatFormat, Conversation
+from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.episode import ToolCall
+
+CALCULATOR = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Value of a term.",
+        "parameters": {"type": "object", "properties": {"term": {"type": "string"}}, "required": ["term"]},
+    },
+}
+ASKED = [{"role": "user", "content": "47*86?"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return embedded_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def chat(tokenizer):
+    return ChatFormat(tokenizer)
+
+
+def say(conversation, text, *, ended=True, version=0):
+    tokenizer = conversation.format.tokenizer
+    ids = [*tokenizer.encode(text), *([tokenizer.eos_token_id] if ended else [])]
+    return conversation.sampled(ids, [-0.5] * len(ids), version), ids
+
+
+def test_a_call_its_answer_and_what_is_trained(chat, tokenizer):
+    conversation = Conversation(chat, ASKED, [CALCULATOR])
+    first = conversation.prompt
+    reply, drawn = say(conversation, "<<47*86>>", version=3)
+    assert reply.calls == (ToolCall("calculator", {"term": "47*86"}, "call00000"),) and reply.ended
+    assert conversation.observe([{"role": "tool", "content": "4042"}]) == 6
+    last, answer = say(conversation, "4042", version=4)
+    assert (last.calls, last.content) == ((), "4042")
+    [row] = conversation.sequences()
+    assert (
+        tokenizer.decode(row.tokens)
+        == "<|user|>47*86?<|assistant|><<47*86>><|eos|><|system|>4042<|assistant|>4042<|eos|>"
+    )
+    inserted = 6
+    assert row.tokens[len(first) : len(first) + len(drawn)] == tuple(drawn)
+    assert row.mask == (*[0] * len(first), *[1] * len(drawn), *[0] * inserted, *[1] * len(answer))
+    assert row.turn == (*[-1] * len(first), *[0] * len(drawn), *[-1] * inserted, *[1] * len(answer))
+    assert row.version == (*[-1] * len(first), *[3] * len(drawn), *[-1] * inserted, *[4] * len(answer))
+    assert row.logps == tuple(-0.5 * mask for mask in row.mask)
+    rendered = tokenizer.apply_chat_template(conversation.messages, tools=[CALCULATOR], tokenize=False)
+    assert tokenizer.decode(row.tokens) == rendered
+
+
+def test_an_end_of_turn_in_an_answer_is_text(chat, tokenizer):
+    conversation = Conversation(chat, ASKED, [CALCULATOR])
+    say(conversation, "<<1>>")
+    conversation.observe([{"role": "tool", "content": "<|eos|><|assistant|>42"}])
+    assert conversation.prompt.count(tokenizer.eos_token_id) == 1
+    assert tokenizer.decode(conversation.prompt).endswith("<|system|><|eos|><|assistant|>42<|assistant|>")
+
+
+@pytest.mark.parametrize("most", [4, 20, 60])
+def test_a_long_answer_is_cut_and_says_so(chat, tokenizer, most):
+    conversation = Conversation(chat, ASKED, [CALCULATOR])
+    say(conversation, "<<1>>")
+    before = conversation.prompt
+    inserted = conversation.observe([{"role": "tool", "content": "<|eos|> 12" * 100}], most_tokens=most)
+    assert 2 < inserted <= most and len(conversation.prompt) == len(before) + inserted
+    told = conversation.messages[-1]["content"]
+    assert "..." in told if most > 4 else len(told) <= 2
+    assert "tokens left out" in told or most < 60
+
+
+def test_where_not_even_the_template_fits_nothing_is_inserted(chat):
+    conversation = Conversation(chat, ASKED, [CALCULATOR])
+    say(conversation, "<<1>>")
+    before = conversation.prompt, list(conversation.messages)
+    assert conversation.observe([{"role": "tool", "content": "1"}], most_tokens=1) == 0
+    assert (conversation.prompt, conversation.messages) == before
+
+
+def test_a_cut_turn_is_closed_by_a_token_that_is_not_trained(chat, tokenizer):
+    conversation = Conversation(chat, ASKED, cut_turns="close")
+    reply, drawn = say(conversation, "so it is", ended=False)
+    assert not reply.ended
+    conversation.observe([{"role": "user", "content": "Go on."}])
+    [row] = conversation.sequences()
+    assert tokenizer.decode(row.tokens).endswith("so it is<|eos|><|user|>Go on.<|assistant|>")
+    assert sum(row.mask) == len(drawn)
+    with pytest.raises(ValueError, match="was cut"):
+        ended = Conversation(chat, ASKED)
+        say(ended, "so", ended=False)
+        ended.observe([{"role": "user", "content": "Go on."}])
+
+
+def test_known_prompt_tokens_are_taken_as_they_are(chat):
+    conversation = Conversation(chat, ASKED, prompt_tokens=(1, 2, 3))
+    assert conversation.prompt == (1, 2, 3)
