@@ -40,7 +40,7 @@ def engine():
     layout = shardings(mesh, models.param_dims(MODEL, "lm"), GENERATE)
     params = models.init_params(MODEL, "lm", jax.random.key(3))
     params = jax.tree.map(lambda leaf: 0.2 * leaf / leaf.std() if leaf.std() > 0 else leaf, params)
-    with mock.patch("jaxrlhf.engine.engine.FEWEST_SLOTS", 4):
+    with mock.patch("jaxrlhf.engine.buckets.FEWEST_SLOTS", 4):
         engine = Engine(
             MODEL,
             mesh,
@@ -142,7 +142,7 @@ def test_requests_that_join_a_tail_have_its_slots_back_and_give_what_a_batch_giv
     found = []
     while "keep" not in events:
         found += engine.step()
-    assert engine.active, "responses go on in fewer slots"
+    assert engine.book.active, "responses go on in fewer slots"
     for request in requests[SLOTS:]:
         engine.add(request, Sampling(), seed=1)
     while engine.unfinished:

@@ -178,7 +178,7 @@ def test_decoding_over_part_of_the_cache_and_compiling_ahead_change_nothing(para
 
 
 def test_responses_that_go_on_in_fewer_slots_stay_the_same(params, monkeypatch):
-    monkeypatch.setattr("jaxrlhf.engine.engine.FEWEST_SLOTS", 2)
+    monkeypatch.setattr("jaxrlhf.engine.buckets.FEWEST_SLOTS", 2)
     requests, often = problems(16, responses=2), tuple(range(12))
     narrow, wide = build(stop_tokens=often), build(stop_tokens=often, slots=32, decode_tokens_per_dispatch=1)
     for engine in (narrow, wide):
@@ -329,7 +329,7 @@ def test_a_failing_callback_does_not_leave_slots_taken(engine):
 
     with pytest.raises(KeyError, match="reward"):
         engine.generate(problems(6), Sampling(), seed=0, on_completion=fail)
-    assert engine.active == 0 and not engine.unfinished
+    assert engine.book.active == 0 and not engine.unfinished
     assert len(engine.generate(problems(6), Sampling(), seed=0)) == 6
 
 

@@ -39,7 +39,7 @@ def build(*, pages: bool, slots: int = 10, **sizes: int) -> Engine:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxrlhf.engine.buckets.CAPACITY_STEP", LONGEST_PROMPT + LONGEST_RESPONSE)
         patch.setattr("jaxrlhf.engine.kv_cache._SIXTEENTHS", (4, 6, 16))
-        patch.setattr("jaxrlhf.engine.engine.FEWEST_SLOTS", 3)
+        patch.setattr("jaxrlhf.engine.buckets.FEWEST_SLOTS", 3)
         engine = Engine(
             MODEL,
             mesh,

@@ -108,16 +108,6 @@ def test_no_requests_are_finished_at_once():
     assert not Scheduler(slots=4).unfinished
 
 
-def test_the_same_id_twice_is_refused_until_the_first_has_ended():
-    scheduler = scheduler_of([sequence(1)], slots=1)
-    with pytest.raises(ValueError, match="same request_id"):
-        scheduler.add(sequence(1))
-    scheduler.take_prompts(1)
-    scheduler.place(1)
-    scheduler.end(scheduler.placed(0))
-    scheduler.add(sequence(1))
-
-
 def test_a_free_slot_cannot_draw():
     with pytest.raises(AssertionError, match="slot 0 is free"):
         Scheduler(slots=1).placed(0)

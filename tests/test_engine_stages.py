@@ -150,7 +150,7 @@ def running(params, requests):
 
 @pytest.mark.parametrize("sizes", [{"data": 2, "stage": 2, "tensor": 2}, {"data": 4}], ids=str)
 def test_replicas_leave_idle_slots_together(params, sizes, monkeypatch):
-    monkeypatch.setattr("jaxrlhf.engine.engine.FEWEST_SLOTS", 2)
+    monkeypatch.setattr("jaxrlhf.engine.buckets.FEWEST_SLOTS", 2)
     slots = 32
     many = [Request(index, tuple(range(1, 2 + index % 5))) for index in range(slots)]
     one, several = (

@@ -48,7 +48,7 @@ def weights(model):
     return jax.tree.map(lambda leaf: np.float32(0.3 * rng.standard_normal(leaf.shape)), shapes)
 
 
-def build(model=MODEL, *, pages: bool = False, slots: int = 4, **sizes: int) -> Engine:
+def build(model=MODEL, *, pages: bool = False, slots: int = 4, decode=None, **sizes: int) -> Engine:
     """One width of prompts and one size of the cache, so that little is compiled."""
     mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
     execution = models.Execution(pipeline=models.pipeline_over(mesh, ("stage",), row_axes=SLOT_AXES))
@@ -69,6 +69,7 @@ def build(model=MODEL, *, pages: bool = False, slots: int = 4, **sizes: int) -> 
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
             execution=execution,
+            decode=decode,
         )
     engine.load(jax.device_put(weights(model), shardings(mesh, models.param_dims(model, "lm"), GENERATE)), version=0)
     return engine

@@ -2,3 +2,4 @@
 
 from jaxrlhf.engine.engine import Engine
 from jaxrlhf.engine.sequence import Completion, Request
+from jaxrlhf.engine.service import EngineService

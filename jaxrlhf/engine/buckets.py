@@ -42,6 +42,18 @@ def busy_buckets(buckets: Sequence[int], lengths: Sequence[int], *, together: in
     )
 
 
+FEWEST_SLOTS = 8
+"""A token takes hardly less time in fewer slots of one replica."""
+
+MOST_SLOT_COUNTS = 4
+"""Each compiles programs of its own."""
+
+
+def slot_counts(most: int) -> tuple[int, ...]:
+    """Slots of a replica that are decoded together: all, or of its halves, ascending."""
+    return halving_buckets(most, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
+
+
 def fit(length: int, buckets: Sequence[int]) -> int:
     """The smallest bucket that holds `length`."""
     return buckets[bisect_left(buckets, length)]

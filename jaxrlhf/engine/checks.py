@@ -1,5 +1,7 @@
 """Refusals of an engine: sizes that fit neither model nor mesh, and requests that it cannot answer."""
 
+from collections.abc import Sequence
+
 import jax
 from jax.sharding import Mesh
 
@@ -7,6 +9,9 @@ from jaxrlhf.batch import Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.engine.sequence import Request
 from jaxrlhf.models import AnyModel, Execution
+
+STOP_TOKENS = 8
+"""Ids that a request may name to end it, at least."""
 
 
 def check_sizes(config: AnyModel, *, capacity: int, stop_tokens: tuple[int, ...], **sizes: int) -> None:
@@ -91,3 +96,17 @@ def check_request(
             f"stop_tokens={stops} of request {request.request_id}; expected at most {most_stops} ids of the "
             f"vocabulary of {vocab}"
         )
+
+
+def check_stop_texts(texts: Sequence[str], *, decodes: bool) -> None:
+    """Raise `Refusal` if stop texts cannot be found, for want of a function that decodes or of letters."""
+    if texts and not decodes:
+        raise Refusal(f"stop_texts={texts}, and the engine was built without `decode`; give it one, or stop_tokens")
+    if "" in texts:
+        raise Refusal(f"stop_texts={texts}: an empty text is in every text; leave it out")
+
+
+def check_unique(requests: Sequence[Request]) -> None:
+    """Raise `ValueError` if two requests of a batch would be drawn alike."""
+    if len({request.request_id for request in requests}) < len(requests):
+        raise ValueError("two requests have the same request_id and would be drawn alike; make the ids unique")

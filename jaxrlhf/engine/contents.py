@@ -18,12 +18,19 @@ class Known(NamedTuple):
 class _Content(NamedTuple):
     request_id: int
     token_S: np.ndarray
+    used: int
+    parked: bool
+
+    def begins(self, prompt_S: np.ndarray) -> bool:
+        """A response that has ended, all of which a prompt goes on from."""
+        return self.parked and bool(np.array_equal(self.token_S, prompt_S[: len(self.token_S)]))
 
 
 class Contents:
     """Tokens in the cache, slot by slot, of requests with `keep`.
 
-    They outlive the response, until another takes the slot; slots that became free first are taken first.
+    They outlive the response, until another takes the slot: slots that hold nothing are taken first, then those that
+    were used least recently, by a request of their own or one that began alike.
 
     Args:
       reusable: Prompts can go on from what a slot holds. A state is one of the slot's last token, and none before it,
@@ -33,6 +40,11 @@ class Contents:
     def __init__(self, *, slots: int, reusable: bool = True) -> None:
         self._slots, self._reusable = slots, reusable
         self._content: dict[int, _Content] = {}
+        self._uses = 0
+
+    def used(self, slot: int) -> int:
+        """Number of the last use of a slot, from 1; 0 if it holds nothing."""
+        return self._content[slot].used if slot in self._content else 0
 
     @property
     def length_B(self) -> np.ndarray:
@@ -43,18 +55,19 @@ class Contents:
         return length_B
 
     def start(self, slot: int, sequence: SequenceState) -> None:
-        """A sequence takes the slot; its prompt is there."""
+        """A sequence takes the slot; its prompt is there, and need be nowhere else."""
         self._content.pop(slot, None)
         if sequence.request.keep and self._reusable:
             prompt_S = np.asarray(sequence.request.prompt_tokens, np.int32)
-            self._content[slot] = _Content(sequence.request.request_id, prompt_S)
+            for other in [other for other, content in self._content.items() if content.begins(prompt_S)]:
+                del self._content[other]
+            self._content[slot] = _Content(sequence.request.request_id, prompt_S, self._next_use(), parked=False)
 
     def end(self, slot: int, sequence: SequenceState) -> None:
         """The sequence of the slot ended; all its tokens but the last were run."""
         if slot in self._content:
-            content = self._content[slot]
-            drawn_S = np.asarray(sequence.tokens[:-1], np.int32)
-            self._content[slot] = content._replace(token_S=np.concatenate([content.token_S, drawn_S]))
+            token_S = np.asarray((*sequence.request.prompt_tokens, *sequence.tokens[:-1]), np.int32)
+            self._content[slot] = _Content(sequence.request.request_id, token_S, self._next_use(), parked=True)
 
     def release(self, request_id: int) -> None:
         """Forget what is kept of a request."""
@@ -64,13 +77,22 @@ class Contents:
         """Bits of the number of known tokens: prompts go on together that have about as much behind them."""
         return self.longest(sequence.request.prompt_tokens).tokens.bit_length()
 
+    def go_on(self, known: Known) -> None:
+        """A prompt goes on from what is known of it, which counts as a use of the slot."""
+        if known.tokens:
+            self._content[known.slot] = self._content[known.slot]._replace(used=self._next_use())
+
     def longest(self, prompt: Sequence[int]) -> Known:
         """The longest known beginning of a prompt, without its last token, which is run to predict the next."""
         prompt_S = np.asarray(prompt[:-1], np.int32)
         best = Known(0, 0)
-        for slot, (_, token_S) in self._content.items():
+        for slot, (_, token_S, *_) in self._content.items():
             shorter = min(len(token_S), len(prompt_S))
             if shorter > best.tokens:
                 differs = np.flatnonzero(token_S[:shorter] != prompt_S[:shorter])
                 best = max(best, Known(int(differs[0]) if len(differs) else shorter, slot))
         return best
+
+    def _next_use(self) -> int:
+        self._uses += 1
+        return self._uses

@@ -21,29 +21,20 @@ from jax.sharding import Mesh
 
 from jaxrlhf import config as knobs
 from jaxrlhf.batch import Params
-from jaxrlhf.engine import programs
-from jaxrlhf.engine.buckets import fit, halving_buckets
-from jaxrlhf.engine.checks import check_laid_out, check_request, check_routing, check_sizes, check_split
-from jaxrlhf.engine.compiled import Compiled
+from jaxrlhf.engine import checks, programs
+from jaxrlhf.engine.buckets import slot_counts
+from jaxrlhf.engine.compiled import Compiled, EngineShardings, same_layout
 from jaxrlhf.engine.contents import Contents
 from jaxrlhf.engine.kv_cache import PageCache, SlotCache
-from jaxrlhf.engine.layout import EngineShardings, same_layout
 from jaxrlhf.engine.prefill import Prefill, rows_of_prefill
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.rollout_engine import PolicyWeights
 from jaxrlhf.engine.scheduler import Placement, Scheduler
-from jaxrlhf.engine.sequence import Completion, Request, SequenceState
-from jaxrlhf.engine.slot_book import SlotBook, insertion_of
+from jaxrlhf.engine.sequence import Completion, Decode, Request, SequenceState
+from jaxrlhf.engine.slot_book import Arrangement, SlotBook, insertion_of
 from jaxrlhf.engine.weights import Weights, most_unstacked, spent_layers
 from jaxrlhf.models import ONE_DEVICE, AnyModel, Execution
 from jaxrlhf.models.config import ModelConfig
-
-FEWEST_SLOTS = 8
-"""A token takes hardly less time in fewer slots of one replica."""
-
-MOST_SLOT_COUNTS = 4  # each compiles programs of its own
-
-STOP_TOKENS = 8  # that a request may have, at least
 
 
 class Engine:
@@ -88,15 +79,17 @@ class Engine:
         execution: Execution = ONE_DEVICE,
         records_routing: bool = False,
         goes_ahead: bool | None = None,
+        stop_texts: tuple[str, ...] = (),
+        decode: Decode | None = None,
     ) -> None:
         capacity = max_prompt_tokens + max_response_tokens
         lengths = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
         counts = {"slots": slots, **lengths, "decode_tokens_per_dispatch": decode_tokens_per_dispatch}
-        check_sizes(config, capacity=capacity, stop_tokens=stop_tokens, **counts)
+        checks.check_sizes(config, capacity=capacity, stop_tokens=stop_tokens, **counts)
         if isinstance(config, ModelConfig) and config.latent is not None:
             kv_head_axis = None  # a rotated key and a latent serve all heads
-        check_split(config, mesh, execution, kv_head_axis=kv_head_axis)
-        check_routing(config, records_routing=records_routing)
+        checks.check_split(config, mesh, execution, kv_head_axis=kv_head_axis)
+        checks.check_routing(config, records_routing=records_routing)
         replicas = math.prod(mesh.shape[axis] for axis in slot_axes)
         self.slots = -(-slots // replicas) * replicas
         rows = rows_of_prefill(slots, longest_prompt=max_prompt_tokens)
@@ -104,15 +97,19 @@ class Engine:
         self._shape = programs.Shape(
             config=config,
             replicas=replicas,
-            most_stop_tokens=max(STOP_TOKENS, len(stop_tokens)),
+            most_stop_tokens=max(checks.STOP_TOKENS, len(stop_tokens)),
             tokens_per_dispatch=decode_tokens_per_dispatch,
             execution=execution,
             records_routing=records_routing,
         )
+        checks.check_stop_texts(stop_texts, decodes=decode is not None)
         self._max_response_tokens, self._stop_tokens = max_response_tokens, tuple(stop_tokens)
+        self._stop_texts, self._decode = tuple(stop_texts), decode
+        limits = {"most_tokens": max_response_tokens, "most_stops": self._shape.most_stop_tokens}
+        self._limits = {"capacity": capacity, "vocab": config.vocab_size, **limits}
         self._goes_ahead = mesh.devices.flat[0].platform != "cpu" if goes_ahead is None else goes_ahead
-        self._slot_counts = halving_buckets(self.slots // replicas, shortest=FEWEST_SLOTS)[-MOST_SLOT_COUNTS:]
-        self.mesh, self.execution, self._capacity = mesh, execution, capacity
+        self._slot_counts = slot_counts(self.slots // replicas)
+        self.mesh, self.execution = mesh, execution
         self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline)
         self.compiled = Compiled(self._shape, self._layout.whole)
         together = -(-min(rows, prompts or slots) // replicas) * replicas
@@ -135,7 +132,7 @@ class Engine:
     def most_compilations(self) -> int:
         """Bound on `compilations`, whatever is generated from whole prompts."""
         prompts, counts = len(self.prefill.buckets), len(self._slot_counts)
-        states = 1 + most_unstacked(self._shape.config) + 2 * prompts + counts * (counts - 1)
+        states = 1 + most_unstacked(self._shape.config) + 2 * prompts + counts * counts
         return states + self.cache.most_compilations(prompts=prompts, counts=counts)
 
     @property
@@ -147,11 +144,6 @@ class Engine:
     def unfinished(self) -> bool:
         """A request was added whose completion was not returned."""
         return self._scheduler.unfinished
-
-    @property
-    def active(self) -> int:
-        """Slots whose response goes on or was not read yet."""
-        return int(self.book.taken_B.sum())
 
     def load(self, params: Params, version: int, *, spent: Any = None) -> None:
         """Set the weights, already in the generation layout.
@@ -165,12 +157,12 @@ class Engine:
           ValueError: The weights lie elsewhere than on the mesh, or differ from those loaded
             before in shape, dtype or layout, so that programs would not fit.
         """
-        if self.active:
+        if self.book.active:
             raise RuntimeError(
-                f"{self.active} responses are being generated with version {self._loaded().version}; "
+                f"{self.book.active} responses are being generated with version {self._loaded().version}; "
                 f"finish or free() them before loading version {version}"
             )
-        check_laid_out(params, self.mesh)
+        checks.check_laid_out(params, self.mesh)
         spent = spent_layers(self._shape.config, spent)
         signature = spent is None, [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in jax.tree.leaves(params)]
         if self._signature is not None and not same_layout(self._signature, signature):
@@ -194,7 +186,8 @@ class Engine:
         if self.weights:
             self.weights.drop_copies()
         self._slots: programs.Slots | None = None
-        self.book = SlotBook(slots=self.slots, tokens_per_dispatch=self._shape.tokens_per_dispatch)
+        window, replicas = self._shape.tokens_per_dispatch, self._shape.replicas
+        self.book = SlotBook(slots=self.slots, tokens_per_dispatch=window, replicas=replicas)
         self._scheduler = Scheduler(slots=self.slots)
         self._contents = Contents(slots=self.slots, reusable=self._shape.config.linear is None)
         self._prefilled: Prefilled | None = None
@@ -254,28 +247,31 @@ class Engine:
         )
         self.book.dispatched(window)
 
-    def add(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> None:
-        """Put a request in the queue; `step` answers it.
+    def add(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> SequenceState:
+        """Put a request in the queue; `step` answers it, and `cancel` drops it. Arguments and errors of `begun`."""
+        sequence = self.begun(request, sampling, seed=seed)
+        self.enqueue(sequence)
+        return sequence
+
+    def enqueue(self, sequence: SequenceState) -> None:
+        """Put a request in the queue that was begun by itself, such as in another thread."""
+        self._scheduler.add(sequence)
+
+    def begun(self, request: Request, sampling: knobs.Sampling, *, seed: int) -> SequenceState:
+        """State of a request before it is queued.
 
         Args:
           seed: In [0, 2**32). A response depends on it, on its request_id and prompt, and on nothing else.
 
         Raises:
           Refusal: A request that cannot be answered, or a seed out of range.
-          ValueError: One with its request_id and seed is under way.
         """
         limit = self._max_response_tokens if request.max_tokens is None else request.max_tokens
         stops = self._stop_tokens if request.stop_tokens is None else tuple(request.stop_tokens)
-        check_request(
-            request,
-            seed=seed,
-            limit=limit,
-            capacity=self._capacity,
-            most_tokens=self._max_response_tokens,
-            most_stops=self._shape.most_stop_tokens,
-            vocab=self._shape.config.vocab_size,
-        )
-        self._scheduler.add(SequenceState(request, sampling, seed, limit, stops))
+        texts = self._stop_texts if request.stop_texts is None else tuple(request.stop_texts)
+        checks.check_request(request, seed=seed, limit=limit, **self._limits)
+        checks.check_stop_texts(texts, decodes=self._decode is not None)
+        return SequenceState(request, sampling, seed, limit, stops, texts)
 
     def step(self) -> list[Completion]:
         """Give free slots to requests that wait, draw tokens in all slots, and return the responses that ended.
@@ -286,18 +282,19 @@ class Engine:
         """
         version, scheduler = self._loaded().version, self._scheduler
         if scheduler.refill_due and not self.book.unread:
-            self._take_back_slots()
+            if everything := self.book.with_all():
+                self._rearrange(everything)
             while scheduler.placeable:
                 if scheduler.prefill_due:
                     prompts = scheduler.take_prompts(self.prefill.rows, kind=self._contents.kind)
                     self._prefilled = self._prefill(prompts)
                 assert self._prefilled is not None, "a request was placed before its prompt was prefilled"
-                self._insert(self._prefilled, scheduler.place(self.insertions))
+                self._insert(self._prefilled, scheduler.place(self.insertions, used=self._contents.used))
             if not scheduler.prefilled:
                 self._prefilled = None
+        if not self.book.unread and not self.book.active:
+            return []
         if not self.book.unread:
-            if not self.active:
-                return []
             self._dispatch()
         # While requests wait, slots that become free would wait for them a window longer.
         if self._goes_ahead and not scheduler.waiting and self.book.outlasts:
@@ -305,49 +302,48 @@ class Engine:
         ended = []
         for slot, tokens, logps, active, choice_WLk in self.book.read():
             sequence = scheduler.placed(slot)
-            sequence.tokens += tokens
-            sequence.logps += logps
             if choice_WLk is not None:
                 sequence.choices.append(choice_WLk)
-            if not active:
-                scheduler.end(sequence)
-                self._contents.end(slot, sequence)
-                ended.append(sequence.completion(version))
-        if not scheduler.waiting:
-            self._leave_idle_slots()
-        return ended
+            sequence.draw(tokens, logps, self._decode)
+            if not active or sequence.stop_text is not None:
+                ended.append(sequence)
+        self._end(ended)
+        if not scheduler.waiting and (fewer := self.book.without_idle(self._contents.length_B > 0, self._slot_counts)):
+            self._rearrange(fewer)
+        return [sequence.complete(version) for sequence in ended]
 
     def release(self, request_id: int) -> None:
         """Keep what was computed for a request no longer."""
         self._contents.release(request_id)
 
-    def _leave_idle_slots(self) -> None:
-        """Go on with as few slots as hold those in use."""
-        replicas, slot_B = self._shape.replicas, self.book.slot_B
-        busy_B = self.book.taken_B | (self._contents.length_B > 0)
-        busy_GB = busy_B[slot_B].reshape(replicas, -1)
-        count = fit(int(busy_GB.sum(axis=1).max()), self._slot_counts)
-        if busy_GB.any() and count < busy_GB.shape[1]:
-            row_GB = np.argsort(~busy_GB, axis=1, kind="stable")[:, :count].astype(np.int32)
-            first_G1 = np.arange(replicas)[:, None] * busy_GB.shape[1]
-            self._rearrange(row_GB, np.ones_like(row_GB, bool), slot_B[(row_GB + first_G1).reshape(-1)])
+    def cancel(self, sequence: SequenceState) -> None:
+        """Drop a request and free its slot; nothing happens if it has ended."""
+        if self._scheduler.is_placed(sequence):
+            self._end([sequence])
+        else:
+            self._scheduler.drop(sequence)
 
-    def _take_back_slots(self) -> None:
-        """Compute all slots again; those that come back are idle."""
-        slot_B = self.book.slot_B
-        if len(slot_B) < self.slots:
-            shape = replicas, _ = self._shape.replicas, self.slots // self._shape.replicas
-            row_B, here_B = np.zeros(self.slots, np.int32), np.zeros(self.slots, bool)
-            row_B[slot_B], here_B[slot_B] = np.arange(len(slot_B)) % (len(slot_B) // replicas), True
-            self._rearrange(row_B.reshape(shape), here_B.reshape(shape), np.arange(self.slots))
+    def _end(self, sequences: Sequence[SequenceState]) -> None:
+        """Free slots, and have those draw no more that would have."""
+        going = []
+        for sequence in sequences:
+            slot = self._scheduler.end(sequence)
+            self._contents.end(slot, sequence)
+            if self.book.taken_B[slot]:
+                going.append(slot)
+        if going:
+            self._rearrange(self.book.all_but(going))
+            self.book.stop(going)
 
-    def _rearrange(self, row_GB: np.ndarray, goes_on_GB: np.ndarray, slot_B: np.ndarray) -> None:
-        """Have rows for these slots, made of rows of their replica; slots that had none before do not go on."""
-        self.cache.keep(row_GB)
+    def _rearrange(self, arrangement: Arrangement) -> None:
+        """Have other rows than before, or fewer that go on."""
+        row_GB, goes_on_GB, slot_B = arrangement
+        if slot_B is not self.book.slot_B:
+            self.cache.keep(row_GB)
         sizes = ("keep", len(self.book.slot_B), row_GB.size)
         arguments = programs.keep_rows, self._slots, row_GB, goes_on_GB
         self._slots = self.compiled.run(sizes, *arguments, out=self._layout.slots)
-        self.book.keep(slot_B)
+        self.book.slot_B = slot_B
 
     def generate(
         self,
@@ -371,10 +367,12 @@ class Engine:
 
         Raises:
           RuntimeError: Other requests are unfinished.
+          ValueError: Two requests have one request_id.
         """
         self._loaded()
+        checks.check_unique(requests)
         if self.unfinished:
-            raise RuntimeError(f"{self.active} responses are being generated; finish or free() them first")
+            raise RuntimeError(f"{self.book.active} responses are being generated; finish or free() them first")
         completions: dict[int, Completion] = {}
         stays = any(request.keep for request in requests)
         try:

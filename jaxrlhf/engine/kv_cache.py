@@ -10,8 +10,7 @@ from jaxrlhf.batch import Array
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.block_manager import BlockManager
 from jaxrlhf.engine.buckets import cache_capacities, fit
-from jaxrlhf.engine.compiled import Compiled
-from jaxrlhf.engine.layout import EngineShardings
+from jaxrlhf.engine.compiled import Compiled, EngineShardings
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.models import LayerCache, Prefix
 from jaxrlhf.models.attention.kv_cache import capacity_of

@@ -7,10 +7,9 @@ import numpy as np
 
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.buckets import busy_buckets, fit, length_buckets
-from jaxrlhf.engine.compiled import Compiled
+from jaxrlhf.engine.compiled import Compiled, EngineShardings
 from jaxrlhf.engine.contents import Contents
 from jaxrlhf.engine.kv_cache import PageCache, SlotCache
-from jaxrlhf.engine.layout import EngineShardings
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.weights import Weights
 from jaxrlhf.models import Past
@@ -36,7 +35,7 @@ class Prefill:
 
     Attributes:
       buckets: Lengths that prompts are padded to.
-      prompts: Prompts that were run so far.
+      prompts, prompt_tokens: Prompts that were run so far, and their tokens.
       reused_tokens: Tokens of them that were not run, as the cache had them.
     """
 
@@ -46,7 +45,7 @@ class Prefill:
         self._compiled, self._layout, self.rows = compiled, layout, rows
         self.buckets = length_buckets(longest_prompt)
         self._longer = tuple(size for size in length_buckets(capacity) if size > longest_prompt)
-        self.prompts = self.reused_tokens = 0
+        self.prompts = self.prompt_tokens = self.reused_tokens = 0
 
     def only_busy(self, prompt_lengths: Sequence[int]) -> list[int]:
         """Give up buckets that prompts of these lengths seldom fill; returns a length for each that is left."""
@@ -65,8 +64,11 @@ class Prefill:
             token_PS[row, : len(prompt)] = prompt
             length_P[row] = len(prompt)
         known = [contents.longest(prompt) for prompt in prompts]
+        for each in known:
+            contents.go_on(each)
         first = min(tokens for tokens, _ in known)
         self.prompts += len(prompts)
+        self.prompt_tokens += sum(map(len, prompts))
         self.reused_tokens += first * len(prompts)
         rows = self._compiled.put((token_PS, length_P), self._layout.rows)
         arguments: tuple = weights.params, weights.stackless, *rows

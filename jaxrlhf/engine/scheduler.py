@@ -8,6 +8,7 @@ slot. Sequences with one prompt are prefilled together, and at most one prefill 
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
+from time import monotonic
 from typing import NamedTuple
 
 from jaxrlhf.engine.sequence import SequenceState
@@ -33,25 +34,19 @@ class Scheduler:
         self._prefilled: deque[tuple[int, SequenceState]] = deque()
         self._placed: list[SequenceState | None] = [None] * slots
         self._free = deque(range(slots))
-        self._keys: set[tuple[int, int]] = set()
+        self._under_way: set[SequenceState] = set()
         self._unplaced = 0
 
     def add(self, sequence: SequenceState) -> None:
-        """Put a sequence in the queue.
-
-        Raises:
-          ValueError: Another one under way has its seed and request_id.
-        """
-        if sequence.key in self._keys:
-            raise ValueError("two requests have the same request_id and would be drawn alike; make the ids unique")
-        self._keys.add(sequence.key)
+        """Put a sequence in the queue."""
+        self._under_way.add(sequence)
         self._queued.setdefault(sequence.request.prompt_tokens, []).append(sequence)
         self._unplaced += 1
 
     @property
     def unfinished(self) -> bool:
         """A sequence was added and has not ended."""
-        return bool(self._keys)
+        return bool(self._under_way)
 
     @property
     def waiting(self) -> bool:
@@ -92,13 +87,20 @@ class Scheduler:
             self._prefilled.extend((row, sequence) for sequence in self._queued.pop(prompt))
         return prompts
 
-    def place(self, most: int) -> list[Placement]:
-        """Put sequences of the prefilled prompts into free slots."""
+    def place(self, most: int, *, used: Callable[[int], int] = lambda _: 0) -> list[Placement]:
+        """Put sequences of the prefilled prompts into free slots.
+
+        Args:
+          used: When a slot that holds what may be of use was used last; 0 for one that holds nothing. The least is
+            taken first, and of equal ones the one that became free first.
+        """
         placements = []
         for _ in range(min(most, len(self._free), len(self._prefilled))):
             row, sequence = self._prefilled.popleft()
-            sequence.slot = slot = self._free.popleft()
+            sequence.slot = slot = min(self._free, key=used)
+            self._free.remove(slot)
             self._placed[slot] = sequence
+            sequence.placed_at = monotonic()
             self._unplaced -= 1
             placements.append(Placement(row, slot, sequence))
         return placements
@@ -109,9 +111,29 @@ class Scheduler:
         assert sequence is not None, f"slot {slot} is free and cannot draw tokens"
         return sequence
 
-    def end(self, sequence: SequenceState) -> None:
-        """Free the slot of a sequence."""
+    def end(self, sequence: SequenceState) -> int:
+        """Free the slot of a sequence; returns it."""
         assert sequence.slot is not None, "a sequence that waits cannot end"
         self._placed[sequence.slot] = None
         self._free.append(sequence.slot)
-        self._keys.discard(sequence.key)
+        self._under_way.discard(sequence)
+        return sequence.slot
+
+    def drop(self, sequence: SequenceState) -> bool:
+        """Forget a sequence that waits; false if it does not."""
+        if sequence not in self._under_way or sequence.slot is not None:
+            return False
+        prompt = sequence.request.prompt_tokens
+        if sequence in self._queued.get(prompt, ()):
+            self._queued[prompt].remove(sequence)
+            if not self._queued[prompt]:
+                del self._queued[prompt]
+        else:
+            self._prefilled = deque(pair for pair in self._prefilled if pair[1] is not sequence)
+        self._under_way.discard(sequence)
+        self._unplaced -= 1
+        return True
+
+    def is_placed(self, sequence: SequenceState) -> bool:
+        """The sequence draws tokens in a slot."""
+        return sequence.slot is not None and self._placed[sequence.slot] is sequence

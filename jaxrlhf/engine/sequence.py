@@ -1,5 +1,6 @@
 """A response from its request to its completion."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,6 +8,12 @@ import numpy as np
 
 from jaxrlhf.batch import Array
 from jaxrlhf.config import Sampling
+
+Decode = Callable[[Sequence[int]], str]
+"""Function from token ids to text, for stop texts."""
+
+_MARGIN_TOKENS = 8
+"""Tokens decoded before those that a stop text may reach back to: a byte of it is a token at most, some are empty."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +25,7 @@ class Request:
       prompt_tokens: Token ids, at least one. A prompt that several waiting requests have is prefilled once.
       max_tokens: Most tokens of the response; None is the engine's limit, which is the highest.
       stop_tokens: Ids that end the response and are kept in it; None is the engine's.
+      stop_texts: Texts that end the response with the token that completes them, which is kept; None is the engine's.
       keep: Keep keys and values of prompt and response for requests that begin alike, such as the next turn; until
         they are released, their room is needed, or other weights are loaded. Where experts are recorded, and with a
         model of one's own, requests that begin alike are computed whole all the same.
@@ -27,6 +35,7 @@ class Request:
     prompt_tokens: tuple[int, ...]
     max_tokens: int | None = None
     stop_tokens: tuple[int, ...] | None = None
+    stop_texts: tuple[str, ...] | None = None
     keep: bool = False
 
 
@@ -37,9 +46,10 @@ class Completion:
     Attributes:
       tokens: What the policy drew, the stop token included.
       logps: Log-probability of each token at the sampling temperature.
-      truncated: Ended by the length limit, not by a stop token.
+      truncated: Ended by the length limit, not by a stop token or text.
       version: Version of the weights that drew it.
       choice_TLk: Experts that the prompt's and the response's tokens went through, all but the last; None if not asked.
+      stop_text: Text that ended it; None if none did.
     """
 
     request_id: int
@@ -48,6 +58,7 @@ class Completion:
     truncated: bool
     version: int
     choice_TLk: Any = field(default=None, compare=False, repr=False)
+    stop_text: str | None = None
 
 
 @dataclass(eq=False)
@@ -56,10 +67,15 @@ class SequenceState:
 
     Attributes:
       limit: Most tokens of the response.
+      stop_tokens, stop_texts: What ends it.
+      on_tokens: Told of tokens and their log-probabilities as they are read.
+      on_completion: Told of the response once it has ended.
       tokens, logps: What was drawn and read so far.
       slot: Where its tokens are drawn; None while it waits.
       prompt_choice: Experts of the prefilled prompts, `[P, S, L, k]`, and the row of its own; None if not recorded.
       choices: Experts of the tokens that each window ran, `[W, L, k]`.
+      placed_at: Seconds on the monotonic clock when it took its slot.
+      stop_text: Text that ended it; None as long as none did.
     """
 
     request: Request
@@ -67,25 +83,62 @@ class SequenceState:
     seed: int
     limit: int
     stop_tokens: tuple[int, ...]
+    stop_texts: tuple[str, ...] = ()
+    on_tokens: Callable[[Sequence[int], Sequence[float]], None] | None = None
+    on_completion: Callable[[Completion], None] | None = None
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     slot: int | None = None
     prompt_choice: tuple[Array, int] | None = None
     choices: list[np.ndarray] = field(default_factory=list)
+    placed_at: float = 0.0
+    stop_text: str | None = None
 
-    @property
-    def key(self) -> tuple[int, int]:
-        """Sampling key: what its draws depend on, beside its prompt."""
-        return self.seed, self.request.request_id
+    def draw(self, tokens: Sequence[int], logps: Sequence[float], decode: Decode | None) -> None:
+        """Tokens were drawn; those after a stop text are dropped.
+
+        Args:
+          decode: Function that a request with stop texts needs.
+        """
+        before = len(self.tokens)
+        self.tokens += tokens
+        self.logps += logps
+        if self.stop_texts:
+            assert decode is not None, "an engine that cannot decode refuses stop texts"
+            self._cut(before, decode)
+        if self.on_tokens is not None:
+            self.on_tokens(self.tokens[before:], self.logps[before:])
+
+    def _cut(self, before: int, decode: Decode) -> None:
+        """End with the token that completes a stop text, if one after the first `before` does."""
+        reach = max(len(text.encode()) for text in self.stop_texts) + _MARGIN_TOKENS
+        first = max(self.sampling.min_tokens, before - reach, 0)
+
+        def found(end: int) -> str | None:
+            text = decode(self.tokens[first:end])
+            return next((stop for stop in self.stop_texts if stop in text), None)
+
+        if found(len(self.tokens)) is not None:
+            ends = range(max(before, first) + 1, len(self.tokens) + 1)
+            end, self.stop_text = next((end, stop) for end in ends if (stop := found(end)) is not None)
+            del self.tokens[end:], self.logps[end:]
+
+    def complete(self, version: int) -> Completion:
+        """The response, of which its listener is told."""
+        completion = self.completion(version)
+        if self.on_completion is not None:
+            self.on_completion(completion)
+        return completion
 
     def completion(self, version: int) -> Completion:
-        """The response, once its last token was read; that one was drawn and never run."""
-        choice_TLk = None
+        """The response, once its last token was read; nothing was computed from that one."""
+        tokens, choice_TLk = tuple(self.tokens), None
         if self.prompt_choice is not None:
             choice_PSLk, row = self.prompt_choice
-            prompt_SLk = np.asarray(choice_PSLk)[row, : len(self.request.prompt_tokens)]
-            choice_TLk = np.concatenate([prompt_SLk, *self.choices])
-        truncated = self.tokens[-1] not in self.stop_tokens
+            length = len(self.request.prompt_tokens)
+            prompt_SLk = np.asarray(choice_PSLk)[row, :length]
+            choice_TLk = np.concatenate([prompt_SLk, *self.choices])[: length + len(tokens) - 1]
+        truncated = self.stop_text is None and tokens[-1] not in self.stop_tokens
         return Completion(
-            self.request.request_id, tuple(self.tokens), tuple(self.logps), truncated, version, choice_TLk
+            self.request.request_id, tokens, tuple(self.logps), truncated, version, choice_TLk, self.stop_text
         )

@@ -10,6 +10,7 @@ import numpy as np
 from jaxrlhf.batch import Diverged
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import programs
+from jaxrlhf.engine.buckets import fit
 from jaxrlhf.engine.sampling import settings_of
 from jaxrlhf.engine.scheduler import Placement
 
@@ -29,6 +30,20 @@ class Drawn(NamedTuple):
     choice_WLk: np.ndarray | None
 
 
+class Arrangement(NamedTuple):
+    """Rows of the device's arrays in G replicas, made of rows that are there.
+
+    Attributes:
+      row_GB: Row that each is made of, counted from the first of its replica.
+      goes_on_GB: False where the response of that row does not go on.
+      slot_B: Slot that each row then is.
+    """
+
+    row_GB: np.ndarray
+    goes_on_GB: np.ndarray
+    slot_B: np.ndarray
+
+
 class _Unread(NamedTuple):
     """A window on its way: which slot each of its rows is, and which of them drew their first token before it."""
 
@@ -42,13 +57,14 @@ class SlotBook:
 
     Args:
       tokens_per_dispatch: Most tokens that a window adds to a slot.
+      replicas: Equal parts that the slots are in.
 
     Attributes:
       slot_B: Which slot each row of the device's arrays is.
     """
 
-    def __init__(self, *, slots: int, tokens_per_dispatch: int) -> None:
-        self._window_tokens = tokens_per_dispatch
+    def __init__(self, *, slots: int, tokens_per_dispatch: int, replicas: int) -> None:
+        self._window_tokens, self._replicas = tokens_per_dispatch, replicas
         self._unread: deque[_Unread] = deque()
         self.slot_B = np.arange(slots)
         # These are by slot, not by row.
@@ -59,6 +75,11 @@ class SlotBook:
     def taken_B(self) -> np.ndarray:
         """Slots whose response goes on or was not read yet."""
         return self._active_B | self._fresh_B
+
+    @property
+    def active(self) -> int:
+        """Number of those slots."""
+        return int(self.taken_B.sum())
 
     @property
     def unread(self) -> int:
@@ -94,9 +115,38 @@ class SlotBook:
         assert not self.taken_B.any(), "the window of an active slot has to be read"
         self._unread.clear()
 
-    def keep(self, slot_B: np.ndarray) -> None:
-        """The device's arrays have rows for these slots from now on."""
-        self.slot_B = slot_B
+    def stop(self, slots: Sequence[int]) -> None:
+        """Responses end that would have gone on; windows on their way may still have tokens of theirs."""
+        self._active_B[list(slots)] = self._fresh_B[list(slots)] = False
+
+    def all_but(self, slots: Sequence[int]) -> Arrangement:
+        """The rows as they are, of which those of some slots go on no longer."""
+        row_GB = np.tile(np.arange(len(self.slot_B) // self._replicas, dtype=np.int32), (self._replicas, 1))
+        return Arrangement(row_GB, ~np.isin(self.slot_B, slots).reshape(row_GB.shape), self.slot_B)
+
+    def without_idle(self, kept_B: np.ndarray, counts: Sequence[int]) -> Arrangement | None:
+        """The fewest rows that hold slots in use and those that are kept, by slot; None if all there are do.
+
+        Args:
+          counts: Rows of a replica that there may be, ascending.
+        """
+        busy_GB = (self.taken_B | kept_B)[self.slot_B].reshape(self._replicas, -1)
+        count = fit(int(busy_GB.sum(axis=1).max()), counts)
+        if not busy_GB.any() or count >= busy_GB.shape[1]:
+            return None
+        row_GB = np.argsort(~busy_GB, axis=1, kind="stable")[:, :count].astype(np.int32)
+        first_G1 = np.arange(self._replicas)[:, None] * busy_GB.shape[1]
+        return Arrangement(row_GB, np.ones_like(row_GB, bool), self.slot_B[(row_GB + first_G1).reshape(-1)])
+
+    def with_all(self) -> Arrangement | None:
+        """Rows for all slots, of which those that come back are idle; None if they are there."""
+        slots, rows = len(self._active_B), len(self.slot_B)
+        if rows == slots:
+            return None
+        row_B, here_B = np.zeros(slots, np.int32), np.zeros(slots, bool)
+        row_B[self.slot_B], here_B[self.slot_B] = np.arange(rows) % (rows // self._replicas), True
+        shape = self._replicas, slots // self._replicas
+        return Arrangement(row_B.reshape(shape), here_B.reshape(shape), np.arange(slots))
 
     def read(self) -> list[Drawn]:
         """Wait for the oldest window, and split it by slot; the first token of a new response counts.
@@ -122,7 +172,7 @@ class SlotBook:
             choice_WLk = None if choice_WBLk is None else np.asarray(choice_WBLk[: count_B[row], row])
             drawn.append(Drawn(int(slot_B[row]), tokens[row][span], logps[row][span], bool(active_B[row]), choice_WLk))
         self._cached_B[slot_B] += count_B
-        self._active_B[slot_B] = active_B
+        self._active_B[slot_B] &= active_B  # one that was stopped since stays so
         return drawn
 
 

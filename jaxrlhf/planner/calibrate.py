@@ -19,7 +19,7 @@ from jaxrlhf import models
 from jaxrlhf.batch import Params
 from jaxrlhf.config import Layout, Refusal, Rollout
 from jaxrlhf.engine import programs
-from jaxrlhf.engine.layout import EngineShardings
+from jaxrlhf.engine.compiled import EngineShardings
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.memory import training_activation_bytes
 from jaxrlhf.planner import measure

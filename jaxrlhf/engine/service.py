@@ -1,0 +1,221 @@
+"""Engine as a service: requests of any thread join between dispatches, and each has a future."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from time import monotonic
+from types import TracebackType
+
+from jaxrlhf.config import Sampling
+from jaxrlhf.engine.engine import Engine
+from jaxrlhf.engine.sequence import Completion, Request, SequenceState
+
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+"""Listener to tokens and their log-probabilities, called in the engine's thread; it must not wait."""
+
+
+@dataclass
+class ServiceCounts:
+    """Numbers that only grow, since the service began.
+
+    Attributes:
+      requests: Requests submitted, each of which is then one of `completed`, `cancelled` and `failed`.
+      drawn_tokens: Tokens of responses.
+      prompt_tokens: Tokens of prompts that were prefilled, once for all that wait together with one prompt.
+      cached_tokens: Tokens of them that were in the cache.
+      queue_s: Seconds between a request and its slot, of all requests together.
+      busy_slots, slots: Slots in use, and slots there are, summed over dispatches.
+    """
+
+    requests: int = 0
+    completed: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    drawn_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    busy_slots: int = 0
+    slots: int = 0
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request on its way."""
+
+    sequence: SequenceState
+    on_tokens: OnTokens | None
+    future: Future[Completion] = field(default_factory=Future)
+    since: float = field(default_factory=monotonic)
+    began: bool = False
+
+
+class EngineService:
+    """A thread that steps an engine as long as requests are under way.
+
+    Several requests may have one seed and request_id, and are drawn alike if their prompts are. Nobody else may use
+    the engine before `close`, but for functions given to `between_steps`.
+
+    Args:
+      engine: Engine with its weights loaded.
+
+    Attributes:
+      counts: What was done so far; written by the service's thread.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.counts = engine, ServiceCounts()
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._asked: dict[Future[Completion], _Asked] = {}
+        self._before = engine.prefill.prompt_tokens, engine.prefill.reused_tokens
+        self._lock, self._closing = threading.Lock(), False
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "EngineService":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no response yet."""
+        return len(self._asked)
+
+    def submit(
+        self, request: Request, sampling: Sampling, *, seed: int, on_tokens: OnTokens | None = None
+    ) -> Future[Completion]:
+        """Ask for a response; thread-safe.
+
+        `cancel` of the future, or of the service, drops the request and frees its slot.
+
+        Args:
+          seed: In [0, 2**32). With request_id and prompt it determines the response, whatever else is under way.
+
+        Raises:
+          Refusal: A request that the engine cannot answer.
+          RuntimeError: The service is closed.
+        """
+        sequence = self.engine.begun(request, sampling, seed=seed)
+        asked = _Asked(sequence, on_tokens)
+        sequence.on_tokens = partial(self._drew, asked)
+        sequence.on_completion = partial(self._end, asked)
+        self._tell(lambda: self._start(asked))
+        # After `_start` in the inbox, so that it is found there. A thread that is gone leaves it unread.
+        asked.future.add_done_callback(
+            lambda future: self._inbox.put(lambda: self._drop(asked)) if future.cancelled() else None
+        )
+        return asked.future
+
+    def cancel(self, future: Future[Completion]) -> bool:
+        """Drop a request; false if it has ended. Thread-safe."""
+        return future.cancel()
+
+    def release(self, request_id: int) -> None:
+        """Keep what was computed for a request with `keep` no longer. Thread-safe."""
+        self._tell(lambda: self.engine.release(request_id))
+
+    def between_steps(self, function: Callable[[Engine], None]) -> Future[None]:
+        """Have a function called in the service's thread while no program is being dispatched. Thread-safe."""
+        future: Future[None] = Future()
+
+        def call() -> None:
+            try:
+                function(self.engine)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        self._tell(call)
+        return future
+
+    def close(self) -> None:
+        """Cancel what is under way, and end the thread. What `keep` keeps stays in the engine."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            self._inbox.put(lambda: None)
+        self._thread.join()
+
+    def _tell(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if self._closing:
+                raise RuntimeError("the service is closed and takes no requests; make a new EngineService")
+            self._inbox.put(command)
+
+    def _serve(self) -> None:
+        """Life of the thread: it waits for commands only where nothing is under way."""
+        while not self._closing:
+            try:
+                self._obey(wait=not self.engine.unfinished)
+                if self.engine.unfinished:
+                    self._step()
+            except BaseException as error:  # whatever it is, those who wait are told, and others may ask again
+                self.engine.free()
+                for asked in list(self._asked.values()):
+                    self._end(asked, error)
+        for asked in list(self._asked.values()):
+            asked.future.cancel()
+        self._obey(wait=False)
+
+    def _obey(self, *, wait: bool) -> None:
+        """Do all that the inbox says; wait for a first command if there is none."""
+        try:
+            while True:
+                self._inbox.get(block=wait)()
+                wait = False
+        except Empty:
+            return
+
+    def _step(self) -> None:
+        self.engine.step()
+        counts, prefill, before = self.counts, self.engine.prefill, self._before
+        counts.slots += self.engine.slots
+        counts.prompt_tokens = prefill.prompt_tokens - before[0]
+        counts.cached_tokens = prefill.reused_tokens - before[1]
+
+    def _start(self, asked: _Asked) -> None:
+        self.counts.requests += 1
+        self._asked[asked.future] = asked
+        self.engine.enqueue(asked.sequence)
+
+    def _drew(self, asked: _Asked, tokens: Sequence[int], logps: Sequence[float]) -> None:
+        """Tokens of a response were read."""
+        if not asked.began:
+            asked.began = True
+            self.counts.queue_s += asked.sequence.placed_at - asked.since
+        self.counts.busy_slots += 1
+        self.counts.drawn_tokens += len(tokens)
+        if asked.on_tokens is not None and not asked.future.cancelled():
+            try:
+                asked.on_tokens(tokens, logps)
+            except Exception as error:
+                failure = error
+                self._inbox.put(lambda: self._drop(asked, failure))  # not now: a step is under way
+
+    def _drop(self, asked: _Asked, error: Exception | None = None) -> None:
+        """Free the slot of a request that was cancelled, or whose listener failed."""
+        if asked.future in self._asked:
+            self.engine.cancel(asked.sequence)
+            self._end(asked, error)
+
+    def _end(self, asked: _Asked, outcome: Completion | BaseException | None) -> None:
+        """Resolve the future of a request, unless it was cancelled."""
+        if self._asked.pop(asked.future, None) is None:
+            return
+        if not asked.future.set_running_or_notify_cancel():
+            self.counts.cancelled += 1
+        elif isinstance(outcome, Completion):
+            self.counts.completed += 1
+            asked.future.set_result(outcome)
+        else:
+            self.counts.failed += 1
+            asked.future.set_exception(outcome)
