@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 _BUDGET_S = {
     **{"models": 330, "engine": 270, "workers": 210, "planner": 130, "resharding": 125, "rewards": 115, "run": 90},
     **{"trainer": 70, "algos": 55, "ray": 45, "extending": 30, "data": 40, "scripts": 30, "checkpoint": 30, "docs": 30},
-    **{"dataflows": 20, "house": 20, "runtime": 15, "tracking": 15, "sharding": 15, "config": 15},
+    **{"dataflows": 20, "conversations": 60, "house": 20, "runtime": 15, "tracking": 15, "sharding": 15, "config": 15},
 }
 """Seconds of one worker that the fast tests of a room may take; what takes more is shown, so that somebody looks."""
 

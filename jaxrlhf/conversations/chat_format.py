@@ -36,12 +36,17 @@ class ChatFormat:
             (
                 of_tool,
                 reasoning,
-                self.synthetic.keeps(self.synthetic.answers() if of_tool else _USER, reasoning=reasoning),
+                self.synthetic.keeps(self.told(self.synthetic.answers()) if of_tool else _USER, reasoning=reasoning),
             )
             for of_tool in (False, True)
             for reasoning in (False, True)
         ]
         self._keeps = {(of_tool, reasoning): kept for of_tool, reasoning, kept in keeps}
+
+    @property
+    def family(self) -> str:
+        """Form in which tool calls are read."""
+        return self._parser.family
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
         """Token ids of a chat, with the assistant's turn opened at the end.
@@ -49,7 +54,7 @@ class ChatFormat:
         Raises:
           EnvironmentFailure: The template refuses the messages.
         """
-        given, spelled = self.template.as_text(self._told(messages))
+        given, spelled = self.template.as_text(self.told(messages))
         return self.template.encode(self.template.render(given, tools, open_reply=True), marked=spelled)
 
     def delta(
@@ -66,7 +71,7 @@ class ChatFormat:
         Raises:
           EnvironmentFailure: The template refuses the messages.
         """
-        given, spelled = self.template.as_text(self._told(messages))
+        given, spelled = self.template.as_text(self.told(messages))
         text = self.synthetic.following(given, tools)
         ids = self.template.encode(text, marked=spelled)
         closing = self.synthetic.closing(given)
@@ -102,8 +107,8 @@ class ChatFormat:
             return reply.message
         return {"role": "assistant", "content": reply.text, "reasoning_content": reply.reasoning}
 
-    def _told(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages, a tool's answers as a user's words where the template knows no tools."""
+    def told(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages as the template takes them: a tool's answers are a user's words where it knows no tools."""
         if self.synthetic.tool_role == "tool":
             return messages
         told: list[Message] = []

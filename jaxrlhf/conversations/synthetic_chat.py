@@ -5,6 +5,7 @@ and no word of the policy's is rendered.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from jaxrlhf.config import Refusal
@@ -62,6 +63,7 @@ class SyntheticChat:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
+        self.with_system = self.with_calls = self.several_calls = True
         self.with_system = SYSTEM in self._text([_SYSTEM, _user("?")])
         closing = self._closing(calls=0)
         if closing is None:
@@ -73,8 +75,10 @@ class SyntheticChat:
         for template.arguments_as_text in (False, True):
             found = self._closing(calls=1)
             if found is not None:
-                self.with_calls, self.after_calls = True, found
+                self.after_calls = found
                 break
+        else:
+            self.with_calls = False
         self.several_calls = self.with_calls and self._closing(calls=2) is not None
         answers = self.answers()
         self.tool_role = "tool" if ANSWER in self._text([*self.before(answers), *answers], [_TOOL]) else "user"
@@ -109,16 +113,19 @@ class SyntheticChat:
         return after[found[closing.special - 1].end() :] if len(found) >= closing.special else ""
 
     def keeps(self, messages: Sequence[Message], *, reasoning: bool) -> bool:
-        """True if the template writes the reply before these messages as it writes it without them.
+        """True if the template goes on to write the reply before these messages as it stood when it was drawn.
 
         Args:
           reasoning: The reply has some.
         """
-        word = REASONING if reasoning else ""
-        before = self.before(messages, reasoning=word)
-        alone = self._text(before, [_TOOL])
-        end = alone.rfind(LAST_WORD) + len(LAST_WORD)
-        return word in alone and self._text([*before, *messages], [_TOOL]).startswith(alone[:end])
+        before = self.before(messages, reasoning=REASONING if reasoning else "")
+        whole = self._text([*before, *messages], [_TOOL])
+        if reasoning:
+            alone = self._text(before, [_TOOL])
+            kept = alone[: alone.rfind(LAST_WORD) + len(LAST_WORD)]
+            return REASONING in kept and whole.startswith(kept)
+        opened = self._text(before[:-1], [_TOOL], open_reply=True)
+        return whole.startswith(opened + before[-1]["content"])
 
     def answers(self) -> list[Message]:
         """Message of a tool."""
@@ -130,26 +137,40 @@ class SyntheticChat:
         return all(str(tool["function"]["name"]) in text for tool in tools)
 
     def default_system(self) -> str:
-        """Text that the template puts before a first user's message of its own; its special tokens alone if none."""
-        return self._text([_user(LAST_WORD)]).split(LAST_WORD)[0]
+        """Text that the template writes of its own accord before a chat without a system message."""
+        first = self._text([_user(LAST_WORD)]).split(LAST_WORD)[0]
+        header = self.following([_user(ANSWER)], ()).split(ANSWER)[0]
+        own = first[: len(first) - len(_beginning(first[::-1], header[::-1]))]
+        return own if any(map(str.isalpha, self._template.special.without(own))) else ""
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> str:
+    def opening(self) -> str:
+        """Text that opens a reply; empty if a user's turn does."""
+        open_, shut = (self._text([_user("?")], open_reply=value) for value in (True, False))
+        return open_[len(_beginning(open_, shut)) :]
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, open_reply: bool = False) -> str:
         """The messages as text; empty if the template refuses them."""
         try:
-            return self._template.render(messages, tools, open_reply=False)
+            return self._template.render(messages, tools, open_reply=open_reply)
         except EnvironmentFailure:
             return ""
 
     def _closing(self, *, calls: int) -> Closing | None:
-        answered = [_answer("wq7vtool", f"call{n:05d}") for n in range(calls)]
-        *before, after = self._text(self._three(answered, "Hm."), [_TOOL] * bool(calls)).split(LAST_WORD)
-        if not before:
+        """Closing of a reply that makes so many calls; None if the template does not show them."""
+        answers = [_answer("wq7vtool", f"call{n:05d}") for n in range(calls)]
+        tools = [_TOOL] * bool(calls)
+        before = self._three(answers, "Hm.")
+        *shown, after = self._text(before, tools).split(LAST_WORD)
+        if not shown:
             return None
-        found = list(self._template.special.found_in(after))
+        later = self._text([*before, *(answers or [_user("?")])], tools).split(LAST_WORD, len(shown))[-1]
+        # Phi ends a chat, and not a turn, with a further token; gpt-oss ends its last turn with another token.
+        both = _beginning(after, later)
+        found = list(self._template.special.found_in(both)) or list(self._template.special.found_in(after))
         if not found:
-            return Closing(after, None, 0, len(before))
+            return Closing(after, None, 0, len(shown))
         end = found[-1]
-        return Closing(after[: end.end()], self._template.special.ids[end[0]], len(found), len(before))
+        return Closing(after[: end.end()], self._template.special.ids[end[0]], len(found), len(shown))
 
     def _three(self, answered: Sequence[Message], reasoning: str) -> list[Message]:
         """Messages of a system, a user and an assistant, who makes the calls that are answered."""
@@ -158,6 +179,12 @@ class SyntheticChat:
         if answered:
             reply["tool_calls"] = [_call(answer, last=answer is answered[-1]) for answer in answered]
         return [*([_SYSTEM] if self.with_system else []), _user("?"), reply]
+
+
+def _beginning(one: str, other: str) -> str:
+    """Beginning that two texts have in common."""
+    same = (a == b for a, b in zip(one, other, strict=False))
+    return one[: sum(takewhile(bool, same))]
 
 
 def _user(text: str) -> Message:

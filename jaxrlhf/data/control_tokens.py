@@ -45,6 +45,10 @@ class ControlTokens:
         """The control tokens that a text spells out, in order."""
         return self._spelled.finditer(text)
 
+    def without(self, text: str) -> str:
+        """The text without the control tokens that it spells out."""
+        return self._spelled.sub("", text)
+
     def mark(self, text: str, *, place: str) -> str:
         """The text with a mark inside every control token that it spells out, for a chat template to pass on."""
         if _MARK.search(text):

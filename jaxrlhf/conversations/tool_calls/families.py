@@ -3,9 +3,23 @@
 from collections.abc import Collection
 from types import ModuleType
 
-from jaxrlhf.conversations.tool_calls import embedded, hermes
+from jaxrlhf.conversations.tool_calls import (
+    deepseek,
+    embedded,
+    gemma,
+    glm,
+    gpt_oss,
+    hermes,
+    kimi,
+    llama,
+    minimax,
+    mistral,
+    pythonic,
+    qwen_xml,
+)
 
-FAMILIES = (hermes, embedded)
+FAMILIES = (*(deepseek, kimi, minimax, glm, qwen_xml, mistral, pythonic, hermes, gpt_oss, gemma, llama, embedded),)
+"""Forms, the more special ones first: the first whose sign a template shows is taken."""
 
 
 def family(template: str, tags: Collection[str]) -> ModuleType:

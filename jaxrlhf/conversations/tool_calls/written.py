@@ -66,9 +66,14 @@ def json_call(text: str, *, arguments: Sequence[str] = ("arguments", "parameters
     return found
 
 
-UNCLOSED = "a call has no {closing} at its end"
+def json_arguments(name: str, text: str) -> WrittenCall | str:
+    """Call by a name, with arguments that are JSON."""
+    try:
+        return WrittenCall(name.strip(), json.loads(text, strict=False))
+    except (ValueError, RecursionError) as error:
+        return f"the arguments of a call are not JSON: {error}"
 
 
 def unclosed(closing: str) -> str:
     """Problem of a call that does not end."""
-    return UNCLOSED.format(closing=closing.replace(MARK, ""))
+    return f"a call has no {closing.replace(MARK, '')} at its end"

@@ -1,0 +1,116 @@
+"""Findings on a chat template before a run begins: what holds of it, and what cannot be right."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.conversations.chat_format import ChatFormat
+from jaxrlhf.conversations.tool_calls import Signatures
+from jaxrlhf.episode import Message, ToolSchema
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """Facts on a chat template.
+
+    Attributes:
+      family: Form in which tool calls are read.
+      stop_tokens: Tokens that end a turn, as text.
+      default_system: Text that the template puts before a chat without a system message.
+      opening: Text that opens the policy's turn.
+      shows_tools: The template tells the policy of its tools.
+      tool_role: Role in which a tool's answer is told.
+      keeps_history: Nothing that was said is written in another way later, reasoning left aside.
+      keeps_reasoning: Reasoning stays when a user speaks again.
+    """
+
+    family: str
+    stop_tokens: tuple[str, ...]
+    default_system: str
+    opening: str
+    shows_tools: bool
+    tool_role: str
+    keeps_history: bool
+    keeps_reasoning: bool
+
+    def lines(self) -> list[str]:
+        """The facts as a person reads them."""
+        return [
+            f"a turn ends with {' or '.join(self.stop_tokens)}, and the next opens with {self.opening!r}",
+            f"tool calls are read in the form {self.family}; their answers have the role {self.tool_role}",
+            *(["the template does not show tools: the prompt has to"] if not self.shows_tools else []),
+            *([f"before the first message it writes {self.default_system!r}"] if self.default_system else []),
+            *(["it writes earlier turns in another way later"] if not self.keeps_history else []),
+            *(["it leaves out the reasoning of earlier turns"] if not self.keeps_reasoning else []),
+        ]
+
+
+def check_template(
+    format: ChatFormat, tools: Sequence[ToolSchema], history: Literal["as_sampled", "as_templated"]
+) -> TemplateFacts:
+    """Facts on the template of a run, with the run's tools.
+
+    Raises:
+      Refusal: Tokens of a conversation cannot be made turn by turn, or a tool's schema is wrong.
+    """
+    Signatures(tools)
+    synthetic, control = format.synthetic, format.template.special
+    if not format.stop_tokens:
+        raise Refusal(
+            "no token ends a turn of this tokenizer's chat template, and it has no end of text; "
+            'set "eos_token" in its tokenizer_config.json'
+        )
+    user: list[Message] = [{"role": "user", "content": "?"}]
+    for messages in (user, synthetic.answers()):
+        _check_parts(format, messages, tools)
+    keeps_history = format.keeps(user, reasoning=False) and format.keeps(synthetic.answers(), reasoning=False)
+    if keeps_history:
+        _check_composition(format, tools)
+    texts = {id: text for text, id in control.ids.items()}
+    return TemplateFacts(
+        family=format.family,
+        stop_tokens=tuple(sorted(texts.get(id, str(id)) for id in format.stop_tokens)),
+        default_system=synthetic.default_system(),
+        opening=synthetic.opening(),
+        shows_tools=not tools or synthetic.shows(tools),
+        tool_role=synthetic.tool_role,
+        keeps_history=keeps_history,
+        keeps_reasoning=format.keeps(user, reasoning=True),
+    )
+
+
+def _check_parts(format: ChatFormat, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
+    """Control tokens that a tool spells can be kept as text if a text has the same tokens in parts."""
+    template = format.template
+    text = template.render([*format.synthetic.before(messages), *format.told(messages)], tools, open_reply=True)
+    if template.encode(text, marked=True) != template.encode(text, marked=False):
+        raise Refusal(
+            "this tokenizer encodes text by what stands around it, so control tokens that a tool's answer spells "
+            'cannot be kept as text; take its fast tokenizer without a prefix space ("add_prefix_space": false)'
+        )
+
+
+def _check_composition(format: ChatFormat, tools: Sequence[ToolSchema]) -> None:
+    """Two turns made one after the other have the tokens of the same turns made at once."""
+    first: Message = {"role": "user", "content": "One?"}
+    reply: Message = {"role": "assistant", "content": "One."}
+    second: Message = {"role": "user", "content": "Two?"}
+    prompt = format.prompt([first], tools)
+    said = format.template.encode("One.", marked=False)
+    ends = (format.end_of_turn,) if format.end_of_turn is not None else ()
+    parts = (*prompt, *said, *ends, *format.delta([second], tools, ended_by=format.end_of_turn))
+    whole = format.prompt([first, reply, second], tools)
+
+    def read(tokens: Sequence[int]) -> str:
+        return str(format.tokenizer.decode(list(tokens)))
+
+    if parts != whole:
+        at = next(
+            (n for n, (a, b) in enumerate(zip(parts, whole, strict=False)) if a != b), min(len(parts), len(whole))
+        )
+        raise Refusal(
+            "turn by turn this chat template makes other tokens than at once: after "
+            f"{read(whole[max(at - 8, 0) : at])!r} come {read(parts[at : at + 8])!r} instead of "
+            f'{read(whole[at : at + 8])!r}; mend "chat_template" or the tokenizer'
+        )

@@ -1,0 +1,35 @@
+"""Calls of DeepSeek, between tokens of its own.
+
+V3 and R1 write `function<｜tool▁sep｜>name` and a block of JSON, V3.1 `name<｜tool▁sep｜>{...}`, each in
+`<｜tool▁call▁begin｜>...<｜tool▁call▁end｜>`. V3.2 writes tags whose names begin with `｜DSML｜`.
+"""
+
+import re
+
+from jaxrlhf.conversations.tool_calls.minimax import invocations
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, json_arguments, unclosed
+
+SIGNS = ("｜tool▁calls▁begin｜", "｜DSML｜")
+_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+
+
+def find(text: str, tag: Tag) -> Written:
+    """Calls of a reply."""
+    if "｜DSML｜" in text:
+        return invocations(text, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", tag)
+    for part in ("calls▁begin", "calls▁end"):
+        text = text.replace(tag(f"<｜tool▁{part}｜>"), "")
+    closing = tag("<｜tool▁call▁end｜>")
+    content, found = blocks(text, tag("<｜tool▁call▁begin｜>"), closing)
+    separator = tag("<｜tool▁sep｜>")
+    return Written(content, [_call(body, separator) if closed else unclosed(closing) for body, closed in found])
+
+
+def _call(body: str, separator: str) -> WrittenCall | str:
+    before, separated, after = body.partition(separator)
+    if not separated:
+        return "a call is a name and arguments with <｜tool▁sep｜> between them"
+    fenced = _FENCE.search(after)
+    if fenced is None:
+        return json_arguments(before, after)
+    return json_arguments(after[: fenced.start()], fenced[1])

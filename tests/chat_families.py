@@ -1,0 +1,184 @@
+"""Tokenizers of published families, small and made offline, with the families' chat templates and control tokens.
+
+TRL carries the templates byte by byte as their checkpoints have them (its README names each checkpoint); they are read
+from the installed package. Mistral's is not among them: it is written here in the form that its checkpoints have.
+"""
+
+import importlib.util
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+TEMPLATES = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
+
+MISTRAL = (
+    "{{- bos_token }}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'user' %}"
+    "{%- if tools and loop.index0 == (messages | map(attribute='role') | list).index('user') %}"
+    "{{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}"
+    "{%- endif %}"
+    "{{- '[INST]' + message.content + '[/INST]' }}"
+    "{%- elif message.role == 'system' %}"
+    "{{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}"
+    "{%- elif message.role == 'assistant' and message.tool_calls %}"
+    "{{- '[TOOL_CALLS][' }}"
+    "{%- for call in message.tool_calls %}"
+    "{%- if not call.id is defined or call.id | length != 9 %}"
+    "{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+    "{%- endif %}"
+    '{{- \'{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{- call.function.arguments | tojson }}"
+    '{{- \', "id": "\' + call.id + \'"}\' + (", " if not loop.last else "]") }}'
+    "{%- endfor %}"
+    "{{- eos_token }}"
+    "{%- elif message.role == 'assistant' %}"
+    "{{- message.content + eos_token }}"
+    "{%- elif message.role == 'tool' %}"
+    "{%- if not message.tool_call_id is defined or message.tool_call_id | length != 9 %}"
+    "{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}"
+    "{%- endif %}"
+    '{{- \'[TOOL_RESULTS]{"content": \' + (message.content | tojson) + \', "call_id": "\' }}'
+    "{{- message.tool_call_id + '\"}[/TOOL_RESULTS]' }}"
+    "{%- endif %}"
+    "{%- endfor %}"
+)
+
+SPEECH = """The quick brown fox asks for 12 + 30 tools; a user, an assistant and a system answer: it is 42.
+<tools> <function=add> <parameter=a> {"name": "add", "arguments": {"a": 1, "b": 2}} </function>
+call:add{a:1} response: content, thinking, therefore the result is 7 of 9, Call, User, analysis commentary final json
+"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A published family.
+
+    Attributes:
+      template: File of TRL's, or the template itself.
+      special: Special tokens; the first is the beginning of a text, the second its end.
+      tags: Further tokens of its own that are not special.
+      call: Reply that calls `add` with a=1 and b=2, in the family's form, its end of turn left out.
+      ends: Tokens that end a turn: without a call, and with one.
+      settings: Variables of the template.
+      tells: How a tool's answer is found in its text.
+    """
+
+    template: str
+    special: tuple[str, ...]
+    call: str
+    ends: tuple[str, str]
+    tags: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+_HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+_XML = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
+_CHATML = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
+_IM_END = ("<|im_end|>", "<|im_end|>")
+_QWEN_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+_LLAMA = ("<|begin_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>")
+_DEEPSEEK_CALL = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    '{"a": 1, "b": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+_DEEPSEEK_TAGS = (
+    *("<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
+    *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>"),
+    *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<think>", "</think>"),
+)
+_GLM = ("<sop>", "<|endoftext|>", "[gMASK]", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+_GLM_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *_QWEN_TAGS)
+_GLM_CALL = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n"
+    "</tool_call>"
+)
+_GEMMA_4 = (
+    *("<bos>", "<eos>", "<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>"),
+    *("<|tool_response>", "<tool_response|>", "<|channel>", "<channel|>", '<|"|>', "<|think|>"),
+)
+_HARMONY = ("<|startoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>")
+
+FAMILIES = {
+    "qwen2.5": Family("qwen2_5.jinja", _CHATML, _HERMES, _IM_END, _QWEN_TAGS[:2]),
+    "qwen3": Family("qwen3.jinja", _CHATML, _HERMES, _IM_END, _QWEN_TAGS),
+    "qwen3 without thinking": Family("qwen3.jinja", _CHATML, _HERMES, _IM_END, _QWEN_TAGS, {"enable_thinking": False}),
+    "qwen3.5": Family("qwen3_5_think.jinja", _CHATML, _XML, _IM_END, _QWEN_TAGS),
+    "llama 3.1": Family(
+        "llama3_1.jinja", _LLAMA, '{"name": "add", "parameters": {"a": 1, "b": 2}}', ("<|eot_id|>", "<|eot_id|>")
+    ),
+    "gemma 3": Family(
+        "gemma3.jinja",
+        ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
+        "```tool_code\nadd(a=1, b=2)\n```",
+        ("<end_of_turn>", "<end_of_turn>"),
+    ),
+    "gemma 4": Family(
+        "gemma4.jinja", _GEMMA_4, "<|tool_call>call:add{a:1,b:2}<tool_call|>", ("<turn|>", "<|tool_response>")
+    ),
+    "deepseek v3": Family(
+        "deepseekv3.jinja",
+        ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+        _DEEPSEEK_CALL,
+        ("<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+        _DEEPSEEK_TAGS,
+    ),
+    "glm 4.5": Family("glm4moe.jinja", _GLM, _GLM_CALL, ("<|user|>", "<|observation|>"), _GLM_TAGS),
+    "gpt-oss": Family(
+        "gptoss.jinja",
+        (*_HARMONY, "<|constrain|>"),
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}',
+        ("<|return|>", "<|call|>"),
+    ),
+    "phi 3.5": Family(
+        "phi3_5.jinja",
+        ("<s>", "<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"),
+        _HERMES,
+        ("<|end|>", "<|end|>"),
+    ),
+    "lfm2": Family(
+        "lfm2_v2.jinja",
+        ("<|startoftext|>", "<|im_end|>", "<|im_start|>"),
+        "<|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|>",
+        _IM_END,
+        ("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_response_start|>", "<|tool_response_end|>"),
+    ),
+    "mistral": Family(
+        MISTRAL,
+        (
+            *("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]"),
+            *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+        ),
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]',
+        ("</s>", "</s>"),
+    ),
+}
+
+
+@cache
+def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with a family's template, control tokens and tags."""
+    family = FAMILIES[name]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([SPEECH] * 4, trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in family.special])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in family.tags])
+    template = family.template
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=family.special[0],
+        eos_token=family.special[1],
+        chat_template=(TEMPLATES / template).read_text() if template.endswith(".jinja") else template,
+        clean_up_tokenization_spaces=False,
+    )
