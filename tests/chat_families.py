@@ -164,21 +164,27 @@ FAMILIES = {
 
 @cache
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with a family's template, control tokens and tags."""
+    """Tokenizer of a family, with its template, control tokens and tags."""
     family = FAMILIES[name]
+    template = (TEMPLATES / family.template).read_text() if family.template.endswith(".jinja") else family.template
+    return small_tokenizer(family.special, family.tags, template)
+
+
+@cache
+def small_tokenizer(special: tuple[str, ...], tags: tuple[str, ...], template: str) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 500 tokens, with more of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([SPEECH] * 4, trainer)
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in family.special])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in family.tags])
-    template = family.template
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in tags])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=family.special[0],
-        eos_token=family.special[1],
-        chat_template=(TEMPLATES / template).read_text() if template.endswith(".jinja") else template,
+        bos_token=special[0],
+        eos_token=special[1],
+        chat_template=template,
         clean_up_tokenization_spaces=False,
     )

@@ -1,0 +1,241 @@
+"""Replies with tool calls in each family's form: read as they were meant, and never an exception."""
+
+import random
+
+import pytest
+from chat_families import small_tokenizer
+from written_calls import FORMS, NOTE, NOW, arguments
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.conversations.tool_calls import ReplyParser, Signatures
+from jaxrlhf.conversations.tool_calls.written import WrittenCall
+from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.episode import MalformedCall, Reply, ToolCall
+
+TOOLS = [NOTE, NOW]
+GOOD, BAD = 130, 30
+
+
+def parser_of(form):
+    template = "{{ messages }}" + "{# " + form.sign + " #}"
+    tokenizer = small_tokenizer(("<s>", "</s>", *form.special), form.tags, template)
+    return tokenizer, ReplyParser(tokenizer, template)
+
+
+def read(parser, tokens, tools=TOOLS, opening=""):
+    return parser.reply(tuple(tokens), tools, ended=False, opening=opening)
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_good_calls_are_read_as_they_were_written(name):
+    form, draw = FORMS[name], random.Random(name)
+    tokenizer, parser = parser_of(form)
+    assert parser.family == form.family
+    for _ in range(GOOD):
+        calls = [
+            ("note", arguments(draw)) if draw.random() < 0.8 else ("get_time", {})
+            for _ in range(1 if form.one else draw.randint(1, 3))
+        ]
+        before = draw.choice(["", "Let me see."]) if form.content else ""
+        text = f"{before}\n{form.write(calls)}" if before else form.write(calls)
+        reply = read(parser, tokenizer.encode(text, add_special_tokens=False))
+        assert reply.malformed == (), text
+        assert reply.calls == tuple(ToolCall(name, given) for name, given in calls), text
+        assert [list(map(type, call.arguments.values())) for call in reply.calls] == [
+            list(map(type, given.values())) for _, given in calls
+        ]
+        assert reply.content == before
+
+
+FAULTS = {
+    "a tool that is not there": (lambda given: ("forget", given), "unknown_tool", "the tools are note, get_time"),
+    "a text for a number": (lambda given: ("note", {**given, "count": "many"}), "arguments", "count"),
+    "an argument that is not there": (lambda given: ("note", {**given, "colour": "red"}), "arguments", "colour"),
+    "no required one": (lambda given: ("note", {"count": 1}), "arguments", "text"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+def test_a_call_that_does_not_fit_is_said_to(name, fault):
+    form, draw = FORMS[name], random.Random(name + fault)
+    tokenizer, parser = parser_of(form)
+    change, kind, word = FAULTS[fault]
+    for _ in range(BAD):
+        reply = read(parser, tokenizer.encode(form.write([change(arguments(draw))]), add_special_tokens=False))
+        [wrong] = reply.malformed
+        assert (wrong.kind, reply.calls) == (kind, ()) and word in wrong.detail
+
+
+@pytest.mark.parametrize("name", sorted(name for name, form in FORMS.items() if form.end))
+def test_a_call_that_does_not_end_has_no_structure(name):
+    form, draw = FORMS[name], random.Random(name)
+    tokenizer, parser = parser_of(form)
+    for _ in range(BAD):
+        text = form.write([("note", arguments(draw))])
+        assert text.endswith(form.end)
+        reply = read(parser, tokenizer.encode(text.removesuffix(form.end), add_special_tokens=False))
+        assert reply.calls == () and [one.kind for one in reply.malformed] == ["structure"], text
+
+
+@pytest.mark.parametrize("name", sorted(name for name, form in FORMS.items() if form.tags or len(form.special) > 1))
+def test_letters_that_spell_a_tag_call_nothing(name):
+    form = FORMS[name]
+    if name in ("gemma 3", "llama 3", "llama 4"):  # forms without tags, in letters alone
+        return
+    tokenizer, parser = parser_of(form)
+    text = form.write([("note", {"text": "a"})])
+    ids = [id for letter in text for id in tokenizer.encode(letter, add_special_tokens=False)]
+    reply = read(parser, ids)
+    assert (reply.calls, reply.malformed, reply.text) == ((), (), text)
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_any_tokens_make_a_reply(name):
+    form, draw = FORMS[name], random.Random(name)
+    tokenizer, parser = parser_of(form)
+    own = list(tokenizer.added_tokens_decoder)
+    good = tokenizer.encode(form.write([("note", arguments(draw))]), add_special_tokens=False)
+    for trial in range(120):
+        if trial % 2:
+            tokens = [draw.choice(own) if draw.random() < 0.3 else draw.randrange(len(tokenizer)) for _ in range(40)]
+        else:
+            tokens = list(good)
+            for _ in range(draw.randint(1, 6)):
+                place = draw.randrange(len(tokens))
+                tokens[place : place + draw.randint(0, 3)] = [draw.randrange(len(tokenizer))]
+        reply = read(parser, tokens, opening=draw.choice(["", "<think>\n"]))
+        assert isinstance(reply, Reply) and reply.tokens == tuple(tokens)
+        assert all(isinstance(call, ToolCall) and call.name in ("note", "get_time") for call in reply.calls)
+        assert all(isinstance(one, MalformedCall) and one.detail for one in reply.malformed)
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
+def test_calls_in_reasoning_are_none(name):
+    form = FORMS[name]
+    tokenizer, parser = parser_of(form)
+    call = form.write([("note", {"text": "a"})])
+    for opening, text in (("", f"<think>{call}</think>\n\nNo."), ("...<think>\n", f"{call}</think>No.")):
+        reply = read(parser, tokenizer.encode(text, add_special_tokens=False), opening=opening)
+        assert (reply.calls, reply.malformed, reply.content) == ((), (), "No.")
+    reply = read(parser, tokenizer.encode(f"Well. {call}", add_special_tokens=False), opening="<think>\n")
+    assert (reply.calls, reply.content) == ((), "") and reply.reasoning.startswith("Well.")
+
+
+# The embedded tokenizer's form
+
+TWO = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {"a": {"type": kind}, "b": {"type": kind}}},
+        },
+    }
+    for name, kind in (("add", "integer"), ("join", "string"))
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "calls", "malformed"),
+    [
+        ("<<1, 2>>", TWO[:1], [("add", {"a": 1, "b": 2})], []),
+        (
+            "so <<add: 1,2>> and <<join: x, y, z>>.",
+            TWO,
+            [("add", {"a": 1, "b": 2}), ("join", {"a": "x", "b": "y, z"})],
+            [],
+        ),
+        ("<<1>>", TWO[:1], [("add", {"a": 1})], []),
+        ("<<add: 1, x>>", TWO, [], ["arguments"]),
+        ("<<1, 2>>", TWO, [], ["unknown_tool"]),
+        ("<<mul: 1, 2>>", TWO, [], ["unknown_tool"]),
+        ("<<1, 2", TWO, [], ["structure"]),
+        ("1 > 2 < 3", TWO, [], []),
+        ("<<>>", [NOW], [("get_time", {})], []),
+        ("<<>>", [], [], ["unknown_tool"]),
+    ],
+)
+def test_calls_of_the_embedded_tokenizer(text, tools, calls, malformed):
+    tokenizer = embedded_tokenizer()
+    reply = read(ReplyParser(tokenizer, tokenizer.chat_template), tokenizer.encode(text), tools)
+    assert [(call.name, call.arguments) for call in reply.calls] == calls
+    assert [one.kind for one in reply.malformed] == malformed
+
+
+# Arguments and schemas
+
+
+def tool_with(**schema):
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+@pytest.mark.parametrize(
+    ("schema", "given", "typed", "meant"),
+    [
+        ({"type": "integer"}, "5", True, 5),
+        ({"type": "integer"}, 5.0, True, 5),
+        ({"type": "integer"}, "5.0", False, 5),
+        ({"type": "number"}, "2.5", True, 2.5),
+        ({"type": "number"}, "5", False, 5),
+        ({"type": "boolean"}, "True", False, True),
+        ({"type": "string"}, "5", False, "5"),
+        ({"type": ["string", "integer"]}, "5", True, "5"),
+        ({"type": "array", "items": {"type": "integer"}}, "[1, 2]", True, [1, 2]),
+        ({"type": "object"}, '{"a": 1}', False, {"a": 1}),
+        ({"type": "string", "nullable": True}, None, True, None),
+        ({"type": "integer", "nullable": True}, "null", False, None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "7", True, 7),
+        ({"enum": ["1", "2"]}, "1", False, "1"),
+        ({}, "5", False, 5),
+        ({}, "so", False, "so"),
+        ({}, "5", True, "5"),
+    ],
+)
+def test_a_value_with_one_reading_is_taken_so(schema, given, typed, meant):
+    call = Signatures(tool_with(**schema)).check(WrittenCall("f", {"x": given}, typed))
+    assert call == ToolCall("f", {"x": meant}) and type(call.arguments["x"]) is type(meant)
+
+
+@pytest.mark.parametrize(
+    ("schema", "given"),
+    [
+        ({"type": "integer"}, "5.5"),
+        ({"type": "integer"}, True),
+        ({"type": "integer"}, "true"),
+        ({"type": "boolean"}, "1"),
+        ({"type": "number"}, "NaN"),
+        ({"type": "string"}, 5),
+        ({"type": "array"}, "{}"),
+        ({"enum": ["a"]}, "b"),
+        ({"type": "integer", "minimum": 3}, "2"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_malformed(schema, given):
+    call = Signatures(tool_with(**schema)).check(WrittenCall("f", {"x": given}))
+    assert isinstance(call, MalformedCall) and call.kind == "arguments"
+
+
+@pytest.mark.parametrize("given", [None, 5, [1], "x", '"x"'])
+def test_arguments_that_are_no_object(given):
+    call = Signatures(tool_with(type="string")).check(WrittenCall("f", given))
+    assert isinstance(call, MalformedCall) and call.kind == "arguments"
+
+
+def test_arguments_written_twice_as_json_are_read_once_more():
+    assert Signatures(tool_with(type="integer")).check(WrittenCall("f", '{"x": 1}')) == ToolCall("f", {"x": 1})
+
+
+@pytest.mark.parametrize(
+    ("tools", "words"),
+    [
+        (tool_with(type="integer") * 2, "two tools have the name 'f'"),
+        (tool_with(type="word"), "no JSON schema"),
+        (tool_with(**{"$ref": "https://example.org/x.json"}), "refer to another document"),
+        ([{"type": "function", "function": {}}], "has no name"),
+    ],
+)
+def test_tools_that_cannot_be_right(tools, words):
+    with pytest.raises(Refusal, match=words):
+        Signatures(tools)
