@@ -16,9 +16,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing of one test reaches another, or the user's own cache
 # Tests run a program once or twice, so what counts is how long it compiles: LLVM leaves machine code as it comes, and
 # fusions go through XLA:CPU's older emitters instead of a pipeline of MLIR's each. That is half of all processor time.
-# XLA's own passes, which decide what is computed, stay; before the older emitters they make loops of scatters.
+# XLA's own passes, which decide what is computed, stay; before the older emitters they make loops of scatters. One
+# thread of LLVM for each program: to split small ones costs a fifth more.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
-os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 
 import pytest
 from jaxtyping import install_import_hook

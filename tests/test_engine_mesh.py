@@ -5,6 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from tiny_models import sharp
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
@@ -42,8 +43,6 @@ LATENT = ModelConfig(
 def run(model: ModelConfig, **sizes: int):
     mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
     layout = shardings(mesh, models.param_dims(model, "lm"), GENERATE)
-    params = models.init_params(model, "lm", jax.random.key(3))
-    params = jax.tree.map(lambda leaf: 0.2 * leaf / leaf.std() if leaf.std() > 0 else leaf, params)
     engine = Engine(
         model,
         mesh,
@@ -55,7 +54,7 @@ def run(model: ModelConfig, **sizes: int):
         slot_axes=SLOT_AXES,
         kv_head_axis="tensor",
     )
-    engine.load(jax.device_put(params, layout), version=0)
+    engine.load(jax.device_put(sharp(model), layout), version=0)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 32, rng.integers(1, 13)).tolist()) for _ in range(5)]
     requests = [Request(3 * group + i, prompt) for group, prompt in enumerate(prompts) for i in range(3)]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import sharp
 
 from jaxrlhf import models
 from jaxrlhf.batch import Problem
@@ -35,8 +36,7 @@ WIDTH = 20
 
 @pytest.fixture(scope="module")
 def params():
-    drawn = models.init_params(MODEL, "lm", jax.random.key(3))
-    return jax.tree.map(lambda leaf: leaf if leaf.std() == 0 else 0.4 * leaf / leaf.std(), drawn)
+    return jax.tree.map(jnp.asarray, sharp(MODEL, deviation=0.4))
 
 
 def engine(model=MODEL, **options):

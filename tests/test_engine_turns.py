@@ -48,6 +48,7 @@ def weights(model):
     return jax.tree.map(lambda leaf: np.float32(0.3 * rng.standard_normal(leaf.shape)), shapes)
 
 
+@functools.cache
 def build(model=MODEL, *, pages: bool = False, slots: int = 4, decode=None, **sizes: int) -> Engine:
     """One width of prompts and one size of the cache, so that little is compiled."""
     mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
@@ -121,37 +122,42 @@ def test_a_turn_begins_where_the_last_one_ended(how):
     assert engine.prefill.reused_tokens > sum(known), "nothing was reused in the third turn"
 
 
-def test_a_prompt_that_begins_like_another_shares_that():
-    engine, system = build(), tuple(range(4, 30))
+@pytest.fixture
+def engine():
+    """The engine of one device, with nothing in its cache."""
+    engine = build()
+    engine.free()
+    return engine
+
+
+def test_a_prompt_that_begins_like_another_shares_that(engine):
+    system, before = tuple(range(4, 30)), engine.prefill.reused_tokens
     asked = [Request(index, (*system, index), max_tokens=4, keep=True) for index in range(3)]
     for request in asked:
         engine.generate([request], Sampling(), seed=SEED)
-    assert engine.prefill.reused_tokens == 2 * len(system)
+    assert engine.prefill.reused_tokens - before == 2 * len(system)
 
 
-def test_requests_join_while_others_keep_their_turns():
-    engine = build()
+def test_requests_join_while_others_keep_their_turns(engine):
     long, first = Request(1, prompts()[0], max_tokens=16), Request(2, prompts()[1], max_tokens=4, keep=True)
     alone = [*engine.generate([long], Sampling(), seed=SEED), *engine.generate([first], Sampling(), seed=SEED)]
     engine.free()
     engine.add(long, Sampling(), seed=SEED)
     engine.add(first, Sampling(), seed=SEED)
-    ended, second = [], None
+    ended, second, before = [], None, engine.prefill.reused_tokens
     while engine.unfinished:
         ended += engine.step()
         if second is None and ended:
             second = Request(3, (*first.prompt_tokens, *ended[0].tokens, 5), max_tokens=4)
             engine.add(second, Sampling(), seed=SEED)
     assert [completion.request_id for completion in ended] == [2, 3, 1]
-    assert engine.prefill.reused_tokens == len(first.prompt_tokens) + len(ended[0].tokens) - 1
+    assert engine.prefill.reused_tokens - before == len(first.prompt_tokens) + len(ended[0].tokens) - 1
     equal([ended[2], ended[0]], alone)
     engine.free()
     equal(ended[1:2], engine.generate([second], Sampling(), seed=SEED))
 
 
-def test_what_is_kept_goes_when_others_need_its_room_or_it_is_released_or_weights_are_new():
-    engine = build(slots=2)
-
+def test_what_is_kept_goes_when_others_need_its_room_or_it_is_released_or_weights_are_new(engine):
     def second_turn(between) -> int:
         engine.free()
         before = engine.prefill.reused_tokens
@@ -161,7 +167,7 @@ def test_what_is_kept_goes_when_others_need_its_room_or_it_is_released_or_weight
         return engine.prefill.reused_tokens - before
 
     def fill():
-        for request_id in (3, 4):
+        for request_id in (3, 4, 5, 6):
             engine.add(Request(request_id, prompts()[1], max_tokens=16), Sampling(), seed=SEED)
         while engine.unfinished:
             engine.step()
@@ -173,8 +179,7 @@ def test_what_is_kept_goes_when_others_need_its_room_or_it_is_released_or_weight
     assert second_turn(lambda: engine.load(engine.weights.params, version=1)) == 0
 
 
-def test_a_later_prompt_may_be_longer_than_the_first_but_not_than_the_engine():
-    engine = build()
+def test_a_later_prompt_may_be_longer_than_the_first_but_not_than_the_engine(engine):
     with pytest.raises(Refusal, match="a prompt of 57 tokens; expected 1 to 56 beside a response of 8"):
         engine.add(Request(1, (5,) * 57, max_tokens=8), Sampling(), seed=SEED)
     with pytest.raises(Refusal, match="a prompt of 49 tokens; expected 1 to 48 beside a response of 16"):

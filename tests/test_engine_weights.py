@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from test_engine_stages import DIMS, MODEL, SAMPLING, assert_same, engine_of
 from test_models_chunks import CHUNK, CONFIGS, LENGTHS, TOKENS, of_tokens, prefill
 from test_models_families import GEMMA, close, drawn
+from tiny_models import sharp
 
 from jaxrlhf import models
 from jaxrlhf.engine import Request
@@ -73,9 +74,7 @@ def new_engine(sizes):
 
 def weights_on(engine, seed=3):
     """Fresh arrays in the engine's layout."""
-    drawn = models.init_params(MODEL, "lm", jax.random.key(seed))
-    host = jax.tree.map(lambda leaf: np.asarray(0.2 * leaf / leaf.std() if leaf.std() > 0 else leaf), drawn)
-    return jax.device_put(host, shardings(engine.mesh, DIMS, GENERATE))
+    return jax.device_put(sharp(MODEL, seed), shardings(engine.mesh, DIMS, GENERATE))
 
 
 def held_bytes(tree):

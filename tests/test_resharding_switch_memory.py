@@ -102,13 +102,21 @@ def temporaries(programs: list[jax.stages.Lowered]) -> list[int]:
     return [to_read(program).memory_analysis().temp_size_in_bytes for program in programs]
 
 
-@pytest.mark.parametrize("layout", [REFINING, STAGES, NOT_REFINING], ids=["refining", "stages", "not-refining"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])  # XLA for CPU gathers bfloat16 as float32
-@pytest.mark.parametrize("leaves", [1, 3])
+LAYOUTS = {"refining": REFINING, "stages": STAGES, "not-refining": NOT_REFINING}
+KINDS = [(name, dtype, leaves) for name in LAYOUTS for dtype in ("float32", "float16") for leaves in (1, 3)]
+FAST = {("refining", "float32", 1), ("stages", "float16", 3), ("not-refining", "float32", 3)}
+
+
+# XLA for CPU gathers bfloat16 as float32.
+@pytest.mark.parametrize(
+    ("name", "dtype", "leaves"),
+    [pytest.param(*kind, marks=[] if kind in FAST else pytest.mark.slow) for kind in KINDS],
+)
 def test_with_temporaries_a_switch_takes_the_larger_layout_and_a_bucket(
-    layout: Layout, dtype: Any, leaves: int, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, leaves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a model's own parameters, which are gathered along their second and third dimension."""
+    layout = LAYOUTS[name]
     alike = model_engine(layout, dtype=dtype)
     trees = map(jax.tree.leaves, (alike.generation_shapes, alike.train, alike.generate))
     largest = max(

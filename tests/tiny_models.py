@@ -32,6 +32,21 @@ def drawn(config):
     return jax.tree.map(draw, models.declare(config, "lm"))
 
 
+def sharp(config, seed=3, deviation=0.2):
+    """Weights of this standard deviation, so that distributions are far from uniform; norms 1 and biases 0 stay.
+
+    Drawn on the host: random numbers of each shape would be a program.
+    """
+    rng = np.random.default_rng(seed)
+    parts = {"normal": deviation, "ones": 0.0, "zeros": 0.0}
+
+    def draw(param):
+        noise = parts[param.init] * rng.standard_normal(param.shape)
+        return np.float32((param.init == "ones") + noise)
+
+    return jax.tree.map(draw, models.declare(config, "lm"))
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def logits(params, config, token_RW):
     """Of rows that hold one sequence each."""
