@@ -32,6 +32,25 @@ class Diverged(FloatingPointError):
 
 
 @dataclass(frozen=True)
+class Image:
+    """One image of a prompt, by reference: its pixels are read where they are computed with.
+
+    Attributes:
+      source: File and place in it, or whatever else whoever reads pixels goes by.
+      digest: A text that is another one for other pixels.
+      grid: Frames, rows and columns of its patches.
+      start: Index in the prompt of the first token that one of its features stands for.
+      tokens: Number of those, side by side.
+    """
+
+    source: str
+    digest: str
+    grid: tuple[int, int, int]
+    start: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Problem:
     """One record of a data set, tokenised once.
 
@@ -42,6 +61,7 @@ class Problem:
       answer: Reference answer for the rewards; None if the data has none.
       solution_tokens: Worked solution with EOS, for supervised training; empty if none.
       record: The source record, handed to reward functions.
+      images: Images of the prompt in its order.
     """
 
     prompt_id: int
@@ -50,6 +70,7 @@ class Problem:
     answer: str | None = None
     solution_tokens: tuple[int, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)

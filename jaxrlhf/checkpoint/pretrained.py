@@ -95,7 +95,8 @@ def export_converted(
       Refusal: The directory holds files, or the checkpoint cannot be read.
     """
     directory = check_new(directory)
-    config, (_, head) = read_config(path), read_family(path)
+    vision = any(name.startswith("vision.") for name in stored_shapes(_weights(path)))
+    config, (_, head) = read_config(path, vision=vision), read_family(path)
     check_pretrained(path, config, head)
     held, whole = stored_shapes(_weights(path)), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
 
@@ -114,6 +115,7 @@ def convert(
     directory: str | Path,
     *,
     dtype: str | None = None,
+    vision: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Write a converted checkpoint from a Hugging Face one; where there are several processes, all call this.
@@ -124,18 +126,19 @@ def convert(
       source: Local directory or hub id.
       directory: New, on a file system that all processes see.
       dtype: Dtype of the arrays; None is that of their tensors.
+      vision: With the vision tower.
       progress: Told how many bytes are read, and of how many.
 
     Raises:
       Refusal: The directory holds files, or the checkpoint cannot be read.
     """
     directory = check_new(directory)
-    config, (_, head) = read_config(source), read_family(source)
+    config, (_, head) = read_config(source, vision=vision), read_family(source)
     found = resolve(source, weights=True)
     shapes, mesh = param_shapes(config, head), Mesh(np.array(jax.devices()), ("device",))
     layout = jax.tree.map(lambda x: NamedSharding(mesh, _spread(x.shape, mesh.size)), shapes)
     params = load_params(found, config, head, layout, dtype=dtype, progress=progress)
-    dtypes = read_dtypes(found)
+    dtypes = read_dtypes(found, vision=vision)
     if dtype is not None:
         dtypes = dict.fromkeys(dtypes, dtype)
     _meet("the directory is new for all")

@@ -41,9 +41,11 @@ class Pretrained:
 
     Attributes:
       path: Local directory, or hub id such as `Qwen/Qwen2.5-0.5B-Instruct`; `...@v1.0` is a branch, tag or commit.
+      vision: Read its vision tower as well, for prompts with images; else a checkpoint that sees is its text part.
     """
 
     path: str
+    vision: bool = False
 
 
 @dataclass(frozen=True)

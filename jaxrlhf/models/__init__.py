@@ -7,7 +7,7 @@ from jaxrlhf.models.decoder import DecodeOutput, HiddenStates, Past, PrefillOutp
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.from_config import from_scratch, model_config, tokenizer_path
 from jaxrlhf.models.heads import TokenOutput, logits, padded_logits, score, token_logp, values
-from jaxrlhf.models.huggingface.config import read_config, scratch_config
+from jaxrlhf.models.huggingface.config import read_config, scratch_config, sees
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.huggingface.load import load_params
 from jaxrlhf.models.huggingface.save import save_params

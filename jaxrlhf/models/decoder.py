@@ -25,6 +25,8 @@ from jaxrlhf.models.norm import norm
 from jaxrlhf.models.pipeline import pipeline_decode, pipeline_forward
 from jaxrlhf.models.rope import rotations
 from jaxrlhf.models.stack import Layers, cache_places, run_layers, split_by_stack, stacks
+from jaxrlhf.models.vision.rows import ImageRows
+from jaxrlhf.models.vision.tower import Seen, see
 
 
 class HiddenStates(NamedTuple):
@@ -88,6 +90,7 @@ def hidden_states(
     segment_RW: Int[Array, "R W"],
     *,
     shared_prefix: SharedPrefix | None = None,
+    images: ImageRows | None = None,
     router: RouterInputs = NO_ROUTER_INPUTS,
     execution: Execution = ONE_DEVICE,
 ) -> HiddenStates:
@@ -97,14 +100,16 @@ def hidden_states(
       position_RW: Index of each token in its own sequence.
       segment_RW: Number of each token's sequence in its row, from 1; 0 is padding.
       shared_prefix: Sequences that share their prompts, which attention goes by instead of the segments.
+      images: Images of the rows, whose features stand for tokens; None is text alone.
       router: Tokens that count for the balance of experts, and choices to replay.
       execution: From `choose_execution`, for the mesh that the rows are on.
     """
-    turn = rotations(config, position_RW)
-    hidden_RWD = execution.split_rows(_embed(params, config, token_RW, execution.dtype))
+    sight = see(params, config.vision, images, execution)
+    turn = rotations(config, position_RW, turn_RW3=None if sight is None else sight.turn_RW3)
+    hidden_RWD = execution.split_rows(_embed(params, config, token_RW, execution.dtype, sight))
 
     def stack(layers, hidden_RWD, rows):
-        turn, seen, router = rows
+        turn, seen, router, sight = rows
         replayed = {}
         if router.replayed is not None:
             replayed = split_by_stack(jnp.moveaxis(router.replayed, 2, 0), config, skip=(DENSE_LAYERS,))
@@ -113,14 +118,14 @@ def hidden_states(
             layer, replayed_RWk = each
             asked = router._replace(replayed=replayed_RWk)
             hidden_RWD, _, routed = layer_rows(layer, config, hidden_RWD, turn, seen, execution, asked)
-            return hidden_RWD, {"router": routed}
+            return _deeper(sight, hidden_RWD, layer), {"router": routed}
 
         # Inside a scan nothing can be merged across layers, so the barrier against it is not needed.
         kept = jax.checkpoint_policies.save_only_these_names(ATTENDED)
         body = jax.checkpoint(step, prevent_cse=False, policy=kept) if execution.remat else step
         return run_layers(config, body, hidden_RWD, layers, replayed)
 
-    rows = turn, segment_RW if shared_prefix is None else shared_prefix, router
+    rows = turn, segment_RW if shared_prefix is None else shared_prefix, router, sight
     layers = stacks(params, config, execution.pipeline)
     hidden_RWD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_RWD, rows)
     return HiddenStates(norm(config, hidden_RWD, params["final_norm"]), outputs.get("router"))
@@ -136,6 +141,7 @@ def prefill(
     layers: list[Params] | None = None,
     chunk_tokens: int | None = None,
     past: Past | None = None,
+    images: ImageRows | None = None,
     execution: Execution = ONE_DEVICE,
 ) -> PrefillOutput:
     """Run left-aligned prompts once.
@@ -146,6 +152,7 @@ def prefill(
       chunk_tokens: Tokens of each prompt that run together: memory is that of a chunk, and chunks past
         the longest prompt's end are not run. None runs prompts whole.
       past: Where to go on, chunk by chunk; experts of tokens before it are reported as 0.
+      images: Images of the prompts, whose features stand for tokens; None is text alone.
 
     Raises:
       ValueError: A chunk has no tokens.
@@ -153,7 +160,8 @@ def prefill(
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to run prompts whole")
     all_layers = stacks(params, config, execution.pipeline) if layers is None else layers
-    prompts = params, config, all_layers, token_PS, length_P, execution
+    sight = see(params, config.vision, images, execution)
+    prompts = params, config, all_layers, token_PS, length_P, sight, execution
     width = token_PS.shape[1]
     if past is None and (chunk_tokens is None or chunk_tokens >= width):
         output = _prefill_whole(*prompts)
@@ -168,24 +176,26 @@ def _prefill_whole(
     layers: Layers,
     token_PS: Array,
     length_P: Array,
+    sight: Seen | None,
     execution: Execution,
 ) -> PrefillOutput:
     position_PS = jnp.broadcast_to(jnp.arange(token_PS.shape[1]), token_PS.shape)
     segment_PS = (position_PS < length_P[:, None]).astype(jnp.int32)
-    turn = rotations(config, position_PS)
+    turn = rotations(config, position_PS, turn_RW3=None if sight is None else sight.turn_RW3)
 
     def stack(layers, hidden_PSD, rows):
-        turn, segment_PS = rows
+        turn, segment_PS, sight = rows
 
         def step(hidden_PSD, each):
             layer, _ = each
             hidden_PSD, kept, routed = layer_rows(layer, config, hidden_PSD, turn, segment_PS, execution)
-            return hidden_PSD, _kept(kept, routed)
+            return _deeper(sight, hidden_PSD, layer), _kept(kept, routed)
 
         return run_layers(config, step, hidden_PSD, layers)
 
-    hidden_PSD = _embed(params, config, token_PS, execution.dtype)
-    hidden_PSD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_PSD, (turn, segment_PS))
+    hidden_PSD = _embed(params, config, token_PS, execution.dtype, sight)
+    rows = turn, segment_PS, sight
+    hidden_PSD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_PSD, rows)
     prefix, choice_LPSk = _prefix_of(outputs), outputs.get("choice")
     hidden_PD = jnp.take_along_axis(hidden_PSD, (length_P - 1)[:, None, None], axis=1)[:, 0]
     choice_PSLk = None if choice_LPSk is None else jnp.moveaxis(choice_LPSk, 0, 2).astype(jnp.int16)
@@ -198,6 +208,7 @@ def _prefill_chunks(
     layers: Layers,
     token_PS: Array,
     length_P: Array,
+    sight: Seen | None,
     execution: Execution,
     chunk_tokens: int,
     past: Past | None,
@@ -206,16 +217,17 @@ def _prefill_chunks(
     prompts, given_width = token_PS.shape
     if config.linear is not None:  # a state cannot take a token twice, so that no chunk begins in the one before
         token_PS = jnp.pad(token_PS, ((0, 0), (0, -given_width % chunk_tokens)))
+        sight = None if sight is None else sight.padded(token_PS.shape[1])
     width = token_PS.shape[1]
 
     def stack(layers, kept, hidden_PCD, place, working=True):
-        (turn, start, length_P), (prefix, choice_PSLk) = place, kept
+        (turn, start, length_P, sight), (prefix, choice_PSLk) = place, kept
 
         def step(hidden_PCD, each):
             layer, index = each
             chunk = Chunk(prefix, index, start, length_P)
             hidden_PCD, kept, routed = layer_rows(layer, config, hidden_PCD, turn, chunk, execution)
-            return hidden_PCD, _kept(kept, routed)
+            return _deeper(sight, hidden_PCD, layer), _kept(kept, routed)
 
         places = cache_places(config, execution.stages)
         hidden_PCD, outputs = run_layers(config, step, hidden_PCD, layers, places)
@@ -229,8 +241,11 @@ def _prefill_chunks(
         last_PD, kept = carry
         start = jnp.minimum(begun + count * chunk_tokens, width - chunk_tokens)
         token_PC = jax.lax.dynamic_slice_in_dim(token_PS, start, chunk_tokens, axis=1)
-        turn = rotations(config, jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape))
-        hidden_PCD, place = _embed(params, config, token_PC, execution.dtype), (turn, start, length_P)
+        part = None if sight is None else sight.part(start, chunk_tokens)
+        position_PC = jnp.broadcast_to(start + jnp.arange(chunk_tokens), token_PC.shape)
+        turn = rotations(config, position_PC, turn_RW3=None if part is None else part.turn_RW3)
+        hidden_PCD = _embed(params, config, token_PC, execution.dtype, part)
+        place = turn, start, length_P, part
         if execution.pipeline is None:
             hidden_PCD, kept = stack(layers, kept, hidden_PCD, place)
         else:
@@ -275,6 +290,7 @@ def decode(
     position_B: Int[Array, "B"],
     cache: Cache,
     *,
+    offset_B: Int[Array, "B"] | None = None,
     execution: Execution = ONE_DEVICE,
 ) -> DecodeOutput:
     """Run one token of every slot: write its keys and values at its position, attend up to it.
@@ -284,8 +300,10 @@ def decode(
       params: The tree that `layers` came from; its stacks are not read and may be absent.
       token_B: The newest token of each slot.
       position_B: Index of that token in its sequence, below the cache's capacity.
+      offset_B: Difference between the position by which it is rotated and that index, behind images; None is none.
     """
-    turn, chosen = rotations(config, position_B[:, None], longest=capacity_of(cache)), []
+    turned_B = position_B if offset_B is None else position_B + offset_B
+    turn, chosen = rotations(config, turned_B[:, None], longest=capacity_of(cache)), []
 
     def stack(layers, cache, hidden_B1D, slots, working=True):
         turn, position_B = slots
@@ -311,8 +329,18 @@ def decode(
     return DecodeOutput(norm(config, hidden_B1D, params["final_norm"])[:, 0], written, choice_BLk)
 
 
-def _embed(params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], dtype: Any) -> Float[Array, "R W D"]:
+def _embed(
+    params: Params, config: ModelConfig, token_RW: Int[Array, "R W"], dtype: Any, sight: Seen | None = None
+) -> Float[Array, "R W D"]:
+    """Embeddings of tokens, and features of images in their places."""
     embed_RWD = params["embed"][token_RW].astype(dtype)
     if config.embedding_multiplier != 1.0:
         embed_RWD = embed_RWD * config.embedding_multiplier
-    return embed_RWD * jnp.asarray(config.hidden_size**0.5, dtype) if config.scale_embeddings else embed_RWD
+    if config.scale_embeddings:
+        embed_RWD = embed_RWD * jnp.asarray(config.hidden_size**0.5, dtype)
+    return embed_RWD if sight is None else sight.merged(embed_RWD)
+
+
+def _deeper(sight: Seen | None, hidden_RWD: Array, layer: Params) -> Array:
+    """Hidden states behind a layer, with what the tower adds there."""
+    return hidden_RWD if sight is None or "depth" not in layer else sight.deeper(hidden_RWD, layer["depth"][0])

@@ -5,6 +5,7 @@ initialisation, sharding rules, Hugging Face import and export read it. Layers a
 on a leading `L` dimension so that one scan runs them.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,9 +24,13 @@ from jaxrlhf.models.config import (
     LatentAttention,
     LinearAttention,
     ModelConfig,
+    Vision,
     padded_rows,
 )
 from jaxrlhf.sharding.rules import Dim
+
+VISION = "vision"
+"""Name of the tower among the decoder's parameters."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ def declare(config: ModelConfig, head: Head) -> dict[str, Any]:
     if config.linear is not None:
         linear = replace(plain, num_layers=stack_of.count(LINEAR_LAYERS))
         tree[LINEAR_LAYERS] = _layers(linear) | {"attention": _linear_attention(linear, config.linear)}
+    if config.vision is not None:
+        tree[VISION] = _tower(config.vision)
     if head != "lm":
         tree["head"] = Param((config.hidden_size,), (None,), "zeros")
     elif not config.tie_embeddings:
@@ -234,6 +241,62 @@ def _mixture(config: ModelConfig, experts: Experts) -> dict[str, Any]:
         tree["shared"] = _mlp(config, experts.shared_intermediate_size)
     if experts.shared_gate:
         tree["shared_gate"] = Param((layers, width, 1), ("layers", "embed", None), fan_in=width)
+    return tree
+
+
+def _tower(vision: Vision) -> dict[str, Any]:
+    """A vision tower, whose layers are stacked by themselves: no stage of a pipeline divides them."""
+    width, inner, count = vision.hidden_size, vision.intermediate_size, (vision.num_layers,)
+    embed, heads, wide = ("embed", width), ("heads", vision.num_heads), ("mlp", inner)
+
+    def weight(before: tuple[int, ...], shape: tuple[int, ...], *dims: Dim, inputs: int = 1) -> Param:
+        stack = ("tower_layers",) * len(before)
+        return Param((*before, *shape), (*stack, *dims), fan_in=math.prod(shape[:inputs]))
+
+    def vector(before: tuple[int, ...], shape: tuple[int, ...], *dims: Dim, ones: bool = False) -> Param:
+        return Param((*before, *shape), (*("tower_layers",) * len(before), *dims), "ones" if ones else "zeros")
+
+    def norm(name: str, before: tuple[int, ...], size: int) -> dict[str, Param]:
+        bias = {f"{name}_bias": vector(before, (size,), None)} if vision.norm == "layer" else {}
+        return {name: vector(before, (size,), None, ones=True)} | bias
+
+    def merging(before: tuple[int, ...], normed: int) -> dict[str, Param]:
+        size, out = vision.merged_size, vision.out_size
+        return norm("norm", before, normed) | {
+            "inner": weight(before, (size, size), ("embed", size), ("mlp", size)),
+            "inner_bias": vector(before, (size,), ("mlp", size)),
+            "outer": weight(before, (size, out), ("mlp", size), ("embed", out)),
+            "outer_bias": vector(before, (out,), None),
+        }
+
+    shape = (vision.num_heads, vision.head_dim)
+    attention = {name: weight(count, (width, *shape), embed, heads, None) for name in ("query", "key", "value")}
+    attention |= {f"{name}_bias": vector(count, shape, heads, None) for name in ("query", "key", "value")}
+    attention |= {"output": weight(count, (*shape, width), heads, None, embed, inputs=2)}
+    names = ("gate", "up") if vision.gated else ("up",)
+    mlp = {name: weight(count, (width, inner), embed, wide) for name in names}
+    mlp |= {f"{name}_bias": vector(count, (inner,), wide) for name in names}
+    mlp |= {"down": weight(count, (inner, width), wide, embed), "down_bias": vector(count, (width,), None)}
+    sides = (vision.patch_size, vision.patch_size)
+    pixels = (3, *([vision.frames] if vision.frames > 1 else []), *sides)
+    tree = {
+        "patch": weight((), (*pixels, width), *[None] * len(pixels), embed, inputs=len(pixels)),
+        "layers": norm("attention_norm", count, width)
+        | norm("mlp_norm", count, width)
+        | {"attention": attention | {"output_bias": vector(count, (width,), None)}, "mlp": mlp},
+    }
+    if vision.patch_bias:
+        tree["patch_bias"] = vector((), (width,), None)
+    if vision.positions:
+        tree["positions"] = Param((vision.positions, width), (None, embed), fan_in=width)
+    if vision.merger == "mlp":
+        tree["merger"] = merging((), width)
+    else:
+        projection = weight((), (width, vision.out_size), embed, None)
+        tree |= norm("final_norm", (), width)
+        tree["merger"] = {"norm": vector((), (width,), None), "projection": projection}
+    if vision.deepstack:
+        tree["deepstack"] = merging((len(vision.deepstack),), vision.merged_size)
     return tree
 
 

@@ -52,18 +52,30 @@ class Rotations(NamedTuple):
         return turn
 
 
-def rotations(config: ModelConfig, position_RW: Int[Array, "R W"], *, longest: int | None = None) -> Rotations:
+def rotations(
+    config: ModelConfig,
+    position_RW: Int[Array, "R W"],
+    *,
+    longest: int | None = None,
+    turn_RW3: Int[Array, "R W 3"] | None = None,
+) -> Rotations:
     """The rotation of each position: angle = position * frequency, in float32.
 
     Args:
       longest: Bound on the positions, where a decode loop may look rotations up in a table; None computes them.
+      turn_RW3: Time, row and column, of which each frequency has its own; None is the position in all three.
     """
+    part_X = None
+    if turn_RW3 is not None and config.vision is not None and config.vision.sections is not None:
+        part_X = np.array(config.vision.sections.part_of())
 
     def turn(theta: float, scaling: RopeScaling | None) -> Rotation:
         frequency_X, factor = frequencies(config.rotary_dim, theta, scaling)
 
         def at(position_RW: Array) -> Rotation:
             angle_RWX = position_RW[:, :, None].astype(jnp.float32) * jnp.asarray(frequency_X)[None, None, :]
+            if part_X is not None and turn_RW3 is not None:
+                angle_RWX = turn_RW3[:, :, part_X].astype(jnp.float32) * jnp.asarray(frequency_X)[None, None, :]
             return Rotation(jnp.cos(angle_RWX) * factor, jnp.sin(angle_RWX) * factor)
 
         return _at_positions(at, position_RW, longest)

@@ -22,8 +22,8 @@ from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.layer import repeat_heads
 from jaxrlhf.models.pipeline import Pipeline
 
-LAYER_FLAGS = ("slides", "turns")
-"""Flags beside the parameters of layers: a layer has the window, a layer rotates its heads."""
+LAYER_FLAGS = ("slides", "turns", "depth")
+"""Flags beside the parameters of layers: a layer has the window, a layer rotates its heads, a layer's index."""
 
 Stacks = dict[str, Params]
 """Stacks of layers by their names."""
@@ -57,6 +57,8 @@ def stacks(params: Params, config: ModelConfig, pipeline: Pipeline | None) -> St
         flags["slides"] = jnp.array(config.sliding_layers)[:, None]
     if config.rope_layers:
         flags["turns"] = jnp.array(config.rope_layers)[:, None]
+    if config.vision is not None and config.vision.deepstack:
+        flags["depth"] = jnp.arange(config.num_layers)[:, None]
     by_stack = split_by_stack(flags, config)
     return {name: {**params[name], **by_stack.get(name, {})} for name in STACKS if name in params}
 

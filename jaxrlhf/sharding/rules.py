@@ -37,6 +37,9 @@ GENERATE: Rules = {
     "vocab": ("stage", "tensor"),
 }
 
+STACKED = ("layers", "tower_layers")
+"""Dimensions that count layers: no part of a matrix. A vision tower's are never divided."""
+
 
 def _is_dims(node: Any) -> bool:
     return isinstance(node, tuple)
@@ -79,7 +82,7 @@ def cast_shapes(dims: Any, shapes: Any, *, dtype: Any) -> Any:
     """
 
     def one(names: tuple[Dim, ...], array: Any) -> Any:
-        matrix = len([name for name in names if name != "layers"]) > 1
+        matrix = len([name for name in names if name not in STACKED]) > 1
         cast = matrix and jnp.issubdtype(array.dtype, jnp.floating)
         return jax.ShapeDtypeStruct(array.shape, dtype if cast else array.dtype)
 

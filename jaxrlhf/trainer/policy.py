@@ -13,7 +13,7 @@ from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Refusal, Sampling
 from jaxrlhf.data.tokenizer import decoder, load_tokenizer, misread
 from jaxrlhf.dataflows.step import Metrics
-from jaxrlhf.models import read_config, tokenizer_path
+from jaxrlhf.models import read_config, sees, tokenizer_path
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.save import check_new, save_each
@@ -64,7 +64,7 @@ def export_policy(
         raise Refusal(f"{run} trained {_NO_FORMAT}")
     if not model.is_dir():
         raise Refusal(f"{run} is not the workdir of a run: it has no {MODEL} folder")
-    config = read_config(model)
+    config = read_config(model, vision=sees(model))
     with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
         step = _chosen(checkpoints, step)
         # A run without a policy trains a reward model: a critic without an actor.

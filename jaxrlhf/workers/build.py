@@ -218,15 +218,17 @@ class Builder(PoolRoles):
         Raises:
           Refusal: See `check_pretrained`.
         """
-        wanted: list[tuple[str, Head]] = []
+        wanted: list[tuple[Pretrained, Head]] = []
         for spec in self.config.roles.values():
             if spec.model is not None and spec.head is not None:
-                wanted.append((spec.model.path, spec.head))
+                wanted.append((spec.model, spec.head))
             elif spec.model is None and phase.policy is None and isinstance(self.config.model, Pretrained):
-                wanted.append((self.config.model.path, "lm"))
-        wanted += [(part.path, "score") for part in self.config.rewards.parts if isinstance(part, ModelReward)]
-        for path, head in dict.fromkeys(wanted):
-            check_pretrained(path, read_config(path), head)
+                wanted.append((self.config.model, "lm"))
+        wanted += [
+            (Pretrained(part.path), "score") for part in self.config.rewards.parts if isinstance(part, ModelReward)
+        ]
+        for model, head in dict.fromkeys(wanted):
+            check_pretrained(model.path, read_config(model.path, vision=model.vision), head)
 
     def _policy_params(self, phase: Phase, roles: Sequence[str]) -> Params:
         """The policy's parameters before the phase, in the training layout and dtypes of a role that starts from them.

@@ -8,6 +8,7 @@ from jaxrlhf.config import Refusal
 from jaxrlhf.models.config.parts import Experts, LatentAttention, LinearAttention
 from jaxrlhf.models.config.pattern import DENSE_LAYERS, LAYERS, LINEAR_LAYERS, Pattern, find_pattern
 from jaxrlhf.models.config.rope import RopeScaling, YarnRope
+from jaxrlhf.models.config.vision import Vision
 
 Head = Literal["lm", "value", "score"]
 FamilyName = Literal[
@@ -91,6 +92,7 @@ class ModelConfig:
       dense_layers: Number of first layers, which have an MLP where the others have experts.
       max_positions: Longest sequence the checkpoint was made for, in tokens.
       experts: Mixture of experts in place of the MLP; None is a dense MLP.
+      vision: Tower whose features stand in prompts; None reads text alone.
     """
 
     family: FamilyName
@@ -133,6 +135,7 @@ class ModelConfig:
     dense_layers: int = 0
     max_positions: int = 32_768
     experts: Experts | None = None
+    vision: Vision | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -290,4 +293,5 @@ class ModelConfig:
         layers += self.num_layers * (int(self.mlp_parameters()) + self.norm_parameters)
         layers += self.dense_layers * (3 * self.hidden_size * self.intermediate_size - int(self.mlp_parameters()))
         last = 0 if head == "lm" and self.tie_embeddings else self.head_parameters(head)
-        return self.vocab_size * self.hidden_size + layers + self.hidden_size + last
+        tower = 0 if self.vision is None else self.vision.parameters
+        return self.vocab_size * self.hidden_size + layers + self.hidden_size + last + tower

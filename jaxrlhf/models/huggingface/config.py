@@ -10,16 +10,19 @@ from typing import Any
 
 from jaxrlhf.config import FromScratch, Refusal
 from jaxrlhf.models.config import Experts, Head, ModelConfig
-from jaxrlhf.models.huggingface.families import FAMILIES, Family, Fields, read_rope, write_rope
+from jaxrlhf.models.huggingface.families import FAMILIES, SIGHTS, Family, Fields, read_rope, write_rope
 from jaxrlhf.models.huggingface.hub import resolve
-from jaxrlhf.models.huggingface.text_part import text_fields
+from jaxrlhf.models.huggingface.text_part import read_vision, text_fields
 
 # Their names for the gate's activation, and ours.
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-def read_fields(path: str | Path) -> dict[str, Any]:
+def read_fields(path: str | Path, *, whole: bool = False) -> dict[str, Any]:
     """The fields of the checkpoint's config.json, or of its text part where it has others.
+
+    Args:
+      whole: All fields, whatever parts there are.
 
     Raises:
       Refusal: The file is missing or is not a JSON object.
@@ -27,7 +30,7 @@ def read_fields(path: str | Path) -> dict[str, Any]:
     file = resolve(path) / "config.json"
     if not file.is_file():
         raise Refusal(f"{file.parent} holds no config.json; a checkpoint directory needs one")
-    return text_fields(_read_object(file))
+    return _read_object(file) if whole else text_fields(_read_object(file))
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -38,6 +41,12 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise Refusal(f"{file} holds {type(fields).__name__}, expected a JSON object")
     return fields
+
+
+def sees(path: str | Path) -> bool:
+    """Return whether the checkpoint is of one of the `SIGHTS`."""
+    fields = read_fields(path, whole=True)
+    return fields.get("architectures") in [[sight.architecture] for sight in SIGHTS.values()]
 
 
 def read_stop_tokens(path: str | Path) -> list[int]:
@@ -68,8 +77,11 @@ def read_family(path: str | Path) -> tuple[Family, Head]:
     raise Refusal(f"{path}/config.json has architecture {given[0]!r}; known are {known}")
 
 
-def read_config(path: str | Path) -> ModelConfig:
+def read_config(path: str | Path, *, vision: bool = False) -> ModelConfig:
     """The shape of the checkpoint's decoder.
+
+    Args:
+      vision: And of its tower, which it has to have; else a checkpoint that sees is read as its text part.
 
     Raises:
       Refusal: Unknown architecture, a missing field, a field with a value that this decoder does
@@ -96,7 +108,11 @@ def read_config(path: str | Path) -> ModelConfig:
         **({} if "rope_theta" in family_fields else read_rope(fields)),
     }
     fields.finish()
-    return ModelConfig(**shared | family_fields)
+    tower = None
+    if vision:
+        given = read_fields(path, whole=True)
+        tower = read_vision(given, f"{path}/config.json")
+    return ModelConfig(**{"vision": tower} | shared | family_fields)
 
 
 def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, Any]:
@@ -125,7 +141,7 @@ def write_fields(config: ModelConfig, head: Head, *, dtype: str) -> dict[str, An
     }
     if head != "lm":
         fields |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return fields
+    return fields if config.vision is None else SIGHTS[config.vision.family].fields(config, fields)
 
 
 def scratch_config(settings: FromScratch, *, vocab_size: int) -> ModelConfig:

@@ -22,7 +22,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import read_family
-from jaxrlhf.models.huggingface.families import FAMILIES, StoredTensor
+from jaxrlhf.models.huggingface.families import FAMILIES, SIGHTS, StoredTensor, stored_tensors
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.huggingface.tensor_files import DTYPES, TensorFiles
 from jaxrlhf.models.parameters import Param, declare, path_name
@@ -66,7 +66,7 @@ def load_params(
         device = SingleDeviceSharding(jax.local_devices()[0])
         shardings = jax.tree.map(lambda _: device, declared)
 
-    with TensorFiles(resolve(path, weights=True)) as files:
+    with TensorFiles(resolve(path, weights=True), vision=config.vision is not None) as files:
         stored = _check(files, config, head)
         if dtype is None:
             dtype = _dtypes(files, declared, stored)
@@ -105,7 +105,7 @@ def check_params(path: str | Path, config: ModelConfig, head: Head) -> None:
       Refusal: The checkpoint lacks the wanted head, a tensor is missing, unexpected or of
         the wrong shape or dtype, or a file is missing or damaged.
     """
-    with TensorFiles(resolve(path, weights=True)) as files:
+    with TensorFiles(resolve(path, weights=True), vision=config.vision is not None) as files:
         _check(files, config, head)
 
 
@@ -222,7 +222,7 @@ def _check(files: TensorFiles, config: ModelConfig, head: Head) -> dict[str, Sto
     Raises:
       Refusal: The files do not fit the model.
     """
-    stored = FAMILIES[config.family].stored(config, head)
+    stored = stored_tensors(config, head)
     _, saved = read_family(files.directory)
     check_head(files.directory, head, saved)
     if head == "value" and saved == "lm":
@@ -261,10 +261,12 @@ def _check_tensors(files: TensorFiles, config: ModelConfig, declared: dict, stor
                 f"tensor {name!r} in {files.where(name)} has dtype {kind}; {', '.join(DTYPES.values())} are read: "
                 f"give the checkpoint in one of them"
             )
+    beside = () if config.vision is None else SIGHTS[config.vision.family].leaves_out
     for name in files.file_of:
         # A tied or replaced head, and the constants that old versions saved, change nothing.
         constant = name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
-        if name not in expected and not constant and not family.leaves_out(name, config):
+        unread = constant or family.leaves_out(name, config) or name.startswith(beside)
+        if name not in expected and not unread:
             raise Refusal(
                 f"tensor {name!r} in {files.where(name)} is no part of a {config.family} decoder; "
                 f"leaving it out would change the model"

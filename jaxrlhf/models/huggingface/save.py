@@ -16,12 +16,15 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import read_fields, write_fields
-from jaxrlhf.models.huggingface.families import FAMILIES, StoredTensor
+from jaxrlhf.models.huggingface.families import StoredTensor, published_name, stored_tensors
 from jaxrlhf.models.huggingface.hub import HUB_FILES, resolve
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.tensor_files import INDEX, TensorFiles
 from jaxrlhf.models.huggingface.tensor_writer import TensorWriter
 from jaxrlhf.models.parameters import Param, declare, path_name
+
+_KEPT = ("generation_config.json", "*processor*.json")
+"""Files of a source that stay as they are beside another tokenizer."""
 
 
 def save_params(
@@ -40,7 +43,7 @@ def save_params(
       dtype: Dtype of the tensors in the files; None is that of each in the source, or float32 without one.
     """
     if dtype is None:
-        dtype = jnp.float32 if source is None else read_dtypes(source)
+        dtype = jnp.float32 if source is None else read_dtypes(source, vision=config.vision is not None)
     arrays = ((path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(params))
     head: Head = "score" if "head" in params and params["head"].ndim == 1 else "lm"
     save_each(
@@ -90,19 +93,20 @@ def save_each(
     if list(directory.glob("*.safetensors")):
         raise Refusal(f"{directory} already holds safetensors, which might be mixed up; export to a new directory")
     declared = {path_name(path): param for path, param in jax.tree.leaves_with_path(declare(config, head))}
-    stored = FAMILIES[config.family].stored(config, head)
+    stored = stored_tensors(config, head)
     shapes = _shapes(declared, stored)
     dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(shapes, dtype)
     tensors = {name: jax.ShapeDtypeStruct(shape, dtypes.get(name, "float32")) for name, shape in shapes.items()}
     writer = None
     if jax.process_index() == 0:
         directory.mkdir(parents=True, exist_ok=True)
-        writer = TensorWriter(directory, tensors, max_file_bytes=max_shard_bytes)
+        named = {published_name(config, name): tensor for name, tensor in tensors.items()}
+        writer = TensorWriter(directory, named, max_file_bytes=max_shard_bytes)
     total = sum(tensor.size * tensor.dtype.itemsize for tensor in tensors.values())
     done = 0
     for part in _fetched(arrays, declared, stored, tensors):
         if writer is not None:
-            writer.write(part.name, part.block, start=part.start, place=part.place)
+            writer.write(published_name(config, part.name), part.block, start=part.start, place=part.place)
         done += part.block.nbytes
         progress(done, total)
     if writer is not None:
@@ -120,20 +124,20 @@ def named_tensors(
       arrays: See `save_each`.
     """
     declared = {path_name(path): param for path, param in jax.tree.leaves_with_path(declare(config, head))}
-    stored = FAMILIES[config.family].stored(config, head)
+    stored = stored_tensors(config, head)
     tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in _shapes(declared, stored).items()}
     begun: dict[str, tuple[np.ndarray, int]] = {}
     for part in _fetched(arrays, declared, stored, tensors):
         name, block = part.name, part.block
         if block.shape == tensors[name].shape:
-            yield name, block
+            yield published_name(config, name), block
             continue
         tensor, left = begun.get(name) or (np.empty(tensors[name].shape, block.dtype), tensors[name].size)
         there = tensor[part.start : part.start + len(block)] if part.place is None else part.place(tensor)
         there[...] = block.reshape(there.shape)
         begun[name] = tensor, left - block.size
         if left == block.size:
-            yield name, begun.pop(name)[0]
+            yield published_name(config, name), begun.pop(name)[0]
 
 
 class _TensorPart(NamedTuple):
@@ -166,9 +170,13 @@ def _fetched(
             yield _TensorPart(lies.named(at), block, lies.start, place)
 
 
-def read_dtypes(path: str | Path) -> dict[str, str]:
-    """Dtype of each tensor of a Hugging Face checkpoint, by its name."""
-    with TensorFiles(resolve(path, weights=True)) as files:
+def read_dtypes(path: str | Path, *, vision: bool = False) -> dict[str, str]:
+    """Dtype of each tensor of a Hugging Face checkpoint, by its name.
+
+    Args:
+      vision: Tensors of its tower as well.
+    """
+    with TensorFiles(resolve(path, weights=True), vision=vision) as files:
         return files.dtypes()
 
 
@@ -224,7 +232,8 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
     """
     fields = write_fields(config, head, dtype=dtype or "float32")
     if source is not None:
-        kept = {name: value for name, value in read_fields(source).items() if name != "quantization_config"}
+        given = read_fields(source, whole=config.vision is not None)
+        kept = {name: value for name, value in given.items() if name != "quantization_config"}
         written = {name: fields[name] for name in ("architectures", "id2label", "label2id") if name in fields}
         # Older files call it torch_dtype.
         kinds = {"torch_dtype", "dtype"} & kept.keys() or {"dtype"}
@@ -238,7 +247,7 @@ def _fields(config: ModelConfig, head: Head, dtype: str | None, tokenizer: Any, 
 def _describe(directory: Path, fields: dict, tokenizer: Any, source: str | Path | None) -> None:
     """Write what a checkpoint has beside its weights."""
     if source is not None:
-        copy_description(resolve(source), directory, HUB_FILES if tokenizer is None else ("generation_config.json",))
+        copy_description(resolve(source), directory, HUB_FILES if tokenizer is None else _KEPT)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.models.huggingface.quantized_files import BLOCKS, SCALE_INV, SCALES, Fp8, Mxfp4, mapped, plain_names
-from jaxrlhf.models.huggingface.text_part import text_tensors
+from jaxrlhf.models.huggingface.text_part import part_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -20,6 +20,9 @@ class TensorFiles:
 
     Those of towers are left out with a warning, and the others have the names that they have without towers.
 
+    Args:
+      vision: Vision towers are read, too.
+
     Attributes:
       directory: Directory of the checkpoint.
       file_of: File name of each tensor.
@@ -28,7 +31,7 @@ class TensorFiles:
       Refusal: There are no safetensors, or a file is missing or damaged.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, *, vision: bool = False):
         self.directory = directory
         self._open: dict[str, Any] = {}
         if (directory / SINGLE).is_file():
@@ -37,7 +40,7 @@ class TensorFiles:
             self.file_of = self._read_index()
         else:
             raise Refusal(f"{directory} holds neither {SINGLE} nor {INDEX}; convert the checkpoint to safetensors")
-        self._name_of = text_tensors(self.file_of)
+        self._name_of = part_tensors(self.file_of, vision=vision)
         if left_out := sorted(self.file_of.keys() - self._name_of.values()):
             warnings.warn(
                 f"{directory} holds a model of more than text; of its tensors {len(self.file_of) - len(self._name_of)} "

@@ -1,9 +1,11 @@
-"""The text part of a checkpoint that sees or hears: its fields and tensors, as a checkpoint without towers has them."""
+"""Parts of a checkpoint that sees or hears: its text, as a checkpoint without towers has it, and its vision tower."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jaxrlhf.models.huggingface.families import FAMILIES
+from jaxrlhf.config import Refusal
+from jaxrlhf.models.config import Vision
+from jaxrlhf.models.huggingface.families import FAMILIES, SIGHTS, Fields, Sight
 
 _PREFIXES = {
     "language_model.model.": "model.",
@@ -14,32 +16,102 @@ _PREFIXES = {
 }
 """Beginnings of the names of its tensors, and those in a checkpoint that is text alone."""
 
-_OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
+_TOWERS = {
+    "model.visual.": "vision.",
+    "visual.": "vision.",
+    "model.vision_tower.": "vision.tower.",
+    "vision_tower.": "vision.tower.",
+    "model.multi_modal_projector.": "vision.projector.",
+    "multi_modal_projector.": "vision.projector.",
+}
+"""Beginnings of the names of a tower's tensors, and those that its table has."""
+
+_OTHER_NAMES = {"kimi_k2": "deepseek_v3"} | {sight.text_type: sight.text for sight in SIGHTS.values()}
 """Names that published files have for a family."""
 
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "transformers_version")
 """Fields that count for the text part where the whole model says them."""
 
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Fields of rotary positions that make no difference to text, whose positions in all parts are alike."""
+
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the text part, as its own config.json would have them; all of them where there are no parts."""
-    text = fields.get("text_config")
-    name = str(text.get("model_type")) if isinstance(text, dict) else ""
+    text = _text_config(fields)
+    name = str(text.get("model_type")) if text is not None else ""
     name = _OTHER_NAMES.get(name, name)
-    if not isinstance(text, dict) or name not in FAMILIES:
+    if text is None or name not in FAMILIES:
         return dict(fields)
     whole = {name: fields[name] for name in _OF_THE_WHOLE if fields.get(name) is not None}
-    return text | whole | {"architectures": [FAMILIES[name].causal], "model_type": name}
+    made = text | whole | {"architectures": [FAMILIES[name].causal], "model_type": name}
+    for place in ("rope_parameters", "rope_scaling"):
+        rope = made.get(place)
+        if isinstance(rope, dict) and "mrope_section" in rope:
+            kept = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
+            made[place] = {name: "default" if value == "mrope" else value for name, value in kept.items()}
+    return made
 
 
-def text_tensors(names: Iterable[str]) -> dict[str, str]:
-    """Names of the tensors of the text part in their files, by those in a checkpoint that is text alone."""
+def _text_config(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The fields of the text part; in older files they stand beside those of the whole."""
+    text = fields.get("text_config")
+    if isinstance(text, dict):
+        return text
+    sight = SIGHTS.get(str(fields.get("model_type")))
+    if sight is None:
+        return None
+    return {name: value for name, value in fields.items() if not _of_vision(name)} | {"model_type": sight.text_type}
+
+
+def _of_vision(name: str) -> bool:
+    return name.startswith(("vision_", "image_", "video_"))
+
+
+def read_vision(fields: Mapping[str, Any], where: str) -> Vision:
+    """The tower of a checkpoint that sees.
+
+    Args:
+      fields: Fields of the whole config.json.
+      where: Name of the file, for messages.
+
+    Raises:
+      Refusal: It does not see, or its tower is not computed.
+    """
+    sight = sight_of(fields, where)
+    given = Fields(fields["vision_config"], where, sight.name)
+    given.take("model_type")
+    vision = sight.read(given, _text_config(fields) or {}, fields)
+    given.finish()
+    return vision
+
+
+def sight_of(fields: Mapping[str, Any], where: str) -> Sight:
+    """Format of a checkpoint that sees; `Refusal` if it does not, or none of the known ones."""
+    for sight in SIGHTS.values():
+        if fields.get("architectures") == [sight.architecture] and isinstance(fields.get("vision_config"), dict):
+            return sight
+    known = ", ".join(sight.architecture for sight in SIGHTS.values())
+    raise Refusal(
+        f"{where} has architecture {(fields.get('architectures') or [None])[0]!r}, and vision=True reads those with a "
+        f"tower that is computed: {known}; give one of them, or vision=False"
+    )
+
+
+def part_tensors(names: Iterable[str], *, vision: bool) -> dict[str, str]:
+    """Names of the tensors of the text part in their files, by those in a checkpoint that is text alone.
+
+    Args:
+      vision: Tensors of the tower as well.
+    """
     names = list(names)
-    if not any(name.startswith(prefix) for name in names for prefix in _PREFIXES if "language_model" in prefix):
+    old = any(name.startswith("visual.") for name in names)  # text has its own names already
+    if not old and not any(name.startswith(prefix) for name in names for prefix in _PREFIXES if "language" in prefix):
         return {name: name for name in names}
+    prefixes = ({"model.": "model.", "lm_head.": "lm_head."} if old else _PREFIXES) | (_TOWERS if vision else {})
     return {
         ours + name.removeprefix(theirs): name
         for name in names
-        for theirs, ours in _PREFIXES.items()
+        for theirs, ours in prefixes.items()
         if name.startswith(theirs)
     }

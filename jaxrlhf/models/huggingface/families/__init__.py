@@ -1,5 +1,6 @@
 """Checkpoint families as tables. A new family of the same decoder is one more `Family` and its name here."""
 
+from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32
 from jaxrlhf.models.huggingface.families.family import LM_HEAD, SCALAR_HEAD, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
@@ -13,7 +14,15 @@ from jaxrlhf.models.huggingface.families.mistral import MINISTRAL3
 from jaxrlhf.models.huggingface.families.olmo import OLMO2, OLMO3
 from jaxrlhf.models.huggingface.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from jaxrlhf.models.huggingface.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from jaxrlhf.models.huggingface.families.qwen_vl import (
+    QWEN2_5_VL,
+    QWEN3_5_MOE_VISION,
+    QWEN3_5_VISION,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+)
 from jaxrlhf.models.huggingface.families.rope_fields import read_rope, write_rope
+from jaxrlhf.models.huggingface.families.sight import Sight
 from jaxrlhf.models.huggingface.families.smollm import SMOLLM3
 
 _ALL = (
@@ -34,3 +43,21 @@ _ALL = (
     ),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
+SIGHTS: dict[str, Sight] = {
+    sight.name: sight for sight in (QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5_VISION, QWEN3_5_MOE_VISION)
+}
+"""Formats of checkpoints that see, by `model_type` of the whole."""
+
+
+def stored_tensors(config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
+    """Table of all parameters of a model, those of its tower among them, by parameter path."""
+    tensors = FAMILIES[config.family].stored(config, head)
+    if config.vision is None:
+        return tensors
+    tower = SIGHTS[config.vision.family].tensors(config.vision)
+    return tensors | {f"vision.{path}": each for path, each in tower.items()}
+
+
+def published_name(config: ModelConfig, name: str) -> str:
+    """Name in a file of a tensor of the tables."""
+    return name if config.vision is None else SIGHTS[config.vision.family].published(name)

@@ -1,0 +1,126 @@
+"""The shape of a vision tower, and how a decoder takes what it sees."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from jaxrlhf.config import Refusal
+
+SightName = Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "gemma3"]
+
+
+class Sections(NamedTuple):
+    """Rotated pairs of a decoder's head that go by a token's time, row and column.
+
+    Attributes:
+      pairs: Number of pairs of each of the three parts.
+      interleaved: Rows and columns have every third of the first pairs; else each part has pairs side by side.
+
+    Source: Wang et al. 2024 (Qwen2-VL, arXiv:2409.12191), section 2.1; Qwen3-VL interleaves them.
+    """
+
+    pairs: tuple[int, int, int]
+    interleaved: bool = False
+
+    def part_of(self) -> list[int]:
+        """Part that each pair goes by: 0 is time, 1 the row, 2 the column."""
+        if not self.interleaved:
+            return [part for part, count in enumerate(self.pairs) for _ in range(count)]
+        return [
+            pair % 3 if pair % 3 and pair < 3 * self.pairs[pair % 3] else 0  # rows and columns of the first pairs
+            for pair in range(sum(self.pairs))
+        ]
+
+
+@dataclass(frozen=True)
+class Vision:
+    """A vision transformer over patches of images, whose features stand among a decoder's tokens.
+
+    Attributes:
+      family: Checkpoint format of tower and decoder together.
+      image_token: Id of the placeholders, one for each feature.
+      hidden_size: Width of a patch.
+      intermediate_size: Width of the MLP.
+      num_layers: Number of layers.
+      num_heads: Heads of attention, which goes both ways.
+      patch_size: Side of a patch in pixels.
+      frames: Frames of a patch; a still image is its own second frame.
+      merge: Side in patches of the square that becomes one feature.
+      out_size: Width of a feature, which is the decoder's.
+      norm: Root mean square, or mean and variance with a bias (`layer`).
+      eps: Number under the roots of norms.
+      gated: The MLP has a gate.
+      activation: Function of the MLP; `gelu_tanh` is the approximation by a hyperbolic tangent.
+      patch_bias: Patches are embedded with a bias.
+      positions: Rows of a table of learned positions, a square that is stretched over each image; 0 is none.
+      rotates: Queries and keys are rotated, half of each head by the patch's row and half by its column.
+      window: Side in features of the square that a patch sees in most layers; None is the whole image.
+      full_layers: Layers that see the whole image nevertheless.
+      deepstack: Layers whose features are added behind the decoder's first layers, one after another.
+      merger: Features of a square of patches: an MLP of all of them, or a projection of their mean.
+      sections: Positions of the decoder in three parts; None has one.
+      both_ways: Tokens of one image see each other in the decoder, whichever comes first (Gemma 3).
+      start_token, end_token, video_token: Other ids of the file; None where it has none.
+    """
+
+    family: SightName
+    image_token: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    patch_size: int
+    out_size: int
+    frames: int = 1
+    merge: int = 2
+    norm: Literal["rms", "layer"] = "layer"
+    eps: float = 1e-6
+    gated: bool = False
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "gelu_tanh"
+    patch_bias: bool = True
+    positions: int = 0
+    rotates: bool = True
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    deepstack: tuple[int, ...] = ()
+    merger: Literal["mlp", "mean"] = "mlp"
+    sections: Sections | None = None
+    both_ways: bool = False
+    start_token: int | None = None
+    end_token: int | None = None
+    video_token: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads or (self.rotates and self.head_dim % 4):
+            raise Refusal(
+                f"a tower of hidden_size={self.hidden_size} with num_heads={self.num_heads}; heads are of one width, "
+                f"a multiple of 4 where they are rotated"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers of a patch: three colours of its pixels in all frames."""
+        return 3 * self.frames * self.patch_size**2
+
+    @property
+    def merged_size(self) -> int:
+        """Width of the patches of a square together."""
+        return self.merge**2 * self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        width, inner = self.hidden_size, self.intermediate_size
+        norm = width * (2 if self.norm == "layer" else 1)
+        mlp = (3 if self.gated else 2) * width * inner + (2 if self.gated else 1) * inner + width
+        layers = self.num_layers * (2 * norm + 4 * (width**2 + width) + mlp)
+        first = self.patch_values * width + self.patch_bias * width + self.positions * width
+        if self.merger == "mean":
+            return first + layers + norm + width + width * self.out_size
+        wide = self.merged_size
+        merging = wide**2 + wide + wide * self.out_size + self.out_size
+        return first + layers + norm + merging + len(self.deepstack) * (merging + 2 * wide)

@@ -1,0 +1,86 @@
+"""The type of a checkpoint that sees: a family of text, and a tower whose tensors lie beside its own."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrlhf.models.config import FamilyName, ModelConfig, SightName, Vision
+from jaxrlhf.models.huggingface.families.family import StoredTensor
+from jaxrlhf.models.huggingface.families.fields import Fields
+
+TOWER = "vision."
+"""Beginning of the names of a tower's tensors here; files have beginnings of their own."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """One format of checkpoints that see.
+
+    Attributes:
+      name: `model_type` of its config.json.
+      architecture: Name of the whole model.
+      text: Family of its text part.
+      text_type: `model_type` of that in the file.
+      prefixes: Beginnings of names in files that transformers writes, by those of text alone and of `TOWER`.
+      tensors: Table of the tower's parameters, by their paths in the tower.
+      read: Tower of the fields of `vision_config`, of `text_config` and of the whole.
+      write: Fields of `vision_config`.
+      leaves_out: Beginnings of tensors that no forward pass reads.
+    """
+
+    name: SightName
+    architecture: str
+    text: FamilyName
+    text_type: str
+    prefixes: Mapping[str, str]
+    tensors: Callable[[Vision], Mapping[str, StoredTensor]]
+    read: Callable[[Fields, Mapping[str, Any], Mapping[str, Any]], Vision]
+    write: Callable[[Vision], dict[str, Any]]
+    leaves_out: tuple[str, ...] = ()
+
+    def published(self, name: str) -> str:
+        """Name in a file of a tensor that is called so here."""
+        for ours, theirs in self.prefixes.items():
+            if name.startswith(ours):
+                return theirs + name.removeprefix(ours)
+        return name
+
+    def fields(self, config: ModelConfig, text: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a config.json of the whole, from those of the text part."""
+        vision = config.vision
+        assert vision is not None
+        outside = {name: text.pop(name) for name in ("architectures", "tie_word_embeddings", "dtype") if name in text}
+        if vision.sections is not None:
+            text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": list(vision.sections.pairs)}
+            if vision.sections.interleaved:
+                text["rope_parameters"]["mrope_interleaved"] = True
+        ids = {"image_token_id": vision.image_token, "video_token_id": vision.video_token}
+        ids |= {"vision_start_token_id": vision.start_token, "vision_end_token_id": vision.end_token}
+        return outside | {
+            "architectures": [self.architecture],
+            "model_type": self.name,
+            "text_config": text | {"model_type": self.text_type},
+            "vision_config": self.write(vision),
+            **{name: value for name, value in ids.items() if value is not None},
+        }
+
+
+def in_tower(prefix: str, **tensors: tuple[str, str, str]) -> dict[str, StoredTensor]:
+    """A table of parameters of a tower: `attention__output=("attn.proj.weight", "NHD", "D NH")`."""
+    return {
+        path.replace("__", "."): StoredTensor(TOWER + prefix + name, dims, stored)
+        for path, (name, dims, stored) in tensors.items()
+    }
+
+
+def joined_heads(name: str, width: int) -> dict[str, StoredTensor]:
+    """Queries, keys and values above each other in one tensor with a bias."""
+    names = ("query", "key", "value")
+    tensors = {
+        f"layers.attention.{part}": StoredTensor(f"{TOWER}{name}.weight", "DNH", "NH D", place * width, 3 * width)
+        for place, part in enumerate(names)
+    }
+    return tensors | {
+        f"layers.attention.{part}_bias": StoredTensor(f"{TOWER}{name}.bias", "NH", "NH", place * width, 3 * width)
+        for place, part in enumerate(names)
+    }

@@ -1,0 +1,1 @@
+"""Vision towers: images to features that stand among a decoder's tokens."""

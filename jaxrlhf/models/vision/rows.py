@@ -1,0 +1,175 @@
+"""Images of rows: their patches side by side, and which tokens their features stand for. Host work, in NumPy.
+
+Letters beside those of `jaxrlhf.batch`: `Q` patches of a row, `C` numbers of a patch, `M` features of a row.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrlhf.batch import Array, Image
+from jaxrlhf.models.config import Vision
+
+Pixels = Callable[[Image], np.ndarray]
+"""Function of an image to its patches, `[Q, C]`, a square that becomes one feature after another."""
+
+
+class ImageRows(NamedTuple):
+    """Images of packed rows, or of prompts, as a model takes them beside the tokens.
+
+    Attributes:
+      pixel_RQC: float32 patches of the images of each row, windows side by side.
+      place_RQ2: int32 row and column of each patch in its image.
+      segment_RQ: int32 number of the patch's frame in its row, from 1; 0 is padding.
+      window_RQ: int32 number of its window in the row, from 1.
+      corner_RQ4: int32 rows of the table of positions that it lies between.
+      share_RQ4: float32 shares of those, which sum to one.
+      feature_RW: int32 feature of the row that stands for the token; -1 is text.
+      block_RW: int32 number of the token's image in its row, from 1; 0 is text.
+      turn_RW3: int32 time, row and column by which the token is rotated.
+    """
+
+    pixel_RQC: Array
+    place_RQ2: Array
+    segment_RQ: Array
+    window_RQ: Array
+    corner_RQ4: Array
+    share_RQ4: Array
+    feature_RW: Array
+    block_RW: Array
+    turn_RW3: Array
+
+
+class _Order(NamedTuple):
+    """Patches of one image in the order of a tower: `source_Q` is their place as a processor gives them."""
+
+    source_Q: np.ndarray
+    place_Q2: np.ndarray
+    frame_Q: np.ndarray
+    window_Q: np.ndarray
+    feature_M: np.ndarray
+
+
+def patches_of(images: Sequence[Image]) -> int:
+    """Patches of all images."""
+    return sum(int(np.prod(image.grid)) for image in images)
+
+
+def order_of(vision: Vision, grid: tuple[int, int, int]) -> _Order:
+    """Patches window by window, and where the features of a processor's order are then.
+
+    Source: Bai et al. 2025 (Qwen2.5-VL, arXiv:2502.13923), section 2.1.1.
+    """
+    frames, high, wide = grid
+    merge, window = vision.merge, vision.window or max(high, wide)
+    row, column = np.divmod(np.arange(high // merge * (wide // merge)), wide // merge)
+    across = -(-(wide // merge) // window)
+    window_M = row // window * across + column // window
+    order_M = np.argsort(window_M, kind="stable")
+    inside = np.stack(np.divmod(np.arange(merge**2), merge), axis=-1)
+    place_M42 = np.stack([row, column], axis=-1)[order_M, None] * merge + inside
+    count = len(order_M)
+    frame_F = np.arange(frames)
+    source_FM4 = (frame_F[:, None] * count + order_M)[..., None] * merge**2 + np.arange(merge**2)
+    _, window_M = np.unique(window_M[order_M], return_inverse=True)
+    windows = int(window_M.max()) + 1
+    return _Order(
+        source_FM4.reshape(-1),
+        np.tile(place_M42.reshape(-1, 2), (frames, 1)),
+        np.repeat(frame_F, count * merge**2),
+        np.repeat((frame_F[:, None] * windows + window_M).reshape(-1), merge**2),
+        (frame_F[:, None] * count + np.argsort(order_M)).reshape(-1),
+    )
+
+
+def corners_of(vision: Vision, place_Q2: np.ndarray, grid: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Entries of the square table of positions around each patch when it is stretched over the image, and shares."""
+    side = max(1, round(vision.positions**0.5))
+    at_Q2 = place_Q2.astype(np.float32) * np.float32(side - 1) / np.maximum(np.array(grid[1:], np.float32) - 1, 1)
+    first_Q2 = np.floor(at_Q2).astype(np.int32)
+    rest_Q2 = at_Q2 - first_Q2
+    ends_Q22 = np.stack([first_Q2, np.minimum(first_Q2 + 1, side - 1)], axis=-1)
+    share_Q22 = np.stack([1 - rest_Q2, rest_Q2], axis=-1)
+    corner_Q4 = (ends_Q22[:, 0, :, None] * side + ends_Q22[:, 1, None, :]).reshape(-1, 4)
+    share_Q4 = (share_Q22[:, 0, :, None] * share_Q22[:, 1, None, :]).reshape(-1, 4)
+    return corner_Q4.astype(np.int32), share_Q4.astype(np.float32)
+
+
+def turns_of(vision: Vision, images: Sequence[Image], tokens: int) -> np.ndarray:
+    """`turn_T3`, int32 time, row and column of every token of a sequence that begins with images and text.
+
+    Text counts on; an image's features have its beginning as their time, and the next text begins behind the larger
+    of its height and width. With one position for all, the three are the index of the token.
+    """
+    turn_T3 = np.repeat(np.arange(tokens, dtype=np.int32)[:, None], 3, axis=1)
+    if vision.sections is None:
+        return turn_T3
+    for image in images:
+        frames, high, wide = image.grid[0], *(size // vision.merge for size in image.grid[1:])
+        begin, end = turn_T3[image.start, 0], image.start + frames * high * wide
+        grid = np.stack(np.meshgrid(*map(np.arange, (frames, high, wide)), indexing="ij"), axis=-1)
+        turn_T3[image.start : end] = begin + grid.reshape(-1, 3)
+        turn_T3[end:] = (begin + max(high, wide) + np.arange(tokens - end, dtype=np.int32))[:, None]
+    return turn_T3
+
+
+def offset_of(vision: Vision, images: Sequence[Image], tokens: int) -> int:
+    """Difference between the position and the index of tokens behind a prompt of so many tokens."""
+    return int(turns_of(vision, images, tokens + 1)[-1, 0]) - tokens
+
+
+class RowLayout:
+    """Places of images in rows; an image that several sequences of a row have is there once.
+
+    Args:
+      images: Images of each row.
+      patches: Q, patches that a row has room for.
+    """
+
+    def __init__(self, vision: Vision, images: Sequence[Sequence[Image]], *, patches: int) -> None:
+        self._vision, self._patches = vision, patches
+        self._rows: list[dict[str, tuple[Image, int]]] = []
+        for row in images:
+            found: dict[str, tuple[Image, int]] = {}
+            begun = 0
+            for image in row:
+                if image.digest not in found:
+                    found[image.digest] = image, begun
+                    begun += patches_of([image])
+            assert begun <= patches, f"{begun} patches in a row of {patches}"
+            self._rows.append(found)
+
+    def tokens(self, row: int, images: Sequence[Image], tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Feature and block of each token of a sequence in a row; -1 and 0 for text."""
+        feature_T, block_T = np.full(tokens, -1, np.int32), np.zeros(tokens, np.int32)
+        for number, image in enumerate(images, 1):
+            _, begun = self._rows[row][image.digest]
+            feature_M = order_of(self._vision, image.grid).feature_M
+            part = slice(image.start, image.start + len(feature_M))
+            feature_T[part] = begun // self._vision.merge**2 + feature_M
+            block_T[part] = number
+        return feature_T, block_T
+
+    def rows(self, rows: range, pixels: Pixels, feature_RW: Array, block_RW: Array, turn_RW3: Array) -> ImageRows:
+        """Arrays of some rows, whose tokens are placed already."""
+        vision, shape = self._vision, (len(rows), self._patches)
+        pixel_RQC = np.zeros((*shape, vision.patch_values), np.float32)
+        place_RQ2, (segment_RQ, window_RQ) = np.zeros((*shape, 2), np.int32), np.zeros((2, *shape), np.int32)
+        corner_RQ4, share_RQ4 = np.zeros((*shape, 4), np.int32), np.zeros((*shape, 4), np.float32)
+        for row, number in enumerate(rows):
+            segments = windows = 0
+            for image, begun in self._rows[number].values():
+                order = order_of(vision, image.grid)
+                part = slice(begun, begun + len(order.source_Q))
+                pixel_RQC[row, part] = pixels(image)[order.source_Q]
+                place_RQ2[row, part] = order.place_Q2
+                segment_RQ[row, part] = order.frame_Q + segments + 1
+                window_RQ[row, part] = order.window_Q + windows + 1
+                segments, windows = segments + image.grid[0], windows + int(order.window_Q.max()) + 1
+                if vision.positions:
+                    corner_RQ4[row, part], share_RQ4[row, part] = corners_of(vision, order.place_Q2, image.grid)
+        return ImageRows(
+            *(pixel_RQC, place_RQ2, segment_RQ, window_RQ, corner_RQ4, share_RQ4),
+            *(feature_RW, block_RW, turn_RW3),
+        )

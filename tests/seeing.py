@@ -1,0 +1,110 @@
+"""Tiny random checkpoints that see, written by transformers, and prompts with images for them."""
+
+import numpy as np
+import torch
+import transformers
+
+from jaxrlhf.batch import Image
+
+IMAGE, VIDEO, START, END = 90, 91, 92, 93
+
+_TEXT = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_TOWER = {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 40, "patch_size": 4}
+_TOWER |= {"out_hidden_size": 32}
+
+
+def _rope(*pairs, **more):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(pairs), **more}}
+
+
+_LINEAR = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+KINDS = {
+    "qwen2.5-vl": (
+        "Qwen2_5_VL",
+        _TEXT | _rope(2, 1, 1),
+        _TOWER | {"window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3-vl": (
+        "Qwen3VL",
+        _TEXT | {"head_dim": 16} | _rope(4, 2, 2, mrope_interleaved=True),
+        _TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
+    ),
+    "qwen3.5": (
+        "Qwen3_5",
+        _TEXT | _LINEAR | _rope(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5),
+        _TOWER | {"num_position_embeddings": 16},
+    ),
+}
+GRIDS = ((1, 10, 6), (1, 4, 12))
+"""Frames, rows and columns of patches of two images: neither square nor whole windows."""
+
+
+def build(kind):
+    """A transformers model with weights large enough that every part shows in the logits."""
+    name, text, tower = KINDS[kind]
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    ids |= {"vision_start_token_id": START, "vision_end_token_id": END}
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config=tower, tie_word_embeddings=False, **ids
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))
+    return model
+
+
+def pixels_of(vision):
+    """Random patches of the images of `GRIDS`, by their number."""
+    rng = np.random.default_rng(1)
+    return [rng.normal(size=(int(np.prod(grid)), vision.patch_values)).astype(np.float32) for grid in GRIDS]
+
+
+def image(vision, number, start):
+    """Reference to an image of `GRIDS`, whose features begin at a token."""
+    grid = GRIDS[number]
+    return Image("drawn", str(number), grid, start, int(np.prod(grid)) // vision.merge**2)
+
+
+def prompt(vision, *parts, seed=0):
+    """Token ids and images of a prompt: a number of random tokens, or an image as `(number,)`, one after another."""
+    rng = np.random.default_rng(seed)
+    tokens, images = [], []
+    for part in parts:
+        if isinstance(part, tuple):
+            images.append(image(vision, part[0], len(tokens)))
+            tokens += [IMAGE] * images[-1].tokens
+        else:
+            tokens += rng.integers(1, 80, part).tolist()
+    return tuple(tokens), tuple(images)
+
+
+def expected_logits(model, tokens, images, pixels):
+    """Logits by transformers of one sequence."""
+    token_1T, seen = torch.tensor([tokens]), {}
+    if images:
+        seen["pixel_values"] = torch.tensor(np.concatenate([pixels[int(one.digest)] for one in images]))
+        seen["image_grid_thw"] = torch.tensor([one.grid for one in images])
+    with torch.no_grad():
+        return model(input_ids=token_1T, mm_token_type_ids=(token_1T == IMAGE).int(), **seen).logits[0].numpy()
