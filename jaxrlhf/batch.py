@@ -15,6 +15,7 @@ Arrays here are host arrays (numpy): they are small, rewards read them as text, 
 is host work. Workers move them to their devices.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,6 +51,44 @@ class Image:
     tokens: int
 
 
+class SeenPrompt(tuple[int, ...]):
+    """A prompt with images as caches know it: alike only where text and pixels are.
+
+    Token ids, and below zero, in the places of features, numbers that go by their image's pixels.
+
+    Attributes:
+      tokens: Token ids, placeholders included.
+      images: Images in their order.
+    """
+
+    tokens: tuple[int, ...]
+    images: tuple[Image, ...]
+
+    @classmethod
+    def of(cls, tokens: tuple[int, ...], images: tuple[Image, ...]) -> "tuple[int, ...]":
+        """The prompt; the tokens themselves where it has no images."""
+        if not images:
+            return tokens
+        numbers = list(tokens)
+        for image in images:
+            drawn = hashlib.shake_128(image.digest.encode()).digest(8 * image.tokens)
+            below_zero = -1 - (np.frombuffer(drawn, "<u8") >> np.uint64(1)).astype(np.int64)
+            numbers[image.start : image.start + image.tokens] = below_zero.tolist()
+        prompt = cls(numbers)
+        prompt.tokens, prompt.images = tokens, images
+        return prompt
+
+
+def tokens_of(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """Token ids of a prompt."""
+    return prompt.tokens if isinstance(prompt, SeenPrompt) else prompt
+
+
+def images_of(prompt: tuple[int, ...]) -> tuple[Image, ...]:
+    """Images of a prompt."""
+    return prompt.images if isinstance(prompt, SeenPrompt) else ()
+
+
 @dataclass(frozen=True)
 class Problem:
     """One record of a data set, tokenised once.
@@ -71,6 +110,16 @@ class Problem:
     solution_tokens: tuple[int, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
+
+
+def images_of_problems(problems: Sequence[Problem]) -> np.ndarray | None:
+    """Images of each problem, as `Sequences` has them; None if there are none."""
+    if not any(problem.images for problem in problems):
+        return None
+    images_B = np.empty(len(problems), object)
+    for b, problem in enumerate(problems):
+        images_B[b] = problem.images
+    return images_B
 
 
 @dataclass(frozen=True)
@@ -99,6 +148,7 @@ class Sequences:
       prompt_id_B: int64 group key.
       choice_BTLk: int16, the k experts that a token went through in each layer while it was sampled, negative where
         that is not known; None if it was not recorded.
+      images_B: Tuple of the `Image`s of each sequence, in an array of objects; None if there are none.
     """
 
     token_BT: Array
@@ -106,6 +156,7 @@ class Sequences:
     mask_BT: Array
     prompt_id_B: Array
     choice_BTLk: Array | None = None
+    images_B: np.ndarray | None = None
 
 
 @struct.dataclass
@@ -215,6 +266,7 @@ class MinibatchRows(Sequence[Experience]):
     Attributes:
       batch: Tokens, masks and what the loss reads, of the whole batch.
       prompt_id_B: int64 group key.
+      images_B: Images of each sequence, as `Sequences` has them.
       rows: Rows of each minibatch.
       weights: Weights of each minibatch's tokens, row after row without padding, and without importance weights.
       coefficients: Further fields that are the weights times a number.
@@ -225,6 +277,7 @@ class MinibatchRows(Sequence[Experience]):
     rows: tuple[np.ndarray, ...]
     weights: tuple[np.ndarray, ...]
     coefficients: Mapping[str, float] = field(default_factory=dict)
+    images_B: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -253,7 +306,8 @@ class MinibatchRows(Sequence[Experience]):
         batch = RaggedBatch.of(sequences.length_B, arrays, {"choice": -1})
         inside_BT = np.arange(batch.width) < batch.length_B[:, None]
         given = tuple(np.asarray(weight)[inside_BT[own]] for own, weight in zip(rows, weights, strict=True))
-        return cls(batch, np.asarray(sequences.prompt_id_B), tuple(rows), given, coefficients)
+        ids_B = np.asarray(sequences.prompt_id_B)
+        return cls(batch, ids_B, tuple(rows), given, coefficients, sequences.images_B)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -266,7 +320,9 @@ class MinibatchRows(Sequence[Experience]):
         scaled = {f"field {name}": number * weight for name, number in self.coefficients.items()}
         weight = weight * chosen.columns.get("importance", np.float32(1))
         made = replace(chosen, columns={**chosen.columns, **scaled, "weight": weight}).padded()
-        sequences = Sequences(made["token"], chosen.length_B, made["mask"], self.prompt_id_B[rows], made.get("choice"))
+        images_B = None if self.images_B is None else self.images_B[rows]
+        columns = made["token"], chosen.length_B, made["mask"], self.prompt_id_B[rows], made.get("choice"), images_B
+        sequences = Sequences(*columns)
         fields: dict[str, Array]
         fields = {name.removeprefix("field "): value for name, value in made.items() if name.startswith("field ")}
         return Experience(sequences, made["weight"], fields)
@@ -285,6 +341,7 @@ class MinibatchRows(Sequence[Experience]):
             self,
             batch=self.batch.take(needed),
             prompt_id_B=self.prompt_id_B[needed],
+            images_B=None if self.images_B is None else self.images_B[needed],
             rows=tuple(np.split(place, ends)),
             weights=tuple(weights),
         )

@@ -16,9 +16,12 @@ from flax import struct
 
 from jaxrlhf.batch import Array, Sequences
 from jaxrlhf.batching.attention_rows import AttentionPlaces
+from jaxrlhf.batching.image_places import ImagePlaces
 from jaxrlhf.batching.microbatch import WORTH_SHARING, microbatch_shape_of
 from jaxrlhf.batching.shared_prompts import shared_prefixes, units_of
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix
+from jaxrlhf.models.config import Vision
+from jaxrlhf.models.vision.rows import ImageRows, Pixels, no_pixels
 
 
 @struct.dataclass
@@ -33,6 +36,7 @@ class PackedBatch:
       mask_RW: bool, response tokens.
       choice_RWLk: int16 experts to take again, negative where routers choose; None leaves all to them.
       shared_prefix: Whole sequences as attention sees them; None if no prompt is shared.
+      images: Images of the rows; None if no process has any.
     """
 
     token_RW: Array
@@ -41,6 +45,7 @@ class PackedBatch:
     mask_RW: Array
     choice_RWLk: Array | None = None
     shared_prefix: SharedPrefix | None = None
+    images: ImageRows | None = None
 
 
 def first_fit_decreasing(length_B: np.ndarray, *, row_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -82,6 +87,9 @@ class Packing:
       longest_response: Tokens of the longest response there may be; None is not known.
       shares: True if shared prompts lie in a row once, where that is worth it.
       attention_rows: Attention rows of each width that there is room for; grows where a batch needs more.
+      vision: Tower of the model; None takes no images.
+      pixels: Reads images.
+      patch_room: Patches that a row had room for before; grows where this batch needs more.
       agree: Elementwise maximum over processes: those that run one program together have to make the same number
         of microbatches of the same shapes.
     """
@@ -97,6 +105,9 @@ class Packing:
         longest_response: int | None = None,
         shares: bool = True,
         attention_rows: dict[int, int] | None = None,
+        vision: Vision | None = None,
+        pixels: Pixels = no_pixels,
+        patch_room: list[int] | None = None,
         agree: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
     ) -> None:
         length_B = np.asarray(sequences.length_B).astype(np.int64)
@@ -138,6 +149,19 @@ class Packing:
         place = np.where(position < shared_B[b], prompt_B[b] + position, own_B[b] + position - shared_B[b])
         self._target = self._row_B[b] * width + place
         self._place = place
+        self._length_B, self._pixels = length_B, pixels
+        self._images: ImagePlaces | None = None
+        if vision is not None:
+            count = self.microbatches * rows
+            places = ImagePlaces(
+                vision,
+                sequences.images_B,
+                self._row_B,
+                rows=count,
+                room=[] if patch_room is None else patch_room,
+                agree=agree,
+            )
+            self._images = places if places.any else None
         self._attention: AttentionPlaces | None = None
         if shares:
             self._attention = AttentionPlaces(
@@ -184,8 +208,15 @@ class Packing:
             choice_RWLk=None if choice_BTLk is None else self.pack(choice_BTLk + 1) - 1,  # -1 in padding
         )
         prefixes = repeat(None) if self._attention is None else self._shared_prefixes(self._attention)
-        for index, shared in zip(range(self.microbatches), prefixes, strict=False):
-            yield jax.tree.map(lambda array, i=index: array[i], packed).replace(shared_prefix=shared)
+        images = repeat(None) if self._images is None else self._image_rows(self._images)
+        for index, shared, seen in zip(range(self.microbatches), prefixes, images, strict=False):
+            part = jax.tree.map(lambda array, i=index: array[i], packed)
+            yield part.replace(shared_prefix=shared, images=seen)
+
+    def _image_rows(self, places: ImagePlaces) -> Iterator[ImageRows]:
+        """Images of each microbatch."""
+        width, each = self._shape[1], self._packed_shape[1]
+        return places.rows(self._length_B, width, self.pack, self._pixels, each=each)
 
     def _shared_prefixes(self, attention: AttentionPlaces) -> Iterator[SharedPrefix]:
         """Whole sequences of each microbatch, as attention sees them."""

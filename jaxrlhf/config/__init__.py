@@ -81,5 +81,7 @@ from jaxrlhf.config.sources import (
     PairFile,
     Pretrained,
     PromptFile,
+    Shapes,
+    Tower,
 )
 from jaxrlhf.config.training import Layout, Optimizer, Remat, Rollout, Sampling, Training

@@ -9,6 +9,26 @@ from jaxrlhf.config.settings import NotNegative, Positive, Settings, Share, with
 
 
 @dataclass(frozen=True)
+class Tower(Settings):
+    """A randomly initialised vision tower, shaped like Qwen2.5-VL, every layer of which sees the whole image.
+
+    Attributes:
+      hidden_size: Width of a patch.
+      patch_size: Side of a patch in pixels.
+      merge: Side in patches of the square that becomes one feature among the tokens.
+      most_features: Features of the largest image; larger ones are made smaller.
+    """
+
+    hidden_size: Positive[int] = 64
+    intermediate_size: Positive[int] = 128
+    num_layers: Positive[int] = 2
+    num_heads: Positive[int] = 4
+    patch_size: Positive[int] = 7
+    merge: Positive[int] = 2
+    most_features: Positive[int] = 64
+
+
+@dataclass(frozen=True)
 class FromScratch(Settings):
     """A randomly initialised decoder over the embedded tokenizer, shaped like Qwen2, or with experts like Qwen3-MoE.
 
@@ -16,6 +36,7 @@ class FromScratch(Settings):
       intermediate_size: Width of the MLP, or of each expert.
       experts: Experts in place of each MLP; 0 is none.
       experts_per_token: Experts that a token goes through.
+      vision: Tower for images in prompts; None reads text alone.
     """
 
     hidden_size: Positive[int] = 128
@@ -26,6 +47,7 @@ class FromScratch(Settings):
     head_dim: Positive[int] = 32
     experts: NotNegative[int] = 0
     experts_per_token: Positive[int] = 2
+    vision: Tower | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,6 +117,25 @@ class Arithmetic(Settings):
 
 
 @dataclass(frozen=True)
+class Shapes(Settings):
+    """Drawn pictures, with shapes of one colour to count or two digits to read.
+
+    Attributes:
+      train_problems: Size of the training split.
+      eval_problems: Size of the held-out split.
+      hasty_share: Share of the training solutions that count every colour or read one digit: supervised training
+        imitates them, rewards do not.
+      shuffled: Each question has the picture of another one, so that only what text tells can be learned.
+    """
+
+    train_problems: Positive[int] = 12_800
+    eval_problems: Positive[int] = 256
+    hasty_share: Share[float] = 0.0
+    shuffled: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class Gsm8k:
     """Grade-school maths (Cobbe et al. 2021, arXiv:2110.14168), answers after `####`.
 
@@ -117,6 +158,8 @@ class PromptFile:
       prompt_key: Field with the prompt: a text, or a list of chat messages.
       answer_key: Field with the reference answer that rewards see; None if there is none.
       solution_key: Field with a worked solution for supervised training; None if there is none.
+      image_key: Field with an image or a list of them: encoded bytes, a path or a data URL, or what `datasets` writes.
+        Each has its place where `<image>` stands in the prompt; without any they come first. None if there are none.
       control_tokens: How a control token such as `<|im_end|>` is read that a text of the file spells out: "parse" makes
         the token of it, as the tokenizer does by itself; "text" keeps its letters, so that no text ends a turn.
     """
@@ -126,6 +169,7 @@ class PromptFile:
     prompt_key: str = "prompt"
     answer_key: str | None = "answer"
     solution_key: str | None = None
+    image_key: str | None = None
     control_tokens: Literal["parse", "text"] = "parse"
 
 
@@ -185,4 +229,4 @@ class PairFile(Settings):
         )
 
 
-Data = Arithmetic | ArithmeticPairs | Gsm8k | PairFile | PromptFile
+Data = Arithmetic | ArithmeticPairs | Gsm8k | PairFile | PromptFile | Shapes

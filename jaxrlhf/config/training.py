@@ -85,6 +85,7 @@ class Optimizer(Settings):
       warmup_updates: Updates over which the learning rate rises from 0.
       decay: `constant`, or down to 0 over the run's updates.
       max_grad_norm: Gradients are scaled down to this global norm.
+      vision_learning_rate: Learning rate of a vision tower, with warm-up and decay of the others; None freezes it.
     """
 
     learning_rate: Finite[Positive[float]] = 1e-6
@@ -95,6 +96,7 @@ class Optimizer(Settings):
     eps: Finite[Positive[float]] = 1e-8
     weight_decay: Finite[NotNegative[float]] = 0.01
     max_grad_norm: Positive[float] = 1.0
+    vision_learning_rate: Finite[Positive[float]] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
-from jaxrlhf.batch import Pair, Problem
+from jaxrlhf.batch import Image, Pair, Problem
 from jaxrlhf.data.records import Stored, restored
 
 
@@ -58,6 +58,7 @@ class ProblemTable(Sequence[Problem]):
         self._answers: list[str | None] = []
         self._records: list[Stored] = []
         self._pairs: list[PairColumns] = []
+        self._images: dict[int, tuple[Image, ...]] = {}
 
     def append(
         self,
@@ -67,6 +68,7 @@ class ProblemTable(Sequence[Problem]):
         answer: str | None,
         solution_tokens: Iterable[int],
         record: Stored,
+        images: tuple[Image, ...] = (),
     ) -> None:
         """Add a problem; the arguments are the fields of `Problem`, the record as it is kept."""
         self._ids.append(prompt_id)
@@ -75,6 +77,8 @@ class ProblemTable(Sequence[Problem]):
         self._answers.append(answer)
         self._solutions.append(solution_tokens)
         self._records.append(record)
+        if images:
+            self._images[len(self._ids) - 1] = images
 
     def make_pair(self, rejected_tokens: Iterable[int], columns: PairColumns) -> None:
         """Make a pair of the problem that was added last; of a table all problems are pairs, or none."""
@@ -91,6 +95,10 @@ class ProblemTable(Sequence[Problem]):
             digest.update(repr(answer).encode())
             digest.update(record if isinstance(record, bytes) else repr(record).encode())
         digest.update(repr([tuple(pair) for pair in self._pairs]).encode())
+        if self._images:
+            digest.update(
+                repr([(n, [image.digest for image in images]) for n, images in self._images.items()]).encode()
+            )
         return digest.hexdigest()
 
     def __len__(self) -> int:
@@ -117,6 +125,7 @@ class ProblemTable(Sequence[Problem]):
             "answer": self._answers[n],
             "solution_tokens": self._solutions[n],
             "record": restored(self._records[n]),
+            "images": self._images.get(n, ()),
         }
         if not self._pairs:
             return Problem(**fields)

@@ -4,6 +4,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,11 +23,17 @@ def restored(record: Stored) -> Mapping[str, Any]:
 
 
 class Row(NamedTuple):
-    """A record and where it stands, such as `train.jsonl, line 3`; `stored` is what to keep of it."""
+    """A record and where it stands, such as `train.jsonl, line 3`.
+
+    Attributes:
+      stored: Form in which the record is kept.
+      source: File and number of the record, as `record_at` takes them.
+    """
 
     place: str
     record: dict[str, Any]
     stored: Stored
+    source: str = ""
 
     def value(self, key: str) -> Any:
         """The field `key`; `Refusal` if the record has none."""
@@ -79,7 +86,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             raise Refusal(f"{place}: lists or objects are nested more than {_DEEPEST} deep; flatten the record")
         if not isinstance(record, dict):
             raise Refusal(f"{place}: expected a JSON object, got {type(record).__name__}")
-        yield Row(place, record, line.strip())
+        yield Row(place, record, line.strip(), f"{path.absolute()}#{number}")
 
 
 def _deeper(value: Any, deepest: int) -> bool:
@@ -116,4 +123,39 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise Refusal(f"{path}: not a readable parquet file ({error})") from error
     records = (record for batch in batches for record in batch.to_pylist())
     for number, record in enumerate(records, start=1):
-        yield Row(f"{path}, row {number}", record, record)
+        yield Row(f"{path}, row {number}", record, record, f"{path.absolute()}#{number}")
+
+
+def record_at(path: str, number: int) -> Mapping[str, Any]:
+    """The record with a number, from 1, of a file that was read before."""
+    return _numbered(path)[number - 1]
+
+
+@lru_cache(maxsize=4)
+def _numbered(path: str) -> "_ParquetRecords | _LineRecords":
+    """Records of a file by their numbers, each made when it is asked for."""
+    if path.endswith(".parquet"):
+        return _ParquetRecords(path)
+    return _LineRecords(path)
+
+
+class _ParquetRecords:
+    """Records of a parquet file, mapped into memory."""
+
+    def __init__(self, path: str) -> None:
+        import pyarrow.parquet
+
+        self._table = pyarrow.parquet.read_table(path, memory_map=True)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return dict(self._table.slice(index, 1).to_pylist()[0])
+
+
+class _LineRecords:
+    """Records of a file with one in each line."""
+
+    def __init__(self, path: str) -> None:
+        self._lines = [*_lines(Path(path))]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return dict(json.loads(self._lines[index]))

@@ -4,19 +4,22 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.config import Arithmetic, ArithmeticPairs, Data, Gsm8k, PairFile, PromptFile, Refusal
+from jaxrlhf.batch import Image
+from jaxrlhf.config import Arithmetic, ArithmeticPairs, Data, Gsm8k, PairFile, PromptFile, Refusal, Shapes
 from jaxrlhf.data.arithmetic import Split, arithmetic_records
 from jaxrlhf.data.control_tokens import ControlTokens
+from jaxrlhf.data.image_prompts import Messages, as_text, expanded, in_parts, marked, referred, shown
+from jaxrlhf.data.images import MARK, ImageReader, image_values, placed
 from jaxrlhf.data.pairs import PairRecord, read_arithmetic_pairs, read_pair_file
 from jaxrlhf.data.problem_table import PairColumns, ProblemTable
 from jaxrlhf.data.records import Row, Stored, read_rows
-
-Messages = list[dict[str, str]]
+from jaxrlhf.data.shapes import shape_records
+from jaxrlhf.data.split_files import split_files
 
 _CHUNK = 4096
 """Records that are tokenised in one call."""
@@ -34,6 +37,7 @@ class SourceRecord(NamedTuple):
       solution: Worked solution for supervised training.
       record: The source record, as it is kept.
       pair: The pair whose chosen answer is `solution`; None if the record is none.
+      images: References to images, of which each has a `MARK` in the prompt.
     """
 
     place: str
@@ -42,6 +46,7 @@ class SourceRecord(NamedTuple):
     solution: str | None
     record: Stored
     pair: PairRecord | None = None
+    images: tuple[str, ...] = ()
 
 
 class Loaded(NamedTuple):
@@ -79,6 +84,7 @@ def load_problems(
     split: Split,
     max_prompt_tokens: int,
     max_solution_tokens: int | None = None,
+    reader: ImageReader | None = None,
 ) -> Loaded:
     """Read a split and tokenise it, once.
 
@@ -90,6 +96,7 @@ def load_problems(
     Args:
       max_prompt_tokens: Problems with longer prompts are dropped and counted.
       max_solution_tokens: Most tokens of a solution, EOS included, and of both answers of a pair; None is no limit.
+      reader: Reads images; None refuses records that have some.
 
     Returns:
       The problems; none at all for the evaluation split of a file without one.
@@ -98,7 +105,8 @@ def load_problems(
       Refusal: unreadable data, or no problem within the limits.
     """
     limits = _Limits(max_prompt_tokens, max_solution_tokens)
-    tokenized = _Tokenized(tokenizer, limits, as_text=getattr(data, "control_tokens", "parse") == "text")
+    as_text = getattr(data, "control_tokens", "parse") == "text"
+    tokenized = _Tokenized(tokenizer, limits, as_text=as_text, reader=reader)
     malformed: list[str] = []
     examples = _read(data, split, malformed)
     while chunk := list(islice(examples, _CHUNK)):
@@ -118,6 +126,8 @@ def _read(data: Data, split: Split, malformed: list[str]) -> Iterator[SourceReco
             return _read_gsm8k(data, split)
         case PromptFile():
             return _read_prompt_file(data, split)
+        case Shapes():
+            return _read_shapes(data, split)
         case ArithmeticPairs():
             read = read_arithmetic_pairs(data, split)
         case PairFile():
@@ -138,8 +148,21 @@ def _read_arithmetic(data: Arithmetic, split: Split) -> Iterator[SourceRecord]:
         yield SourceRecord(f"arithmetic problem {n}", record["question"], record["answer"], record["solution"], record)
 
 
+def _read_shapes(data: Shapes, split: Split) -> Iterator[SourceRecord]:
+    records = shape_records(
+        problems=data.train_problems if split == "train" else data.eval_problems,
+        seed=data.seed,
+        split=split,
+        hasty_share=data.hasty_share if split == "train" else 0.0,
+        shuffled=data.shuffled,
+    )
+    for n, record in enumerate(records):
+        parts = f"{MARK}{record['question']}", record["answer"], record["solution"], record
+        yield SourceRecord(f"shapes problem {n}", *parts, images=(record["picture"],))
+
+
 def _read_gsm8k(data: Gsm8k, split: Split) -> Iterator[SourceRecord]:
-    for file in _gsm8k_files(data.path, "train" if split == "train" else "test"):
+    for file in split_files(data.path, "train" if split == "train" else "test"):
         for row in read_rows(file):
             yield _gsm8k_example(row, data.instruction)
 
@@ -153,31 +176,6 @@ def _gsm8k_example(row: Row, instruction: str) -> SourceRecord:
     return SourceRecord(row.place, prompt, answer.strip().replace(",", ""), solution, row.stored)
 
 
-def _gsm8k_files(path: str, name: str) -> list[Path]:
-    """One file of split `name`, or its shards in order: in a directory as given, or in a snapshot from the hub."""
-    directory = Path(path).expanduser()
-    if not directory.is_dir():
-        directory = _from_hub(path)
-    patterns = (f"{name}.jsonl", f"{name}.parquet", f"{name}-*.parquet", f"main/{name}-*.parquet")
-    for pattern in patterns:
-        if found := sorted(directory.glob(pattern)):
-            return found
-    raise Refusal(f"{directory} holds no {name}.jsonl and no {name}.parquet")
-
-
-def _from_hub(path: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(path, repo_type="dataset", allow_patterns=["main/*", "train*", "test*"]))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise Refusal(
-            f"data.path={path!r} is neither a directory nor a data set that the hub gave ({reason}); "
-            "without a network, give a directory with train.jsonl and test.jsonl"
-        ) from error
-
-
 def _read_prompt_file(data: PromptFile, split: Split) -> Iterator[SourceRecord]:
     path = data.train if split == "train" else data.evaluation
     if path is not None:
@@ -188,17 +186,24 @@ def _read_prompt_file(data: PromptFile, split: Split) -> Iterator[SourceRecord]:
 def _prompt_example(row: Row, data: PromptFile) -> SourceRecord:
     prompt = row.value(data.prompt_key)
     if isinstance(prompt, list) and prompt:
+        prompt = [as_text(message) for message in prompt]
         for message in prompt:
             _check_message(message, f"{row.place}: a message in {data.prompt_key!r}")
     elif not isinstance(prompt, str) or not prompt:
         raise Refusal(f"{row.place}: {data.prompt_key!r} must be a text or a list of messages, got {prompt!r:.80}")
-    return SourceRecord(
+    example = SourceRecord(
         place=row.place,
         prompt=prompt,
         answer=None if data.answer_key is None else row.text(data.answer_key),
         solution=None if data.solution_key is None else row.text(data.solution_key),
         record=row.stored,
     )
+    if data.image_key is None:
+        return example
+    count = len(image_values(row.value(data.image_key)))
+    kept = {key: value for key, value in row.record.items() if key != data.image_key}
+    sources = tuple(f"record:{row.source}/{data.image_key}/{index}" for index in range(count))
+    return example._replace(prompt=marked(example.prompt, count, place=row.place), record=kept, images=sources)
 
 
 def _check_message(message: object, where: str) -> None:
@@ -217,7 +222,10 @@ class _Lengths(NamedTuple):
 class _Tokenized:
     """Problems of a split as they are tokenised: those that fit, and what to say of the others."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: _Limits, *, as_text: bool) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, limits: _Limits, *, as_text: bool, reader: ImageReader | None
+    ) -> None:
+        self._reader = reader
         self.table = ProblemTable()
         self.lengths: list[_Lengths] = []
         self.spelled: list[str] = []
@@ -231,6 +239,9 @@ class _Tokenized:
         prompts = self._rendered(examples, spells)
         for example, prompt in zip(examples, prompts, strict=True):
             _check_encodes(example, prompt)
+        images = [referred(example.images, self._reader, place=example.place) for example in examples]
+        for n, (example, own) in enumerate(zip(examples, images, strict=True)):
+            prompts[n] = expanded(prompts[n], own, self._reader, place=example.place)
         most, most_answer = self._limits
         prompt_ids = self._encode(prompts, most, prompt=True)
         for n, spelled in enumerate(spells):
@@ -244,7 +255,7 @@ class _Tokenized:
                 raise Refusal(
                     f"{example.place}: the tokenizer makes no tokens of the prompt {prompts[n]!r:.80}; leave it out"
                 )
-            self._add(example, prompts[n], prompt_ids[n] or [], solution_ids[n], rejected_ids[n])
+            self._add(example, prompts[n], prompt_ids[n] or [], solution_ids[n], rejected_ids[n], images[n])
 
     def _add(
         self,
@@ -253,13 +264,16 @@ class _Tokenized:
         prompt_ids: list[int],
         solution_ids: list[int] | None,
         rejected_ids: list[int] | None,
+        images: tuple[Image, ...],
     ) -> None:
         number, eos = len(self.lengths), self._tokenizer.eos_token_id
         solution, rejected = ((*ids, eos) if ids is not None else () for ids in (solution_ids, rejected_ids))
         self.lengths.append(_Lengths(len(prompt_ids), max(len(solution), len(rejected))))
         if not self._limits.allow(self.lengths[-1]):
             return
-        self.table.append(number, prompt, prompt_ids, example.answer, solution, example.record)
+        if self._reader is not None:
+            images = placed(prompt_ids, images, self._reader.placeholders.token, place=example.place)
+        self.table.append(number, prompt, prompt_ids, example.answer, solution, example.record, images)
         if example.pair is not None:
             self.table.make_pair(rejected, PairColumns(example.pair.margin, example.pair.safe))
 
@@ -274,12 +288,17 @@ class _Tokenized:
     def _rendered(self, examples: Sequence[SourceRecord], spells: Sequence[bool]) -> list[str]:
         """Prompts as the tokenizer's chat template has them, marked where control tokens shall stay text."""
         if self._tokenizer.chat_template is None:
-            return [_plain_text(example) for example in examples]
+            return [_plain_text(example) for example in map(self._shown, examples)]
+        if "image" not in self._tokenizer.chat_template:
+            examples = [*map(self._shown, examples)]
         marking = [
             self._marked(one) if spelled and self._as_text else one.prompt
             for one, spelled in zip(examples, spells, strict=True)
         ]
+        chats: list[Any]
         chats = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in marking]
+        if "image" in self._tokenizer.chat_template:
+            chats = [in_parts(chat) if one.images else chat for one, chat in zip(examples, chats, strict=True)]
         try:
             return cast(
                 list[str], self._tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
@@ -289,6 +308,10 @@ class _Tokenized:
                 return [self._rendered([one], [spelled])[0] for one, spelled in zip(examples, spells, strict=True)]
             place = examples[0].place
             raise Refusal(f"{place}: the tokenizer's chat template refuses this prompt: {error}") from error
+
+    def _shown(self, example: SourceRecord) -> SourceRecord:
+        """A record whose prompt has the placeholders of its images, for templates that know of none."""
+        return example._replace(prompt=shown(example.prompt, self._reader)) if example.images else example
 
     def _marked(self, example: SourceRecord) -> str | Messages:
         def mark(text: str) -> str:

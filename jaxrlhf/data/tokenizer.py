@@ -28,11 +28,13 @@ _CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
 """Chat template; calls of tools are `<<47*86>>`, as GSM8K marks its calculator (Cobbe et al., arXiv:2110.14168)."""
+SEEING = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Further special tokens of a model that sees."""
 _CONTEXT_TOKENS = 32_768
 
 
-def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or hub id; None is the embedded one.
+def load_tokenizer(path: str | None, *, vision: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or hub id; None is the embedded one, `vision` with the tokens of images.
 
     A chat template and a pad token may be missing: prompts are then plain text, and nothing
     here needs a pad id, because lengths tell padding from tokens.
@@ -41,7 +43,7 @@ def load_tokenizer(path: str | None) -> PreTrainedTokenizerBase:
       Refusal: nothing to load, no EOS, or text that does not survive encoding and decoding.
     """
     if path is None:
-        return embedded_tokenizer()
+        return embedded_tokenizer(vision=vision)
     from transformers import AutoTokenizer, PreTrainedConfig  # import torch where it is installed: seconds
 
     try:
@@ -75,12 +77,15 @@ def misread(directory: str | Path) -> str | None:
     return None if wrong is None else f"of the tokenizer: transformers.AutoTokenizer {wrong}; {advice}"
 
 
-def embedded_tokenizer() -> PreTrainedTokenizerFast:
+def embedded_tokenizer(*, vision: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer made for the arithmetic problems that takes any text, built from code alone.
 
     Its vocabulary is the 256 bytes and every word of the arithmetic problems, with the space
     before it where there is one. Text is cut into words, single digits and single other
     characters; a word outside the vocabulary becomes its bytes.
+
+    Args:
+      vision: With the special tokens of a model that sees behind all others.
     """
     split = pre_tokenizers.Split(Regex(_PIECE), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -98,7 +103,7 @@ def embedded_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=_PAD,
         bos_token=_BOS,
         eos_token=_EOS,
-        additional_special_tokens=list(_SPECIAL[3:]),
+        additional_special_tokens=[*_SPECIAL[3:], *(SEEING if vision else ())],
         chat_template=_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
         model_max_length=_CONTEXT_TOKENS,

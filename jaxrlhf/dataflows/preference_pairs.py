@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrlhf.algos import PairLoss, masked_sum
-from jaxrlhf.batch import Array, Experience, Pair, Problem, Sequences
+from jaxrlhf.batch import Array, Experience, Pair, Problem, Sequences, images_of_problems
 from jaxrlhf.config import Config, Preference
 from jaxrlhf.dataflows.step import Metrics
 
@@ -48,7 +48,8 @@ def pair_sequences(problems: Sequence[Problem], config: Config) -> Sequences:
             mask_BT[row, end if after else start : end + after] = True
             length_B.append(end + after)
     prompt_id_B = np.repeat(np.array([problem.prompt_id for problem in problems], np.int64), 2)
-    return Sequences(token_BT, np.array(length_B, np.int32), mask_BT, prompt_id_B)
+    images_B = images_of_problems([problem for problem in problems for _ in range(2)])
+    return Sequences(token_BT, np.array(length_B, np.int32), mask_BT, prompt_id_B, images_B=images_B)
 
 
 def pair_sums(value_BT: Array, sequences: Sequences) -> np.ndarray:

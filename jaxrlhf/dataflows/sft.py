@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxrlhf.algos import nll_objective, token_weights
-from jaxrlhf.batch import Array, Experience, Problem, Sequences
+from jaxrlhf.batch import Array, Experience, Problem, Sequences, images_of_problems
 from jaxrlhf.config import SFT
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, merged
 
@@ -31,7 +31,8 @@ def supervised_batch(problems: Sequence[Problem], *, width: int) -> Experience:
     length_B = np.array([len(p.prompt_tokens) + len(p.solution_tokens) for p in problems], np.int32)
     prompt_id_B = np.array([problem.prompt_id for problem in problems], np.int64)
     weight_BT = np.asarray(token_weights(mask_BT, prompt_id_B, aggregation="token-mean"))
-    return Experience(Sequences(token_BT, length_B, mask_BT, prompt_id_B), weight_BT, {})
+    images_B = images_of_problems(problems)
+    return Experience(Sequences(token_BT, length_B, mask_BT, prompt_id_B, images_B=images_B), weight_BT, {})
 
 
 def with_examples(

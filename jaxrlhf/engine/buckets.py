@@ -1,9 +1,37 @@
-"""The lengths that programs are compiled for: few, and none much longer than what it serves."""
+"""The sizes that programs are compiled for; of lengths few, and none much longer than what it serves."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxrlhf.models import ONE_DEVICE, AnyModel, Execution
 
 SHORTEST_BUCKET = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that a program is compiled for, beside the lengths that vary between programs.
+
+    Attributes:
+      replicas: Parts that the slots are split into.
+      most_stop_tokens: Ids that may end a response.
+      tokens_per_dispatch: Most tokens that a slot draws in one `decode`.
+      execution: For the engine's mesh.
+      records_routing: Which experts tokens go through is kept.
+    """
+
+    config: AnyModel
+    replicas: int
+    most_stop_tokens: int
+    tokens_per_dispatch: int
+    execution: Execution = ONE_DEVICE
+    records_routing: bool = False
+
+    @property
+    def counts_apart(self) -> bool:
+        """Return whether positions behind images are not the indices of tokens."""
+        return self.config.vision is not None and self.config.vision.sections is not None
 
 
 def length_buckets(longest: int) -> tuple[int, ...]:

@@ -9,6 +9,8 @@ from jaxrlhf.batch import Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.engine.sequence import Request
 from jaxrlhf.models import AnyModel, Execution
+from jaxrlhf.models.config import Vision
+from jaxrlhf.models.vision.rows import check_placeholders
 
 STOP_TOKENS = 8
 """Ids that a request may name to end it, at least."""
@@ -64,7 +66,15 @@ def check_routing(config: AnyModel, *, records_routing: bool) -> None:
 
 
 def check_request(
-    request: Request, *, seed: int, limit: int, capacity: int, vocab: int, most_tokens: int, most_stops: int
+    request: Request,
+    *,
+    seed: int,
+    limit: int,
+    capacity: int,
+    vocab: int,
+    most_tokens: int,
+    most_stops: int,
+    vision: Vision | None = None,
 ) -> None:
     """Raise `Refusal` if the engine cannot answer a request.
 
@@ -73,8 +83,10 @@ def check_request(
       capacity: Most tokens of prompt and response together.
       vocab: Ids of the vocabulary.
       most_tokens, most_stops: Most tokens of any response, and of those that may end it.
+      vision: Tower of the model; None takes no images.
     """
     prompt = request.prompt_tokens
+    check_placeholders(prompt, request.images, vision, place=f"request {request.request_id}")
     if not 0 < len(prompt) <= capacity - limit:
         raise Refusal(
             f"a prompt of {len(prompt)} tokens; expected 1 to {capacity - limit} beside a response of {limit}: "

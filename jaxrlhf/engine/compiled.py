@@ -23,13 +23,14 @@ class Compiled:
       whole: Sharding of arguments that come from the host.
 
     Attributes:
+      shape: Sizes that all programs are compiled for.
       programs: By name and sizes.
       here: False if the devices are only described: programs are lowered, and give shapes with shardings.
       lowered: Programs that were lowered instead of run, by name and sizes.
     """
 
     def __init__(self, shape: Shape, whole: NamedSharding) -> None:
-        self._shape, self._whole, self.here = shape, whole, are_here(list(whole.mesh.devices.flat))
+        self.shape, self._whole, self.here = shape, whole, are_here(list(whole.mesh.devices.flat))
         self.programs: dict[tuple[Size, ...], jax.stages.Compiled] = {}
         self.lowered: dict[str, jax.stages.Lowered] = {}
 
@@ -49,7 +50,7 @@ class Compiled:
         if sizes not in self.programs or not self.here:
             layout = jax.tree.map(lambda leaf: getattr(leaf, "sharding", self._whole), arguments)
             jitted = jax.jit(
-                partial(program, shape=self._shape), in_shardings=layout, out_shardings=out, donate_argnums=donate
+                partial(program, shape=self.shape), in_shardings=layout, out_shardings=out, donate_argnums=donate
             )
             lowered = jitted.lower(*arguments)
             if not self.here:
@@ -84,7 +85,7 @@ class EngineShardings:
         self.whole = sharding()
         self.rows = sharding(slot_axes)
         prefix = sharding(stages or None, None, None, kv_head_axis)
-        self.prompts = programs.Prompts(self.whole, prefix, self.whole, self.whole)
+        self.prompts = programs.Prompts(self.whole, prefix, self.whole, self.whole, self.whole)
         self.slots = programs.Slots(*[sharding(slot_axes)] * len(programs.Slots._fields))
         self.cache = sharding((*stages, *slot_axes), kv_head_axis)
         self.pages = PagedCache(sharding(slot_axes, None, kv_head_axis), sharding(slot_axes))

@@ -58,7 +58,7 @@ class Contents:
         """A sequence takes the slot; its prompt is there, and need be nowhere else."""
         self._content.pop(slot, None)
         if sequence.request.keep and self._reusable:
-            prompt_S = np.asarray(sequence.request.prompt_tokens, np.int32)
+            prompt_S = np.asarray(sequence.request.prompt, np.int64)
             for other in [other for other, content in self._content.items() if content.begins(prompt_S)]:
                 del self._content[other]
             self._content[slot] = _Content(sequence.request.request_id, prompt_S, self._next_use(), parked=False)
@@ -66,7 +66,7 @@ class Contents:
     def end(self, slot: int, sequence: SequenceState) -> None:
         """The sequence of the slot ended; all its tokens but the last were run."""
         if slot in self._content:
-            token_S = np.asarray((*sequence.request.prompt_tokens, *sequence.tokens[:-1]), np.int32)
+            token_S = np.asarray((*sequence.request.prompt, *sequence.tokens[:-1]), np.int64)
             self._content[slot] = _Content(sequence.request.request_id, token_S, self._next_use(), parked=True)
 
     def release(self, request_id: int) -> None:
@@ -75,7 +75,7 @@ class Contents:
 
     def kind(self, sequence: SequenceState) -> int:
         """Bits of the number of known tokens: prompts go on together that have about as much behind them."""
-        return self.longest(sequence.request.prompt_tokens).tokens.bit_length()
+        return self.longest(sequence.request.prompt).tokens.bit_length()
 
     def go_on(self, known: Known) -> None:
         """A prompt goes on from what is known of it, which counts as a use of the slot."""
@@ -84,7 +84,7 @@ class Contents:
 
     def longest(self, prompt: Sequence[int]) -> Known:
         """The longest known beginning of a prompt, without its last token, which is run to predict the next."""
-        prompt_S = np.asarray(prompt[:-1], np.int32)
+        prompt_S = np.asarray(prompt[:-1], np.int64)
         best = Known(0, 0)
         for slot, (_, token_S, *_) in self._content.items():
             shorter = min(len(token_S), len(prompt_S))

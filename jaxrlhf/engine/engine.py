@@ -35,6 +35,7 @@ from jaxrlhf.engine.slot_book import Arrangement, SlotBook, insertion_of
 from jaxrlhf.engine.weights import Weights, most_unstacked, spent_layers
 from jaxrlhf.models import ONE_DEVICE, AnyModel, Execution
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.vision.rows import Pixels, no_pixels
 
 
 class Engine:
@@ -81,6 +82,7 @@ class Engine:
         goes_ahead: bool | None = None,
         stop_texts: tuple[str, ...] = (),
         decode: Decode | None = None,
+        pixels: Pixels = no_pixels,
     ) -> None:
         capacity = max_prompt_tokens + max_response_tokens
         lengths = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
@@ -106,7 +108,7 @@ class Engine:
         self._max_response_tokens, self._stop_tokens = max_response_tokens, tuple(stop_tokens)
         self._stop_texts, self._decode = tuple(stop_texts), decode
         limits = {"most_tokens": max_response_tokens, "most_stops": self._shape.most_stop_tokens}
-        self._limits = {"capacity": capacity, "vocab": config.vocab_size, **limits}
+        self._limits: Any = {"capacity": capacity, "vocab": config.vocab_size, "vision": config.vision, **limits}
         self._goes_ahead = mesh.devices.flat[0].platform != "cpu" if goes_ahead is None else goes_ahead
         self._slot_counts = slot_counts(self.slots // replicas)
         self.mesh, self.execution = mesh, execution
@@ -114,7 +116,7 @@ class Engine:
         self.compiled = Compiled(self._shape, self._layout.whole)
         together = -(-min(rows, prompts or slots) // replicas) * replicas
         longest = {"longest_prompt": max_prompt_tokens, "capacity": capacity}
-        self.prefill = Prefill(self.compiled, self._layout, rows=together, **longest)
+        self.prefill = Prefill(self.compiled, self._layout, rows=together, pixels=pixels, **longest)
         sizes = {"slots": self.slots, "longest": capacity}
         self.cache: SlotCache | PageCache = SlotCache(self.compiled, self._layout, **sizes, states=bool(config.linear))
         if execution.pages_kernel is not None:

@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
+from jaxrlhf.batch import images_of, tokens_of
 from jaxrlhf.engine import programs
 from jaxrlhf.engine.buckets import busy_buckets, fit, length_buckets
-from jaxrlhf.engine.compiled import Compiled, EngineShardings
+from jaxrlhf.engine.compiled import Compiled, EngineShardings, Size
 from jaxrlhf.engine.contents import Contents
 from jaxrlhf.engine.kv_cache import PageCache, SlotCache
 from jaxrlhf.engine.programs import Prefilled
 from jaxrlhf.engine.weights import Weights
 from jaxrlhf.models import Past
+from jaxrlhf.models.vision.rows import Pixels, no_pixels, rows_of_prompts
 
 PREFILL_TOKENS = 2048
 """Tokens that one prefill aims at, padding included; a longer prompt is run chunk by chunk."""
@@ -32,20 +35,30 @@ class Prefill:
     Args:
       longest_prompt: Tokens of the longest prompt that programs are compiled for ahead of time.
       capacity: Tokens of the longest sequence, all of which may be a prompt of a later turn.
+      pixels: Reads the images of prompts.
 
     Attributes:
       buckets: Lengths that prompts are padded to.
       prompts, prompt_tokens: Prompts that were run so far, and their tokens.
       reused_tokens: Tokens of them that were not run, as the cache had them.
+      images: Images that the tower was run over.
     """
 
     def __init__(
-        self, compiled: Compiled, layout: EngineShardings, *, rows: int, longest_prompt: int, capacity: int
+        self,
+        compiled: Compiled,
+        layout: EngineShardings,
+        *,
+        rows: int,
+        longest_prompt: int,
+        capacity: int,
+        pixels: Pixels = no_pixels,
     ) -> None:
         self._compiled, self._layout, self.rows = compiled, layout, rows
         self.buckets = length_buckets(longest_prompt)
         self._longer = tuple(size for size in length_buckets(capacity) if size > longest_prompt)
-        self.prompts = self.prompt_tokens = self.reused_tokens = 0
+        self.prompts = self.prompt_tokens = self.reused_tokens = self.images = 0
+        self._pixels = pixels
 
     def only_busy(self, prompt_lengths: Sequence[int]) -> list[int]:
         """Give up buckets that prompts of these lengths seldom fill; returns a length for each that is left."""
@@ -61,7 +74,7 @@ class Prefill:
         token_PS = np.zeros((self.rows, width), np.int32)
         length_P = np.ones(self.rows, np.int32)
         for row, prompt in enumerate(prompts):
-            token_PS[row, : len(prompt)] = prompt
+            token_PS[row, : len(prompt)] = tokens_of(prompt)
             length_P[row] = len(prompt)
         known = [contents.longest(prompt) for prompt in prompts]
         for each in known:
@@ -73,13 +86,26 @@ class Prefill:
         rows = self._compiled.put((token_PS, length_P), self._layout.rows)
         arguments: tuple = weights.params, weights.stackless, *rows
         chunk = CHUNK_TOKENS if width > PREFILL_TOKENS else None
-        sizes: tuple[str, int, int] | tuple[str, int] = ("prefill", width)
+        sizes: tuple[Size, ...] = ("prefill", width)
         if first:
             slots = [slot for _, slot in known]
             prefix = cache.prefix(slots + slots[:1] * (self.rows - len(prompts)), width=width)
             chunk = min(CHUNK_TOKENS, fit(max(map(len, prompts)) - first, (*self.buckets, *self._longer)))
             arguments, sizes = (*arguments, Past(prefix, np.asarray(first, np.int32))), ("prefill from", width, chunk)
+        if (images := self._images(prompts, length_P, width)) is not None:
+            past = arguments[4:] or (None,)
+            arguments, sizes = (*arguments[:4], *past, images), (*sizes, images.pixel_RQC.shape[1], "patches")
         program = partial(programs.prefill, chunk_tokens=chunk)
         return Prefilled(
             self._compiled.run(sizes, program, *arguments, out=self._layout.prompts), tuple(prompts), weights.version
         )
+
+    def _images(self, prompts: Sequence[tuple[int, ...]], length_P: np.ndarray, width: int) -> Any:
+        """Images of the prompts on the devices; None where none has any, or the model reads text alone."""
+        vision = self._compiled.shape.config.vision
+        if vision is None:
+            return None
+        images_P = [images_of(prompt) for prompt in prompts] + [()] * (self.rows - len(prompts))
+        rows = rows_of_prompts(vision, images_P, length_P, width, self._pixels)
+        self.images += sum(map(len, images_P))
+        return None if rows is None else self._compiled.put(rows, self._layout.rows)

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int
 
 from jaxrlhf import models
 from jaxrlhf.batch import Array, Params
+from jaxrlhf.engine.buckets import Shape
 from jaxrlhf.engine.sampling import Sampled, SlotSampling, sample, uniforms
 from jaxrlhf.models.attention.kv_cache import LayerCache
 from jaxrlhf.models.attention.linear_attention import LayerState
@@ -29,37 +30,19 @@ CachedLayer = LayerCache | LayerState
 Cache = list[CachedLayer] | PagedCache
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes that a program is compiled for, beside the lengths that vary between programs.
-
-    Attributes:
-      replicas: Parts that the slots are split into.
-      most_stop_tokens: Ids that may end a response.
-      tokens_per_dispatch: Most tokens that a slot draws in one `decode`.
-      execution: For the engine's mesh.
-      records_routing: Which experts tokens go through is kept.
-    """
-
-    config: models.AnyModel
-    replicas: int
-    most_stop_tokens: int
-    tokens_per_dispatch: int
-    execution: models.Execution = models.ONE_DEVICE
-    records_routing: bool = False
-
-
 class Prompts(NamedTuple):
     """Prefilled prompts: what predicts each one's first response token, and its keys and values.
 
     Attributes:
       choice_PSLk: int16, the experts that their tokens went through; None if not recorded.
+      offset_P: int32 difference of positions and indices behind their images; None of a model that counts tokens.
     """
 
     hidden_PD: Array
     prefix: models.Prefix
     length_P: Array
     choice_PSLk: Array | None = None
+    offset_P: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +88,7 @@ class Slots(NamedTuple):
       drawn_B: Tokens of the response, the newest included.
       active_B: Whether the response goes on.
       seed_B, request_B, limit_B, stop_BE, settings: Its `Insertion`.
+      offset_B: Its prompt's `offset_P`.
     """
 
     token_B: Array
@@ -117,6 +101,7 @@ class Slots(NamedTuple):
     limit_B: Array
     stop_BE: Array
     settings: SlotSampling
+    offset_B: Array | None = None
 
 
 class Window(NamedTuple):
@@ -164,6 +149,7 @@ def empty_slots(*, slots: int, shape: Shape) -> Slots:
             min_tokens_B=jnp.zeros(slots, jnp.int32),
             greedy_B=jnp.zeros(slots, bool),
         ),
+        offset_B=jnp.zeros(slots, jnp.int32) if shape.counts_apart else None,
     )
 
 
@@ -173,6 +159,7 @@ def prefill(
     token_PS: Int[Array, "P S"],
     length_P: Int[Array, "P"],
     past: models.Past | None = None,
+    images: models.ImageRows | None = None,
     *,
     chunk_tokens: int | None = None,
     shape: Shape,
@@ -185,10 +172,13 @@ def prefill(
       chunk_tokens: Tokens of a chunk, for `models.prefill`. A model of one's own may run prompts whole all the same.
     """
     how: dict[str, Any] = {"layers": layers, "chunk_tokens": chunk_tokens, "execution": shape.execution}
-    if past is not None:
-        how["past"] = past
+    how |= {name: each for name, each in (("past", past), ("images", images)) if each is not None}
     output = models.prefill(params, shape.config, token_PS, length_P, **how)
-    return Prompts(output.hidden_PD, output.prefix, length_P, output.choice_PSLk if shape.records_routing else None)
+    offset_P = jnp.zeros_like(length_P) if shape.counts_apart else None
+    if images is not None and shape.counts_apart:
+        offset_P = images.turn_RW3.max(axis=(1, 2)) + 1 - length_P
+    choice_PSLk = output.choice_PSLk if shape.records_routing else None
+    return Prompts(output.hidden_PD, output.prefix, length_P, choice_PSLk, offset_P)
 
 
 def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion, *, shape: Shape) -> Slots:
@@ -213,6 +203,7 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
         limit_B=put(slots.limit_B, insertion.limit_B),
         stop_BE=put(slots.stop_BE, insertion.stop_BE),
         settings=jax.tree.map(put, slots.settings, insertion.settings),
+        offset_B=None if prompts.offset_P is None else put(slots.offset_B, prompts.offset_P[row_I]),
     )
 
 
@@ -363,7 +354,8 @@ def _step(
 ) -> tuple[Cache, Slots, Array | None]:
     """One token in every active slot; also the experts that the token before it went through, if recorded."""
     state = slots.token_B, slots.cached_B, cache.split() if isinstance(cache, PagedCache) else cache
-    output = models.decode(layers, params, shape.config, *state, execution=shape.execution)
+    how = {"execution": shape.execution} | ({"offset_B": slots.offset_B} if shape.counts_apart else {})
+    output = models.decode(layers, params, shape.config, *state, **how)
     written: Any = output.cache  # layers of this kind of cache
     cache = cache.joined(written) if isinstance(cache, PagedCache) else written
     token_B, logp_B = _draw(models.padded_logits(params, shape.config, output.hidden_BD), slots.drawn_B, slots)

@@ -40,7 +40,7 @@ class Scheduler:
     def add(self, sequence: SequenceState) -> None:
         """Put a sequence in the queue."""
         self._under_way.add(sequence)
-        self._queued.setdefault(sequence.request.prompt_tokens, []).append(sequence)
+        self._queued.setdefault(sequence.request.prompt, []).append(sequence)
         self._unplaced += 1
 
     @property
@@ -123,7 +123,7 @@ class Scheduler:
         """Forget a sequence that waits; false if it does not."""
         if sequence not in self._under_way or sequence.slot is not None:
             return False
-        prompt = sequence.request.prompt_tokens
+        prompt = sequence.request.prompt
         if sequence in self._queued.get(prompt, ()):
             self._queued[prompt].remove(sequence)
             if not self._queued[prompt]:

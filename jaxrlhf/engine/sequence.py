@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from jaxrlhf.batch import Array
+from jaxrlhf.batch import Array, Image, SeenPrompt
 from jaxrlhf.config import Sampling
 
 Decode = Callable[[Sequence[int]], str]
@@ -29,6 +30,7 @@ class Request:
       keep: Keep keys and values of prompt and response for requests that begin alike, such as the next turn; until
         they are released, their room is needed, or other weights are loaded. Where experts are recorded, and with a
         model of one's own, requests that begin alike are computed whole all the same.
+      images: Images of the prompt; those of two prompts with equal tokens may differ.
     """
 
     request_id: int
@@ -37,6 +39,12 @@ class Request:
     stop_tokens: tuple[int, ...] | None = None
     stop_texts: tuple[str, ...] | None = None
     keep: bool = False
+    images: tuple[Image, ...] = ()
+
+    @cached_property
+    def prompt(self) -> tuple[int, ...]:
+        """The prompt by which requests share what was computed."""
+        return SeenPrompt.of(self.prompt_tokens, self.images)
 
 
 @dataclass(frozen=True)

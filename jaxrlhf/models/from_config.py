@@ -1,11 +1,15 @@
 """The decoder and the tokenizer that a run starts from, by its settings."""
 
 from collections.abc import Sized
+from dataclasses import replace
 
-from jaxrlhf.config import Config, FromScratch, Model, Nnx
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.config import Config, FromScratch, Model, Nnx, Refusal
+from jaxrlhf.data.tokenizer import SEEING, load_tokenizer
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.config import read_config, scratch_config
+from jaxrlhf.models.huggingface.config import read_config, scratch_config, scratch_vision
 from jaxrlhf.models.huggingface.hub import resolve
 
 _VOCABULARY_MULTIPLE = 64
@@ -26,7 +30,20 @@ def model_config(model: Model, tokenizer: Sized) -> AnyModel:
 def from_scratch(model: FromScratch, *, tokens: int) -> ModelConfig:
     """The decoder over a tokenizer of so many tokens."""
     rounded = -(-tokens // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-    return scratch_config(model, vocab_size=rounded)
+    config = scratch_config(model, vocab_size=rounded)
+    if model.vision is None:
+        return config
+    # The tokens of images are the last of the tokenizer.
+    return replace(config, vision=scratch_vision(model.vision, config, first_token=tokens - len(SEEING)))
+
+
+def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run; the embedded one has tokens of images where the model sees."""
+    vision = isinstance(config.model, FromScratch) and config.model.vision is not None
+    path = tokenizer_path(config)
+    if vision and path is not None:
+        raise Refusal(f"FromScratch(vision=...) has the embedded tokenizer, and tokenizer={path!r} is given; drop it")
+    return load_tokenizer(path, vision=vision)
 
 
 def tokenizer_path(config: Config) -> str | None:

@@ -18,8 +18,7 @@ from jaxrlhf.config import (
     Refusal,
     ReMax,
 )
-from jaxrlhf.data.tokenizer import load_tokenizer
-from jaxrlhf.models import from_scratch, tokenizer_path
+from jaxrlhf.models import from_scratch, tokenizer_of
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.planner.hardware import Hardware, compiled_like
 from jaxrlhf.planner.plan import GivenPools, PlacementProblem
@@ -247,7 +246,7 @@ class _Shapes:
     def _look_up(self, model: FromScratch | Nnx | str) -> ModelConfig:
         if isinstance(model, FromScratch):
             if self._vocabulary is None:
-                self._vocabulary = len(load_tokenizer(tokenizer_path(self._config)))
+                self._vocabulary = len(tokenizer_of(self._config))
             return from_scratch(model, tokens=self._vocabulary)
         if isinstance(model, Nnx):
             raise Refusal(

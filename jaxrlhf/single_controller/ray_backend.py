@@ -19,8 +19,7 @@ import jax
 from jaxrlhf.batching.transfer_protocol import PROTOCOLS, RemoteValue, join
 from jaxrlhf.config import Config, Pool, RayCluster, Refusal
 from jaxrlhf.config.cli.load import loaded
-from jaxrlhf.data.tokenizer import load_tokenizer
-from jaxrlhf.models import tokenizer_path
+from jaxrlhf.models import tokenizer_of
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.single_controller.host import Host
@@ -136,7 +135,7 @@ def make_host(rank: int, hosts: int, *, config: Config, pool: Pool, output: Path
     own = None if output is None else output.with_name(f"{pool.name}-{rank}-{output.name}")
     builder = Builder(
         config,
-        load_tokenizer(tokenizer_path(config)),
+        tokenizer_of(config),
         ResourcePool(pool.name, tuple(sorted(jax.devices(), key=lambda device: device.process_index))),
         pool.roles,
         rank=(rank, hosts),

@@ -11,10 +11,12 @@ from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import SFT, Config, Preference
 from jaxrlhf.data import Loader
+from jaxrlhf.data.images import ImageReader
 from jaxrlhf.data.sources import Loaded, load_problems
 from jaxrlhf.data.tokenizer import decoder
-from jaxrlhf.models import AnyModel, CausalLM
+from jaxrlhf.models import AnyModel, CausalLM, model_config
 from jaxrlhf.models.huggingface.save import save_description
+from jaxrlhf.models.vision.reader import image_reader, processor_of
 from jaxrlhf.single_controller.pools import Pools
 from jaxrlhf.tracking import Logger
 from jaxrlhf.trainer.auto_placement import Placed
@@ -67,22 +69,31 @@ def load_data(config: Config, tokenizer: Any) -> RunData:
     Raises:
       Refusal: Files that cannot be read, or splits without a problem that fits.
     """
-    limits = _limits(config)
+    limits: dict[str, Any] = _limits(config)
     supervised = any(isinstance(phase.algorithm, SFT) for phase in config.phases)
     if isinstance(config.algorithm, Preference):
         supervised = False
     solutions = {"max_solution_tokens": config.rollout.max_response_tokens}
-    train = load_problems(config.data, tokenizer, split="train", **limits, **(solutions if supervised else {}))
+    reads = {"reader": _reader(config, tokenizer), **limits}
+    train = load_problems(config.data, tokenizer, split="train", **reads, **(solutions if supervised else {}))
     evaluation = load_evaluation(config, tokenizer)
     examples = None
     if (wanted := config.algorithm.examples(config)) is not None:
-        examples = load_problems(wanted[0], tokenizer, split="train", **limits, **solutions)
+        examples = load_problems(wanted[0], tokenizer, split="train", **reads, **solutions)
     return RunData(train, evaluation, evaluation.problems[: config.evaluation.problems], examples)
 
 
 def load_evaluation(config: Config, tokenizer: Any) -> Loaded:
     """Read and tokenise the held-out split alone; errors as of `load_data`."""
-    return load_problems(config.data, tokenizer, split="evaluation", **_limits(config))
+    reader = _reader(config, tokenizer)
+    return load_problems(config.data, tokenizer, split="evaluation", reader=reader, **_limits(config))
+
+
+def _reader(config: Config, tokenizer: Any) -> ImageReader | None:
+    """Reader of images; None for models that read text alone."""
+    if not getattr(config.model, "vision", None):
+        return None
+    return image_reader(config, model_config(config.model, tokenizer), tokenizer)
 
 
 def _limits(config: Config) -> dict[str, int]:
@@ -140,6 +151,8 @@ class RunContext:
         # A checkpoint's own tokenizer is copied as it is.
         tokenizer = None if source is not None and self.launched.tokenizer is None else self.tokenizer
         save_description(self.model, self.workdir / MODEL, tokenizer=tokenizer, source=source)
+        if source is None and (tower := getattr(self.launched.model, "vision", None)):
+            processor_of(tower).save_pretrained(self.workdir / MODEL)
 
 
 def run_phase(

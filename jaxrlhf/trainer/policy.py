@@ -13,7 +13,7 @@ from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Refusal, Sampling
 from jaxrlhf.data.tokenizer import decoder, load_tokenizer, misread
 from jaxrlhf.dataflows.step import Metrics
-from jaxrlhf.models import read_config, sees, tokenizer_path
+from jaxrlhf.models import read_config, sees, tokenizer_of
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.save import check_new, save_each
@@ -121,9 +121,10 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
         raise Refusal(f"{place} holds no run to evaluate; train first, or name a checkpoint with --policy")
     if step is not None and not from_run:
         raise Refusal(f"--step {step} chooses a checkpoint of a run, and {policy} is the workdir of none; drop it")
-    model = config.model if own else Pretrained(str(place / MODEL if from_run else policy))
+    path = str(place / MODEL if from_run else policy)
+    model = config.model if own else Pretrained(path, vision=getattr(config.model, "vision", None) and sees(path))
     config = replace(config, model=model, actor=replace(config.actor, lora=None))
-    tokenizer = load_tokenizer(tokenizer_path(config))
+    tokenizer = tokenizer_of(config)
     if config.placement == "auto":
         config = placed_for_evaluation(config, place)
     held_out = load_evaluation(config, tokenizer).problems[: config.evaluation.problems]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Config, Refusal, function_of
-from jaxrlhf.data.tokenizer import load_tokenizer
-from jaxrlhf.models import model_config, tokenizer_path
+from jaxrlhf.models import model_config, tokenizer_of
 from jaxrlhf.resharding.wire import TransferError
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted
@@ -79,7 +78,7 @@ def _prepared(config: Config) -> RunContext:
     """Read all that a run needs before its devices; refuse what does not fit."""
     function_of(config.algorithm, "collect")
     function_of(config.algorithm, "learn")
-    tokenizer = load_tokenizer(tokenizer_path(config))
+    tokenizer = tokenizer_of(config)
     model = model_config(config.model, tokenizer)
     data = load_data(config, tokenizer)
     for phase in config.phases:  # refuses too few problems now, and not after the cold start

@@ -148,6 +148,7 @@ class Builder(PoolRoles):
             stop_tokens=stop_tokens(config, self.tokenizer),
             decode_tokens_per_dispatch=rollout.decode_tokens_per_dispatch,
             records_routing=rollout.replay_routing,
+            pixels=self.pixels,
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
             execution=choose_execution(
@@ -274,6 +275,7 @@ class Builder(PoolRoles):
             progress=self.progress,
             offload=parts,
             temperature=self.config.rollout.sampling.temperature,
+            pixels=self.pixels,
         )
 
     def _actor(self, start: Params, phase: Phase) -> Actor:

@@ -24,6 +24,7 @@ from jaxrlhf.models.heads import CHUNK_TOKENS, token_logp, values
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs
 from jaxrlhf.models.pipeline import pipeline_over
+from jaxrlhf.models.vision.rows import Pixels, no_pixels
 from jaxrlhf.sharding.described import are_here
 from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES
 from jaxrlhf.sharding.replicas import replicas_of
@@ -50,6 +51,7 @@ class ModelSetup:
       progress: Told how many microbatches and minibatches were started.
       offload: Parts that wait in host memory while they are not in use: `parameters`, `optimizer`.
       temperature: The rollout's; log-probabilities are at this temperature unless another is asked for.
+      pixels: Reads the images of prompts.
     """
 
     role: str
@@ -63,6 +65,7 @@ class ModelSetup:
     progress: Progress
     offload: Collection[str]
     temperature: float
+    pixels: Pixels = no_pixels
 
 
 class ModelWorker:
@@ -96,6 +99,7 @@ class ModelWorker:
         self._row_tokens, rows = microbatch_shape(setup.training, self.mesh, width=setup.width, role=self.role)
         self._rows = rows // self.row_shards
         self._attention_rows: dict[int, int] = {}
+        self._patch_room: list[int] = []
         whole, each = PartitionSpec(), self.replicas.each
         forward = self.replicas.run(self._output, (whole, each, whole), each)
         self._forward = jax.jit(forward, out_shardings=self._batch_sharding)
@@ -149,6 +153,9 @@ class ModelWorker:
             longest_response=self.setup.longest_response,
             shares=not isinstance(self.config, CausalLM),
             attention_rows=self._attention_rows,
+            vision=self.config.vision,
+            pixels=self.setup.pixels,
+            patch_room=self._patch_room,
             agree=most_of_all_hosts,
         )
 
@@ -178,6 +185,8 @@ class ModelWorker:
         """Hidden states of packed rows, and the record of routers."""
         tokens = rows.token_RW, rows.position_RW, rows.segment_RW
         how: dict[str, Any] = {"shared_prefix": rows.shared_prefix, "execution": self._execution}
+        if rows.images is not None:
+            how["images"] = rows.images
         if self.config.experts is not None:
             how["router"] = router._replace(replayed=rows.choice_RWLk)
         return hidden_states(params, self.config, *tokens, **how)

@@ -16,6 +16,8 @@ from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.from_config import model_config
 from jaxrlhf.models.huggingface.config import read_stop_tokens
 from jaxrlhf.models.huggingface.hub import resolve
+from jaxrlhf.models.vision.reader import image_reader
+from jaxrlhf.models.vision.rows import Pixels, no_pixels
 from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES, factored_mesh
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.model import microbatch_shape
@@ -40,6 +42,8 @@ class PoolRoles:
 
     Attributes:
       model: Shape of the policy.
+      reader: Reads images of prompts; None where the policy reads text alone.
+      pixels: Function of an image to its patches.
       dtype: Dtype of activations and of the weights that generate.
       width: T, columns of a rollout's arrays.
     """
@@ -50,6 +54,8 @@ class PoolRoles:
         self.config, self.tokenizer, self.pool, self.roles = config, tokenizer, pool, tuple(roles)
         self.model = model_config(config.model, tokenizer)
         check_vocabulary(tokenizer, self.model, role="actor")
+        self.reader = image_reader(config, self.model, tokenizer)
+        self.pixels: Pixels = no_pixels if self.reader is None else self.reader.patches
         self.dtype = compute_dtype(config, pool.devices)
         self.width = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
 

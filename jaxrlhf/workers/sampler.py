@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrlhf.batch import Problem, RolloutBatch, Sequences
+from jaxrlhf.batch import Problem, RolloutBatch, Sequences, images_of_problems
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Completion, Request
@@ -77,7 +77,7 @@ class Sampler:
           seed: With a problem's id and the number of the copy it determines a response, wherever it is generated.
         """
         requests = [
-            Request(problem.prompt_id * responses_per_prompt + copy, problem.prompt_tokens)
+            Request(problem.prompt_id * responses_per_prompt + copy, problem.prompt_tokens, images=problem.images)
             for problem in problems
             for copy in range(responses_per_prompt)
         ]
@@ -207,6 +207,7 @@ def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *,
             mask_BT,
             np.array([p.prompt_id for p in prompts], np.int64),
             _choices([completion.choice_TLk for completion in completions], width=width),
+            images_of_problems(prompts),
         ),
         sampler_logp_BT=logp_BT,
         truncated_B=np.array([c.truncated for c in completions]),

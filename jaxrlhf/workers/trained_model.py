@@ -16,6 +16,7 @@ from jaxrlhf.batching.packing import PackedBatch
 from jaxrlhf.checkpoint import TreeItem
 from jaxrlhf.config import Optimizer
 from jaxrlhf.models.lora.lora import adapted
+from jaxrlhf.models.parameters import VISION
 from jaxrlhf.sharding.described import described
 from jaxrlhf.workers.model import Metrics, ModelSetup, ModelWorker
 from jaxrlhf.workers.offloadable import Offloadable, OffloadableItem
@@ -67,22 +68,12 @@ class TrainedWorker(ModelWorker):
         self.adapters = None if adapters is None else Offloadable(adapters)
         self.trained = self.adapters or self.parameters
         self._schedule = learning_rate(optimizer, total_updates=total_updates)
-        self._optimizer = optax.chain(
-            optax.clip_by_global_norm(optimizer.max_grad_norm),
-            optax.adamw(
-                self._schedule,
-                b1=optimizer.beta1,
-                b2=optimizer.beta2,
-                eps=optimizer.eps,
-                weight_decay=optimizer.weight_decay,
-            ),
-        )
+        self._freezes_tower = VISION in trained and optimizer.vision_learning_rate is None
+        self._optimizer = optimizer_of(optimizer, total_updates=total_updates, tower=VISION in trained)
         self._whole = whole = NamedSharding(self.mesh, PartitionSpec())
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
         state = jax.eval_shape(self._optimizer.init, shapes)
-        self._state_layout = optax.tree_utils.tree_map_params(
-            self._optimizer, lambda _, sharding: sharding, state, layout, transform_non_params=lambda _: whole
-        )
+        self._state_layout = _state_layout(state, layout, whole)
         self.optimizer = Offloadable(self._initial_state, offload="optimizer" in setup.offload)
         self.updates = 0
         replicas = self.replicas
@@ -153,6 +144,8 @@ class TrainedWorker(ModelWorker):
                 mask = rows.mask_RW
 
                 def loss(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
+                    if self._freezes_tower:
+                        trained = {**trained, VISION: jax.lax.stop_gradient(trained[VISION])}
                     params = adapted(frozen, trained)
                     hidden_RWD, routed = self._hidden(params, rows, router_inputs(rows))
                     output = self._read(params, hidden_RWD, rows, temperature, entropy="entropy_weight" in fields)
@@ -283,9 +276,49 @@ def _means(totals: Sequence[Metrics]) -> Metrics:
     return {name: sum(total[name] for total in totals) / tokens for name in totals[0] if name != "tokens"}
 
 
-def learning_rate(optimizer: Optimizer, *, total_updates: int) -> optax.Schedule:
-    """Linear warm-up from 0, then constant or decayed to 0 at `total_updates`."""
-    peak, warmup = optimizer.learning_rate, optimizer.warmup_updates
+def optimizer_of(settings: Optimizer, *, total_updates: int, tower: bool) -> optax.GradientTransformation:
+    """AdamW behind clipping by the global norm.
+
+    Args:
+      tower: A vision tower is among the parameters; it has a learning rate of its own, or no update and no moments.
+    """
+
+    def adamw(peak: float | None) -> optax.GradientTransformation:
+        return optax.adamw(
+            learning_rate(settings, total_updates=total_updates, peak=peak),
+            b1=settings.beta1,
+            b2=settings.beta2,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+
+    clip, decoder = optax.clip_by_global_norm(settings.max_grad_norm), adamw(None)
+    if not tower:
+        return optax.chain(clip, decoder)
+    rate = settings.vision_learning_rate
+    parts = {"decoder": decoder, VISION: optax.set_to_zero() if rate is None else adamw(rate)}
+    return optax.chain(
+        clip, optax.partition(parts, lambda tree: {name: VISION if name == VISION else "decoder" for name in tree})
+    )
+
+
+def _state_layout(state: Any, layout: Any, whole: NamedSharding) -> Any:
+    """Shardings of an optimizer's state: of an array those of its parameter, whose path its own ends in."""
+    of_params = dict(jax.tree.leaves_with_path(layout))
+
+    def one(path: tuple[Any, ...], _: Any) -> NamedSharding:
+        return next((of_params[path[start:]] for start in range(len(path)) if path[start:] in of_params), whole)
+
+    return jax.tree.map_with_path(one, state)
+
+
+def learning_rate(optimizer: Optimizer, *, total_updates: int, peak: float | None = None) -> optax.Schedule:
+    """Linear warm-up from 0, then constant or decayed to 0 at `total_updates`.
+
+    Args:
+      peak: Rate behind the warm-up; None is the optimizer's.
+    """
+    peak, warmup = peak or optimizer.learning_rate, optimizer.warmup_updates
     rest = max(total_updates - warmup, 1)
     tail = {
         "constant": optax.constant_schedule(peak),

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.config import FromScratch, Refusal
-from jaxrlhf.models.config import Experts, Head, ModelConfig
+from jaxrlhf.config import FromScratch, Refusal, Tower
+from jaxrlhf.models.config import Experts, Head, ModelConfig, Sections, Vision
 from jaxrlhf.models.huggingface.families import FAMILIES, SIGHTS, Family, Fields, read_rope, write_rope
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.huggingface.text_part import read_vision, text_fields
@@ -162,4 +162,36 @@ def scratch_config(settings: FromScratch, *, vocab_size: int) -> ModelConfig:
         qk_norm=experts is not None,
         tie_embeddings=True,
         experts=experts,
+    )
+
+
+def scratch_vision(settings: Tower, config: ModelConfig, *, first_token: int) -> Vision:
+    """A tower of the configured size, shaped like that of Qwen2.5-VL; a window of it is the whole of any image.
+
+    Args:
+      config: Decoder that its features are for.
+      first_token: Id of the token that begins an image; behind it are those of its end, its features and videos.
+    """
+    rows = config.rotary_dim // 8
+    return Vision(
+        family="qwen2_5_vl",
+        image_token=first_token + 2,
+        start_token=first_token,
+        end_token=first_token + 1,
+        video_token=first_token + 3,
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_layers=settings.num_layers,
+        num_heads=settings.num_heads,
+        patch_size=settings.patch_size,
+        out_size=config.hidden_size,
+        frames=2,
+        merge=settings.merge,
+        norm="rms",
+        gated=True,
+        activation="silu",
+        patch_bias=False,
+        window=settings.most_features,
+        full_layers=tuple(range(settings.num_layers)),
+        sections=Sections((config.rotary_dim // 2 - 2 * rows, rows, rows)),
     )

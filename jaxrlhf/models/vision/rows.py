@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrlhf.batch import Array, Image
+from jaxrlhf.config import Refusal
 from jaxrlhf.models.config import Vision
 
 Pixels = Callable[[Image], np.ndarray]
@@ -39,6 +40,15 @@ class ImageRows(NamedTuple):
     feature_RW: Array
     block_RW: Array
     turn_RW3: Array
+
+
+class UnknownImage(ValueError):
+    """Error: pixels of an image are wanted, and nobody says where from."""
+
+
+def no_pixels(image: Image) -> np.ndarray:
+    """Pixels for models and engines that are given none."""
+    raise UnknownImage(f"the image {image.source} cannot be read here; give pixels, a function of images to patches")
 
 
 class _Order(NamedTuple):
@@ -96,6 +106,40 @@ def corners_of(vision: Vision, place_Q2: np.ndarray, grid: tuple[int, int, int])
     return corner_Q4.astype(np.int32), share_Q4.astype(np.float32)
 
 
+def check_placeholders(tokens: Sequence[int], images: Sequence[Image], vision: Vision | None, *, place: str) -> None:
+    """Raise `Refusal` unless a prompt has one placeholder for each feature of its images, and no other.
+
+    Args:
+      place: Words for where the prompt is from.
+    """
+    if vision is None:
+        if images:
+            raise Refusal(
+                f"{place}: {len(images)} images for a model that reads text alone; give vision=True, or no images"
+            )
+        return
+    ids = np.asarray(tokens)
+    told = np.zeros(len(ids), bool)
+    for image in images:
+        told[image.start : image.start + image.tokens] = True
+        features = int(np.prod(image.grid)) // vision.merge**2
+        if image.tokens != features or image.start + features > len(ids):
+            raise Refusal(
+                f"{place}: {image.source} has {features} features and {image.tokens} tokens from token {image.start} "
+                f"of {len(ids)}; prompts with images are kept whole or left out, never cut"
+            )
+    if (told != (ids == vision.image_token)).any():
+        raise Refusal(
+            f"{place}: {int((ids == vision.image_token).sum())} placeholders (token {vision.image_token}) and "
+            f"{int(told.sum())} features of {len(images)} images; give an image for each placeholder in the text"
+        )
+
+
+def patch_room(most: int, *, merge: int) -> int:
+    """Patches that a row has room for: a power of two of whole features, so that few programs are compiled."""
+    return merge**2 << max(0, -(-most // merge**2) - 1).bit_length()
+
+
 def turns_of(vision: Vision, images: Sequence[Image], tokens: int) -> np.ndarray:
     """`turn_T3`, int32 time, row and column of every token of a sequence that begins with images and text.
 
@@ -117,6 +161,26 @@ def turns_of(vision: Vision, images: Sequence[Image], tokens: int) -> np.ndarray
 def offset_of(vision: Vision, images: Sequence[Image], tokens: int) -> int:
     """Difference between the position and the index of tokens behind a prompt of so many tokens."""
     return int(turns_of(vision, images, tokens + 1)[-1, 0]) - tokens
+
+
+def rows_of_prompts(
+    vision: Vision, images_P: Sequence[Sequence[Image]], length_P: np.ndarray, width: int, pixels: Pixels
+) -> ImageRows | None:
+    """Images of left-aligned prompts, a prompt in a row; None where none has any."""
+    room = max(map(patches_of, images_P))
+    if not room:
+        return None
+    shape = len(images_P), width
+    layout = RowLayout(vision, images_P, patches=patch_room(room, merge=vision.merge))
+    feature_PS, block_PS, turn_PS3 = (
+        np.full(shape, -1, np.int32),
+        np.zeros(shape, np.int32),
+        np.zeros((*shape, 3), np.int32),
+    )
+    for row, (images, length) in enumerate(zip(images_P, length_P.tolist(), strict=True)):
+        feature_PS[row, :length], block_PS[row, :length] = layout.tokens(row, images, length)
+        turn_PS3[row, :length] = turns_of(vision, images, length)
+    return layout.rows(range(len(images_P)), pixels, feature_PS, block_PS, turn_PS3)
 
 
 class RowLayout:

@@ -1,0 +1,64 @@
+"""Places of a batch's images: in the packed rows that hold their tokens, once for all sequences of a row."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from jaxrlhf.batch import Image
+from jaxrlhf.models.config import Vision
+from jaxrlhf.models.vision.rows import ImageRows, Pixels, RowLayout, patch_room, patches_of, turns_of
+
+Pack = Callable[[np.ndarray], np.ndarray]
+"""Function of a `[B, T, ...]` array to `[microbatches, R, W, ...]`."""
+
+
+class ImagePlaces:
+    """Images of the packed rows of a batch.
+
+    Args:
+      vision: Tower of the model.
+      images_B: Images of each sequence; None if this process has none.
+      row_B: Packed row of each sequence, below `rows`.
+      room: Patches that a row had room for in all batches before; grows where this one needs more.
+      agree: Elementwise maximum over processes.
+
+    Attributes:
+      any: True if a process has images.
+    """
+
+    def __init__(
+        self,
+        vision: Vision,
+        images_B: np.ndarray | None,
+        row_B: np.ndarray,
+        *,
+        rows: int,
+        room: list[int],
+        agree: Callable[[np.ndarray], np.ndarray],
+    ) -> None:
+        self._vision, self._row_B = vision, row_B
+        self._images_B: list[tuple[Image, ...]] = [()] * len(row_B) if images_B is None else images_B.tolist()
+        of_row: list[dict[str, Image]] = [{} for _ in range(rows)]
+        for row, images in zip(row_B.tolist(), self._images_B, strict=True):
+            of_row[row] |= {image.digest: image for image in images}
+        most = max((patches_of([*images.values()]) for images in of_row), default=0)
+        most = int(agree(np.array(most)))
+        self.any = most > 0
+        room[:] = [max([*room, patch_room(most, merge=vision.merge)])]
+        self._layout = RowLayout(vision, [[*images.values()] for images in of_row], patches=room[0])
+
+    def rows(self, length_B: np.ndarray, width: int, pack: Pack, pixels: Pixels, *, each: int) -> Iterator[ImageRows]:
+        """Images of each microbatch.
+
+        Args:
+          width: T, columns of the arrays that `pack` takes.
+          each: Packed rows of a microbatch.
+        """
+        shape = len(length_B), width
+        feature_BT, block_BT, turn_BT3 = np.full(shape, -1, np.int32), np.zeros(shape, np.int32), np.zeros((*shape, 3))
+        for b, (images, length) in enumerate(zip(self._images_B, length_B.tolist(), strict=True)):
+            feature_BT[b, :length], block_BT[b, :length] = self._layout.tokens(int(self._row_B[b]), images, length)
+            turn_BT3[b, :length] = turns_of(self._vision, images, length)
+        tables = pack(feature_BT + 1) - 1, pack(block_BT), pack(turn_BT3.astype(np.int32))  # -1 in padding
+        for index, own in enumerate(zip(*tables, strict=True)):
+            yield self._layout.rows(range(index * each, (index + 1) * each), pixels, *own)

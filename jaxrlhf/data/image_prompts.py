@@ -1,0 +1,91 @@
+"""Prompts with images: marks in text, and parts of messages as chat templates take them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrlhf.batch import Image
+from jaxrlhf.config import Refusal
+from jaxrlhf.data.images import MARK, ImageReader
+
+Messages = list[dict[str, str]]
+
+
+def as_text(message: Any) -> Any:
+    """A message whose content is text with a `MARK` for each image; one that is no message stays as it is."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    parts = [part if isinstance(part, dict) else {} for part in content]
+    texts = [MARK if part.get("type") == "image" else part.get("text") for part in parts]
+    return message | {"content": "".join(texts) if all(isinstance(text, str) for text in texts) else None}
+
+
+def marked(prompt: str | Messages, images: int, *, place: str) -> str | Messages:
+    """The prompt with a `MARK` for each image: as it is, or before all else where it has none.
+
+    Raises:
+      Refusal: It has some, and not as many as images.
+    """
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    found = sum(text.count(MARK) for text in texts)
+    if found == images:
+        return prompt
+    if found:
+        raise Refusal(f"{place}: the prompt has {found} times {MARK} and the record {images} images; give one for each")
+    if isinstance(prompt, str):
+        return MARK * images + prompt
+    first = next((n for n, message in enumerate(prompt) if message["role"] == "user"), 0)
+    changed = prompt[first] | {"content": MARK * images + prompt[first]["content"]}
+    return [*prompt[:first], changed, *prompt[first + 1 :]]
+
+
+def shown(prompt: str | Messages, reader: ImageReader | None) -> Any:
+    """The prompt with the placeholder of an image for each `MARK`."""
+    if reader is None:
+        return prompt
+    text = reader.placeholders.shown
+    if isinstance(prompt, str):
+        return prompt.replace(MARK, text)
+    return [message | {"content": message["content"].replace(MARK, text)} for message in prompt]
+
+
+def referred(sources: Sequence[str], reader: ImageReader | None, *, place: str) -> tuple[Image, ...]:
+    """References to the images of a record, that are not in a prompt yet.
+
+    Raises:
+      Refusal: One is damaged, or nobody reads images.
+    """
+    if sources and reader is None:
+        raise Refusal(f"{place}: it has images, and the model reads text alone; give it a vision tower (vision=...)")
+    return tuple(reader.refer(source, place=place) for source in sources) if reader else ()
+
+
+def expanded(prompt: str, images: Sequence[Image], reader: ImageReader | None, *, place: str) -> str:
+    """A rendered prompt with a placeholder for each feature of its images.
+
+    Raises:
+      Refusal: It has more or fewer placeholders than images.
+    """
+    if reader is None or not images:
+        return prompt
+    texts = prompt.split(reader.placeholders.mark)
+    if len(texts) != len(images) + 1:
+        raise Refusal(
+            f"{place}: the rendered prompt has {len(texts) - 1} times {reader.placeholders.mark!r} for {len(images)} "
+            f"images; a chat template has to write it once for each, and the text must not spell it"
+        )
+    features = (reader.placeholders.expanded(image.tokens) for image in images)
+    return texts[0] + "".join(part + text for part, text in zip(features, texts[1:], strict=True))
+
+
+def in_parts(messages: Messages) -> list[dict[str, Any]]:
+    """Messages whose contents are lists of texts and images, as chat templates of models that see take them."""
+    return [message | {"content": _parts(message["content"])} for message in messages]
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    for number, piece in enumerate(text.split(MARK)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts

@@ -1,0 +1,206 @@
+"""Images of records: where they are, their pixels by a checkpoint's image processor, and their place in a prompt.
+
+A prompt carries images by reference. Whoever computes with an image opens it from where it is and processes it there,
+so that no pixels travel with prompts.
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrlhf.batch import Image
+from jaxrlhf.config import Refusal
+from jaxrlhf.data.records import record_at
+from jaxrlhf.data.shapes import PICTURE, draw_shapes
+
+MARK = "<image>"
+"""Text of a prompt that stands for the next image of its record."""
+
+_KEPT = 8192
+"""Images whose patches a process keeps."""
+
+
+@dataclass(frozen=True)
+class Placeholders:
+    """Text of an image in a prompt, before and after it is known how many features it has.
+
+    Attributes:
+      mark: Text that chat templates write for an image, and beside it what begins and ends one.
+      shown: All of that, for tokenizers whose template knows of no images.
+      expanded: Function of the number of features to the text that is tokenised.
+      token: Id that each feature has in it.
+    """
+
+    mark: str
+    shown: str
+    expanded: Callable[[int], str]
+    token: int
+
+
+@dataclass(eq=False)
+class ImageReader:
+    """Reads images by reference, with the image processor of a checkpoint.
+
+    Attributes:
+      processor: Image processor of transformers.
+      placeholders: Text of images in prompts.
+      patch_size: Side of a patch in pixels.
+      merge: Side in patches of the square that becomes one feature.
+    """
+
+    processor: Any
+    placeholders: Placeholders
+    patch_size: int
+    merge: int
+    _patches: dict[str, np.ndarray] = field(default_factory=dict)
+    _grids: dict[tuple[int, int], tuple[int, int, int]] = field(default_factory=dict)
+
+    def refer(self, source: str, *, place: str) -> Image:
+        """Reference to an image that is not in a prompt yet: it begins at token 0.
+
+        Raises:
+          Refusal: There is no such image, or it is damaged.
+        """
+        if source.startswith("shapes:"):  # the name says all, and no picture has to be drawn
+            size, content = PICTURE, source.encode()
+        else:
+            picture = opened(source, place=place)
+            size, content = picture.size, f"{picture.size}".encode() + picture.tobytes()
+        digest, grid = hashlib.blake2b(content, digest_size=16).hexdigest(), self._grid(size, place=place)
+        return Image(source, digest, grid, 0, int(np.prod(grid)) // self.merge**2)
+
+    def patches(self, image: Image) -> np.ndarray:
+        """`[Q, C]` patches of an image, a square that becomes one feature after another."""
+        found = self._patches.pop(image.digest, None)
+        if found is None:
+            found, grid = self._processed(opened(image.source, place=image.source))
+            if grid != image.grid:
+                raise Refusal(
+                    f"{image.source}: {grid} patches, and {image.grid} when prompts were made; it has changed"
+                )
+        self._patches[image.digest] = found
+        if len(self._patches) > _KEPT:
+            del self._patches[next(iter(self._patches))]
+        return found
+
+    def _grid(self, size: tuple[int, int], *, place: str) -> tuple[int, int, int]:
+        """Frames, rows and columns of patches of an image of some width and height."""
+        import PIL.Image
+
+        if size not in self._grids:
+            try:
+                _, self._grids[size] = self._processed(PIL.Image.new("RGB", size))
+            except (ValueError, ZeroDivisionError) as error:
+                reason = str(error).strip().splitlines()[0]
+                raise Refusal(
+                    f"{place}: the image of {size[0]} x {size[1]} pixels is refused ({reason}); make it larger or less "
+                    f"long, or leave the record out"
+                ) from error
+        return self._grids[size]
+
+    def _processed(self, picture: Any) -> tuple[np.ndarray, tuple[int, int, int]]:
+        given = self.processor(images=[picture], return_tensors="np")
+        pixels = np.asarray(given["pixel_values"], np.float32)
+        if "image_grid_thw" in given:
+            frames, high, wide = map(int, given["image_grid_thw"][0])
+            return pixels, (frames, high, wide)
+        colours, high, wide = pixels.shape[1:]  # one size for all, not cut into patches yet
+        side, merge = self.patch_size, self.merge
+        shape = colours, high // side // merge, merge, side, wide // side // merge, merge, side
+        cut = pixels[0].reshape(shape).transpose(1, 4, 2, 5, 0, 3, 6)
+        return cut.reshape(-1, colours * side**2), (1, high // side, wide // side)
+
+
+def opened(source: str, *, place: str) -> Any:
+    """An RGB picture by reference.
+
+    Args:
+      source: `file:PATH`, `record:PATH#NUMBER/KEY/INDEX`, or `shapes:...`.
+      place: Words for where the reference is from, for messages.
+
+    Raises:
+      Refusal: There is none, or it is damaged.
+    """
+    import PIL.Image
+
+    kind, _, rest = source.partition(":")
+    if kind == "shapes":
+        return draw_shapes(rest)
+    content: Any = Path(rest)
+    if kind == "record":
+        path, _, where = rest.rpartition("#")
+        number, key, index = where.split("/")
+        content = image_values(record_at(path, int(number))[key])[int(index)]
+        content = _content(content, Path(path).parent, place=place)
+    try:
+        picture = PIL.Image.open(content if isinstance(content, Path) else io.BytesIO(content))
+        return picture.convert("RGB")
+    except FileNotFoundError as error:
+        raise Refusal(f"{place}: there is no image {content}; check the path") from error
+    except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise Refusal(f"{place}: the image is damaged or no image ({reason}); leave the record out") from error
+
+
+def image_values(value: Any) -> list[Any]:
+    """Images of a field: one, or a list of them."""
+    if value is None:
+        return []
+    return [*value] if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+
+
+def _content(value: Any, directory: Path, *, place: str) -> bytes | Path:
+    """Encoded bytes of an image in a record, or its file."""
+    if isinstance(value, Mapping):  # as the library `datasets` writes images
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str) and value.startswith("data:"):
+        header, comma, encoded = value.partition(",")
+        if comma and header.endswith(";base64"):
+            try:
+                return base64.b64decode(encoded, validate=True)
+            except binascii.Error as error:
+                raise Refusal(f"{place}: the data URL of an image is not base64 ({error})") from error
+        raise Refusal(f"{place}: {header[:40]!r} begins no data URL of an image; expected data:image/...;base64,...")
+    if isinstance(value, str) and value:
+        return directory / Path(value).expanduser()
+    raise Refusal(f"{place}: an image must be bytes, a path or a data URL, got {value!r:.60}")
+
+
+@lru_cache(maxsize=64)
+def _pictures(sources: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(opened(source, place=source) for source in sources)
+
+
+def with_pictures(record: Mapping[str, Any], images: Sequence[Image]) -> Mapping[str, Any]:
+    """The record of a problem with its pictures under `images`, for reward functions."""
+    return {**record, "images": [*_pictures(tuple(image.source for image in images))]} if images else record
+
+
+def placed(tokens: Sequence[int], images: Sequence[Image], token: int, *, place: str) -> tuple[Image, ...]:
+    """Images at their placeholders in a tokenised prompt.
+
+    Raises:
+      Refusal: There are more or fewer placeholders than features.
+    """
+    (at,) = np.nonzero(np.asarray(tokens) == token)
+    total = sum(image.tokens for image in images)
+    if len(at) != total:
+        raise Refusal(
+            f"{place}: the prompt has {len(at)} placeholders for {total} features of {len(images)} images; the text "
+            f"must not spell placeholders, and a chat template has to write one for each image"
+        )
+    starts = np.cumsum([0, *(image.tokens for image in images)])[:-1]
+    return tuple(
+        Image(image.source, image.digest, image.grid, int(at[start]), image.tokens)
+        for image, start in zip(images, starts.tolist(), strict=True)
+    )

@@ -1,0 +1,63 @@
+"""Reader of the images of a run: the image processor that belongs to its model, and the text of its placeholders."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.config import Config, FromScratch, Pretrained, Refusal, Tower
+from jaxrlhf.data.images import ImageReader, Placeholders
+from jaxrlhf.models.causal_lm import AnyModel
+from jaxrlhf.models.config import Vision
+from jaxrlhf.models.huggingface.hub import resolve
+
+
+def image_reader(config: Config, model: AnyModel, tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
+    """The reader of a run's images; None if its model reads text alone."""
+    vision = model.vision
+    if vision is None:
+        return None
+    processor = processor_of(config.model.vision if isinstance(config.model, FromScratch) else config.model)
+    return ImageReader(processor, placeholders_of(vision, tokenizer), vision.patch_size, vision.merge)
+
+
+def processor_of(model: Any) -> Any:
+    """Image processor of a checkpoint, on PIL and NumPy so that pixels are the same on every host; or of a tower.
+
+    Raises:
+      Refusal: The checkpoint has none.
+    """
+    if isinstance(model, Tower):
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        area = (model.patch_size * model.merge) ** 2
+        return Qwen2VLImageProcessorPil(
+            patch_size=model.patch_size,
+            merge_size=model.merge,
+            min_pixels=area,
+            max_pixels=area * model.most_features,
+        )
+    from transformers import AutoImageProcessor
+
+    assert isinstance(model, Pretrained), "a model of one's own reads no images"
+    try:
+        return AutoImageProcessor.from_pretrained(resolve(model.path), backend="pil")
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise Refusal(
+            f"no image processor could be loaded from {model.path!r} ({reason}); give a checkpoint with "
+            f"preprocessor_config.json, and install jaxrlhf[vision]"
+        ) from error
+
+
+def placeholders_of(vision: Vision, tokenizer: PreTrainedTokenizerBase) -> Placeholders:
+    """Text of images in prompts, as the checkpoint's own processor expands it.
+
+    Raises:
+      Refusal: The tokenizer has no such token.
+    """
+    ids = (vision.image_token, vision.start_token, vision.end_token)
+    texts = [None if token is None else tokenizer.convert_ids_to_tokens(token) for token in ids]
+    if texts[0] is None:
+        raise Refusal(f"the tokenizer has no token {vision.image_token}, which stands for images; give the model's own")
+    image, start, end = (text or "" for text in texts)
+    return Placeholders(image, f"{start}{image}{end}", lambda features: image * features, vision.image_token)
