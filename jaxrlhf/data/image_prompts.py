@@ -17,7 +17,8 @@ def as_text(message: Any) -> Any:
         return message
     parts = [part if isinstance(part, dict) else {} for part in content]
     texts = [MARK if part.get("type") == "image" else part.get("text") for part in parts]
-    return message | {"content": "".join(texts) if all(isinstance(text, str) for text in texts) else None}
+    whole = [text for text in texts if isinstance(text, str)]
+    return message | {"content": "".join(whole) if len(whole) == len(texts) else None}
 
 
 def marked(prompt: str | Messages, images: int, *, place: str) -> str | Messages:

@@ -59,6 +59,7 @@ def _problem(name: str) -> dict[str, Any]:
         others = int(dice.integers(1, _MOST + 1))
         rest = [name for name in names if name != colour]
         drawn = [colour] * count + [rest[dice.integers(len(rest))] for _ in range(others)]
+        cells: dict[int, tuple[str, int | None]]
         cells = {int(place): (each, None) for place, each in zip(places, drawn, strict=False)}
         return {"question": f"{colour}?", "answer": str(count), "hasty": str(count + others), "cells": cells}
     first, second = (int(digit) for digit in dice.integers(10, size=2))

@@ -73,8 +73,8 @@ def load_data(config: Config, tokenizer: Any) -> RunData:
     supervised = any(isinstance(phase.algorithm, SFT) for phase in config.phases)
     if isinstance(config.algorithm, Preference):
         supervised = False
-    solutions = {"max_solution_tokens": config.rollout.max_response_tokens}
-    reads = {"reader": _reader(config, tokenizer), **limits}
+    solutions: dict[str, Any] = {"max_solution_tokens": config.rollout.max_response_tokens}
+    reads: dict[str, Any] = {"reader": _reader(config, tokenizer), **limits}
     train = load_problems(config.data, tokenizer, split="train", **reads, **(solutions if supervised else {}))
     evaluation = load_evaluation(config, tokenizer)
     examples = None

@@ -122,7 +122,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     if step is not None and not from_run:
         raise Refusal(f"--step {step} chooses a checkpoint of a run, and {policy} is the workdir of none; drop it")
     path = str(place / MODEL if from_run else policy)
-    model = config.model if own else Pretrained(path, vision=getattr(config.model, "vision", None) and sees(path))
+    model = config.model if own else Pretrained(path, vision=bool(getattr(config.model, "vision", None)) and sees(path))
     config = replace(config, model=model, actor=replace(config.actor, lora=None))
     tokenizer = tokenizer_of(config)
     if config.placement == "auto":

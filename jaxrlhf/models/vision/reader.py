@@ -59,5 +59,5 @@ def placeholders_of(vision: Vision, tokenizer: PreTrainedTokenizerBase) -> Place
     texts = [None if token is None else tokenizer.convert_ids_to_tokens(token) for token in ids]
     if texts[0] is None:
         raise Refusal(f"the tokenizer has no token {vision.image_token}, which stands for images; give the model's own")
-    image, start, end = (text or "" for text in texts)
+    image, start, end = (str(text or "") for text in texts)
     return Placeholders(image, f"{start}{image}{end}", lambda features: image * features, vision.image_token)
