@@ -246,7 +246,7 @@ def test_a_turn_costs_the_same_however_long_the_episode_is(name, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_check_finds(name):
-    facts = check_template(format_of(name), [ADD], "as_sampled")
+    facts = check_template(format_of(name), [ADD])
     assert set(FAMILIES[name].ends) <= set(facts.stop_tokens)
     assert facts.shows_tools == (name not in ("gemma 3", "phi 3.5", "deepseek v3"))
     assert facts.tool_role == ("user" if name in ("gemma 3", "phi 3.5") else "tool")

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.conversations.rendering import ChatTemplate
+from jaxrlhf.conversations.rendering import ChatTemplate, text_of
 from jaxrlhf.conversations.synthetic_chat import SyntheticChat
 from jaxrlhf.conversations.tool_calls import ReplyParser
 from jaxrlhf.episode import Message, Reply, ToolSchema
@@ -116,9 +116,9 @@ class ChatFormat:
             if message.get("role") != "tool":
                 told.append(message)
             elif told and told[-1].get("role") == "user":
-                told[-1] = {"role": "user", "content": f"{told[-1]['content']}\n\n{message['content']}"}
+                told[-1] = {"role": "user", "content": f"{text_of(told[-1])}\n\n{text_of(message)}"}
             else:
-                told.append({"role": "user", "content": message["content"]})
+                told.append({"role": "user", "content": text_of(message)})
         return told
 
     def _stop_tokens(self) -> frozenset[int]:

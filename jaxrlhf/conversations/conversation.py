@@ -98,14 +98,15 @@ class Conversation:
           logps: Log-probability of each token.
           version: Version of the weights that drew them.
         """
+        if len(logps) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens were drawn and {len(logps)} log-probabilities given")
         stream, turn = self._streams[-1], len(self.replies)
         opening = str(self.format.tokenizer.decode(stream.tokens[-_OPENING_TOKENS:], skip_special_tokens=False))
         for place, logp in enumerate(logps, len(stream.tokens)):
             stream.logps[place], stream.turn[place], stream.version[place] = float(logp), turn, version
-        stream.tokens += map(int, tokens)
-        if len(logps) != len(tokens):
-            raise ValueError(f"{len(tokens)} tokens were drawn and {len(logps)} log-probabilities given")
-        reply = self.format.parse(tuple(stream.tokens[len(stream.tokens) - len(tokens) :]), self.tools, opening=opening)
+        drawn = tuple(map(int, tokens))
+        stream.tokens += drawn
+        reply = self.format.parse(drawn, self.tools, opening=opening)
         numbered = tuple(replace(call, call_id=f"call{n:05d}") for n, call in enumerate(reply.calls, self._calls))
         self._calls += len(numbered)
         reply = replace(reply, calls=numbered)
@@ -177,7 +178,7 @@ class Conversation:
             call = by_id.get(str(message.get("tool_call_id"))) or (calls[0] if calls else None)
             if call in calls:
                 calls.remove(call)
-            found = {"name": call.name, "tool_call_id": call.call_id} if call else {}
-            fallback = {"name": "tool", "tool_call_id": "call00000"}
-            addressed.append({**fallback, **found, **{key: value for key, value in message.items() if value}})
+            name, call_id = (call.name, call.call_id) if call else ("tool", "call00000")
+            given = {"name": message.get("name") or name, "tool_call_id": message.get("tool_call_id") or call_id}
+            addressed.append({**message, **given})
         return addressed

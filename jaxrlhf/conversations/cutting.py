@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from jaxrlhf.conversations.rendering import text_of
 from jaxrlhf.episode import Message
 
 Tokens = tuple[int, ...]
@@ -28,7 +29,9 @@ def cut_to(
     tokens = tokens_of(whole)
     if most is None or len(tokens) <= most:
         return whole, tokens
-    texts = [tokenizer.encode(_text(message), add_special_tokens=False, split_special_tokens=True) for message in whole]
+    texts = [
+        tokenizer.encode(text_of(message), add_special_tokens=False, split_special_tokens=True) for message in whole
+    ]
     own = len(tokens_of([{**message, "content": ""} for message in whole]))
     for notice in ("... ({left_out} of {all} tokens left out)", "...", ""):
         room = most - own
@@ -59,9 +62,3 @@ def _cut(
         return message
     kept = str(tokenizer.decode(list(tokens[:most]))).rstrip("\ufffd")
     return {**message, "content": kept + notice.format(left_out=len(tokens) - most, all=len(tokens))}
-
-
-def _text(message: Message) -> str:
-    """Text of a message, of all its parts."""
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "\n".join(str(part.get("text", "")) for part in content)

@@ -110,6 +110,12 @@ class ChatTemplate:
         return given
 
 
+def text_of(message: Message) -> str:
+    """Text of a message, of all its parts."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(str(part.get("text", "")) for part in content)
+
+
 def _with_json_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
     if not isinstance(function["arguments"], str):

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.conversations.chat_format import ChatFormat
@@ -46,9 +45,7 @@ class TemplateFacts:
         ]
 
 
-def check_template(
-    format: ChatFormat, tools: Sequence[ToolSchema], history: Literal["as_sampled", "as_templated"]
-) -> TemplateFacts:
+def check_template(format: ChatFormat, tools: Sequence[ToolSchema]) -> TemplateFacts:
     """Facts on the template of a run, with the run's tools.
 
     Raises:

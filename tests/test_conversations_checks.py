@@ -1,0 +1,126 @@
+"""Chat templates and tokenizers that no conversation can be held with, and transformers' own parsing of replies."""
+
+import pytest
+from chat_families import FAMILIES, TEMPLATES, small_tokenizer
+from tokenizers import pre_tokenizers
+from written_calls import NOTE
+
+from jaxrlhf.conversations import ChatFormat, Conversation, check_template
+from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.episode import EnvironmentFailure, ToolCall
+
+USER = [{"role": "user", "content": "?"}]
+
+
+def with_template(template):
+    tokenizer = embedded_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_a_tokenizer_without_a_template(refused):
+    with refused():
+        ChatFormat(with_template(None))
+
+
+def test_a_template_that_shows_no_replies(refused):
+    with refused():
+        ChatFormat(with_template("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"))
+
+
+def test_a_tokenizer_that_looks_at_what_is_around(refused):
+    tokenizer = embedded_tokenizer()
+    spaces = pre_tokenizers.Metaspace(replacement="#", prepend_scheme="first")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [spaces, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    with refused():
+        check_template(ChatFormat(tokenizer), [NOTE])
+
+
+def test_a_template_that_counts_its_turns(refused):
+    numbered = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + loop.index | string + m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' + (messages | length + 1) | string }}{% endif %}"
+    )
+    with refused():
+        check_template(ChatFormat(with_template(numbered)), [])
+
+
+def test_the_embedded_tokenizer_is_right():
+    facts = check_template(ChatFormat(embedded_tokenizer()), [NOTE])
+    assert (facts.stop_tokens, facts.opening, facts.default_system) == (("<|eos|>",), "<|assistant|>", "")
+    assert (facts.family, facts.tool_role, facts.keeps_history, facts.shows_tools) == ("embedded", "tool", True, False)
+
+
+def test_messages_that_a_template_refuses_are_the_environments_fault():
+    family = FAMILIES["gemma 3"]
+    template = (TEMPLATES / family.template).read_text()
+    chat = ChatFormat(small_tokenizer(family.special, family.tags, template))
+    with pytest.raises(EnvironmentFailure) as caught:
+        Conversation(chat, [*USER, *USER])
+    assert caught.value.cause == "wrong-type" and "alternate" in caught.value.detail
+
+
+def test_halves_of_characters_and_private_ones_become_tokens():
+    tokenizer = embedded_tokenizer()
+    conversation = Conversation(ChatFormat(tokenizer), USER)
+    conversation.sampled([tokenizer.eos_token_id], [-1.0])
+    conversation.observe([{"role": "user", "content": "a\ud800b \ue000\ue005 <|eos|>"}])
+    assert tokenizer.decode(conversation.prompt).endswith("a?b \ufffd\ue005 <|eos|><|assistant|>")
+    assert conversation.prompt.count(tokenizer.eos_token_id) == 1
+
+
+def test_an_answer_without_words():
+    for name in ("qwen3", "gemma 3"):
+        family = FAMILIES[name]
+        template = (TEMPLATES / family.template).read_text()
+        tokenizer = small_tokenizer(family.special, family.tags, template)
+        conversation = Conversation(ChatFormat(tokenizer), USER, [NOTE])
+        ids = tokenizer.encode("So." + family.ends[0])
+        conversation.sampled(ids, [-1.0] * len(ids))
+        assert conversation.observe([{"role": "tool", "content": ""}]) > 0
+
+
+def test_as_many_log_probabilities_as_tokens():
+    conversation = Conversation(ChatFormat(embedded_tokenizer()), USER)
+    with pytest.raises(ValueError, match="2 tokens were drawn and 1"):
+        conversation.sampled([7, 8], [-1.0])
+    with pytest.raises(ValueError, match="after a reply"):
+        conversation.observe(USER)
+
+
+# transformers' response parsing
+
+RESPONSES = {
+    "start_anchor": "<|assistant|>",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "content": {"content": "text"},
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<call>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"function": {"name": "{content.name}", "arguments": "{content.arguments}"}},
+        },
+    },
+}
+
+
+def test_a_tokenizers_own_response_template_is_asked_first():
+    tokenizer = embedded_tokenizer()
+    tokenizer.response_template = RESPONSES
+    chat = ChatFormat(tokenizer)
+    conversation = Conversation(chat, USER, [NOTE])
+    assert chat.family == "response_template"
+    ids = [*tokenizer.encode('<think>Hm.</think>So<call>{"name": "note", "arguments": {"text": "a"}}</call>'), 2]
+    reply = conversation.sampled(ids, [-1.0] * len(ids))
+    assert reply.calls == (ToolCall("note", {"text": "a"}, "call00000"),)
+    assert (reply.reasoning, reply.content) == ("Hm.", "So")
+    conversation.observe([{"role": "tool", "content": "Noted."}])
+    broken = [*tokenizer.encode("So<call>no</call> <<it"), 2]
+    reply = conversation.sampled(broken, [-1.0] * len(broken))
+    assert reply.calls == () and [one.kind for one in reply.malformed] == ["structure"]
