@@ -56,6 +56,7 @@ class Engine:
 
     Attributes:
       slots: Number after rounding; while no request waits for one, decoding goes on with those in use.
+      context_tokens, response_tokens: Most tokens of prompt and response together, and of a response.
       insertions: Rows of an insertion.
       prefill: Runs prompts, and counts them.
       compiled, cache, book, weights: Programs, keys and values, state of the slots, and the version loaded, if one is.
@@ -105,8 +106,8 @@ class Engine:
             records_routing=records_routing,
         )
         checks.check_stop_texts(stop_texts, decodes=decode is not None)
-        self._max_response_tokens, self._stop_tokens = max_response_tokens, tuple(stop_tokens)
-        self._stop_texts, self._decode = tuple(stop_texts), decode
+        self.context_tokens, self.response_tokens = capacity, max_response_tokens
+        self._stop_tokens, self._stop_texts, self._decode = tuple(stop_tokens), tuple(stop_texts), decode
         limits = {"most_tokens": max_response_tokens, "most_stops": self._shape.most_stop_tokens}
         self._limits: Any = {"capacity": capacity, "vocab": config.vocab_size, "vision": config.vision, **limits}
         self._goes_ahead = mesh.devices.flat[0].platform != "cpu" if goes_ahead is None else goes_ahead
@@ -268,7 +269,7 @@ class Engine:
         Raises:
           Refusal: A request that cannot be answered, or a seed out of range.
         """
-        limit = self._max_response_tokens if request.max_tokens is None else request.max_tokens
+        limit = self.response_tokens if request.max_tokens is None else request.max_tokens
         stops = self._stop_tokens if request.stop_tokens is None else tuple(request.stop_tokens)
         texts = self._stop_texts if request.stop_texts is None else tuple(request.stop_texts)
         checks.check_request(request, seed=seed, limit=limit, **self._limits)

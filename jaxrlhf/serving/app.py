@@ -1,0 +1,196 @@
+"""Web application of a server: who may ask, how much, and which endpoint answers."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from jaxrlhf.serving.endpoints import ApiAnswer, chat_answer, completion_answer, events, whole
+from jaxrlhf.serving.errors import ApiError, invalid
+from jaxrlhf.serving.metrics import HttpCounts, prometheus
+from jaxrlhf.serving.served import ServedModel
+from jaxrlhf.serving.sessions import Session, SessionBook
+from jaxrlhf.serving.wire import chat_request, completion_request
+
+Handler = Callable[[Request, Session | None], Awaitable[Response]]
+
+
+class WebApp:
+    """Endpoints of one model.
+
+    Args:
+      token: Key that requests outside sessions must bear; None lets everybody in.
+      book: Sessions of agents; None has no paths below `/s/`.
+    """
+
+    def __init__(self, model: ServedModel, *, token: str | None, book: SessionBook | None = None) -> None:
+        self._model, self._token, self._book = model, token, book
+        self._http = HttpCounts()
+        paths: list[tuple[str, str, Handler]] = [
+            ("/v1/models", "GET", self._models),
+            ("/v1/chat/completions", "POST", self._chat),
+            ("/v1/completions", "POST", self._completion),
+            ("/tokenize", "POST", self._tokenize),
+        ]
+        routes = [Route(path, self._served(handler), methods=[method]) for path, method, handler in paths]
+        routes += [
+            Route("/s/{session}" + path, self._served(handler), methods=[method]) for path, method, handler in paths
+        ]
+        routes += [
+            Route("/s/{session}/reward", self._served(self._reward), methods=["POST"]),
+            Route("/metrics", self._served(self._metrics), methods=["GET"]),
+            Route("/health", self._health, methods=["GET"]),
+        ]
+        self.asgi = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
+
+    def _served(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def serve(request: Request) -> Response:
+            try:
+                session = self._admitted(request)
+                response = await handler(request, session)
+            except ApiError as error:
+                headers = {"Retry-After": "1"} if error.status == 429 else None
+                response = JSONResponse(error.body, error.status, headers)
+            except ClientDisconnect:
+                response = Response(status_code=499)
+            path = request.url.path
+            if "session" in request.path_params:
+                path = path.replace(request.path_params["session"], "*")
+            self._http.answers[path, response.status_code] += 1
+            return response
+
+        return serve
+
+    def _admitted(self, request: Request) -> Session | None:
+        """The session that a request is of; None for one outside sessions that may ask.
+
+        Raises:
+          ApiError: It may not.
+        """
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        if self._book is not None:
+            for session_id in (request.path_params.get("session"), key.removeprefix("sk-")):
+                if session_id and (session := self._book.find(session_id)) is not None:
+                    return session
+        if "session" in request.path_params:
+            raise ApiError("no such session", status=404, code="no_such_session")
+        if self._token is not None and not hmac.compare_digest(key.encode(), self._token.encode()):
+            message = "a wrong key" if key else "no key; send it as 'Authorization: Bearer KEY'"
+            raise ApiError(message, status=401, kind="authentication_error", code="invalid_api_key")
+        return None
+
+    async def _chat(self, request: Request, session: Session | None) -> Response:
+        body = await self._body(request)
+        return await self._answered(request, lambda: chat_answer(self._model, chat_request(body), session))
+
+    async def _completion(self, request: Request, session: Session | None) -> Response:
+        body = await self._body(request)
+        return await self._answered(request, lambda: completion_answer(self._model, completion_request(body), session))
+
+    async def _answered(self, request: Request, make: Callable[[], ApiAnswer]) -> Response:
+        """Draw an answer unless too many are under way; a cut connection cancels it."""
+        most = self._model.limits.requests
+        if self._http.under_way >= most:
+            message = f"{most} requests are under way, which is the limit; try again later"
+            raise ApiError(message, status=429, kind="rate_limit_error", code="too_many_requests")
+        self._http.under_way += 1
+        streams = False
+        try:
+            # Templates and tokenizers take their time: others are served meanwhile.
+            answer = await asyncio.to_thread(make)
+            if answer.wanted.stream:
+                streams = True
+                return StreamingResponse(self._counted(answer), media_type="text/event-stream")
+            drawing = asyncio.ensure_future(whole(answer))
+            leaving = asyncio.ensure_future(_disconnected(request))
+            try:
+                await asyncio.wait((drawing, leaving), return_when=asyncio.FIRST_COMPLETED)
+                if not drawing.done():
+                    raise ClientDisconnect
+                return JSONResponse(drawing.result())
+            finally:
+                leaving.cancel()
+                drawing.cancel()
+        finally:
+            if not streams:
+                self._http.under_way -= 1
+
+    async def _counted(self, answer: ApiAnswer) -> Any:
+        try:
+            async for event in events(answer):
+                yield event
+        finally:
+            self._http.under_way -= 1
+
+    async def _body(self, request: Request) -> Any:
+        limits = self._model.limits
+        if int(request.headers.get("content-length") or 0) > limits.body_bytes:
+            raise _too_large(limits.body_bytes)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limits.body_bytes:
+                        raise _too_large(limits.body_bytes)
+        except TimeoutError as error:
+            message = f"the request did not arrive within {limits.body_s:g} s"
+            raise ApiError(message, status=408, kind="timeout_error", code="timeout") from error
+        try:
+            return json.loads(bytes(body))
+        except (ValueError, RecursionError) as error:
+            raise ApiError(f"the body is no JSON: {str(error)[:200]}", code="invalid_json") from error
+
+    async def _models(self, request: Request, session: Session | None) -> Response:
+        engine = self._model.service.engine
+        card = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "jaxrlhf"}
+        card |= {"max_model_len": engine.context_tokens, "max_response_tokens": engine.response_tokens}
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def _tokenize(self, request: Request, session: Session | None) -> Response:
+        body = await self._body(request)
+        if isinstance(body, dict) and "messages" in body:
+            asked = chat_request({"model": self._model.name, **body})
+            tokens = await asyncio.to_thread(self._model.form.prompt, asked.messages, asked.tools)
+        elif isinstance(body, dict) and isinstance(body.get("prompt"), str):
+            tokens = await asyncio.to_thread(self._model.tokens_of, body["prompt"])
+        else:
+            raise invalid("give a text as prompt, or messages", "prompt")
+        most = self._model.service.engine.context_tokens
+        return JSONResponse({"tokens": list(tokens), "count": len(tokens), "max_model_len": most})
+
+    async def _reward(self, request: Request, session: Session | None) -> Response:
+        assert session is not None, "the path names one"
+        session.set_reward(await self._body(request))
+        return JSONResponse({})
+
+    async def _metrics(self, request: Request, session: Session | None) -> Response:
+        text = prometheus(self._model.service, self._http)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = "/v1/models, /v1/chat/completions, /v1/completions, /tokenize, /metrics, /health"
+    message = f"{request.method} {request.url.path}: {error.detail}; there are {known}"
+    return JSONResponse(ApiError(message, code="not_found").body, error.status_code)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(f"a body of more than {most} bytes; send less", status=413, code="body_too_large")

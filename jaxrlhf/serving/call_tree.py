@@ -1,0 +1,230 @@
+"""Tree of an episode's calls: what each begins with and what was drawn, so that no token is encoded twice."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxrlhf.conversations import ChatFormat, TokenSequence
+from jaxrlhf.episode import Message, Reply, ToolSchema
+
+Fork = Literal["template", "edited", "retokenised"]
+"""Cause of a sequence that goes on from none though it looks alike: the template writes what was said in another way,
+what was said (or the tools) was changed, or the same text came as other tokens."""
+
+
+@dataclass(eq=False)
+class RecordedCall:
+    """A choice that was drawn, after the calls before it.
+
+    Attributes:
+      prompt: Token ids that it was drawn after, those of the calls before it included.
+      told: Messages of the request and the reply, as they are compared; empty of a completion without a chat.
+      tools: Tools of the request, as they are compared.
+      reply: Words of what was drawn; None of a completion without a chat.
+      reward: Reward that was posted for it.
+    """
+
+    before: "RecordedCall | None"
+    prompt: tuple[int, ...]
+    told: tuple[str, ...]
+    tools: str
+    reply: Reply | None
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    version: int
+    reasoning: tuple[str | None, ...] = ()
+    ids: Mapping[str, str] = field(default_factory=dict)
+    reward: float | None = None
+    after: list["RecordedCall"] = field(default_factory=list)
+
+    @property
+    def stream(self) -> tuple[int, ...]:
+        """All tokens up to the last that was drawn."""
+        return self.prompt + self.tokens
+
+    def path(self) -> list["RecordedCall"]:
+        """The calls that lead here, this one last."""
+        return [*(self.before.path() if self.before else []), self]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens of a request, and the call that they go on from."""
+
+    tokens: tuple[int, ...]
+    before: RecordedCall | None
+    told: tuple[str, ...] = ()
+    tools: str = ""
+    reasoning: tuple[str | None, ...] = ()
+
+
+class CallTree:
+    """Calls of an episode.
+
+    A request that repeats all that was said in a call and goes on from there is given that call's tokens, as they were,
+    and the template's delta. Reasoning that a client leaves out, as OpenAI's clients do, is no change.
+
+    Args:
+      history: `as_templated` begins a new sequence where the template would write what was said in another way.
+
+    Attributes:
+      calls: All of them, in the order in which they ended.
+      forks: Sequences that go on from none though they look alike, by cause.
+    """
+
+    def __init__(
+        self, form: ChatFormat | None, *, history: Literal["as_sampled", "as_templated"] = "as_sampled"
+    ) -> None:
+        self._form, self._history = form, history
+        self.calls: list[RecordedCall] = []
+        self.forks: Counter[Fork] = Counter()
+
+    def chat(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Prompt:
+        """Tokens of a chat."""
+        assert self._form is not None, "a tokenizer without chats has no chat requests"
+        told, reasoning = tuple(map(_words, messages)), tuple(message.get("reasoning_content") for message in messages)
+        tools_key = json.dumps([dict(tool) for tool in tools], sort_keys=True)
+        found = self._call_before(told, tools_key, reasoning)
+        rest = [] if found is None else list(messages[len(found.told) :])
+        if found is not None and rest and all(message.get("role") != "assistant" for message in rest):
+            reply, ended_by = found.reply, found.tokens[-1]
+            assert reply is not None, "a call of a chat has a reply"
+            reasoned = any(call.reply is not None and bool(call.reply.reasoning) for call in found.path())
+            if self._history == "as_sampled" or self._form.keeps(rest, reasoning=reasoned):
+                named = [_named(message, found.ids) for message in rest]
+                delta = self._form.delta(named, tools, ended_by=ended_by if reply.ended else None)
+                return Prompt(found.stream + delta, found, told, tools_key, reasoning)
+            self.forks["template"] += 1
+        elif self._edits(told):
+            self.forks["edited"] += 1
+        return Prompt(self._form.prompt(messages, tools), None, told, tools_key, reasoning)
+
+    def plain(self, tokens: tuple[int, ...], text: str | None, text_of: Any) -> Prompt:
+        """Tokens of a completion, which go on from a call if they begin with all of its own.
+
+        Args:
+          text: The text that the tokens were made of; None if they were given.
+          text_of: Function from token ids to text.
+        """
+        begins = [
+            call for call in self.calls if tokens[: len(call.stream)] == call.stream and len(tokens) > len(call.stream)
+        ]
+        if begins:
+            return Prompt(tokens, max(begins, key=lambda call: len(call.stream)))
+        whole = text if text is not None else text_of(tokens)
+        for call in sorted(self.calls, key=lambda call: -len(call.stream)):
+            before = text_of(call.stream)
+            if len(whole) > len(before) and whole.startswith(before):
+                if text is None:
+                    self.forks["retokenised"] += 1
+                    break
+                # The text goes on: what was drawn stays as it is, and what follows alone is encoded.
+                rest = self._encode(whole[len(before) :])
+                return Prompt(call.stream + rest, call)
+        return Prompt(tokens, None)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        assert self._form is not None, "a session wants a tokenizer with chats"
+        return tuple(self._form.tokenizer.encode(text, add_special_tokens=False))
+
+    def drew(
+        self,
+        prompt: Prompt,
+        tokens: Sequence[int],
+        logps: Sequence[float],
+        version: int,
+        *,
+        reply: Reply | None = None,
+        message: Message | None = None,
+    ) -> RecordedCall:
+        """Record what was drawn.
+
+        Args:
+          message: The reply as the client was told it.
+        """
+        told, reasoning, ids = prompt.told, prompt.reasoning, {}
+        if message is not None:
+            told, reasoning = (*told, _words(message)), (*reasoning, message.get("reasoning_content"))
+            ids = {call["id"]: call["function"]["name"] for call in message.get("tool_calls") or ()}
+        made = RecordedCall(
+            prompt.before,
+            prompt.tokens,
+            told,
+            prompt.tools,
+            reply,
+            tuple(tokens),
+            tuple(logps),
+            version,
+            reasoning,
+            ids,
+        )
+        self.calls.append(made)
+        if prompt.before is not None:
+            prompt.before.after.append(made)
+        return made
+
+    def sequences(self) -> tuple[tuple[TokenSequence, ...], tuple[tuple[RecordedCall, ...], ...]]:
+        """A sequence for each call that none goes on from, in an order that no delay changes, and the calls in each.
+
+        What several sequences have in common is trained in the first.
+        """
+        trained: set[RecordedCall] = set()
+        made, paths = [], []
+        for last in sorted((call for call in self.calls if not call.after), key=lambda call: call.stream):
+            length = len(last.stream)
+            mask, logps, turns, versions = [0] * length, [0.0] * length, [-1] * length, [-1] * length
+            path = last.path()
+            for turn, call in enumerate(path):
+                if call in trained:
+                    continue
+                trained.add(call)
+                span = slice(len(call.prompt), len(call.stream))
+                count = len(call.tokens)
+                mask[span], logps[span], turns[span] = [1] * count, list(call.logps), [turn] * count
+                versions[span] = [call.version] * count
+            made.append(TokenSequence(last.stream, tuple(mask), tuple(logps), tuple(turns), tuple(versions)))
+            paths.append(tuple(path))
+        return tuple(made), tuple(paths)
+
+    def _call_before(self, told: tuple[str, ...], tools: str, reasoning: tuple[str | None, ...]) -> RecordedCall | None:
+        """The call with most of what was said; of equal ones the first."""
+        best: RecordedCall | None = None
+        for call in self.calls:
+            count = len(call.told)
+            same = 0 < count <= len(told) and call.tools == tools and call.told == told[:count]
+            same = same and all(given in (None, own) for given, own in zip(reasoning, call.reasoning, strict=False))
+            if same and (best is None or count > len(best.told)):
+                best = call
+        return best
+
+    def _edits(self, told: tuple[str, ...]) -> bool:
+        """True if a chat begins as one before it did, and has a reply in it."""
+        if not any(json.loads(words)["role"] == "assistant" for words in told):
+            return False
+        return any(call.told[:1] == told[:1] for call in self.calls if call.told)
+
+
+def _words(message: Message) -> str:
+    """A message as it is compared: role, content, calls with canonical arguments, and the call that it answers."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        calls.append(
+            [
+                call.get("id"),
+                call["function"]["name"],
+                json.loads(arguments) if isinstance(arguments, str) else arguments,
+            ]
+        )
+    words = {"role": message.get("role"), "content": message.get("content") or "", "calls": calls}
+    return json.dumps({**words, "answers": message.get("tool_call_id")}, sort_keys=True)
+
+
+def _named(message: Message, names: Mapping[str, str]) -> Message:
+    """A tool's answer with the name of the tool, which some templates write."""
+    name = names.get(str(message.get("tool_call_id")))
+    return (
+        message if message.get("role") != "tool" or name is None or message.get("name") else {**message, "name": name}
+    )

@@ -1,0 +1,269 @@
+"""Endpoints of completions: from a request to the choices drawn for it, in one answer or event by event."""
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxrlhf.engine import Completion
+from jaxrlhf.episode import EnvironmentFailure, Reply, ToolSchema
+from jaxrlhf.serving import answers
+from jaxrlhf.serving.call_tree import Prompt
+from jaxrlhf.serving.errors import ApiError, invalid
+from jaxrlhf.serving.served import Choice, DrawnPart, ServedModel, draw, key_of
+from jaxrlhf.serving.sessions import Session
+from jaxrlhf.serving.texts import ReplyStream, TextStream
+from jaxrlhf.serving.wire import ChatRequest, CompletionRequest, Wanted
+
+_OPENING_TOKENS = 16
+"""Tokens before a reply that show if the template has begun its reasoning."""
+
+
+@dataclass
+class ApiAnswer:
+    """An answer on its way: what it is drawn after, and what was drawn.
+
+    Attributes:
+      prompts: Prompt of each choice.
+      tools: Tools of a chat; None of a completion.
+      completions, replies: Responses and their words, by choice, of those that have ended.
+    """
+
+    model: ServedModel
+    wanted: Wanted
+    prompts: list[Prompt]
+    choices: list[Choice]
+    tools: Sequence[ToolSchema] | None
+    session: Session | None
+    answer_id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    completions: dict[int, Completion] = field(default_factory=dict)
+    replies: dict[int, Reply] = field(default_factory=dict)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Numbers of tokens; a prompt with several choices counts once."""
+        prompts = self.prompts[:: self.wanted.n]
+        drawn = [len(completion.tokens) for completion in self.completions.values()]
+        return answers.usage([len(prompt.tokens) for prompt in prompts], drawn)
+
+    def envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return answers.envelope(kind, self.answer_id, self.created, self.model.name, choices)
+
+    def opening(self, index: int) -> str:
+        """Last of the text before a reply."""
+        tokens = list(self.prompts[index].tokens[-_OPENING_TOKENS:])
+        return str(self.model.tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def key(self, index: int) -> int:
+        """Number that ids of a choice's calls are a function of: unlike in every other turn of an episode."""
+        return key_of(self.choices[index].request_id, self.choices[index].seed, self.prompts[index].tokens)
+
+    async def drawn(self) -> AsyncGenerator[DrawnPart, None]:
+        """Draw the choices; those that have ended are noted, and recorded where there is a session."""
+        futures: list[Future[Completion]] = []
+        with self.session.under_way() if self.session is not None else nullcontext(futures) as futures:
+            async with aclosing(draw(self.model, self.choices, self.wanted, futures)) as events:
+                async for event in events:
+                    if event.completion is not None:
+                        self._ended(event.index, event.completion)
+                    yield event
+        if self.session is not None:
+            self._record(self.session)
+
+    def message(self, index: int) -> dict[str, Any]:
+        """A choice as the assistant's message."""
+        return answers.message(self.replies[index], self.completions[index].stop_text, self.key(index))
+
+    def _ended(self, index: int, completion: Completion) -> None:
+        self.completions[index] = completion
+        if self.tools is not None:
+            parse = self.model.form.parse
+            self.replies[index] = parse(completion.tokens, self.tools, opening=self.opening(index))
+
+    def _record(self, session: Session) -> None:
+        with session.lock:
+            session.check_open()
+            calls = []
+            for index, prompt in enumerate(self.prompts):
+                done = self.completions[index]
+                words: dict[str, Any] = {}
+                if self.tools is not None:
+                    words = {"reply": self.replies[index], "message": self.message(index)}
+                calls.append(session.tree.drew(prompt, done.tokens, done.logps, done.version, **words))
+            session.record(self.answer_id, calls, list(self.completions.values()))
+
+
+def chat_answer(model: ServedModel, request: ChatRequest, session: Session | None) -> ApiAnswer:
+    """Choices that a chat request asks for.
+
+    Raises:
+      ApiError: It cannot be answered.
+    """
+    try:
+        if session is None:
+            prompt = Prompt(model.form.prompt(request.messages, request.tools), None)
+        else:
+            with session.lock:
+                prompt = session.tree.chat(request.messages, request.tools)
+    except EnvironmentFailure as error:
+        raise invalid(f"the chat template refuses the messages: {error.detail}", "messages") from error
+    stops = tuple(model.form.stop_tokens)
+    return _answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl")
+
+
+def completion_answer(model: ServedModel, request: CompletionRequest, session: Session | None) -> ApiAnswer:
+    """Choices that a completion request asks for; errors as of `chat_answer`."""
+    prompts = []
+    for given in request.prompts:
+        tokens = model.tokens_of(given) if isinstance(given, str) else given
+        if session is None:
+            prompts.append(Prompt(tokens, None))
+            continue
+        with session.lock:
+            text = given if isinstance(given, str) else None
+            prompts.append(session.tree.plain(tokens, text, _whole_text(model)))
+    return _answer(model, request.wanted, prompts, model.stop_tokens, None, session, "cmpl")
+
+
+def _whole_text(model: ServedModel) -> Any:
+    return lambda tokens: str(model.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+
+def _answer(
+    model: ServedModel,
+    wanted: Wanted,
+    prompts: list[Prompt],
+    stops: tuple[int, ...],
+    tools: Sequence[ToolSchema] | None,
+    session: Session | None,
+    prefix: str,
+) -> ApiAnswer:
+    if wanted.model != model.name:
+        message = f"no model {wanted.model!r}; this server has {model.name!r}"
+        raise ApiError(message, status=404, code="model_not_found", param="model")
+    count = len(prompts) * wanted.n
+    if count > model.limits.choices:
+        raise invalid(f"{count} choices; at most {model.limits.choices} in a request", "n")
+    most = None if session is None else session.most_tokens()
+    wanted_tokens = wanted.max_tokens if most is None else min(most, wanted.max_tokens or most)
+    rooms = [
+        model.room(prompt.tokens, wanted_tokens if most is None else None, most=wanted_tokens) for prompt in prompts
+    ]
+    seed = secrets.randbits(32) if wanted.seed is None else wanted.seed
+    if session is not None and session.sampling is not None:
+        wanted = replace(wanted, sampling=session.sampling)
+    choices, each = [], []
+    for prompt, room in zip(prompts, rooms, strict=True):
+        keys = list(range(wanted.n)) if session is None else session.begin(prompt.tokens, wanted.n)
+        for key in keys:
+            drawn_by = (seed, key) if session is None else (session.seed, key)
+            choices.append(Choice(prompt.tokens, room, *drawn_by, stops, keep=session is not None))
+            each.append(prompt)
+    answer_id = f"{prefix}-{secrets.token_hex(12)}"
+    return ApiAnswer(model, wanted, each, choices, tools, session, answer_id)
+
+
+async def whole(answer: ApiAnswer) -> dict[str, Any]:
+    """The answer, once all choices have ended."""
+    async with aclosing(answer.drawn()) as events:
+        async for _ in events:
+            pass
+    choices = []
+    for index in range(len(answer.choices)):
+        done = answer.completions[index]
+        choice: dict[str, Any] = {"index": index, "logprobs": None}
+        if answer.tools is not None:
+            choice["message"] = answer.message(index)
+            choice["finish_reason"] = answers.finish_reason(done, answer.replies[index])
+            if answer.wanted.logprobs:
+                choice["logprobs"] = answers.chat_logprobs(answer.model.tokenizer, done.tokens, done.logps)
+        else:
+            stream = TextStream(answer.model.tokenizer, answer.wanted.stop)
+            stream.add(done.tokens)
+            stream.end(done.stop_text)
+            choice["text"], choice["finish_reason"] = stream.text, answers.finish_reason(done)
+            if answer.wanted.logprobs:
+                choice["logprobs"] = answers.text_logprobs(answer.model.tokenizer, done.tokens, done.logps)
+        if answer.wanted.token_ids:
+            choice |= {"token_ids": list(done.tokens), "prompt_token_ids": list(answer.prompts[index].tokens)}
+        choices.append(choice)
+    body = answer.envelope(answers.TEXT if answer.tools is None else answers.CHAT, choices)
+    return {**body, "usage": answer.usage}
+
+
+async def events(answer: ApiAnswer) -> AsyncGenerator[bytes, None]:
+    """The answer as server-sent events; an error on the way is the last of them."""
+    chat = answer.tools is not None
+    kind = answers.CHUNK if chat else answers.TEXT
+    said = [_Said(answer, index) for index in range(len(answer.choices))]
+    try:
+        if chat:
+            for index in range(len(said)):
+                first = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                yield answers.event(answer.envelope(kind, [first]))
+        async with aclosing(answer.drawn()) as drawn:
+            async for event in drawn:
+                for choice in said[event.index].events(event):
+                    yield answers.event(answer.envelope(kind, [choice]))
+        if answer.wanted.usage:
+            yield answers.event({**answer.envelope(kind, []), "usage": answer.usage})
+        yield answers.DONE
+    except ApiError as error:
+        yield answers.event(error.body)
+
+
+class _Said:
+    """Text of a choice that was said so far."""
+
+    def __init__(self, answer: ApiAnswer, index: int) -> None:
+        self._answer, self._index = answer, index
+        stops = answer.wanted.stop
+        self._text = TextStream(answer.model.tokenizer, stops)
+        self._reply: ReplyStream | None = None
+        if answer.tools is not None:
+            self._reply = ReplyStream(answer.model.form, answer.tools, answer.opening(index), stops)
+        self._offset = 0
+
+    def events(self, event: DrawnPart) -> list[dict[str, Any]]:
+        """Choices of the events that tokens, or the end, make."""
+        made = [self._tokens(event)] if event.tokens else []
+        return made + self._end(event.completion) if event.completion is not None else made
+
+    def _tokens(self, event: DrawnPart) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": self._index, "finish_reason": None, "logprobs": None}
+        tokenizer = self._answer.model.tokenizer
+        if self._reply is None:
+            choice["text"] = self._text.add(event.tokens)
+            if self._answer.wanted.logprobs:
+                offset = self._offset
+                choice["logprobs"] = answers.text_logprobs(tokenizer, event.tokens, event.logps, offset=offset)
+                self._offset += sum(map(len, choice["logprobs"]["tokens"]))
+        else:
+            choice["delta"] = _delta(self._reply.add(event.tokens))
+            if self._answer.wanted.logprobs:
+                choice["logprobs"] = answers.chat_logprobs(tokenizer, event.tokens, event.logps)
+        if self._answer.wanted.token_ids:
+            choice["token_ids"] = list(event.tokens)
+        return choice
+
+    def _end(self, done: Completion) -> list[dict[str, Any]]:
+        choice: dict[str, Any] = {"index": self._index, "logprobs": None}
+        if self._answer.wanted.token_ids:
+            choice["prompt_token_ids"] = list(self._answer.prompts[self._index].tokens)
+        if self._reply is None:
+            return [{**choice, "text": self._text.end(done.stop_text), "finish_reason": answers.finish_reason(done)}]
+        reply = self._answer.replies[self._index]
+        delta = _delta(self._reply.end(reply, answers.said(reply, done.stop_text)))
+        calls = answers.tool_calls(reply, self._answer.key(self._index), delta=True)
+        if calls:
+            delta["tool_calls"] = calls
+        return [{**choice, "delta": delta, "finish_reason": answers.finish_reason(done, reply)}]
+
+
+def _delta(said: dict[str, str]) -> dict[str, Any]:
+    names = {"reasoning": "reasoning_content", "content": "content"}
+    return {names[name]: text for name, text in said.items()}

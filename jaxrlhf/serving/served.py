@@ -1,0 +1,178 @@
+"""Served model: choices of prompts from an engine's service, with the tokens that come before they are complete."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.batch import Diverged
+from jaxrlhf.config import Refusal
+from jaxrlhf.config.serving import ServingLimits
+from jaxrlhf.conversations import ChatFormat
+from jaxrlhf.data.control_tokens import ControlTokens
+from jaxrlhf.engine import Completion, EngineService, Request
+from jaxrlhf.serving.errors import ApiError, too_long
+from jaxrlhf.serving.wire import Wanted
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that requests are answered with.
+
+    Attributes:
+      name: Its name in the API.
+      stop_tokens: Ids that end a completion, beside those of the chat's form for a chat.
+    """
+
+    name: str
+    service: EngineService
+    tokenizer: PreTrainedTokenizerBase
+    stop_tokens: tuple[int, ...] = ()
+    limits: ServingLimits = field(default_factory=ServingLimits)
+
+    @cached_property
+    def form(self) -> ChatFormat:
+        """Form of its chats.
+
+        Raises:
+          ApiError: The tokenizer has no chat template.
+        """
+        try:
+            return ChatFormat(self.tokenizer)
+        except Refusal as error:
+            raise ApiError(f"{self.name} has no chats: {error}", code="no_chat_template", param="model") from error
+
+    @cached_property
+    def control_ids(self) -> dict[str, int]:
+        """Ids of the control tokens, by their texts."""
+        return ControlTokens(self.tokenizer).ids
+
+    def tokens_of(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text."""
+        return tuple(self.tokenizer.encode(text))
+
+    def room(self, prompt: Sequence[int], wanted: int | None, *, most: int | None = None) -> int:
+        """Tokens that a response to a prompt may have.
+
+        Args:
+          wanted: What the request asks for; None is all that there is room for.
+          most: A further limit.
+
+        Raises:
+          ApiError: The prompt is empty, or it and the response do not fit.
+        """
+        engine = self.service.engine
+        if not prompt:
+            raise ApiError("the prompt has no tokens; give at least one", code="empty_prompt", param="prompt")
+        left = engine.context_tokens - len(prompt)
+        if left < 1:
+            raise too_long(f"a prompt of {len(prompt)} tokens, and the context is {engine.context_tokens}; shorten it")
+        if wanted is not None and wanted > min(left, engine.response_tokens):
+            raise too_long(
+                f"a prompt of {len(prompt)} tokens and max_tokens={wanted}; the context is {engine.context_tokens} and "
+                f"a response has {engine.response_tokens} at most"
+            )
+        return min(n for n in (left, engine.response_tokens, wanted, most) if n is not None)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One response that is to be drawn.
+
+    Attributes:
+      seed, request_id: What its draws depend on beside its prompt.
+      keep: Keys and values stay for a next turn.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    request_id: int
+    stop_tokens: tuple[int, ...]
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class DrawnPart:
+    """Tokens of a choice that came together; with the last of them the whole response."""
+
+    index: int
+    tokens: tuple[int, ...] = ()
+    logps: tuple[float, ...] = ()
+    completion: Completion | None = None
+
+
+async def draw(
+    model: ServedModel, choices: Sequence[Choice], wanted: Wanted, futures: list[Future[Completion]]
+) -> AsyncGenerator[DrawnPart, None]:
+    """Draw choices together; what is left of them is cancelled when the iterator is closed.
+
+    Args:
+      futures: List that the choices' futures are put in.
+
+    Raises:
+      ApiError: It took longer than the limit, the engine failed, or another cancelled a choice.
+    """
+    loop = asyncio.get_running_loop()
+    came: asyncio.Queue[DrawnPart | Future[Completion]] = asyncio.Queue()
+    control = [model.control_ids[text] for text in wanted.stop if text in model.control_ids]
+    texts = tuple(text for text in wanted.stop if text not in model.control_ids)
+
+    def tell(event: Any) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(came.put_nowait, event)
+
+    try:
+        for index, choice in enumerate(choices):
+            request = Request(
+                choice.request_id,
+                choice.prompt,
+                max_tokens=choice.max_tokens,
+                stop_tokens=tuple(dict.fromkeys((*choice.stop_tokens, *control))),
+                stop_texts=texts,
+                keep=choice.keep,
+            )
+            future = model.service.submit(
+                request,
+                wanted.sampling,
+                seed=choice.seed,
+                on_tokens=lambda tokens, logps, index=index: tell(DrawnPart(index, tuple(tokens), tuple(logps))),  # type: ignore[misc]
+            )
+            futures.append(future)
+            future.add_done_callback(tell)
+        left = set(range(len(futures)))
+        async with asyncio.timeout(model.limits.request_s):
+            while left:
+                event = await came.get()
+                if isinstance(event, DrawnPart):
+                    yield event
+                else:
+                    index = next(index for index in left if futures[index] is event)
+                    left.discard(index)
+                    yield DrawnPart(index, completion=event.result())
+    except TimeoutError as error:
+        raise ApiError(
+            f"no answer within {model.limits.request_s:g} s; ask for fewer tokens or try again later",
+            status=504,
+            kind="timeout_error",
+            code="timeout",
+        ) from error
+    except CancelledError as error:
+        raise ApiError("the request was cancelled", status=409, code="cancelled") from error
+    except Refusal as error:
+        raise ApiError(str(error), code="refused") from error
+    except Diverged as error:
+        raise ApiError(str(error), status=500, kind="server_error", code="diverged") from error
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def key_of(*parts: Any) -> int:
+    """Number in [0, 2**32) that is a function of the parts alone."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")

@@ -1,0 +1,230 @@
+"""Sessions of agents: every call of an episode is attributed to it and recorded where it is drawn."""
+
+import math
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxrlhf.config import Sampling
+from jaxrlhf.config.serving import SessionLimits
+from jaxrlhf.conversations import TokenSequence
+from jaxrlhf.engine import Completion
+from jaxrlhf.serving.call_tree import CallTree, Fork, RecordedCall
+from jaxrlhf.serving.errors import ApiError, invalid
+from jaxrlhf.serving.served import ServedModel, key_of
+
+
+@dataclass(frozen=True)
+class RecordedEpisode:
+    """An episode as the server recorded it.
+
+    Attributes:
+      sequences: Rows of training; every token that was drawn has mask 1 in one of them.
+      rewards: Rewards posted for turns, by sequence and turn number.
+      reward: Reward posted for the episode; None if none was.
+      calls: Choices that were drawn; 0 of an agent that never asked.
+      forks: Sequences that go on from none though they look alike, by cause.
+      refused: Requests refused by a limit, by its name.
+      truncated: Choices that were cut at their length.
+    """
+
+    sequences: tuple[TokenSequence, ...]
+    rewards: Mapping[tuple[int, int], float]
+    reward: float | None
+    calls: int
+    forks: Counter[Fork]
+    refused: Counter[str]
+    truncated: int
+
+
+class Session:
+    """An episode whose agent may call.
+
+    Attributes:
+      base_url, api_key: Address and key of its clients; either of them tells whose a call is.
+      tree: What was said and drawn; only under `lock`.
+    """
+
+    def __init__(
+        self,
+        episode: Hashable,
+        seed: int,
+        limits: SessionLimits,
+        tree: CallTree,
+        base_url: str,
+        *,
+        sampling: Sampling | None = None,
+    ) -> None:
+        self.episode, self.seed, self.limits, self.tree, self.sampling = episode, seed, limits, tree, sampling
+        self.session_id = secrets.token_urlsafe(16)
+        self.base_url, self.api_key = f"{base_url}/s/{self.session_id}/v1", f"sk-{self.session_id}"
+        self.lock = threading.Lock()
+        self.answers: dict[str, list[RecordedCall]] = {}
+        self.reward: float | None = None
+        self.refused: Counter[str] = Counter()
+        self.truncated = self._calls = self._tokens = 0
+        self._closed = False
+        self._futures: list[list[Future[Completion]]] = []
+        self._asked: Counter[tuple[Any, ...]] = Counter()
+        self._kept: set[int] = set()
+
+    def check_open(self) -> None:
+        """Raise `ApiError` if the episode has ended."""
+        if self._closed:
+            raise ApiError("the episode has ended; its session takes no calls", status=409, code="session_closed")
+
+    def begin(self, prompt: tuple[int, ...], choices: int) -> list[int]:
+        """Numbers that choices are drawn by: a function of seed, episode, prompt, and how often it was asked before.
+
+        Raises:
+          ApiError: The episode has ended or reached a limit.
+        """
+        with self.lock:
+            self.check_open()
+            if self.limits.calls is not None and self._calls + choices > self.limits.calls:
+                self.refused["calls"] += 1
+                raise ApiError(
+                    f"the episode's limit of {self.limits.calls} calls is reached", status=403, code="limit_calls"
+                )
+            if self.limits.tokens is not None and self._tokens >= self.limits.tokens:
+                self.refused["tokens"] += 1
+                raise ApiError(
+                    f"the episode's limit of {self.limits.tokens} tokens is reached", status=403, code="limit_tokens"
+                )
+            self._calls += choices
+            first = self._asked[prompt]
+            self._asked[prompt] += choices
+            keys = [key_of(self.episode, prompt, first + copy) for copy in range(choices)]
+            self._kept.update(keys)
+            return keys
+
+    @contextmanager
+    def under_way(self) -> Iterator[list[Future[Completion]]]:
+        """A list for the futures of a request, which are cancelled when the episode ends."""
+        futures: list[Future[Completion]] = []
+        self._futures.append(futures)
+        try:
+            yield futures
+        finally:
+            self._futures.remove(futures)
+
+    def most_tokens(self) -> int | None:
+        """Most tokens of the next choice."""
+        left = None if self.limits.tokens is None else max(1, self.limits.tokens - self._tokens)
+        limits = [n for n in (left, self.limits.call_tokens) if n is not None]
+        return min(limits, default=None)
+
+    def record(self, answer_id: str, calls: list[RecordedCall], completions: list[Completion]) -> None:
+        """Calls of an answer were drawn; `tree` has them."""
+        self.answers[answer_id] = calls
+        self._tokens += sum(len(completion.tokens) for completion in completions)
+        self.truncated += sum(completion.truncated for completion in completions)
+
+    def set_reward(self, body: Any) -> None:
+        """Take the `reward` of a body, of the episode or of the answer that `response_id` names."""
+        reward = body.get("reward") if isinstance(body, dict) else None
+        if not isinstance(reward, int | float) or isinstance(reward, bool) or not math.isfinite(reward):
+            raise invalid("reward must be a finite number", "reward")
+        with self.lock:
+            self.check_open()
+            answer = body.get("response_id")
+            if answer is None:
+                self.reward = float(reward)
+            elif answer not in self.answers:
+                raise ApiError(
+                    f"no answer {answer!r} in this session", status=404, code="no_such_response", param="response_id"
+                )
+            else:
+                for call in self.answers[answer]:
+                    call.reward = float(reward)
+
+    def close(self) -> tuple[RecordedEpisode, set[int]]:
+        """End the episode; returns what was recorded, and the requests whose keys and values were kept."""
+        with self.lock:
+            self._closed = True
+        for future in [future for futures in list(self._futures) for future in list(futures)]:
+            future.cancel()
+        with self.lock:
+            sequences, paths = self.tree.sequences()
+            rewards: dict[tuple[int, int], float] = {}
+            paid: set[RecordedCall] = set()
+            for row, path in enumerate(paths):
+                for turn, call in enumerate(path):
+                    if call.reward is not None and call not in paid:
+                        paid.add(call)
+                        rewards[row, turn] = call.reward
+            recorded = RecordedEpisode(
+                sequences, rewards, self.reward, len(self.tree.calls), self.tree.forks, self.refused, self.truncated
+            )
+            return recorded, self._kept
+
+
+class SessionBook:
+    """Sessions that are open, and those that ended, whose late calls are told so.
+
+    Args:
+      address: Address of the server, such as `http://127.0.0.1:8000`.
+      sampling: Temperature and the like of every call, whatever it asks for; None leaves that to the agents.
+      history: See `CallTree`.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        address: str,
+        *,
+        sampling: Sampling | None = None,
+        history: Literal["as_sampled", "as_templated"] = "as_sampled",
+    ) -> None:
+        self._model, self._address, self._sampling, self._history = model, address, sampling, history
+        self._by_id: dict[str, Session] = {}
+        self._by_episode: dict[Hashable, Session] = {}
+        self._ended: set[str] = set()
+        self._lock = threading.Lock()
+
+    def open(self, episode: Hashable, seed: int, limits: SessionLimits | None = None) -> tuple[str, str]:
+        """Begin an episode; returns base URL and API key for its clients. Thread-safe.
+
+        Args:
+          episode: Name of the episode, on which with the seed its draws depend.
+
+        Raises:
+          ValueError: The episode is open.
+        """
+        tree = CallTree(self._model.form, history=self._history)
+        session = Session(episode, seed, limits or SessionLimits(), tree, self._address, sampling=self._sampling)
+        with self._lock:
+            if episode in self._by_episode:
+                raise ValueError(f"episode {episode!r} is open already")
+            self._by_id[session.session_id] = self._by_episode[episode] = session
+        return session.base_url, session.api_key
+
+    def close(self, episode: Hashable) -> RecordedEpisode:
+        """End an episode: calls under way are cancelled, later ones refused. Thread-safe.
+
+        Raises:
+          KeyError: No such episode is open.
+        """
+        with self._lock:
+            session = self._by_episode.pop(episode)
+            del self._by_id[session.session_id]
+            self._ended.add(session.session_id)
+        recorded, kept = session.close()
+        for request_id in kept:
+            self._model.service.release(request_id)
+        return recorded
+
+    def find(self, session_id: str) -> Session | None:
+        """The session of an id; None if there never was one.
+
+        Raises:
+          ApiError: The episode has ended.
+        """
+        if session_id in self._ended:
+            raise ApiError("the episode has ended; its session takes no calls", status=409, code="session_closed")
+        return self._by_id.get(session_id)

@@ -1,0 +1,143 @@
+"""A server against requests that are wrong, too many, too large, too slow, or left alone."""
+
+import json
+import socket
+import threading
+import time
+
+import httpx2 as httpx
+import pytest
+from served_models import TOKEN, build_engine, served
+
+from jaxrlhf.config.serving import ServingLimits
+from jaxrlhf.data.tokenizer import embedded_tokenizer
+
+LIMITS = ServingLimits(requests=2, body_bytes=4096, body_s=2.0, request_s=30.0)
+ASKED = {"model": "tiny", "prompt": "Tom has", "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def serving():
+    with served(LIMITS, engine=build_engine(embedded_tokenizer())) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def client(serving):
+    with httpx.Client(base_url=serving[0].address, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
+        yield client
+
+
+def error(answer):
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def settled(model, timeout_s=10.0) -> bool:
+    """Nothing is under way, soon."""
+    end = time.monotonic() + timeout_s
+    while model.service.waiting and time.monotonic() < end:
+        time.sleep(0.02)
+    return not model.service.waiting
+
+
+def test_only_who_has_the_key_may_ask(client):
+    for key in ("", "Bearer", "Bearer wrong", "Basic " + TOKEN, "Bearer sk-" + TOKEN, "Bearer \u00e4"):
+        headers = {"Authorization": key.encode()}
+        assert error(client.post("/v1/completions", json=ASKED, headers=headers)) == (401, "invalid_api_key")
+        assert error(client.get("/metrics", headers=headers)) == (401, "invalid_api_key")
+    assert client.get("/health", headers={"Authorization": ""}).json() == {"status": "ok"}
+    assert client.post("/v1/completions", json=ASKED).status_code == 200
+
+
+def test_bodies_that_are_no_requests_are_said_to_be_so(client):
+    for body in (
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 3000,
+        b'{"model": "tiny"}',
+        b'{"prompt": 1, "model": "tiny"}',
+    ):
+        status, code = error(client.post("/v1/completions", content=body))
+        assert status == 400, body
+        assert code in ("invalid_json", "invalid_value", "missing_required_parameter"), body
+    big = {**ASKED, "prompt": "apples " * 4096}
+    assert error(client.post("/v1/completions", json=big)) == (413, "body_too_large")
+    assert error(client.post("/v1/completions", content=iter([b"{" * 1024] * 8))) == (413, "body_too_large")
+    ids = {**ASKED, "prompt": [10**9]}
+    assert error(client.post("/v1/completions", json=ids)) == (400, "refused")
+    assert error(client.post("/v1/completions", json={**ASKED, "prompt": [-1]})) == (400, "refused")
+    assert error(client.get("/v1/nothing")) == (404, "not_found")
+    assert error(client.get("/v1/completions")) == (405, "not_found")
+
+
+def test_a_request_that_does_not_arrive_is_given_up(serving):
+    host, port = serving[0].address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as slow:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 99\r\n\r\n"
+        )
+        slow.sendall(head.encode() + b"{")
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_too_many_at_once_are_told_to_come_again_and_cut_connections_free_their_slots(serving, client):
+    address, model = serving[0].address, serving[1]
+    long = {**ASKED, "max_tokens": 128, "min_tokens": 128, "stream": True, "n": 4}
+    cancelled, gate = model.service.counts.cancelled, threading.Event()
+    with (
+        httpx.Client(base_url=address, headers=client.headers) as other,
+        other.stream("POST", "/v1/completions", json=long) as first,
+        other.stream("POST", "/v1/completions", json=long),
+    ):
+        next(first.iter_lines())
+        model.service.between_steps(lambda engine: gate.wait(60))  # what is under way stays so
+        refused = client.post("/v1/completions", json=ASKED)
+        assert error(refused) == (429, "too_many_requests")
+        assert refused.headers["retry-after"] == "1"
+    # Both connections are cut here.
+    client.get("/health")
+    gate.set()
+    assert settled(model)
+    assert model.service.counts.cancelled - cancelled > 0
+    with pytest.raises(httpx.ReadTimeout):
+        client.post("/v1/completions", json={**long, "stream": False}, timeout=0.02)
+    assert settled(model)
+    assert client.post("/v1/completions", json=ASKED).status_code == 200
+
+
+def test_an_answer_that_takes_too_long_is_given_up(serving, client, monkeypatch):
+    import asyncio
+
+    async def never(*_):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("jaxrlhf.serving.served.asyncio.Queue.get", never)
+    object.__setattr__(serving[1].limits, "request_s", 0.1)
+    answer = client.post("/v1/completions", json=ASKED)
+    object.__setattr__(serving[1].limits, "request_s", 30.0)
+    assert error(answer) == (504, "timeout")
+
+
+def test_metrics_count_what_was_asked(client, serving):
+    before = client.get("/metrics").text
+    client.post("/v1/completions", json=ASKED)
+    rows = [line.rsplit(" ", 1) for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
+    values = {name: float(value) for name, value in rows}
+    was = dict(line.rsplit(" ", 1) for line in before.splitlines() if not line.startswith("#"))
+    assert values["jaxrlhf_completed_total"] == float(was["jaxrlhf_completed_total"]) + 1
+    assert values["jaxrlhf_drawn_tokens_total"] > float(was["jaxrlhf_drawn_tokens_total"])
+    assert values['jaxrlhf_http_answers_total{path="/v1/completions",status="200"}'] >= 1
+    assert values["jaxrlhf_waiting"] == 0
+    assert values["jaxrlhf_busy_slots_total"] <= values["jaxrlhf_slots_total"]
+
+
+def test_tokenize_gives_the_ids_that_a_prompt_has(client, serving):
+    model = serving[1]
+    assert client.post("/tokenize", json={"prompt": "Tom has"}).json()["tokens"] == list(model.tokens_of("Tom has"))
+    messages = [{"role": "user", "content": "Tom has"}]
+    told = client.post("/tokenize", json={"messages": messages}).json()
+    assert told["tokens"] == list(model.form.prompt(messages))
+    assert json.dumps(told["count"]) == str(len(told["tokens"]))

@@ -1,0 +1,187 @@
+"""Sessions of agents: what the server records of calls that go on from each other, and of those that do not."""
+
+import json
+import threading
+
+import httpx2
+import openai
+import pytest
+from served_models import served
+
+from jaxrlhf.config.serving import SessionLimits
+from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.serving.call_tree import CallTree
+
+ASK = {"model": "tiny", "max_tokens": 12}
+FIRST = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Tom has 12 apples."}]
+
+
+@pytest.fixture(scope="module")
+def serving():
+    with served() as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def model(serving):
+    return serving[1]
+
+
+@pytest.fixture
+def book(serving):
+    return serving[0].sessions
+
+
+def episode(book, name, *, turns=4, seed=7, by_key=False, spoil=lambda messages: messages):
+    """An agent that asks again and again; returns what it was told and what was recorded."""
+    url, key = book.open(name, seed)
+    given = {"base_url": url.replace(url[url.index("/s/") : url.index("/v1")], "") if by_key else url}
+    told = []
+    with openai.OpenAI(**given, api_key=key if by_key else "anything", max_retries=0) as client:
+        messages = list(FIRST)
+        for turn in range(turns):
+            answer = client.chat.completions.create(messages=messages, **ASK)
+            told.append(answer.choices[0].message.content)
+            messages = spoil(
+                [*messages, {"role": "assistant", "content": told[-1]}, {"role": "user", "content": f"And {turn}?"}]
+            )
+    return told, book.close(name)
+
+
+@pytest.mark.parametrize("by_key", [False, True], ids=["by path", "by key"])
+def test_calls_that_go_on_are_one_sequence_of_the_ids_that_were_drawn(book, model, by_key):
+    reused = model.service.counts.cached_tokens
+    told, recorded = episode(book, "one", by_key=by_key)
+    [sequence] = recorded.sequences
+    assert (recorded.calls, dict(recorded.forks), recorded.reward) == (4, {}, None)
+    assert sorted(set(sequence.turn)) == [-1, 0, 1, 2, 3]
+    text = model.tokenizer.decode(sequence.tokens, skip_special_tokens=False)
+    for turn, words in enumerate(told):
+        drawn = [token for token, of in zip(sequence.tokens, sequence.turn, strict=True) if of == turn]
+        assert model.form.parse(drawn).content == words
+    assert text.count("And ") == 3
+    for mask, logp, version in zip(sequence.mask, sequence.logps, sequence.version, strict=True):
+        assert (logp < 0, version == 4) == (bool(mask), bool(mask))
+    assert model.service.counts.cached_tokens - reused > len(sequence.tokens), "turns were computed again"
+
+
+def test_an_episode_depends_on_seed_and_name_alone(book):
+    alone = episode(book, "same")
+    others = [threading.Thread(target=episode, args=(book, f"other {n}"), kwargs={"seed": n}) for n in range(4)]
+    for thread in others:
+        thread.start()
+    together = episode(book, "same")
+    for thread in others:
+        thread.join()
+    assert together[0] == alone[0]
+    assert together[1].sequences[0].tokens == alone[1].sequences[0].tokens
+    assert episode(book, "same", seed=8)[0] != alone[0]
+    assert episode(book, "another")[0] != alone[0]
+
+
+def test_changed_histories_begin_sequences_and_are_counted(book):
+    def forgets(messages):
+        return [*messages[:2], *messages[-1:]] if len(messages) > 4 else messages
+
+    def rewrites(messages):
+        return [
+            {**message, "content": "He said so."} if message["role"] == "assistant" else message for message in messages
+        ]
+
+    _, recorded = episode(book, "rewriting", spoil=rewrites)
+    assert (len(recorded.sequences), recorded.forks["edited"]) == (4, 3)
+    assert sum(sum(sequence.mask) for sequence in recorded.sequences) <= 4 * 12
+    _, recorded = episode(book, "forgetting", spoil=forgets)
+    assert len(recorded.sequences) > 1
+    assert recorded.calls == 4
+
+
+def test_branches_share_what_was_drawn_and_train_it_once(book, model):
+    url, key = book.open("branches", 3)
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        first = client.chat.completions.create(messages=FIRST, **ASK).choices[0].message.content
+        for words in ("And now?", "And then?"):
+            messages = [*FIRST, {"role": "assistant", "content": first}, {"role": "user", "content": words}]
+            client.chat.completions.create(messages=messages, **ASK)
+        twice = client.chat.completions.create(messages=FIRST, n=2, **ASK)
+        other = client.chat.completions.create(messages=FIRST, tools=[TOOL], **ASK)
+    recorded = book.close("branches")
+    assert len({choice.message.content for choice in (*twice.choices, other.choices[0])} | {first}) == 4
+    assert (recorded.calls, len(recorded.sequences)) == (6, 5)
+    begun = [sequence for sequence in recorded.sequences if 1 in sequence.turn]
+    assert sorted(0 in sequence.turn for sequence in begun) == [False, True]
+    drawn = sum(sum(sequence.mask) for sequence in recorded.sequences)
+    assert drawn <= 6 * 12
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_rewards_limits_late_calls_and_none(book):
+    url, key = book.open("paid", 1, SessionLimits(calls=2, call_tokens=5))
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        answers = [client.chat.completions.create(messages=FIRST, **ASK) for _ in range(2)]
+        assert all(answer.usage.completion_tokens <= 5 for answer in answers)
+        with pytest.raises(openai.PermissionDeniedError) as caught:
+            client.chat.completions.create(messages=FIRST, **ASK)
+        assert caught.value.code == "limit_calls"
+        pay = url.removesuffix("/v1") + "/reward"
+        assert httpx2.post(pay, json={"reward": 1.0}).status_code == 200
+        assert httpx2.post(pay, json={"reward": 0.5, "response_id": answers[1].id}).status_code == 200
+        for wrong in ({"reward": "a"}, {"reward": float("nan")}, {}, []):
+            assert httpx2.post(pay, content=json.dumps(wrong)).status_code == 400
+        assert httpx2.post(pay, json={"reward": 1, "response_id": "no"}).status_code == 404
+        recorded = book.close("paid")
+        assert recorded.reward == 1.0
+        assert list(recorded.rewards.values()) == [0.5]
+        assert dict(recorded.refused) == {"calls": 1}
+        for late in (lambda: client.chat.completions.create(messages=FIRST, **ASK), client.models.list):
+            with pytest.raises(openai.ConflictError):
+                late()
+    assert httpx2.post(pay, json={"reward": 1.0}).status_code == 409
+    url, _ = book.open("silent", 1)
+    assert httpx2.get(url.replace("/s/", "/s/x") + "/models").status_code == 404
+    recorded = book.close("silent")
+    assert (recorded.calls, recorded.sequences) == (0, ())
+
+
+def test_an_end_cancels_what_is_under_way(book, model):
+    url, key = book.open("cut", 1)
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        long = {**ASK, "max_tokens": 128, "stream": True, "extra_body": {"min_tokens": 128}}
+        events = iter(client.chat.completions.create(messages=FIRST, **long))
+        next(events)
+        book.close("cut")
+        with pytest.raises(openai.APIError, match=r"cancelled|ended"):
+            list(events)
+
+
+def test_completions_go_on_by_ids_and_by_text(book, model):
+    url, key = book.open("plain", 1)
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+        ask = {**ASK, "extra_body": {"return_token_ids": True}}
+        first = client.completions.create(prompt="Tom has", **ask).choices[0]
+        stream = [*first.prompt_token_ids, *first.token_ids]
+        second = client.completions.create(prompt=[*stream, 9], **ask).choices[0]
+        stream = [*stream, 9, *second.token_ids]
+        text = model.tokenizer.decode(stream, skip_special_tokens=False)
+        third = client.completions.create(prompt=text + " and", **ask).choices[0]
+    [sequence] = book.close("plain").sequences
+    assert list(sequence.tokens) == [*third.prompt_token_ids, *third.token_ids]
+    assert third.prompt_token_ids[: len(stream)] == stream
+
+
+def test_reasoning_that_a_client_leaves_out_is_no_change_but_another_is():
+    from jaxrlhf.conversations import ChatFormat
+    from jaxrlhf.episode import Reply
+
+    tree = CallTree(ChatFormat(embedded_tokenizer()))
+    prompt = tree.chat(FIRST, ())
+    message = {"role": "assistant", "content": "12", "reasoning_content": "so"}
+    call = tree.drew(prompt, (5, 6, 2), (-1.0,) * 3, 0, reply=Reply("so12", "12", "so", ended=True), message=message)
+    asked = {"role": "user", "content": "Sure?"}
+    assert tree.chat([*FIRST, {"role": "assistant", "content": "12"}, asked], ()).before is call
+    assert tree.chat([*FIRST, message, asked], ()).before is call
+    assert tree.chat([*FIRST, {**message, "reasoning_content": "no"}, asked], ()).before is None
+    assert tree.chat([*FIRST, message, asked], (TOOL,)).before is None
+    assert tree.forks["edited"] == 2
