@@ -120,12 +120,31 @@ class Opening:
     """Beginning of an episode.
 
     Attributes:
-      messages: The prompt.
+      messages: The prompt; none is the record's own.
       tools: Schemas of the tools that the policy is shown.
+      appended: Text to put behind that of the prompt's last message, as TRL does with what `reset` returns.
     """
 
-    messages: Sequence[Message]
+    messages: Sequence[Message] = ()
     tools: Sequence[ToolSchema] = ()
+    appended: str = ""
+
+
+@dataclass(frozen=True)
+class Session:
+    """Address of the policy, for an agent program in one episode.
+
+    Attributes:
+      base_url: Address as clients of OpenAI's API take it.
+      api_key: Key by which the program's calls are known to be of this episode.
+      record: Record of the data.
+      seed: The same for all episodes of a group.
+    """
+
+    base_url: str
+    api_key: str
+    record: Mapping[str, Any]
+    seed: int
 
 
 @dataclass(frozen=True)

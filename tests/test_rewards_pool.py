@@ -194,12 +194,14 @@ def test_results_stream(hostile):
 
 def test_an_abandoned_run_leaves_a_usable_pool(hostile):
     with RewardPool(Crew([Function("single", f"{hostile}:single")], workers=2, timeout_s=2.0)) as pool:
-        processes = {worker.process.pid for worker in pool._crew.workers}
+        processes = {worker.interpreter.pid for worker in pool._crew.workers}
         outcomes = pool.run([Example("p", r, None, {}) for r in ["hang", "value 1"]])
         next(outcomes)
         outcomes.close()
         again = list(pool.run([Example("p", f"value {n}", None, {}) for n in range(50)]))
-        assert len(processes - {worker.process.pid for worker in pool._crew.workers}) == 1  # that which hung is gone
+        assert (
+            len(processes - {worker.interpreter.pid for worker in pool._crew.workers}) == 1
+        )  # that which hung is gone
     assert sorted(outcome.value for outcome in again) == list(range(50))
     with pytest.raises(RuntimeError, match="closed"):
         next(pool.run([Example("p", "value 1", None, {})]))
@@ -218,8 +220,8 @@ def test_unpicklable_records_are_attributed(hostile):
 def test_workers_that_die_idle_are_replaced(hostile):
     with RewardPool(Crew([Function("single", f"{hostile}:single")], workers=2, timeout_s=5.0)) as pool:
         for worker in pool._crew.workers:
-            os.kill(worker.process.pid, signal.SIGKILL)
-            worker.process.wait()
+            os.kill(worker.interpreter.pid, signal.SIGKILL)
+            worker.interpreter.process.wait()
         outcomes = list(pool.run([Example("p", "value 7", None, {})] * 10))
     assert [outcome.value for outcome in outcomes] == [7.0] * 10
 
@@ -259,7 +261,7 @@ from jaxrlhf.rewards.crew import Crew
 from jaxrlhf.rewards.pool import RewardPool
 from jaxrlhf.rewards.protocol import Example, Function
 pool = RewardPool(Crew([Function("single", "{hostile}:single")], workers=1, timeout_s=1.0))
-print(pool._crew.workers[0].process.pid, flush=True)
+print(pool._crew.workers[0].interpreter.pid, flush=True)
 list(pool.run([Example("p", "{response}", None, {{}})]))
 time.sleep(100)
 """

@@ -28,7 +28,8 @@ class Episodes(Settings):
       truncated: An episode that a limit ended keeps its score, has a score of 0, or is left out of training.
       history: Beginning of the next turn: all tokens as they were sampled, or what the chat template makes of the
         messages, which may drop reasoning; each change of what was said begins a further sequence.
-      workers: Processes that run the user's code.
+      workers: Calls of tools or environments that run at once, each in a process of its own; programs of agents, which
+        wait for the policy most of the time, are not counted.
       memory_bytes: Address space that a process may add to what it has once the user's code is loaded.
       output_bytes: Text that a call may answer with or print, at most.
       in_flight: Episodes under way at once; None is all of a step's.
@@ -45,7 +46,7 @@ class Episodes(Settings):
     cut_turns: Literal["end", "close"] = "end"
     truncated: Literal["score", "zero", "leave_out"] = "score"
     history: Literal["as_sampled", "as_templated"] = "as_sampled"
-    workers: Positive[int] = 2
+    workers: Positive[int] = 64
     memory_bytes: Positive[int] = 1 << 31
     output_bytes: Positive[int] = 1 << 20
     in_flight: Positive[int] | None = None
@@ -78,9 +79,12 @@ class Environment(Episodes):
 
     Attributes:
       factory: Class, or function that makes an instance, as `module:name` or `path/to/file.py:name`.
+      episodes_per_process: Instances that share a process, a megabyte each if they do not; a call that hangs or crashes
+        costs all of its process, and they wait for each other.
     """
 
     factory: str = ""
+    episodes_per_process: Positive[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

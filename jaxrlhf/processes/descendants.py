@@ -47,3 +47,12 @@ def descendants(pid: int, mark: bytes) -> list[int]:
     for parent in queue:
         queue += children.get(parent, [])
     return sorted({*found, *queue[1:]})
+
+
+def children(pid: int) -> list[int]:
+    """Processes whose parent a process is, dead ones that are not reaped included; none where there is no /proc."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("[0-9]*/children"):
+        with suppress(OSError):
+            found += map(int, task.read_bytes().split())
+    return found

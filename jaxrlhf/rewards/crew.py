@@ -8,33 +8,28 @@ queue.
 import math
 import os
 import pickle
-import secrets
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from socket import socketpair
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.processes.descendants import descendants
+from jaxrlhf.processes.guards import SLACK_S
+from jaxrlhf.processes.interpreter import Interpreter
 from jaxrlhf.rewards.protocol import Cause, Function, RewardsFailing
-from jaxrlhf.rewards.worker import SLACK_S, Answer, Message, Ready, Refused, Retiring, Split
+from jaxrlhf.rewards.worker import Answer, Message, Ready, Refused, Retiring, Split
 
 CHUNK_SIZE = 64  # groups in one message
 LARGEST_MESSAGE_BYTES = 1 << 20  # of a process; text that a function wrote into the pipe reads as a greater length
 START_LIMIT_S = 120.0  # for importing the functions' modules
 START_ATTEMPTS = 3
 GRACE_S = 1.0  # after the limit; a process normally ends itself at the limit
-STDERR = 2
-MARK = "JAXRLHF_REWARD_PROCESS"  # the variable that tells a process's own descendants
 FAILURES: tuple[Cause, ...] = ("timeout", "crash", "exception")  # other causes are answers of a function that works
 
 
@@ -69,15 +64,10 @@ class _Group:
 
 @dataclass
 class _Worker:
-    """A process and what it was given and has not answered; it is at the first of its groups.
+    """A process and what it was given and has not answered; it is at the first of its groups."""
 
-    Attributes:
-      mark: A variable of its environment, by which processes are known that it has left behind.
-    """
-
-    process: subprocess.Popen
+    interpreter: Interpreter
     connection: Connection
-    mark: bytes
     ready: bool = False
     groups: deque[_Group] = field(default_factory=deque)
     progress_at: float = field(default_factory=time.monotonic)
@@ -92,18 +82,7 @@ class _Worker:
     def end(self, *, patience_s: float) -> str:
         """Reap the process, by force if it outlives `patience_s`, and what it left behind; says how it ended."""
         self.connection.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience_s)
-        left = descendants(self.process.pid, self.mark)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        for pid in left:  # those in sessions of their own
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        status = self.process.wait()
-        return (
-            f"ended by signal {-status} ({signal.strsignal(-status)})" if status < 0 else f"exited with status {status}"
-        )
+        return self.interpreter.end(patience_s=patience_s)
 
 
 class Crew:
@@ -369,26 +348,12 @@ class Crew:
         return ended
 
     def _start(self) -> _Worker:
-        """A new process: a plain interpreter, not a fork or a copy of `__main__`, both of which would carry JAX."""
         ours, theirs = Pipe()
-        mark = secrets.token_hex(16)
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from jaxrlhf.rewards.worker import main; main({theirs.fileno()}, {os.getpid()})"
-        )
-        with theirs, open(self._output, "ab") if self._output else nullcontext(STDERR) as sink:
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-c", code],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                # A function that uses JAX must not take the accelerator.
-                env=os.environ | {"JAX_PLATFORMS": "cpu", MARK: mark},
-                start_new_session=True,  # signals to the run's group pass it by; it can be killed with its children
-            )
+        code = f"from jaxrlhf.rewards.worker import main; main({theirs.fileno()}, {os.getpid()})"
+        with theirs:
+            interpreter = Interpreter(code, fd=theirs.fileno(), output=self._output)
         ours.send((self.functions, self._timeout_s))
-        return _Worker(process, ours, f"{MARK}={mark}".encode())
+        return _Worker(interpreter, ours)
 
     def _end_workers(self) -> None:
         for worker in self.workers:

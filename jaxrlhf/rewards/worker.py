@@ -4,37 +4,32 @@ The worker receives the functions once, then chunks. A chunk is a list of groups
 is what one call of a function, or one gathering of async calls, takes; plain functions have
 groups of one. Whatever happens to an example is answered in one message.
 
-A call that exceeds the limit ends the process: `faulthandler` watches from a C thread, so
-neither a loop that holds the interpreter lock nor blocked signals nor the death of the parent
-keep a hung call alive, and where it hung is printed.
+A call that exceeds the limit ends the process; see `processes/guards.py`.
 """
 
 import asyncio
-import builtins
 import contextlib
 import faulthandler
 import inspect
 import math
 import os
 import pickle
-import signal
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.processes.descendants import adopt_orphans, ends_descendants
-from jaxrlhf.rewards.functions import one_line, resolve
+from jaxrlhf.processes.guards import Builtins, Watchdog, settle
+from jaxrlhf.processes.loading import one_line
+from jaxrlhf.rewards.functions import resolve
 from jaxrlhf.rewards.protocol import Cause, Example, as_lists, is_async, is_batched
 
 LARGEST_SCORE = 3.4028234663852886e38  # of float32
 ORPHAN_CHECK_S = 5.0
-SLACK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -81,9 +76,7 @@ Group = tuple[int, list[tuple[int, bytes]]]  # function, and its examples as (in
 
 def main(fd: int, parent: int) -> None:
     """Serve the pipe at `fd` until it closes or the process `parent` is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    with contextlib.suppress(OSError):  # of a system that is not Linux
-        Path("/proc/self/oom_score_adj").write_text("1000")  # out of memory, it ends this process and not the run
+    settle()
     adopt_orphans()
     faulthandler.enable()
     connection = Connection(fd)
@@ -131,28 +124,6 @@ def _wait_for_work(connection: Connection, parent: int) -> bool:
     return True
 
 
-class _Watchdog:
-    """Ends the process when a call takes longer than the limit.
-
-    Arming starts a thread, which costs more than most reward functions, so short calls in a
-    row share one arming: a call is ended between `limit_s` and `limit_s + SLACK_S` after it began.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._armed_at = -math.inf
-
-    def begin_call(self) -> None:
-        now = time.monotonic()
-        if now - self._armed_at > SLACK_S:
-            faulthandler.dump_traceback_later(self._limit_s + SLACK_S, exit=True)
-            self._armed_at = now
-
-    def disarm(self) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        self._armed_at = -math.inf
-
-
 class _Caller:
     """Calls reward functions on groups of examples and sends what comes of it."""
 
@@ -160,8 +131,8 @@ class _Caller:
         self._send = send
         self._runner = runner
         self._timeout_s = timeout_s
-        self._watchdog = _Watchdog(timeout_s)
-        self._builtins = dict(vars(builtins))
+        self._watchdog = Watchdog(timeout_s)
+        self._builtins = Builtins()
         self._spoilt: str | None = None
 
     def run(self, function: Callable[..., Any], examples: list[tuple[int, bytes]]) -> None:
@@ -198,17 +169,11 @@ class _Caller:
             self._spoilt = f"a function raised {type(error).__name__}, which ends programs"
         return _raised(index, error)
 
-    @contextlib.contextmanager
-    def _builtins_kept(self) -> Iterator[None]:
-        """Put builtins back that a call changes, before anything else uses them, and remember that it did."""
-        try:
-            yield
-        finally:
-            now = vars(builtins)
-            changed = [name for name in self._builtins if now.get(name) is not self._builtins[name]]
-            now.update(self._builtins)
-            if changed:
-                self._spoilt = f"a function changed the builtin {', '.join(changed)}"
+    def _builtins_kept(self) -> contextlib.AbstractContextManager[None]:
+        return self._builtins.kept(self._changed)
+
+    def _changed(self, names: str) -> None:
+        self._spoilt = f"a function changed the builtin {names}"
 
     def _check(self) -> None:
         """Raise `Spoilt` if a call has changed a builtin or raised what no function should."""

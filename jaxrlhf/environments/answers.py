@@ -1,0 +1,213 @@
+"""Values that a user's code returns, as the run takes them: plain data of the right types, or why it is none."""
+
+import json
+import math
+import numbers
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from jaxrlhf.episode import EnvironmentFailure, Message, Observation, Opening, ToolSchema
+
+LARGEST_REWARD = 3.4028234663852886e38  # of float32
+SPEAKERS = ("user", "tool", "system")
+ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+
+
+class Size:
+    """Text that an answer may still hold.
+
+    Args:
+      limit: Bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = self._left = limit
+
+    def text(self, value: str) -> str:
+        """A text that can be written as UTF-8.
+
+        Raises:
+          EnvironmentFailure: The answer holds too much text.
+        """
+        if len(value) <= self._left:
+            encoded = value.encode(errors="replace")
+            self._left -= len(encoded)
+            if self._left >= 0:
+                return encoded.decode()
+        raise EnvironmentFailure("output", f"answered with more than {self._limit} bytes of text")
+
+
+def opening(value: Any, limit: int) -> Opening:
+    """The beginning that `reset` returned: an `Opening`, messages, the text of a user's message, or None.
+
+    Raises:
+      EnvironmentFailure: It is none of these.
+    """
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):  # as gymnasium's
+        value = value[0]
+    if value is None or isinstance(value, str):
+        value = Opening([] if value is None else [{"role": "user", "content": value}])
+    elif not isinstance(value, Opening) and _is_list(value):
+        value = Opening(value)
+    if not isinstance(value, Opening):
+        raise wrong("reset returned", value, "an Opening, messages, a text or None")
+    size = Size(limit)
+    tools = [_schema(tool, size) for tool in _list(value.tools, "Opening.tools")]
+    if not isinstance(value.appended, str):
+        raise wrong("Opening.appended is", value.appended, "a text")
+    return Opening(messages(value.messages, (*SPEAKERS, "assistant"), size), tools, size.text(value.appended))
+
+
+def observation(value: Any, limit: int) -> Observation:
+    """The answer that `step` returned: an `Observation`, a text, or a tuple as gymnasium's.
+
+    Raises:
+      EnvironmentFailure: It is none of these, or its reward or a metric is not finite.
+    """
+    if isinstance(value, tuple) and len(value) in (3, 5):
+        truncated = value[3] if len(value) == 5 else False
+        value = Observation(_said(value[0]), value[1], done=value[2], truncated=truncated)
+    elif isinstance(value, str):
+        value = Observation(_said(value))
+    if not isinstance(value, Observation):
+        raise wrong("step returned", value, "an Observation, a text, or (text, reward, done)")
+    size = Size(limit)
+    said = messages(value.messages, SPEAKERS, size)
+    done, truncated = _flag(value.done, "done"), _flag(value.truncated, "truncated")
+    if not (said or done or truncated):
+        raise EnvironmentFailure("wrong-type", "step returned no message, and the episode is not over")
+    if not isinstance(value.metrics, Mapping):
+        raise wrong("Observation.metrics is", value.metrics, "a mapping of numbers")
+    metrics = {size.text(str(name)): number(one, f"metric {name}") for name, one in value.metrics.items()}
+    if value.max_tokens is not None and not (isinstance(value.max_tokens, int) and value.max_tokens > 0):
+        raise wrong("Observation.max_tokens is", value.max_tokens, "a whole number above 0, or None")
+    return Observation(
+        said, number(value.reward, "the reward"), done, truncated, _anchor(value.state, size), metrics, value.max_tokens
+    )
+
+
+def messages(value: Any, speakers: Sequence[str], size: Size) -> list[Message]:
+    """Messages as chat templates read them.
+
+    Raises:
+      EnvironmentFailure: They are something else, or nobody of `speakers` says them.
+    """
+    found: list[Message] = []
+    for message in _list(value, "messages"):
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise wrong("a message is", message, "a mapping with a role and a text as its content")
+        if message.get("role") not in speakers:
+            raise wrong("the role of a message is", message.get("role"), "one of " + ", ".join(speakers))
+        found.append(_plain(dict(message), size))
+    return found
+
+
+def number(value: Any, what: str) -> float:
+    """A finite number.
+
+    Raises:
+      EnvironmentFailure: It is something else.
+    """
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "shape", False):
+        raise wrong(f"{what} is", value, "a number")
+    found = float(value)
+    if not math.isfinite(found) or abs(found) > LARGEST_REWARD:
+        raise EnvironmentFailure("not-finite", f"{what} is {found}")
+    return found
+
+
+def reward(value: Any) -> float | None:
+    """A final reward, or None for none.
+
+    Raises:
+      EnvironmentFailure: It is not a finite number.
+    """
+    return None if value is None else number(value, "the final reward")
+
+
+def tool_text(value: Any, limit: int) -> str:
+    """Text that a tool's value is told in: itself, a number's, or JSON.
+
+    Raises:
+      EnvironmentFailure: It is too long, or cannot be told.
+    """
+    if isinstance(value, numbers.Number) and not isinstance(value, bool):
+        value = str(value)
+    elif not isinstance(value, str):
+        try:
+            value = json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            raise wrong("it returned", value, "a text, a number or what JSON can hold") from None
+    return Size(limit).text(value)
+
+
+def told(text: str) -> str:
+    """A failure as the policy is told of it: addresses would be others in every process."""
+    return f"error: {ADDRESS.sub('0x...', text)}".encode(errors="replace").decode()
+
+
+def wrong(what: str, value: Any, expected: str) -> EnvironmentFailure:
+    """The failure of a value that has not the type that was expected."""
+    try:
+        text = " ".join(repr(value).split())
+    except BaseException as error:
+        text = f"its repr raises {type(error).__name__}"
+    shown = text if len(text) <= 120 else text[:117] + "..."
+    return EnvironmentFailure("wrong-type", f"{what} a {type(value).__name__} ({shown}), expected {expected}")
+
+
+def _said(text: Any) -> list[Message]:
+    return text if _is_list(text) else [{"role": "user", "content": text}]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _list(value: Any, what: str) -> Sequence[Any]:
+    if not _is_list(value):
+        raise wrong(f"{what} is", value, "a list")
+    return value
+
+
+def _flag(value: Any, what: str) -> bool:
+    if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):  # numpy's
+        raise wrong(f"{what} is", value, "True or False")
+    return bool(value)
+
+
+def _schema(value: Any, size: Size) -> ToolSchema:
+    if not isinstance(value, Mapping) or not isinstance(value.get("function"), Mapping):
+        raise wrong("a tool is", value, "a schema of a function, as OpenAI has it")
+    return _plain(dict(value), size)
+
+
+def _plain(value: Any, size: Size, depth: int = 0) -> Any:
+    """Data that JSON can hold, copied."""
+    if depth > 32:
+        raise EnvironmentFailure("wrong-type", "lists and mappings are more than 32 deep within each other")
+    if isinstance(value, str):
+        return size.text(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)  # not a class of the user's
+    if isinstance(value, Mapping):
+        return {size.text(str(key)): _plain(one, size, depth + 1) for key, one in value.items()}
+    if _is_list(value):
+        return [_plain(one, size, depth + 1) for one in value]
+    raise wrong("a message holds", value, "what JSON can hold")
+
+
+def _anchor(value: Any, size: Size) -> Hashable:
+    """A state to be compared with others': numbers, texts and tuples of them."""
+    if isinstance(value, tuple):
+        return tuple(_anchor(one, size) for one in value)
+    if isinstance(value, str):
+        return size.text(value)
+    if value is None or type(value) in (bool, int, float, bytes):
+        return value
+    if hasattr(value, "item") and not getattr(value, "shape", True):  # a number of numpy's
+        return _anchor(value.item(), size)
+    raise wrong("the state is", value, "a number, a text, or a tuple of these")

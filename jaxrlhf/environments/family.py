@@ -1,0 +1,311 @@
+"""Processes of one choice, forked from one that has loaded its code, and the requests that wait for them."""
+
+import pickle
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.config.environments import Agent, Environment, Tools
+from jaxrlhf.environments.protocol import About, Answer, Choice, CodeFailure, Idle, OpenRequest, Request
+from jaxrlhf.processes.channel import Channel, Garbled
+from jaxrlhf.processes.forking import CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
+from jaxrlhf.processes.forkserver import MOST_FORKS, ForkServer
+from jaxrlhf.processes.guards import SLACK_S
+from jaxrlhf.processes.interpreter import how_it_ended
+from jaxrlhf.processes.plain import loads
+
+GRACE_S = 1.0  # after the limit and the slack; a process normally ends itself before
+LIFE = 1000  # requests of a process; then another takes its place, and with it goes what leaked
+START_ATTEMPTS = 3  # of a fork server in a row
+
+
+@dataclass(eq=False)
+class Job:
+    """A request, and what is done with its answers.
+
+    Attributes:
+      answered: Takes each answer; `Idle` is the last.
+      lost: Told that the process went down, or that there is none, and the seconds that it was at the request.
+      over: Told that the pool ends.
+      process: It has the instance that the request is for.
+    """
+
+    request: Request
+    pickled: bytes
+    answered: Callable[[Answer], None]
+    lost: Callable[[CodeFailure, float], None]
+    over: Callable[[BaseException], None]
+    process: "Process | None" = None
+
+
+@dataclass(eq=False)
+class Process:
+    """A process, what it does, and the episodes whose instances it has.
+
+    Attributes:
+      end_s: Time by which it must be done.
+      ending: It has been told to end; what for, if it is at a request.
+    """
+
+    pid: int
+    channel: Channel
+    episodes: set[int] = field(default_factory=set)
+    job: Job | None = None
+    queue: deque[Job] = field(default_factory=deque)
+    began_s: float = 0.0
+    end_s: float = float("inf")
+    served: int = 0
+    spoilt: bool = False
+    ending: bool = False
+    late: bool = False
+
+
+class ProcessFamily:
+    """Processes of one choice. Everything runs on the thread of the selector.
+
+    Args:
+      selector: Its owner calls `ready` for the keys that have this family as their data's first.
+    """
+
+    def __init__(self, choice: Choice, selector: selectors.BaseSelector, output: Path | None) -> None:
+        self.choice, self._selector, self._output = choice, selector, output
+        self.about, self.loaded = About(), False
+        self._limit_s = choice.episode_s if isinstance(choice, Agent) else choice.call_s
+        self._most_running = float("inf") if isinstance(choice, Agent) else choice.workers
+        self._most_episodes = choice.episodes_per_process if isinstance(choice, Environment) else 1
+        self._waiting: deque[Job] = deque()
+        self._due: deque[Process] = deque()
+        self._free: dict[int, Process] = {}
+        self.processes: dict[int, Process] = {}
+        self._busy: set[Process] = set()
+        self._starts = 0
+        self._start()
+
+    @property
+    def name(self) -> str:
+        match self.choice:
+            case Tools():
+                return ", ".join(self.choice.functions)
+            case Environment():
+                return self.choice.factory
+            case _:
+                return self.choice.program
+
+    def submit(self, job: Job) -> None:
+        if job.process is None:
+            self._waiting.append(job)
+        elif job.process.ending:
+            job.lost(_GONE, 0.0)
+        else:
+            job.process.queue.append(job)
+            if job.process.job is None and len(job.process.queue) == 1:
+                self._due.append(job.process)
+
+    def forget(self, job: Job) -> None:
+        """Take back a request; a process that is at it is ended, unless it has other episodes too."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+        elif job.process is not None and job in job.process.queue:
+            job.process.queue.remove(job)
+        for process in [one for one in self._busy if one.job is job]:
+            if len(process.episodes) <= 1:
+                self.kill(process)
+
+    def feed(self) -> None:
+        """Begin what can begin: first requests of episodes under way, then those that need a process."""
+        while self._due and len(self._busy) < self._most_running:
+            process = self._due.popleft()
+            if not process.ending and process.job is None and process.queue:
+                self._begin(process, process.queue.popleft())
+        while self._waiting and len(self._busy) < self._most_running and self._free:
+            process = self._free.pop(next(iter(self._free)))
+            if not process.ending and process.job is None and not process.queue:
+                self._begin(process, self._waiting.popleft())
+        self._fork()
+
+    def _fork(self) -> None:
+        """Ask for processes for what waits for one."""
+        wanted = min(len(self._waiting), self._most_running - len(self._busy), MOST_FORKS) - self._server.asked
+        for _ in range(int(wanted) if self.loaded and not self._free else 0):
+            try:
+                self._server.fork()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._no_process(str(error))
+                return
+
+    def _no_process(self, why: str) -> None:
+        """Fail what waits, unless processes that are there will come to it."""
+        if self._waiting and not (self._busy and isinstance(self.choice, Tools)):
+            self._waiting.popleft().lost(CodeFailure("crash", f"no process could be started for it: {why}"), 0.0)
+
+    def _begin(self, process: Process, job: Job) -> None:
+        self._free.pop(process.pid, None)
+        try:
+            process.channel.send(job.pickled)
+        except OSError:  # it died while it had nothing to do
+            self.kill(process)
+            self._waiting.appendleft(job) if job.process is None else job.lost(_GONE, 0.0)
+            return
+        process.job, process.began_s = job, time.monotonic()
+        process.end_s = process.began_s + (float("inf") if self._limit_s is None else self._limit_s + SLACK_S + GRACE_S)
+        self._busy.add(process)
+        if isinstance(job.request, OpenRequest):
+            process.episodes.add(job.request.episode)
+            job.process = process
+        self._watch(process)
+
+    def _watch(self, process: Process) -> None:
+        unsent = not process.channel.flush()
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+        key = self._selector.get_key(process.channel)
+        if key.events != events:
+            self._selector.modify(process.channel, events, key.data)
+
+    def deadline_s(self) -> float:
+        """Earliest time by which a process must be done."""
+        return min((process.end_s for process in self._busy if not process.ending), default=float("inf"))
+
+    def kill_late(self, now: float) -> None:
+        for process in [one for one in self._busy if one.end_s <= now and not one.ending]:
+            process.late = True
+            self.kill(process)
+
+    def kill(self, process: Process) -> None:
+        """Have a process ended; `ProcessEnded` will tell that it is."""
+        self._let_go(process)
+        try:
+            self._server.end_process(process.pid)
+        except OSError:
+            self._server_is_gone()
+
+    def _let_go(self, process: Process) -> None:
+        """Close the channel, at which the process ends itself."""
+        self._free.pop(process.pid, None)
+        if not process.ending:
+            process.ending = True
+            self._selector.unregister(process.channel)
+            process.channel.close()
+
+    def ready(self, process: Process | None, events: int) -> None:
+        """Read what a process, or the fork server, has to say."""
+        if process is None:
+            self._hear_server()
+        if process is None or process.ending:
+            return
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._watch(process)
+            if events & selectors.EVENT_READ:
+                for message in process.channel.receive():
+                    self._hear(process, loads(message))
+        except Exception:  # closed, or the user's code wrote into it: either way nothing more can be understood
+            self.kill(process)
+
+    def _hear(self, process: Process, answer: Answer) -> None:
+        if process.job is None or not isinstance(answer, Answer):
+            raise Garbled("nothing was asked")
+        process.job.answered(answer)
+        if not isinstance(answer, Idle):
+            return
+        process.job = None
+        self._busy.discard(process)
+        process.served += 1
+        process.spoilt = process.spoilt or bool(answer.spoilt) or process.served >= LIFE
+        self.rest(process)
+
+    def rest(self, process: Process) -> None:
+        """Use a process that has nothing to do: for what waits for it, for new episodes, or no more."""
+        if process.ending or process.job is not None:
+            return
+        if process.queue:
+            self._due.append(process)
+        elif process.spoilt and not process.episodes:
+            self._let_go(process)
+        elif not process.spoilt and len(process.episodes) < self._most_episodes:
+            self._free[process.pid] = process
+
+    def _hear_server(self) -> None:
+        try:
+            for message in self._server.receive():
+                match message:
+                    case CodeLoaded(about):
+                        self.about, self.loaded, self._starts = about, True, 0
+                    case CodeRefused(reason):
+                        raise Refusal(reason)
+                    case ProcessForked(pid, detail):
+                        self._forked(pid, detail)
+                    case ProcessEnded(pid, status):
+                        if (process := self.processes.pop(pid, None)) is not None:
+                            self._bury(process, how_it_ended(status))
+        except (EOFError, OSError, Garbled, pickle.UnpicklingError):
+            self._server_is_gone()
+
+    def _forked(self, pid: int, detail: str) -> None:
+        channel = self._server.take()
+        if pid < 0:
+            channel.close()
+            self._no_process(detail)
+            return
+        process = self.processes[pid] = self._free[pid] = Process(pid, channel)
+        self._selector.register(channel, selectors.EVENT_READ, (self, process))
+
+    def _bury(self, process: Process, ended: str) -> None:
+        """Tell those whose process is gone; the request that it was at is to blame."""
+        if not process.ending:
+            with suppress(Exception):  # what it said before
+                while messages := process.channel.receive():
+                    for message in messages:
+                        self._hear(process, loads(message))
+        self._let_go(process)
+        self._busy.discard(process)
+        job, process.job = process.job, None
+        if job is not None:
+            limit_s = self._limit_s if self._limit_s is not None else float("inf")
+            seconds = time.monotonic() - process.began_s
+            late = process.late or seconds >= 0.95 * limit_s
+            lost = f"no answer within {limit_s:g} s; its process was ended" if late else f"its process {ended}"
+            job.lost(CodeFailure("timeout" if late else "crash", lost), seconds)
+        for other in process.queue:
+            other.lost(_GONE, 0.0)
+        process.queue.clear()
+
+    def _start(self) -> None:
+        self._server = ForkServer("jaxrlhf.environments.forms:load_choice", self.choice, self._output)
+        self._selector.register(self._server.control, selectors.EVENT_READ, (self, None))
+
+    def _server_is_gone(self) -> None:
+        """Start another fork server; all processes of the one that went down go with it."""
+        self._selector.unregister(self._server.control)
+        ended = self._server.end(patience_s=0.0)
+        self._starts += 1
+        if not self.loaded or self._starts >= START_ATTEMPTS:
+            raise Refusal(f"{self.name}: the process that loads it {ended}; what it printed says why")
+        gone, self.processes = self.processes, {}
+        self._start()
+        for process in gone.values():
+            self._bury(process, ended)
+
+    def jobs(self) -> list[Job]:
+        """Requests that are not done."""
+        under_way = [process.job for process in self._busy if process.job is not None]
+        return [*self._waiting, *under_way, *(job for process in self.processes.values() for job in process.queue)]
+
+    def close(self) -> None:
+        """Tell the processes that it is over; they close what they have."""
+        for process in self.processes.values():
+            self._let_go(process)
+        self._server.close()
+
+    def end(self) -> None:
+        """End all processes, by force if they do not go by themselves."""
+        self._server.end()
+
+
+_GONE = CodeFailure("crash", "its process went down in a call of another episode")

@@ -1,0 +1,156 @@
+"""User's code of each form, loaded: tools, environments with `step`, environments whose methods are tools, programs.
+
+Schemas are made, and factories tried, in forks, so that the process that all others are forked from stays small and as
+the import of the user's code has left it.
+"""
+
+import inspect
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import MethodType
+from typing import Any
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.config.environments import Environment, Tools
+from jaxrlhf.environments.host import UserCode, reset_arguments
+from jaxrlhf.environments.protocol import About, Choice
+from jaxrlhf.episode import ToolSchema
+from jaxrlhf.processes.loading import load, one_line
+
+NO_TOOLS = ("reset", "close", "get_reward")
+
+
+def load_choice(choice: Choice) -> UserCode:
+    """The code of a choice.
+
+    Raises:
+      Refusal: It cannot be loaded, or no schema can be made of a tool; the line says which and why.
+    """
+    if isinstance(choice, Tools):
+        return _load_tools(choice)
+    if isinstance(choice, Environment):
+        factory = load(choice.factory, "environment")
+        return UserCode(choice, in_fork(lambda: _describe(choice.factory, factory), choice.factory), factory=factory)
+    program = load(choice.program, "agent program")
+    _check(choice.program, "agent program", program, "session", "record")
+    return UserCode(choice, About(), program=program)
+
+
+def _load_tools(choice: Tools) -> UserCode:
+    functions: dict[str, Callable[..., Any]] = {}
+    for reference in choice.functions:
+        function = load(reference, "tool")
+        name = getattr(function, "__name__", reference.rpartition(":")[2])
+        if name in functions:
+            raise Refusal(f"tool {reference!r}: there is another tool of the name {name!r}; rename one of them")
+        functions[name] = function
+    named = list(zip(choice.functions, functions.values(), strict=True))
+    schemas = in_fork(lambda: tuple(_schema(*one) for one in named), ", ".join(choice.functions))
+    return UserCode(choice, About(schemas, waits=_waiting(functions)), functions)
+
+
+def tool_methods(kind: type) -> dict[str, Callable[..., Any]]:
+    """Methods of a class that are tools: public ones, but for those that begin and end an episode."""
+    return {
+        name: method
+        for name, method in inspect.getmembers(kind, inspect.isfunction)
+        if name[0] != "_" and name not in NO_TOOLS
+    }
+
+
+def in_fork(function: Callable[[], Any], what: str) -> Any:
+    """The value of a function that runs in a fork of this process.
+
+    Raises:
+      Refusal: It raised one, or ended the process.
+    """
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(reads)
+            with os.fdopen(writes, "wb") as file:
+                try:
+                    pickle.dump(function(), file)
+                except Refusal as error:
+                    pickle.dump(error, file)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writes)
+    value = None
+    with os.fdopen(reads, "rb") as file, suppress(EOFError, pickle.UnpicklingError):
+        value = pickle.load(file)
+    os.waitpid(pid, 0)
+    if isinstance(value, Refusal):
+        raise value
+    if value is None:
+        raise Refusal(f"{what}: the process ended that looked at it; what it printed says why")
+    return value
+
+
+def _describe(reference: str, factory: Any) -> About:
+    """An environment's description, from its class, or that of an instance that the factory makes."""
+    kind = factory
+    if not isinstance(factory, type):
+        try:
+            kind = type(factory())
+        except BaseException as error:
+            raise Refusal(f"environment {reference!r}: calling it failed with {one_line(error)}") from error
+    if not callable(getattr(kind, "reset", None)):
+        raise Refusal(
+            f"environment {reference!r}: {kind.__name__} has no method reset; give it reset(record) and step(reply), "
+            "or reset(**record) and public methods that are tools"
+        )
+    if hasattr(kind, "step"):
+        reset = MethodType(kind.reset, object())
+        args, seed = reset_arguments(reset, "record", 0)
+        _check(f"{reference}.reset", "method", reset, *("record", "seed")[: len(args)], **seed)
+        _check(f"{reference}.step", "method", MethodType(kind.step, object()), "reply")
+        return About()
+    methods = tool_methods(kind)
+    if not methods:
+        raise Refusal(
+            f"environment {reference!r}: {kind.__name__} has neither a method step nor public methods that are tools"
+        )
+    schemas = tuple(_schema(f"{reference}.{name}", MethodType(method, object())) for name, method in methods.items())
+    return About(schemas, methods=True, waits=_waiting(methods))
+
+
+def _schema(reference: str, function: Callable[..., Any]) -> ToolSchema:
+    """Schema of a tool, as transformers makes it of type hints and the docstring."""
+    from transformers.utils import get_json_schema
+
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:
+        raise Refusal(
+            f"tool {reference!r}: no schema can be made of it: {one_line(error)}; it needs a docstring, and for every "
+            "argument a type hint and a line under 'Args:'"
+        ) from error
+    schema["function"].pop("return", None)  # that of a function says nothing that its description does not
+    return schema
+
+
+def _waiting(functions: Mapping[str, Callable[..., Any]]) -> frozenset[str]:
+    return frozenset(name for name, one in functions.items() if inspect.iscoroutinefunction(one))
+
+
+def _check(reference: str, what: str, function: Callable[..., Any], *args: Any, **fields: Any) -> None:
+    """Refuse a function that cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C do not tell
+        return
+    try:
+        signature.bind(*args, **fields)
+    except TypeError as error:
+        called = ", ".join([*args, *(f"{name}={name}" for name in fields)])
+        raise Refusal(
+            f"{what} {reference!r} has the signature {signature}; it is called with ({called}), and that fails with: "
+            f"{error}"
+        ) from error

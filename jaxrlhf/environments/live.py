@@ -1,0 +1,235 @@
+"""Episodes under way: what is asked of them becomes requests of processes, and answers become results of futures.
+
+All of it runs on the pool's thread.
+"""
+
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+
+from jaxrlhf.config.environments import Agent, Tools
+from jaxrlhf.environments.family import Job, Process, ProcessFamily
+from jaxrlhf.environments.protocol import (
+    Answer,
+    CallRequest,
+    CloseRequest,
+    CodeFailure,
+    FinalReward,
+    Idle,
+    InstanceClosed,
+    OpenRequest,
+    Request,
+    RunRequest,
+    StepRequest,
+    ToolAnswer,
+)
+from jaxrlhf.environments.turns import ToolTurn
+from jaxrlhf.episode import EnvironmentFailure, FailureCause, Opening, Reply
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Live:
+    """An episode.
+
+    Attributes:
+      opened: Request that made its instance, whose process has it; None is an episode without one.
+      future: Asked for, and not there.
+      jobs: Requests that are to answer it.
+      turn: Replies so far.
+    """
+
+    number: int
+    family: ProcessFamily
+    seed: int
+    opened: Job | None = None
+    future: Future | None = None
+    jobs: list[Job] = field(default_factory=list)
+    turn: int = 0
+
+    @property
+    def process(self) -> Process | None:
+        return self.opened.process if self.opened is not None else None
+
+    def resolve(self, future: Future | None, value: object) -> None:
+        """Give a value, or an error, to whoever waits for this future, if it is still waited for."""
+        if future is None or future is not self.future:
+            return
+        self.future = None
+        if isinstance(value, CodeFailure):
+            value = EnvironmentFailure(value.cause, value.detail)
+        if isinstance(value, BaseException):
+            future.set_exception(value)
+        else:
+            future.set_result(value)
+
+
+class LiveEpisodes:
+    """The episodes of a pool.
+
+    Attributes:
+      closing_failures: Instances that failed to close, by cause.
+    """
+
+    def __init__(self, families: Sequence[ProcessFamily]) -> None:
+        self._families = families
+        self._live: dict[int, _Live] = {}
+        self.closing_failures: Counter[FailureCause] = Counter()
+
+    def start(self, choice: int, request: OpenRequest, pickled: bytes, future: Future) -> None:
+        episode = self._begin(request.episode, choice, request.seed, future)
+        if isinstance(episode.family.choice, Tools):
+            episode.resolve(future, Opening(tools=episode.family.about.schemas))
+        else:
+            episode.opened = self._ask(episode, request, pickled)
+
+    def run_agent(self, choice: int, request: RunRequest, pickled: bytes, future: Future) -> None:
+        episode = self._begin(request.episode, choice, request.seed, future)
+        if not isinstance(episode.family.choice, Agent):
+            raise RuntimeError(f"{episode.family.name} is no agent program")
+        self._ask(episode, request, pickled)
+
+    def step(self, number: int, reply: Reply, future: Future) -> None:
+        episode = self._of(number, future)
+        episode.turn += 1
+        about = episode.family.about
+        if not (about.methods or isinstance(episode.family.choice, Tools)):
+            self._ask(episode, StepRequest(number, reply, episode.seed, episode.turn))
+            return
+        turn = ToolTurn(reply, [schema["function"]["name"] for schema in about.schemas], about.waits)
+        episode.jobs.clear()
+        if turn.pending:
+            self._make_calls(episode, turn, list(turn.pending))
+        else:
+            episode.resolve(future, turn.observation())
+
+    def finish(self, number: int, future: Future) -> None:
+        episode = self._of(number, future)
+        del self._live[number]
+        if episode.opened is None:
+            episode.resolve(future, None)
+        else:
+            self._ask(episode, CloseRequest(number, rewarded=True))
+
+    def drop(self, number: int) -> None:
+        episode = self._live.pop(number, None)
+        if episode is None:
+            return
+        for job in episode.jobs if episode.future is not None else ():
+            episode.family.forget(job)
+        episode.resolve(episode.future, CancelledError())
+        if episode.process is not None and not episode.process.ending:
+            self._ask(episode, CloseRequest(number, rewarded=False))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell everybody who waits that the pool is over."""
+        for family in self._families:
+            for job in family.jobs():
+                job.over(error)
+        self._live.clear()
+
+    def _begin(self, number: int, choice: int, seed: int, future: Future) -> _Live:
+        if number in self._live:
+            raise RuntimeError(f"episode {number} is under way already")
+        episode = self._live[number] = _Live(number, self._families[choice], seed, future=future)
+        return episode
+
+    def _of(self, number: int, future: Future) -> _Live:
+        """An episode that waits to be asked something."""
+        episode = self._live.get(number)
+        if episode is None:
+            raise RuntimeError(f"there is no episode {number}: it was not started, is finished, or has failed")
+        if episode.future is not None:
+            raise RuntimeError(f"episode {number} has not answered what it was asked before")
+        episode.future = future
+        return episode
+
+    def _submit(self, episode: _Live, job: Job) -> Job:
+        episode.jobs.append(job)
+        episode.family.submit(job)
+        return job
+
+    def _ask(self, episode: _Live, request: Request, pickled: bytes | None = None) -> Job:
+        """Send a request whose answer is what the episode's future waits for."""
+
+        def answered(answer: Answer) -> None:
+            match answer:
+                case InstanceClosed(failure):
+                    if episode.process is not None:
+                        episode.process.episodes.discard(episode.number)
+                    self._count(episode, failure)
+                case Idle():
+                    if asked is not None and asked is episode.future:
+                        failed(CodeFailure("crash", "its process did not answer"))
+                case FinalReward(reward):
+                    if isinstance(request, RunRequest):
+                        self._forget(episode)
+                    episode.resolve(asked, reward)
+                case CodeFailure():
+                    failed(answer)
+                case _:
+                    episode.resolve(asked, answer)
+
+        def lost(failure: CodeFailure, _: float) -> None:
+            if isinstance(request, CloseRequest) and episode.future is None:  # it was rewarded, and was closing
+                self._count(episode, failure)
+            self._forget(episode)
+            episode.resolve(asked, failure)
+
+        def failed(failure: CodeFailure) -> None:
+            if isinstance(request, OpenRequest | RunRequest):  # nothing of it is left
+                self._forget(episode)
+            episode.resolve(asked, failure)
+
+        def over(error: BaseException) -> None:
+            episode.resolve(asked, error)
+
+        asked = episode.future
+        episode.jobs.clear()
+        pickled = pickle.dumps(request) if pickled is None else pickled
+        return self._submit(episode, Job(request, pickled, answered, lost, over, episode.process))
+
+    def _make_calls(self, episode: _Live, turn: ToolTurn, numbers: Sequence[int]) -> None:
+        """Make tool calls of a reply; those that a process went down at are answered, and the others made again."""
+        asked = episode.future
+        calls = {number: turn.pending[number] for number in numbers}
+        request = CallRequest(episode.number, calls, f"{episode.seed}/{episode.turn}")
+
+        def answered(answer: Answer) -> None:
+            match answer:
+                case ToolAnswer():
+                    turn.answered(answer)
+                case CodeFailure():
+                    episode.resolve(asked, answer)
+                case Idle() if any(number in turn.pending for number in numbers):
+                    episode.resolve(asked, CodeFailure("crash", "its process did not answer"))
+            if not turn.pending:
+                episode.resolve(asked, turn.observation())
+
+        def lost(failed: CodeFailure, seconds: float) -> None:
+            if episode.opened is not None:  # and with the process the state that calls after it would need
+                self._forget(episode)
+                episode.resolve(asked, failed)
+                return
+            for again in turn.blame(numbers, failed, seconds):
+                self._make_calls(episode, turn, again)
+            if not turn.pending:
+                episode.resolve(asked, turn.observation())
+
+        def over(error: BaseException) -> None:
+            episode.resolve(asked, error)
+
+        self._submit(episode, Job(request, pickle.dumps(request), answered, lost, over, episode.process))
+
+    def _forget(self, episode: _Live) -> None:
+        if self._live.get(episode.number) is episode:
+            del self._live[episode.number]
+
+    def _count(self, episode: _Live, failure: CodeFailure | None) -> None:
+        if failure is not None:
+            self.closing_failures[failure.cause] += 1
+            logger.warning("episode %d failed to close: %s: %s", episode.number, failure.cause, failure.detail)

@@ -1,0 +1,275 @@
+"""The process that loads a user's code once and forks a process for whoever is to run it.
+
+A fork takes a millisecond or two and a megabyte, and an interpreter that imports a second and a hundred; so an episode
+can have a process of its own. The fork server runs none of the user's code but its import. It is the root of all
+processes that the user's code makes: what a process of its leaves behind when it ends becomes a child of the server
+(on Linux), which ends it; and when the run is gone, all end with the server.
+
+Code that starts threads when it is imported cannot be forked; its processes are interpreters of their own.
+"""
+
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.processes.channel import Channel
+from jaxrlhf.processes.descendants import adopt_orphans, children, descendants
+from jaxrlhf.processes.guards import settle
+
+COMMAND = struct.Struct("!cq")  # FORK with a socket beside it, or END and a process
+FORK, END = b"F", b"E"
+LARGEST_REQUEST = 1 << 30
+ORPHAN_CHECK_S = 5.0
+GRACE_S = 1.0  # for processes to end by themselves once the run is gone
+MOST_ROUNDS = 100  # of ending what goes on forking
+
+
+class Served(Protocol):
+    """Code of the user's, loaded.
+
+    Attributes:
+      about: Sent to the run, plain data.
+    """
+
+    about: Any
+
+    def serve(self, channel: Channel) -> None:
+        """Answer requests until the channel closes, in a process of its own."""
+
+
+@dataclass(frozen=True)
+class CodeLoaded:
+    """The user's code is loaded; `about` is what it says of itself."""
+
+    about: Any
+
+
+@dataclass(frozen=True)
+class CodeRefused:
+    """The user's code could not be loaded."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class ProcessForked:
+    """A process was made for the oldest request that has none yet; a number below 0 is none.
+
+    Attributes:
+      detail: Reason for there being none.
+    """
+
+    pid: int
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class ProcessEnded:
+    """A process is gone, and all that it left behind; `status` as of `os.waitstatus_to_exitcode`."""
+
+    pid: int
+    status: int
+
+
+def main(fd: int, parent: int, loader: str, setup: bytes, folder: str) -> None:
+    """Serve the socket at `fd` until it closes or the process `parent` is gone.
+
+    Args:
+      loader: `module:function` that is given the setup and returns a `Served`.
+      setup: Pickled argument of the loader.
+      folder: Folder for the temporary files of the processes.
+    """
+    settle()
+    adopt_orphans()
+    faulthandler.enable()
+    control = Channel(socket.socket(fileno=fd), largest=LARGEST_REQUEST, waits=True)
+    with suppress(ConnectionError):  # the run is gone
+        try:
+            served = _load(loader, setup)
+        except Refusal as error:
+            control.send(pickle.dumps(CodeRefused(str(error))))
+            return
+        gc.collect()
+        gc.freeze()  # collections in a fork would write to, and so copy, what it shares with this process
+        control.send(pickle.dumps(CodeLoaded(served.about)))
+        server = _Server(control, parent, served, loader, setup, Path(folder))
+        try:
+            server.run()
+        finally:
+            server.end()
+
+
+def serve_alone(fd: int, loader: str, setup: bytes, folder: str) -> None:
+    """A process for code that cannot be forked."""
+    settle()
+    _serve(socket.socket(fileno=fd), _load(loader, setup), Path(folder))
+
+
+def _load(loader: str, setup: bytes) -> Served:
+    module, _, function = loader.partition(":")
+    return getattr(importlib.import_module(module), function)(pickle.loads(setup))
+
+
+class _Server:
+    """Makes processes, ends them, and reports their ends."""
+
+    def __init__(self, control: Channel, parent: int, served: Served, loader: str, setup: bytes, folder: Path) -> None:
+        self._control, self._parent, self._folder = control, parent, folder
+        self._served, self._loader, self._setup = served, loader, setup
+        self._pids: set[int] = set()
+        self._bell, self._ring = socket.socketpair()
+        self._ring.setblocking(False)
+        self._bell.setblocking(False)
+        signal.set_wakeup_fd(self._ring.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def run(self) -> None:
+        while True:
+            ends: list[Channel | socket.socket] = [self._control, self._bell]
+            ready, _, _ = select.select(ends, [], [], ORPHAN_CHECK_S)
+            if os.getppid() != self._parent:
+                return
+            if self._bell in ready:
+                self._bell.recv(4096)
+                self._reap()
+            if self._control in ready and not self._obey():
+                return
+
+    def _obey(self) -> bool:
+        command, fds = b"", list[int]()
+        while len(command) < COMMAND.size:
+            arrived, more, _, _ = socket.recv_fds(self._control.socket, COMMAND.size - len(command), 1)
+            if not arrived:
+                return False
+            command, fds = command + arrived, fds + more
+        kind, pid = COMMAND.unpack(command)
+        if kind == FORK:
+            end = socket.socket(fileno=fds[0])
+            try:
+                made = self._make(end)
+            except OSError as error:
+                self._control.send(pickle.dumps(ProcessForked(-1, str(error))))
+            else:
+                self._pids.add(made)
+                self._control.send(pickle.dumps(ProcessForked(made)))
+            finally:
+                end.close()
+        elif pid in self._pids:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return True
+
+    def _make(self, end: socket.socket) -> int:
+        if threading.active_count() > 1:
+            code = (
+                f"import sys; sys.path[:] = {sys.path!r}; from jaxrlhf.processes.forking import serve_alone; "
+                f"serve_alone({end.fileno()}, {self._loader!r}, {self._setup!r}, {str(self._folder)!r})"
+            )
+            command = [sys.executable, "-u", "-c", code]
+            return subprocess.Popen(command, pass_fds=[end.fileno()], stdin=subprocess.DEVNULL).pid
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if not pid:
+            self._serve_forked(end)
+        return pid
+
+    def _serve_forked(self, end: socket.socket) -> NoReturn:
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for inherited in (self._control, self._bell, self._ring):
+                inherited.close()
+            _serve(end, self._served, self._folder)
+            status = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            with suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+    def _reap(self) -> None:
+        """Report processes that are gone, once what they left behind is gone too."""
+        ended = []
+        with suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                if found[0] in self._pids:
+                    self._pids.discard(found[0])
+                    ended.append(ProcessEnded(found[0], os.waitstatus_to_exitcode(found[1])))
+        if ended:
+            self._end_orphans()
+            for one in ended:
+                shutil.rmtree(temporary_folder(self._folder, one.pid), ignore_errors=True)
+                self._control.send(pickle.dumps(one))
+
+    def _end_orphans(self) -> None:
+        """End children that this process has adopted: their parent, which adopts while it lives, is dead."""
+        for _ in range(MOST_ROUNDS):
+            orphans = [pid for pid in children(os.getpid()) if pid not in self._pids]
+            if not orphans:
+                return
+            for orphan in orphans:
+                for pid in [*descendants(orphan, b""), orphan]:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(orphan, 0)
+
+    def end(self) -> None:
+        """End all processes, by force if they do not go by themselves."""
+        signal.set_wakeup_fd(-1)
+        patience = int(GRACE_S / 0.02)
+        with suppress(ChildProcessError):
+            while self._pids and patience:
+                pid = os.waitpid(-1, os.WNOHANG)[0]
+                self._pids.discard(pid)
+                if not pid:
+                    patience -= 1
+                    select.select([], [], [], 0.02)
+        for _ in range(MOST_ROUNDS):
+            left = descendants(os.getpid(), b"")
+            for pid in left:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, 0)[0]:
+                    pass
+            if not left:
+                break
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def temporary_folder(folder: Path, pid: int) -> Path:
+    return folder / str(pid)
+
+
+def _serve(end: socket.socket, served: Served, folder: Path) -> None:
+    with suppress(PermissionError):  # it leads a session already
+        os.setsid()
+    adopt_orphans()
+    own = temporary_folder(folder, os.getpid())
+    own.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(own)
+    with suppress(EOFError, ConnectionError):  # the run's way to say that it is over
+        served.serve(Channel(end, largest=LARGEST_REQUEST, waits=True))

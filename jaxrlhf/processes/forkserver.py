@@ -1,0 +1,117 @@
+"""The run's end of a fork server (`forking.py`)."""
+
+import os
+import pickle
+import shutil
+import socket
+import tempfile
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jaxrlhf.processes.channel import Channel, Garbled
+from jaxrlhf.processes.forking import COMMAND, END, FORK, CodeLoaded, CodeRefused, ProcessEnded, ProcessForked
+from jaxrlhf.processes.interpreter import Interpreter
+from jaxrlhf.processes.plain import loads
+
+LARGEST_ANSWER = 1 << 24
+MOST_FORKS = 32  # asked for and not made: sockets under way fill the control socket's buffer
+GRACE_S = 3.0  # for the server to end its processes
+
+Message = CodeLoaded | CodeRefused | ProcessForked | ProcessEnded
+
+
+class ForkServer:
+    """Server of forks of one user's code. Nothing here waits for it, but its end.
+
+    Args:
+      loader: `module:function` that loads the code in the server; see `forking.main`.
+      setup: Argument of the loader.
+      output: File that receives what the processes print; None is the standard error stream.
+    """
+
+    def __init__(self, loader: str, setup: Any, output: Path | None) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="jaxrlhf_"))
+        self._asked: deque[Channel] = deque()
+        self._to_end: deque[int] = deque()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._interpreter = Interpreter(
+                f"from jaxrlhf.processes.forking import main; "
+                f"main({theirs.fileno()}, {os.getpid()}, {loader!r}, {pickle.dumps(setup)!r}, {str(self._folder)!r})",
+                fd=theirs.fileno(),
+                output=output,
+                # A thousand processes of a few calls each gain nothing from threads in them.
+                environment={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TMPDIR": str(self._folder)},
+            )
+        self.control = Channel(ours, largest=LARGEST_ANSWER, waits=False)
+
+    @property
+    def pid(self) -> int:
+        return self._interpreter.pid
+
+    @property
+    def asked(self) -> int:
+        """Processes that were asked for and are not made."""
+        return len(self._asked)
+
+    def fork(self) -> None:
+        """Ask for a process; `ProcessForked` answers, and then `take` has its channel.
+
+        Raises:
+          OSError: The server is gone, or too many were asked for.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self.control.socket, [COMMAND.pack(FORK, 0)], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        self._asked.append(Channel(ours, largest=LARGEST_ANSWER, waits=False))
+
+    def take(self) -> Channel:
+        """The channel of the process that the latest `ProcessForked` tells of."""
+        return self._asked.popleft()
+
+    def end_process(self, pid: int) -> None:
+        """Ask for the end of a process, by force; `ProcessEnded` answers.
+
+        Raises:
+          OSError: The server is gone.
+        """
+        self._to_end.append(pid)
+        self._ask_ends()
+
+    def _ask_ends(self) -> None:
+        with suppress(BlockingIOError):  # the server has much to do; what it answers to that calls this again
+            while self._to_end:
+                self.control.socket.send(COMMAND.pack(END, self._to_end[0]))
+                self._to_end.popleft()
+
+    def receive(self) -> list[Message]:
+        """Messages of the server.
+
+        Raises:
+          EOFError, Garbled, OSError: The server is gone.
+        """
+        messages = [loads(message) for message in self.control.receive()]
+        self._ask_ends()
+        if not all(isinstance(message, Message) for message in messages):
+            raise Garbled("no message of a fork server")
+        return messages
+
+    def close(self) -> None:
+        """Tell the server to end its processes and itself."""
+        self.control.close()
+        for channel in self._asked:
+            channel.close()
+
+    def end(self, *, patience_s: float = GRACE_S) -> str:
+        """End the server and all its processes; says how it ended."""
+        self.close()
+        try:
+            return self._interpreter.end(patience_s=patience_s)
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,75 @@
+"""From the name of a user's function or class to the object."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxrlhf.config import Refusal
+
+
+def load(reference: str, what: str) -> Any:
+    """The object that `module:name` or `path/to/file.py:name` names; it can be called.
+
+    The directory of a `file.py` is appended to `sys.path`, so the file may import its neighbours.
+
+    Args:
+      what: Words before the reference in a refusal, such as `reward function`.
+
+    Raises:
+      Refusal: In one line, if there is no such file, module or name, if importing it fails, or if it cannot be called.
+    """
+    source, colon, name = reference.rpartition(":")
+    if not (source and colon and name):
+        raise Refusal(f"{what} {reference!r} is not of the form 'module:function' or 'file.py:function'")
+    module = _load_file(reference, Path(source), what) if source.endswith(".py") else _module(reference, source, what)
+    found = getattr(module, name, None)
+    if found is None:
+        raise Refusal(f"{what} {reference!r}: {source} has no {name!r}; {_offer(module)}")
+    if not callable(found):
+        raise Refusal(f"{what} {reference!r} is a {type(found).__name__}, which cannot be called")
+    return found
+
+
+def _module(reference: str, name: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise Refusal(f"{what} {reference!r}: importing {name} failed with {one_line(error)}") from error
+
+
+def _load_file(reference: str, path: Path, what: str) -> ModuleType:
+    if not path.is_file():
+        raise Refusal(f"{what} {reference!r}: there is no file {path} (looked from {Path.cwd()})")
+    path = path.resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    name = f"{what.split()[0]}_file_{path.stem}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == str(path):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise Refusal(f"{what} {reference!r}: {path} cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look classes up here
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise Refusal(f"{what} {reference!r}: running {path} failed with {one_line(error)}") from error
+    return module
+
+
+def _offer(module: ModuleType) -> str:
+    names = sorted(name for name, value in vars(module).items() if inspect.isfunction(value) and name[0] != "_")
+    return f"its functions are {', '.join(names)}" if names else "it has no functions"
+
+
+def one_line(error: BaseException) -> str:
+    """`Type: message` with line breaks folded, at most 300 characters."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 300 else text[:297] + "..."
