@@ -73,6 +73,8 @@ def test_setting_refuses(refused):
         lambda: Training(tokens_per_microbatch=0),
         lambda: Layout(fsdp=0),
         lambda: Layout(expert=0),
+        lambda: Layout(context=0),
+        lambda: Layout(context=2, stage=2),
         lambda: Training(router_loss=-0.1),
         lambda: FromScratch(experts=2, experts_per_token=3),
         lambda: Layout(data=0),

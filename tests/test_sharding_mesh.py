@@ -20,6 +20,7 @@ def sizes(mesh: jax.sharding.Mesh) -> dict[str, int]:
     [
         (Layout(), {"data": 8}),
         (Layout(fsdp=4, tensor=2), {"fsdp": 4, "micro_tensor": 2}),
+        (Layout(context=4, tensor=2), {"context": 4, "micro_tensor": 2}),
         (Layout(tensor=4, generation_tensor=2), {"data": 2, "tensor": 2, "micro_tensor": 2}),
         (
             Layout(stage=4, tensor=2, generation_stage=2, generation_tensor=2),
@@ -100,12 +101,13 @@ def test_rules_name_axes_by_dimension() -> None:
         "gate": ("layers", "experts", "expert_embed", "mlp"),
     }
     train, generate = shardings(mesh, dims, TRAIN), shardings(mesh, dims, GENERATE)
-    stages, weights, tensors = ("stage", "micro_stage"), ("fsdp", "expert"), ("tensor", "micro_tensor")
+    stages, tensors = ("stage", "micro_stage"), ("tensor", "micro_tensor")
+    weights = "fsdp", "expert", "context"
     assert train["query"].spec == PartitionSpec(stages, weights, tensors, None)
     assert generate["query"].spec == PartitionSpec("stage", None, "tensor", None)
     assert train["table"].spec == PartitionSpec(("stage", "tensor", "micro_stage", "micro_tensor"), weights)
     assert generate["table"].spec == PartitionSpec(("stage", "tensor"), None)
-    assert train["gate"].spec == PartitionSpec(stages, ("expert",), "fsdp", tensors)
+    assert train["gate"].spec == PartitionSpec(stages, ("expert",), ("fsdp", "context"), tensors)
     assert generate["gate"].spec == PartitionSpec("stage", ("expert",), None, "tensor")
 
 

@@ -148,6 +148,8 @@ def test_row_order(one_device, plain: list[np.ndarray]) -> None:
         Layout(fsdp=2, stage=2, tensor=2),
         pytest.param(Layout(tensor=4, generation_tensor=2), marks=pytest.mark.slow),
         pytest.param(Layout(fsdp=8), marks=pytest.mark.slow),
+        pytest.param(Layout(fsdp=2, context=4), marks=pytest.mark.slow),
+        pytest.param(Layout(data=2, context=2, tensor=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -252,6 +254,7 @@ def alone(untrained) -> list[np.ndarray]:
     [
         config(tokens=288, remat="full"),
         config(layout=Layout(fsdp=2, stage=2, tensor=2), tokens=576, devices=8),
+        config(layout=Layout(fsdp=2, context=4), tokens=576, devices=8),
     ],
     ids=lambda settings: f"{settings.actor.layout} {settings.actor.tokens_per_microbatch}",
 )

@@ -9,12 +9,14 @@ SMALLEST_ROW = 192
 """Least tokens of a packed row, where the budget allows: narrower rows would leave much padding."""
 
 
-def packed_row_tokens(longest: int, *, budget: int) -> int:
+def packed_row_tokens(longest: int, *, budget: int, token_shards: int = 1) -> int:
     """Tokens of a packed row: a multiple of the longest sequence, so that rows of longest sequences are full.
 
     Args:
       budget: Tokens of a microbatch on one data-parallel device.
+      token_shards: Devices that split a row's tokens, evenly.
     """
+    longest = -(-longest // token_shards) * token_shards
     return longest * max(1, min(-(-SMALLEST_ROW // longest), budget // longest))
 
 
@@ -52,6 +54,7 @@ def microbatch_shape_of(
     shares: bool,
     prompts: int = 0,
     longest_response: int | None = None,
+    token_shards: int = 1,
 ) -> MicrobatchShape:
     """Shape of the microbatches of a batch.
 
@@ -67,6 +70,7 @@ def microbatch_shape_of(
       longest: Tokens that a sequence may have; `row_tokens` is a multiple.
       prompts: Distinct prompts of the sequences; read where they are shared.
       longest_response: Tokens that a response may have; None is not known.
+      token_shards: Devices that split a row's tokens, evenly.
     """
     rows = rows // stages * stages if rows > stages else rows
     sizes = {-(-rows * part // _SIZES) for part in range(1, _SIZES + 1)}
@@ -84,7 +88,8 @@ def microbatch_shape_of(
             group = shared + -(-sequences // prompts) * own
             groups, rest = divmod(min(tokens, prompts * group), group)
             filled = groups * group + (shared + (rest - shared) // own * own if rest >= shared + own else 0)
-            tokens = min(tokens, max(row_tokens, -(-filled // _ROUND_TOKENS) * _ROUND_TOKENS))
+            whole = math.lcm(_ROUND_TOKENS, token_shards)
+            tokens = min(tokens, max(row_tokens, -(-filled // whole) * whole))
         return MicrobatchShape(1, tokens)
     kept = pipeline_parts(size, stages=stages)
     return MicrobatchShape(kept, row_tokens * (size // kept))

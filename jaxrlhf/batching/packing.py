@@ -84,6 +84,7 @@ class Packing:
       row_tokens: Columns of a row, a multiple of the longest sequence.
       devices: Data-parallel devices of this process.
       stages: Stages of the pipeline.
+      token_shards: Devices that split a row's tokens.
       longest_response: Tokens of the longest response there may be; None is not known.
       shares: True if shared prompts lie in a row once, where that is worth it.
       attention_rows: Attention rows of each width that there is room for; grows where a batch needs more.
@@ -102,6 +103,7 @@ class Packing:
         row_tokens: int,
         devices: int = 1,
         stages: int = 1,
+        token_shards: int = 1,
         longest_response: int | None = None,
         shares: bool = True,
         attention_rows: dict[int, int] | None = None,
@@ -124,6 +126,7 @@ class Packing:
             shares=bool(shares),
             prompts=prompts,
             longest_response=longest_response,
+            token_shards=token_shards,
         )
         if not shares:
             shared_B = np.zeros_like(shared_B)
@@ -144,8 +147,7 @@ class Packing:
             own_B[unit] = offset + shared_B[unit] + np.cumsum(own) - own
             self._segment_B[unit] = taken[row] + 1 + np.arange(len(unit))
             taken[row] += len(unit)
-        inside_BT = np.arange(self._shape[1]) < length_B[:, None]
-        self._source = b, position = np.nonzero(inside_BT)
+        self._source = b, position = np.nonzero(np.arange(self._shape[1]) < length_B[:, None])
         place = np.where(position < shared_B[b], prompt_B[b] + position, own_B[b] + position - shared_B[b])
         self._target = self._row_B[b] * width + place
         self._place = place

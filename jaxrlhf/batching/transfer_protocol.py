@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxrlhf.batch import MinibatchRows, Problem
 from jaxrlhf.config import Refusal
 from jaxrlhf.sharding.described import are_here
-from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, TENSOR_AXES
+from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES, STAGE_AXES, TENSOR_AXES, TOKEN_AXES
 
 First = TypeVar("First")
 Second = TypeVar("Second")
@@ -227,7 +227,10 @@ ONE_TO_ALL = register(TransferProtocol("ONE_TO_ALL", lambda arguments, _: argume
 
 THREE_D_PROTO = register(
     TransferProtocol(
-        "3D_PROTO", scattered(BATCH_AXES), lambda place: place.holds(first=TENSOR_AXES, last=STAGE_AXES), join
+        "3D_PROTO",
+        scattered(BATCH_AXES),
+        lambda place: place.holds(first=(*TOKEN_AXES, *TENSOR_AXES), last=STAGE_AXES),
+        join,
     )
 )
 """Rows split over data parallelism; joined from the last stage and first tensor rank of each group."""
@@ -241,7 +244,10 @@ THREE_D_ALL_MICRO_DP = register(
 
 DP_PROTO = register(
     TransferProtocol(
-        "DP_PROTO", scattered(BATCH_AXES), lambda place: place.holds(first=(*STAGE_AXES, *TENSOR_AXES)), join
+        "DP_PROTO",
+        scattered(BATCH_AXES),
+        lambda place: place.holds(first=(*TOKEN_AXES, *STAGE_AXES, *TENSOR_AXES)),
+        join,
     )
 )
 """Rows split over data-parallel ranks and joined again."""

@@ -26,8 +26,10 @@ class Layout(Settings):
       generation_tensor: t_g, ways that every layer is split in generation.
       expert: Ways that the experts of every layer are divided, in training and in generation. The same devices split
         rows and slots, and in training all other weights, as those of `fsdp` do.
+      context: Ways that the tokens of a row are split in training (context parallelism). The same devices split
+        weights, as those of `fsdp` do; attention exchanges tokens for heads, so there are no more than heads.
 
-    Source: HybridFlow (arXiv:2409.19256), section 5.1.
+    Source: HybridFlow (arXiv:2409.19256), section 5.1; `context`: DeepSpeed Ulysses (arXiv:2309.14509).
     """
 
     data: Positive[int] | None = None
@@ -37,14 +39,25 @@ class Layout(Settings):
     generation_stage: Positive[int] = 1
     generation_tensor: Positive[int] = 1
     expert: Positive[int] = 1
+    context: Positive[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(
+            self.context == 1 or self.stage == 1,
+            f"Layout.context={self.context} splits the tokens of a row over devices, and stage={self.stage} hands rows "
+            "from stage to stage; use one of them, with fsdp or tensor beside it",
+        )
+
+    @property
+    def width_shards(self) -> int:
+        """Devices that split every layer's weights along their width."""
+        return self.fsdp * self.expert * self.context
 
     @property
     def copy_devices(self) -> int:
         """Devices that one copy of the training state is split over."""
-        return self.fsdp * self.expert * self.stage * self.tensor
+        return self.width_shards * self.stage * self.tensor
 
     @property
     def replica_devices(self) -> int:

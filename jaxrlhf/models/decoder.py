@@ -105,14 +105,15 @@ def hidden_states(
       execution: From `choose_execution`, for the mesh that the rows are on.
     """
     sight = see(params, config.vision, images, execution)
-    turn = rotations(config, position_RW, turn_RW3=None if sight is None else sight.turn_RW3)
-    hidden_RWD = execution.split_rows(_embed(params, config, token_RW, execution.dtype, sight))
+    turn = rotations(config, execution.slices(position_RW), turn_RW3=None if sight is None else sight.turn_RW3)
+    hidden_RWD = execution.split_rows(_embed(params, config, execution.slices(token_RW), execution.dtype, sight))
 
     def stack(layers, hidden_RWD, rows):
         turn, seen, router, sight = rows
         replayed = {}
         if router.replayed is not None:
-            replayed = split_by_stack(jnp.moveaxis(router.replayed, 2, 0), config, skip=(DENSE_LAYERS,))
+            chosen = jnp.moveaxis(execution.slices(router.replayed), 2, 0)
+            replayed = split_by_stack(chosen, config, skip=(DENSE_LAYERS,))
 
         def step(hidden_RWD, each):
             layer, replayed_RWk = each
@@ -128,7 +129,8 @@ def hidden_states(
     rows = turn, segment_RW if shared_prefix is None else shared_prefix, router, sight
     layers = stacks(params, config, execution.pipeline)
     hidden_RWD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_RWD, rows)
-    return HiddenStates(norm(config, hidden_RWD, params["final_norm"]), outputs.get("router"))
+    hidden_RWD = norm(config, hidden_RWD, params["final_norm"])
+    return HiddenStates(execution.joined(hidden_RWD), outputs.get("router"))
 
 
 @causal_lm_method

@@ -1,5 +1,6 @@
 """Execution of a model: its dtype, its kernels, and how the arrays of a layer are split over devices."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,7 +32,8 @@ class Execution:
       pages_kernel: Kernel of attention to pages; None where a cache does not lie in pages.
       mesh: Auto axes; None is one device, or arrays that are the compiler's to split.
       row_axes: Mesh axes that split rows (or slots), evenly.
-      token_axes: Mesh axes that split the tokens of a row, evenly (context parallelism); attention gathers them.
+      token_axes: Mesh axes that split the tokens of a row, evenly (context parallelism); attention exchanges them
+        for heads.
       head_axes: Mesh axes that split query heads, key-value heads and the width of MLPs, evenly.
       expert_axes: Last of `row_axes`, if they divide the experts of a layer as well.
       kv_copies: Times that every key-value head is repeated after its projection, so that heads split over
@@ -57,15 +59,47 @@ class Execution:
         """Number of parts that the layers are divided into."""
         return 1 if self.pipeline is None else self.pipeline.stages
 
+    @property
+    def slice_axes(self) -> tuple[str, ...]:
+        """Mesh axes that split the slices of rows; the axes of experts stay last."""
+        return (*self.token_axes, *self.row_axes)
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        """Product of the sizes of mesh axes."""
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def split(self, array: Array, *axes: tuple[str, ...] | None) -> Array:
+        """The array with its first dimensions over mesh axes, the others whole."""
+        if self.mesh is None:
+            return array
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*axes)))
+
     def split_rows(self, array_RWX: Array) -> Array:
-        """The array with its rows over `row_axes` and their tokens over `token_axes`.
+        """The array with its rows, or slices, over the axes that split them.
 
         Left to itself the compiler may gather the rows and split the width instead of gathering each layer's weights.
         """
-        if self.mesh is None:
+        return self.split(array_RWX, self.slice_axes)
+
+    def slices(self, array_RWX: Array) -> Array:
+        """Rows cut for the C devices that split their tokens, `[C R, W / C, ...]`: a slice is a row of its own."""
+        count = self.size(self.token_axes)
+        if count == 1:
             return array_RWX
-        spec = PartitionSpec(self.row_axes, self.token_axes) if self.token_axes else PartitionSpec(self.row_axes)
-        return jax.lax.with_sharding_constraint(array_RWX, NamedSharding(self.mesh, spec))
+        rows, width, *rest = array_RWX.shape
+        array_RCYX = array_RWX.reshape(rows, count, width // count, *rest)
+        array_CRYX = self.split(jnp.moveaxis(array_RCYX, 1, 0), self.token_axes, self.row_axes)
+        return self.split_rows(array_CRYX.reshape(count * rows, -1, *rest))
+
+    def joined(self, array_SYX: Array) -> Array:
+        """Rows of slices, `[R, W, ...]`; the inverse of `slices`."""
+        count = self.size(self.token_axes)
+        if count == 1:
+            return array_SYX
+        slices, width, *rest = array_SYX.shape
+        array_CRYX = self.split(array_SYX.reshape(count, -1, width, *rest), self.token_axes, self.row_axes)
+        array_RWX = jnp.moveaxis(array_CRYX, 0, 1).reshape(slices // count, -1, *rest)
+        return self.split(array_RWX, self.row_axes, self.token_axes)
 
     def on_devices(self, kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """`kernel` run by every device on its own part of the arrays, also inside a pipeline stage."""

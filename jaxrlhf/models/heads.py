@@ -12,6 +12,7 @@ from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.causal_lm import AnyModel, causal_lm_method
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.linear import few_rows_product, transposed_product
 
 CHUNK_TOKENS = 512
@@ -49,6 +50,7 @@ def token_logp(
     temperature: float | Float[Array, ""] = 1.0,
     entropy: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
+    execution: Execution = ONE_DEVICE,
 ) -> TokenOutput:
     """log softmax(logits / temperature) of each wanted token, and the entropy of that distribution.
 
@@ -59,30 +61,33 @@ def token_logp(
 
     Logits exist for about `chunk_tokens` tokens at a time; the backward pass computes them again.
     Wanted tokens are moved to the front of their row, and chunks with none of them are left out.
-    Rows are never split between chunks, so rows sharded over devices stay where they are.
+    Rows are never split between chunks, so rows sharded over devices stay where they are, and so do tokens.
 
     Args:
       wanted_RW: True for tokens to read; None reads all.
       entropy: Compute entropies too.
       chunk_tokens: Tokens of a chunk, over all devices.
+      execution: Execution of the hidden states.
     """
-    rows, width = token_RW.shape
     if wanted_RW is None:
-        wanted_RW = jnp.ones((rows, width), bool)
-    wanted_RW = jnp.pad(wanted_RW[:, 1:], ((0, 0), (0, 1)))
+        wanted_RW = jnp.ones(token_RW.shape, bool)
+    next_RW, wanted_RW = (execution.slices(jnp.pad(each[:, 1:], ((0, 0), (0, 1)))) for each in (token_RW, wanted_RW))
+    hidden_RWD = execution.slices(hidden_RWD)
+    rows, width = next_RW.shape
     chunk = min(width, max(1, chunk_tokens // rows))
     padding = -width % chunk
     order_RM = jnp.pad(jnp.argsort(~wanted_RW, axis=1, stable=True), ((0, 0), (0, padding)))
     place_RW = jnp.argsort(order_RM[:, :width], axis=1)
-    target_RM = jnp.take_along_axis(jnp.pad(token_RW[:, 1:], ((0, 0), (0, 1))), order_RM, axis=1)
+    target_RM = jnp.take_along_axis(next_RW, order_RM, axis=1)
     table_VD = table(params, config).astype(hidden_RWD.dtype)
     order = _ReadOrder(order_RM, place_RW, target_RM, -(-wanted_RW.sum(axis=1).max() // chunk))
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
-    reading = _Reading(chunk, entropy, config.final_logit_softcapping, config.vocab_size)
+    reading = _Reading(chunk, entropy, config.final_logit_softcapping, config.vocab_size, execution)
     outputs = _read(_scaled(hidden_RWD, config), table_VD, scale, order, reading)
 
     def back(output_RM: Array) -> Array:
-        return _shift(jnp.where(wanted_RW, jnp.take_along_axis(output_RM, place_RW, axis=1), 0.0))
+        read_RW = jnp.where(wanted_RW, jnp.take_along_axis(output_RM, place_RW, axis=1), 0.0)
+        return _shift(execution.joined(read_RW))
 
     return TokenOutput(*map(back, outputs))
 
@@ -111,12 +116,14 @@ class _Reading(NamedTuple):
       entropy: True to compute entropies.
       soft_cap: Cap of logits; None leaves them.
       vocab: Rows of the table that are tokens.
+      execution: Execution of the hidden states.
     """
 
     chunk: int
     entropy: bool
     soft_cap: float | None
     vocab: int
+    execution: Execution
 
     def logits(self, hidden_RCD: Array, table_VD: Array) -> Float32[Array, "R C V"]:
         """Logits of a chunk, at temperature 1."""
@@ -184,7 +191,11 @@ def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple
         change_DV += transposed_product(hidden_RCD.reshape(change_TV.shape[0], -1), change_TV, jnp.float32)
         return _put(change_RMD, change_RCD, index, chunk), change_DV, change_scale
 
-    start = jnp.zeros_like(hidden_RMD), jnp.zeros(table_VD.shape[::-1], jnp.float32), jnp.zeros((), jnp.float32)
+    start = (
+        reading.execution.split_rows(jnp.zeros_like(hidden_RMD)),
+        jnp.zeros(table_VD.shape[::-1], jnp.float32),
+        jnp.zeros((), jnp.float32),
+    )
     change_RMD, change_DV, change_scale = lax.fori_loop(0, order.chunks, body, start)
     change_RWD = jnp.take_along_axis(change_RMD, order.place_RW[:, :, None], axis=1)
     return change_RWD, change_DV.T.astype(table_VD.dtype), change_scale, None

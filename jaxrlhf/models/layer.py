@@ -12,8 +12,9 @@ from jaxrlhf.models import linear
 from jaxrlhf.models.attention import linear_attention
 from jaxrlhf.models.attention.attention import attend
 from jaxrlhf.models.attention.chunks import Chunk, attend_chunk
+from jaxrlhf.models.attention.head_exchange import HeadExchange
 from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
-from jaxrlhf.models.attention.linear_attention import LayerState
+from jaxrlhf.models.attention.linear_attention import LayerState, Projected
 from jaxrlhf.models.attention.mla import attend_latents, expanded, latents
 from jaxrlhf.models.attention.pages import LayerPages
 from jaxrlhf.models.attention.score_mod import ScoreMod
@@ -43,7 +44,7 @@ def layer_rows(
     """
     weights, score_mod = layer["attention"], _score_mod(layer, config)
     if config.linear is not None and "linear_query" in weights:
-        mix_linear = partial(_linear_rows, weights, config, config.linear, seen)
+        mix_linear = partial(_linear_rows, weights, config, config.linear, seen, execution)
         return _block(layer, config, hidden_RWD, mix_linear, execution, router)
 
     def all_heads(key_RWKH: Array, value_RWKH: Array) -> tuple[Array, Array]:
@@ -53,26 +54,46 @@ def layer_rows(
 
     def mix(input_RWD: Array) -> tuple[Array, Prefix]:
         query_RWNH, gate_RWNH, key_RWKH, value_RWKH = _heads(layer, config, input_RWD, turn, execution)
-        arrays = (query_RWNH, *all_heads(key_RWKH, value_RWKH))
+        exchange = _exchange_of(config, execution)
+        if config.latent is None:
+            exchanged = exchange.keys(key_RWKH), exchange.keys(value_RWKH)
+        else:
+            made = all_heads(exchange.gathered(key_RWKH), exchange.gathered(value_RWKH))
+            exchanged = exchange.made(made[0]), exchange.made(made[1])
+        arrays = exchange.queries(query_RWNH), *exchanged
+        scores, inside = exchange.score_mod(score_mod), exchange.inside
         if isinstance(seen, SharedPrefix):
-            mixed_RWNH = attend_shared_prefix(*arrays, seen, score_mod, execution=execution)
+            mixed_RWNH = attend_shared_prefix(*arrays, seen, scores, execution=inside)
         elif isinstance(seen, Chunk):
             chunk, tokens = seen, input_RWD.shape[1]
             mixed_RWNH = attend_chunk(
-                *arrays, lambda at: all_heads(*chunk.before(at, tokens=tokens)), chunk.start, score_mod
+                *arrays, lambda at: all_heads(*chunk.before(at, tokens=tokens)), chunk.start, scores
             )
         else:
-            mixed_RWNH = attend(*arrays, seen, score_mod, execution=execution)
-        return _gated(mixed_RWNH, gate_RWNH), Prefix(key_RWKH, value_RWKH)
+            mixed_RWNH = attend(*arrays, seen, scores, execution=inside)
+        return _gated(exchange.back(mixed_RWNH), gate_RWNH), Prefix(key_RWKH, value_RWKH)
 
     return _block(layer, config, hidden_RWD, mix, execution, router)
 
 
+def _exchange_of(config: ModelConfig, execution: Execution) -> HeadExchange:
+    """Exchange of tokens for the heads of a layer's attention."""
+    kv_heads = config.num_heads if config.latent is not None else config.num_kv_heads * execution.kv_copies
+    return HeadExchange(execution, kv_heads, config.num_heads // kv_heads)
+
+
 def _linear_rows(
-    weights: Params, config: ModelConfig, linear: LinearAttention, seen: Array | SharedPrefix | Chunk, input_RWD: Array
+    weights: Params,
+    config: ModelConfig,
+    linear: LinearAttention,
+    seen: Array | SharedPrefix | Chunk,
+    execution: Execution,
+    input_RWD: Array,
 ) -> tuple[Array, LayerState | None]:
     """Linear attention of a normed input, `[R, W, V, U]`, and the states after it."""
-    projected, kernel_KYT = linear_attention.project(weights, input_RWD), linear_attention.kernel_of(weights)
+    exchange = HeadExchange(execution, linear.key_heads)
+    projected = Projected(*map(exchange.keys, linear_attention.project(weights, input_RWD)))
+    kernel_KYT = exchange.weights(linear_attention.kernel_of(weights))
     if isinstance(seen, SharedPrefix):
         mixer, state = linear_attention.DeltaMixer(linear), None
         mixed_RWKGU = over_sequences(mixer, tuple(projected), kernel_KYT, None, seen)
@@ -84,7 +105,7 @@ def _linear_rows(
     else:
         mixed_RWKGU, state = linear_attention.mix_rows(linear, projected, kernel_KYT, seen, seen > 0)
     kept = None if state is None else state.turned()
-    return linear_attention.gated_output(weights, config, input_RWD, mixed_RWKGU), kept
+    return linear_attention.gated_output(weights, config, input_RWD, exchange.back(mixed_RWKGU)), kept
 
 
 def layer_slots(

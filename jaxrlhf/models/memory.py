@@ -118,7 +118,7 @@ def adapters_held(model: ModelConfig, lora: Lora, layout: Layout) -> float:
     heads, mlp = model.num_heads * model.head_dim / layout.tensor, model.intermediate_size / layout.tensor
     kv_heads = model.num_kv_heads * model.head_dim / _head_ways(model, *_tensor_ways(layout))
     inner = {"query": heads, "key": kv_heads, "value": kv_heads, "output": heads}
-    each = [model.hidden_size / (layout.fsdp * layout.expert) + inner.get(name, mlp) for name in lora.targets]
+    each = [model.hidden_size / layout.width_shards + inner.get(name, mlp) for name in lora.targets]
     return lora.rank * model.num_layers / layout.stage * sum(each)
 
 

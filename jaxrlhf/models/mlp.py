@@ -35,7 +35,7 @@ def feed_forward(
         if "shared_gate" in mlp:
             shared_RWD *= jax.nn.sigmoid(linear.project(normed_RWD, mlp["shared_gate"]))
         mixed_RWD += shared_RWD
-    return mixed_RWD, report(routing, router)
+    return mixed_RWD, report(jax.tree.map(execution.joined, routing), router)
 
 
 def gated(mlp: Params, config: ModelConfig, normed_RWD: Array) -> Array:

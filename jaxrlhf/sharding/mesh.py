@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 from jaxrlhf.config import Layout, Refusal
 
 AXES = ("data", "fsdp", "expert", "context", "stage", "micro_stage", "tensor", "micro_tensor")
-"""Slowest first. Context parallelism has size 1 so far."""
+"""Slowest first."""
 
 WEIGHT_AXES = ("fsdp", "expert")
 """Axes that split rows, and in training weights as well: experts over `expert`, all others over both."""
@@ -28,8 +28,14 @@ REPLICA_AXES = ("data",)
 BATCH_AXES = (*REPLICA_AXES, *WEIGHT_AXES)
 """Axes that split the rows of a training batch."""
 
+TOKEN_AXES = ("context",)
+"""Axes that split the tokens of a row in training, and its weights as `fsdp` does."""
+
+WIDTH_AXES = (*WEIGHT_AXES, *TOKEN_AXES)
+"""Axes that split every layer's weights along their width in training."""
+
 # Experts last in both, so that the tokens of an expert's devices are a block, which one gather brings together.
-SLOT_AXES = ("data", "fsdp", "micro_stage", "micro_tensor", "expert")
+SLOT_AXES = ("data", "fsdp", "context", "micro_stage", "micro_tensor", "expert")
 """Axes that split the slots of the generation engine."""
 
 EXPERT_AXES = ("expert",)
@@ -53,7 +59,7 @@ def factored_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = 
     data = total // split if layout.data is None else layout.data
     if data * split != total:
         sizes = {"data": layout.data or "rest", "fsdp": layout.fsdp, "stage": layout.stage, "tensor": layout.tensor}
-        sizes |= {"expert": layout.expert} if layout.expert > 1 else {}
+        sizes |= {name: size for name in ("expert", "context") if (size := getattr(layout, name)) > 1}
         given = " x ".join(f"{name}={size}" for name, size in sizes.items())
         split_by = " * ".join(name for name in sizes if name != "data")
         fits = f"data={total // split} does" if total % split == 0 else f"{split_by} {_one_of(total)}"
@@ -63,7 +69,8 @@ def factored_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = 
         tensors = {"tensor": layout.generation_tensor, "micro_tensor": layout.micro_tensor}
     else:
         stages, tensors = {"stage": layout.stage}, {"tensor": layout.tensor}
-    return mesh_of({"data": data, "fsdp": layout.fsdp, "expert": layout.expert} | stages | tensors, devices)
+    rows = {"data": data, "fsdp": layout.fsdp, "expert": layout.expert, "context": layout.context}
+    return mesh_of(rows | stages | tensors, devices)
 
 
 def generation_mesh(layout: Layout, devices: Sequence[jax.Device], *, role: str = "actor") -> Mesh:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxrlhf.sharding.mesh import BATCH_AXES, REPLICA_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES
+from jaxrlhf.sharding.mesh import BATCH_AXES, REPLICA_AXES, STAGE_AXES, TENSOR_AXES, WIDTH_AXES
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def replicas_of(mesh: Mesh) -> Replicas:
     vocabulary and along its width. Layouts with both kinds of axes are left to the compiler.
     """
     widths, layers = (
-        math.prod(mesh.shape[axis] for axis in axes) for axes in (WEIGHT_AXES, (*STAGE_AXES, *TENSOR_AXES))
+        math.prod(mesh.shape[axis] for axis in axes) for axes in (WIDTH_AXES, (*STAGE_AXES, *TENSOR_AXES))
     )
     apart = math.prod(mesh.shape[axis] for axis in REPLICA_AXES) > 1 and min(widths, layers) == 1
     return Replicas(mesh, REPLICA_AXES if apart else ())

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxrlhf.config import Refusal
-from jaxrlhf.sharding.mesh import EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES
+from jaxrlhf.sharding.mesh import EXPERT_AXES, STAGE_AXES, TENSOR_AXES, TOKEN_AXES, WIDTH_AXES
 
 Rules = Mapping[str, str | tuple[str, ...]]
 
@@ -18,9 +18,9 @@ Dim = str | tuple[str, int] | None
 
 TRAIN: Rules = {
     "layers": STAGE_AXES,
-    "embed": WEIGHT_AXES,
+    "embed": WIDTH_AXES,
     "experts": EXPERT_AXES,
-    "expert_embed": "fsdp",
+    "expert_embed": ("fsdp", *TOKEN_AXES),
     "heads": TENSOR_AXES,
     "kv_heads": TENSOR_AXES,
     "mlp": TENSOR_AXES,

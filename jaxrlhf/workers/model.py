@@ -26,7 +26,7 @@ from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs
 from jaxrlhf.models.pipeline import pipeline_over
 from jaxrlhf.models.vision.rows import Pixels, no_pixels
 from jaxrlhf.sharding.described import are_here
-from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, WEIGHT_AXES
+from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, TOKEN_AXES, WEIGHT_AXES
 from jaxrlhf.sharding.replicas import replicas_of
 from jaxrlhf.workers.offloadable import Offloadable, OffloadableItem
 
@@ -95,7 +95,9 @@ class ModelWorker:
         pipeline = pipeline_over(inner, STAGE_AXES, row_axes=row_axes, weight_axes=WEIGHT_AXES)
         self._execution = replace(setup.execution, mesh=inner, row_axes=row_axes, pipeline=pipeline)
         self._batch_sharding = NamedSharding(self.mesh, PartitionSpec(BATCH_AXES))
-        self.row_shards = math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
+        self.row_shards, self.token_shards = (
+            math.prod(self.mesh.shape[axis] for axis in axes) for axes in (BATCH_AXES, TOKEN_AXES)
+        )
         self._row_tokens, rows = microbatch_shape(setup.training, self.mesh, width=setup.width, role=self.role)
         self._rows = rows // self.row_shards
         self._attention_rows: dict[int, int] = {}
@@ -150,6 +152,7 @@ class ModelWorker:
             row_tokens=self._row_tokens,
             devices=self.row_shards // parts,
             stages=self._execution.stages,
+            token_shards=self.token_shards,
             longest_response=self.setup.longest_response,
             shares=not isinstance(self.config, CausalLM),
             attention_rows=self._attention_rows,
@@ -206,7 +209,8 @@ class ModelWorker:
             rows.mask_RW,
             temperature=temperature,
             entropy=entropy,
-            chunk_tokens=CHUNK_TOKENS * self.replicas.row_shards,
+            chunk_tokens=CHUNK_TOKENS * self.replicas.row_shards * self.token_shards,
+            execution=self._execution,
         )
 
     def _on_mesh(self, tree: Any) -> Any:
@@ -251,7 +255,8 @@ def microbatch_shape(training: Training, mesh: Mesh, *, width: int, role: str) -
       Refusal: The budget does not hold one row for each shard of the batch.
     """
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    row_tokens = packed_row_tokens(width, budget=training.tokens_per_microbatch // shards)
+    context = training.layout.context
+    row_tokens = packed_row_tokens(width, budget=training.tokens_per_microbatch // shards, token_shards=context)
     rows = training.tokens_per_microbatch // row_tokens // shards
     stages = training.layout.stage
     rows = (rows // stages * stages if rows > stages else rows) * shards  # whole rounds keep a pipeline busy

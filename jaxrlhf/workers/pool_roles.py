@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
+from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.config import Config, Pretrained, Refusal, RoleSpec, Training
 from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models.attention.kernel_choice import choose_execution
@@ -18,7 +19,15 @@ from jaxrlhf.models.huggingface.config import read_stop_tokens
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.vision.reader import image_reader
 from jaxrlhf.models.vision.rows import Pixels, no_pixels
-from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES, factored_mesh
+from jaxrlhf.sharding.mesh import (
+    BATCH_AXES,
+    EXPERT_AXES,
+    STAGE_AXES,
+    TENSOR_AXES,
+    TOKEN_AXES,
+    WEIGHT_AXES,
+    factored_mesh,
+)
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.model import microbatch_shape
 from jaxrlhf.workers.role_weights import RoleWeights
@@ -90,6 +99,7 @@ class PoolRoles:
             expert_axes=EXPERT_AXES,
             stage_axes=STAGE_AXES,
             weight_axes=WEIGHT_AXES,
+            token_axes=TOKEN_AXES,
             remat=remat,
             longest_row=row_tokens,
             wanted=self.config.attention,
@@ -110,10 +120,9 @@ class PoolRoles:
             return own
         actor = self.config.actor
         layout = (self.config.reference_layout if role == "reference" else None) or actor.layout
-        shards = len(self.pool.devices) // (layout.stage * layout.tensor)
-        return replace(
-            actor, layout=layout, tokens_per_microbatch=max(actor.tokens_per_microbatch, self.width * shards)
-        )
+        shards = len(self.pool.devices) // (layout.stage * layout.tensor * layout.context)
+        least = shards * packed_row_tokens(self.width, budget=0, token_shards=layout.context)
+        return replace(actor, layout=layout, tokens_per_microbatch=max(actor.tokens_per_microbatch, least))
 
     def weights(self, role: str) -> RoleWeights:
         """Shapes, dtypes and shardings of a role's weights."""

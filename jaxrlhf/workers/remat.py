@@ -11,7 +11,7 @@ from jaxrlhf.config import ROLLOUT, ModelReward, Refusal, offloaded
 from jaxrlhf.models import CausalLM, read_config
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.memory import adapters_held, keeps_activations, training_activation_bytes, weights_held
-from jaxrlhf.sharding.mesh import BATCH_AXES
+from jaxrlhf.sharding.mesh import BATCH_AXES, TOKEN_AXES
 from jaxrlhf.workers.model import microbatch_shape, most_of_all_hosts
 from jaxrlhf.workers.pool_roles import PoolRoles
 
@@ -78,7 +78,7 @@ def activation_bytes(on: PoolRoles, role: str, *, remat: bool) -> float:
         model,
         on.weights(role).head,
         training.layout,
-        tokens=rows * row_tokens // math.prod(mesh.shape[axis] for axis in BATCH_AXES),
+        tokens=rows * row_tokens // math.prod(mesh.shape[axis] for axis in (*BATCH_AXES, *TOKEN_AXES)),
         row_tokens=row_tokens if on.execution(role).rows_kernel == "xla" else 0,  # other kernels keep no scores
         itemsize=on.dtype.itemsize,
         remat=remat,

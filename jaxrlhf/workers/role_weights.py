@@ -1,5 +1,6 @@
 """Weights of a role: their shapes, dtypes and shardings, and the values that they start from."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from jaxrlhf.models.lora.lora import adapter_dims, adapter_shapes, declare_adapt
 from jaxrlhf.models.lora.quantized import TILE, Format, Quantized, is_quantized, quantize_layers
 from jaxrlhf.models.parameters import draw, init_params, param_dims, param_shapes, path_name
 from jaxrlhf.resharding.hybrid import HybridEngine
-from jaxrlhf.sharding.mesh import STAGE_AXES
+from jaxrlhf.sharding.mesh import STAGE_AXES, TENSOR_AXES, TOKEN_AXES
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.sharding.rules import GENERATE, TRAIN, Rules, cast_shapes, check_divisible, laid_out, shardings
 
@@ -65,9 +66,33 @@ class RoleWeights:
             raise Refusal(
                 f"{self.role}: {stages} stages divide the layers of the decoder, not {self.model.name}; use stage=1"
             )
+        self._check_context(mesh)
         dims = param_dims(self.model, self.head)
         check_divisible(mesh, dims, param_shapes(self.model, self.head, jnp.float32), TRAIN, role=self.role)
         return shardings(mesh, dims, TRAIN)
+
+    def _check_context(self, mesh: Mesh) -> None:
+        """Raise `Refusal` if the tokens of rows cannot be split over the devices of a mesh."""
+        context, tensor = (math.prod(mesh.shape[axis] for axis in axes) for axes in (TOKEN_AXES, TENSOR_AXES))
+        if context == 1:
+            return
+        if isinstance(self.model, CausalLM):
+            raise Refusal(
+                f"{self.role}: context={context} splits the tokens of the decoder's rows, not those of "
+                f"{self.model.name}; use fsdp={context}"
+            )
+        if self.model.vision is not None:
+            raise Refusal(
+                f"{self.role}: context={context} splits the tokens of rows, and the pictures of this model's rows are "
+                f"not split yet; use fsdp={context}"
+            )
+        if context * tensor > self.model.num_heads:
+            most = self.model.num_heads // tensor
+            raise Refusal(
+                f"{self.role}: context={context} x tensor={tensor} devices exchange tokens for heads of attention, of "
+                f"which this model has {self.model.num_heads}; use at most context={most}, and fsdp or data for the "
+                "other devices"
+            )
 
     def adapter_shapes(self) -> Params:
         """Shapes of the adapters."""

@@ -13,7 +13,7 @@ from jaxrlhf.checkpoint import load_pretrained
 from jaxrlhf.data.tokenizer import load_tokenizer
 from jaxrlhf.models import choose_execution, hidden_states, read_config, resolve, score
 from jaxrlhf.sharding.described import are_here, described
-from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, WEIGHT_AXES
+from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, TOKEN_AXES, WEIGHT_AXES
 from jaxrlhf.workers.offloadable import Offloadable
 from jaxrlhf.workers.role_weights import RoleWeights
 
@@ -59,7 +59,9 @@ class ScoreModel:
             params = weights.frozen_params(mesh)
         self.parameters = Offloadable(params, offload=offload)
         self._tokens_per_batch = tokens_per_batch
-        self._rows_multiple = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+        self._rows_multiple, self._width_multiple = (
+            int(np.prod([mesh.shape[axis] for axis in axes])) for axes in (BATCH_AXES, TOKEN_AXES)
+        )
         self._row_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self._execution = choose_execution(
             self._config,
@@ -70,6 +72,7 @@ class ScoreModel:
             expert_axes=EXPERT_AXES,
             stage_axes=STAGE_AXES,
             weight_axes=WEIGHT_AXES,
+            token_axes=TOKEN_AXES,
             wanted=attention,
         )
         self._forward = jax.jit(self._scores)
@@ -114,6 +117,7 @@ class ScoreModel:
         longest = self._config.max_positions
         width_B = np.maximum(_SMALLEST_WIDTH, 2 ** np.ceil(np.log2(np.maximum(length_B, 1))).astype(np.int64))
         width_B = np.where((length_B > 0) & (length_B <= longest), np.minimum(width_B, longest), 0)
+        width_B = -(-width_B // self._width_multiple) * self._width_multiple
         for width in np.unique(width_B[width_B > 0]):
             members = np.flatnonzero(width_B == width)
             fitting = self._tokens_per_batch // width // self._rows_multiple * self._rows_multiple

@@ -82,7 +82,7 @@ def _trained_rows(role: str, builder: Builder) -> list[SummaryRow]:
     weights, state = _train_state(builder, role)
     row_tokens, microbatch_rows = microbatch_shape(training, mesh, width=builder.width, role=role)
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    per_device = microbatch_rows * row_tokens // shards
+    per_device = microbatch_rows * row_tokens // shards // training.layout.context
     rows: list[SummaryRow] = [
         (role, "train layout", _layout(training.layout, mesh.shape["data"]), "data x fsdp x stage x tensor"),
         (role, "microbatch", f"{microbatch_rows} x {row_tokens} tokens", f"{per_device} tokens per device"),
@@ -164,7 +164,8 @@ def _kernels_from(builder: Builder) -> str:
 
 def _layout(layout: Layout, data: int) -> str:
     sizes = f"{data} x {layout.fsdp} x {layout.stage} x {layout.tensor}"
-    return sizes + (f", experts {layout.expert} ways" if layout.expert > 1 else "")
+    sizes += f", experts {layout.expert} ways" if layout.expert > 1 else ""
+    return sizes + (f", tokens {layout.context} ways" if layout.context > 1 else "")
 
 
 def _bytes(number: int) -> str:

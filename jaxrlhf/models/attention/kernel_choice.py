@@ -31,10 +31,10 @@ from jaxrlhf.models.attention.attention import (
     PAGES,
     ROWS,
 )
+from jaxrlhf.models.attention.head_exchange import exchanged_heads
 from jaxrlhf.models.attention.pages import PAGE_TOKENS
 from jaxrlhf.models.attention.score_mod import ScoreMod
 from jaxrlhf.models.causal_lm import AnyModel, CausalLM
-from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.execution import DecodeKernel, Execution, PagesKernel, RowsKernel
 from jaxrlhf.models.pipeline import pipeline_over
 from jaxrlhf.sharding.described import are_here
@@ -69,6 +69,7 @@ def choose_execution(
     expert_axes: tuple[str, ...] = (),
     stage_axes: tuple[str, ...] = (),
     weight_axes: tuple[str, ...] = (),
+    token_axes: tuple[str, ...] = (),
     remat: bool = False,
     decodes: bool = False,
     longest_row: int = 0,
@@ -84,6 +85,7 @@ def choose_execution(
       expert_axes: Mesh axes that divide experts.
       stage_axes: Mesh axes that divide the layers.
       weight_axes: The last of `row_axes`, those that split each layer's weights as well.
+      token_axes: Mesh axes that split the tokens of a row.
       remat: See `Execution`.
       decodes: Whether a decode kernel is needed as well.
       longest_row: Tokens of the longest row that attention runs over, if that is known.
@@ -94,22 +96,22 @@ def choose_execution(
       Refusal: Pages are asked for where nothing can compute with them.
     """
     platform = mesh.local_devices[0].platform
-    ways, stages = (math.prod(mesh.shape[axis] for axis in axes) for axes in (head_axes, stage_axes))
-    copies = 1
-    if isinstance(config, ModelConfig) and config.latent is None:
-        copies = math.lcm(config.num_kv_heads, ways) // config.num_kv_heads
+    all_axes = head_axes, stage_axes, token_axes
+    ways, stages, context = (math.prod(mesh.shape[axis] for axis in axes) for axes in all_axes)
+    copies = _key_copies(config, ways)
     pipeline = pipeline_over(mesh, stage_axes, row_axes=row_axes, weight_axes=weight_axes) if stage_axes else None
     plain = Execution(dtype, remat, kv_copies=copies, pipeline=pipeline)
     split = replace(plain, mesh=mesh, row_axes=row_axes, head_axes=head_axes, expert_axes=expert_axes)
+    split = replace(split, token_axes=token_axes if context > 1 else ())
     pageless = _pageless(config, stages)
     if cache == "pages" and decodes and pageless is not None:
         raise Refusal(f"cache='pages' cannot be had, because {pageless}; use 'auto' or 'slots'")
     if wanted == "xla" or platform not in BEST or isinstance(config, CausalLM):
         if cache == "pages" and decodes:
             return replace(split, pages_kernel="xla")
-        return plain if config.experts is None else split
+        return plain if config.experts is None and context == 1 else split
     rows, decode, pages = BEST[platform]
-    heads = config.num_heads // ways, config.num_kv_heads * copies // ways, config.head_dim
+    heads = *_heads_of_device(config.num_heads // ways, config.num_kv_heads * copies // ways, context), config.head_dim
     name = jnp.dtype(dtype).name
     window = None if config.sliding_window is None else _WINDOW
     score_mod = ScoreMod(config.score_divisor, config.attn_logit_softcapping, window)
@@ -137,6 +139,19 @@ def choose_execution(
         decode_kernel=decode if decodes and paged is None and usable("decode", decode, no_latents) else "xla",
         pages_kernel=paged,
     )
+
+
+def _key_copies(config: AnyModel, ways: int) -> int:
+    """Times that key-value heads are repeated, so that they split over tensor shards; latents serve all heads."""
+    if isinstance(config, CausalLM) or config.latent is not None:
+        return 1
+    return math.lcm(config.num_kv_heads, ways) // config.num_kv_heads
+
+
+def _heads_of_device(heads: int, kv_heads: int, context: int) -> tuple[int, int]:
+    """Query heads and key-value heads that a device attends with, of those of its tensor shard."""
+    inside = exchanged_heads(kv_heads, heads // kv_heads, context)
+    return inside.heads // context, inside.kv_heads // context
 
 
 def _pageless(config: AnyModel, stages: int) -> str | None:

@@ -104,7 +104,7 @@ def route(
     if experts.bias:
         ranked_RWE = ranked_RWE + mlp["router_bias"].astype(jnp.float32)[None, None]
     # The compiler would gather the scores of all rows to choose among them.
-    row = PartitionSpec(execution.row_axes)
+    row = PartitionSpec(execution.slice_axes)
     own_RWk = execution.on_devices(partial(_best, experts=experts), row, row)(ranked_RWE)
     choice_RWk = own_RWk if replayed_RWk is None else jnp.where(replayed_RWk < 0, own_RWk, replayed_RWk)
     weight_RWk = jnp.take_along_axis(score_RWE, choice_RWk, axis=-1)
@@ -155,9 +155,9 @@ def mix(
     if mesh is None or mesh.size == 1:
         return _mix_all(mix_own, lambda array: array, mlp["experts"], normed_RWD, weight_RWk, routing.choice_RWk)
     inner, outer = execution.head_axes, execution.expert_axes
-    rows = tuple(axis for axis in execution.row_axes if axis not in outer)
+    rows = tuple(axis for axis in execution.slice_axes if axis not in outer)
     # Sums over the width take the rows of one device, and not of all that share experts.
-    by_row = NamedSharding(mesh, PartitionSpec(inner, execution.row_axes))
+    by_row = NamedSharding(mesh, PartitionSpec(inner, execution.slice_axes))
     by_token, of_experts = PartitionSpec(outer, inner, rows), PartitionSpec(rows, outer)
     wide, tall = PartitionSpec(*of_experts, None, inner), PartitionSpec(*of_experts, inner)
     specs = {"gate": wide, "up": wide, "gate_bias": tall, "up_bias": tall, "down": tall, "down_bias": tall}

@@ -1,0 +1,142 @@
+"""Tokens of a row split over devices give what whole rows give, by the collectives that the formula counts."""
+
+from dataclasses import replace
+
+import jax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from split_tokens import compiled, execution_on, mesh_with, packed, program
+from tiny_models import DECODER, close, drawn
+
+from jaxrlhf import models
+from jaxrlhf.models.attention.head_exchange import exchanged_heads
+from jaxrlhf.models.config import Experts, LatentAttention, LinearAttention
+from jaxrlhf.planner.hlo import collectives, product_flops
+from jaxrlhf.sharding.mesh import BATCH_AXES
+from jaxrlhf.sharding.rules import TRAIN, shardings
+
+EIGHT = replace(DECODER, num_heads=8, num_kv_heads=4)
+KINDS = {
+    "plain": EIGHT,
+    "one key": replace(EIGHT, num_kv_heads=1),
+    "seven heads to a key, and sinks": replace(EIGHT, num_heads=14, num_kv_heads=2, attention_sinks=True),
+    "windows and soft caps": replace(
+        EIGHT, family="gemma3_text", sliding_window=9, sliding_layers=(True, False), attn_logit_softcapping=3.0
+    ),
+    "latents": replace(
+        EIGHT, family="deepseek_v3", num_kv_heads=8, latent=LatentAttention(8, rope_dim=4, value_dim=6, query_rank=16)
+    ),
+    "experts": replace(EIGHT, family="qwen3_moe", experts=Experts(8, 2, 16, 8, scores="sigmoid", bias=True)),
+    "linear attention": replace(
+        EIGHT,
+        family="qwen3_5_text",
+        qk_norm=True,
+        attention_gate=True,
+        linear=LinearAttention(key_heads=2, value_heads=4, key_dim=8, value_dim=6),
+        linear_layers=(True, False),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """What one device computes, once for each kind."""
+    known = {}
+
+    def of(kind):
+        if kind not in known:
+            known[kind] = program(KINDS[kind], models.ONE_DEVICE)(drawn(KINDS[kind]), packed())
+        return known[kind]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("plain", {"context": 8}),
+        ("seven heads to a key, and sinks", {"fsdp": 2, "context": 2, "tensor": 2}),
+        ("experts", {"fsdp": 2, "expert": 2, "context": 2}),
+        *[
+            pytest.param(kind, sizes, marks=pytest.mark.slow)
+            for kind, sizes in [
+                ("plain", {"context": 2}),
+                ("plain", {"context": 4, "tensor": 2}),
+                ("plain", {"data": 2, "fsdp": 2, "context": 2}),
+                ("one key", {"context": 8}),
+                ("seven heads to a key, and sinks", {"context": 8}),
+                ("windows and soft caps", {"context": 4}),
+                ("windows and soft caps", {"data": 2, "context": 2, "tensor": 2}),
+                ("latents", {"context": 8}),
+                ("latents", {"context": 4, "tensor": 2}),
+                ("experts", {"context": 4, "tensor": 2}),
+                ("linear attention", {"context": 4}),
+                ("linear attention", {"fsdp": 2, "context": 2, "tensor": 2}),
+            ]
+        ],
+    ],
+    ids=str,
+)
+def test_parts_of_rows_give_what_whole_rows_give(whole, kind, sizes):
+    config, mesh = KINDS[kind], mesh_with(sizes)
+    params = jax.device_put(drawn(config), shardings(mesh, models.param_dims(config, "lm"), TRAIN))
+    rows = jax.device_put(packed(), NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+    close(program(config, execution_on(mesh, config))(params, rows), whole(kind), 5e-6)
+
+
+WIDE = replace(
+    EIGHT,
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=320,
+    num_layers=3,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=16,
+)
+ROWS, WIDTH = 2, 1024
+
+
+@pytest.mark.parametrize(
+    "context", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_heads_are_exchanged_and_no_token_is_gathered(context):
+    """Of each layer queries, keys, values and results: forward, once more where computed again, and backward."""
+    text = compiled(WIDE, (("context", context),), rows=ROWS, width=WIDTH).as_text()
+    found = collectives(text, {"context": context})
+    heads, keys = {2: (14, 2), 4: (16, 4), 8: (16, 8)}[context]
+    tokens, sent = ROWS * WIDTH // context, (context - 1) / context
+    exchanged = 3 * WIDE.num_layers * (2 * heads + 2 * keys) * WIDE.head_dim * tokens * 4 * sent
+    embedded = 2 * tokens * WIDE.hidden_size * 4 * sent  # from its table, which is split by width, and back
+    moved = {kind: sum(each.bytes for each in found if each.kind == kind) for kind in {each.kind for each in found}}
+    assert moved.pop("all-to-all") == exchanged + embedded
+    # Matrices forward, again, and backward, the table and the head once less; and the numbers of tokens.
+    table = WIDE.vocab_size * WIDE.hidden_size
+    layers = WIDE.num_layers * WIDE.layer_parameters()
+    assert moved.pop("all-gather") <= (3 * layers + 3 * table) * 4 * sent + ROWS * WIDTH * 4
+    # Gradients, where a backend has no reduce-scatter.
+    assert moved.pop("all-reduce") <= 2 * (layers + 2 * table) * 4 * sent + 10_000
+    assert moved.pop("collective-permute", 0) < 100 and not moved
+
+
+@pytest.mark.slow
+def test_work_and_activations_are_divided_evenly():
+    programs = {context: compiled(WIDE, (("context", context),), rows=ROWS, width=4096) for context in (1, 2, 4, 8)}
+    heads = {1: 14, 2: 14, 4: 16, 8: 16}
+    work = {context: product_flops(each.as_text()) * context for context, each in programs.items()}
+    for context in (2, 4, 8):
+        assert work[context] == pytest.approx(work[1], rel=0.1 + (heads[context] / heads[1] - 1)), context
+    temporary = {context: each.memory_analysis().temp_size_in_bytes for context, each in programs.items()}
+    fixed = (8 * temporary[8] - temporary[1]) / 7  # of a + b / c
+    assert fixed < 0.1 * temporary[1], temporary
+
+
+def test_heads_are_filled_up_as_little_as_can_be():
+    """Copies of keys, keys and queries to each, of one tensor shard."""
+    assert exchanged_heads(8, 4, 8) == (1, 8, 4)  # Qwen3-8B
+    assert exchanged_heads(4, 7, 8) == (2, 8, 4)  # Qwen2.5-7B: 28 heads become 32
+    assert exchanged_heads(4, 7, 4) == (1, 4, 7)
+    assert exchanged_heads(2, 7, 4) == (2, 4, 4)  # Qwen2.5-0.5B: 14 become 16
+    assert exchanged_heads(1, 8, 8) == (8, 8, 1)
+    assert exchanged_heads(6, 1, 4) == (1, 8, 1)
+    assert exchanged_heads(128, 1, 8) == (1, 128, 1)
