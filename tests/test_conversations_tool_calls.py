@@ -111,6 +111,24 @@ def test_any_tokens_make_a_reply(name):
 
 
 @pytest.mark.parametrize("name", sorted(FORMS))
+@pytest.mark.parametrize("depth", [300, 900, 3000])
+def test_values_that_lie_deep_make_a_reply(name, depth):
+    form = FORMS[name]
+    tokenizer, parser = parser_of(form)
+    text = form.write([("note", {"text": "a", "extra": {"k": 123456789}})])
+    for deep in ("[" * depth + "]" * depth, '{"k":' * depth + "1" + "}" * depth, "9" * 5000, "1e999", "NaN"):
+        reply = read(parser, tokenizer.encode(text.replace("123456789", deep), add_special_tokens=False))
+        assert len(reply.calls) + len(reply.malformed) >= 1
+
+
+def test_an_escape_that_python_does_not_know_is_its_letters():
+    tokenizer, parser = parser_of(FORMS["lfm2"])
+    text = r"<|tool_call_start|>[note(text='C:\d')]<|tool_call_end|>"
+    [call] = read(parser, tokenizer.encode(text, add_special_tokens=False)).calls
+    assert call.arguments == {"text": r"C:\d"}
+
+
+@pytest.mark.parametrize("name", sorted(FORMS))
 def test_calls_in_reasoning_are_none(name):
     form = FORMS[name]
     tokenizer, parser = parser_of(form)

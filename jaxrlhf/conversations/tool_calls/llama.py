@@ -5,7 +5,7 @@ Several stand behind each other with `;` between them; `<|python_tag|>` may stan
 
 import json
 
-from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, json_call
+from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, calls_of
 
 SIGNS = ("<|python_tag|>", "<|start_header_id|>")
 
@@ -27,6 +27,6 @@ def _objects(text: str) -> list[WrittenCall | str]:
             value, end = json.JSONDecoder(strict=False).raw_decode(text)
         except (ValueError, RecursionError) as error:
             return [*found, f"a call is not JSON: {error}"]
-        found += json_call(json.dumps(value), arguments=("parameters", "arguments"))
+        found += calls_of(value, ("parameters", "arguments"))
         text = text[end:].lstrip().removeprefix(";").lstrip()
     return found or ["a call is a JSON object"]

@@ -4,6 +4,7 @@ LFM2 has `<|tool_call_start|>` and `<|tool_call_end|>` around them; without such
 """
 
 import ast
+import warnings
 
 from jaxrlhf.conversations.tool_calls.written import Tag, Written, WrittenCall, blocks, unclosed
 
@@ -25,7 +26,9 @@ def find(text: str, tag: Tag) -> Written:
 def python_calls(text: str) -> list[WrittenCall | str]:
     """Calls of an expression: one, or a list of them."""
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in texts that Python does not know
+            tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [f"a call is not Python: {error}"]
     items = tree.elts if isinstance(tree, ast.List | ast.Tuple) else [tree]

@@ -50,12 +50,7 @@ class ReplyParser:
             written = self._family.find(rest, self._tag)
             written.reasoning = reasoning + written.reasoning
         signatures = self._tools(tools)
-        checked = [
-            MalformedCall("structure", call.replace(MARK, ""))
-            if isinstance(call, str)
-            else signatures.check(WrittenCall(*map(_unmarked, call)))
-            for call in written.calls
-        ]
+        checked = [_checked(call, signatures) for call in written.calls]
         return Reply(
             text=self._text(drawn),
             content=self._plain(written.content).strip("\n") if checked else self._plain(written.content),
@@ -125,6 +120,15 @@ class ReplyParser:
             calls.append(WrittenCall(function.get("name"), function.get("arguments")))
         reasoning = message.get("reasoning_content") or message.get("thinking") or message.get("reasoning") or ""
         return Written(str(message.get("content") or ""), calls, str(reasoning))
+
+
+def _checked(call: WrittenCall | str, signatures: Signatures) -> ToolCall | MalformedCall:
+    if isinstance(call, str):
+        return MalformedCall("structure", call.replace(MARK, ""))
+    try:
+        return signatures.check(WrittenCall(*map(_unmarked, call)))
+    except (RecursionError, ArithmeticError):
+        return MalformedCall("structure", "a call's values lie too deep in each other, or are too large")
 
 
 def _unmarked(value: Any) -> Any:

@@ -57,6 +57,11 @@ def json_call(text: str, *, arguments: Sequence[str] = ("arguments", "parameters
         value = json.loads(text, strict=False)
     except (ValueError, RecursionError) as error:
         return [f"a call is not JSON: {error}"]
+    return calls_of(value, arguments)
+
+
+def calls_of(value: Any, arguments: Sequence[str]) -> list[WrittenCall | str]:
+    """Calls of an object, or of a list of objects, with a name and arguments under one of several keys."""
     found: list[WrittenCall | str] = []
     for item in value if isinstance(value, list) else [value]:
         if not isinstance(item, dict) or "name" not in item:
