@@ -27,7 +27,7 @@ from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem
 from jaxrlhf.planner.problem import question_of
 from jaxrlhf.planner.search.mapping import search
-from jaxrlhf.planner.topology import topology
+from jaxrlhf.planner.topology import compiler_options, topology
 from jaxrlhf.trainer.programs import lower_plan
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -99,7 +99,8 @@ def compare(case: Case, chips: str, programs: Sequence[str]) -> list[CompiledPro
     config, problem, plan = planned(case, chips)
     lowered = lower_plan(config, problem, plan, topology(hardware(chips)))
     chosen = {name: program for name, program in lowered.items() if name.partition("[")[0] in programs}
-    return compile_programs(chosen, ExpectedPrograms(problem, plan))
+    options = compiler_options(hardware(chips))
+    return compile_programs(chosen, ExpectedPrograms(problem, plan), options=options)
 
 
 def estimates(case: Case, chips: str) -> dict[str, float | None]:

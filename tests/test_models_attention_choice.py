@@ -117,16 +117,10 @@ def test_a_broken_decode_kernel_is_replaced_loudly(reason, monkeypatch):
         assert choose() == ("splash", "xla")
 
 
-def test_cudnn_is_refused_where_there_is_none(monkeypatch):
-    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("cudnn", "xla", "xla"))
-    with pytest.warns(RuntimeWarning, match="'cudnn'"):
+def test_a_kernel_is_refused_where_its_backend_is_not(monkeypatch):
+    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("flash", "xla", "xla"))
+    with pytest.warns(RuntimeWarning, match="'flash'"):
         assert choose(dtype="bfloat16") == ("xla", "xla")
-
-
-def test_soft_caps_are_computed_where_the_kernel_has_none(monkeypatch):
-    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("cudnn", "xla", "xla"))
-    with pytest.warns(RuntimeWarning, match="'cudnn'.*has no soft cap of scores"):
-        assert choose(replace(CONFIG, attn_logit_softcapping=2.0)) == ("xla", "xla")
 
 
 def test_a_kernel_is_tried_with_the_windows_of_the_model(monkeypatch):
@@ -183,17 +177,6 @@ def test_latents_and_stages_stay_in_slots(recwarn):
         choose(latent, cache="pages")
     with pytest.raises(ValueError, match="layers that are divided over stages have theirs in slots"):
         choose(shape=(1, 2, 1), cache="pages")
-
-
-def test_rows_too_long_for_a_mask_have_a_kernel_that_compares_segments(monkeypatch):
-    monkeypatch.setitem(kernel_choice.BEST, "cpu", ("cudnn", "xla", "xla"))
-    monkeypatch.setitem(ROWS, "cudnn", xla_rows)
-    monkeypatch.setitem(ROWS, "triton", xla_rows)
-    assert choose(longest_row=8192) == ("cudnn", "xla")
-    assert choose(longest_row=8193) == ("triton", "xla")
-    assert choose(replace(CONFIG, head_dim=256)) == ("triton", "xla")
-    slides = (True, *[False] * (CONFIG.num_layers - 1))
-    assert choose(replace(CONFIG, sliding_window=64, sliding_layers=slides), longest_row=8193) == ("cudnn", "xla")
 
 
 def test_stages_have_the_kernels_that_others_have():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrlhf.runtime import environment
+from jaxrlhf.runtime.xla_flags import TPU_FLAGS, with_flags
 from jaxrlhf.single_controller.launch import _check_threads
 
 
@@ -45,3 +46,13 @@ def test_too_few_threads_for_the_devices_are_refused_before_anything_hangs(monke
         _check_threads(devices)
     monkeypatch.setenv("NPROC", "32")
     _check_threads(devices)
+
+
+def test_flags_are_added_to_those_that_the_user_gave():
+    flags = {"xla_first": True, "xla_second": "4", "xla_third": "A,B"}
+    assert with_flags("", flags) == "--xla_first=true --xla_second=4 --xla_third=A,B"
+    assert with_flags("--xla_second=9 --mine=1", flags) == "--xla_second=9 --mine=1 --xla_first=true --xla_third=A,B"
+
+
+def test_importing_the_package_sets_the_flags_of_tpus():
+    assert with_flags(os.environ["LIBTPU_INIT_ARGS"], TPU_FLAGS) == os.environ["LIBTPU_INIT_ARGS"]

@@ -1,7 +1,6 @@
 """Every program of a PPO step, lowered and compiled for chips that are not here, by their own compilers."""
 
 import re
-import warnings
 
 import pytest
 from tiny_runs import get_config
@@ -23,9 +22,7 @@ def lowered(request):
     config = override(get_config(), CHANGES)
     devices = topology(hardware(request.param))
     assert len(devices) == 8
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "attention kernel 'cudnn'", RuntimeWarning)  # cuDNN need not be there
-        return lower_programs(config, embedded_tokenizer(), devices)
+    return lower_programs(config, embedded_tokenizer(), devices)
 
 
 def test_all_programs_of_the_step_are_there(lowered):

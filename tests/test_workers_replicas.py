@@ -116,8 +116,8 @@ def test_gradients_are_summed_over_replicas_once_in_an_update(
 
     original = worker.gradient_program
     if model is MIXTURE:  # whose attention may as well be a kernel that runs on each device
-        worker._execution = replace(worker._execution, rows_kernel="cudnn")
-        monkeypatch.setitem(ROWS, "cudnn", attend_blocks)
+        worker._execution = replace(worker._execution, rows_kernel="flash")
+        monkeypatch.setitem(ROWS, "flash", attend_blocks)
     with mock.patch.multiple(worker, gradient_program=accumulator, _sum=seen("sum", worker._sum)):
         found = gradient(worker)
     assert_same(found, of_one_device(model))

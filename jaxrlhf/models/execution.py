@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxrlhf.batch import Array
 from jaxrlhf.models.pipeline import Pipeline
 
-RowsKernel = Literal["xla", "cudnn", "triton", "splash"]
+RowsKernel = Literal["xla", "flash", "splash"]
 DecodeKernel = Literal["xla", "pallas"]
 PagesKernel = Literal["xla", "pallas", "ragged"]
 

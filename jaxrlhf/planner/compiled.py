@@ -80,11 +80,13 @@ def compile_programs(
     lowered: Mapping[str, jax.stages.Lowered],
     expected: ExpectedPrograms,
     *,
+    options: dict[str, bool | str] | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> list[CompiledProgram]:
     """Compile the programs, the largest of each kind.
 
     Args:
+      options: Flags of the compiler that a run has in its environment, from `topology.compiler_options`.
       progress: Told which program is compiled next, how many are done, and how many there are.
 
     Raises:
@@ -93,15 +95,17 @@ def compile_programs(
     names, compiled = largest(list(lowered)), []
     for done, name in enumerate(names):
         progress(name, done, len(names))
-        compiled.append(_compiled(name, lowered[name], expected.of(name)))
+        compiled.append(_compiled(name, lowered[name], expected.of(name), options))
     progress("", len(names), len(names))
     return compiled
 
 
-def _compiled(name: str, lowered: jax.stages.Lowered, expected: Expected) -> CompiledProgram:
+def _compiled(
+    name: str, lowered: jax.stages.Lowered, expected: Expected, options: dict[str, bool | str] | None
+) -> CompiledProgram:
     start = time.perf_counter()
     try:
-        program = lowered.compile()
+        program = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         raise Refusal(f"{name} does not compile for this hardware: {str(error).partition(chr(10))[0]}") from error
     seconds = time.perf_counter() - start

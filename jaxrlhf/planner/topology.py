@@ -1,7 +1,7 @@
 """Devices of hardware that is not here: topologies that programs are compiled for by the chips' own compilers.
 
-TPUs need the package `libtpu`, NVIDIA GPUs `jax-cuda13-plugin` and, for its attention, `nvidia-cudnn-cu13`; no driver
-and no chip. All come with `jaxrlhf[compile]`.
+TPUs need the package `libtpu`, NVIDIA GPUs `jax-cuda13-plugin`; no driver and no chip. All of it comes
+with `jaxrlhf[compile]`.
 """
 
 import os
@@ -13,6 +13,7 @@ from jax.experimental import topologies
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.planner.hardware import Hardware
+from jaxrlhf.runtime.xla_flags import GPU_FLAGS
 
 _CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
 _SQUARES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
@@ -36,13 +37,15 @@ _HOPPER = {
     "registers_per_core_limit": 65_536,
     "registers_per_block_limit": 65_536,
 }
+_BLACKWELL = {**_HOPPER, "core_count": 148, "l2_cache_size": 132_644_864, "clock_rate_ghz": 1.965}
 _GPUS: Mapping[str, Mapping[str, Any]] = {
     "h100": {"memory_bandwidth": 3_352_320_000_000, "device_memory_size": 84_978_434_048, **_HOPPER},
     "h200": {"memory_bandwidth": 4_800_000_000_000, "device_memory_size": 150_754_820_096, **_HOPPER},
+    "b200": {"memory_bandwidth": 7_672_320_000_000, "device_memory_size": 191_514_411_008, **_BLACKWELL},
 }
 """Description of each GPU for XLA; an H200 is an H100 with more memory.
 
-Source: openxla/xla, xla/tools/hlo_opt/gpu_specs.
+Source: openxla/xla, xla/backends/gpu/target_config/specs.
 """
 
 _NO_TPU_HERE = {
@@ -53,7 +56,14 @@ _NO_TPU_HERE = {
 }
 """Environment in which libtpu asks no cloud for the machine that it is on, and several processes may compile."""
 
-_LABELS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
+_LABELS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200", "b200": "NVIDIA B200"}
+_CAPABILITY = {"h100": 9, "h200": 9, "b200": 10}
+"""CUDA's compute capability, of which the second number is 0 in all."""
+
+
+def compiler_options(hardware: Hardware) -> dict[str, bool | str] | None:
+    """Flags of XLA that a run on this hardware has in its environment; libtpu reads its own there."""
+    return dict(GPU_FLAGS) if hardware.name in _GPUS else None
 
 
 def topology(hardware: Hardware) -> tuple[jax.Device, ...]:
@@ -85,8 +95,9 @@ def _tpu(hardware: Hardware) -> tuple[jax.Device, ...]:
 def _gpu(hardware: Hardware) -> tuple[jax.Device, ...]:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # no driver has to be there
     fields = "\n".join(f"  {name}: {value}" for name, value in _GPUS[hardware.name].items())
+    capability = f"cuda_compute_capability {{ major: {_CAPABILITY[hardware.name]} minor: 0 }}"
     target = (
-        f"gpu_device_info {{\n{fields}\n  cuda_compute_capability {{ major: 9 minor: 0 }}\n}}\n"
+        f"gpu_device_info {{\n{fields}\n  {capability}\n}}\n"
         'platform_name: "CUDA"\ndnn_version_info { major: 9 minor: 8 patch: 0 }\n'
         f'device_description_str: "{_LABELS[hardware.name]}"\n'
     )

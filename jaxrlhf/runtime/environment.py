@@ -2,6 +2,9 @@
 
 import os
 import re
+from pathlib import Path
+
+from jaxrlhf.runtime.xla_flags import GPU_FLAGS, TPU_FLAGS, with_flags
 
 
 def cpu_devices() -> int:
@@ -17,3 +20,8 @@ if cpu_devices() > 1:
 
 # Models run in JAX here; transformers, which reads tokenizers, would advise to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+# Only libtpu reads its own variable. XLA_FLAGS are read by all compilers, and libtpu ends a process at those of GPUs.
+os.environ["LIBTPU_INIT_ARGS"] = with_flags(os.environ.get("LIBTPU_INIT_ARGS", ""), TPU_FLAGS)
+if Path("/proc/driver/nvidia/version").exists():
+    os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""), GPU_FLAGS)

@@ -32,6 +32,7 @@ from jaxrlhf.planner.cost.programs import ExpectedPrograms
 from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem
 from jaxrlhf.planner.problem import judges_of
 from jaxrlhf.planner.shapes import shape_of
+from jaxrlhf.planner.topology import compiler_options
 from jaxrlhf.rewards.parts import part_names
 from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.single_controller.launch import launch, split_devices
@@ -99,7 +100,10 @@ def compile_plan(
       Refusal: A setting that does not fit the devices, or a program that their compiler refuses.
     """
     return compile_programs(
-        lower_plan(config, problem, plan, devices), ExpectedPrograms(problem, plan), progress=progress
+        lower_plan(config, problem, plan, devices),
+        ExpectedPrograms(problem, plan),
+        options=compiler_options(problem.hardware),
+        progress=progress,
     )
 
 

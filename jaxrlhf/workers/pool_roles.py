@@ -29,7 +29,6 @@ from jaxrlhf.sharding.mesh import (
     factored_mesh,
 )
 from jaxrlhf.sharding.pool import ResourcePool
-from jaxrlhf.workers.model import microbatch_shape
 from jaxrlhf.workers.role_weights import RoleWeights
 
 
@@ -88,12 +87,10 @@ class PoolRoles:
 
     def execution(self, role: str, *, remat: bool = False) -> Execution:
         """Execution of a role in its training layout."""
-        mesh = self.mesh(role)
-        row_tokens, _ = microbatch_shape(self.training(role), mesh, width=self.width, role=role)
         return choose_execution(
             self.model_of(role),
             self.dtype,
-            mesh,
+            self.mesh(role),
             row_axes=BATCH_AXES,
             head_axes=TENSOR_AXES,
             expert_axes=EXPERT_AXES,
@@ -101,7 +98,6 @@ class PoolRoles:
             weight_axes=WEIGHT_AXES,
             token_axes=TOKEN_AXES,
             remat=remat,
-            longest_row=row_tokens,
             wanted=self.config.attention,
         )
 

@@ -156,19 +156,18 @@ def _pages_xla(query_BNH: Array, pages_ZSJH: Array, table_BQ: Array, newest_B: A
     return (out_BKGH / sum_BKG[..., None]).astype(query_BNH.dtype).reshape(query_BNH.shape)
 
 
-def _lazy(backend: str, name: str) -> Callable[..., Array]:
+def _lazy(module: str, name: str) -> Callable[..., Array]:
     """A kernel of `kernels/`, imported when it is called: a JAX that has no such kernel still has the others."""
 
     def kernel(*arrays: Any) -> Array:
-        return getattr(importlib.import_module(f"jaxrlhf.models.kernels.{backend}"), name)(*arrays)
+        return getattr(importlib.import_module(f"jaxrlhf.models.kernels.{module}"), name)(*arrays)
 
     return kernel
 
 
 ROWS: dict[str, Callable[..., Array]] = {
     "xla": attend_blocks,
-    "cudnn": _lazy("gpu", "cudnn_rows"),
-    "triton": _lazy("gpu", "triton_rows"),
+    "flash": _lazy("gpu_rows", "flash_rows"),
     "splash": _lazy("tpu", "splash_rows"),
 }
 DECODE: dict[str, Callable[..., Array]] = {"xla": _decode_xla, "pallas": _lazy("gpu", "pallas_decode")}

@@ -40,7 +40,7 @@ from jaxrlhf.models.pipeline import pipeline_over
 from jaxrlhf.sharding.described import are_here
 
 BEST: dict[str, tuple[RowsKernel, DecodeKernel, PagesKernel]] = {
-    "gpu": ("cudnn", "pallas", "pallas"),
+    "gpu": ("flash", "pallas", "pallas"),
     "tpu": ("splash", "xla", "ragged"),
 }
 """Kernels of rows, of decoding and of pages by platform; others have `xla` alone."""
@@ -52,11 +52,6 @@ _WIDTH, _CAPACITY = 199, 700
 """Width of rows and capacity of slots that kernels are tried on: no multiple of any tile."""
 _WINDOW = 45
 """Window that kernels are tried with: it ends inside of segments and of tiles."""
-
-_LONGEST_MASK = 8192
-"""Tokens of a row whose mask, which cuDNN wants, takes 128 MiB in half precision."""
-_WIDEST_CUDNN_HEAD = 128
-"""Width of heads that cuDNN takes, forward and backward."""
 
 
 def choose_execution(
@@ -72,7 +67,6 @@ def choose_execution(
     token_axes: tuple[str, ...] = (),
     remat: bool = False,
     decodes: bool = False,
-    longest_row: int = 0,
     wanted: Literal["auto", "xla"] = "auto",
     cache: Literal["auto", "slots", "pages"] = "slots",
 ) -> Execution:
@@ -88,7 +82,6 @@ def choose_execution(
       token_axes: Mesh axes that split the tokens of a row.
       remat: See `Execution`.
       decodes: Whether a decode kernel is needed as well.
-      longest_row: Tokens of the longest row that attention runs over, if that is known.
       wanted: `xla` tries nothing.
       cache: Layout of the cache where a decode kernel is needed; `auto` is pages where a kernel for them is used.
 
@@ -115,9 +108,6 @@ def choose_execution(
     name = jnp.dtype(dtype).name
     window = None if config.sliding_window is None else _WINDOW
     score_mod = ScoreMod(config.score_divisor, config.attn_logit_softcapping, window)
-
-    if rows == "cudnn" and window is None and (longest_row > _LONGEST_MASK or config.head_dim > _WIDEST_CUDNN_HEAD):
-        rows = "triton"
 
     def usable(use: _Use, kernel: str, obstacle: str | None = None) -> bool:
         if kernel == "xla":

@@ -1,4 +1,4 @@
-"""Attention kernels of GPUs, in the signatures of `attend`, `attend_cache` and `attend_pages`.
+"""Kernels of GPUs for decoding, in the signatures of `attend_cache` and `attend_pages`.
 
 Each computes on the arrays of one device. `kernel_choice` decides whether it is used.
 """
@@ -11,83 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.experimental.pallas.ops.gpu import attention as triton_attention
 from jaxtyping import Float, Int
 
 from jaxrlhf.batch import Array
-from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod, pad_positions
+from jaxrlhf.models.attention.score_mod import LOWEST, PLAIN, ScoreMod
 
 _BLOCK, _PART = 64, 512
 """Cache positions of a tile, and of one program of the decode kernel."""
 
 _SMALLEST_DOT = 16
 """Rows that the tensor cores multiply at least."""
-
-_ROW_TILE = 64
-"""Queries and keys of a tile of `triton_rows`; half as many in its backward pass, and of wider heads than 128."""
-
-
-def cudnn_rows(
-    query_RWNH: Float[Array, "R W N H"],
-    key_RWKH: Float[Array, "R W K H"],
-    value_RWKH: Float[Array, "R W K H"],
-    segment_RW: Int[Array, "R W"],
-    score_mod: ScoreMod = PLAIN,
-) -> Float[Array, "R W N H"]:
-    """cuDNN's flash attention; half precision only.
-
-    JAX offers cuDNN's packed layout under no public name, so segments are a mask: `[R, W, W]` numbers
-    that all heads share, and as many again in the backward pass. Scores of heads are never stored.
-
-    Raises:
-      NotImplementedError: Scores have a soft cap.
-    """
-    if score_mod.soft_cap is not None:
-        raise NotImplementedError("cuDNN's attention has no soft cap of scores")
-    _, width, _, head_dim = query_RWNH.shape
-    query, key, value, segment = pad_positions((query_RWNH, key_RWKH, value_RWKH, segment_RW), multiple=2)
-    mask_RWW = segment[:, :, None] == segment[:, None, :]
-    if score_mod.window is not None:
-        position_W = jnp.arange(segment.shape[1])
-        mask_RWW &= score_mod.in_window(position_W[:, None] - position_W[None, :])[None]
-    out = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        mask=mask_RWW[:, None],
-        is_causal=True,
-        scale=1 / score_mod.divide_by(head_dim),
-        implementation="cudnn",
-    )
-    return out[:, :width]
-
-
-def triton_rows(
-    query_RWNH: Float[Array, "R W N H"],
-    key_RWKH: Float[Array, "R W K H"],
-    value_RWKH: Float[Array, "R W K H"],
-    segment_RW: Int[Array, "R W"],
-    score_mod: ScoreMod = PLAIN,
-    *,
-    interpret: bool = False,
-) -> Float[Array, "R W N H"]:
-    """JAX's flash attention in Triton, which compares segments tile by tile: memory grows with the row's length.
-
-    Heads of keys and values are repeated for the queries that share them.
-
-    Raises:
-      NotImplementedError: Scores have a soft cap or a window.
-    """
-    if score_mod.soft_cap is not None or score_mod.window is not None:
-        raise NotImplementedError("this kernel has neither a soft cap of scores nor windows")
-    _, width, heads, head_dim = query_RWNH.shape
-    copies, tile = heads // key_RWKH.shape[2], _ROW_TILE if head_dim <= 128 else _ROW_TILE // 2
-    key_RWNH, value_RWNH = (jnp.repeat(array, copies, axis=2) for array in (key_RWKH, value_RWKH))
-    arrays = pad_positions((query_RWNH, key_RWNH, value_RWNH, segment_RW), multiple=_ROW_TILE)
-    half = tile // 2
-    tiles = triton_attention.BlockSizes(tile, tile, half, half, half, half)
-    scale = 1 / score_mod.divide_by(head_dim)
-    return triton_attention.mha(*arrays, scale, True, tiles, interpret=interpret)[:, :width]
 
 
 def pallas_decode(
