@@ -141,8 +141,8 @@ def opened(source: str, *, place: str) -> Any:
         content = image_values(record_at(path, int(number))[key])[int(index)]
         content = _content(content, Path(path).parent, place=place)
     try:
-        picture = PIL.Image.open(content if isinstance(content, Path) else io.BytesIO(content))
-        return picture.convert("RGB")
+        with PIL.Image.open(io.BytesIO(content.read_bytes() if isinstance(content, Path) else content)) as picture:
+            return picture.convert("RGB")
     except FileNotFoundError as error:
         raise Refusal(f"{place}: there is no image {content}; check the path") from error
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:

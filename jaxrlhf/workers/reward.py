@@ -1,12 +1,14 @@
 """The reward: scores responses, by functions in a worker pool and by reward models."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
 from jaxrlhf.batch import Problem, RolloutBatch, Scores
 from jaxrlhf.batching.transfer_protocol import DP_PROTO, RankCoordinates, worker_method
+from jaxrlhf.data.images import with_pictures
 from jaxrlhf.engine import Completion
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.model import Metrics, Progress
@@ -39,7 +41,7 @@ class Reward:
         return self._begin
 
     def _begin(self, problem: Problem, completion: Completion) -> None:
-        self._scorer.begin(problem.prompt, partial(self._text, completion.tokens), problem.answer, problem.record)
+        self._scorer.begin(problem.prompt, partial(self._text, completion.tokens), problem.answer, _shown(problem))
 
     def take_metrics(self) -> Metrics:
         """Fraction of the functions' work that did not wait for `compute_reward`, since the last call."""
@@ -56,13 +58,18 @@ class Reward:
             [row.prompt for row in rows],
             responses,
             [row.answer for row in rows],
-            [row.record for row in rows],
+            [_shown(row) for row in rows],
             finished=(~np.asarray(rollout.truncated_B)).tolist(),
             progress=lambda done, total: self._progress("reward", done, total),
         )
         self._text.cache_clear()
         self._ahead += self._scorer.ahead
         return scores
+
+
+def _shown(problem: Problem) -> Mapping[str, Any]:
+    """The record as reward functions get it, with the pictures of its prompt."""
+    return with_pictures(problem.record, problem.images)
 
 
 def response_texts(rollout: RolloutBatch, decode: Callable[[Sequence[int]], str]) -> list[str]:

@@ -1,0 +1,107 @@
+"""Images of records: bytes in parquet, files and data URLs; damage is refused with the place of the record."""
+
+import base64
+import io
+import json
+import pickle
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from jaxrlhf.config import PromptFile, Refusal
+from jaxrlhf.config import load as load_configuration
+from jaxrlhf.data.images import with_pictures
+from jaxrlhf.data.sources import load_problems
+from jaxrlhf.models import model_config, tokenizer_of
+from jaxrlhf.models.vision.reader import image_reader
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    config = load_configuration("grpo_shapes")
+    tokenizer = tokenizer_of(config)
+    model = model_config(config.model, tokenizer)
+    return tokenizer, image_reader(config, model, tokenizer), model.vision
+
+
+def png(wide=42, high=28, seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 255, (high, wide, 3), np.uint8)
+    written = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(written, "PNG")
+    return written.getvalue()
+
+
+def load(seeing, path, prompt_tokens=64, **settings):
+    tokenizer, reader, _ = seeing
+    data = PromptFile(train=str(path), prompt_key="problem", image_key="images", **settings)
+    return load_problems(data, tokenizer, split="train", max_prompt_tokens=prompt_tokens, reader=reader)
+
+
+def jsonl(path, *records):
+    path.write_text("".join(json.dumps({"answer": "1", **record}) + "\n" for record in records))
+    return path
+
+
+def test_the_same_image_from_everywhere(seeing, tmp_path):
+    """As geometry3k has it in parquet, as a file and as a data URL."""
+    (tmp_path / "one.png").write_bytes(png())
+    rows = [{"images": [{"bytes": png(), "path": None}], "problem": "<image>Find x.", "answer": "3"}]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    lines = [{"problem": "<image>Find x.", "images": "one.png"}, {"problem": "Find x.", "images": [url]}]
+    told = load(seeing, jsonl(tmp_path / "train.jsonl", *lines)).problems
+    problems = [load(seeing, tmp_path / "train.parquet").problems[0], *told[:]]
+    _, reader, vision = seeing
+    for problem in problems:
+        (image,) = problem.images
+        assert image.grid == (1, 4, 6) and image.tokens == 6 and image.digest == problems[0].images[0].digest
+        placeholders = np.array(problem.prompt_tokens) == vision.image_token
+        assert np.flatnonzero(placeholders).tolist() == list(range(image.start, image.start + 6))
+        np.testing.assert_array_equal(reader.patches(image), reader.patches(problems[0].images[0]))
+        assert len(pickle.dumps(problem)) < 2000, "pixels travel with the prompt"
+        (picture,) = with_pictures(problem.record, problem.images)["images"]
+        assert picture.size == (42, 28)
+
+
+def test_long_prompts_are_dropped_whole(seeing, tmp_path):
+    (tmp_path / "one.png").write_bytes(png())
+    path = jsonl(
+        tmp_path / "train.jsonl",
+        {"problem": "<image>?" + "1" * 60, "images": "one.png"},
+        {"problem": "2", "images": []},
+    )
+    loaded = load(seeing, path)
+    assert loaded.dropped_too_long == 1 and [problem.images for problem in loaded.problems] == [()]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"problem": "<image>?", "images": "none.png"}, "no image"),
+        ({"problem": "<image>?", "images": "broken.png"}, "damaged"),
+        ({"problem": "<image>?", "images": "data:image/png;base64,????"}, "base64"),
+        ({"problem": "<image>?", "images": 3}, "must be bytes"),
+        ({"problem": "<image>?", "images": "long.png"}, "refused"),
+        ({"problem": "<image> and <image>?", "images": "one.png"}, "2 times"),
+        ({"problem": "<image><|image_pad|>?", "images": "one.png"}, "must not spell"),
+        ({"problem": "<|image_pad|>?", "images": []}, "placeholders"),
+    ],
+)
+def test_damage_is_refused_with_its_place(seeing, tmp_path, record, words):
+    (tmp_path / "one.png").write_bytes(png())
+    (tmp_path / "broken.png").write_bytes(png()[:60])
+    (tmp_path / "long.png").write_bytes(png(wide=1400, high=2))
+    path = jsonl(tmp_path / "train.jsonl", {"problem": "2", "images": []}, record)
+    with pytest.raises(Refusal, match=words) as refused:
+        load(seeing, path)
+    assert "line 2" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_models_of_text_refuse_images(seeing, tmp_path):
+    (tmp_path / "one.png").write_bytes(png())
+    path = jsonl(tmp_path / "train.jsonl", {"problem": "?", "images": "one.png"})
+    with pytest.raises(Refusal, match="line 1"):
+        load((seeing[0], None, None), path)

@@ -1,0 +1,36 @@
+"""Optimizers of policies with a vision tower: frozen by default, or with a learning rate of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrlhf.config import Optimizer
+from jaxrlhf.workers.trained_model import _state_layout, optimizer_of
+
+
+def updated(rate):
+    settings = Optimizer(learning_rate=0.1, vision_learning_rate=rate, weight_decay=0.5)
+    params = {"layers": {"up": jnp.ones(3)}, "vision": {"patch": jnp.ones((5, 2))}}
+    optimizer = optimizer_of(settings, total_updates=10, tower=True)
+    state = optimizer.init(params)
+    changes, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
+    return changes, state
+
+
+@pytest.mark.parametrize("rate", [None, 0.01])
+def test_a_tower_moves_by_its_own_learning_rate(rate):
+    changes, state = updated(rate)
+    assert float(jnp.abs(changes["layers"]["up"]).min()) > 0.1
+    expected = changes["layers"]["up"][0] * (rate or 0) / 0.1
+    np.testing.assert_allclose(changes["vision"]["patch"], expected, rtol=1e-4)
+    moments = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (5, 2)]
+    assert len(moments) == (0 if rate is None else 2), "a frozen tower has no moments"
+
+
+def test_moments_lie_as_their_parameters():
+    _, state = updated(0.01)
+    layout = {"layers": {"up": "layout of layers"}, "vision": {"patch": "layout of the tower"}}
+    found = jax.tree.leaves(_state_layout(state, layout, "whole"))
+    assert [found.count(name) for name in ("layout of layers", "layout of the tower")] == [2, 2]
+    assert set(found) == {"layout of layers", "layout of the tower", "whole"}
