@@ -155,10 +155,7 @@ def unclear_docstrings(path: Path) -> list[str]:
             first = text.split(maxsplit=1)[0].strip(",.:;") if text.split() else ""
             if first in UNCLEAR_OPENINGS or text.startswith("The same"):
                 found.append(f"{path.name}:{line}: docstring opens with {first!r}")
-            for entry in re.findall(
-                r"^\s+([\w, `*]+): ((?:Of|Idem|As|Those|That|Likewise)\b[^\n]*)", text, re.MULTILINE
-            ):
-                found.append(f"{path.name}:{line}: {entry[0]}: {entry[1][:40]}")
+            found += [f"{path.name}:{line}: {name}: {says[:40]}" for name, says in _UNCLEAR_ENTRY.findall(text)]
     return found
 
 

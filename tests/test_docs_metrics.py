@@ -48,7 +48,7 @@ def test_a_name_on_the_page_stands_for_these():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"cold_start": None},
+        pytest.param({"cold_start": None}, marks=pytest.mark.slow),
         {
             "cold_start": ColdStart(steps=1, algorithm=SFT(examples_per_update=8)),
             "algorithm": GRPO(responses_per_update=8, kl=KLInLoss(coefficient=0.1)),

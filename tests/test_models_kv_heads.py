@@ -85,8 +85,10 @@ def run(config, lora, cache, **sizes):
 @pytest.mark.parametrize(
     ("name", "lora", "cache", "sizes"),
     [
-        ("two and biases", Lora(rank=2), "slots", {"data": 2, "tensor": 4}),
-        ("one norm over both", None, "pages", {"data": 2, "tensor": 2, "micro_tensor": 2}),
+        pytest.param("two and biases", Lora(rank=2), "slots", {"data": 2, "tensor": 4}, marks=pytest.mark.slow),
+        pytest.param(
+            *("one norm over both", None, "pages", {"data": 2, "tensor": 2, "micro_tensor": 2}), marks=pytest.mark.slow
+        ),
         ("three of six", None, "slots", {"fsdp": 4, "tensor": 2}),
     ],
 )

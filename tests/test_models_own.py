@@ -17,7 +17,7 @@ from made_plans import machines
 from tiny_runs import get_config, numbers, records, training
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, PPO, Layout, Lora, Nnx, PromptFile, Training
+from jaxrlhf.config import GRPO, PPO, Layout, Lora, Nnx, Training
 from jaxrlhf.models import init_params, model_config, param_dims, param_shapes, token_logp
 from jaxrlhf.models.decoder import hidden_states
 from jaxrlhf.planner.problem import problem_of
@@ -201,29 +201,6 @@ def test_it_is_not_planned(own):
 # In a run.
 
 
-def test_it_is_sampled_from_and_trained(own, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"  # short ones, so that little has to be compiled
-    prompts.write_text("".join(json.dumps({"prompt": f"{left} + {right}"}) + "\n" for left in "123" for right in "456"))
-    config = learning(GRPO, old_logp="trainer")
-    config = replace(
-        config,
-        model=own,
-        data=PromptFile(str(prompts), answer_key=None),
-        algorithm=replace(config.algorithm, responses_per_update=8),
-        actor=replace(config.actor, tokens_per_microbatch=1024),
-        rollout=replace(config.rollout, prompts_per_step=2, responses_per_prompt=4, max_prompt_tokens=10),
-        steps=2,
-    )
-    logged = run(config, tmp_path)
-    assert [record["step"] for record in logged] == [1, 2]
-    assert all(record["sampler/logp_gap_max"] < 1e-5 for record in logged)
-    assert logged[0]["compile/count"] == logged[1]["compile/count"]
-    assert (tmp_path / "checkpoints" / "step_2" / "actor").is_dir()
-    assert "<lambda>" in json.loads((tmp_path / "config.json").read_text())["model"]["build"]
-    with pytest.raises(ValueError, match=r"trained a module of your own .* no Hugging Face format"):
-        export_policy(tmp_path, tmp_path / "exported")
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("programs")
 def test_it_learns_goes_on_from_a_checkpoint_and_is_evaluated(own, tmp_path, capsys):
@@ -233,6 +210,9 @@ def test_it_learns_goes_on_from_a_checkpoint_and_is_evaluated(own, tmp_path, cap
     assert logged[-1]["eval/accuracy"] >= 0.9
     assert all(record["sampler/logp_gap_max"] < 1e-5 for record in logged)
     assert len({record["compile/count"] for record in logged}) == 1
+    assert "<lambda>" in json.loads((tmp_path / "whole" / "config.json").read_text())["model"]["build"]
+    with pytest.raises(ValueError, match=r"trained a module of your own .* no Hugging Face format"):
+        export_policy(tmp_path / "whole", tmp_path / "exported")
 
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_24")

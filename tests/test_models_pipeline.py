@@ -77,8 +77,8 @@ def assert_close(ours, theirs, tolerance):
     ("sizes", "remat"),
     [
         ({"data": 3, "stage": 2}, False),
-        ({"data": 2, "stage": 2, "tensor": 2}, True),
-        ({"fsdp": 2, "stage": 2, "tensor": 2}, True),
+        pytest.param({"data": 2, "stage": 2, "tensor": 2}, True, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "stage": 2, "tensor": 2}, True, marks=pytest.mark.slow),
         ({"data": 2, "stage": 2, "micro_stage": 2}, True),
     ],
     ids=str,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from test_models_families import hidden_states, packed, program, tokens
-from tiny_checkpoints import FAST, KINDS, build, write
+from tiny_checkpoints import KINDS, build, write
 from tiny_models import close, logits
 
 from jaxrlhf import models
@@ -66,7 +66,7 @@ def in_one_row(count, length):
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in FIRST]
+    "kind", [kind if kind == "gpt-oss" else pytest.param(kind, marks=pytest.mark.slow) for kind in FIRST]
 )
 def test_sequences_that_share_their_prompt_are_whole_ones(checkpoint, kind):
     """Hidden states and gradients, parameters of attention itself included."""

@@ -89,6 +89,7 @@ def test_a_tail_response_ends_with_the_same_probability_at_every_step(tmp_path, 
     np.testing.assert_allclose(by_position, by_position.mean(), rtol=0.15)
 
 
+@pytest.mark.slow
 def test_an_update_is_measured_of_sequences_that_share_no_prompt(tmp_path):
     sizes = ["--preset", "tiny", "--sequences", "4", "--tokens", "12", "--trained", "8", "--repeats", "1"]
     command = [bench_update.__file__, *sizes, "--models", str(tmp_path)]
@@ -98,6 +99,7 @@ def test_an_update_is_measured_of_sequences_that_share_no_prompt(tmp_path):
     assert found["tokens_per_s"] == pytest.approx(48 / found["update_s"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_work_of_the_controller_is_measured_and_padding_is_not_shipped():
     sizes = ["--prompts", "8", "--responses", "2", "--tokens", "2048", "--steps", "2", "--hosts", "2"]
     done = subprocess.run([sys.executable, bench_host.__file__, *sizes], check=True, stdout=subprocess.PIPE, text=True)

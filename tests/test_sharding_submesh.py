@@ -192,6 +192,7 @@ def generate(mesh: Mesh, weights: Any, requests: list[Request]) -> list[Any]:
     return engine.generate(requests, Sampling(temperature=0.8), seed=11)
 
 
+@pytest.mark.slow  # tests/test_resharding_processes.py does that in the fast tier, in processes
 def test_two_submeshes_generate_what_the_spanning_engine_does() -> None:
     layout = Layout(tensor=4, generation_tensor=2)
     mesh, weights = generation_mesh(layout, jax.devices()), weights_of(layout)

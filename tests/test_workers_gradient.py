@@ -144,8 +144,8 @@ def test_row_order(one_device, plain: list[np.ndarray]) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(fsdp=4, tensor=2),
         Layout(fsdp=2, stage=2, tensor=2),
+        pytest.param(Layout(fsdp=4, tensor=2), marks=pytest.mark.slow),
         pytest.param(Layout(tensor=4, generation_tensor=2), marks=pytest.mark.slow),
         pytest.param(Layout(fsdp=8), marks=pytest.mark.slow),
         pytest.param(Layout(fsdp=2, context=4), marks=pytest.mark.slow),
@@ -253,8 +253,8 @@ def alone(untrained) -> list[np.ndarray]:
     "settings",
     [
         config(tokens=288, remat="full"),
-        config(layout=Layout(fsdp=2, stage=2, tensor=2), tokens=576, devices=8),
         config(layout=Layout(fsdp=2, context=4), tokens=576, devices=8),
+        pytest.param(config(layout=Layout(fsdp=2, stage=2, tensor=2), tokens=576, devices=8), marks=pytest.mark.slow),
     ],
     ids=lambda settings: f"{settings.actor.layout} {settings.actor.tokens_per_microbatch}",
 )
