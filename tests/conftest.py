@@ -57,7 +57,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _BUDGET_S = {
-    **{"models": 330, "engine": 290, "serving": 40, "workers": 210, "planner": 130, "resharding": 125, "rewards": 115, "run": 90},
+    **{
+        "models": 330,
+        "engine": 290,
+        "serving": 40,
+        "workers": 210,
+        "planner": 130,
+        "resharding": 125,
+        "rewards": 115,
+        "run": 90,
+    },
     **{"trainer": 70, "algos": 55, "ray": 45, "extending": 30, "data": 40, "scripts": 30, "checkpoint": 30, "docs": 30},
     **{"dataflows": 20, "conversations": 60, "house": 20, "runtime": 15, "tracking": 15, "sharding": 15, "config": 15},
 }

@@ -51,8 +51,7 @@ class Engine:
       kv_head_axis: Mesh axis that splits the key-value heads of the cache.
       execution: For this mesh; its stages divide the cache as well.
       records_routing: Completions say which experts their tokens went through.
-      goes_ahead: Where no request waits for a slot, dispatch the next tokens before the last are read. Idle slots are
-        then left later; None does not where the host would only share its cores with the devices, on CPU.
+      goes_ahead: Where no request waits for a slot, dispatch tokens before the last are read; None is False on CPU.
 
     Attributes:
       slots: Number after rounding; while no request waits for one, decoding goes on with those in use.

@@ -16,10 +16,10 @@ from jaxrlhf.serving.endpoints import ApiAnswer, chat_answer, completion_answer,
 from jaxrlhf.serving.errors import ApiError, invalid
 from jaxrlhf.serving.metrics import HttpCounts, prometheus
 from jaxrlhf.serving.served import ServedModel
-from jaxrlhf.serving.sessions import Session, SessionBook
+from jaxrlhf.serving.sessions import ServedSession, SessionBook
 from jaxrlhf.serving.wire import chat_request, completion_request
 
-Handler = Callable[[Request, Session | None], Awaitable[Response]]
+Handler = Callable[[Request, ServedSession | None], Awaitable[Response]]
 
 
 class WebApp:
@@ -68,7 +68,7 @@ class WebApp:
 
         return serve
 
-    def _admitted(self, request: Request) -> Session | None:
+    def _admitted(self, request: Request) -> ServedSession | None:
         """The session that a request is of; None for one outside sessions that may ask.
 
         Raises:
@@ -87,11 +87,11 @@ class WebApp:
             raise ApiError(message, status=401, kind="authentication_error", code="invalid_api_key")
         return None
 
-    async def _chat(self, request: Request, session: Session | None) -> Response:
+    async def _chat(self, request: Request, session: ServedSession | None) -> Response:
         body = await self._body(request)
         return await self._answered(request, lambda: chat_answer(self._model, chat_request(body), session))
 
-    async def _completion(self, request: Request, session: Session | None) -> Response:
+    async def _completion(self, request: Request, session: ServedSession | None) -> Response:
         body = await self._body(request)
         return await self._answered(request, lambda: completion_answer(self._model, completion_request(body), session))
 
@@ -149,13 +149,13 @@ class WebApp:
         except (ValueError, RecursionError) as error:
             raise ApiError(f"the body is no JSON: {str(error)[:200]}", code="invalid_json") from error
 
-    async def _models(self, request: Request, session: Session | None) -> Response:
+    async def _models(self, request: Request, session: ServedSession | None) -> Response:
         engine = self._model.service.engine
         card = {"id": self._model.name, "object": "model", "created": 0, "owned_by": "jaxrlhf"}
         card |= {"max_model_len": engine.context_tokens, "max_response_tokens": engine.response_tokens}
         return JSONResponse({"object": "list", "data": [card]})
 
-    async def _tokenize(self, request: Request, session: Session | None) -> Response:
+    async def _tokenize(self, request: Request, session: ServedSession | None) -> Response:
         body = await self._body(request)
         if isinstance(body, dict) and "messages" in body:
             asked = chat_request({"model": self._model.name, **body})
@@ -167,12 +167,12 @@ class WebApp:
         most = self._model.service.engine.context_tokens
         return JSONResponse({"tokens": list(tokens), "count": len(tokens), "max_model_len": most})
 
-    async def _reward(self, request: Request, session: Session | None) -> Response:
+    async def _reward(self, request: Request, session: ServedSession | None) -> Response:
         assert session is not None, "the path names one"
         session.set_reward(await self._body(request))
         return JSONResponse({})
 
-    async def _metrics(self, request: Request, session: Session | None) -> Response:
+    async def _metrics(self, request: Request, session: ServedSession | None) -> Response:
         text = prometheus(self._model.service, self._http)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 

@@ -14,7 +14,7 @@ from jaxrlhf.serving import answers
 from jaxrlhf.serving.call_tree import Prompt
 from jaxrlhf.serving.errors import ApiError, invalid
 from jaxrlhf.serving.served import Choice, DrawnPart, ServedModel, draw, key_of
-from jaxrlhf.serving.sessions import Session
+from jaxrlhf.serving.sessions import ServedSession
 from jaxrlhf.serving.texts import ReplyStream, TextStream
 from jaxrlhf.serving.wire import ChatRequest, CompletionRequest, Wanted
 
@@ -37,7 +37,7 @@ class ApiAnswer:
     prompts: list[Prompt]
     choices: list[Choice]
     tools: Sequence[ToolSchema] | None
-    session: Session | None
+    session: ServedSession | None
     answer_id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     completions: dict[int, Completion] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class ApiAnswer:
             parse = self.model.form.parse
             self.replies[index] = parse(completion.tokens, self.tools, opening=self.opening(index))
 
-    def _record(self, session: Session) -> None:
+    def _record(self, session: ServedSession) -> None:
         with session.lock:
             session.check_open()
             calls = []
@@ -97,7 +97,7 @@ class ApiAnswer:
             session.record(self.answer_id, calls, list(self.completions.values()))
 
 
-def chat_answer(model: ServedModel, request: ChatRequest, session: Session | None) -> ApiAnswer:
+def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession | None) -> ApiAnswer:
     """Choices that a chat request asks for.
 
     Raises:
@@ -115,7 +115,7 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: Session | Non
     return _answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl")
 
 
-def completion_answer(model: ServedModel, request: CompletionRequest, session: Session | None) -> ApiAnswer:
+def completion_answer(model: ServedModel, request: CompletionRequest, session: ServedSession | None) -> ApiAnswer:
     """Choices that a completion request asks for; errors as of `chat_answer`."""
     prompts = []
     for given in request.prompts:
@@ -139,7 +139,7 @@ def _answer(
     prompts: list[Prompt],
     stops: tuple[int, ...],
     tools: Sequence[ToolSchema] | None,
-    session: Session | None,
+    session: ServedSession | None,
     prefix: str,
 ) -> ApiAnswer:
     if wanted.model != model.name:

@@ -42,7 +42,7 @@ class RecordedEpisode:
     truncated: int
 
 
-class Session:
+class ServedSession:
     """An episode whose agent may call.
 
     Attributes:
@@ -182,8 +182,8 @@ class SessionBook:
         history: Literal["as_sampled", "as_templated"] = "as_sampled",
     ) -> None:
         self._model, self._address, self._sampling, self._history = model, address, sampling, history
-        self._by_id: dict[str, Session] = {}
-        self._by_episode: dict[Hashable, Session] = {}
+        self._by_id: dict[str, ServedSession] = {}
+        self._by_episode: dict[Hashable, ServedSession] = {}
         self._ended: set[str] = set()
         self._lock = threading.Lock()
 
@@ -197,7 +197,7 @@ class SessionBook:
           ValueError: The episode is open.
         """
         tree = CallTree(self._model.form, history=self._history)
-        session = Session(episode, seed, limits or SessionLimits(), tree, self._address, sampling=self._sampling)
+        session = ServedSession(episode, seed, limits or SessionLimits(), tree, self._address, sampling=self._sampling)
         with self._lock:
             if episode in self._by_episode:
                 raise ValueError(f"episode {episode!r} is open already")
@@ -219,7 +219,7 @@ class SessionBook:
             self._model.service.release(request_id)
         return recorded
 
-    def find(self, session_id: str) -> Session | None:
+    def find(self, session_id: str) -> ServedSession | None:
         """The session of an id; None if there never was one.
 
         Raises:
