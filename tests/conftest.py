@@ -57,18 +57,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 _BUDGET_S = {
-    **{
-        "models": 330,
-        "engine": 290,
-        "serving": 40,
-        "workers": 210,
-        "planner": 130,
-        "resharding": 125,
-        "rewards": 115,
-        "run": 90,
-    },
-    **{"trainer": 70, "algos": 55, "ray": 45, "extending": 30, "data": 40, "scripts": 30, "checkpoint": 30, "docs": 30},
-    **{"dataflows": 20, "conversations": 60, "house": 20, "runtime": 15, "tracking": 15, "sharding": 15, "config": 15},
+    **{"models": 200, "engine": 140, "workers": 110, "planner": 110, "rewards": 75, "run": 60, "conversations": 60},
+    **{"serving": 40, "ray": 40, "resharding": 40, "data": 40, "trainer": 40, "algos": 35, "extending": 30},
+    **{"scripts": 25, "checkpoint": 25, "dataflows": 20, "house": 20, "docs": 15, "runtime": 15, "tracking": 15},
+    **{"sharding": 15, "config": 15},
 }
 """Seconds of one worker that the fast tests of a room may take; what takes more is shown, so that somebody looks."""
 
