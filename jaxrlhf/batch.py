@@ -99,8 +99,10 @@ class Problem:
       prompt_tokens: Its token ids.
       answer: Reference answer for the rewards; None if the data has none.
       solution_tokens: Worked solution with EOS, for supervised training; empty if none.
+      solution_mask: Tokens of the solution to imitate, where that has turns of others too; empty is all.
       record: The source record, handed to reward functions.
       images: Images of the prompt in its order.
+      messages: Chat messages of the prompt, where an environment goes on from them; else none.
     """
 
     prompt_id: int
@@ -108,8 +110,10 @@ class Problem:
     prompt_tokens: tuple[int, ...]
     answer: str | None = None
     solution_tokens: tuple[int, ...] = ()
+    solution_mask: tuple[bool, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
 
 
 def images_of_problems(problems: Sequence[Problem]) -> np.ndarray | None:
@@ -143,7 +147,8 @@ class Sequences:
 
     Attributes:
       token_BT: int32 ids; 0 past the length.
-      length_B: int32 tokens of prompt and response together.
+      length_B: int32 tokens of prompt and response together; `[B, k]` where a row has up to k sequences side by side,
+        those of an episode, each in T / k columns.
       mask_BT: bool, tokens to train on.
       prompt_id_B: int64 group key.
       choice_BTLk: int16, the k experts that a token went through in each layer while it was sampled, negative where
@@ -160,6 +165,23 @@ class Sequences:
 
 
 @struct.dataclass
+class EpisodeRows:
+    """Turns of episodes whose sequences are the rows of a rollout, those of an episode one after another.
+
+    Attributes:
+      episode_B: int64 id of the episode, prompt-major.
+      turn_BT: int16 turn in which the policy chose a token, from 0; -1 elsewhere.
+      reward_BT: float32 paid by the environment at the last token of a turn.
+      anchor_BT: int64, equal for turns of a group that were made in equal states; -1 where the environment names none.
+    """
+
+    episode_B: Array
+    turn_BT: Array
+    reward_BT: Array
+    anchor_BT: Array
+
+
+@struct.dataclass
 class RolloutBatch:
     """Responses that the actor generated.
 
@@ -168,17 +190,32 @@ class RolloutBatch:
       sampler_logp_BT: float32 as reported while sampling, 0 outside the mask.
       truncated_B: bool, ended by the length limit.
       version_B: int32 policy version that sampled the response.
+      episodes: Turns of the episodes that the rows are sequences of; None where each row is one response to a prompt.
     """
 
     sequences: Sequences
     sampler_logp_BT: Array
     truncated_B: Array
     version_B: Array
+    episodes: EpisodeRows | None = None
+
+
+@struct.dataclass
+class EpisodeBatch:
+    """Episodes that the actor went through.
+
+    Attributes:
+      rollout: Their sequences, one or more an episode; `rollout.episodes` is there.
+      record_E: `EpisodeRecord` of each episode, prompt-major.
+    """
+
+    rollout: RolloutBatch
+    record_E: np.ndarray
 
 
 @struct.dataclass
 class Scores:
-    """Scores of a rollout.
+    """Scores of a rollout, one for each response or episode.
 
     Attributes:
       score_B: float32 weighted sum of the parts; 0 where unscorable.

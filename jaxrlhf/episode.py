@@ -123,11 +123,14 @@ class Opening:
       messages: The prompt; none is the record's own.
       tools: Schemas of the tools that the policy is shown.
       appended: Text to put behind that of the prompt's last message, as TRL does with what `reset` returns.
+      state, max_tokens: Anchor and limit of the first reply; see `Observation`.
     """
 
     messages: Sequence[Message] = ()
     tools: Sequence[ToolSchema] = ()
     appended: str = ""
+    state: Hashable = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -184,3 +187,56 @@ class Observation:
     metrics: Mapping[str, float] = field(default_factory=dict)
     max_tokens: int | None = None
     calls: Sequence[CallRecord] = ()
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """A reply and what came of it.
+
+    Attributes:
+      observed: Messages that the environment answered with.
+      reward: Paid for the reply by the environment.
+      policy_s, environment_s: Seconds that the reply and the environment's answer took, waiting included.
+    """
+
+    reply: Reply
+    observed: Sequence[Message] = ()
+    reward: float = 0.0
+    policy_s: float = 0.0
+    environment_s: float = 0.0
+    calls: Sequence[CallRecord] = ()
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """An episode as it went, for rewards, samples and metrics.
+
+    Attributes:
+      opening: The first prompt's messages.
+      stop: Reason of the end.
+      environment: Number of the environment among those of the run.
+      failure: Line on the environment's failure; empty without one.
+      environment_reward: Sum that the environment paid; None if it pays nothing.
+      metrics: The environment's own numbers: the last of each name.
+      forks: Sequences that begin anew, by cause, such as a template that rewrites history.
+    """
+
+    opening: Sequence[Message]
+    turns: Sequence[TurnRecord]
+    stop: StopCause
+    environment: int = 0
+    failure: str = ""
+    environment_reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    forks: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole conversation."""
+        told = [message for turn in self.turns for message in (turn.reply.message, *turn.observed)]
+        return [*self.opening, *told]
+
+    @property
+    def answer(self) -> str:
+        """Text of the last reply; empty if there is none."""
+        return self.turns[-1].reply.text if self.turns else ""

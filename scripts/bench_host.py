@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrlhf.batch import MinibatchRows, Problem, RolloutBatch, Scores, Sequences
 from jaxrlhf.config import GRPO, load
-from jaxrlhf.dataflows.collect import ScoredRollout
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.grpo import grpo
 from jaxrlhf.dataflows.step import StepInput
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrlhf.batch import Experience, Problem, RolloutBatch, Scores, Sequences
 from jaxrlhf.config import Algorithm, Arithmetic, Config, FromScratch, Rollout, Sampling, function_of
-from jaxrlhf.dataflows.collect import ScoredRollout
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput, StepResult
 
 

@@ -13,7 +13,7 @@ from jaxrlhf.algos import policy_objective, value_objective
 from jaxrlhf.batching.transfer_protocol import THREE_D_PROTO, worker_method
 from jaxrlhf.config import Config, Pool, RoleSpec, Training, ValueLoss
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
-from jaxrlhf.dataflows.minibatches import minibatches, policy_minibatches
+from jaxrlhf.dataflows.batches.minibatches import minibatches, policy_minibatches
 from jaxrlhf.dataflows.step import StepResult, value_of
 from jaxrlhf.workers.trained_model import TrainedWorker
 

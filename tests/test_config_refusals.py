@@ -1,25 +1,33 @@
 """Settings that mean nothing, or contradict each other, are refused with the reason."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from jaxrlhf.config import (
+    DPO,
     GRPO,
+    GSPO,
     PPO,
     PRIME,
     SFT,
     VAPO,
     AdaptiveKL,
+    Agent,
     Arithmetic,
     ArithmeticReward,
     Checkpointing,
     CISPOLoss,
     ColdStart,
     Config,
+    Environment,
+    EnvironmentByRecord,
     Evaluation,
     FormatReward,
     FromScratch,
     FunctionReward,
+    Generated,
+    GiGPO,
     GSPOLoss,
     IcePop,
     KLInLoss,
@@ -33,6 +41,7 @@ from jaxrlhf.config import (
     Rollout,
     Sampling,
     SAPOLoss,
+    Tools,
     Training,
     TruncatedImportance,
     ValueLoss,
@@ -43,6 +52,8 @@ def a_config(**changes) -> Config:
     settings = {"name": "test", "model": FromScratch(), "data": Arithmetic(), "algorithm": PPO(), "steps": 10}
     return Config(**{**settings, **changes})
 
+
+TOOLS = Tools(functions=("tools.py:calculator",))
 
 # Each setting refuses what it cannot mean.
 
@@ -91,7 +102,6 @@ def test_setting_refuses(refused):
         lambda: FromScratch(num_layers=0),
         lambda: Arithmetic(difficulty=6),
         lambda: Arithmetic(difficulty="2"),
-        lambda: Rewards(parts=()),
         lambda: Rewards(timeout_s=0),
         lambda: Rewards(timeout_s=math.inf),
         lambda: FunctionReward(function="score"),
@@ -107,6 +117,13 @@ def test_setting_refuses(refused):
         lambda: PolicyLoss(dual_clip=1),
         lambda: ValueLoss(clip=0),
         lambda: TruncatedImportance(cap=0),
+        lambda: Tools(),
+        lambda: Tools(functions=("calculator",)),
+        lambda: Environment(factory="Maze"),
+        lambda: Agent(program=""),
+        lambda: EnvironmentByRecord("kind", ()),
+        lambda: EnvironmentByRecord("kind", (TOOLS, TOOLS)),
+        lambda: Generated("records"),
         lambda: IcePop(low=1.5),
         lambda: Rejection(high=0),
         lambda: Rejection(low=0.1),
@@ -155,6 +172,12 @@ def test_contradiction_is_refused(refused):
         ],
         {"rewards": Rewards(parts=(FormatReward(), ArithmeticReward(weight=float("nan"))))},
         {"rewards": Rewards(parts=(FormatReward(weight=0), ArithmeticReward(weight=0.0)))},
+        {"rewards": Rewards(parts=())},
+        {"environment": TOOLS, "algorithm": DPO()},
+        {"environment": TOOLS, "rollout": Rollout(replay_routing=True)},
+        {"environment": replace(TOOLS, history="as_templated"), "algorithm": GSPO(), "rollout": Rollout(64, 4)},
+        {"algorithm": GiGPO(), "rollout": Rollout(64, 4)},
+        {"algorithm": PPO(actions="turns")},
         {"checkpoint": Checkpointing(every_steps=15), "evaluation": Evaluation(every_steps=10)},
     ]:
         with refused():

@@ -9,7 +9,7 @@ from tiny_runs import get_config
 
 from jaxrlhf.batch import RolloutBatch, Sequences
 from jaxrlhf.config import GRPO, IcePop, Rejection, TruncatedImportance
-from jaxrlhf.dataflows.minibatches import policy_minibatches
+from jaxrlhf.dataflows.batches.minibatches import policy_minibatches
 from jaxrlhf.dataflows.step import StepInput
 
 _RESPONSES, _TOKENS = 16, 4

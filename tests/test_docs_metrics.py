@@ -16,6 +16,7 @@ STANDS_FOR = {  # what the page leaves open in a name
     "<phase>": "(generate|prepare|relayout|reward|update)",
     "<reward>": "format",  # of these runs
     "<role>": "(actor|critic)",
+    "<tool>": "[A-Za-z_]+",
 }
 
 

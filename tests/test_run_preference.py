@@ -31,8 +31,9 @@ from jaxrlhf.config import (
 )
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
-from jaxrlhf.dataflows import dpo, preference_pairs
+from jaxrlhf.dataflows import dpo
 from jaxrlhf.dataflows import reward_model as reward_model_dataflow
+from jaxrlhf.dataflows.batches import preference_pairs
 from jaxrlhf.planner.hardware import hardware_of
 from jaxrlhf.planner.problem import problem_of
 from jaxrlhf.sharding.mesh import factored_mesh

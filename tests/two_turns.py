@@ -10,7 +10,7 @@ import tiny_runs
 
 from jaxrlhf.batch import RolloutBatch
 from jaxrlhf.config import GRPO, Config
-from jaxrlhf.dataflows.collect import ScoredRollout
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import value_of
 
 SAID = (5, 6, 7)

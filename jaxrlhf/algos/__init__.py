@@ -42,4 +42,5 @@ from jaxrlhf.algos.objectives import (
 )
 from jaxrlhf.algos.preference import PairLoss, bradley_terry, dpo, ipo, linear_objective, pair_cost, with_likelihood
 from jaxrlhf.algos.shaping import overlong_penalty, token_rewards
+from jaxrlhf.algos.turns import state_relative, turn_gae, turn_relative, turn_returns
 from jaxrlhf.algos.weights import token_weights

@@ -15,10 +15,12 @@ from jaxrlhf.config.algorithms.critic_free import (
     RLOO,
     SAPO,
     DrGRPO,
+    GiGPO,
     OverlongPunishment,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     ReMax,
+    TurnGRPO,
 )
 from jaxrlhf.config.algorithms.distillation import Distillation
 from jaxrlhf.config.algorithms.ppo import PPO
@@ -75,6 +77,7 @@ from jaxrlhf.config.sources import (
     ArithmeticPairs,
     Data,
     FromScratch,
+    Generated,
     Gsm8k,
     Model,
     Nnx,

@@ -263,6 +263,8 @@ RewardPart = (
 class Rewards(Settings):
     """The score of a response is the weighted sum of its parts.
 
+    That of an episode has what its environment pays besides; parts read the last reply, and may be none.
+
     Attributes:
       workers: Processes that run reward functions.
       timeout_s: Wall-clock limit of one call; past it the process is killed and the response is unscorable.
@@ -281,7 +283,6 @@ class Rewards(Settings):
             self.timeout_s <= 1e6,
             f"Rewards.timeout_s={self.timeout_s:g} is more than the system can wait for; give at most 1e6",
         )
-        require(len(self.parts) > 0, "Rewards.parts is empty; name at least one reward")
         for part in self.parts:
             total_s = getattr(part, "total_s", 0.0)
             require(

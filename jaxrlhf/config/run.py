@@ -9,6 +9,7 @@ from jaxrlhf.config.algorithms.algorithm import Algorithm
 from jaxrlhf.config.algorithms.supervised import SFT
 from jaxrlhf.config.cli.annotations import check_types
 from jaxrlhf.config.cluster import RayCluster
+from jaxrlhf.config.environments import Agent, AnyEnvironment, choices
 from jaxrlhf.config.placement import ROLLOUT, Pool, check_offload, check_pools
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward, ModelReward, Rewards
@@ -69,6 +70,7 @@ class Config(Settings):
     Attributes:
       name: Name of the run, and of its folder.
       steps: Steps of the main stage.
+      environment: What the policy acts in, for episodes of several turns; None samples one response to a prompt.
       reference_layout: Layout of the reference policy; None is the actor's.
       tokenizer: Hugging Face tokenizer directory or hub id; None is the model's own.
       compute_dtype: Dtype of activations and of the generation copy; `auto` is bfloat16 on GPU and TPU, float32 on CPU.
@@ -93,6 +95,7 @@ class Config(Settings):
     data: Data
     rewards: Rewards = field(default_factory=Rewards)
     rollout: Rollout = field(default_factory=Rollout)
+    environment: AnyEnvironment | None = None
     actor: Training = field(default_factory=Training)
     reference_layout: Layout | None = None
     cold_start: ColdStart | None = None
@@ -128,6 +131,7 @@ class Config(Settings):
         self._check_layouts()
         self._check_microbatches()
         self._check_records()
+        self._check_environment()
         self._check_weights()
         self._check_best()
         self._check_profile()
@@ -309,11 +313,47 @@ class Config(Settings):
             "name the field that has it, or choose other rewards",
         )
 
+    def _check_environment(self) -> None:
+        """Refuse settings that episodes of several turns have no use for."""
+        if self.environment is None:
+            require(
+                len(self.rewards.parts) > 0,
+                "Rewards.parts is empty, and without an environment nothing else scores; name at least one reward",
+            )
+            return
+        algorithm = type(self.algorithm).__name__
+        require(
+            not getattr(self.model, "vision", False),
+            "environment is given, and episodes take no images yet; choose a model that reads text, or drop it",
+        )
+        require(
+            REWARD.name in self.roles or isinstance(self.algorithm, SFT),
+            f"environment is given, and {algorithm} samples no responses; drop it",
+        )
+        require(
+            not self.rollout.replay_routing,
+            "rollout.replay_routing trains a response through the experts that it was sampled with, and episodes do "
+            "not record them; drop it, or drop environment",
+        )
+        several = [
+            type(one).__name__
+            for one in choices(self.environment)
+            if isinstance(one, Agent) or one.history == "as_templated"
+        ]
+        require(
+            not several or self.algorithm.takes_several_sequences,
+            f"{', '.join(several)} may make several sequences of an episode, and {algorithm} weighs each sequence by "
+            "itself; choose another algorithm, or an environment whose history is 'as_sampled'",
+        )
+
     def _check_weights(self) -> None:
         weights = [part.weight for part in self.rewards.parts]
         for index, weight in enumerate(weights):
             require(math.isfinite(weight), f"rewards.parts.{index}.weight must be finite, got {weight}")
-        require(any(weights), "every weight of rewards.parts is 0, so every score would be; give one another weight")
+        paid = self.environment is not None and not weights
+        require(
+            any(weights) or paid, "every weight of rewards.parts is 0, so every score would be; give one another weight"
+        )
 
     def _check_best(self) -> None:
         saved, evaluated = self.checkpoint.every_steps, self.evaluation.every_steps

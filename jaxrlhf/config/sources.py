@@ -174,6 +174,31 @@ class PromptFile:
 
 
 @dataclass(frozen=True)
+class Generated(Settings):
+    """Records that a function makes.
+
+    Attributes:
+      function: Function of a split (`train` or `evaluation`), a number of records and a seed that gives so many records
+        with `prompt` (a text, or chat messages), and with `answer` and `solution` where there are some; as
+        `module:function` or `path/to/file.py:function`. A solution of several turns is a list of messages: those of the
+        assistant are imitated, calls of tools included.
+      train_problems, eval_problems: Records of each split.
+    """
+
+    function: str
+    train_problems: Positive[int] = 10_000
+    eval_problems: Positive[int] = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            ":" in self.function,
+            f"Generated.function must be 'module:function' or 'file.py:function', got {self.function!r}",
+        )
+
+
+@dataclass(frozen=True)
 class ArithmeticPairs(Settings):
     """The problems of `Arithmetic`, each with its right solution and, rejected, a wrong one.
 
@@ -229,4 +254,4 @@ class PairFile(Settings):
         )
 
 
-Data = Arithmetic | ArithmeticPairs | Gsm8k | PairFile | PromptFile | Shapes
+Data = Arithmetic | ArithmeticPairs | Generated | Gsm8k | PairFile | PromptFile | Shapes

@@ -1,8 +1,9 @@
 """The problems of a split in columns: a hundred bytes each beside their text, where objects take thousands."""
 
 import hashlib
+import json
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -52,10 +53,11 @@ class ProblemTable(Sequence[Problem]):
 
     def __init__(self) -> None:
         self.prompt_tokens = TokenLists()
-        self._solutions, self._rejected = TokenLists(), TokenLists()
+        self._solutions, self._masks, self._rejected = TokenLists(), TokenLists(), TokenLists()
         self._ids = array("q")
         self._prompts: list[str] = []
         self._answers: list[str | None] = []
+        self._messages: list[str] = []
         self._records: list[Stored] = []
         self._pairs: list[PairColumns] = []
         self._images: dict[int, tuple[Image, ...]] = {}
@@ -69,6 +71,8 @@ class ProblemTable(Sequence[Problem]):
         solution_tokens: Iterable[int],
         record: Stored,
         images: tuple[Image, ...] = (),
+        solution_mask: Iterable[bool] = (),
+        messages: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Add a problem; the arguments are the fields of `Problem`, the record as it is kept."""
         self._ids.append(prompt_id)
@@ -76,6 +80,8 @@ class ProblemTable(Sequence[Problem]):
         self.prompt_tokens.append(prompt_tokens)
         self._answers.append(answer)
         self._solutions.append(solution_tokens)
+        self._masks.append(map(int, solution_mask))
+        self._messages.append(json.dumps(messages) if messages else "")
         self._records.append(record)
         if images:
             self._images[len(self._ids) - 1] = images
@@ -124,8 +130,10 @@ class ProblemTable(Sequence[Problem]):
             "prompt_tokens": self.prompt_tokens[n],
             "answer": self._answers[n],
             "solution_tokens": self._solutions[n],
+            "solution_mask": tuple(map(bool, self._masks[n])),
             "record": restored(self._records[n]),
             "images": self._images.get(n, ()),
+            "messages": json.loads(self._messages[n]) if self._messages[n] else (),
         }
         if not self._pairs:
             return Problem(**fields)

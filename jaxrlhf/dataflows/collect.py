@@ -4,34 +4,16 @@ An algorithm names one: a function of the roles and the step's input, whose resu
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
-from jaxrlhf.config import Algorithm, PolicyGradient, Refusal, Sampling
+from jaxrlhf.config import Algorithm, Config, PolicyGradient, Refusal, Sampling
+from jaxrlhf.dataflows.batches.episodes import ScoredEpisodes, scored_episodes
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, value_of
-
-
-@dataclass(frozen=True)
-class ScoredRollout:
-    """Responses and their scores, which may still be on their way.
-
-    Attributes:
-      problems: Problem of each group of responses.
-      rollout: `RolloutBatch` of the responses, prompt-major, or its future.
-      scores: `Scores` of the responses, or their future.
-      trained_B: Scorable rows to train on, all of which take part in baselines; None is all.
-      metrics: Numbers of what was generated and is not learnt from; they take the place of the rollout's own.
-    """
-
-    problems: Sequence[Problem]
-    rollout: Any
-    scores: Any
-    trained_B: Array | None = None
-    metrics: Metrics = field(default_factory=dict)
 
 
 def records(roles: Roles, work: StepInput[Algorithm]) -> Sequence[Problem]:
@@ -54,13 +36,34 @@ def respond(
 ) -> ScoredRollout:
     """Generate responses to these problems and score them; None is what the configuration's rollout says."""
     settings = work.config.rollout
-    rollout = roles.actor.generate_sequences(
+    return answered(
+        roles,
+        work.config,
         problems,
         settings.sampling if sampling is None else sampling,
         responses_per_prompt=settings.responses_per_prompt if responses_per_prompt is None else responses_per_prompt,
         seed=work.seed,
     )
-    return ScoredRollout(problems, rollout, roles.reward.compute_reward(problems, rollout))
+
+
+def answered(
+    roles: Roles,
+    config: Config,
+    problems: Sequence[Problem],
+    sampling: Sampling,
+    *,
+    responses_per_prompt: int,
+    seed: int,
+) -> ScoredRollout:
+    """Scored responses to problems or, with an environment, scored episodes that begin with them."""
+    how = {"responses_per_prompt": responses_per_prompt, "seed": seed}
+    if config.environment is None:
+        rollout = roles.actor.generate_sequences(problems, sampling, **how)
+        return ScoredRollout(problems, rollout, roles.reward.compute_reward(problems, rollout))
+    episodes = value_of(roles.actor.run_episodes(problems, sampling, **how))
+    each = [problem for problem in problems for _ in range(responses_per_prompt)]
+    scores = value_of(roles.reward.compute_episode_reward(each, episodes.record_E))
+    return scored_episodes(config.environment, problems, episodes, scores)
 
 
 Informative = Callable[[Scores, Array], Array]
@@ -69,16 +72,18 @@ Informative = Callable[[Scores, Array], Array]
 
 @dataclass(frozen=True)
 class PromptGroups:
-    """Problems with a group of responses to each, in the same order.
+    """Problems with a group of responses or episodes to each, in the same order.
 
     Attributes:
       informative_P: bool, groups to learn from.
+      record_E: `EpisodeRecord` of each episode; None of responses.
     """
 
     problems: Sequence[Problem]
     rollout: RolloutBatch
     scores: Scores
     informative_P: np.ndarray
+    record_E: np.ndarray | None = None
 
     @property
     def copies(self) -> int:
@@ -94,21 +99,28 @@ class PromptGroups:
         """These groups, then the other's but for prompts that are here: one prompt is one group."""
         here = {problem.prompt_id for problem in self.problems}
         new = other.take(np.flatnonzero([problem.prompt_id not in here for problem in other.problems]))
-        mine, theirs = ((groups.rollout, groups.scores, groups.informative_P) for groups in (self, new))
+        mine, theirs = (
+            (groups.rollout, groups.scores, groups.informative_P, groups.record_E) for groups in (self, new)
+        )
         together = jax.tree.map(lambda *rows: np.concatenate(rows), mine, theirs)
         return PromptGroups([*self.problems, *new.problems], *together)
 
     def take(self, groups: np.ndarray) -> "PromptGroups":
         """The groups at these indices."""
-        rows = (groups[:, None] * self.copies + np.arange(self.copies)).ravel()
-        rollout, scores = jax.tree.map(lambda value: np.asarray(value)[rows], (self.rollout, self.scores))
-        return PromptGroups([self.problems[index] for index in groups], rollout, scores, self.informative_P[groups])
+        chosen = [self.problems[index] for index in groups]
+        responses = (groups[:, None] * self.copies + np.arange(self.copies)).ravel()
+        starts = {prompt: np.flatnonzero(self.rollout.sequences.prompt_id_B == prompt) for prompt in ids_of(chosen)}
+        rows = np.concatenate([starts[prompt] for prompt in ids_of(chosen)]) if chosen else np.zeros(0, int)
+        rollout = jax.tree.map(lambda value: np.asarray(value)[rows], self.rollout)
+        scores, record_E = jax.tree.map(lambda value: np.asarray(value)[responses], (self.scores, self.record_E))
+        return PromptGroups(chosen, rollout, scores, self.informative_P[groups], record_E)
 
     def for_step(self, prompts: int) -> ScoredRollout:
         """Groups of a step, informative ones first; the others only fill up and are not trained on."""
         batch = self.take(np.argsort(~self.informative_P, kind="stable")[:prompts])
         metrics = self.metrics() | {"group/kept": float(batch.informative_P.sum())}
-        return ScoredRollout(batch.problems, batch.rollout, batch.scores, batch.informative_B, metrics)
+        parts = batch.problems, batch.rollout, batch.scores, batch.informative_B, metrics
+        return ScoredRollout(*parts) if batch.record_E is None else ScoredEpisodes(*parts, record_E=batch.record_E)
 
     def metrics(self) -> Metrics:
         """Metrics of all that was generated, before groups were left out."""
@@ -152,7 +164,13 @@ def _answer(
     roles: Roles, work: StepInput[PolicyGradient], problems: Sequence[Problem], informative: Informative
 ) -> PromptGroups:
     """Generate a group of responses to each problem, and score them."""
-    answered = respond(roles, work, problems)
-    rollout, scores = value_of(answered.rollout), value_of(answered.scores)
-    informative_B = np.asarray(informative(scores, rollout.sequences.prompt_id_B))
-    return PromptGroups(problems, rollout, scores, informative_B[:: work.config.rollout.responses_per_prompt])
+    drawn = respond(roles, work, problems)
+    rollout, scores = value_of(drawn.rollout), value_of(drawn.scores)
+    copies = work.config.rollout.responses_per_prompt
+    informative_B = np.asarray(informative(scores, np.repeat(ids_of(problems), copies)))
+    return PromptGroups(problems, rollout, scores, informative_B[::copies], getattr(drawn, "record_E", None))
+
+
+def ids_of(problems: Sequence[Problem]) -> list[int]:
+    """Prompt ids of problems."""
+    return [problem.prompt_id for problem in problems]

@@ -11,7 +11,8 @@ from jaxrlhf.algos import group_relative, has_spread, overlong_penalty
 from jaxrlhf.batch import Array, Scores
 from jaxrlhf.config import DAPO
 from jaxrlhf.dataflows import grpo
-from jaxrlhf.dataflows.collect import ScoredRollout, dynamic_sampling
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.collect import dynamic_sampling
 from jaxrlhf.dataflows.grpo import Returns
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
 

@@ -15,10 +15,10 @@ import numpy as np
 from jaxrlhf.algos import kl_estimate, policy_objective, selected
 from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.config import PolicyGradient
-from jaxrlhf.dataflows.collect import ScoredRollout
-from jaxrlhf.dataflows.estimate import next_state, old_log_prob
-from jaxrlhf.dataflows.minibatches import Minibatches, policy_minibatches
-from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
+from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches
+from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 

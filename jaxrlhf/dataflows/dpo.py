@@ -7,7 +7,7 @@ import numpy as np
 from jaxrlhf import algos
 from jaxrlhf.batch import Array, Problem, Sequences
 from jaxrlhf.config import DPO, IPO, RPO, Config
-from jaxrlhf.dataflows.preference_pairs import (
+from jaxrlhf.dataflows.batches.preference_pairs import (
     PairRewards,
     held_out_metrics,
     pair_experience,

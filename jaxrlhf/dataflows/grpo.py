@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrlhf import algos
-from jaxrlhf.batch import Array, RolloutBatch, Scores
+from jaxrlhf.batch import Array, EpisodeRows, RolloutBatch, Scores
 from jaxrlhf.config import GRPO, PolicyGradient, Refusal, ReinforcePlusPlus
-from jaxrlhf.dataflows.collect import ScoredRollout, respond, responses
-from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
-from jaxrlhf.dataflows.minibatches import Minibatches, policy_minibatches
-from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
+from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches
+from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.collect import respond, responses
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 
@@ -31,12 +32,14 @@ class Returns:
       mask_BT: Tokens of scorable responses.
       scorable_B: Rows that have a score; the others take part in nothing.
       prompt_id_B: Rows with the same id answer the same prompt.
+      episodes: Turns of episodes; None where rows are responses to a prompt.
     """
 
     reward_BT: Array
     mask_BT: Array
     scorable_B: Array
     prompt_id_B: Array
+    episodes: EpisodeRows | None = None
 
     @property
     def score_B(self) -> np.ndarray:
@@ -159,7 +162,8 @@ def prepare(
     sequences = scorable(rollout.sequences, scores)
     mask_BT, prompt_id_B = sequences.mask_BT, np.asarray(sequences.prompt_id_B)
     reward_BT = rewards_per_token(work, rollout, scores, mask_BT, old_logp_BT, ref_logp_BT)
-    given = _checked(advantage(Returns(reward_BT, mask_BT, scores.scorable_B, prompt_id_B)), mask_BT, work)
+    returns = Returns(reward_BT, mask_BT, scores.scorable_B, prompt_id_B, rollout.episodes)
+    given = _checked(advantage(returns), mask_BT, work)
     advantage_BT = algos.to_tokens(given, mask_BT) if given.ndim == 1 else given
     moved_B = np.asarray(np.any(advantage_BT, axis=1))
     flat = [not moved_B[prompt_id_B == prompt].any() for prompt in np.unique(prompt_id_B)]

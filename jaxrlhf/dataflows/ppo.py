@@ -7,13 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from jaxrlhf.algos import gae, policy_objective, value_objective, whiten
+from jaxrlhf.algos import Targets, gae, policy_objective, turn_gae, value_objective, whiten
 from jaxrlhf.batch import Array, RolloutBatch, Scores
 from jaxrlhf.config import PPO
-from jaxrlhf.dataflows.collect import ScoredRollout
-from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
-from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
-from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
+from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, minibatches, policy_minibatches
+from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, value_of
 
 
@@ -49,7 +49,7 @@ def prepare(
     sequences = scorable(rollout.sequences, scores)
     mask_BT = sequences.mask_BT
     reward_BT = rewards_per_token(work, rollout, scores, mask_BT, old_logp_BT, ref_logp_BT)
-    targets = gae(reward_BT, value_BT, mask_BT, gamma=work.settings.gamma, lam=work.settings.lam)
+    targets = advantages(work.settings, rollout, reward_BT, value_BT, mask_BT, lam=work.settings.lam)
     advantage_BT = whiten(targets.advantage_BT, mask_BT)
     policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT)
     fields = {"returns": targets.return_BT, "old_value": value_BT}
@@ -57,3 +57,13 @@ def prepare(
     metrics = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)
     metrics |= {"kl/coefficient": work.state["kl_coefficient"]}
     return Minibatches(policy, value, metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))
+
+
+def advantages(
+    settings: PPO, rollout: RolloutBatch, reward_BT: Array, value_BT: Array, mask_BT: Array, *, lam: float | Array
+) -> Targets:
+    """GAE with the actions of the settings, tokens or turns of an episode."""
+    if settings.actions == "tokens":
+        return gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=lam)
+    assert rollout.episodes is not None, "turns without episodes are refused with the configuration"
+    return turn_gae(reward_BT, value_BT, mask_BT, rollout.episodes.turn_BT, gamma=settings.gamma, lam=lam)

@@ -13,10 +13,11 @@ from jaxrlhf import algos
 from jaxrlhf.batch import Array, Experience, Scores
 from jaxrlhf.config import PRIME
 from jaxrlhf.dataflows import grpo
-from jaxrlhf.dataflows.collect import ScoredRollout, dynamic_sampling
-from jaxrlhf.dataflows.estimate import old_log_prob, ref_log_prob, scorable
+from jaxrlhf.dataflows.batches.estimate import old_log_prob, ref_log_prob, scorable
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, minibatches
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.collect import dynamic_sampling
 from jaxrlhf.dataflows.grpo import Returns
-from jaxrlhf.dataflows.minibatches import Minibatches, minibatches
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 

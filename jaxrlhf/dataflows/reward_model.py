@@ -7,7 +7,7 @@ import numpy as np
 from jaxrlhf import algos
 from jaxrlhf.batch import Array, Pair, Problem, Sequences
 from jaxrlhf.config import Config, CostModel, RewardModel
-from jaxrlhf.dataflows.preference_pairs import (
+from jaxrlhf.dataflows.batches.preference_pairs import (
     PairRewards,
     held_out_metrics,
     pair_experience,

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxrlhf import algos
-from jaxrlhf.algos import gae, policy_objective, value_objective
+from jaxrlhf.algos import policy_objective, value_objective
 from jaxrlhf.batch import Array, Experience, RolloutBatch, Scores
 from jaxrlhf.config import SafeRLHF
-from jaxrlhf.dataflows.collect import ScoredRollout
-from jaxrlhf.dataflows.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
-from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
-from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
+from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, minibatches, policy_minibatches
+from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.ppo import advantages
 from jaxrlhf.dataflows.sft import with_examples
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, value_of
 from jaxrlhf.rewards.parts import part_names
@@ -73,8 +74,8 @@ def prepare(
         )
         for scored in (scores, replace(costs, score_B=-costs.score_B))
     )
-    gain = gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=settings.lam)
-    cost = gae(-minus_cost_BT, cost_value_BT, mask_BT, gamma=settings.gamma, lam=settings.lam)
+    gain = advantages(settings, rollout, reward_BT, value_BT, mask_BT, lam=settings.lam)
+    cost = advantages(settings, rollout, -minus_cost_BT, cost_value_BT, mask_BT, lam=settings.lam)
     priced = multiplier_metrics(work, costs)
     multiplier = priced["cost/multiplier"]
     advantage_BT = algos.lagrangian_advantage(gain.advantage_BT, cost.advantage_BT, multiplier=multiplier)

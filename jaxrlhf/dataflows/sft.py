@@ -27,7 +27,7 @@ def supervised_batch(problems: Sequence[Problem], *, width: int) -> Experience:
     for row, problem in enumerate(problems):
         start, end = len(problem.prompt_tokens), len(problem.prompt_tokens) + len(problem.solution_tokens)
         token_BT[row, :end] = (*problem.prompt_tokens, *problem.solution_tokens)
-        mask_BT[row, start:end] = True
+        mask_BT[row, start:end] = problem.solution_mask or True
     length_B = np.array([len(p.prompt_tokens) + len(p.solution_tokens) for p in problems], np.int32)
     prompt_id_B = np.array([problem.prompt_id for problem in problems], np.int64)
     weight_BT = np.asarray(token_weights(mask_BT, prompt_id_B, aggregation="token-mean"))

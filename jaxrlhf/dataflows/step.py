@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrlhf.batch import Array, Problem
 from jaxrlhf.config import Algorithm, Config
+from jaxrlhf.dataflows.batches.episode_rows import side_by_side
 
 if TYPE_CHECKING:
     from jaxrlhf.single_controller.pools import Roles as Roles
@@ -81,9 +82,9 @@ def merged(*parts: Metrics | Future[Metrics]) -> Metrics:
     return together
 
 
-def call(function: Callable[..., Any], *args: Any) -> Any:
-    """Run array maths of the controller on the results of futures."""
-    return function(*map(value_of, args))
+def call(function: Callable[..., Any], rollout: Any, *args: Any) -> Any:
+    """Run array maths of the controller on the results of futures, the sequences of each episode side by side."""
+    return function(*side_by_side(value_of(rollout), tuple(map(value_of, args))))
 
 
 def value_of(value: Any) -> Any:

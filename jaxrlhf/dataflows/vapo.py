@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxrlhf.algos import gae, imitating_objective, length_adaptive_lambda, whiten
+from jaxrlhf.algos import imitating_objective, length_adaptive_lambda, whiten
 from jaxrlhf.batch import Array, Experience, RolloutBatch, Scores
 from jaxrlhf.config import VAPO
 from jaxrlhf.dataflows import ppo
-from jaxrlhf.dataflows.collect import ScoredRollout
-from jaxrlhf.dataflows.estimate import next_state, rewards_per_token, scorable
-from jaxrlhf.dataflows.minibatches import Minibatches, minibatches, policy_minibatches
-from jaxrlhf.dataflows.rollout_metrics import rollout_metrics
+from jaxrlhf.dataflows.batches.estimate import next_state, rewards_per_token, scorable
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, minibatches, policy_minibatches
+from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
 
 
@@ -36,8 +36,8 @@ def prepare(
     mask_BT = np.asarray(sequences.mask_BT)
     reward_BT = rewards_per_token(work, rollout, scores, mask_BT, old_logp_BT, ref_logp_BT)
     lam_B = length_adaptive_lambda(mask_BT.sum(axis=1), scale=settings.length_scale)
-    advantage_BT = gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=lam_B).advantage_BT
-    return_BT = gae(reward_BT, value_BT, mask_BT, gamma=settings.gamma, lam=settings.lam).return_BT
+    advantage_BT = ppo.advantages(settings, rollout, reward_BT, value_BT, mask_BT, lam=lam_B).advantage_BT
+    return_BT = ppo.advantages(settings, rollout, reward_BT, value_BT, mask_BT, lam=settings.lam).return_BT
     succeeded_BT = mask_BT & (np.asarray(scores.score_B) > settings.success)[:, None]
     metrics = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)
     metrics |= {

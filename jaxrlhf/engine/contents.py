@@ -1,6 +1,7 @@
 """Contents of slots: which tokens have their keys and values in the cache, for prompts that begin alike."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ class _Content(NamedTuple):
     token_S: np.ndarray
     used: int
     parked: bool
+    digest: int = 0
 
     def begins(self, prompt_S: np.ndarray) -> bool:
         """A response that has ended, all of which a prompt goes on from."""
@@ -40,6 +42,7 @@ class Contents:
     def __init__(self, *, slots: int, reusable: bool = True) -> None:
         self._slots, self._reusable = slots, reusable
         self._content: dict[int, _Content] = {}
+        self._whole: dict[int, int] = {}  # slots of responses that have ended, by the digest of all their tokens
         self._uses = 0
 
     def used(self, slot: int) -> int:
@@ -56,22 +59,26 @@ class Contents:
 
     def start(self, slot: int, sequence: SequenceState) -> None:
         """A sequence takes the slot; its prompt is there, and need be nowhere else."""
-        self._content.pop(slot, None)
+        self._forget(slot)
         if sequence.request.keep and self._reusable:
             prompt_S = np.asarray(sequence.request.prompt, np.int64)
             for other in [other for other, content in self._content.items() if content.begins(prompt_S)]:
-                del self._content[other]
+                self._forget(other)
             self._content[slot] = _Content(sequence.request.request_id, prompt_S, self._next_use(), parked=False)
 
     def end(self, slot: int, sequence: SequenceState) -> None:
         """The sequence of the slot ended; all its tokens but the last were run."""
         if slot in self._content:
-            token_S = np.asarray((*sequence.request.prompt, *sequence.tokens[:-1]), np.int64)
-            self._content[slot] = _Content(sequence.request.request_id, token_S, self._next_use(), parked=True)
+            tokens = (*sequence.request.prompt, *sequence.tokens[:-1])
+            digest = _digests(tokens)[-1]
+            token_S, request_id = np.asarray(tokens, np.int64), sequence.request.request_id
+            self._content[slot] = _Content(request_id, token_S, self._next_use(), parked=True, digest=digest)
+            self._whole[digest] = slot
 
     def release(self, request_id: int) -> None:
         """Forget what is kept of a request."""
-        self._content = {slot: content for slot, content in self._content.items() if content.request_id != request_id}
+        for slot in [slot for slot, content in self._content.items() if content.request_id == request_id]:
+            self._forget(slot)
 
     def kind(self, sequence: SequenceState) -> int:
         """Bits of the number of known tokens: prompts go on together that have about as much behind them."""
@@ -85,6 +92,11 @@ class Contents:
     def longest(self, prompt: Sequence[int]) -> Known:
         """The longest known beginning of a prompt, without its last token, which is run to predict the next."""
         prompt_S = np.asarray(prompt[:-1], np.int64)
+        # The conversation so far, of a next turn, is found without a look at all others.
+        for digest in reversed(_digests(prompt[:-1])):
+            content = self._content.get(slot := self._whole.get(digest, -1))
+            if content is not None and content.begins(prompt_S):
+                return Known(len(content.token_S), slot)
         best = Known(0, 0)
         for slot, (_, token_S, *_) in self._content.items():
             shorter = min(len(token_S), len(prompt_S))
@@ -93,6 +105,16 @@ class Contents:
                 best = max(best, Known(int(differs[0]) if len(differs) else shorter, slot))
         return best
 
+    def _forget(self, slot: int) -> None:
+        content = self._content.pop(slot, None)
+        if content is not None and self._whole.get(content.digest) == slot:
+            del self._whole[content.digest]
+
     def _next_use(self) -> int:
         self._uses += 1
         return self._uses
+
+
+def _digests(tokens: Sequence[int]) -> list[int]:
+    """A number for each beginning of a sequence, the whole included."""
+    return list(accumulate(tokens, lambda before, token: hash((before, token)), initial=0))[1:]

@@ -115,8 +115,8 @@ class Engine:
         self._layout = EngineShardings(mesh, slot_axes, kv_head_axis, execution.pipeline)
         self.compiled = Compiled(self._shape, self._layout.whole)
         together = -(-min(rows, prompts or slots) // replicas) * replicas
-        longest = {"longest_prompt": max_prompt_tokens, "capacity": capacity}
-        self.prefill = Prefill(self.compiled, self._layout, rows=together, pixels=pixels, **longest)
+        counts = {"rows": together, "replicas": replicas, "longest_prompt": max_prompt_tokens, "capacity": capacity}
+        self.prefill = Prefill(self.compiled, self._layout, pixels=pixels, **counts)
         sizes = {"slots": self.slots, "longest": capacity}
         self.cache: SlotCache | PageCache = SlotCache(self.compiled, self._layout, **sizes, states=bool(config.linear))
         if execution.pages_kernel is not None:
@@ -224,12 +224,12 @@ class Engine:
                 sequence.prompt_choice = prefilled.prompts.choice_PSLk, row
         sizes = {"rows": self.insertions, "slots": self.slots, "most_stops": self._shape.most_stop_tokens}
         insertion = insertion_of(placements, **sizes)
-        width = prefilled.prompts.prefix.key_LPSKH.shape[2]
+        _, rows, width, *_ = prefilled.prompts.prefix.key_LPSKH.shape
         if self._slots is None:
             empty = partial(programs.empty_slots, slots=self.slots)
             self._slots = self.compiled.run(("empty slots",), empty, out=self._layout.slots)
         arguments = programs.insert, weights.params, self._slots, prefilled.prompts, insertion
-        self._slots = self.compiled.run(("insert", width), *arguments, out=self._layout.slots, donate=1)
+        self._slots = self.compiled.run(("insert", width, rows), *arguments, out=self._layout.slots, donate=1)
         self.cache.place(prefilled, insertion.row_I, insertion.slot_I)
 
     def _dispatch(self) -> None:

@@ -79,18 +79,18 @@ class SlotCache:
 
     def place(self, prefilled: Prefilled, row_I: Array, slot_I: Array) -> None:
         """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; a slot past the last is skipped."""
-        width = prefilled.prompts.prefix.key_LPSKH.shape[2]
+        _, rows, width, *_ = prefilled.prompts.prefix.key_LPSKH.shape
         self.grow(fit(width, self.sizes))
         places: Counter[type] = Counter()
         for layer, stored in enumerate(self.arrays):
-            sizes = (_named("place", stored), width, self.size)
+            sizes = (_named("place", stored), width, self.size, rows)
             arguments = (stored, prefilled.prompts.prefix, np.int32(places[type(stored)]), row_I, slot_I)
             self.arrays[layer] = self._compiled.run(sizes, programs.place, *arguments, out=self.layout, donate=0)
             places[type(stored)] += 1
 
     def prefix(self, slots: Sequence[int], *, width: int) -> Prefix:
         """The first `width` entries of these slots, all of which are computed, as a prefill leaves them."""
-        rows, sizes = np.asarray(slots, np.int32), ("take", width, self.size)
+        rows, sizes = np.asarray(slots, np.int32), ("take", width, self.size, len(slots))
         program = partial(programs.take_prefix, width=width)
         return self._compiled.run(sizes, program, self.arrays, rows, out=self._prefix)
 
@@ -186,7 +186,7 @@ class PageCache:
 
     def place(self, prefilled: Prefilled, row_I: Array, slot_I: Array) -> None:
         """Copy prompt `row_I[i]` into slot `slot_I[i]`, for each i; a slot past the last is skipped."""
-        width = prefilled.prompts.prefix.key_LPSKH.shape[2]
+        _, rows, width, *_ = prefilled.prompts.prefix.key_LPSKH.shape
         page_GIQ = np.full((self._replicas, len(row_I), -(-width // PAGE_TOKENS)), NO_PAGE, np.int32)
         for index, (row, slot) in enumerate(zip(row_I.tolist(), slot_I.tolist(), strict=True)):
             if slot < self._slots:
@@ -194,7 +194,7 @@ class PageCache:
                 pages = self.books[replica].place(own, prefilled.tokens[row])
                 page_GIQ[replica, index, : len(pages)] = pages
         self._grow_to_fit()
-        layers, sizes, program = self.arrays.layers, ("place", width, self.size), programs.place_in_pages
+        layers, sizes, program = self.arrays.layers, ("place", width, self.size, rows), programs.place_in_pages
         for layer, stored in enumerate(layers):
             arguments = (stored, prefilled.prompts.prefix, np.int32(layer), row_I, page_GIQ)
             layers[layer] = self._compiled.run(sizes, program, *arguments, out=self.layout.layers, donate=0)
@@ -206,7 +206,8 @@ class PageCache:
             replica, own = self._place_of(slot)
             pages = self.books[replica].held(own)[: page_GPQ.shape[2]]
             page_GPQ[replica, row, : len(pages)] = pages
-        program, sizes = partial(programs.take_prefix_from_pages, width=width), ("take", width, self.size)
+        program = partial(programs.take_prefix_from_pages, width=width)
+        sizes = ("take", width, self.size, len(slots))
         return self._compiled.run(sizes, program, self.arrays.layers, page_GPQ, out=self._prefix)
 
     def keep(self, row_GB: np.ndarray) -> None:

@@ -33,6 +33,7 @@ class Prefill:
     """Runs up to `rows` prompts together.
 
     Args:
+      replicas: Parts that rows are split into.
       longest_prompt: Tokens of the longest prompt that programs are compiled for ahead of time.
       capacity: Tokens of the longest sequence, all of which may be a prompt of a later turn.
       pixels: Reads the images of prompts.
@@ -50,11 +51,14 @@ class Prefill:
         layout: EngineShardings,
         *,
         rows: int,
+        replicas: int,
         longest_prompt: int,
         capacity: int,
         pixels: Pixels = no_pixels,
     ) -> None:
         self._compiled, self._layout, self.rows = compiled, layout, rows
+        # Rows of few prompts that go on from what is known of them, as those of later turns do.
+        self._few = min(rows, -(-max(1, rows // 8) // replicas) * replicas)
         self.buckets = length_buckets(longest_prompt)
         self._longer = tuple(size for size in length_buckets(capacity) if size > longest_prompt)
         self.prompts = self.prompt_tokens = self.reused_tokens = self.images = 0
@@ -71,15 +75,16 @@ class Prefill:
     ) -> Prefilled:
         """Run prompts; of those that are known in part, what follows the shortest known part."""
         width = fit(max(map(len, prompts)), (*self.buckets, *self._longer))
-        token_PS = np.zeros((self.rows, width), np.int32)
-        length_P = np.ones(self.rows, np.int32)
-        for row, prompt in enumerate(prompts):
-            token_PS[row, : len(prompt)] = tokens_of(prompt)
-            length_P[row] = len(prompt)
         known = [contents.longest(prompt) for prompt in prompts]
         for each in known:
             contents.go_on(each)
         first = min(tokens for tokens, _ in known)
+        count = self._few if first and len(prompts) <= self._few else self.rows
+        token_PS = np.zeros((count, width), np.int32)
+        length_P = np.ones(count, np.int32)
+        for row, prompt in enumerate(prompts):
+            token_PS[row, : len(prompt)] = tokens_of(prompt)
+            length_P[row] = len(prompt)
         self.prompts += len(prompts)
         self.prompt_tokens += sum(map(len, prompts))
         self.reused_tokens += first * len(prompts)
@@ -89,9 +94,10 @@ class Prefill:
         sizes: tuple[Size, ...] = ("prefill", width)
         if first:
             slots = [slot for _, slot in known]
-            prefix = cache.prefix(slots + slots[:1] * (self.rows - len(prompts)), width=width)
+            prefix = cache.prefix(slots + slots[:1] * (count - len(prompts)), width=width)
             chunk = min(CHUNK_TOKENS, fit(max(map(len, prompts)) - first, (*self.buckets, *self._longer)))
-            arguments, sizes = (*arguments, Past(prefix, np.asarray(first, np.int32))), ("prefill from", width, chunk)
+            arguments = (*arguments, Past(prefix, np.asarray(first, np.int32)))
+            sizes = ("prefill from", width, chunk, count)
         if (images := self._images(prompts, length_P, width)) is not None:
             past = arguments[4:] or (None,)
             arguments, sizes = (*arguments[:4], *past, images), (*sizes, images.pixel_RQC.shape[1], "patches")
@@ -105,7 +111,7 @@ class Prefill:
         vision = self._compiled.shape.config.vision
         if vision is None:
             return None
-        images_P = [images_of(prompt) for prompt in prompts] + [()] * (self.rows - len(prompts))
+        images_P = [images_of(prompt) for prompt in prompts] + [()] * (len(length_P) - len(prompts))
         rows = rows_of_prompts(vision, images_P, length_P, width, self._pixels)
         self.images += sum(map(len, images_P))
         return None if rows is None else self._compiled.put(rows, self._layout.rows)

@@ -5,6 +5,7 @@ import math
 import numbers
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxrlhf.episode import EnvironmentFailure, Message, Observation, Opening, ToolSchema
@@ -56,7 +57,8 @@ def opening(value: Any, limit: int) -> Opening:
     tools = [_schema(tool, size) for tool in _list(value.tools, "Opening.tools")]
     if not isinstance(value.appended, str):
         raise wrong("Opening.appended is", value.appended, "a text")
-    return Opening(messages(value.messages, (*SPEAKERS, "assistant"), size), tools, size.text(value.appended))
+    said = messages(value.messages, (*SPEAKERS, "assistant"), size)
+    return replace(value, messages=said, tools=tools, appended=size.text(value.appended))
 
 
 def observation(value: Any, limit: int) -> Observation:

@@ -15,6 +15,9 @@ from jaxrlhf.rewards.sandbox.sandbox import Limits, check_sandbox
 SCORE_METRICS = ("mean", "std")
 """Names of the whole score, logged as `score/mean` and `score/std`; a part is logged as `score/<its name>`."""
 
+ENVIRONMENT = "environment"
+"""Name of the part that an episode's environment pays."""
+
 
 FUNCTIONS = {
     config.Gsm8kReward: "jaxrlhf.rewards.answers:gsm8k",
@@ -72,3 +75,8 @@ def part_names(parts: Sequence[config.RewardPart]) -> list[str]:
         taken = {*names, *SCORE_METRICS}
         names.append(name if name not in taken else next(other for other in numbered if other not in taken))
     return names
+
+
+def first_part(rewards: config.Rewards) -> str:
+    """Name of the part that accuracy is measured by: the first, or what the environment pays if there is none."""
+    return part_names(rewards.parts)[0] if rewards.parts else ENVIRONMENT

@@ -15,7 +15,7 @@ from jaxrlhf import config
 from jaxrlhf.batch import Scores
 from jaxrlhf.config import Refusal
 from jaxrlhf.rewards.crew import Crew
-from jaxrlhf.rewards.parts import part_names, reward_function
+from jaxrlhf.rewards.parts import ENVIRONMENT, part_names, reward_function
 from jaxrlhf.rewards.pool import Begun, Packed, RewardPool, pack
 from jaxrlhf.rewards.protocol import Example, Failure, RewardsFailing
 
@@ -124,6 +124,7 @@ class Scorer:
         records: Sequence[Mapping[str, Any]],
         *,
         finished: Sequence[bool] | None = None,
+        environment_B: np.ndarray | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Scores:
         """Score each response.
@@ -135,6 +136,7 @@ class Scorer:
 
         Args:
           finished: Whether a response came to its end, for models; None is that all did.
+          environment_B: Further part of weight 1, of episodes: what their environments paid, NaN where one failed.
           progress: Called now and then with the number of finished function calls and their total.
 
         Raises:
@@ -158,7 +160,10 @@ class Scorer:
         self.failures.sort(key=lambda failure: (self.names.index(failure.part), failure.index))
         self.counts = dict(Counter(failure.cause for failure in self.failures))
         self._report(len(prompts))
-        scores = _combine(parts, self._weights)
+        weights = self._weights
+        if environment_B is not None:
+            parts, weights = {**parts, ENVIRONMENT: environment_B.astype(np.float32)}, [*weights, 1.0]
+        scores = _combine(parts, weights)
         self._count_fruitless(np.asarray(scores.scorable_B))
         return scores
 

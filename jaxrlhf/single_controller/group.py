@@ -159,6 +159,9 @@ class ActorApart:
     def generate_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.generate_sequences(*args, versions=self._sent(), **kwargs)
 
+    def run_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.run_episodes(*args, versions=self._sent(), **kwargs)
+
     def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
         return getattr(self._actor, name)
 

@@ -1,8 +1,10 @@
 """Samples of the model's responses: kept in `samples.jsonl`, shown to people."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -24,6 +26,8 @@ class Sample:
       truncated: Whether the length limit ended it.
       logp_gap: Mean over its tokens of |trainer's logp - sampler's logp|; None if not measured.
       answer: The reference answer, if there is one.
+      episode: Its `messages`, its `turns` (reward, seconds and calls of each), why it ended (`stop`) and what failed
+        (`failure`); None of a single response.
     """
 
     step: int
@@ -36,6 +40,7 @@ class Sample:
     parts: dict[str, float | None] = field(default_factory=dict)
     logp_gap: float | None = None
     answer: str | None = None
+    episode: dict[str, Any] | None = None
 
 
 class SampleFile:
@@ -74,17 +79,34 @@ def show_samples(samples: Sequence[Sample], *, console: Console | None = None) -
         # Text, not str: what a model writes may look like rich's markup.
         if console.is_terminal or console.is_jupyter:
             body = Group(Text(sample.prompt, style="dim"), Rule(style="dim"), Text(sample.response))
+            if sample.episode is not None:
+                body = Group(*(_spoken(message) for message in sample.episode["messages"]))
             console.print(Panel(body, title=Text(_caption(sample)), title_align="left", border_style=_colour(sample)))
         else:
             plain = f"--- {_caption(sample)}\n{sample.prompt}\n>>>\n{sample.response}\n"
+            if sample.episode is not None:
+                spoken = "\n".join(_spoken(message).plain for message in sample.episode["messages"])
+                plain = f"--- {_caption(sample)}\n{spoken}\n"
             console.print(Text(plain), soft_wrap=True)
+
+
+def _spoken(message: Mapping[str, Any]) -> Text:
+    """A message of a conversation, the policy's in full colour and the others dimmed."""
+    said = [str(message.get("content") or "")]
+    for call in message.get("tool_calls") or ():
+        said.append(f"{call['function']['name']}({json.dumps(call['function']['arguments'], ensure_ascii=False)})")
+    if message.get("reasoning_content"):
+        said.insert(0, f"<think>{message['reasoning_content']}</think>")
+    style = "" if message["role"] == "assistant" else "dim"
+    return Text(f"{message['role']}: {' '.join(part for part in said if part)}", style=style)
 
 
 def _caption(sample: Sample) -> str:
     score = "unscorable" if sample.score is None else f"score {sample.score:.3g}"
     answer = "" if sample.answer is None else f" · answer {sample.answer}"
     cut = " (cut)" if sample.truncated else ""
-    return f"step {sample.step} · {score}{answer} · {sample.response_length} tokens{cut}"
+    turns = "" if sample.episode is None else f" · {len(sample.episode['turns'])} turns, {sample.episode['stop']}"
+    return f"step {sample.step} · {score}{answer} · {sample.response_length} tokens{cut}{turns}"
 
 
 def _colour(sample: Sample) -> str:

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrlhf.batch import Problem, RolloutBatch, Scores
+from jaxrlhf.batch import Problem
 from jaxrlhf.config import Config, Sampling
-from jaxrlhf.dataflows.step import Metrics
-from jaxrlhf.rewards.parts import part_names
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.collect import answered
+from jaxrlhf.dataflows.step import Metrics, value_of
+from jaxrlhf.rewards.parts import first_part
 from jaxrlhf.single_controller.pools import Roles
 
 _SEED = 20_000_003
@@ -16,8 +18,8 @@ _SEED = 20_000_003
 
 def evaluate(
     roles: Roles, config: Config, problems: Sequence[Problem], *, sampling: Sampling | None = None, samples: int = 1
-) -> tuple[Metrics, RolloutBatch, Scores]:
-    """Answer every problem and score the answers by the first reward.
+) -> tuple[Metrics, ScoredRollout]:
+    """Answer every problem and score the answers by the first reward; with an environment, in an episode each.
 
     Args:
       sampling: None decodes greedily.
@@ -28,25 +30,25 @@ def evaluate(
       counts, `eval/pass@k` where `samples` is above 1; and the answers with their scores.
     """
     sampling = sampling or Sampling(greedy=True)
-    rollout = roles.actor.generate_sequences(problems, sampling, responses_per_prompt=samples, seed=_SEED)
-    scores = roles.reward.compute_reward(problems, rollout).result()
-    answered = rollout.result()
+    answers = answered(roles, config, problems, sampling, responses_per_prompt=samples, seed=_SEED)
+    rollout, scores = value_of(answers.rollout), value_of(answers.scores)
     # By name: scores joined from several processes have their parts in another order.
-    first = np.asarray(scores.parts[part_names(config.rewards.parts)[0]])
+    first = np.asarray(scores.parts[first_part(config.rewards)])
     finite = np.isfinite(first)
-    length_B = answered.sequences.mask_BT.sum(axis=1)
+    length_B = rollout.sequences.mask_BT.sum(axis=1)
     metrics = {
         "eval/accuracy": float(first[finite].mean()) if finite.any() else float("nan"),
         "eval/problems": float(len(problems)),
         "eval/unscorable": float((~finite).sum()),
         "eval/length_mean": float(length_B.mean()),
-        "eval/truncated_fraction": float(np.mean(answered.truncated_B)),
+        "eval/truncated_fraction": float(np.mean(rollout.truncated_B)),
     }
     if samples > 1:
         score_PG = first.reshape(len(problems), samples)
         for k in [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < samples] + [samples]:
             metrics[f"eval/pass@{k}"] = _mean_pass_at_k(score_PG, k)
-    return metrics, answered, scores
+    metrics |= {f"eval/{name}": value for name, value in answers.metrics.items() if not name.startswith("time/")}
+    return metrics, answers
 
 
 def _mean_pass_at_k(score_PG: np.ndarray, k: int) -> float:

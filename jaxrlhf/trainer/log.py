@@ -4,11 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.tracking import (
     Call,
     JsonLines,
@@ -135,45 +131,3 @@ class PhaseLog:
         with writing(self._directory), ExitStack() as stack:
             for file in (self._timeline, self._evaluation, self._samples, self._metrics):
                 stack.callback(file.close)
-
-
-def to_samples(
-    step: int,
-    problems: Sequence[Problem],
-    responses: Sequence[str],
-    rollout: RolloutBatch,
-    scores: Scores,
-    *,
-    logp_BT: Array | None = None,
-) -> list[Sample]:
-    """One record per response, prompt-major.
-
-    Args:
-      logp_BT: The trainer's log-probabilities, to compare with the sampler's.
-    """
-    copies = len(responses) // len(problems)
-    mask_BT = np.asarray(rollout.sequences.mask_BT)
-    length_B = mask_BT.sum(axis=1)
-    gap_B = None
-    if logp_BT is not None:
-        gap_BT = np.where(mask_BT, np.abs(np.asarray(logp_BT) - rollout.sampler_logp_BT), 0.0)
-        gap_B = gap_BT.sum(axis=1) / np.maximum(length_B, 1)
-    return [
-        Sample(
-            step=step,
-            prompt=problems[row // copies].prompt,
-            answer=problems[row // copies].answer,
-            response=response,
-            score=float(scores.score_B[row]) if scores.scorable_B[row] else None,
-            parts={name: _or_none(part[row]) for name, part in scores.parts.items()},
-            prompt_length=len(problems[row // copies].prompt_tokens),
-            response_length=int(length_B[row]),
-            truncated=bool(rollout.truncated_B[row]),
-            logp_gap=None if gap_B is None else float(gap_B[row]),
-        )
-        for row, response in enumerate(responses)
-    ]
-
-
-def _or_none(value: Any) -> float | None:
-    return float(value) if np.isfinite(value) else None

@@ -10,16 +10,16 @@ from jaxrlhf.batch import Problem
 from jaxrlhf.batching.transfer_protocol import Part, parts_of
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Config, Refusal, function_of
-from jaxrlhf.dataflows.collect import ScoredRollout
-from jaxrlhf.dataflows.step import Metrics, StepResult, value_of
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.step import Metrics, StepResult
 from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.tracking import Call, StepCalls
 from jaxrlhf.trainer.evaluation import evaluate
 from jaxrlhf.trainer.failures import DiskFull, afterwards, writing
-from jaxrlhf.trainer.log import PhaseLog, to_samples
+from jaxrlhf.trainer.log import PhaseLog
+from jaxrlhf.trainer.samples import to_samples
 from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.trainer.signals import Stop
-from jaxrlhf.workers.reward import response_texts
 
 OnStep = Callable[[int, Metrics], None]
 
@@ -147,9 +147,7 @@ class Loop:
 
     def _keep_responses(self, number: int, collected: Any, result: StepResult, log: PhaseLog) -> None:
         if isinstance(collected, ScoredRollout):
-            rollout, scores = value_of(collected.rollout), value_of(collected.scores)
-            responses = response_texts(rollout, self.decode)
-            log.rollout(to_samples(number, collected.problems, responses, rollout, scores, logp_BT=result.logp_BT))
+            log.rollout(to_samples(number, collected, self.decode, logp_BT=result.logp_BT))
 
     def _profiled(self, number: int, log: PhaseLog) -> AbstractContextManager[None]:
         """Trace the devices within the block, if the configuration asks for this step."""
@@ -165,10 +163,9 @@ class Loop:
             judge = function_of(self.config.algorithm, "evaluation")
             metrics = judge(self.roles, self.config, self.held_out)
             return {**metrics, "time/eval_s": time.perf_counter() - start}
-        metrics, rollout, scores = evaluate(self.roles, self.config, self.held_out)
+        metrics, answers = evaluate(self.roles, self.config, self.held_out)
         seconds = time.perf_counter() - start
-        responses = response_texts(rollout, self.decode)
-        log.evaluation(to_samples(number, self.held_out, responses, rollout, scores))
+        log.evaluation(to_samples(number, answers, self.decode))
         return {**metrics, "time/eval_s": seconds}
 
     def _times(self, calls: Sequence[Call]) -> Metrics:

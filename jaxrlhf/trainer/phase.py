@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from jaxrlhf.agent_loop.prompts import EpisodePrompts
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import SFT, Config, Preference
@@ -69,24 +70,22 @@ def load_data(config: Config, tokenizer: Any) -> RunData:
     Raises:
       Refusal: Files that cannot be read, or splits without a problem that fits.
     """
-    limits: dict[str, Any] = _limits(config)
+    limits = _limits(config, tokenizer)
     supervised = any(isinstance(phase.algorithm, SFT) for phase in config.phases)
     if isinstance(config.algorithm, Preference):
         supervised = False
     solutions: dict[str, Any] = {"max_solution_tokens": config.rollout.max_response_tokens}
-    reads: dict[str, Any] = {"reader": _reader(config, tokenizer), **limits}
-    train = load_problems(config.data, tokenizer, split="train", **reads, **(solutions if supervised else {}))
-    evaluation = load_evaluation(config, tokenizer)
+    train = load_problems(config.data, tokenizer, split="train", **limits, **(solutions if supervised else {}))
+    evaluation = load_problems(config.data, tokenizer, split="evaluation", **limits)
     examples = None
     if (wanted := config.algorithm.examples(config)) is not None:
-        examples = load_problems(wanted[0], tokenizer, split="train", **reads, **solutions)
+        examples = load_problems(wanted[0], tokenizer, split="train", **limits, **solutions)
     return RunData(train, evaluation, evaluation.problems[: config.evaluation.problems], examples)
 
 
 def load_evaluation(config: Config, tokenizer: Any) -> Loaded:
     """Read and tokenise the held-out split alone; errors as of `load_data`."""
-    reader = _reader(config, tokenizer)
-    return load_problems(config.data, tokenizer, split="evaluation", reader=reader, **_limits(config))
+    return load_problems(config.data, tokenizer, split="evaluation", **_limits(config, tokenizer))
 
 
 def _reader(config: Config, tokenizer: Any) -> ImageReader | None:
@@ -96,8 +95,12 @@ def _reader(config: Config, tokenizer: Any) -> ImageReader | None:
     return image_reader(config, model_config(config.model, tokenizer), tokenizer)
 
 
-def _limits(config: Config) -> dict[str, int]:
-    limits = {"max_prompt_tokens": config.rollout.max_prompt_tokens}
+def _limits(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """Limits of tokens, and readers of images and of episodes' records."""
+    limits: dict[str, Any] = {"max_prompt_tokens": config.rollout.max_prompt_tokens}
+    limits["reader"] = _reader(config, tokenizer)
+    if config.environment is not None:
+        limits["episodes"] = EpisodePrompts(config.environment, tokenizer)
     if isinstance(config.algorithm, Preference):  # answers are read in both splits
         limits["max_solution_tokens"] = config.rollout.max_response_tokens - config.algorithm.places_after
     return limits

@@ -22,12 +22,11 @@ from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.tracking import RunConsole, SettingsTable, default_console, show_samples
 from jaxrlhf.trainer.auto_placement import placed_for_evaluation
 from jaxrlhf.trainer.evaluation import evaluate
-from jaxrlhf.trainer.log import to_samples
 from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, checkpoint_of, placed
 from jaxrlhf.trainer.phase import load_evaluation
+from jaxrlhf.trainer.samples import to_samples
 from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 from jaxrlhf.workers.build import Phase
-from jaxrlhf.workers.reward import response_texts
 
 _NO_FORMAT = "a module of your own (Nnx), for which there is no Hugging Face format"
 
@@ -153,8 +152,8 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     ):
         with closing(pools.roles(phase)) as roles:
             sampling = config.rollout.sampling if samples > 1 else Sampling(greedy=True)
-            metrics, rollout, scores = evaluate(roles, config, held_out, sampling=sampling, samples=samples)
-        answers = to_samples(0, held_out, response_texts(rollout, decoder(tokenizer)), rollout, scores)
+            metrics, scored = evaluate(roles, config, held_out, sampling=sampling, samples=samples)
+        answers = to_samples(0, scored, decoder(tokenizer))
     show_samples(answers[: show * samples : samples])
     rows = [("evaluation", name.removeprefix("eval/"), f"{value:.4g}", "") for name, value in metrics.items()]
     console.print(SettingsTable(rows, title=str(place)))

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.batch import Array, Pair, Problem, RolloutBatch, Scores, Sequences
 from jaxrlhf.config import Config, ModelReward, PolicyGradient, Preference, Pretrained, function_of, override
 from jaxrlhf.data.tokenizer import embedded_tokenizer
-from jaxrlhf.dataflows.collect import ScoredRollout
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.from_config import model_config

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.batch import Array, Experience, Params, Problem, RolloutBatch, Sequences
+from jaxrlhf.batch import Array, EpisodeBatch, Experience, Params, Problem, RolloutBatch, Sequences
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
 from jaxrlhf.config import Optimizer, Sampling
 from jaxrlhf.resharding.hybrid import HybridEngine, Switch, SwitchError
@@ -128,6 +128,18 @@ class Actor(TrainedWorker):
         """
         with self.generating() as sampler:
             return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
+
+    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
+    def run_episodes(
+        self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
+    ) -> EpisodeBatch:
+        """Go through episodes that begin with these problems, prompt-major, under the current policy.
+
+        Args:
+          seed: With a problem's id, the number of the copy, and the turn it determines a reply.
+        """
+        with self.generating() as sampler:
+            return sampler.run_episodes(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
     @worker_method(ONE_TO_ALL, part="relayout")
     def offer_weights(self, wanted: Sequence[Splits]) -> tuple[int, Offer]:

@@ -10,13 +10,17 @@ import jax
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
+from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import Params
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import check_pretrained
 from jaxrlhf.config import ROLLOUT, Config, ModelReward, Pretrained, RoleSpec, offloaded
+from jaxrlhf.config.environments import choices
+from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.engine import Engine
 from jaxrlhf.engine.rollout_engine import RolloutEngine
+from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.huggingface.config import read_config
@@ -129,7 +133,22 @@ class Builder(PoolRoles):
         self.policy.check_generation(mesh)
         submesh = local_submesh(mesh)
         engine = self.rollout_engine(submesh, submesh.size / mesh.size)
-        return Sampler(self.model, engine, mesh, submesh, self.width, self.progress, self._feed)
+        loop = self._agent_loop()
+        return Sampler(self.model, engine, mesh, submesh, self.width, self.progress, self._feed, loop)
+
+    def _agent_loop(self) -> AgentLoop | None:
+        """The loop of episodes, whose environments are loaded now, so that one that does not load is refused."""
+        environment, rollout = self.config.environment, self.config.rollout
+        if environment is None or not self.here:
+            return None
+        return AgentLoop(
+            environment,
+            ChatFormat(self.tokenizer),
+            EnvironmentPool(choices(environment), output=self._reward_output),
+            rollout.max_prompt_tokens,
+            rollout.max_response_tokens,
+            stop_tokens(self.config, self.tokenizer),
+        )
 
     def rollout_engine(self, submesh: Mesh, share: float) -> RolloutEngine:
         """The engine that generates on this process's part of a generation mesh.
@@ -324,4 +343,6 @@ class Builder(PoolRoles):
         """End the reward workers, and let go of weights that nobody took."""
         if self._scorer is not None:
             self._scorer.close()
+        if self.sampler is not None and self.sampler.agent_loop is not None:
+            self.sampler.agent_loop.close()
         self._exchange.close()

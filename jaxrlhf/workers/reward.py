@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from math import nan
 from typing import Any
 
 import numpy as np
 
-from jaxrlhf.batch import Problem, RolloutBatch, Scores
+from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.batching.transfer_protocol import DP_PROTO, RankCoordinates, worker_method
 from jaxrlhf.data.images import with_pictures
 from jaxrlhf.engine import Completion
+from jaxrlhf.episode import FAILURES, TRUNCATIONS, EpisodeRecord
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.workers.model import Metrics, Progress
 from jaxrlhf.workers.sampler import CompletionListener
@@ -65,6 +67,40 @@ class Reward:
         self._text.cache_clear()
         self._ahead += self._scorer.ahead
         return scores
+
+    @worker_method(DP_PROTO, part="reward")
+    def compute_episode_reward(self, problems: Sequence[Problem], record_E: Array) -> Scores:
+        """Score every episode: what its environment paid, and the parts' scores of its last reply.
+
+        Functions find the whole episode in the record, as `episode`. An episode that failed is unscorable.
+
+        Args:
+          problems: Problem of each episode.
+          record_E: `EpisodeRecord` of each episode.
+        """
+        episodes: list[EpisodeRecord] = list(record_E)
+        paid_E = [nan if one.stop in FAILURES else one.environment_reward or 0.0 for one in episodes]
+        return self._scorer.score(
+            [problem.prompt for problem in problems],
+            [one.answer for one in episodes],
+            [problem.answer for problem in problems],
+            [{**problem.record, "episode": _told(one)} for problem, one in zip(problems, episodes, strict=True)],
+            finished=[one.stop not in TRUNCATIONS for one in episodes],
+            environment_B=np.array(paid_E, np.float32),
+            progress=lambda done, total: self._progress("reward", done, total),
+        )
+
+
+def _told(episode: EpisodeRecord) -> dict[str, Any]:
+    """An episode as reward functions are told of it."""
+    calls = [{"name": call.name, "failure": call.failure} for turn in episode.turns for call in turn.calls]
+    return {
+        "messages": episode.messages,
+        "stop": episode.stop,
+        "turns": len(episode.turns),
+        "calls": calls,
+        "environment_reward": episode.environment_reward,
+    }
 
 
 def _shown(problem: Problem) -> Mapping[str, Any]:

@@ -8,10 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrlhf.batch import Problem, RolloutBatch, Sequences, images_of_problems
+from jaxrlhf.agent_loop import AgentLoop
+from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch, Sequences, images_of_problems
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
 from jaxrlhf.config import Sampling
-from jaxrlhf.engine import Completion, Request
+from jaxrlhf.engine import Completion, Engine, Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.lora.lora import adapted
@@ -44,6 +45,7 @@ class Sampler:
       submesh: This process's part of it; its replicas need no other process.
       width: T, columns of a rollout's arrays.
       feed: Told of each response as it ends, while others are still generated.
+      agent_loop: Goes through episodes; None without an environment.
     """
 
     config: AnyModel
@@ -53,6 +55,7 @@ class Sampler:
     width: int
     progress: Progress
     feed: CompletionFeed
+    agent_loop: AgentLoop | None = None
 
     def load(self, weights: Any, version: int, *, spent: Any) -> None:
         """Set the engine's weights, given in the generation layout over the whole mesh.
@@ -90,6 +93,21 @@ class Sampler:
             on_completion=self._listener(requests, prompts),
         )
         return to_rollout(prompts, completions, width=self.width)
+
+    def run_episodes(
+        self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
+    ) -> EpisodeBatch:
+        """Go through episodes that begin with these problems, prompt-major; see `Actor.run_episodes`."""
+        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes need an environment"
+        return self.agent_loop.run(
+            self.engine,
+            problems,
+            sampling,
+            copies=responses_per_prompt,
+            seed=seed,
+            width=self.width,
+            progress=lambda done, total: self.progress("episodes", done, total),
+        )
 
     def _listener(
         self, requests: Sequence[Request], problems: Sequence[Problem]
@@ -169,6 +187,20 @@ class RolloutWorker:
         """Sample responses, prompt-major, with the weights last sent; see `Actor.generate_sequences`."""
         sampler = self._at_version(versions)
         return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
+
+    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
+    def run_episodes(
+        self,
+        problems: Sequence[Problem],
+        sampling: Sampling,
+        *,
+        responses_per_prompt: int,
+        seed: int,
+        versions: Sequence[int],
+    ) -> EpisodeBatch:
+        """Go through episodes, prompt-major, with the weights last sent; see `Actor.run_episodes`."""
+        sampler = self._at_version(versions)
+        return sampler.run_episodes(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
     def _at_version(self, versions: Sequence[int]) -> Sampler:
         """The sampler, whose engine frees its cache by itself; the weights stay."""

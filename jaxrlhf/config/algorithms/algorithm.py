@@ -31,11 +31,13 @@ class Algorithm(Settings, ABC):
       learn: Function of the roles, the `StepInput` and what was collected that updates models and gives a `StepResult`.
       evaluation: Function of the roles, the configuration and the held-out problems that gives metrics, or its name;
         None answers the problems greedily and scores the answers.
+      takes_several_sequences: An episode may be several sequences, whose advantages are worked out together.
     """
 
     collect: ClassVar[Callable[..., Any] | str] = "jaxrlhf.dataflows.collect:records"
     learn: ClassVar[Callable[..., Any] | str]
     evaluation: ClassVar[Callable[..., Any] | str | None] = None
+    takes_several_sequences: ClassVar[bool] = True
 
     @abstractmethod
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
 from jaxrlhf.config.losses import CISPOLoss, GSPOLoss, KLInLoss, KLInReward, PolicyLoss, SAPOLoss
 from jaxrlhf.config.refusal import require
-from jaxrlhf.config.settings import Positive, Settings, Share
+from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share
 
 if TYPE_CHECKING:
     from jaxrlhf.config.run import Config
@@ -41,6 +41,47 @@ class GRPO(GroupCompared):
 
 
 @dataclass(frozen=True)
+class TurnGRPO(GRPO):
+    """GRPO over turns: the rewards to go of a turn are compared with those of the group's episodes in the same turn.
+
+    Attributes:
+      gamma: Discount per turn.
+
+    Source: Zeng et al. 2025 (arXiv:2505.11821), section 4.
+    """
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.turn_level:turn_grpo"
+
+    gamma: Share[float] = 1.0
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        _check_turns(self, config)
+
+
+@dataclass(frozen=True)
+class GiGPO(GRPO):
+    """Group-in-group policy optimisation (Feng et al. 2025, arXiv:2505.10978): GRPO, and credit to turns by state.
+
+    Turns of a group that were made in equal states, as the environment names them, are compared with each other; with
+    one turn, or no two equal states, it is GRPO.
+
+    Attributes:
+      gamma: Discount per turn of the rewards that a turn is compared by.
+      state_weight: Weight of a turn's advantage beside its episode's.
+    """
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.turn_level:gigpo"
+
+    gamma: Share[float] = 0.95
+    state_weight: Finite[NotNegative[float]] = 1.0
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        _check_turns(self, config)
+
+
+@dataclass(frozen=True)
 class DrGRPO(GRPO):
     """GRPO done right (Liu et al. 2025, arXiv:2503.20783): GRPO without its bias for some lengths and difficulties."""
 
@@ -51,6 +92,8 @@ class DrGRPO(GRPO):
 @dataclass(frozen=True)
 class GSPO(GRPO):
     """Group sequence policy optimisation (Zheng et al. 2025, arXiv:2507.18071): GRPO with one ratio per response."""
+
+    takes_several_sequences: ClassVar[bool] = False
 
     policy: GSPOLoss = field(default_factory=GSPOLoss)
 
@@ -157,3 +200,11 @@ class DAPO(GroupCompared):
     max_rounds: Positive[int] = 10
     overlong: OverlongPunishment | None = field(default_factory=OverlongPunishment)
     mask_truncated: bool = False
+
+
+def _check_turns(settings: PolicyGradient, config: Config) -> None:
+    require(
+        config.environment is not None,
+        f"{type(settings).__name__} gives credit to the turns of episodes, and the run has no environment; give one, "
+        "or choose GRPO",
+    )

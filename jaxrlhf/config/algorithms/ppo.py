@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
 from jaxrlhf.config.losses import ValueLoss
@@ -22,8 +22,9 @@ class PPO(PolicyGradient):
     """Proximal policy optimisation with a learned critic (Schulman et al. 2017, arXiv:1707.06347).
 
     Attributes:
-      gamma: Discount per action token.
+      gamma: Discount per action.
       lam: GAE's lambda.
+      actions: A token is an action, or a whole turn of an episode, of which every token has the advantage.
       critic_model: Checkpoint of the critic's trunk; None copies the actor's.
       critic_warmup_steps: Steps at the start in which only the critic is updated.
     """
@@ -32,6 +33,7 @@ class PPO(PolicyGradient):
 
     gamma: Share[float] = 1.0
     lam: Share[float] = 1.0
+    actions: Literal["tokens", "turns"] = "tokens"
     value: ValueLoss = field(default_factory=ValueLoss)
     critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
     critic_model: Pretrained | None = None
@@ -50,4 +52,9 @@ class PPO(PolicyGradient):
             self.critic_warmup_steps < config.steps,
             f"algorithm.critic_warmup_steps={self.critic_warmup_steps} leaves no step of steps={config.steps} "
             "to train the policy; lower it or raise steps",
+        )
+        require(
+            self.actions == "tokens" or config.environment is not None,
+            "algorithm.actions='turns' shares credit among the turns of an episode, and a run without an environment "
+            "has one turn; give an environment, or choose 'tokens'",
         )

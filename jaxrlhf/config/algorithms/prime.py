@@ -38,6 +38,7 @@ class PRIME(GroupCompared):
 
     collect: ClassVar[str] = "jaxrlhf.dataflows.prime:collect"
     learn: ClassVar[str] = "jaxrlhf.dataflows.prime:learn"
+    takes_several_sequences: ClassVar[bool] = False
 
     process_reward: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-6)))
     beta: Positive[float] = 0.05

@@ -11,7 +11,7 @@ from jaxrlhf.config.losses import KLInLoss, KLInReward
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import RoleSpec, critic
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
-from jaxrlhf.config.sources import Arithmetic, Data, Gsm8k, Pretrained, PromptFile
+from jaxrlhf.config.sources import Arithmetic, Data, Generated, Gsm8k, Pretrained, PromptFile
 from jaxrlhf.config.training import Optimizer, Training
 
 if TYPE_CHECKING:
@@ -63,7 +63,10 @@ class Ptx(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        solved = isinstance(self.data, Arithmetic | Gsm8k) or getattr(self.data, "solution_key", None) is not None
+        solved = (
+            isinstance(self.data, Arithmetic | Generated | Gsm8k)
+            or getattr(self.data, "solution_key", None) is not None
+        )
         fields = "solution_key is None; name the field that has them"
         why = fields if isinstance(self.data, PromptFile) else "those are pairs; give Arithmetic, Gsm8k or PromptFile"
         require(solved, f"Ptx imitates worked solutions, and data is {type(self.data).__name__}: {why}")

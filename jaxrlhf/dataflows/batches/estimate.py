@@ -39,17 +39,23 @@ def rewards_per_token(
 ) -> Array:
     """`reward_BT`: the score at each response's end, less the KL where that is in the reward.
 
+    What an environment paid for a turn is at that turn's last token, and the rest of the score at the end.
+
     Args:
       mask_BT: Tokens of scorable responses.
       kl_share: Factor of the KL coefficient.
     """
-    kl = work.settings.kl
-    if not isinstance(kl, KLInReward):
-        return token_rewards(scores.score_B, None, mask_BT, kl_coefficient=0.0)
-    assert ref_logp_BT is not None, "a KL needs the reference"
-    logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
-    kl_BT = kl_estimate(logp_BT, ref_logp_BT, estimator=kl.estimator)
-    return token_rewards(scores.score_B, kl_BT, mask_BT, kl_coefficient=work.state["kl_coefficient"] * kl_share)
+    kl, kl_BT, coefficient, score_B = work.settings.kl, None, 0.0, scores.score_B
+    if isinstance(kl, KLInReward):
+        assert ref_logp_BT is not None, "a KL needs the reference"
+        logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
+        kl_BT = kl_estimate(logp_BT, ref_logp_BT, estimator=kl.estimator)
+        coefficient = work.state["kl_coefficient"] * kl_share
+    if rollout.episodes is None:
+        return token_rewards(score_B, kl_BT, mask_BT, kl_coefficient=coefficient)
+    paid_BT = np.where(mask_BT, rollout.episodes.reward_BT, 0)
+    rest_B = np.asarray(score_B) - paid_BT.sum(axis=1)
+    return token_rewards(rest_B, kl_BT, mask_BT, kl_coefficient=coefficient) + paid_BT
 
 
 def next_state(work: StepInput[PolicyGradient], metrics: Metrics, *, sequences: int) -> State:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxrlhf.algos import rollout_correction, token_weights
 from jaxrlhf.batch import Array, Experience, MinibatchRows, RolloutBatch, Sequences
 from jaxrlhf.config import Aggregation, KLInLoss, PolicyGradient
+from jaxrlhf.dataflows.batches.episode_rows import Apart
 from jaxrlhf.dataflows.step import Metrics, State, StepInput
 
 
@@ -43,7 +44,7 @@ def minibatches(
 
     Rows are drawn by the step's seed alone, so roles that are trained on one rollout see the
     same rows in the same order. A minibatch without a token to train on is left out, as long as there is another:
-    an optimizer goes on by its momentum where the gradient is 0.
+    an optimizer goes on by its momentum where the gradient is 0. Sequences of one episode are in one minibatch.
 
     Args:
       fields: `[B, T]` arrays that the loss reads, by name.
@@ -63,12 +64,13 @@ def minibatches(
         for rows in chosen
     ]
     coefficients = {"kl_weight": kl_coefficient, "entropy_weight": entropy_coefficient}
+    apart = Apart(sequences)
     return MinibatchRows.of(
-        sequences,
-        fields,
-        chosen,
-        weights,
-        importance_BT=importance_BT,
+        apart.sequences,
+        apart.array(dict(fields)),
+        [apart.rows(rows) for rows in chosen],
+        [apart.array(weight_BT, rows) for weight_BT, rows in zip(weights, chosen, strict=True)],
+        importance_BT=apart.array(importance_BT),
         coefficients={name: number for name, number in coefficients.items() if number},
     )
 

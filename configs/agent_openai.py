@@ -1,0 +1,23 @@
+"""GRPO on a program that talks to the policy through OpenAI's client, from random weights; needs `jaxrlhf[serve]`.
+
+    pip install openai && python -m jaxrlhf.train --config agent_openai.py
+
+The task of `tools_arithmetic.py`, but the loop of calls is a program's own (`jaxrlhf/environments/openai_agent.py`);
+the run answers its requests, and trains on the tokens that it drew for them.
+
+Source: Shao et al. 2024 (arXiv:2402.03300) for GRPO.
+"""
+
+from dataclasses import replace
+
+from jaxrlhf.config import Agent, Config, Rewards, load
+
+
+def get_config() -> Config:
+    """The run."""
+    return replace(
+        load("tools_arithmetic"),
+        name="agent_openai",
+        environment=Agent(program="jaxrlhf.environments.openai_agent:run", max_turns=3, turn_tokens=24),
+        rewards=Rewards(parts=()),
+    )

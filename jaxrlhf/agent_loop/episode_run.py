@@ -1,0 +1,268 @@
+"""One episode, from its opening to its end."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrlhf.agent_loop.recorded import Finished, recorded_episode
+from jaxrlhf.batch import Problem
+from jaxrlhf.config import Agent, Environment, Sampling, Tools
+from jaxrlhf.config.serving import SessionLimits
+from jaxrlhf.conversations.chat_format import ChatFormat
+from jaxrlhf.conversations.conversation import Conversation
+from jaxrlhf.engine import Completion, Request
+from jaxrlhf.engine.service import EngineService
+from jaxrlhf.environments.pool import EnvironmentPool
+from jaxrlhf.episode import (
+    EnvironmentFailure,
+    EpisodeRecord,
+    Message,
+    Observation,
+    Opening,
+    Reply,
+    StopCause,
+    TurnRecord,
+)
+from jaxrlhf.serving.sessions import SessionBook
+
+
+class EpisodeLimits(NamedTuple):
+    """EpisodeLimits of all episodes: tokens of a first prompt, tokens after it, and ids that end a reply."""
+
+    max_prompt_tokens: int
+    max_response_tokens: int
+    stop_tokens: tuple[int, ...]
+
+
+class EpisodeEnd(Exception):
+    """End of an episode, by anything but its environment's word."""
+
+    def __init__(self, stop: StopCause, detail: str = "") -> None:
+        super().__init__(detail)
+        self.stop, self.detail = stop, detail
+
+
+@dataclass
+class EpisodeRun:
+    """An episode under way.
+
+    Attributes:
+      problem: Record that it begins with.
+      episode: Id of the episode, part of what its draws depend on.
+      environment: Number of its environment among those of the run.
+    """
+
+    problem: Problem
+    episode: int
+    environment: int
+    settings: Tools | Environment | Agent
+    limits: EpisodeLimits
+    sampling: Sampling
+    seed: int
+    format: ChatFormat
+    pool: EnvironmentPool
+    service: EngineService
+    sessions: SessionBook | None = None
+    _turns: list[TurnRecord] = field(default_factory=list)
+    _states: list[object] = field(default_factory=list)
+    _metrics: dict[str, float] = field(default_factory=dict)
+    _conversation: Conversation | None = None
+    _opening: Sequence[Message] = ()
+    _final: float | None = None
+
+    @property
+    def group_seed(self) -> int:
+        """Seed of the environment, which all episodes of the problem share: they begin in one state."""
+        return _seed(self.seed, self.problem.prompt_id, 0)
+
+    async def turns(self) -> Finished:
+        """Go through the episode turn by turn."""
+        try:
+            async with asyncio.timeout(self.settings.episode_s):
+                stop, detail = await self._until_done(), ""
+                self._final = await asyncio.wrap_future(self.pool.finish(self.episode))
+        except EpisodeEnd as ended:
+            stop, detail = ended.stop, ended.detail
+            stop, detail = await self._settled(stop, detail)
+        except EnvironmentFailure as failure:
+            stop, detail = _failed(failure)
+        except TimeoutError:
+            stop, detail = "episode_timeout", f"over {self.settings.episode_s:g} s"
+        finally:
+            self.pool.drop(self.episode)  # whatever is left of it
+            self.service.release(self.episode)
+        return self._finished(stop, detail)
+
+    async def agent(self) -> Finished:
+        """Have the agent program go through the episode; its calls are recorded where they are answered."""
+        assert self.sessions is not None, "an agent program needs a server"
+        limits = SessionLimits(
+            calls=self.settings.max_turns,
+            tokens=self.limits.max_response_tokens,
+            call_tokens=self.settings.turn_tokens,
+        )
+        stop: StopCause = "done"
+        detail, score = "", None
+        base_url, api_key = self.sessions.open(self.episode, self.seed, limits)
+        try:
+            async with asyncio.timeout(self.settings.episode_s):
+                call = self.pool.run_agent(
+                    self.episode, self.environment, self.problem.record, self.group_seed, base_url, api_key
+                )
+                score = await asyncio.wrap_future(call)
+        except EnvironmentFailure as failure:
+            stop, detail = _failed(failure)
+        except TimeoutError:
+            stop, detail = "episode_timeout", f"over {self.settings.episode_s:g} s"
+        finally:
+            self.pool.drop(self.episode)
+            recorded = self.sessions.close(self.episode)
+        return recorded_episode(
+            self.problem, self.episode, self.environment, self.format, recorded, score, stop, detail
+        )
+
+    async def _settled(self, stop: StopCause, detail: str) -> tuple[StopCause, str]:
+        """The end that a limit made, with the environment's final reward; or the environment's failure to say one."""
+        try:
+            self._final = await asyncio.wrap_future(self.pool.finish(self.episode))
+        except EnvironmentFailure as failure:
+            return _failed(failure)
+        return stop, detail
+
+    async def _until_done(self) -> StopCause:
+        """Reply and observe until the environment says that the episode is over.
+
+        Raises:
+          EpisodeEnd: A limit ends it before.
+        """
+        begun = self.pool.start(self.episode, self.environment, self.problem.record, self.group_seed)
+        opening = await asyncio.wrap_future(begun)
+        conversation = self._begin(opening)
+        most, state = opening.max_tokens, opening.state
+        while True:
+            self._states.append(state)
+            start = time.perf_counter()
+            reply = await self._reply(conversation, most)
+            policy_s = time.perf_counter() - start
+            self._turns.append(TurnRecord(reply, policy_s=policy_s))
+            self._check_reply(reply)
+            start = time.perf_counter()
+            observation = await asyncio.wrap_future(self.pool.step(self.episode, reply))
+            self._note(observation, time.perf_counter() - start)
+            if observation.done:
+                return "answered" if isinstance(self.settings, Tools) else "done"
+            self._check_turn(observation)
+            self._observe(conversation, observation)
+            most, state = observation.max_tokens, observation.state
+
+    def _begin(self, opening: Opening) -> Conversation:
+        """The conversation; its prompt is the environment's, or the record's own where that says nothing."""
+        own = None if opening.messages or opening.appended else self.problem.prompt_tokens
+        *before, last = opening.messages or self.problem.messages
+        self._opening = [*before, {**last, "content": last["content"] + opening.appended}]
+        conversation = Conversation(
+            self.format,
+            self._opening,
+            opening.tools,
+            history=self.settings.history,
+            cut_turns=self.settings.cut_turns,
+            prompt_tokens=own,
+        )
+        tokens = len(conversation.prompt)
+        if tokens > self.limits.max_prompt_tokens:
+            raise EnvironmentFailure(
+                "output", f"its first prompt has {tokens} tokens, over rollout.max_prompt_tokens={self.limits[0]}"
+            )
+        self._conversation, self._first_tokens = conversation, tokens
+        return conversation
+
+    def _room(self, conversation: Conversation) -> int:
+        """Tokens that the episode may still have."""
+        used = max(len(conversation.prompt) - self._first_tokens, 0)
+        return self.limits.max_response_tokens - used
+
+    async def _reply(self, conversation: Conversation, most: int | None) -> Reply:
+        """The policy's next reply."""
+        wanted = [self._room(conversation), self.settings.turn_tokens, most]
+        request = Request(
+            self.episode,
+            conversation.prompt,
+            max_tokens=max(1, min(limit for limit in wanted if limit is not None)),
+            stop_tokens=self.limits.stop_tokens,
+            keep=True,
+        )
+        seed = _seed(self.seed, len(self._turns), 1)
+        completion: Completion = await asyncio.wrap_future(self.service.submit(request, self.sampling, seed=seed))
+        return conversation.sampled(completion.tokens, completion.logps, completion.version)
+
+    def _check_reply(self, reply: Reply) -> None:
+        """End an episode whose reply the environment is not to see."""
+        assert self._conversation is not None
+        if not reply.ended:
+            if self._room(self._conversation) <= 0:
+                raise EpisodeEnd("tokens_of_episode")
+            if self.settings.cut_turns == "end":
+                raise EpisodeEnd("tokens_of_turn")
+        if reply.malformed and self.settings.malformed_calls == "end":
+            raise EpisodeEnd("malformed_call", reply.malformed[0].detail)
+        if sum(len(turn.reply.calls) for turn in self._turns) > self.settings.max_calls:
+            raise EpisodeEnd("tool_calls")
+
+    def _note(self, observation: Observation, environment_s: float) -> None:
+        """Keep what the environment answered to the last reply."""
+        self._turns[-1] = replace(
+            self._turns[-1],
+            observed=tuple(observation.messages),
+            reward=float(observation.reward),
+            environment_s=environment_s,
+            calls=tuple(observation.calls),
+        )
+        self._metrics |= observation.metrics
+
+    def _check_turn(self, observation: Observation) -> None:
+        if observation.truncated:
+            raise EpisodeEnd("environment_truncated")
+        if len(self._turns) >= self.settings.max_turns:
+            raise EpisodeEnd("turns")
+
+    def _observe(self, conversation: Conversation, observation: Observation) -> None:
+        """Tell the policy what the environment said, as far as there is room."""
+        if not observation.messages:
+            raise EnvironmentFailure("wrong-type", "it said nothing, and did not say that the episode is done")
+        room = min(self._room(conversation) - 1, self.settings.observation_tokens)
+        inserted = conversation.observe(observation.messages, most_tokens=room) if room > 0 else 0
+        if not inserted or self._room(conversation) <= 0:
+            raise EpisodeEnd("tokens_of_episode")
+
+    def _finished(self, stop: StopCause, detail: str) -> Finished:
+        rewards = [turn.reward for turn in self._turns]
+        pays = self._final is not None or not isinstance(self.settings, Tools)
+        if self._final is not None and rewards:
+            rewards[-1] += self._final
+        record = EpisodeRecord(
+            opening=tuple(self._opening),
+            turns=tuple(self._turns),
+            stop=stop,
+            environment=self.environment,
+            failure=detail,
+            environment_reward=float(sum(rewards)) if pays else None,
+            metrics=dict(self._metrics),
+        )
+        sequences = self._conversation.sequences() if self._conversation is not None and self._turns else ()
+        if len(sequences) > 1:
+            record = replace(record, forks={"template": len(sequences) - 1})
+        return Finished(self.problem, self.episode, record, sequences, rewards, tuple(self._states))
+
+
+def _failed(failure: EnvironmentFailure) -> tuple[StopCause, str]:
+    """Reason and detail of the end that a failure makes."""
+    return "environment_timeout" if failure.cause == "timeout" else "environment_error", str(failure)
+
+
+def _seed(*parts: int) -> int:
+    """A number in [0, 2**32) for some numbers."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])

@@ -1,0 +1,165 @@
+"""Loop of episodes: each is a coroutine that waits for the engine and for its environment in turns.
+
+The engine decodes whatever replies are asked for, so episodes whose tools are slow hold up nobody. What is drawn
+depends on seed, episode and turn alone, not on who was faster.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxrlhf.agent_loop.episode_run import EpisodeLimits, EpisodeRun
+from jaxrlhf.agent_loop.recorded import Finished
+from jaxrlhf.agent_loop.rows import to_episode_batch
+from jaxrlhf.batch import EpisodeBatch, Problem
+from jaxrlhf.config import Agent, AnyEnvironment, Refusal, Sampling
+from jaxrlhf.config.environments import choice, choices
+from jaxrlhf.conversations.chat_format import ChatFormat
+from jaxrlhf.engine import Engine
+from jaxrlhf.engine.service import EngineService
+from jaxrlhf.environments.pool import EnvironmentPool
+from jaxrlhf.serving.served import ServedModel
+from jaxrlhf.serving.sessions import SessionBook
+
+if TYPE_CHECKING:
+    from jaxrlhf.serving.server import Server
+
+
+@dataclass(frozen=True)
+class AgentLoop:
+    """Goes through episodes with one engine, and environments in processes of their own.
+
+    Attributes:
+      environment: Settings of the environments.
+      format: Form of the policy's chats.
+      pool: Processes of the environments.
+      max_prompt_tokens: Longest first prompt of an episode.
+      max_response_tokens: Most tokens after it, replies and observations together.
+      stop_tokens: Ids that end a reply, beside those of the chat's form.
+    """
+
+    environment: AnyEnvironment
+    format: ChatFormat
+    pool: EnvironmentPool
+    max_prompt_tokens: int
+    max_response_tokens: int
+    stop_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self._has_agents:
+            _server_class()  # or it is refused now, and not in the first step
+
+    def run(
+        self,
+        engine: Engine,
+        problems: Sequence[Problem],
+        sampling: Sampling,
+        *,
+        copies: int,
+        seed: int,
+        width: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> EpisodeBatch:
+        """Go through `copies` episodes of each problem.
+
+        Args:
+          engine: Engine with its weights loaded; nobody else may use it meanwhile.
+          seed: In [0, 2**32). With a problem's id, the number of the copy and the turn it determines a reply.
+          width: T, columns of the arrays.
+          progress: Called after each episode with those that are over, and all.
+
+        Raises:
+          Diverged: The policy's logits are not finite.
+        """
+        with EngineService(engine) as service, self._server(service, sampling) as sessions:
+            finished = asyncio.run(self._run(service, sessions, problems, sampling, copies, seed, progress))
+        return to_episode_batch(finished, width=width)
+
+    def close(self) -> None:
+        """End the environments' processes."""
+        self.pool.close()
+
+    @contextmanager
+    def _server(self, service: EngineService, sampling: Sampling) -> Iterator[SessionBook | None]:
+        """Sessions of agent programs, whose calls a server answers; None where no environment is one."""
+        if not self._has_agents:
+            yield None
+            return
+        model = ServedModel("policy", service, self.format.tokenizer, self.stop_tokens)
+        with _server_class()(model, token=secrets.token_urlsafe(16), sampling=sampling) as server:
+            yield server.sessions
+
+    async def _run(
+        self,
+        service: EngineService,
+        sessions: SessionBook | None,
+        problems: Sequence[Problem],
+        sampling: Sampling,
+        copies: int,
+        seed: int,
+        progress: Callable[[int, int], None],
+    ) -> list[Finished]:
+        settings = choices(self.environment)
+        # Each kind of environment lets its own episodes in.
+        doors = [asyncio.Semaphore(one.in_flight or len(problems) * copies) for one in settings]
+        limits = EpisodeLimits(self.max_prompt_tokens, self.max_response_tokens, self._stops)
+        over = 0
+
+        async def play(problem: Problem, copy: int) -> Finished:
+            nonlocal over
+            number = choice(self.environment, problem.record)
+            run = EpisodeRun(
+                problem=problem,
+                episode=problem.prompt_id * copies + copy,
+                environment=number,
+                settings=settings[number],
+                limits=limits,
+                sampling=sampling,
+                seed=seed,
+                format=self.format,
+                pool=self.pool,
+                service=service,
+                sessions=sessions,
+            )
+            async with doors[number]:
+                finished = await (run.agent() if isinstance(settings[number], Agent) else run.turns())
+            over += 1
+            progress(over, len(problems) * copies)
+            return finished
+
+        return await _all([play(problem, copy) for problem in problems for copy in range(copies)])
+
+    @property
+    def _has_agents(self) -> bool:
+        return any(isinstance(one, Agent) for one in choices(self.environment))
+
+    @property
+    def _stops(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((*sorted(self.format.stop_tokens), *self.stop_tokens)))
+
+
+def _server_class() -> "type[Server]":
+    """The server, whose library is an extra."""
+    try:
+        from jaxrlhf.serving.server import Server
+    except ImportError as error:
+        raise Refusal(
+            f"an agent program talks to the policy over HTTP, and {error.name} is not installed; "
+            "pip install 'jaxrlhf[serve]'"
+        ) from error
+    return Server
+
+
+async def _all(coroutines: Sequence[Any]) -> list[Any]:
+    """Results of all; after the first error the others are cancelled and waited for."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,99 @@
+"""Episodes that are over: those of this room's loop, and those of agent programs as the server recorded them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from jaxrlhf.batch import Problem
+from jaxrlhf.conversations.chat_format import ChatFormat
+from jaxrlhf.conversations.conversation import TokenSequence
+from jaxrlhf.episode import EpisodeRecord, Message, StopCause, TurnRecord
+from jaxrlhf.serving.sessions import RecordedEpisode
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An episode that is over.
+
+    Attributes:
+      sequences: Its tokens; none if it never began.
+      rewards: Paid for each turn.
+      states: State that each turn was made in; None where the environment names none.
+    """
+
+    problem: Problem
+    episode: int
+    record: EpisodeRecord
+    sequences: Sequence[TokenSequence]
+    rewards: Sequence[float]
+    states: Sequence[object]
+
+
+def recorded_episode(
+    problem: Problem,
+    episode: int,
+    environment: int,
+    format: ChatFormat,
+    recorded: RecordedEpisode,
+    score: float | None,
+    stop: StopCause,
+    detail: str,
+) -> Finished:
+    """The episode of an agent program.
+
+    Its turns are numbered through all its sequences. What it is paid is what the program returned or posted, and what
+    was posted for single answers.
+
+    Args:
+      score: Returned by the program.
+    """
+    sequences: list[TokenSequence] = []
+    rewards: list[float] = []
+    turns: list[TurnRecord] = []
+    said: list[str] = []
+    for row, sequence in enumerate(recorded.sequences):
+        own = sorted({turn for turn in sequence.turn if turn >= 0})
+        numbers = {turn: len(rewards) + place for place, turn in enumerate(own)}
+        rewards += [float(recorded.rewards.get((row, turn), 0.0)) for turn in own]
+        sequences.append(replace(sequence, turn=tuple(numbers.get(turn, -1) for turn in sequence.turn)))
+        opening, spoken = _spoken(sequence, format)
+        said.append(opening)
+        turns += spoken
+    turns = [replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True)]
+    final = recorded.reward if score is None else score
+    paid = sum(rewards) + (final or 0.0) if rewards or final is not None else None
+    if final is not None and rewards:
+        rewards[-1] += final
+    record = EpisodeRecord(
+        opening=[{"role": "user", "content": said[0]}] if said else list(problem.messages),
+        turns=turns,
+        stop=stop,
+        environment=environment,
+        failure=detail,
+        environment_reward=paid,
+        metrics={f"refused_{limit}": float(count) for limit, count in recorded.refused.items()},
+        forks={str(cause): count for cause, count in recorded.forks.items()}
+        or ({"branch": len(sequences) - 1} if len(sequences) > 1 else {}),
+    )
+    return Finished(problem, episode, record, sequences, rewards, [None] * len(rewards))
+
+
+def _spoken(sequence: TokenSequence, format: ChatFormat) -> tuple[str, list[TurnRecord]]:
+    """Text before the first reply of a sequence, and each reply with what was said after it."""
+    turn_T = np.array(sequence.turn)
+    changes = [0, *(np.flatnonzero(np.diff(turn_T)) + 1).tolist(), len(turn_T)]
+    opening, turns = "", list[TurnRecord]()
+    for start, end in pairwise(changes):
+        tokens = sequence.tokens[start:end]
+        if turn_T[start] >= 0:
+            turns.append(TurnRecord(format.parse(tokens)))
+            continue
+        text = str(format.tokenizer.decode(list(tokens)))
+        if turns:
+            told: Message = {"role": "user", "content": text}
+            turns[-1] = replace(turns[-1], observed=[told])
+        else:
+            opening = text
+    return opening, turns

@@ -1,0 +1,64 @@
+"""Episodes that are over as the rows of a batch."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrlhf.agent_loop.recorded import Finished
+from jaxrlhf.batch import EpisodeBatch, EpisodeRows, RolloutBatch, Sequences
+from jaxrlhf.conversations.conversation import TokenSequence
+from jaxrlhf.episode import TRUNCATIONS
+
+
+def to_episode_batch(finished: Sequence[Finished], *, width: int) -> EpisodeBatch:
+    """Sequences of episodes as left-aligned arrays of `width` columns, those of an episode one after another."""
+    rows = [(episode, sequence) for episode in finished for sequence in _sequences(episode, width)]
+    count = len(rows)
+    token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
+    logp_BT, reward_BT = np.zeros((count, width), np.float32), np.zeros((count, width), np.float32)
+    turn_BT, anchor_BT = np.full((count, width), -1, np.int16), np.full((count, width), -1, np.int64)
+    version_B = np.zeros(count, np.int32)
+    for row, (episode, sequence) in enumerate(rows):
+        span = slice(len(sequence.tokens))
+        token_BT[row, span], mask_BT[row, span] = sequence.tokens, sequence.mask
+        logp_BT[row, span], turn_BT[row, span] = sequence.logps, sequence.turn
+        version_B[row] = max(sequence.version)
+        anchors = np.array([-1 if state is None else _number(state) for state in episode.states], np.int64)
+        for turn in np.unique(turn_BT[row][turn_BT[row] >= 0]).tolist():
+            places = np.flatnonzero(turn_BT[row] == turn)
+            reward_BT[row, places[-1]] = episode.rewards[turn]
+            anchor_BT[row, places] = anchors[turn]
+    record_E = np.empty(len(finished), object)
+    record_E[:] = [episode.record for episode in finished]
+    return EpisodeBatch(
+        RolloutBatch(
+            sequences=Sequences(
+                token_BT,
+                np.array([len(sequence.tokens) for _, sequence in rows], np.int32),
+                mask_BT,
+                np.array([episode.problem.prompt_id for episode, _ in rows], np.int64),
+            ),
+            sampler_logp_BT=logp_BT,
+            truncated_B=np.array([episode.record.stop in TRUNCATIONS for episode, _ in rows]),
+            version_B=version_B,
+            episodes=EpisodeRows(
+                np.array([episode.episode for episode, _ in rows], np.int64), turn_BT, reward_BT, anchor_BT
+            ),
+        ),
+        record_E,
+    )
+
+
+def _sequences(episode: Finished, width: int) -> Sequence[TokenSequence]:
+    """Sequences of an episode; of one that never began the problem's own prompt, without a token to train on."""
+    if episode.sequences:
+        return episode.sequences
+    prompt = episode.problem.prompt_tokens[:width]
+    nothing = (0,) * len(prompt)
+    return [TokenSequence(prompt, nothing, (0.0,) * len(prompt), (-1,) * len(prompt), (-1,) * len(prompt))]
+
+
+def _number(state: object) -> int:
+    """Number of a state, equal for equal states in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(state).encode(), digest_size=7).digest(), "big")

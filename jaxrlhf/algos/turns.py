@@ -1,0 +1,155 @@
+"""Credit over the turns of an episode: a turn is one action, and its tokens share what it earns."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jaxrlhf.algos.advantages import Targets, discounted_returns, gae, group_relative
+from jaxrlhf.batch import Array
+
+
+def turn_gae(
+    reward_BT: Float[Array, "B T"],
+    value_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    turn_BT: Int[Array, "B T"],
+    *,
+    gamma: float,
+    lam: float | Float[Array, ""] | Float[Array, "B"],
+) -> Targets:
+    """Generalised advantage estimation over turns, of which every token has the advantage and the return.
+
+    A turn's reward is the sum of its tokens', its value the critic's before its first token. Where every turn is one
+    token this is `gae`.
+
+    Args:
+      reward_BT: Paid when token t is emitted, KL penalty already subtracted.
+      value_BT: Critic's estimate for the prefix before token t, in reward units.
+      mask_BT: Action tokens.
+      turn_BT: Turn of each action token, from 0.
+      gamma: Discount per turn, in [0, 1].
+      lam: 0 is one-step TD, 1 is Monte Carlo.
+
+    Source: Zhou et al. 2024 (ArCHer, arXiv:2402.19446), section 3, for utterances as actions.
+    """
+    turns = _Turns(mask_BT, turn_BT)
+    targets = gae(turns.summed(reward_BT), turns.first(value_BT), turns.taken_BU, gamma=gamma, lam=lam)
+    return Targets(*(turns.to_tokens(target_BU) for target_BU in targets))
+
+
+def turn_returns(
+    reward_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], turn_BT: Int[Array, "B T"], *, gamma: float
+) -> Float[Array, "B T"]:
+    """Reward to go of each turn, discounted from turn to turn, at every token of the turn; 0 outside the mask.
+
+    Args:
+      gamma: Discount per turn, in [0, 1].
+    """
+    turns = _Turns(mask_BT, turn_BT)
+    return turns.to_tokens(discounted_returns(turns.summed(reward_BT), turns.taken_BU, gamma=gamma))
+
+
+def turn_relative(
+    reward_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    turn_BT: Int[Array, "B T"],
+    group_B: Int[Array, "B"],
+    *,
+    gamma: float,
+    normalize_std: bool,
+) -> Float[Array, "B T"]:
+    """Reward to go of each turn, compared with that of the group's episodes in the same turn.
+
+        A_u = (R_u - mean_g(R_u)) / (std_g(R_u) + eps)
+
+    A turn that a single episode of the group reached gives 0.
+
+    Args:
+      mask_BT: Action tokens of scorable episodes.
+      group_B: Episodes with the same id began alike.
+      gamma: Discount per turn, in [0, 1].
+
+    Source: Zeng et al. 2025 (arXiv:2505.11821), section 4, with the rewards of all later turns.
+    """
+    turns = _Turns(mask_BT, turn_BT)
+    place_BU = np.broadcast_to(np.arange(turns.taken_BU.shape[1]), turns.taken_BU.shape)
+    return turns.to_tokens(turns.compared(reward_BT, (group_B, place_BU), gamma=gamma, normalize_std=normalize_std))
+
+
+def state_relative(
+    reward_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    turn_BT: Int[Array, "B T"],
+    anchor_BT: Int[Array, "B T"],
+    group_B: Int[Array, "B"],
+    *,
+    gamma: float,
+    normalize_std: bool,
+) -> Float[Array, "B T"]:
+    """Reward to go of each turn, compared with that of the group's turns that were made in the same state.
+
+    GiGPO's step advantage, which is added to the episode's. A state that no other turn of the group was made in gives
+    0.
+
+    Args:
+      anchor_BT: Number of the state that a token's turn was made in; -1 is compared with nothing.
+
+    Source: Feng et al. 2025 (GiGPO, arXiv:2505.10978), eq. 6 to 8.
+    """
+    turns = _Turns(mask_BT, turn_BT)
+    anchor_BU = np.asarray(turns.first(anchor_BT))
+    alone_BU = -1 - np.arange(anchor_BU.size).reshape(anchor_BU.shape)  # a group of its own
+    state_BU = np.where(anchor_BU < 0, alone_BU, anchor_BU)
+    return turns.to_tokens(turns.compared(reward_BT, (group_B, state_BU), gamma=gamma, normalize_std=normalize_std))
+
+
+class _Turns:
+    """Turns of some episodes, `U` of them at most.
+
+    Attributes:
+      taken_BU: bool, turns with an action token.
+    """
+
+    def __init__(self, mask_BT: Array, turn_BT: Array) -> None:
+        self._mask_BT = np.asarray(mask_BT)
+        self._turn_BT = np.where(self._mask_BT, np.asarray(turn_BT), -1)
+        turns = int(self._turn_BT.max(initial=0)) + 1
+        self._shape = len(self._turn_BT), turns
+        self._row_N, self._column_N = np.nonzero(self._mask_BT)
+        self._number_N = self._turn_BT[self._row_N, self._column_N]
+        self.taken_BU = np.zeros(self._shape, bool)
+        self.taken_BU[self._row_N, self._number_N] = True
+
+    def summed(self, value_BT: Array) -> np.ndarray:
+        """Sum over the tokens of each turn."""
+        sum_BU = np.zeros(self._shape, np.float32)
+        np.add.at(sum_BU, (self._row_N, self._number_N), np.asarray(value_BT)[self._row_N, self._column_N])
+        return sum_BU
+
+    def first(self, value_BT: Array) -> np.ndarray:
+        """Entry of the first token of each turn; 0 for turns that were not taken."""
+        value_BT = np.asarray(value_BT)
+        first_BU = np.zeros(self._shape, value_BT.dtype)
+        # From the last to the first, so that the first is what stays.
+        order = slice(None, None, -1)
+        rows, columns, numbers = self._row_N[order], self._column_N[order], self._number_N[order]
+        first_BU[rows, numbers] = value_BT[rows, columns]
+        return first_BU
+
+    def to_tokens(self, value_BU: Array) -> Array:
+        """Entry of each token's turn; 0 outside the mask."""
+        taken_BT = np.maximum(self._turn_BT, 0)
+        return jnp.where(self._mask_BT, np.take_along_axis(np.asarray(value_BU), taken_BT, axis=1), 0)
+
+    def compared(
+        self, reward_BT: Array, group: tuple[Array, np.ndarray], *, gamma: float, normalize_std: bool
+    ) -> np.ndarray:
+        """Reward to go of each turn, relative to the turns that have both its numbers, by episode and by turn."""
+        return_BU = discounted_returns(self.summed(reward_BT), self.taken_BU, gamma=gamma)
+        group_B, kind_BU = group
+        group_BU = np.broadcast_to(np.asarray(group_B)[:, None], self._shape)
+        _, number_N = np.unique(np.stack([group_BU.ravel(), kind_BU.ravel()]), axis=1, return_inverse=True)
+        compared_N = group_relative(
+            np.asarray(return_BU).ravel(), self.taken_BU.ravel(), number_N.ravel(), normalize_std=normalize_std
+        )
+        return np.asarray(compared_N).reshape(self._shape)

@@ -1,0 +1,113 @@
+"""Records that a function makes: a user's, or one of the tasks that come with the package."""
+
+import importlib
+import importlib.util
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.config.named_functions import imported
+from jaxrlhf.data.records import Row
+
+
+def generated_records(reference: str, split: str, count: int, seed: int) -> Iterator[Row]:
+    """Records of a split.
+
+    Args:
+      reference: Function as `module:function` or `path/to/file.py:function`.
+
+    Raises:
+      Refusal: No such function, or it gives other than `count` records, each an object with texts as keys.
+    """
+    source, _, name = reference.rpartition(":")
+    function = _of_file(Path(source), name) if source.endswith(".py") else imported(reference, "Generated.function")
+    records = function(split, count, seed)
+    if not isinstance(records, Sequence) or len(records) != count:
+        given = f"{len(records)} records" if isinstance(records, Sequence) else f"a {type(records).__name__}"
+        raise Refusal(f"{reference}({split!r}, {count}, {seed}) gave {given}; it has to give a list of {count}")
+    for number, record in enumerate(records):
+        place = f"record {number} of {reference}"
+        if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
+            raise Refusal(f"{place} is a {type(record).__name__}; it has to be a dict with texts as keys")
+        yield Row(place, record, record)
+
+
+def _of_file(path: Path, name: str) -> Any:
+    if not path.is_file():
+        raise Refusal(f"Generated.function: there is no file {path} (looked from {Path.cwd()})")
+    spec = importlib.util.spec_from_file_location(f"data_file_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise Refusal(f"Generated.function: {path} has no function {name!r}")
+    return function
+
+
+def products(split: str, count: int, seed: int, *, most_digits: int = 3, calls: float = 0.4) -> list[dict[str, Any]]:
+    """Products of numbers, and solutions of which a share calls a calculator and the others guess.
+
+    No product is in both splits, whichever way round its factors stand.
+
+    Args:
+      most_digits: Digits of a factor, from 2.
+      calls: Share of the solutions that call.
+    """
+    dice = random.Random(f"{seed} {split}")
+    records = []
+    for _ in range(count):
+        factors = _factors(dice, split, most_digits)
+        expression, product = "*".join(map(str, factors)), factors[0] * factors[1]
+        solution: Any = f"#### {dice.randrange(10 ** (len(str(product)) - 1), 10 ** len(str(product)))}"
+        if dice.random() < calls:
+            call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}
+            solution = [
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "name": "calculator", "content": str(product)},
+                {"role": "assistant", "content": f"#### {product}"},
+            ]
+        records.append({"prompt": f"{expression}=?", "answer": str(product), "solution": solution})
+    return records
+
+
+def _factors(dice: random.Random, split: str, most_digits: int) -> tuple[int, int]:
+    """Factors whose product belongs to a split: every eighth is held out."""
+    while True:
+        pair = sorted(dice.randrange(10, 10**most_digits) for _ in range(2))
+        held_out = random.Random(repr(pair)).random() < 1 / 8
+        if held_out == (split == "evaluation"):
+            return (pair[0], pair[1]) if dice.random() < 0.5 else (pair[1], pair[0])
+
+
+def secrets(
+    split: str, count: int, seed: int, *, highest: int = 64, most_guesses: int = 10, careless: float = 0.85
+) -> list[dict[str, Any]]:
+    """Numbers to guess, and how some players guess: a share ignores what it is told, the others do not contradict it.
+
+    Args:
+      highest: Largest number; the least is 1.
+      most_guesses: Guesses of a player.
+      careless: Share of the players that ignore what they are told.
+    """
+    dice = random.Random(f"{seed} {split}")
+    records = []
+    for _ in range(count):
+        secret, low, high = dice.randint(1, highest), 1, highest
+        heeds = dice.random() >= careless
+        solution: list[dict[str, Any]] = []
+        for _ in range(most_guesses):
+            guess = dice.randint(low, high) if heeds else dice.randint(1, highest)
+            solution.append({"role": "assistant", "content": str(guess)})
+            if guess == secret:
+                break
+            solution.append({"role": "user", "content": ">" if secret > guess else "<"})
+            low, high = (max(low, guess + 1), high) if secret > guess else (low, min(high, guess - 1))
+        if solution[-1]["role"] == "user":
+            solution.pop()
+        records.append({"prompt": f"1-{highest}?", "answer": str(secret), "solution": solution, "secret": secret})
+    return records

@@ -1,0 +1,263 @@
+"""Problems of a split as they are tokenised: prompts in the chat template, solutions, and what does not fit."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.batch import Image
+from jaxrlhf.config import Refusal
+from jaxrlhf.data.arithmetic import Split
+from jaxrlhf.data.control_tokens import ControlTokens
+from jaxrlhf.data.image_prompts import Messages, expanded, in_parts, referred, shown
+from jaxrlhf.data.images import ImageReader, placed
+from jaxrlhf.data.pairs import PairRecord
+from jaxrlhf.data.problem_table import PairColumns, ProblemTable
+from jaxrlhf.data.records import Stored, restored
+
+
+@runtime_checkable
+class EpisodeReader(Protocol):
+    """Reading of records that episodes begin with."""
+
+    def tools(self, record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """Schemas of the tools that the policy is shown beside a record's prompt."""
+
+    def demonstrated(
+        self, prompt: Messages, solution: Messages, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[Sequence[int], Sequence[bool]]:
+        """Token ids of a solution of several turns as they follow the prompt, and which of them the policy chooses."""
+
+
+class SourceRecord(NamedTuple):
+    """A record whose parts are known, not yet tokenised.
+
+    Attributes:
+      place: Where it comes from, for error messages.
+      prompt: A user's text, or chat messages.
+      answer: Reference answer for the rewards.
+      solution: Worked solution for supervised training: a text, or messages of several turns.
+      record: The source record, as it is kept.
+      pair: The pair whose chosen answer is `solution`; None if the record is none.
+      images: References to images, of which each has a `MARK` in the prompt.
+    """
+
+    place: str
+    prompt: str | Messages
+    answer: str | None
+    solution: str | Messages | None
+    record: Stored
+    pair: PairRecord | None = None
+    images: tuple[str, ...] = ()
+
+
+class TokenLimits(NamedTuple):
+    """Most tokens of a prompt and of an answer; None is no limit."""
+
+    prompt: int
+    answer: int | None
+
+    def allow(self, lengths: "RecordLengths") -> bool:
+        return lengths.prompt <= self.prompt and (self.answer is None or lengths.answer <= self.answer)
+
+
+class RecordLengths(NamedTuple):
+    """Tokens of a record's prompt, and of the longest answer to it; at least so many where a text was cut."""
+
+    prompt: int
+    answer: int
+
+
+class Tokenized:
+    """Problems of a split as they are tokenised: those that fit, and what to say of the others."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: TokenLimits,
+        *,
+        as_text: bool,
+        reader: ImageReader | None,
+        episodes: EpisodeReader | None,
+    ) -> None:
+        self._reader, self._episodes = reader, episodes
+        self.table = ProblemTable()
+        self.lengths: list[RecordLengths] = []
+        self.spelled: list[str] = []
+        self._tokenizer, self._limits, self._as_text = tokenizer, limits, as_text
+        self._control = ControlTokens(tokenizer)
+        self._token_letters = max(map(len, tokenizer.get_vocab()))
+
+    def add(self, examples: Sequence[SourceRecord]) -> None:
+        """Tokenise some records: each kind of text in one call, and none that no record has."""
+        spells = [self._spells(example) for example in examples]
+        prompts = self._rendered(examples, spells)
+        for example, prompt in zip(examples, prompts, strict=True):
+            _check_encodes(example, prompt)
+        images = [referred(example.images, self._reader, place=example.place) for example in examples]
+        for n, (example, own) in enumerate(zip(examples, images, strict=True)):
+            prompts[n] = expanded(prompts[n], own, self._reader, place=example.place)
+        most, most_answer = self._limits
+        prompt_ids = self._encode(prompts, most, prompt=True)
+        for n, spelled in enumerate(spells):
+            if spelled and self._as_text and self._tokenizer.chat_template is not None:
+                prompt_ids[n] = self._control.encode(prompts[n], place=examples[n].place)
+                prompts[n] = self._control.unmarked(prompts[n])
+        written = [one.solution if isinstance(one.solution, str) else None for one in examples]
+        solution_ids = self._encode(written, most_answer)
+        rejected_ids = self._encode([example.pair and example.pair.rejected for example in examples], most_answer)
+        for n, example in enumerate(examples):
+            if not prompt_ids[n]:
+                raise Refusal(
+                    f"{example.place}: the tokenizer makes no tokens of the prompt {prompts[n]!r:.80}; leave it out"
+                )
+            self._add(example, prompts[n], prompt_ids[n] or [], solution_ids[n], rejected_ids[n], images[n])
+
+    def _add(
+        self,
+        example: SourceRecord,
+        prompt: str,
+        prompt_ids: list[int],
+        solution_ids: list[int] | None,
+        rejected_ids: list[int] | None,
+        images: tuple[Image, ...],
+    ) -> None:
+        number, eos = len(self.lengths), self._tokenizer.eos_token_id
+        solution, rejected = ((*ids, eos) if ids is not None else () for ids in (solution_ids, rejected_ids))
+        mask: Sequence[bool] = ()
+        if isinstance(example.solution, list):
+            solution, mask = self._demonstrated(example)
+        self.lengths.append(RecordLengths(len(prompt_ids), max(len(solution), len(rejected))))
+        if not self._limits.allow(self.lengths[-1]):
+            return
+        if self._reader is not None:
+            images = placed(prompt_ids, images, self._reader.placeholders.token, place=example.place)
+        messages = [] if self._episodes is None else _chat(example.prompt)
+        parts = number, prompt, prompt_ids, example.answer, solution, example.record
+        self.table.append(*parts, images=images, solution_mask=mask, messages=messages)
+        if example.pair is not None:
+            self.table.make_pair(rejected, PairColumns(example.pair.margin, example.pair.safe))
+
+    def _demonstrated(self, example: SourceRecord) -> tuple[tuple[int, ...], Sequence[bool]]:
+        """Tokens of a solution of several turns, and which of them are imitated."""
+        if self._episodes is None:
+            raise Refusal(
+                f"{example.place}: the solution is a list of messages, as of an episode with tools, and the "
+                "configuration has no environment; give one, or a text"
+            )
+        tools = self._episodes.tools(restored(example.record))
+        solution = cast(Messages, example.solution)
+        ids, mask = self._episodes.demonstrated(_chat(example.prompt), solution, tools)
+        return tuple(ids), mask
+
+    def _spells(self, example: SourceRecord) -> bool:
+        """True if a text of the record spells a control token; what is said of it at start is noted."""
+        told = _texts(example.solution) if example.solution else []
+        texts = [*_texts(example.prompt), *told, example.pair.rejected if example.pair else ""]
+        found = self._control.first_in(texts)
+        if found is not None:
+            self.spelled.append(f"{example.place}: {found}")
+        return found is not None
+
+    def _rendered(self, examples: Sequence[SourceRecord], spells: Sequence[bool]) -> list[str]:
+        """Prompts as the tokenizer's chat template has them, marked where control tokens shall stay text."""
+        if self._tokenizer.chat_template is None:
+            return [_plain_text(example) for example in map(self._shown, examples)]
+        if "image" not in self._tokenizer.chat_template:
+            examples = [*map(self._shown, examples)]
+        marking = [
+            self._marked(one) if spelled and self._as_text else one.prompt
+            for one, spelled in zip(examples, spells, strict=True)
+        ]
+        how: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False}
+        render, chats = self._tokenizer.apply_chat_template, list(map(_chat, marking))
+        if "image" in self._tokenizer.chat_template:
+            chats = [in_parts(chat) if one.images else chat for one, chat in zip(examples, chats, strict=True)]
+        try:
+            if self._episodes is None:
+                return cast(list[str], render(chats, **how))
+            shown_tools: list[Any] = [list(self._episodes.tools(restored(one.record))) or None for one in examples]
+            return [cast(str, render(chat, tools=tools, **how)) for chat, tools in zip(chats, shown_tools, strict=True)]
+        except TemplateError as error:
+            if len(examples) > 1:  # once more, to say which
+                return [self._rendered([one], [spelled])[0] for one, spelled in zip(examples, spells, strict=True)]
+            place = examples[0].place
+            raise Refusal(f"{place}: the tokenizer's chat template refuses this prompt: {error}") from error
+
+    def _shown(self, example: SourceRecord) -> SourceRecord:
+        """A record whose prompt has the placeholders of its images, for templates that know of none."""
+        return example._replace(prompt=shown(example.prompt, self._reader)) if example.images else example
+
+    def _marked(self, example: SourceRecord) -> str | Messages:
+        def mark(text: str) -> str:
+            return self._control.mark(text, place=example.place)
+
+        if isinstance(example.prompt, str):
+            return mark(example.prompt)
+        return [{**message, "content": mark(message["content"])} for message in example.prompt]
+
+    def _encode(self, texts: Sequence[str | None], most: int | None, *, prompt: bool = False) -> list[list[int] | None]:
+        """Token ids of each text, None for None; of a text that cannot fit at least those that show it."""
+        given = [(n, text) for n, text in enumerate(texts) if text is not None]
+        # A token has so many letters at most; the factor leaves room for tokenizers that drop some, such as spaces.
+        letters = None if most is None else 4 * self._token_letters * (most + 1)
+        # A chat template writes its special tokens itself; plain text gets the tokenizer's.
+        settings = {
+            "add_special_tokens": prompt and self._tokenizer.chat_template is None,
+            "split_special_tokens": self._as_text and not (prompt and self._tokenizer.chat_template is not None),
+            "return_attention_mask": False,
+            "return_token_type_ids": False,
+        }
+        found: list[list[int] | None] = [None] * len(texts)
+        if not given:
+            return found
+        cut = self._tokenizer([text[:letters] for _, text in given], **settings)["input_ids"]
+        for (n, text), ids in zip(given, cut, strict=True):
+            whole = letters is None or len(text) <= letters or len(ids) > cast(int, most)
+            found[n] = ids if whole else self._tokenizer(text, **settings)["input_ids"]
+        return found
+
+
+def _texts(said: str | Messages) -> list[str]:
+    return [said] if isinstance(said, str) else [str(message.get("content") or "") for message in said]
+
+
+def _chat(prompt: str | Messages) -> Messages:
+    """A prompt as messages; a text is a user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _check_encodes(example: SourceRecord, prompt: str) -> None:
+    rejected = example.pair.rejected if example.pair else ""
+    try:
+        told = _texts(example.solution) if example.solution else []
+        "".join((prompt, example.answer or "", *told, rejected)).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise Refusal(
+            f"{example.place}: a text holds {half!r}, half of a surrogate pair, which cannot be encoded; write the "
+            "whole character or leave it out"
+        ) from error
+
+
+def _plain_text(example: SourceRecord) -> str:
+    if isinstance(example.prompt, str):
+        return example.prompt
+    raise Refusal(
+        f"{example.place}: the prompt is chat messages and the tokenizer has no chat template; "
+        'give prompts as text, or set "chat_template" in its tokenizer_config.json'
+    )
+
+
+def nothing_fits(lengths: Sequence[RecordLengths], split: Split, limits: TokenLimits) -> str:
+    message = f"all {len(lengths)} {split} problems are over the token limits: "
+    prompts = [length.prompt for length in lengths]
+    message += f"rollout.max_prompt_tokens={limits.prompt}, prompts have {min(prompts)} to {max(prompts)}"
+    if limits.answer is not None:
+        answers = [length.answer for length in lengths]
+        message += (
+            f"; rollout.max_response_tokens leaves {limits.answer} to a solution, "
+            f"solutions have {min(answers)} to {max(answers)}"
+        )
+    return f"{message}; raise the limit until the longest fits, to keep all"

@@ -1,0 +1,1 @@
+"""Batches of a step: estimates, minibatches and metrics of what was collected."""

@@ -1,0 +1,90 @@
+"""Episodes of a step: their scores as the environment's settings have them, and their metrics."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jaxrlhf.batch import EpisodeBatch, Problem, Scores
+from jaxrlhf.config import AnyEnvironment
+from jaxrlhf.config.environments import choices
+from jaxrlhf.dataflows.batches.episode_rows import starts_of
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.step import Metrics
+from jaxrlhf.episode import STOP_CAUSES, TRUNCATIONS, EpisodeRecord
+
+
+@dataclass(frozen=True)
+class ScoredEpisodes(ScoredRollout):
+    """Episodes and their scores.
+
+    Attributes:
+      record_E: `EpisodeRecord` of each episode, prompt-major.
+    """
+
+    record_E: np.ndarray = field(default_factory=lambda: np.zeros(0, object))
+
+
+def scored_episodes(
+    environment: AnyEnvironment, problems: Sequence[Problem], episodes: EpisodeBatch, scores: Scores
+) -> ScoredEpisodes:
+    """Episodes and scores; those that a limit ended keep theirs, have 0, or are left out, as their environment says."""
+    records: list[EpisodeRecord] = list(episodes.record_E)
+    settings = [choices(environment)[record.environment] for record in records]
+    ended = zip(records, settings, strict=True)
+    treated = [one.truncated if record.stop in TRUNCATIONS else "score" for record, one in ended]
+    zero_E, left_out_E = (np.array([how == wanted for how in treated]) for wanted in ("zero", "leave_out"))
+    rollout, scorable_E = episodes.rollout, np.asarray(scores.scorable_B)
+    if zero_E.any():
+        assert rollout.episodes is not None
+        zero_B = np.repeat(zero_E, np.diff([*starts_of(rollout.episodes.episode_B), len(rollout.truncated_B)]))
+        paid_BT = np.where(zero_B[:, None], 0, rollout.episodes.reward_BT).astype(np.float32)
+        rollout = replace(rollout, episodes=replace(rollout.episodes, reward_BT=paid_BT))
+        scores = replace(scores, score_B=np.where(zero_E, 0, scores.score_B).astype(np.float32))
+    trained_E = ~left_out_E if left_out_E.any() else None
+    metrics = episode_metrics(records, scorable_E)
+    return ScoredEpisodes(problems, rollout, scores, trained_E, metrics, record_E=episodes.record_E)
+
+
+def episode_metrics(records: Sequence[EpisodeRecord], scorable_E: np.ndarray) -> Metrics:
+    """Numbers of a step's episodes: turns, ends by cause, tool calls by name, seconds, the environment's own."""
+    turns = np.array([len(record.turns) for record in records])
+    stops = Counter(record.stop for record in records)
+    every = [turn for record in records for turn in record.turns]
+    malformed = sum(bool(turn.reply.malformed) for turn in every)
+    policy_s, environment_s = (sum(getattr(turn, name) for turn in every) for name in ("policy_s", "environment_s"))
+    metrics = {
+        "episode/turns_mean": float(turns.mean()),
+        "episode/turns_max": float(turns.max()),
+        "episode/unscorable": float((~scorable_E).sum()),
+        "episode/sequences_mean": 1.0 + sum(sum(record.forks.values()) for record in records) / len(records),
+        "episode/malformed_turns": malformed / max(len(every), 1),
+        "time/environment_share": environment_s / max(policy_s + environment_s, 1e-9),
+        **{f"episode/ended_{cause}": stops[cause] / len(records) for cause in STOP_CAUSES if stops[cause]},
+        **_call_metrics(records),
+    }
+    own: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, value in record.metrics.items():
+            own[name].append(value)
+    return metrics | {f"environment/{name}": float(np.mean(values)) for name, values in own.items()}
+
+
+def _call_metrics(records: Sequence[EpisodeRecord]) -> Metrics:
+    by_name = defaultdict(list)
+    for record in records:
+        for turn in record.turns:
+            for call in turn.calls:
+                by_name[call.name].append(call)
+    calls = [call for some in by_name.values() for call in some]
+    metrics = {"tool/calls_mean": len(calls) / len(records)}
+    if calls:
+        called = [any(turn.calls for turn in record.turns) for record in records]
+        metrics["tool/episodes_share"] = float(np.mean(called))
+        metrics["tool/failed_share"] = float(np.mean([call.failure is not None for call in calls]))
+    for name, some in by_name.items():
+        metrics[f"tool/{name}/calls"] = float(len(some))
+        metrics[f"tool/{name}/failures"] = float(sum(call.failure is not None for call in some))
+        metrics[f"time/tool_{name}_p95_s"] = float(np.percentile([call.seconds for call in some], 95))
+    return metrics

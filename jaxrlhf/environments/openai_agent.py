@@ -1,0 +1,40 @@
+"""Agent program that calls the calculator through OpenAI's client, as programs outside this package do."""
+
+import json
+from typing import Any
+
+from jaxrlhf.environments.calculator import calculator
+from jaxrlhf.episode import Session
+
+MOST_CALLS = 3
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Compute an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": 'Such as "47*86".'}},
+            "required": ["expression"],
+        },
+    },
+}
+
+
+async def run(session: Session, record: dict[str, Any]) -> float:
+    """Ask the policy until it answers without a call; 1 if `#### answer` is the record's."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
+        messages: list[Any] = [{"role": "user", "content": record["prompt"]}]
+        for _ in range(MOST_CALLS):
+            answer = await client.chat.completions.create(model="policy", messages=messages, tools=[SCHEMA])  # type: ignore[list-item]
+            said = answer.choices[0].message
+            if not said.tool_calls:
+                return float((said.content or "").strip() == f"#### {record['answer']}")
+            messages.append(said.model_dump(exclude_none=True))
+            for call in said.tool_calls:
+                arguments = json.loads(call.function.arguments)  # type: ignore[union-attr]
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": calculator(**arguments)})
+    return 0.0

@@ -1,0 +1,77 @@
+"""Samples of a step: records for `samples.jsonl` and for people."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrlhf.batch import Array
+from jaxrlhf.dataflows.batches.episode_rows import starts_of
+from jaxrlhf.dataflows.batches.episodes import ScoredEpisodes
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.step import value_of
+from jaxrlhf.episode import EpisodeRecord
+from jaxrlhf.tracking import Sample
+from jaxrlhf.workers.reward import response_texts
+
+
+def to_samples(
+    step: int, collected: ScoredRollout, decode: Callable[[Sequence[int]], str], *, logp_BT: Array | None = None
+) -> list[Sample]:
+    """One record for each response or episode, prompt-major.
+
+    Args:
+      decode: Token ids to text.
+      logp_BT: The trainer's log-probabilities of the rollout's rows, to compare with the sampler's.
+    """
+    rollout, scores, problems = value_of(collected.rollout), value_of(collected.scores), collected.problems
+    mask_BT = np.asarray(rollout.sequences.mask_BT)
+    gap_BT = np.zeros(mask_BT.shape)
+    if logp_BT is not None:
+        gap_BT = np.where(mask_BT, np.abs(np.asarray(logp_BT) - rollout.sampler_logp_BT), 0.0)
+    length_E, gap_E, truncated_E = mask_BT.sum(axis=1), gap_BT.sum(axis=1), np.asarray(rollout.truncated_B)
+    records: list[EpisodeRecord | None] = [None] * len(mask_BT)
+    if isinstance(collected, ScoredEpisodes):
+        records = list(collected.record_E)
+        start_E = starts_of(rollout.episodes.episode_B)
+        length_E, gap_E = np.add.reduceat(length_E, start_E), np.add.reduceat(gap_E, start_E)
+        truncated_E = truncated_E[start_E]
+        texts = [record.answer for record in collected.record_E]
+    else:
+        texts = response_texts(rollout, decode)
+    copies = len(texts) // len(problems)
+    return [
+        Sample(
+            step=step,
+            prompt=problems[row // copies].prompt,
+            answer=problems[row // copies].answer,
+            response=text,
+            score=float(scores.score_B[row]) if scores.scorable_B[row] else None,
+            parts={name: _or_none(part[row]) for name, part in scores.parts.items()},
+            prompt_length=len(problems[row // copies].prompt_tokens),
+            response_length=int(length_E[row]),
+            truncated=bool(truncated_E[row]),
+            logp_gap=None if logp_BT is None else float(gap_E[row] / max(length_E[row], 1)),
+            episode=None if record is None else _episode(record),
+        )
+        for row, (text, record) in enumerate(zip(texts, records, strict=True))
+    ]
+
+
+def _episode(record: EpisodeRecord) -> dict[str, Any]:
+    """An episode as it is written: its conversation, and turn by turn what came of it."""
+    turns = [
+        {
+            "reward": turn.reward,
+            "policy_s": round(turn.policy_s, 3),
+            "environment_s": round(turn.environment_s, 3),
+            "calls": [{"name": call.name, "seconds": call.seconds, "failure": call.failure} for call in turn.calls],
+            "malformed": [malformed.kind for malformed in turn.reply.malformed],
+        }
+        for turn in record.turns
+    ]
+    return {"messages": record.messages, "turns": turns, "stop": record.stop, "failure": record.failure}
+
+
+def _or_none(value: Any) -> float | None:
+    return float(value) if np.isfinite(value) else None

@@ -1,0 +1,52 @@
+"""Environments that talk for a number of turns, whatever the policy says."""
+
+import hashlib
+import time
+
+from jaxrlhf.episode import Observation, Opening
+
+
+def digits(*parts, count=5):
+    """Digits that depend on some texts and numbers alone."""
+    return str(int(hashlib.sha256(repr(parts).encode()).hexdigest(), 16))[:count]
+
+
+class Talks:
+    """Answers with digits that depend on all replies so far, after the pause that the record asks for."""
+
+    def reset(self, record, seed):
+        self._turns, self._pause_s, self._heard = record["turns"], record.get("pause_s", 0.0), [seed]
+        return Opening(messages=[{"role": "user", "content": digits(seed)}], state=1)
+
+    def step(self, reply):
+        time.sleep(self._pause_s)
+        self._heard.append(reply.text)
+        done = len(self._heard) > self._turns
+        said = digits(self._heard)
+        return Observation(
+            messages=() if done else [{"role": "user", "content": said}],
+            reward=int(said[0]) / 10,
+            done=done,
+            state=len(self._heard) % 2,
+            metrics={"heard": len(self._heard)},
+        )
+
+
+class Answers:
+    """An environment in TRL's form: its methods are tools."""
+
+    def reset(self, turns, **record):
+        self._asked = 0
+        return " Ask."
+
+    def ask(self, number: int) -> str:
+        """Ask.
+
+        Args:
+            number: Any number.
+        """
+        self._asked += 1
+        return str(number + 1)
+
+    def get_reward(self):
+        return float(self._asked)

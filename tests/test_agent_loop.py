@@ -1,0 +1,183 @@
+"""Episodes: the tokens of every turn are those that the policy drew, whoever else is under way and however slow."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrlhf import models
+from jaxrlhf.agent_loop import AgentLoop
+from jaxrlhf.batch import Problem
+from jaxrlhf.config import Environment, Sampling
+from jaxrlhf.conversations.chat_format import ChatFormat
+from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.engine import Engine
+from jaxrlhf.environments.pool import EnvironmentPool
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
+from jaxrlhf.sharding.rules import GENERATE, shardings
+
+TOKENIZER = embedded_tokenizer()
+MODEL = ModelConfig(
+    family="qwen2",
+    vocab_size=len(TOKENIZER),
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+)
+PROMPT, RESPONSE = 16, 176
+TALKS = Environment(
+    factory="talking_environments:Talks", max_turns=20, turn_tokens=6, cut_turns="close", observation_tokens=12
+)
+TURNS = 10
+
+
+@pytest.fixture(scope="module")
+def weights():
+    rng = np.random.default_rng(0)
+    shapes = models.param_shapes(MODEL, "lm")
+    return jax.tree.map(lambda leaf: np.float32(0.1 * rng.standard_normal(leaf.shape)), shapes)
+
+
+@pytest.fixture(scope="module")
+def engine(weights):
+    """Eight slots on one device."""
+    mesh = mesh_of({}, jax.devices()[:1])
+    made = Engine(
+        MODEL,
+        mesh,
+        slots=8,
+        max_prompt_tokens=PROMPT,
+        max_response_tokens=RESPONSE,
+        stop_tokens=(TOKENIZER.eos_token_id,),
+        decode_tokens_per_dispatch=4,
+        slot_axes=SLOT_AXES,
+        kv_head_axis="tensor",
+    )
+    made.load(jax.device_put(weights, shardings(mesh, models.param_dims(MODEL, "lm"), GENERATE)), version=3)
+    return made
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with EnvironmentPool((TALKS,)) as pool:
+        yield AgentLoop(TALKS, ChatFormat(TOKENIZER), pool, PROMPT, RESPONSE)
+
+
+def problems(count, *, pause_s=0.0, first=0):
+    """Problems whose environments talk for ten turns; every second one pauses before its answers."""
+    return [
+        Problem(
+            first + number,
+            "",
+            (5,),
+            record={"turns": TURNS, "pause_s": pause_s * (number % 2)},
+            messages=[{"role": "user", "content": "?"}],
+        )
+        for number in range(count)
+    ]
+
+
+def prompts_of(batch):
+    """Lengths of the prompts of every turn: all tokens before it."""
+    turn_BT = batch.rollout.episodes.turn_BT
+    return [int((row_T == turn).argmax()) for row_T in turn_BT for turn in range(row_T.max() + 1)]
+
+
+def run(loop, engine, problems, copies=2):
+    return loop.run(engine, problems, Sampling(), copies=copies, seed=11, width=PROMPT + RESPONSE)
+
+
+@pytest.fixture(scope="module")
+def together(loop, engine):
+    return run(loop, engine, problems(6))
+
+
+def test_the_log_probabilities_of_ten_turns_are_the_trainers(together, weights):
+    sequences = together.rollout.sequences
+    position_BT = np.broadcast_to(np.arange(PROMPT + RESPONSE), sequences.token_BT.shape)
+    inside_BT = (position_BT < sequences.length_B[:, None]).astype(np.int32)
+    hidden = models.hidden_states(weights, MODEL, sequences.token_BT, position_BT, inside_BT).hidden_RWD
+    logits_BTV = models.logits(weights, MODEL, hidden)
+    logp_BT = np.take_along_axis(
+        np.asarray(jax.nn.log_softmax(logits_BTV))[:, :-1], sequences.token_BT[:, 1:, None], axis=2
+    )[..., 0]
+    mask_BT = sequences.mask_BT[:, 1:]
+    gap_BT = np.abs(logp_BT - together.rollout.sampler_logp_BT[:, 1:])[mask_BT]
+    assert gap_BT.max() < 1e-5
+    assert mask_BT.sum() > 12 * TURNS
+    assert not together.rollout.sampler_logp_BT[~sequences.mask_BT].any()
+
+
+def test_every_turn_is_in_its_place(together):
+    rollout = together.rollout
+    assert rollout.episodes.episode_B.tolist() == list(range(12))
+    for row, record in enumerate(together.record_E):
+        assert (record.stop, len(record.turns)) == ("done", TURNS)
+        turn_T, mask_T = rollout.episodes.turn_BT[row], rollout.sequences.mask_BT[row]
+        assert ((turn_T >= 0) == mask_T).all()
+        for number, turn in enumerate(record.turns):
+            own = np.flatnonzero(turn_T == number)
+            assert tuple(rollout.sequences.token_BT[row, own]) == turn.reply.tokens
+            assert (np.diff(own) == 1).all()
+            paid_T = rollout.episodes.reward_BT[row, own]
+            assert paid_T[-1] == pytest.approx(turn.reward) and not paid_T[:-1].any()
+        assert rollout.episodes.reward_BT[row].sum() == pytest.approx(record.environment_reward, rel=1e-5)
+        assert record.metrics == {"heard": TURNS + 1}
+
+
+def test_turns_in_equal_states_have_one_anchor(together):
+    anchor_BT, turn_BT = together.rollout.episodes.anchor_BT, together.rollout.episodes.turn_BT
+    even, odd = ({*anchor_BT[(turn_BT >= 0) & (turn_BT % 2 == parity)].tolist()} for parity in (0, 1))
+    assert len(even) == len(odd) == 1 and even != odd  # `Talks` names two states, which take turns
+
+
+def test_an_episode_alone_is_the_same_among_others_with_slow_tools(loop, engine, together):
+    slow = run(loop, engine, problems(6, pause_s=0.05))
+    alone = run(loop, engine, problems(1, first=4))
+    assert {record.stop for batch in (slow, alone) for record in batch.record_E} == {"done"}
+    for name in ("token_BT", "length_B", "mask_BT"):
+        ours, theirs = (getattr(batch.rollout.sequences, name) for batch in (slow, together))
+        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(getattr(alone.rollout.sequences, name), theirs[8:10])
+    gap_BT = np.abs(alone.rollout.sampler_logp_BT - together.rollout.sampler_logp_BT[8:10])
+    assert gap_BT.max() < 1e-5
+
+
+def test_later_turns_compute_what_is_new_alone(loop, engine):
+    """A quarter of the prompts' tokens is prefilled at most: prompts that run together begin where the shortest does."""
+    before = engine.prefill.prompt_tokens, engine.prefill.reused_tokens
+    batch = run(loop, engine, problems(4), copies=1)
+    assert {record.stop for record in batch.record_E} == {"done"}
+    asked, reused = engine.prefill.prompt_tokens - before[0], engine.prefill.reused_tokens - before[1]
+    assert asked == sum(length for length in prompts_of(batch))
+    assert reused > 0.75 * asked
+
+
+@pytest.mark.parametrize(
+    ("change", "stop"),
+    [
+        ({"max_turns": 3}, "turns"),
+        ({"cut_turns": "end"}, "tokens_of_turn"),
+        ({"episode_s": 0.2}, "episode_timeout"),
+        ({"call_s": 0.1}, "environment_timeout"),
+    ],
+)
+def test_what_ends_an_episode_is_said(loop, engine, change, stop):
+    settings = replace(TALKS, **change)
+    with EnvironmentPool((settings,)) as pool:
+        batch = run(replace(loop, environment=settings, pool=pool), engine, problems(2, pause_s=1.0), copies=1)
+    assert batch.record_E[1].stop == stop
+    assert bool(batch.rollout.truncated_B[1]) == (stop != "environment_timeout")
+    assert bool(batch.record_E[1].failure) == stop.endswith("timeout")
+
+
+def test_a_first_prompt_that_is_too_long_fails_its_episode_alone(loop, engine):
+    batch = run(replace(loop, max_prompt_tokens=3), engine, problems(1), copies=1)
+    assert batch.record_E[0].stop == "environment_error"
+    assert "rollout.max_prompt_tokens=3" in batch.record_E[0].failure
+    assert not batch.rollout.sequences.mask_BT.any()

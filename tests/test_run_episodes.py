@@ -1,0 +1,100 @@
+"""Whole runs in episodes: every algorithm, eight devices, a pool of their own, killed and gone on with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_episodes
+from tiny_runs import numbers, records, training
+
+import jaxrlhf
+from jaxrlhf.config import DAPO, GRPO, PPO, Checkpointing, GiGPO, Pool, ReMax, TurnGRPO
+
+TESTS = Path(__file__).parent
+pytestmark = pytest.mark.usefixtures("programs", "undrawn")
+
+
+def run(workdir: Path, **changes):
+    config = replace(tiny_episodes.get_config(), workdir=str(workdir), **changes)
+    jaxrlhf.run(config)
+    return workdir
+
+
+def samples(workdir: Path) -> list[dict]:
+    """The samples of a run without the seconds that turns took."""
+    found = records(workdir / "samples.jsonl")
+    for sample in found:
+        for turn in sample["episode"]["turns"]:
+            del turn["policy_s"], turn["environment_s"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("whole"))
+
+
+def test_samples_show_conversations_and_metrics_their_turns(whole):
+    first = samples(whole)[0]
+    roles = [message["role"] for message in first["episode"]["messages"]]
+    assert roles == ["user", "assistant"] * 3
+    assert first["episode"]["stop"] == "done"
+    assert first["score"] == pytest.approx(sum(turn["reward"] for turn in first["episode"]["turns"]), rel=1e-5)
+    last = records(whole / "metrics.jsonl")[-1]
+    assert (last["episode/turns_mean"], last["episode/ended_done"], last["environment/heard"]) == (3, 1, 4)
+    assert last["sampler/logp_gap_max"] < 1e-5
+    assert {"eval/accuracy", "eval/episode/turns_mean"} <= last.keys()
+
+
+@pytest.mark.slow
+def test_killed_among_episodes_and_gone_on_with(whole, tmp_path):
+    """The third step is killed while its episodes are under way; all that is trained and written is as without."""
+    environment = os.environ | {"JAXRLHF_TEST_DIE_AT": "3"}
+    command = [sys.executable, str(TESTS / "dying_episodes.py"), str(tmp_path)]
+    assert subprocess.run(command, env=environment, timeout=600).returncode == -signal.SIGKILL
+    run(tmp_path)
+    mine, theirs = numbers(tmp_path / "metrics.jsonl"), numbers(whole / "metrics.jsonl")
+    assert [record["step"] for record in mine] == [1, 2, 3, 4]
+    assert mine == theirs
+    assert samples(tmp_path) == samples(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"actor": training(data=8), "algorithm": replace(PPO(responses_per_update=8), critic=training(data=8))},
+        {"pools": (Pool("policy", 4, ("actor", "reference", "critic")), Pool("generation", 4, ("rollout", "reward")))},
+    ],
+    ids=["eight devices", "a pool that generates"],
+)
+def test_the_same_episodes_on_other_devices(whole, tmp_path, changes):
+    devices = None if "pools" in changes else 8
+    theirs = samples(whole)[:16]
+    mine = samples(run(tmp_path, steps=1, devices=devices, **changes))
+    assert [sample["episode"]["messages"] for sample in mine] == [sample["episode"]["messages"] for sample in theirs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        GRPO(responses_per_update=8),
+        DAPO(responses_per_update=8),
+        ReMax(responses_per_update=8),
+        TurnGRPO(responses_per_update=8),
+        GiGPO(responses_per_update=8),
+        PPO(responses_per_update=8, critic=training(), actions="turns", gamma=0.9, lam=0.9),
+    ],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+def test_every_algorithm_takes_episodes(algorithm, tmp_path):
+    run(tmp_path, algorithm=algorithm, steps=2, checkpoint=Checkpointing(every_steps=0))
+    last = records(tmp_path / "metrics.jsonl")[-1]
+    assert last["actor/grad_norm"] > 0
+    assert json.loads((tmp_path / "config.json").read_text())["environment"]["max_turns"] == 5
