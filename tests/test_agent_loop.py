@@ -149,7 +149,7 @@ def test_an_episode_alone_is_the_same_among_others_with_slow_tools(loop, engine,
 
 
 def test_later_turns_compute_what_is_new_alone(loop, engine):
-    """A quarter of the prompts' tokens is prefilled at most: prompts that run together begin where the shortest does."""
+    """At most a quarter of all prompt tokens is prefilled: prompts that run together begin where the shortest does."""
     before = engine.prefill.prompt_tokens, engine.prefill.reused_tokens
     batch = run(loop, engine, problems(4), copies=1)
     assert {record.stop for record in batch.record_E} == {"done"}
