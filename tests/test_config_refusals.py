@@ -117,13 +117,6 @@ def test_setting_refuses(refused):
         lambda: PolicyLoss(dual_clip=1),
         lambda: ValueLoss(clip=0),
         lambda: TruncatedImportance(cap=0),
-        lambda: Tools(),
-        lambda: Tools(functions=("calculator",)),
-        lambda: Environment(factory="Maze"),
-        lambda: Agent(program=""),
-        lambda: EnvironmentByRecord("kind", ()),
-        lambda: EnvironmentByRecord("kind", (TOOLS, TOOLS)),
-        lambda: Generated("records"),
         lambda: IcePop(low=1.5),
         lambda: Rejection(high=0),
         lambda: Rejection(low=0.1),
@@ -141,6 +134,20 @@ def test_setting_refuses(refused):
         lambda: Evaluation(problems=0),
         lambda: Checkpointing(keep_last=0),
         lambda: Checkpointing(keep_best=-1),
+    ]:
+        with refused():
+            build()
+
+
+def test_environment_refuses(refused):
+    for build in [
+        lambda: Tools(),
+        lambda: Tools(functions=("calculator",)),
+        lambda: Environment(factory="Maze"),
+        lambda: Agent(program=""),
+        lambda: EnvironmentByRecord("kind", ()),
+        lambda: EnvironmentByRecord("kind", (TOOLS, TOOLS)),
+        lambda: Generated("records"),
     ]:
         with refused():
             build()
