@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrlhf.batching.microbatch import packed_row_tokens
 from jaxrlhf.config import ROLLOUT, Config, Layout, Pool, Refusal, Training, override
 from jaxrlhf.planner.plan import PlacementPlan, PlannedPool
 from jaxrlhf.planner.problem import generates, judges_of, placed_roles, written_pools
@@ -112,7 +113,8 @@ def _open(layout: Layout) -> Layout:
 def _budget(training: Training, layout: Layout, config: Config) -> int:
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     shards = (layout.data or 1) * layout.fsdp * layout.expert
-    return max(training.tokens_per_microbatch, longest * shards)
+    row_tokens = packed_row_tokens(longest, budget=0, token_shards=layout.context)
+    return max(training.tokens_per_microbatch, row_tokens * shards)
 
 
 def _current(config: Config, name: str) -> Any:

@@ -112,8 +112,9 @@ def placement_text(pools: Sequence[PlannedPool]) -> str:
 
 def layout_text(layout: Layout) -> str:
     """`p-t-d`, and over how many devices more the weights are split, which share the data like d."""
-    shards = layout.fsdp * layout.expert
-    return f"{layout.stage}-{layout.tensor}-{layout.data}" + (f" x{shards}" if shards > 1 else "")
+    text = f"{layout.stage}-{layout.tensor}-{layout.data}"
+    text += f" x{shards}" if (shards := layout.fsdp * layout.expert) > 1 else ""
+    return text + (f" c{layout.context}" if layout.context > 1 else "")
 
 
 def machines(hardware: Hardware) -> str:

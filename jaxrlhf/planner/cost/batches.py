@@ -15,7 +15,7 @@ class Batch:
 
     Attributes:
       microbatches: Programs that run one after another.
-      tokens: Tokens of one microbatch, padding included.
+      tokens: Tokens of one microbatch on a device, padding included.
       parts: Parts that a microbatch is cut into for the pipeline.
       row_tokens: Length of the rows that attention runs over.
       read_tokens: Tokens of a microbatch whose logits are computed.
@@ -42,7 +42,8 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
         attended = tokens
     else:
         budget = role.tokens_per_microbatch // shards
-        row_tokens = packed_row_tokens(workload.longest_tokens, budget=budget)
+        split = {"token_shards": layout.context}
+        row_tokens = packed_row_tokens(workload.longest_tokens, budget=budget, **split)
         prompts = _prompts_in(responses, workload)
         saved = (workload.prompt_tokens - 1) * (1 - prompts / responses)
         shares = software.shares_prompts and 2 * prompts <= responses and saved >= WORTH_SHARING * length
@@ -55,6 +56,7 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
             shares=shares,
             prompts=math.ceil(prompts / shards),
             longest_response=math.ceil(workload.longest_tokens - workload.prompt_tokens),
+            **split,
         )
         packed = math.ceil(sequences / (row_tokens // length))
         if shares:
@@ -67,6 +69,7 @@ def batch_of(role: Role, layout: Layout, responses: float, workload: Workload, s
         attended = sequences * length / microbatches if shares else tokens
     # Programs that read responses alone have as many chunks of logits as a batch has use for: padding is not read.
     read = sequences * workload.response_tokens / microbatches if software.reads_responses else tokens
+    tokens, read, attended = (each / layout.context for each in (tokens, read, attended))
     if layout.stage == 1:
         return Batch(microbatches, tokens, 1, row_tokens, read, attended)
     if software.pipeline_parts_per_stage is None:

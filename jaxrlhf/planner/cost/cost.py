@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jaxrlhf.config import Layout
 from jaxrlhf.engine.buckets import cache_capacities
+from jaxrlhf.models.attention.head_exchange import ExchangedHeads, exchanged_heads
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora.quantized import Format
 from jaxrlhf.models.memory import adapters_held, weights_held
@@ -75,9 +76,9 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
     shard = layout.stage * layout.tensor
     every = software.reduces_every_microbatch
     if every is None:
-        every = layout.fsdp * layout.expert > 1 and shard > 1
+        every = layout.width_shards > 1 and shard > 1
     sums = batch.microbatches if every else 1
-    data = DeviceGroup(shards_of(layout), shard)
+    data = DeviceGroup(shards_of(layout) * layout.context, shard)
     if role.lora is None:
         data = DeviceGroup(shards_of(layout) // (layout.fsdp * layout.expert), layout.copy_devices)
     reduced = sums * all_reduce_s(held * software.gradient_bytes, data, hardware)
@@ -102,6 +103,8 @@ def _pass(role: Role, layout: Layout, batch: Batch, software: Software, hardware
     head_passes -= frozen and role.head == "lm"
     attention = layer_flops(model, tokens=batch.attended_tokens, context=context)
     attention -= layer_flops(model, tokens=batch.attended_tokens, context=0)
+    if layout.context > 1:  # heads that fill up work as well
+        attention *= _exchanged(model, layout).heads * tensor / model.num_heads
     if role.lora is not None:
         attention += 2 * batch.tokens * adapters_held(model, role.lora, Layout(1)) / model.num_layers
     layer = layer_flops(model, tokens=batch.tokens, context=0)
@@ -132,13 +135,16 @@ def _pass(role: Role, layout: Layout, batch: Batch, software: Software, hardware
     exchanges = (2 if not backward else 4 + role.remat) * _mixtures(model) / stages * batch.parts
     expert_s = exchanges * _exchange_s(model, layout, stages * tensor, part_tokens, software, hardware)
 
+    exchanges = (1 if not backward else 2 + role.remat) * model.num_layers
+    heads_s = exchanges * _heads_exchange_s(model, layout, batch.tokens, software, hardware)
+
     runs = passes * model.num_layers / stages * batch.parts
     overhead = runs * hardware.layer_overhead_s + hardware.dispatch_overhead_s
     busy = layers_s + tensor_s + runs * hardware.layer_overhead_s
     idle = busy * (stages - 1) / batch.parts  # Source: Narayanan et al. 2021 (arXiv:2104.04473), section 2.2.1
     if software.head_on_last_stage:
         idle += head_s * (stages - 1)  # the others wait for the last stage at every part
-    collective = tensor_s + stage_s + shard_s + expert_s
+    collective = tensor_s + stage_s + shard_s + expert_s + heads_s
     return Cost(compute_s=layers_s + head_s, collective_s=collective, idle_s=idle, overhead_s=overhead)
 
 
@@ -157,9 +163,9 @@ def _gather_s(role: Role, layout: Layout, software: Software, hardware: Hardware
         return seconds + (all_gather_s(held * scattered, group, hardware) if scattered else 0.0)
 
     shared = role.model.num_parameters(role.head) - divided
-    seconds = gathered_s(shared, DeviceGroup(layout.fsdp * layout.expert, shard))
+    seconds = gathered_s(shared, DeviceGroup(layout.width_shards, shard))
     if divided:
-        seconds += gathered_s(divided / layout.expert, DeviceGroup(layout.fsdp, shard * layout.expert))
+        seconds += gathered_s(divided / layout.expert, DeviceGroup(layout.fsdp * layout.context, shard * layout.expert))
     return seconds
 
 
@@ -170,7 +176,34 @@ def _exchange_s(
     if layout.expert == 1:
         return 0.0
     gathered = layout.expert * tokens * model.hidden_size * software.compute_bytes
-    return all_gather_s(gathered, DeviceGroup(layout.expert, stride), hardware)
+    return all_gather_s(gathered, DeviceGroup(layout.expert, stride * layout.context), hardware)
+
+
+def _exchanged(model: ModelConfig, layout: Layout) -> ExchangedHeads:
+    """Heads of a tensor shard between the exchanges."""
+    kv_heads = model.num_heads if model.latent is not None else math.lcm(model.num_kv_heads, layout.tensor)
+    heads, kv_heads = model.num_heads // layout.tensor, kv_heads // layout.tensor
+    return exchanged_heads(kv_heads, heads // kv_heads, layout.context)
+
+
+def _heads_exchange_s(
+    model: ModelConfig, layout: Layout, tokens: float, software: Software, hardware: Hardware
+) -> float:
+    """Seconds of one layer's exchange of a device's tokens for heads, and back: all-to-all, or latents gathered.
+
+    Layers with linear attention are taken to exchange as many numbers.
+    """
+    if layout.context == 1:
+        return 0.0
+    group, inside = DeviceGroup(layout.context, layout.stage * layout.tensor), _exchanged(model, layout)
+    if model.latent is None:
+        numbers, gathered = 2 * (inside.heads + inside.kv_heads) * model.head_dim, 0
+    else:
+        numbers = inside.heads * (model.head_dim + model.latent.value_dim)
+        gathered = layout.context * (model.latent.rank + model.latent.rope_dim)
+    sent = tokens * (numbers + gathered) * software.compute_bytes
+    # Of what a device has, and of what it is to have gathered, all but one part crosses a link.
+    return all_gather_s(sent, group, hardware) + 3 * (group.size - 1) * latency_s(group, hardware)
 
 
 def _mixtures(model: ModelConfig) -> int:
@@ -334,8 +367,8 @@ def switch_cost(
 
 def _gathering(layout: Layout) -> DeviceGroup:
     """The devices farthest apart that one shard of generation is gathered from."""
-    if layout.fsdp * layout.expert > 1:
-        return DeviceGroup(layout.fsdp * layout.expert, layout.stage * layout.tensor)
+    if layout.width_shards > 1:
+        return DeviceGroup(layout.width_shards, layout.stage * layout.tensor)
     if not layout.refines:
         return DeviceGroup(layout.stage * layout.tensor, 1)
     return (

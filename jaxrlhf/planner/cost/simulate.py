@@ -93,7 +93,7 @@ class Simulator:
     def __init__(self, problem: PlacementProblem) -> None:
         self._problem = problem
         self.hardware = cache(partial(pool_hardware, problem.hardware))
-        self._computed: dict[tuple[str, bool | None, int, int, int, int, int], _Computed] = {}
+        self._computed: dict[tuple[str, bool | None, int, int, int, int, int, int], _Computed] = {}
         self._held: dict[tuple[str, Layout], RoleBytes] = {}
 
     def role(self, role: Role, layout: Layout, devices: int, offload: Sequence[str], *, generates: bool) -> Simulated:
@@ -173,7 +173,8 @@ class Simulator:
 
     def _compute(self, role: Role, layout: Layout, hardware: Hardware) -> "_Computed":
         assert layout.data is not None
-        key = (role.name, role.remat, layout.data, layout.fsdp, layout.stage, layout.tensor, layout.expert)
+        sizes = layout.data, layout.fsdp, layout.stage, layout.tensor, layout.expert, layout.context
+        key = (role.name, role.remat, *sizes)
         if key not in self._computed:
             problem = self._problem
             arguments = (role, layout, problem.workload, problem.software, hardware)
@@ -267,12 +268,12 @@ def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> tu
     """
     model, software = role.model, problem.software
     masters = software.weight_bytes if role.trained and role.lora is None else software.compute_bytes
-    if layout.fsdp * layout.expert == 1:
+    if layout.width_shards == 1:
         cast = software.casts_ahead and masters != software.compute_bytes
         weights = model.num_layers * model.layer_parameters() / (layout.stage * layout.tensor)
         return cast * weights * software.compute_bytes, 0.0
     held = routed_weights(model) / layout.copy_devices
-    ordered = software.orders_experts * (layout.fsdp > 1) * held * masters
+    ordered = software.orders_experts * (layout.fsdp * layout.context > 1) * held * masters
     layer = model.attention_parameters + model.mlp_parameters()
     if model.experts is not None:
         layer -= routed_weights(model) / model.routed_choices[0] * (1 - 1 / layout.expert)

@@ -131,8 +131,8 @@ def _pool(problem: PlacementProblem, name: str) -> str:
 def _text(layout: Layout) -> str:
     data = "rest" if layout.data is None else layout.data
     generation = f"generation {layout.generation_stage} x {layout.generation_tensor}"
-    experts = f" x expert={layout.expert}" if layout.expert > 1 else ""
-    return f"data={data} x fsdp={layout.fsdp}{experts} x stage={layout.stage} x tensor={layout.tensor}, {generation}"
+    more = "".join(f" x {name}={size}" for name in ("expert", "context") if (size := getattr(layout, name)) > 1)
+    return f"data={data} x fsdp={layout.fsdp}{more} x stage={layout.stage} x tensor={layout.tensor}, {generation}"
 
 
 def _gib(number: float) -> str:

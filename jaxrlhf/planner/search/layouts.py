@@ -2,12 +2,16 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 
 from jaxrlhf.config import Layout
 from jaxrlhf.models.config import ModelConfig, padded_rows
 from jaxrlhf.planner.hardware import Hardware
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.workload import Role
+
+LONG_ROW_TOKENS = 8192
+"""Tokens of the longest sequence from which on a search tries to split rows; shorter ones fit a device."""
 
 _WIDEST_TENSOR = 16
 """More devices than this compute too little each between two all-reduces, however fast the links."""
@@ -30,7 +34,9 @@ def role_layouts(
         hardware = replace(hardware, devices_per_machine=devices)
     within = problem.devices_per_host or hardware.devices_per_machine
     replicas = list(generation_layouts(role, devices, hardware, within=within)) if generates else [(1, 1)]
-    for layout in training_layouts(role, devices, hardware, fsdp=problem.fsdp) if trains else [Layout(data=1)]:
+    long = problem.fsdp and problem.workload.longest_tokens >= LONG_ROW_TOKENS
+    own = training_layouts(role, devices, hardware, fsdp=problem.fsdp, context=long) if trains else [Layout(data=1)]
+    for layout in own:
         for stage, tensor in replicas:
             if switches(layout, stage, tensor, within=within):
                 yield replace(layout, generation_stage=stage, generation_tensor=tensor)
@@ -65,10 +71,15 @@ def pool_sizes(hardware: Hardware, *, devices_per_host: int = 1) -> list[int]:
     return [size for size in sizes if size % devices_per_host == 0]
 
 
-def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool) -> Iterator[Layout]:
+def training_layouts(
+    role: Role, devices: int, hardware: Hardware, *, fsdp: bool, context: bool = False
+) -> Iterator[Layout]:
     """Ways to train or score a model on `devices` devices that split its dimensions evenly.
 
-    Source: HybridFlow (arXiv:2409.19256), algorithm 2, with `fsdp` and `expert` added.
+    Args:
+      context: Rows may be split, too, over no more devices than there are heads.
+
+    Source: HybridFlow (arXiv:2409.19256), algorithm 2, with `fsdp`, `expert` and `context` added.
     """
     model, machine = role.model, hardware.devices_per_machine
     experts = divisors(model.experts.count) if model.experts else [1]
@@ -84,10 +95,11 @@ def training_layouts(role: Role, devices: int, hardware: Hardware, *, fsdp: bool
                 inside = machine % (copy * shards) == 0 or not role.within_machine
                 if not inside or model.hidden_size % shards:
                     continue
-                for expert in experts:
-                    if shards % expert == 0:
-                        data, rest = left // shards, shards // expert
-                        yield Layout(data=data, fsdp=rest, stage=stage, tensor=tensor, expert=expert)
+                widest = model.num_heads // tensor if context and stage == 1 else 1
+                for expert, split in product(experts, [n for n in divisors(shards) if n <= widest]):
+                    if shards % (expert * split) == 0:
+                        rows = {"data": left // shards, "fsdp": shards // (expert * split), "expert": expert}
+                        yield Layout(**rows, stage=stage, tensor=tensor, context=split)
 
 
 def generation_layouts(

@@ -1,0 +1,54 @@
+"""Rows split over devices: layouts, tokens and seconds of a plan, counted by hand."""
+
+from dataclasses import replace
+
+import pytest
+from unit_machines import FREE, GROUPED, HALVES, UNIT, WORK, trained
+
+from jaxrlhf.config import Layout
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.planner.cost.batches import batch_of
+from jaxrlhf.planner.cost.cost import forward_cost, layer_flops
+from jaxrlhf.planner.report import layout_text
+from jaxrlhf.planner.search.layouts import training_layouts
+
+SEVEN = ModelConfig("llama", 64, 56, 48, 4, 14, 2, 8)
+"""Seven heads to a key, of which four devices make sixteen to four keys."""
+SENT = replace(UNIT, matmul_flops_per_s=FREE, memory_bytes_per_s=FREE)
+
+
+@pytest.mark.parametrize(
+    ("model", "context", "heads", "keys"), [(GROUPED, 2, 4, 2), (GROUPED, 4, 4, 4), (SEVEN, 4, 16, 4)]
+)
+def test_a_layer_sends_queries_keys_values_and_results(model: ModelConfig, context: int, heads: int, keys: int) -> None:
+    """64 responses of 16 tokens, a pass without and with the exchange of 4 layers; weights are split alike."""
+    role = trained(model)
+    layouts = Layout(data=1, context=context), Layout(data=1, fsdp=context)
+    batches = [batch_of(role, layout, 64, WORK, HALVES) for layout in layouts]
+    assert batches[0].microbatches == context * batches[1].microbatches
+    assert batches[0].tokens * context == batches[1].tokens
+    split, whole = (forward_cost(role, layout, WORK, HALVES, SENT).collective_s for layout in layouts)
+    tokens, part = 64 * 16 / context, (context - 1) / context
+    exchanged = 4 * (2 * heads + 2 * keys) * 8 * tokens * 2 * part
+    # As many weights are gathered, for a part of the rows: once more for each microbatch there is.
+    assert split == pytest.approx(exchanged + context * whole)
+
+
+def test_heads_that_fill_up_work_as_well() -> None:
+    role = trained(SEVEN)
+    free = replace(UNIT, link_bytes_per_s=FREE)
+    work = {c: forward_cost(role, Layout(data=1, context=c), WORK, HALVES, free).compute_s for c in (1, 2, 4)}
+    scored = layer_flops(SEVEN, tokens=1024, context=16) - layer_flops(SEVEN, tokens=1024, context=0)
+    assert work[2] * 2 == pytest.approx(work[1])
+    assert work[4] * 4 - work[1] == pytest.approx(4 * scored * 2 / 14)
+
+
+def test_rows_are_split_over_no_more_devices_than_heads_and_not_with_stages() -> None:
+    found = list(training_layouts(trained(GROUPED), 8, UNIT, fsdp=True, context=True))
+    assert {layout.context for layout in found} == {1, 2, 4}
+    assert {layout.context * layout.tensor for layout in found if layout.context > 1} == {2, 4}
+    assert all(layout.context == 1 for layout in found if layout.stage > 1)
+    assert all(layout.data * layout.copy_devices == 8 for layout in found) and len(set(found)) == len(found)
+    apart = [layout for layout in found if layout.context == 1]
+    assert apart == list(training_layouts(trained(GROUPED), 8, UNIT, fsdp=True))
+    assert layout_text(Layout(data=2, fsdp=2, context=4)) == "1-1-2 x2 c4"
