@@ -37,7 +37,7 @@ def useless(expression: str) -> str:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_products_are_worked_out_by_the_calculator(seed, tmp_path):
-    metrics = run("tools_arithmetic", tmp_path, seed=seed, steps=10)
+    metrics = run("tools_arithmetic", tmp_path, seed=seed, steps=8)
     assert metrics[-1]["eval/accuracy_at_start"] <= 0.10
     assert metrics[-1]["eval/accuracy"] >= 0.95
     assert metrics[-1]["tool/calls_mean"] > 0.95 > metrics[0]["tool/calls_mean"]
@@ -45,14 +45,13 @@ def test_products_are_worked_out_by_the_calculator(seed, tmp_path):
 
 def test_without_an_answer_of_the_tool_products_stay_unknown(tmp_path):
     tools = Tools(functions=(f"{__file__}:useless",), max_turns=3, observation_tokens=16)
-    metrics = run("tools_arithmetic", tmp_path, seed=0, steps=10, environment=tools)
+    metrics = run("tools_arithmetic", tmp_path, seed=0, steps=8, environment=tools)
     assert metrics[-1]["eval/accuracy"] < 0.30
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_halving_is_found_by_playing(seed, tmp_path):
-    """Guesses that ignore what is said find 7 in 64 numbers, 10.9 %; those that do not contradict it 64.3 %."""
-    metrics = run("game_higher_lower", tmp_path, seed=seed, steps=60)
-    assert metrics[-1]["eval/accuracy_at_start"] <= 0.35
+def test_the_way_to_the_treasure_is_found_by_playing(seed, tmp_path):
+    metrics = run("game_treasure", tmp_path, seed=seed, steps=30)
+    assert metrics[-1]["eval/accuracy_at_start"] <= 0.25
     assert metrics[-1]["eval/accuracy"] >= 0.9
-    assert metrics[-1]["episode/turns_max"] >= 5
+    assert metrics[0]["episode/turns_mean"] >= 5

@@ -84,30 +84,27 @@ def _factors(dice: random.Random, split: str, most_digits: int) -> tuple[int, in
             return (pair[0], pair[1]) if dice.random() < 0.5 else (pair[1], pair[0])
 
 
-def secrets(
-    split: str, count: int, seed: int, *, highest: int = 64, most_guesses: int = 10, careless: float = 0.85
-) -> list[dict[str, Any]]:
-    """Numbers to guess, and how some players guess: a share ignores what it is told, the others do not contradict it.
+def treasures(split: str, count: int, seed: int, *, moves: int = 10, least_distance: int = 5) -> list[dict[str, Any]]:
+    """Places on a path of nine, treasures some steps away, and how somebody walks who looks at neither.
 
     Args:
-      highest: Largest number; the least is 1.
-      most_guesses: Guesses of a player.
-      careless: Share of the players that ignore what they are told.
+      moves: Steps of such a walk, at most.
+      least_distance: Steps to the treasure, at least.
     """
     dice = random.Random(f"{seed} {split}")
+    pairs = [(a, b) for a in range(1, 10) for b in range(1, 10) if abs(a - b) >= least_distance]
     records = []
     for _ in range(count):
-        secret, low, high = dice.randint(1, highest), 1, highest
-        heeds = dice.random() >= careless
-        solution: list[dict[str, Any]] = []
-        for _ in range(most_guesses):
-            guess = dice.randint(low, high) if heeds else dice.randint(1, highest)
-            solution.append({"role": "assistant", "content": str(guess)})
-            if guess == secret:
+        place, treasure = dice.choice(pairs)
+        prompt, solution = f"{place}>{treasure}", list[dict[str, Any]]()
+        for _ in range(moves):
+            letter = dice.choice("LR")
+            place = min(max(place + (1 if letter == "R" else -1), 1), 9)
+            solution.append({"role": "assistant", "content": letter})
+            if place == treasure:
                 break
-            solution.append({"role": "user", "content": ">" if secret > guess else "<"})
-            low, high = (max(low, guess + 1), high) if secret > guess else (low, min(high, guess - 1))
+            solution.append({"role": "user", "content": str(place)})
         if solution[-1]["role"] == "user":
             solution.pop()
-        records.append({"prompt": f"1-{highest}?", "answer": str(secret), "solution": solution, "secret": secret})
+        records.append({"prompt": prompt, "solution": solution})
     return records

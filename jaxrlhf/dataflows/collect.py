@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.config import Algorithm, Config, PolicyGradient, Refusal, Sampling
-from jaxrlhf.dataflows.batches.episodes import ScoredEpisodes, scored_episodes
+from jaxrlhf.dataflows.batches.episodes import scored_episodes
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, value_of
 
@@ -119,8 +119,8 @@ class PromptGroups:
         """Groups of a step, informative ones first; the others only fill up and are not trained on."""
         batch = self.take(np.argsort(~self.informative_P, kind="stable")[:prompts])
         metrics = self.metrics() | {"group/kept": float(batch.informative_P.sum())}
-        parts = batch.problems, batch.rollout, batch.scores, batch.informative_B, metrics
-        return ScoredRollout(*parts) if batch.record_E is None else ScoredEpisodes(*parts, record_E=batch.record_E)
+        parts = batch.problems, batch.rollout, batch.scores, batch.informative_B
+        return ScoredRollout(*parts, metrics=metrics, record_E=batch.record_E)
 
     def metrics(self) -> Metrics:
         """Metrics of all that was generated, before groups were left out."""
@@ -168,7 +168,7 @@ def _answer(
     rollout, scores = value_of(drawn.rollout), value_of(drawn.scores)
     copies = work.config.rollout.responses_per_prompt
     informative_B = np.asarray(informative(scores, np.repeat(ids_of(problems), copies)))
-    return PromptGroups(problems, rollout, scores, informative_B[::copies], getattr(drawn, "record_E", None))
+    return PromptGroups(problems, rollout, scores, informative_B[::copies], drawn.record_E)
 
 
 def ids_of(problems: Sequence[Problem]) -> list[int]:

@@ -1,36 +1,31 @@
 """Games of several turns, whose best play is known."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrlhf.episode import Observation, Opening, Reply
 
 
-class HigherLower:
-    """A number to be guessed, of which one is told if it is higher (`>`) or lower (`<`); 1 is paid for finding it.
+class Treasure:
+    """A path of nine places, on which the policy goes step by step to a treasure; 1 is paid for reaching it.
 
-    The state is what the answers so far leave: the least and the largest number that it may be.
+    A reply is L or R and is told the new place; a step over an end leads nowhere, and any other reply is told `?`. The
+    state is the place.
     """
 
     def reset(self, record: Mapping[str, Any], seed: int) -> Opening:
-        """Take the record's `secret`, a number from 1 to the one in its prompt."""
-        self._secret = int(record["secret"])
-        self._low, self._high = 1, int(re.findall(r"\d+", record["prompt"])[-1])
-        return Opening(messages=(), state=(self._low, self._high))
+        """Begin at the first place of the record's prompt, `place>treasure`."""
+        self._place, self._treasure = map(int, record["prompt"].split(">"))
+        return Opening(state=self._place)
 
     def step(self, reply: Reply) -> Observation:
-        """Compare the reply's number; anything else is no guess and costs a turn."""
-        guess = int(reply.text) if re.fullmatch("[0-9]{1,9}", reply.text) else None
-        if guess is None:
+        """Go a step."""
+        if reply.text not in ("L", "R"):
             return self._told("?")
-        if guess == self._secret:
+        self._place = min(max(self._place + (1 if reply.text == "R" else -1), 1), 9)
+        if self._place == self._treasure:
             return Observation(reward=1.0, done=True)
-        if guess < self._secret:
-            self._low = max(self._low, guess + 1)
-            return self._told(">")
-        self._high = min(self._high, guess - 1)
-        return self._told("<")
+        return self._told(str(self._place))
 
-    def _told(self, sign: str) -> Observation:
-        return Observation([{"role": "user", "content": sign}], state=(self._low, self._high))
+    def _told(self, text: str) -> Observation:
+        return Observation([{"role": "user", "content": text}], state=self._place)

@@ -7,7 +7,6 @@ import numpy as np
 
 from jaxrlhf.batch import Array
 from jaxrlhf.dataflows.batches.episode_rows import starts_of
-from jaxrlhf.dataflows.batches.episodes import ScoredEpisodes
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import value_of
 from jaxrlhf.episode import EpisodeRecord
@@ -31,7 +30,7 @@ def to_samples(
         gap_BT = np.where(mask_BT, np.abs(np.asarray(logp_BT) - rollout.sampler_logp_BT), 0.0)
     length_E, gap_E, truncated_E = mask_BT.sum(axis=1), gap_BT.sum(axis=1), np.asarray(rollout.truncated_B)
     records: list[EpisodeRecord | None] = [None] * len(mask_BT)
-    if isinstance(collected, ScoredEpisodes):
+    if collected.record_E is not None:
         records = list(collected.record_E)
         start_E = starts_of(rollout.episodes.episode_B)
         length_E, gap_E = np.add.reduceat(length_E, start_E), np.add.reduceat(gap_E, start_E)

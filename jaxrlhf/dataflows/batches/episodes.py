@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -15,20 +15,9 @@ from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.episode import STOP_CAUSES, TRUNCATIONS, EpisodeRecord
 
 
-@dataclass(frozen=True)
-class ScoredEpisodes(ScoredRollout):
-    """Episodes and their scores.
-
-    Attributes:
-      record_E: `EpisodeRecord` of each episode, prompt-major.
-    """
-
-    record_E: np.ndarray = field(default_factory=lambda: np.zeros(0, object))
-
-
 def scored_episodes(
     environment: AnyEnvironment, problems: Sequence[Problem], episodes: EpisodeBatch, scores: Scores
-) -> ScoredEpisodes:
+) -> ScoredRollout:
     """Episodes and scores; those that a limit ended keep theirs, have 0, or are left out, as their environment says."""
     records: list[EpisodeRecord] = list(episodes.record_E)
     settings = [choices(environment)[record.environment] for record in records]
@@ -44,7 +33,7 @@ def scored_episodes(
         scores = replace(scores, score_B=np.where(zero_E, 0, scores.score_B).astype(np.float32))
     trained_E = ~left_out_E if left_out_E.any() else None
     metrics = episode_metrics(records, scorable_E)
-    return ScoredEpisodes(problems, rollout, scores, trained_E, metrics, record_E=episodes.record_E)
+    return ScoredRollout(problems, rollout, scores, trained_E, metrics, record_E=episodes.record_E)
 
 
 def episode_metrics(records: Sequence[EpisodeRecord], scorable_E: np.ndarray) -> Metrics:

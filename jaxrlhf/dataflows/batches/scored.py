@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxrlhf.batch import Array, Problem
 from jaxrlhf.dataflows.step import Metrics
 
@@ -18,6 +20,7 @@ class ScoredRollout:
       scores: `Scores` of the responses, or their future.
       trained_B: Scorable rows to train on, all of which take part in baselines; None is all.
       metrics: Numbers of what was generated and is not learnt from; they take the place of the rollout's own.
+      record_E: `EpisodeRecord` of each episode, prompt-major; None where there is no environment.
     """
 
     problems: Sequence[Problem]
@@ -25,3 +28,4 @@ class ScoredRollout:
     scores: Any
     trained_B: Array | None = None
     metrics: Metrics = field(default_factory=dict)
+    record_E: np.ndarray | None = None
