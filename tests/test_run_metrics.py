@@ -290,6 +290,7 @@ def test_a_run_survives_that_nothing_is_scorable(tmp_path):
         assert (record["actor/loss"], record["actor/grad_norm"], record["actor/tokens"]) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_described_by_settings_that_trained_nothing(run, capsys):  # the last: it goes on
     before = (run.workdir / "config.json").read_bytes()
     hotter = replace(run.config.actor, optimizer=replace(run.config.actor.optimizer, learning_rate=0.5))

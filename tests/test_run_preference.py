@@ -202,6 +202,7 @@ def test_dpo_runs_and_its_policy_is_exported(tmp_path):
     assert "Qwen2ForCausalLM" in (tmp_path / "policy/config.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_reward_model_is_exported_as_what_scores_texts(tmp_path):
     settings = config(reward_model(), steps=2, workdir=str(tmp_path / "run"))
     run(settings)

@@ -172,6 +172,16 @@ def test_what_is_the_same_is_not_refused(tmp_path):
     check_same_start(tmp_path, adapting(critic=LORA))
 
 
+def test_a_run_of_a_version_that_knew_no_pictures_goes_on(refused, tmp_path):
+    config = replace(adapting(None), model=Pretrained("a"))
+    described = json.loads((trained(tmp_path, config) / "config.json").read_text())
+    del described["model"]["vision"]
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    check_same_start(tmp_path, config)
+    with refused():
+        check_same_start(tmp_path, replace(config, model=Pretrained("a", vision=True)))
+
+
 def test_adapters_whose_settings_are_gone_are_refused(refused, tmp_path):
     with refused():
         check_same_start(tmp_path, adapting())

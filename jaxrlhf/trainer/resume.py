@@ -106,9 +106,14 @@ def _check_same(workdir: Path, name: str, before: Described, now: Described) -> 
 
 
 def _model(described: Described) -> Described:
-    """Settings of the model but for the function that builds a user's module, whose name may hold an address."""
-    default = to_json(FromScratch()) if described["class"] == "FromScratch" else {}
-    return {name: value for name, value in (default | described).items() if name != "build"}
+    """Settings of the model, at their defaults where an earlier version wrote none.
+
+    The function that builds a user's module is left out: its name may hold an address.
+    """
+    defaults = {"FromScratch": FromScratch(), "Pretrained": Pretrained(described.get("path", "."))}
+    known = defaults.get(described["class"])
+    settings = (to_json(known) if known else {}) | described
+    return {name: value for name, value in settings.items() if name != "build"}
 
 
 def _lora(described: Described | None) -> Described:
