@@ -37,6 +37,7 @@ def test_all_programs_of_the_step_are_there(lowered):
     assert found["generation"] == GENERATION
 
 
+@pytest.mark.slow
 def test_the_chips_compiler_takes_an_update_and_a_decode_and_says_their_memory(lowered):
     largest = max((name for name in lowered if ".decode" in name), key=lambda name: int(re.findall(r"\d+", name)[-1]))
     for name in ("actor.gradient", largest):
