@@ -51,7 +51,8 @@ def test_without_an_answer_of_the_tool_products_stay_unknown(tmp_path):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_way_to_the_treasure_is_found_by_playing(seed, tmp_path):
-    metrics = run("game_treasure", tmp_path, seed=seed, steps=30)
-    assert metrics[-1]["eval/accuracy_at_start"] <= 0.25
-    assert metrics[-1]["eval/accuracy"] >= 0.9
+    """Steps at random reach a treasure that is five to eight steps away in about a tenth of the games."""
+    metrics = run("game_treasure", tmp_path, seed=seed, steps=24)
+    assert metrics[0]["score/mean"] <= 0.2
     assert metrics[0]["episode/turns_mean"] >= 5
+    assert metrics[-1]["eval/accuracy"] >= 0.95
