@@ -1,0 +1,31 @@
+"""Agent programs that ask the policy through OpenAI's client."""
+
+import asyncio
+
+
+async def asks_twice(session, record):
+    """A conversation of two answers, then another one; scores by the record."""
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": str(record["number"])}]
+        for said in ("12", None):
+            answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=5)
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+            if said:
+                messages.append({"role": "user", "content": said})
+        other = [{"role": "user", "content": "34"}]
+        await client.chat.completions.create(model="policy", messages=other, max_tokens=5)
+    return record["number"] / 10
+
+
+async def never_asks(session, record):
+    return 0.5
+
+
+async def hangs(session, record):
+    await asyncio.sleep(60)
+
+
+def raises(session, record):
+    raise ValueError("no agent today")
