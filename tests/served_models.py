@@ -11,8 +11,8 @@ from jaxrlhf.config.serving import ServingLimits
 from jaxrlhf.data.tokenizer import decoder, embedded_tokenizer
 from jaxrlhf.engine import Engine, EngineService
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.serving import Server
 from jaxrlhf.serving.served import ServedModel
+from jaxrlhf.serving.server import Server
 
 TOKEN = "a-key"
 CONTEXT, RESPONSE = 512, 128

@@ -49,7 +49,7 @@ def test_requests_of_several_threads_are_drawn_as_if_alone(service, alone):
             )
             for request in requests
         ]
-        done.update({future.result(60).request_id: future.result() for future in futures})
+        done.update({future.result(300).request_id: future.result() for future in futures})
 
     threads = [threading.Thread(target=ask, args=(ASKED[first::3],)) for first in range(3)]
     for thread in threads:
@@ -67,7 +67,7 @@ def test_requests_of_several_threads_are_drawn_as_if_alone(service, alone):
 
 def test_one_request_twice_at_once_is_drawn_alike(service, alone):
     futures = [service.submit(ASKED[0], SAMPLING, seed=SEED) for _ in range(3)]
-    equal([future.result(60) for future in futures], alone[:1] * 3)
+    equal([future.result(300) for future in futures], alone[:1] * 3)
 
 
 def test_cancelled_requests_free_their_slots_and_change_no_other(service, alone):
@@ -77,9 +77,9 @@ def test_cancelled_requests_free_their_slots_and_change_no_other(service, alone)
     begun.wait(60)
     for future in cut:
         service.cancel(future)
-    equal([left.result(60)], alone[8:9])
+    equal([left.result(300)], alone[8:9])
     assert all(future.cancelled() or future.result() for future in cut)
-    assert service.between_steps(lambda engine: None).result(60) is None
+    assert service.between_steps(lambda engine: None).result(300) is None
     assert not service.engine.unfinished
     assert not service.waiting
     with pytest.raises(CancelledError):
@@ -94,7 +94,7 @@ def test_a_stop_text_of_several_tokens_ends_a_response_with_the_token_that_compl
     asked = Request(request.request_id, request.prompt_tokens, max_tokens=12, stop_texts=("zzzz", stop), keep=True)
     heard = []
     future = service.submit(asked, SAMPLING, seed=SEED, on_tokens=lambda tokens, _: heard.extend(tokens))
-    completion = future.result(60)
+    completion = future.result(300)
     assert (completion.tokens, completion.stop_text) == (whole.tokens[:end], stop)
     assert tuple(heard) == completion.tokens
     assert not completion.truncated
@@ -102,10 +102,10 @@ def test_a_stop_text_of_several_tokens_ends_a_response_with_the_token_that_compl
     # Its keys and values are those of what is left of it.
     then = Request(99, (*asked.prompt_tokens, *completion.tokens, 9), max_tokens=6)
     reused = service.counts.cached_tokens
-    next_turn = service.submit(then, SAMPLING, seed=SEED).result(60)
+    next_turn = service.submit(then, SAMPLING, seed=SEED).result(300)
     assert service.counts.cached_tokens - reused == len(asked.prompt_tokens) + end - 1
-    service.between_steps(lambda engine: engine.free()).result(60)
-    equal([next_turn], [service.submit(then, SAMPLING, seed=SEED).result(60)])
+    service.between_steps(lambda engine: engine.free()).result(300)
+    equal([next_turn], [service.submit(then, SAMPLING, seed=SEED).result(300)])
 
 
 def test_errors_reach_those_who_wait_and_the_next_are_served(service, alone, monkeypatch):
@@ -116,15 +116,15 @@ def test_errors_reach_those_who_wait_and_the_next_are_served(service, alone, mon
     failing = [service.submit(request, SAMPLING, seed=SEED) for request in ASKED[:2]]
     for future in failing:
         with pytest.raises(Diverged, match="not finite"):
-            future.result(60)
+            future.result(300)
     monkeypatch.undo()
 
     def fails(tokens, logps):
         raise KeyError("a listener")
 
     with pytest.raises(KeyError, match="a listener"):
-        service.submit(ASKED[1], SAMPLING, seed=SEED, on_tokens=fails).result(60)
-    equal([service.submit(ASKED[0], SAMPLING, seed=SEED).result(60)], alone[:1])
+        service.submit(ASKED[1], SAMPLING, seed=SEED, on_tokens=fails).result(300)
+    equal([service.submit(ASKED[0], SAMPLING, seed=SEED).result(300)], alone[:1])
     with pytest.raises(Refusal, match="a prompt of 0 tokens"):
         service.submit(Request(0, ()), SAMPLING, seed=SEED)
 

@@ -12,7 +12,7 @@ from served_models import TOKEN, build_engine, served
 from jaxrlhf.config.serving import ServingLimits
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 
-LIMITS = ServingLimits(requests=2, body_bytes=4096, body_s=2.0, request_s=30.0)
+LIMITS = ServingLimits(requests=2, body_bytes=4096, body_s=2.0, request_s=300.0)
 ASKED = {"model": "tiny", "prompt": "Tom has", "max_tokens": 8}
 
 
@@ -24,7 +24,7 @@ def serving():
 
 @pytest.fixture(scope="module")
 def client(serving):
-    with httpx.Client(base_url=serving[0].address, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60) as client:
+    with httpx.Client(base_url=serving[0].address, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=300) as client:
         yield client
 
 
@@ -117,7 +117,7 @@ def test_an_answer_that_takes_too_long_is_given_up(serving, client, monkeypatch)
     monkeypatch.setattr("jaxrlhf.serving.served.asyncio.Queue.get", never)
     object.__setattr__(serving[1].limits, "request_s", 0.1)
     answer = client.post("/v1/completions", json=ASKED)
-    object.__setattr__(serving[1].limits, "request_s", 30.0)
+    object.__setattr__(serving[1].limits, "request_s", 300.0)
     assert error(answer) == (504, "timeout")
 
 

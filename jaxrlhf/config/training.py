@@ -159,7 +159,8 @@ class Sampling(Settings):
       top_k: Likeliest tokens kept; 0 keeps all.
       min_tokens: Tokens before the first at which a stop token may be drawn.
       greedy: Take the likeliest token, whatever temperature, top_p and top_k say; `min_tokens` still applies.
-      stop_tokens: Texts of single tokens that end a response beside the tokenizer's EOS.
+      stop_tokens: Texts that end a response beside the tokenizer's EOS, such as `</answer>`; the tokens of a text stay
+        in the response, up to the one that completes it.
       ignore_eos: Let no token end a response, so that each runs to its limit: to measure speed.
     """
 

@@ -1,4 +1,4 @@
-"""Serving: an engine behind OpenAI's API, and the sessions of agents that learn through it."""
+"""Serving: an engine behind OpenAI's API, and the sessions of agents that learn through it.
 
-from jaxrlhf.serving.server import Server
-from jaxrlhf.serving.sessions import RecordedEpisode, SessionBook
+The server, `jaxrlhf.serving.server`, needs the extra `serve`; the sessions do not.
+"""

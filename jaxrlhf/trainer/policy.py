@@ -65,7 +65,7 @@ def export_policy(
         raise Refusal(f"{run} is not the workdir of a run: it has no {MODEL} folder")
     config = read_config(model, vision=sees(model))
     with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
-        step = _chosen(checkpoints, step)
+        step = chosen_step(checkpoints, step)
         # A run without a policy trains a reward model: a critic without an actor.
         trained = [item for item in ("actor", f"actor{SUFFIX}") if checkpoints.folder(step, item).is_dir()]
         role: Literal["actor", "critic"] = "actor" if trained else "critic"
@@ -133,7 +133,7 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     start = adapters = None
     if from_run:
         with closing(Checkpoints(place / CHECKPOINTS, read_only=True)) as checkpoints:
-            step = _chosen(checkpoints, step)
+            step = chosen_step(checkpoints, step)
             start, adapters = (checkpoints.folder(step, item) for item in ("actor", f"actor{SUFFIX}"))
         if adapters.is_dir():
             run = AdaptedRun.of(place, "actor")
@@ -172,7 +172,7 @@ def _naming_the_policy(policy: str) -> Iterator[None]:
         ) from error
 
 
-def _chosen(checkpoints: Checkpoints, step: int | None) -> int:
+def chosen_step(checkpoints: Checkpoints, step: int | None) -> int:
     """The step asked for, or the newest."""
     chosen = checkpoints.latest() if step is None else step
     if chosen is None or chosen not in checkpoints.steps():

@@ -34,7 +34,7 @@ from jaxrlhf.sharding.rules import laid_out
 from jaxrlhf.sharding.submesh import local_submesh
 from jaxrlhf.workers.actor import Actor
 from jaxrlhf.workers.model import ModelSetup, ModelWorker, Progress
-from jaxrlhf.workers.pool_roles import PoolRoles, check_same_tokens, check_vocabulary, stop_tokens
+from jaxrlhf.workers.pool_roles import PoolRoles, check_same_tokens, check_vocabulary, stop_texts, stop_tokens
 from jaxrlhf.workers.reference import FrozenActor
 from jaxrlhf.workers.remat import choose_remat
 from jaxrlhf.workers.reward import Reward
@@ -165,6 +165,8 @@ class Builder(PoolRoles):
             max_prompt_tokens=rollout.max_prompt_tokens,
             max_response_tokens=rollout.max_response_tokens,
             stop_tokens=stop_tokens(config, self.tokenizer),
+            stop_texts=stop_texts(config, self.tokenizer),
+            decode=decoder(self.tokenizer),
             decode_tokens_per_dispatch=rollout.decode_tokens_per_dispatch,
             records_routing=rollout.replay_routing,
             pixels=self.pixels,

@@ -148,11 +148,7 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, path: str, *, role: st
 
 
 def stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's EOS, those of the checkpoint's generation_config.json, and the configured texts.
-
-    Raises:
-      Refusal: A configured text is not one token.
-    """
+    """The tokenizer's EOS, those of the checkpoint's generation_config.json, and configured texts of a single token."""
     if config.rollout.sampling.ignore_eos:
         return ()
     stops = [tokenizer.eos_token_id]
@@ -160,9 +156,11 @@ def stop_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int
         stops += read_stop_tokens(config.model.path)
     for text in config.rollout.sampling.stop_tokens:
         ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1:
-            raise Refusal(
-                f"rollout.sampling.stop_tokens: {text!r} is {len(ids)} tokens in this tokenizer; a stop token is one"
-            )
-        stops += ids
+        stops += ids if len(ids) == 1 else []
     return tuple(dict.fromkeys(stops))
+
+
+def stop_texts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The configured texts of several tokens, which are looked for in what was drawn."""
+    texts = config.rollout.sampling.stop_tokens
+    return tuple(text for text in texts if len(tokenizer.encode(text, add_special_tokens=False)) > 1)

@@ -1,0 +1,112 @@
+"""`python -m jaxrlhf.chat POLICY`: a chat with a policy in the terminal.
+
+POLICY is what `python -m jaxrlhf.serve` takes, or the address of a server such as `http://127.0.0.1:8000/v1`, which
+may be any that speaks OpenAI's API; its key is `--key` or the environment's OPENAI_API_KEY.
+"""
+
+import argparse
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from jaxrlhf.config import CommandLine, Refusal, run_command
+from jaxrlhf.trainer.served_policy.flags import add_engine_flags, engine_sizes
+
+_HELP = "an empty line or Ctrl-D ends the chat, /new begins another, /again has the last answer drawn again"
+
+
+def main() -> None:
+    """The command."""
+    command = CommandLine(prog="python -m jaxrlhf.chat", description="Chat with a policy or a server.")
+    command.add_argument("policy", help="a run's workdir, a Hugging Face directory or hub id, or a server's address")
+    command.add_argument("--model", help="name of a server's model; default: its first")
+    command.add_argument("--key", help="key of a server; default: OPENAI_API_KEY of the environment")
+    command.add_argument("--system", help="system prompt")
+    command.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest tokens")
+    command.add_argument("--seed", type=int, help="answers are drawn alike for one seed")
+    add_engine_flags(command)
+    flags: argparse.Namespace = command.parse_args()
+
+    from jaxrlhf.tracking import default_console
+    from jaxrlhf.trainer.failures import one_message
+
+    with one_message(), ExitStack() as stack:
+        client, model = _client(flags, stack)
+        default_console().print(f"[dim]{model}: {_HELP}[/dim]")
+        chat(client, model, flags, ask=lambda: default_console().input("[bold]you[/bold] "))
+
+
+def chat(client: Any, model: str, flags: argparse.Namespace, *, ask: Callable[[], str]) -> None:
+    """Ask and answer until there is nothing more to ask."""
+    from openai import APIError
+
+    from jaxrlhf.tracking import default_console
+
+    begun = [{"role": "system", "content": flags.system}] if flags.system else []
+    messages, console = list(begun), default_console()
+    while True:
+        try:
+            words = ask().strip()
+        except EOFError:
+            return
+        if not words:
+            return
+        if words == "/new":
+            messages = list(begun)
+            continue
+        if words == "/again" and messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        elif words == "/again":
+            continue
+        else:
+            messages.append({"role": "user", "content": words})
+        options = {} if flags.seed is None else {"seed": flags.seed}
+        options |= {} if flags.max_tokens is None else {"max_tokens": flags.max_tokens}
+        said = ""
+        try:
+            stream = client.chat.completions.create(
+                model=model, messages=messages, temperature=flags.temperature, stream=True, **options
+            )
+            for choice in (event.choices[0] for event in stream if event.choices):
+                thought = getattr(choice.delta, "reasoning_content", None)
+                if thought:
+                    console.print(thought, end="", style="dim", markup=False, highlight=False, soft_wrap=True)
+                console.print(choice.delta.content or "", end="", markup=False, highlight=False, soft_wrap=True)
+                said += choice.delta.content or ""
+                if choice.finish_reason == "length":
+                    console.print(" [dim](cut at its limit)[/dim]", end="")
+            console.print()
+        except APIError as error:
+            console.print(f"[red]{error.message}[/red]", highlight=False)
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": said})
+
+
+def _client(flags: argparse.Namespace, stack: ExitStack) -> tuple[Any, str]:
+    """A client, and the name of the model that it talks to; a policy is served for the chat's time."""
+    from openai import APIError, OpenAI
+
+    if flags.policy.startswith(("http://", "https://")):
+        key = flags.key or os.environ.get("OPENAI_API_KEY") or "none"
+        client = stack.enter_context(OpenAI(base_url=flags.policy.rstrip("/"), api_key=key))
+        try:
+            return client, flags.model or next(iter(client.models.list())).id
+        except APIError as error:
+            raise Refusal(f"{flags.policy} does not answer as OpenAI's API ({error.message}); is it up?") from error
+    from jaxrlhf.engine import EngineService
+    from jaxrlhf.serving.served import ServedModel
+    from jaxrlhf.serving.server import Server
+    from jaxrlhf.trainer.served_policy.load import load_policy
+
+    loaded = load_policy(flags.policy, replace(engine_sizes(flags), slots=1), step=flags.step)
+    service = stack.enter_context(EngineService(loaded.engine))
+    model = ServedModel(flags.model or "policy", service, loaded.tokenizer, loaded.stop_tokens)
+    server = stack.enter_context(Server(model, token="chat"))
+    return stack.enter_context(OpenAI(base_url=f"{server.address}/v1", api_key="chat")), model.name
+
+
+if __name__ == "__main__":
+    run_command(main)

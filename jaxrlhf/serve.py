@@ -1,0 +1,57 @@
+"""`python -m jaxrlhf.serve POLICY`: a policy behind OpenAI's API, at 127.0.0.1 unless told otherwise.
+
+POLICY is the workdir of a run, the directory of a Hugging Face checkpoint, or a hub id.
+"""
+
+import argparse
+import secrets
+from pathlib import Path
+
+from jaxrlhf.config import CommandLine, Refusal, run_command
+from jaxrlhf.config.serving import ServingLimits
+from jaxrlhf.trainer.served_policy.flags import add_engine_flags, engine_sizes
+
+
+def main() -> None:
+    """The command."""
+    command = CommandLine(prog="python -m jaxrlhf.serve", description="Serve a policy as OpenAI's API.")
+    command.add_argument("policy", help="a run's workdir, or a Hugging Face directory or hub id")
+    command.add_argument("--name", help="name of the model in the API; default: the last part of the policy's")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of this machine's")
+    command.add_argument("--port", type=int, default=8000, help="port to listen at; 0 takes a free one")
+    command.add_argument("--token", help="key that requests must bear; default: a new one, which is printed")
+    command.add_argument("--no-token", action="store_true", help="let everybody in who reaches the address")
+    command.add_argument("--requests", type=int, default=1024, help="requests under way at once, at most")
+    command.add_argument("--timeout", type=float, default=600.0, help="seconds for an answer, at most")
+    add_engine_flags(command)
+    flags: argparse.Namespace = command.parse_args()
+    if flags.token and flags.no_token:
+        raise Refusal("--token and --no-token contradict each other; give one")
+    limits = ServingLimits(requests=flags.requests, request_s=flags.timeout)
+    token = None if flags.no_token else flags.token or f"sk-{secrets.token_urlsafe(24)}"
+
+    from jaxrlhf.trainer.failures import one_message
+
+    with one_message():
+        serve(flags, limits, token)
+
+
+def serve(flags: argparse.Namespace, limits: ServingLimits, token: str | None) -> None:
+    """Load the policy and serve it until Ctrl-C."""
+    from jaxrlhf.engine import EngineService
+    from jaxrlhf.serving.served import ServedModel
+    from jaxrlhf.serving.server import Server
+    from jaxrlhf.trainer.served_policy.load import load_policy
+
+    loaded = load_policy(flags.policy, engine_sizes(flags), step=flags.step)
+    name = flags.name or Path(flags.policy).name
+    with EngineService(loaded.engine) as service:
+        model = ServedModel(name, service, loaded.tokenizer, loaded.stop_tokens, limits)
+        with Server(model, host=flags.host, port=flags.port, token=token) as server:
+            print(f"serving {name} at {server.address}/v1", flush=True)
+            print("no key is asked for" if token is None else f"key: {token}", flush=True)
+            server.wait()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,40 @@
+"""Flags of commands that load a policy into an engine, and the sizes that they mean."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+from jaxrlhf.config import CommandLine
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """Sizes of an engine that serves.
+
+    Attributes:
+      slots: Responses decoded together.
+      context_tokens: Most tokens of prompt and response together; None is 4096, or the model's positions if fewer.
+      response_tokens: Most tokens of a response; None is a quarter of the context.
+      tensor: Devices that split every layer.
+      dtype: Dtype of weights and computation.
+    """
+
+    slots: int = 32
+    context_tokens: int | None = None
+    response_tokens: int | None = None
+    tensor: int = 1
+    dtype: str = "bfloat16"
+
+
+def add_engine_flags(command: CommandLine) -> None:
+    """Flags that say how a policy is loaded."""
+    command.add_argument("--step", type=int, help="which checkpoint of a run; the newest by default")
+    command.add_argument("--slots", type=int, default=32, help="responses decoded together")
+    command.add_argument("--context", type=int, help="most tokens of prompt and response; default: 4096 or the model's")
+    command.add_argument("--max-tokens", type=int, help="most tokens of a response; default: a quarter of the context")
+    command.add_argument("--tensor", type=int, default=1, help="devices that split every layer")
+    command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+
+
+def engine_sizes(flags: Namespace) -> EngineSizes:
+    """Sizes of the engine that the flags ask for."""
+    return EngineSizes(flags.slots, flags.context, flags.max_tokens, flags.tensor, flags.dtype)

@@ -1,0 +1,120 @@
+"""Engine with the policy of a run, an exported directory or a hub model, for serving."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.checkpoint.pretrained import load_pretrained
+from jaxrlhf.config import Refusal
+from jaxrlhf.data.tokenizer import decoder, load_tokenizer
+from jaxrlhf.engine import Engine
+from jaxrlhf.models import choose_execution, param_dims, read_config
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.huggingface.config import read_stop_tokens
+from jaxrlhf.models.huggingface.hub import resolve
+from jaxrlhf.models.parameters import param_shapes, path_name
+from jaxrlhf.sharding.mesh import EXPERT_AXES, SLOT_AXES, mesh_of
+from jaxrlhf.sharding.rules import GENERATE, shardings
+from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, placed
+from jaxrlhf.trainer.policy import chosen_step
+from jaxrlhf.trainer.served_policy.flags import EngineSizes
+from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """An engine with weights, and the tokenizer and the stop tokens that belong to them."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    stop_tokens: tuple[int, ...]
+
+
+def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None) -> LoadedPolicy:
+    """Load a policy over all devices of this process.
+
+    Args:
+      policy: Workdir of a run, directory of a Hugging Face checkpoint, or hub id.
+      step: Step of a run's checkpoint; None is the newest.
+
+    Raises:
+      Refusal: There is no such policy, or it does not fit the devices.
+    """
+    run = Path(policy).expanduser()
+    from_run = (run / MODEL).is_dir()
+    if step is not None and not from_run:
+        raise Refusal(f"--step {step} chooses a checkpoint of a run, and {policy} is the workdir of none; drop it")
+    if not from_run and (run / CHECKPOINTS).is_dir():
+        raise Refusal(f"{run} trained a module of its own (Nnx), which cannot be loaded without its code")
+    described = str(run / MODEL) if from_run else policy
+    config, tokenizer = read_config(described), load_tokenizer(str(resolve(described)))
+    mesh = mesh_of({"data": _replicas(sizes.tensor), "tensor": sizes.tensor}, jax.devices())
+    layout, dtype, version = shardings(mesh, param_dims(config, "lm"), GENERATE), jnp.dtype(sizes.dtype), 0
+    if from_run:
+        with closing(Checkpoints(run / CHECKPOINTS, read_only=True)) as checkpoints:
+            version = chosen_step(checkpoints, step)
+            arrays = _trained(run, checkpoints, version, config)
+            params = _laid_out(arrays, config, layout, dtype)
+    else:
+        params = load_pretrained(policy, config, "lm", layout, dtype=dtype)
+    stops = tuple(dict.fromkeys((tokenizer.eos_token_id, *read_stop_tokens(described))))
+    engine = _engine(config, mesh, sizes, stops, tokenizer)
+    engine.load(params, version, spent=jax.tree.map(lambda _: True, params))
+    return LoadedPolicy(engine, tokenizer, stops)
+
+
+def _replicas(tensor: int) -> int:
+    devices = len(jax.devices())
+    if devices % tensor:
+        raise Refusal(f"--tensor {tensor} does not divide {devices} devices")
+    return devices // tensor
+
+
+def _engine(
+    config: ModelConfig, mesh: Any, sizes: EngineSizes, stops: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
+) -> Engine:
+    context = sizes.context_tokens or min(4096, config.max_positions)
+    response = sizes.response_tokens or max(1, context // 4)
+    if response >= context:
+        raise Refusal(f"responses of {response} tokens in a context of {context} leave no room for a prompt")
+    axes: dict[str, Any] = {"row_axes": SLOT_AXES, "head_axes": ("tensor",), "expert_axes": EXPERT_AXES}
+    return Engine(
+        config,
+        mesh,
+        slots=sizes.slots,
+        max_prompt_tokens=context - response,
+        max_response_tokens=response,
+        stop_tokens=stops,
+        decode_tokens_per_dispatch=8,
+        slot_axes=SLOT_AXES,
+        kv_head_axis="tensor",
+        execution=choose_execution(
+            config, jnp.dtype(sizes.dtype), mesh, **axes, stage_axes=("stage",), decodes=True, cache="auto"
+        ),
+        decode=decoder(tokenizer),
+    )
+
+
+def _trained(run: Path, checkpoints: Checkpoints, step: int, config: ModelConfig) -> Iterator[tuple[str, jax.Array]]:
+    """Each weight of the policy of a run, adapters merged, and its path."""
+    if checkpoints.folder(step, f"actor{SUFFIX}").is_dir():
+        adapted = AdaptedRun.of(run, "actor")
+        return adapted.merged(adapted.adapters(checkpoints, step, "actor", config, "lm"), config, "lm")
+    if not checkpoints.folder(step, "actor").is_dir():
+        raise Refusal(f"{run} trained no policy, and only policies are served; name another run")
+    return checkpoints.read_each(step, "actor", placed(param_shapes(config, "lm", jnp.float32)))
+
+
+def _laid_out(arrays: Iterator[tuple[str, jax.Array]], config: ModelConfig, layout: Any, dtype: Any) -> Any:
+    """The tree of weights in a layout, of which one at a time is on the host."""
+    places = {path_name(path): sharding for path, sharding in jax.tree.leaves_with_path(layout)}
+    there = {name: jax.device_put(array.astype(dtype), places[name]) for name, array in arrays}
+    shapes = param_shapes(config, "lm", dtype)
+    return jax.tree.map_with_path(lambda path, _: there[path_name(path)], shapes)

@@ -1,0 +1,99 @@
+"""Commands that serve a policy and chat with it, as a user starts them."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import openai
+import pytest
+import transformers
+from tiny_runs import write_policy
+
+from jaxrlhf import chat
+from jaxrlhf.config import Refusal
+from jaxrlhf.tracking import default_console
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return write_policy(tmp_path_factory.mktemp("policy") / "mine")
+
+
+@pytest.fixture(scope="module")
+def server(policy):
+    """Address and key that the command prints."""
+    sizes = ("--context", "48", "--max-tokens", "16", "--slots", "2", "--dtype", "float32")
+    command = [sys.executable, "-m", "jaxrlhf.serve", str(policy), "--port", "0", *sizes]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        first, second = process.stdout.readline().split(), process.stdout.readline().split()
+        assert first[:3] == ["serving", "mine", "at"], first
+        yield first[3], second[1]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+
+
+def test_what_is_served_is_what_transformers_generates(server, policy):
+    address, key = server
+    assert address.startswith("http://127.0.0.1:")
+    model = transformers.AutoModelForCausalLM.from_pretrained(policy)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(policy)
+    ids = tokenizer("Tom has 12 apples", return_tensors="pt").input_ids
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+    with openai.OpenAI(base_url=address, api_key=key) as client:
+        answer = client.completions.create(
+            model="mine", prompt=ids[0].tolist(), max_tokens=12, temperature=0, extra_body={"return_token_ids": True}
+        )
+        assert answer.choices[0].token_ids == expected
+    with openai.OpenAI(base_url=address, api_key="another") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_a_chat_asks_a_server_and_remembers_what_was_said(server, monkeypatch, capsys):
+    address, key = server
+    asked = iter(["Tom has 3.", "/again", "/new", "x" * 200, "Tom?", ""])
+    monkeypatch.setattr(type(default_console()), "input", lambda self, prompt: next(asked))
+    monkeypatch.setattr(sys, "argv", ["chat", address, "--key", key, "--seed", "1", "--max-tokens", "4"])
+    chat.main()
+    shown = capsys.readouterr().out
+    assert "mine:" in shown
+    assert "shorten it" in shown, "an error is said, and the chat goes on"
+    assert next(asked, None) is None
+    monkeypatch.setattr(sys, "argv", ["chat", "http://127.0.0.1:9/v1"])
+    with pytest.raises(Refusal, match="is it up"):
+        chat.main()
+
+
+def test_a_chat_serves_a_policy_by_itself(policy):
+    flags = ["--context", "48", "--max-tokens", "8", "--dtype", "float32", "--temperature", "0"]
+    command = [sys.executable, "-m", "jaxrlhf.chat", str(policy), *flags]
+    done = subprocess.run(command, input="Tom has 3.\n\n", stdout=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 0
+    greeting, answer, _ = done.stdout.split("you ")
+    assert greeting.startswith("policy: ")
+    assert answer.strip()
+
+
+def test_a_run_is_served_as_it_is_exported(tmp_path):
+    from dataclasses import replace
+
+    import jax
+    from tiny_runs import get_config
+
+    from jaxrlhf.trainer.policy import export_policy
+    from jaxrlhf.trainer.run import run
+    from jaxrlhf.trainer.served_policy.flags import EngineSizes
+    from jaxrlhf.trainer.served_policy.load import load_policy
+
+    config = replace(get_config(), steps=1, cold_start=None, workdir=str(tmp_path / "run"))
+    run(config)
+    export_policy(tmp_path / "run", tmp_path / "export")
+    sizes = EngineSizes(slots=2, context_tokens=64, response_tokens=16, dtype="float32")
+    ours, exported = (load_policy(str(tmp_path / name), sizes).engine for name in ("run", "export"))
+    assert (ours.weights.version, exported.weights.version) == (1, 0)
+    jax.tree.map(np.testing.assert_array_equal, ours.weights.layers(), exported.weights.layers())
