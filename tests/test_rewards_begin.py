@@ -110,7 +110,7 @@ def test_a_function_that_no_longer_loads_ends_the_wait(tmp_path):
 
 def test_a_pool_that_is_forgotten_ends_its_processes_and_its_thread(functions):
     pool = RewardPool(Crew([Function("single", f"{functions}:single")], workers=1, timeout_s=5.0))
-    thread, worker = pool._crew._thread, pool._crew.workers[0].process
+    thread, worker = pool._crew._thread, pool._crew.workers[0].interpreter.process
     del pool
     gc.collect()
     assert not thread.is_alive() and worker.returncode is not None

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
-from jaxrlhf.config import Algorithm, Config, PolicyGradient, Refusal, Sampling
+from jaxrlhf.config import Algorithm, AnyEnvironment, Config, PolicyGradient, Refusal, Sampling
 from jaxrlhf.dataflows.batches.episodes import scored_episodes
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, value_of
@@ -57,13 +57,27 @@ def answered(
 ) -> ScoredRollout:
     """Scored responses to problems or, with an environment, scored episodes that begin with them."""
     how = {"responses_per_prompt": responses_per_prompt, "seed": seed}
-    if config.environment is None:
-        rollout = roles.actor.generate_sequences(problems, sampling, **how)
-        return ScoredRollout(problems, rollout, roles.reward.compute_reward(problems, rollout))
+    if config.environment is not None:
+        return gone_through(roles, config.environment, problems, sampling, **how)
+    rollout = roles.actor.generate_sequences(problems, sampling, **how)
+    return ScoredRollout(problems, rollout, roles.reward.compute_reward(problems, rollout))
+
+
+def gone_through(
+    roles: Roles,
+    environment: AnyEnvironment,
+    problems: Sequence[Problem],
+    sampling: Sampling,
+    *,
+    responses_per_prompt: int,
+    seed: int,
+) -> ScoredRollout:
+    """Scored episodes that begin with these problems."""
+    how = {"responses_per_prompt": responses_per_prompt, "seed": seed}
     episodes = value_of(roles.actor.run_episodes(problems, sampling, **how))
     each = [problem for problem in problems for _ in range(responses_per_prompt)]
     scores = value_of(roles.reward.compute_episode_reward(each, episodes.record_E))
-    return scored_episodes(config.environment, problems, episodes, scores)
+    return scored_episodes(environment, problems, episodes, scores)
 
 
 Informative = Callable[[Scores, Array], Array]
