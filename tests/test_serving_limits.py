@@ -34,6 +34,7 @@ def error(answer):
 
 def settled(model, timeout_s=10.0) -> bool:
     """Nothing is under way, soon."""
+    model.service.between_steps(lambda engine: None).result(timeout_s)
     end = time.monotonic() + timeout_s
     while model.service.waiting and time.monotonic() < end:
         time.sleep(0.02)
@@ -87,18 +88,18 @@ def test_too_many_at_once_are_told_to_come_again_and_cut_connections_free_their_
     address, model = serving[0].address, serving[1]
     long = {**ASKED, "max_tokens": 128, "min_tokens": 128, "stream": True, "n": 4}
     cancelled, gate = model.service.counts.cancelled, threading.Event()
+    model.service.between_steps(lambda engine: gate.wait(60))  # what is under way stays so
     with (
         httpx.Client(base_url=address, headers=client.headers) as other,
-        other.stream("POST", "/v1/completions", json=long) as first,
+        other.stream("POST", "/v1/completions", json=long),
         other.stream("POST", "/v1/completions", json=long),
     ):
-        next(first.iter_lines())
-        model.service.between_steps(lambda engine: gate.wait(60))  # what is under way stays so
         refused = client.post("/v1/completions", json=ASKED)
         assert error(refused) == (429, "too_many_requests")
         assert refused.headers["retry-after"] == "1"
     # Both connections are cut here.
-    client.get("/health")
+    while "jaxrlhf_http_under_way 0" not in client.get("/metrics").text:
+        time.sleep(0.02)
     gate.set()
     assert settled(model)
     assert model.service.counts.cancelled - cancelled > 0
