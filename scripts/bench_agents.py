@@ -57,9 +57,9 @@ class Talks:
 class TurnByTurn(EnvironmentPool):
     """Pool whose answers are held back until all episodes of the turn have theirs."""
 
-    def __init__(self, *args: Any, episodes: int, turns: int) -> None:
+    def __init__(self, *args: Any, episodes: int) -> None:
         super().__init__(*args)
-        self._episodes, self._left = episodes, turns
+        self._episodes = episodes
         self._lock, self._held = threading.Lock(), list[tuple[Future, Future]]()
 
     def step(self, episode: int, reply: Reply) -> Future[Observation]:
@@ -124,7 +124,7 @@ def measure(engine: Engine, flags: argparse.Namespace, way: str) -> dict[str, fl
     ]
     pool = EnvironmentPool((settings,))
     if way == "turn by turn":
-        pool = TurnByTurn((settings,), episodes=flags.episodes, turns=flags.turns)
+        pool = TurnByTurn((settings,), episodes=flags.episodes)
     submit = EngineService.submit
     if way == "without session caches":
         EngineService.submit = lambda self, request, *a, **k: submit(self, replace(request, keep=False), *a, **k)  # type: ignore[method-assign]

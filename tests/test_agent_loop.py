@@ -11,6 +11,7 @@ from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import Problem
 from jaxrlhf.config import Environment, Sampling
 from jaxrlhf.conversations.chat_format import ChatFormat
+from jaxrlhf.conversations.conversation import Conversation
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.engine import Engine
 from jaxrlhf.environments.pool import EnvironmentPool
@@ -181,3 +182,28 @@ def test_a_first_prompt_that_is_too_long_fails_its_episode_alone(loop, engine):
     assert batch.record_E[0].stop == "environment_error"
     assert "rollout.max_prompt_tokens=3" in batch.record_E[0].failure
     assert not batch.rollout.sequences.mask_BT.any()
+
+
+def test_a_class_whose_methods_are_tools_adds_to_the_records_prompt(engine):
+    """TRL's form: text of `reset` stands behind the prompt, tools are the class's own, `get_reward` is paid last."""
+    settings = replace(TALKS, factory="talking_environments:Answers")
+    with EnvironmentPool((settings,)) as pool:
+        batch = run(AgentLoop(settings, ChatFormat(TOKENIZER), pool, PROMPT, RESPONSE), engine, problems(1), copies=1)
+    record = batch.record_E[0]
+    assert [message["content"] for message in record.opening] == ["? Ask."]
+    prompt = TOKENIZER.apply_chat_template(list(record.opening), add_generation_prompt=True, return_dict=False)
+    assert batch.rollout.sequences.token_BT[0, : len(prompt)].tolist() == prompt
+    assert record.environment_reward == sum(len(turn.calls) for turn in record.turns)
+
+
+def test_a_stop_text_ends_a_reply_that_goes_on_in_the_next_turn():
+    """No end of turn was drawn, so one is inserted, and the episode is not taken for cut."""
+    conversation = Conversation(ChatFormat(TOKENIZER), [{"role": "user", "content": "1"}])
+    drawn = TOKENIZER.encode("12", add_special_tokens=False)
+    reply = conversation.sampled(drawn, [-1.0] * len(drawn), ended_by_text=True)
+    assert reply.ended
+    before = conversation.prompt
+    conversation.observe([{"role": "user", "content": "3"}])
+    whole = TOKENIZER.decode(conversation.prompt[len(before) :])
+    assert whole == "<|eos|><|user|>3<|assistant|>"
+    assert sum(conversation.sequences()[0].mask) == len(drawn)

@@ -31,7 +31,7 @@ from jaxrlhf.serving.sessions import SessionBook
 
 
 class EpisodeLimits(NamedTuple):
-    """EpisodeLimits of all episodes: tokens of a first prompt, tokens after it, and ids that end a reply."""
+    """Limits of all episodes: tokens of a first prompt, tokens after it, and ids that end a reply."""
 
     max_prompt_tokens: int
     max_response_tokens: int
@@ -161,7 +161,9 @@ class EpisodeRun:
 
     def _begin(self, opening: Opening) -> Conversation:
         """The conversation; its prompt is the environment's, or the record's own where that says nothing."""
-        own = None if opening.messages or opening.appended else self.problem.prompt_tokens
+        # The record's prompt was made with the tools of functions, and without those that a class brings along.
+        made = isinstance(self.settings, Tools) or not opening.tools
+        own = self.problem.prompt_tokens if made and not opening.messages and not opening.appended else None
         *before, last = opening.messages or self.problem.messages
         self._opening = [*before, {**last, "content": last["content"] + opening.appended}]
         conversation = Conversation(
@@ -197,7 +199,8 @@ class EpisodeRun:
         )
         seed = _seed(self.seed, len(self._turns), 1)
         completion: Completion = await asyncio.wrap_future(self.service.submit(request, self.sampling, seed=seed))
-        return conversation.sampled(completion.tokens, completion.logps, completion.version)
+        by_text = completion.stop_text is not None
+        return conversation.sampled(completion.tokens, completion.logps, completion.version, ended_by_text=by_text)
 
     def _check_reply(self, reply: Reply) -> None:
         """End an episode whose reply the environment is not to see."""

@@ -91,12 +91,15 @@ class Conversation:
         """Token ids that the engine is given for the next reply."""
         return tuple(self._streams[-1].tokens)
 
-    def sampled(self, tokens: Sequence[int], logps: Sequence[float], version: int = 0) -> Reply:
+    def sampled(
+        self, tokens: Sequence[int], logps: Sequence[float], version: int = 0, *, ended_by_text: bool = False
+    ) -> Reply:
         """Record what the engine drew after `prompt`, as it is.
 
         Args:
           logps: Log-probability of each token.
           version: Version of the weights that drew them.
+          ended_by_text: A stop text ended the reply, which then has no end of turn and was not cut either.
         """
         if len(logps) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens were drawn and {len(logps)} log-probabilities given")
@@ -109,7 +112,7 @@ class Conversation:
         reply = self.format.parse(drawn, self.tools, opening=opening)
         numbered = tuple(replace(call, call_id=f"call{n:05d}") for n, call in enumerate(reply.calls, self._calls))
         self._calls += len(numbered)
-        reply = replace(reply, calls=numbered)
+        reply = replace(reply, calls=numbered, ended=reply.ended or ended_by_text)
         self.replies.append(reply)
         self.messages.append(self.format.said(reply))
         self._reasoned |= bool(reply.reasoning)
@@ -135,7 +138,8 @@ class Conversation:
         reply = self.replies[-1]
         if not reply.ended and self._cut_turns == "end":
             raise ValueError('the last reply was cut, which ends an episode of cut_turns="end"')
-        ended_by = reply.tokens[-1] if reply.ended else None
+        last = reply.tokens[-1:]
+        ended_by = last[0] if last and last[0] in self.format.stop_tokens else None
 
         def tokens_of(told: Sequence[Message]) -> tuple[int, ...]:
             return self.format.delta(told, self.tools, ended_by=ended_by)
