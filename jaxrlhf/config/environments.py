@@ -79,7 +79,7 @@ class Environment(Episodes):
 
     Attributes:
       factory: Class, or function that makes an instance, as `module:name` or `path/to/file.py:name`.
-      episodes_per_process: Instances that share a process, a megabyte each if they do not; a call that hangs or crashes
+      episodes_per_process: Instances that share a process; alone each takes about 3 MB. A call that hangs or crashes
         costs all of its process, and they wait for each other.
     """
 

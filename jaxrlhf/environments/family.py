@@ -1,5 +1,6 @@
 """Processes of one choice, forked from one that has loaded its code, and the requests that wait for them."""
 
+import math
 import pickle
 import selectors
 import time
@@ -130,7 +131,13 @@ class ProcessFamily:
 
     def _fork(self) -> None:
         """Ask for processes for what waits for one."""
-        wanted = min(len(self._waiting), self._most_running - len(self._busy), MOST_FORKS) - self._server.asked
+        room = sum(
+            self._most_episodes - len(process.episodes)
+            for process in (self.processes.values() if self._most_episodes > 1 and self._waiting else ())
+            if process.episodes and not process.spoilt and not process.ending
+        )
+        wanted = math.ceil((len(self._waiting) - room) / self._most_episodes) - self._server.asked
+        wanted = min(wanted, self._most_running - len(self._busy), MOST_FORKS - self._server.asked)
         for _ in range(int(wanted) if self.loaded and not self._free else 0):
             try:
                 self._server.fork()

@@ -8,6 +8,7 @@ import pickle
 import random
 import resource
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -15,7 +16,6 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config.environments import Agent
@@ -65,6 +65,7 @@ class _Host:
 
     def __init__(self, code: UserCode, channel: Channel) -> None:
         self._code, self._channel, self._own = code, channel, os.getpid()
+        self._folder = tempfile.gettempdir()  # its own
         limit_s = code.choice.episode_s if isinstance(code.choice, Agent) else code.choice.call_s
         self._limit_s, self._output_bytes = limit_s, code.choice.output_bytes
         self._watchdog = Watchdog(limit_s) if limit_s is not None else None
@@ -75,9 +76,9 @@ class _Host:
         self._out, self._err = _Printed(sys.stdout, self._output_bytes), _Printed(sys.stderr, self._output_bytes)
 
     def serve(self) -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
-        most = pages * resource.getpagesize() + self._code.choice.memory_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:  # of a system that is Linux
+            most = int(file.read().split()[0]) * resource.getpagesize() + self._code.choice.memory_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
         sys.stdout, sys.stderr = self._out, self._err
         try:
             while True:
@@ -200,7 +201,8 @@ class _Host:
         self._begin(anew=inspect.iscoroutinefunction(function))
         with self._builtins.kept(self._changed):
             value = function(*args, **fields)
-            if inspect.isawaitable(value):
+        if inspect.isawaitable(value):
+            with self._builtins.kept(self._changed):
                 value = self._runner().run(self._in_time(value))
         self._check_printed()
         return value
@@ -252,6 +254,8 @@ class _Host:
                 self._spoilt = "processes were left in it"
             elif threading.active_count() > 1:
                 self._spoilt = "threads were left in it"
+            elif os.path.isdir(self._folder) and os.listdir(self._folder):
+                self._spoilt = "temporary files were left in it"
         return self._spoilt
 
 

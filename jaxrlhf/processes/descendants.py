@@ -52,7 +52,8 @@ def descendants(pid: int, mark: bytes) -> list[int]:
 def children(pid: int) -> list[int]:
     """Processes whose parent a process is, dead ones that are not reaped included; none where there is no /proc."""
     found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("[0-9]*/children"):
-        with suppress(OSError):
-            found += map(int, task.read_bytes().split())
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{task}/children", "rb", buffering=0) as file:
+                found += map(int, file.read().split())
     return found

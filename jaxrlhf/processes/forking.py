@@ -1,6 +1,6 @@
 """The process that loads a user's code once and forks a process for whoever is to run it.
 
-A fork takes a millisecond or two and a megabyte, and an interpreter that imports a second and a hundred; so an episode
+A fork takes milliseconds and about 3 MB, and an interpreter that imports a second and a hundred; so an episode
 can have a process of its own. The fork server runs none of the user's code but its import. It is the root of all
 processes that the user's code makes: what a process of its leaves behind when it ends becomes a child of the server
 (on Linux), which ends it; and when the run is gone, all end with the server.

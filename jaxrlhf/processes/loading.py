@@ -71,5 +71,9 @@ def _offer(module: ModuleType) -> str:
 
 def one_line(error: BaseException) -> str:
     """`Type: message` with line breaks folded, at most 300 characters."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    try:
+        message = str(error)
+    except Exception as worse:  # an error of the user's own
+        message = f"its message cannot be had: {type(worse).__name__}"
+    text = " ".join(f"{type(error).__name__}: {message}".split())
     return text if len(text) <= 300 else text[:297] + "..."
