@@ -15,7 +15,7 @@ from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import EnvironmentFailure, Reply, ToolCall
 
 HOSTILE = Path(__file__).with_name("hostile_environments.py")
-CALL_S, LIMIT_S = 2.0, 60.0
+CALL_S, LIMIT_S = 4.0, 60.0
 LIMITS = {"call_s": CALL_S, "workers": 6, "output_bytes": 50_000}
 TOOLS, ENVIRONMENT = 0, 1
 NUMBERS = itertools.count()
@@ -123,7 +123,7 @@ def test_a_bad_tool_is_an_error_that_the_policy_reads(pool, notes, tool):
         assert len(bad.encode()) <= 50_000
     assert told["control_tokens"][1] == "<|im_end|>\n<|im_start|>assistant\n<tool_call>"
     assert "ended by signal 9" in told["kill"][1] and "MemoryError" in told["memory"][1]
-    assert re.search("no answer within 2 s|cancelled after 2 s", told["hang"][1])
+    assert re.search("no answer within 4 s|cancelled after 4 s", told["hang"][1])
     for number, _ in seen.values():
         assert pool.finish(number).result(LIMIT_S) is None
     assert gone(notes)
@@ -205,7 +205,7 @@ def test_nothing_is_left_behind(notes, tmp_path, monkeypatch):
             for future in steps[2:]:
                 failure_of(future)  # some are at it when the pool is closed
         assert set(this.children(recursive=True)) == others
-        assert gone(notes, limit_s=0.0)
+        assert gone(notes, limit_s=1.0)  # killed, and perhaps not yet taken down
         assert [path.name for path in tmp_path.iterdir() if path.name not in ("notes", "output.txt")] == []
         gc.collect()
         assert this.num_fds() == files

@@ -136,8 +136,11 @@ class ProcessFamily:
             for process in (self.processes.values() if self._most_episodes > 1 and self._waiting else ())
             if process.episodes and not process.spoilt and not process.ending
         )
-        wanted = math.ceil((len(self._waiting) - room) / self._most_episodes) - self._server.asked
-        wanted = min(wanted, self._most_running - len(self._busy), MOST_FORKS - self._server.asked)
+        wanted = min(
+            float(math.ceil((len(self._waiting) - room) / self._most_episodes) - self._server.asked),
+            self._most_running - len(self._busy),
+            MOST_FORKS - self._server.asked,
+        )
         for _ in range(int(wanted) if self.loaded and not self._free else 0):
             try:
                 self._server.fork()

@@ -30,7 +30,7 @@ from jaxrlhf.environments.protocol import Choice, OpenRequest, Request, RunReque
 from jaxrlhf.episode import EnvironmentFailure, Observation, Opening, Reply
 from jaxrlhf.processes.loading import one_line
 
-START_LIMIT_S = 120.0  # for importing the user's modules
+START_LIMIT_S = 300.0  # for importing the user's modules
 MOST_FILES = 1 << 16
 
 

@@ -17,7 +17,7 @@ from jaxrlhf.processes.plain import loads
 
 LARGEST_ANSWER = 1 << 24
 MOST_FORKS = 32  # asked for and not made: sockets under way fill the control socket's buffer
-GRACE_S = 3.0  # for the server to end its processes
+GRACE_S = 15.0  # for the server to end its processes
 
 Message = CodeLoaded | CodeRefused | ProcessForked | ProcessEnded
 

@@ -1,0 +1,92 @@
+"""Environments of gymnasium with discrete actions, as games in text; needs `jaxrlhf[environments]`.
+
+In a file of yours, for `Environment(factory="my_games.py:lake")`:
+
+    lake = Gymnasium("FrozenLake-v1", actions=("left", "down", "right", "up"), prompt="Go to G; H is a hole.",
+                     is_slippery=False, render_mode="ansi")
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrlhf.episode import Observation, Reply
+
+_UNDER_CURSOR = re.compile(r"\x1b\[4\dm(.*?)\x1b\[0m", re.DOTALL)
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+class Gymnasium:
+    """Factory of instances of one environment.
+
+    Args:
+      name: Name in gymnasium's registry.
+      actions: Words for the actions, from the first one on; empty is their numbers.
+      prompt: Text before the first view.
+      view: Text of a state, made of the environment and its observation; the default draws what `render_mode="ansi"`
+        draws, the cell under the cursor in brackets, and else writes the observation.
+      settings: Arguments of `gymnasium.make`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        actions: Sequence[str] = (),
+        prompt: str = "",
+        view: Callable[[Any, Any], str] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._name, self._actions, self._prompt, self._view = name, tuple(actions), prompt, view or drawn
+        self._settings = settings
+
+    def __call__(self) -> "TextGame":
+        import gymnasium
+
+        game = gymnasium.make(self._name, **self._settings)
+        space = game.action_space
+        if not isinstance(space, gymnasium.spaces.Discrete):
+            raise ValueError(f"{self._name} has actions {space}; words can be given to discrete ones alone")
+        first, count = int(space.start), int(space.n)
+        if self._actions and len(self._actions) != count:
+            raise ValueError(f"{self._name} has {count} actions, got {len(self._actions)} words for them")
+        words = self._actions or tuple(str(first + number) for number in range(count))
+        return TextGame(
+            game, {word.lower(): first + number for number, word in enumerate(words)}, self._prompt, self._view
+        )
+
+
+class TextGame:
+    """A game whose state is shown as text, and in which the last word of a reply that is an action is played."""
+
+    def __init__(self, game: Any, actions: Mapping[str, int], prompt: str, view: Callable[[Any, Any], str]) -> None:
+        self._game, self._actions, self._prompt, self._view = game, actions, prompt, view
+        words = "|".join(re.escape(word) for word in sorted(actions, key=len, reverse=True))
+        self._word = re.compile(rf"(?<!\w)({words})(?!\w)", re.IGNORECASE)
+
+    def reset(self, record: Mapping[str, Any], seed: int) -> str:
+        """The prompt and the first state; a seed gives one course of the game."""
+        observation, _ = self._game.reset(seed=seed % 2**32)
+        return "\n".join([*([self._prompt] if self._prompt else []), self._view(self._game, observation)])
+
+    def step(self, reply: Reply) -> Observation:
+        """Play an action; a reply without one changes nothing but the count of turns."""
+        found = self._word.findall(reply.content)
+        if not found:
+            text = f"Say one of {', '.join(self._actions)}."
+            return Observation([{"role": "user", "content": text}], metrics={"no_action": 1.0})
+        observation, reward, done, truncated, _ = self._game.step(self._actions[found[-1].lower()])
+        text = self._view(self._game, observation)
+        return Observation(
+            [{"role": "user", "content": text}], float(reward), bool(done), bool(truncated), text, {"no_action": 0.0}
+        )
+
+    def close(self) -> None:
+        self._game.close()
+
+
+def drawn(game: Any, observation: Any) -> str:
+    """A state as the environment draws it in text, or its observation."""
+    if game.render_mode != "ansi":
+        return str(observation)
+    return _COLOUR.sub("", _UNDER_CURSOR.sub(r"[\1]", game.render())).strip("\n")

@@ -1,0 +1,97 @@
+"""Environments of gymnasium and tasks of reasoning-gym run unmodified."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxrlhf.config import Environment
+from jaxrlhf.environments.pool import EnvironmentPool
+from jaxrlhf.episode import Reply
+
+gymnasium = pytest.importorskip("gymnasium")
+reasoning_gym = pytest.importorskip("reasoning_gym")
+FOLDER = Path(__file__).parent
+NAMES = ("lake", "slippery", "taxi", "blackjack", "sums")
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    output = tmp_path_factory.mktemp("games") / "output.txt"
+    files = [FOLDER / ("environment_tasks.py" if name == "sums" else "environment_games.py") for name in NAMES]
+    choices = [Environment(factory=f"{file}:{name}") for file, name in zip(files, NAMES, strict=True)]
+    with EnvironmentPool(choices, output) as pool:
+        yield pool
+
+
+def text(observation) -> str:
+    return observation.messages[0]["content"]
+
+
+def play(pool, number: int, said: str):
+    return pool.step(number, Reply(said, said)).result(LIMIT_S)
+
+
+def test_frozen_lake_is_played_to_its_end(pool):
+    opening = pool.start(1, NAMES.index("lake"), {}, 0).result(LIMIT_S)
+    assert text(opening) == "Go to G.\n[S]FFF\nFHFH\nFFFH\nHFFG"
+    assert text(play(pool, 1, "I do not know")) == "Say one of left, down, right, up."
+    seen = [play(pool, 1, said) for said in ("left? no, Down!", "down", "right", "right", "down", "right")]
+    assert text(seen[0]) == seen[0].state == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
+    assert [one.reward for one in seen] == [0.0] * 5 + [1.0]
+    assert [one.done for one in seen] == [False] * 5 + [True]
+    assert pool.finish(1).result(LIMIT_S) is None
+
+
+def test_a_seed_gives_one_course(pool):
+    courses = []
+    for number, seed in ((2, 5), (3, 5), (4, 6), (5, 7)):
+        pool.start(number, NAMES.index("slippery"), {}, seed).result(LIMIT_S)
+        course = []
+        while not course or not (course[-1].done or course[-1].truncated or len(course) > 30):
+            course.append(play(pool, number, "right"))
+        courses.append([one.state for one in course])
+        pool.drop(number)
+    assert courses[0] == courses[1]
+    assert len({tuple(course) for course in courses}) > 1
+
+
+def test_the_optimum_of_frozen_lake_is_what_value_iteration_says(pool):
+    lake = gymnasium.make("FrozenLake-v1", is_slippery=False).unwrapped
+    values, policy = np.zeros(16), np.zeros(16, int)
+    for _ in range(50):
+        returns = [[sum(p * (r + 0.9 * values[s]) for p, s, r, _ in lake.P[x][a]) for a in range(4)] for x in range(16)]
+        values, policy = np.max(returns, 1), np.argmax(returns, 1)
+    pool.start(6, NAMES.index("lake"), {}, 0).result(LIMIT_S)
+    state, rewards, done = 0, [], False
+    while not done:
+        action = int(policy[state])
+        seen = play(pool, 6, ("left", "down", "right", "up")[action])
+        state, done = lake.P[state][action][0][1], seen.done
+        rewards.append(seen.reward)
+    assert len(rewards) == 6 and rewards[-1] == 1.0
+    assert values[0] == pytest.approx(0.9**5)
+
+
+def test_taxi_and_blackjack(pool):
+    opening = pool.start(7, NAMES.index("taxi"), {}, 1).result(LIMIT_S)
+    assert text(opening).startswith("+---------+\n|R: | : :G|") and "[ ]" in text(opening)
+    assert play(pool, 7, "pickup").reward == -10.0
+    opening = pool.start(8, NAMES.index("blackjack"), {}, 1).result(LIMIT_S)
+    assert text(opening).startswith("(")
+    assert play(pool, 8, "stick: 0").done
+    for number in (7, 8):
+        pool.drop(number)
+
+
+def test_tasks_of_reasoning_gym_are_scored_as_it_scores(pool):
+    tasks = reasoning_gym.create_dataset("chain_sum", size=20, seed=3)
+    for number, (record, seed) in enumerate([({"index": 4}, 9), ({}, 9), ({}, 29)], 10):
+        task = tasks[record.get("index", seed) % 20]
+        opening = pool.start(number, NAMES.index("sums"), record, seed).result(LIMIT_S)
+        assert text(opening) == task["question"] + " Say the number."
+        seen = play(pool, number, f"perhaps <answer> {task['answer']} </answer>")
+        assert (seen.done, seen.reward) == (True, 1.0)
+        pool.start(number + 10, NAMES.index("sums"), record, seed).result(LIMIT_S)
+        assert play(pool, number + 10, "no idea").reward == tasks.score_answer("no idea", task) < 1.0
