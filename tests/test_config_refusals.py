@@ -93,6 +93,7 @@ def test_setting_refuses(refused):
         lambda: Layout(tensor=6, generation_tensor=4).micro_tensor,
         lambda: Sampling(temperature=0),
         lambda: Sampling(ignore_eos=True, stop_tokens=("x", "y")),
+        lambda: Sampling(stop_tokens=("</answer>", "")),
         lambda: Sampling(top_p=0),
         lambda: Sampling(top_k=-1),
         lambda: Sampling(min_tokens=-1),

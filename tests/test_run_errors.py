@@ -101,7 +101,6 @@ CASES = {
         GOOD + " --devices 8 --actor.layout.tensor 8",
         "actor: the model's 'heads' dimension of 4 does not split 8 ways",
     ),
-    "stop token": (GOOD + " --rollout.sampling.stop-tokens <zzz>", "rollout.sampling.stop_tokens: '<zzz>' is "),
     "positions": (
         GOOD + " --rollout.max-response-tokens 1000 --actor.tokens-per-microbatch 2048 "
         "--algorithm.critic.tokens-per-microbatch 2048",

@@ -184,6 +184,7 @@ class Sampling(Settings):
             not (self.ignore_eos and self.stop_tokens),
             f"Sampling.ignore_eos lets no token end a response, and stop_tokens={self.stop_tokens} would; give one",
         )
+        require(all(self.stop_tokens), f"Sampling.stop_tokens={self.stop_tokens} has an empty text, which ends nothing")
 
 
 @dataclass(frozen=True)
