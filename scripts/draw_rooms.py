@@ -17,8 +17,10 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxrlhf"
 PICTURE = ROOT / "docs" / "rooms.png"
+SINGLE = ("batch", "episode")
+"""Rooms of one file."""
 COMMANDS = "command lines"
-"""All command lines together: the modules right in the package that nothing imports."""
+"""All command lines together: the other modules right in the package, which nothing imports."""
 WIDTH, HEIGHT = 2.0, 0.62
 
 
@@ -80,9 +82,9 @@ def imported(source: str) -> set[str]:
 
 
 def room_of(name: str, rooms: set[str]) -> str:
-    """Room of a file or folder right in the package; single files below the rooms are rooms, too."""
+    """Room of a file or folder right in the package."""
     stem = name.removesuffix(".py")
-    return stem if stem in rooms or stem == "batch" else COMMANDS
+    return stem if stem in rooms or stem in SINGLE else COMMANDS
 
 
 def floor_of(room: str, graph: dict[str, set[str]]) -> int:
