@@ -17,7 +17,7 @@ from made_steps import done, problem, rollout_of
 from jaxrlhf.batch import Scores
 from jaxrlhf.config import GRPO, Arithmetic, Checkpointing, Config, FromScratch, Rollout
 from jaxrlhf.tracking import Call
-from jaxrlhf.trainer.failures import DiskFull, one_message
+from jaxrlhf.trainer.failures import DiskFull, one_message, writing
 from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.loop import Loop
 from jaxrlhf.trainer.schedule import Synchronous
@@ -291,3 +291,15 @@ def test_a_full_disk_says_what_the_run_goes_on_from():
         run([], checkpoints=made, every_steps=1)
     assert info.value.__notes__[0] == "in step 2 of made, while saving"
     assert info.value.__notes__[1].startswith("the last whole checkpoint is of step 1; free some space")
+
+
+def test_two_failures_that_come_from_each_other_end_a_write(tmp_path):
+    """Calls of a host that died fail one while the other is handled, and the other way round."""
+    first, second = RuntimeError("host 1 died"), RuntimeError("host 1 died, too")
+    first.__context__, second.__context__ = second, first
+    with pytest.raises(RuntimeError) as raised, writing(tmp_path):
+        raise first
+    assert raised.value is first
+    second.__context__, first.__context__ = None, OSError(errno.ENOSPC, "no space left")
+    with pytest.raises(DiskFull), writing(tmp_path):
+        raise first

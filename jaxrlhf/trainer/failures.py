@@ -45,7 +45,9 @@ def writing(place: Path) -> Iterator[None]:
 
 def _says_full(error: BaseException | None) -> bool:
     """True if the error, or one that it came from, says that a disk is full."""
-    while error is not None:
+    seen = set()
+    while error is not None and id(error) not in seen:  # two failures of one host may each come from the other
+        seen.add(id(error))
         # tensorstore and safetensors put the system's error into the text of their own.
         if getattr(error, "errno", None) in _FULL or any(os.strerror(code) in str(error) for code in _FULL):
             return True
