@@ -145,6 +145,16 @@ def test_rewards_limits_late_calls_and_none(book):
     assert (recorded.calls, recorded.sequences) == (0, ())
 
 
+def test_the_last_ended_sessions_alone_are_remembered(book, monkeypatch):
+    monkeypatch.setattr("jaxrlhf.serving.sessions.ENDED_REMEMBERED", 2)
+    urls = []
+    for name in range(3):
+        urls.append(book.open(name, 1)[0])
+        book.close(name)
+    late = [httpx2.get(url + "/models", headers={"Authorization": "Bearer no"}).status_code for url in urls]
+    assert late == [404, 409, 409]
+
+
 def test_an_end_cancels_what_is_under_way(book, model):
     url, key = book.open("cut", 1)
     with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrlhf.batch import Problem
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.conversation import TokenSequence
-from jaxrlhf.episode import EpisodeRecord, Message, StopCause, TurnRecord
+from jaxrlhf.episode import EpisodeRecord, Message, Reply, StopCause, TurnRecord
 from jaxrlhf.serving.sessions import RecordedEpisode
 
 
@@ -58,7 +58,7 @@ def recorded_episode(
         numbers = {turn: len(rewards) + place for place, turn in enumerate(own)}
         rewards += [float(recorded.rewards.get((row, turn), 0.0)) for turn in own]
         sequences.append(replace(sequence, turn=tuple(numbers.get(turn, -1) for turn in sequence.turn)))
-        opening, spoken = _spoken(sequence, format)
+        opening, spoken = _spoken(sequence, recorded.replies[row], format)
         said.append(opening)
         turns += spoken
     turns = [replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True)]
@@ -80,7 +80,9 @@ def recorded_episode(
     return Finished(problem, episode, record, sequences, rewards, [None] * len(rewards))
 
 
-def _spoken(sequence: TokenSequence, format: ChatFormat) -> tuple[str, list[TurnRecord]]:
+def _spoken(
+    sequence: TokenSequence, replies: Sequence[Reply | None], format: ChatFormat
+) -> tuple[str, list[TurnRecord]]:
     """Text before the first reply of a sequence, and each reply with what was said after it."""
     turn_T = np.array(sequence.turn)
     changes = [0, *(np.flatnonzero(np.diff(turn_T)) + 1).tolist(), len(turn_T)]
@@ -88,7 +90,7 @@ def _spoken(sequence: TokenSequence, format: ChatFormat) -> tuple[str, list[Turn
     for start, end in pairwise(changes):
         tokens = sequence.tokens[start:end]
         if turn_T[start] >= 0:
-            turns.append(TurnRecord(format.parse(tokens)))
+            turns.append(TurnRecord(replies[int(turn_T[start])] or format.parse(tokens)))
             continue
         text = str(format.tokenizer.decode(list(tokens)))
         if turns:

@@ -14,9 +14,13 @@ from jaxrlhf.config import Sampling
 from jaxrlhf.config.serving import SessionLimits
 from jaxrlhf.conversations import TokenSequence
 from jaxrlhf.engine import Completion
+from jaxrlhf.episode import Reply
 from jaxrlhf.serving.call_tree import CallTree, Fork, RecordedCall
 from jaxrlhf.serving.errors import ApiError, invalid
 from jaxrlhf.serving.served import ServedModel, key_of
+
+ENDED_REMEMBERED = 10_000
+"""Sessions that have ended, the last of them, whose late calls are told so; those of others are of no session."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class RecordedEpisode:
 
     Attributes:
       sequences: Rows of training; every token that was drawn has mask 1 in one of them.
+      replies: Words of what was drawn, by sequence and turn number; None of a completion without a chat.
       rewards: Rewards posted for turns, by sequence and turn number.
       reward: Reward posted for the episode; None if none was.
       calls: Choices that were drawn; 0 of an agent that never asked.
@@ -34,6 +39,7 @@ class RecordedEpisode:
     """
 
     sequences: tuple[TokenSequence, ...]
+    replies: tuple[tuple[Reply | None, ...], ...]
     rewards: Mapping[tuple[int, int], float]
     reward: float | None
     calls: int
@@ -159,7 +165,14 @@ class ServedSession:
                         paid.add(call)
                         rewards[row, turn] = call.reward
             recorded = RecordedEpisode(
-                sequences, rewards, self.reward, len(self.tree.calls), self.tree.forks, self.refused, self.truncated
+                sequences,
+                tuple(tuple(call.reply for call in path) for path in paths),
+                rewards,
+                self.reward,
+                len(self.tree.calls),
+                self.tree.forks,
+                self.refused,
+                self.truncated,
             )
             return recorded, self._kept
 
@@ -184,7 +197,7 @@ class SessionBook:
         self._model, self._address, self._sampling, self._history = model, address, sampling, history
         self._by_id: dict[str, ServedSession] = {}
         self._by_episode: dict[Hashable, ServedSession] = {}
-        self._ended: set[str] = set()
+        self._ended: dict[str, None] = {}
         self._lock = threading.Lock()
 
     def open(self, episode: Hashable, seed: int, limits: SessionLimits | None = None) -> tuple[str, str]:
@@ -213,14 +226,16 @@ class SessionBook:
         with self._lock:
             session = self._by_episode.pop(episode)
             del self._by_id[session.session_id]
-            self._ended.add(session.session_id)
+            self._ended[session.session_id] = None
+            while len(self._ended) > ENDED_REMEMBERED:
+                del self._ended[next(iter(self._ended))]
         recorded, kept = session.close()
         for request_id in kept:
             self._model.service.release(request_id)
         return recorded
 
     def find(self, session_id: str) -> ServedSession | None:
-        """The session of an id; None if there never was one.
+        """The session of an id; None if there is none.
 
         Raises:
           ApiError: The episode has ended.
