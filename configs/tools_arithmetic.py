@@ -2,10 +2,10 @@
 
     python -m jaxrlhf.train --config tools_arithmetic.py
 
-Two fifths of the demonstrations call the calculator and read its answer, the others guess. A short supervised cold
-start imitates both; GRPO sees only whether the number at the end is right, and learns to call.
+Three in ten demonstrations call the calculator and read its answer, the others guess. A short supervised cold start
+imitates both; GRPO sees only whether the number at the end is right, and learns to call.
 
-Result: 8.2 % of held-out answers are right after the cold start, 98.8 % at the end.
+Result: no held-out answer is right after the cold start, 98.8 % are after eight steps.
 
 Source: Shao et al. 2024 (arXiv:2402.03300) for GRPO; Schick et al. 2023 (Toolformer, arXiv:2302.04761) for calculators.
 """
@@ -40,7 +40,7 @@ def get_config() -> Config:
         cold_start=ColdStart(
             steps=300,
             algorithm=SFT(examples_per_update=64),
-            optimizer=Optimizer(learning_rate=1.5e-3, warmup_updates=10, weight_decay=0.0),
+            optimizer=Optimizer(learning_rate=1.5e-3, warmup_updates=10, decay="linear", weight_decay=0.0),
         ),
         algorithm=GRPO(responses_per_update=64),
         rollout=Rollout(prompts_per_step=32, responses_per_prompt=8, max_prompt_tokens=32, max_response_tokens=48),

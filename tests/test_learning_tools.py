@@ -1,4 +1,7 @@
-"""Agents learn from scratch: to call a calculator where that is what pays, and to play a game of several turns."""
+"""Agents learn from scratch: to call a calculator where that is what pays, and to play a game of several turns.
+
+`scripts/agents_learning.py` draws the same of more seeds.
+"""
 
 from dataclasses import replace
 
@@ -6,17 +9,16 @@ import pytest
 from tiny_runs import records
 
 import jaxrlhf
-from jaxrlhf.config import Checkpointing, Evaluation, Tools, load
+from jaxrlhf.config import Checkpointing, Evaluation, Pretrained, Tools, load
+from jaxrlhf.trainer.policy import export_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "optimized", "undrawn")]
 
 
-def run(name, workdir, *, seed, steps, **changes):
-    """Metrics of a shipped configuration, a few steps of it."""
+def run(config, workdir, **changes):
+    """Metrics of a run."""
     config = replace(
-        load(name),
-        seed=seed,
-        steps=steps,
+        config,
         evaluation=Evaluation(every_steps=0, problems=256),
         checkpoint=Checkpointing(every_steps=0, keep_best=0),
         workdir=str(workdir),
@@ -24,6 +26,16 @@ def run(name, workdir, *, seed, steps, **changes):
     )
     jaxrlhf.run(config)
     return records(workdir / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def imitates(tmp_path_factory):
+    """The policy of the cold start: it guesses seven answers in ten, and calls for the others."""
+    folder = tmp_path_factory.mktemp("imitates")
+    begun = replace(load("tools_arithmetic"), workdir=str(folder / "run")).phases[0]
+    jaxrlhf.run(begun)
+    export_policy(begun.folder, folder / "policy")
+    return {"model": Pretrained(str(folder / "policy")), "cold_start": None}
 
 
 def useless(expression: str) -> str:
@@ -35,9 +47,10 @@ def useless(expression: str) -> str:
     return "error"
 
 
-def test_products_are_worked_out_by_the_calculator(tmp_path):
-    """Before, answers without a call are wrong; after, nearly all call and are right."""
-    metrics = run("tools_arithmetic", tmp_path, seed=0, steps=8)
+def test_products_are_worked_out_by_the_calculator(imitates, tmp_path):
+    """Before, the likeliest answer is a guess and wrong; after, nearly all call and are right."""
+    metrics = run(load("tools_arithmetic"), tmp_path, steps=8, **imitates)
+    assert metrics[0]["eval/accuracy_at_start"] <= 0.1
     first = [sample for sample in records(tmp_path / "samples.jsonl") if sample["step"] == 1]
     guessed = [sample["score"] for sample in first if len(sample["episode"]["turns"]) == 1]
     assert len(guessed) > 50 and sum(guessed) <= 0.1 * len(guessed)
@@ -46,15 +59,15 @@ def test_products_are_worked_out_by_the_calculator(tmp_path):
     assert metrics[-1]["eval/accuracy"] >= 0.95
 
 
-def test_without_an_answer_of_the_tool_products_stay_unknown(tmp_path):
+def test_without_an_answer_of_the_tool_products_stay_unknown(imitates, tmp_path):
     tools = Tools(functions=(f"{__file__}:useless",), max_turns=3, observation_tokens=16)
-    metrics = run("tools_arithmetic", tmp_path, seed=0, steps=8, environment=tools)
+    metrics = run(load("tools_arithmetic"), tmp_path, steps=8, environment=tools, **imitates)
     assert metrics[-1]["eval/accuracy"] < 0.30
 
 
 def test_the_way_to_the_treasure_is_found_by_playing(tmp_path):
     """Steps at random reach a treasure that is five to eight steps away in about a tenth of the games."""
-    metrics = run("game_treasure", tmp_path, seed=0, steps=24)
+    metrics = run(load("game_treasure"), tmp_path, steps=24)
     assert metrics[0]["score/mean"] <= 0.2
     assert metrics[0]["episode/turns_mean"] >= 5
     assert metrics[-1]["eval/accuracy"] >= 0.95

@@ -49,7 +49,7 @@ def _of_file(path: Path, name: str) -> Any:
     return function
 
 
-def products(split: str, count: int, seed: int, *, most_digits: int = 3, calls: float = 0.4) -> list[dict[str, Any]]:
+def products(split: str, count: int, seed: int, *, most_digits: int = 2, calls: float = 0.3) -> list[dict[str, Any]]:
     """Products of numbers, and solutions of which a share calls a calculator and the others guess.
 
     No product is in both splits, whichever way round its factors stand.

@@ -1,0 +1,151 @@
+"""Draws how agents learn from random weights: to call a calculator, and to play a game of several turns.
+
+    python scripts/agents_learning.py [--seeds 0 1 2] [--only calculator treasure ...] [--folder DIR]
+
+Writes `docs/agents_learning.json` (held-out greedy accuracy by step and seed) and `docs/agents.png` after every run.
+Another seed is other weights, other demonstrations first, and other samples. All runs with a calculator begin from one
+cold start a seed, which a folder keeps.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import bench_workload as bench
+from matplotlib.figure import Figure
+
+import jaxrlhf
+from jaxrlhf.config import Agent, Checkpointing, Config, Evaluation, Pretrained, Tools, load
+from jaxrlhf.tracking.plots import read_curves
+from jaxrlhf.trainer.policy import export_policy
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "agents_learning.json"
+HELD_OUT = 256
+BLUE = "#3b6fb6"
+
+
+def broken(expression: str) -> str:
+    """Compute an arithmetic expression.
+
+    Args:
+        expression: Such as "47*86".
+    """
+    return "error"
+
+
+def calculator() -> Config:
+    """Called as a tool."""
+    return replace(load("tools_arithmetic"), steps=8)
+
+
+def useless() -> Config:
+    """A tool of the same name that works out nothing."""
+    tools = Tools(functions=(f"{Path(__file__).resolve()}:broken",), max_turns=3, observation_tokens=16)
+    return replace(load("tools_arithmetic"), steps=8, environment=tools)
+
+
+def client() -> Config:
+    """Called by a program that talks through OpenAI's client."""
+    config = load("agent_openai")
+    return replace(config, steps=4, rollout=replace(config.rollout, prompts_per_step=8))
+
+
+def framework() -> Config:
+    """Called by an agent of a framework."""
+    config = client()
+    assert isinstance(config.environment, Agent)
+    program = "jaxrlhf.environments.framework_agent:run"
+    return replace(config, environment=replace(config.environment, program=program))
+
+
+def treasure() -> Config:
+    """A game, whose demonstrations walk at random."""
+    return replace(load("game_treasure"), steps=28)
+
+
+RUNS: dict[str, Callable[[], Config]] = {
+    "calculator": calculator,
+    "a tool that fails": useless,
+    "OpenAI's client": client,
+    "openai-agents": framework,
+    "treasure": treasure,
+}
+
+
+def learn(config: Config, folder: Path, name: str, seed: int) -> dict[int, float]:
+    """Held-out accuracy by step, from 0 on."""
+    every = 4 if config.steps > 8 else 2
+    config = replace(
+        config,
+        seed=seed,
+        evaluation=Evaluation(every_steps=every, problems=HELD_OUT if config.rollout.prompts_per_step > 8 else 64),
+        checkpoint=Checkpointing(every_steps=0, keep_best=0),
+        workdir=str(folder / f"{name}_{seed}"),
+    )
+    if name != "treasure":
+        config = replace(config, model=imitating(config, folder, seed), cold_start=None)
+    jaxrlhf.run(config)
+    return dict(read_curves(config.folder / "metrics.jsonl")["eval/accuracy"])
+
+
+def imitating(config: Config, folder: Path, seed: int) -> Pretrained:
+    """The policy of a seed's cold start."""
+    exported = folder / f"policy_{seed}"
+    if not exported.exists():
+        cold = replace(config, workdir=str(folder / f"begun_{seed}")).phases[0]
+        jaxrlhf.run(cold)
+        export_policy(cold.folder, exported)
+    return Pretrained(str(exported))
+
+
+def draw(curves: dict[str, dict[str, dict[int, float]]]) -> Figure:
+    """A panel for each kind of run, a line a seed."""
+    figure = Figure(figsize=(2.5 * len(curves), 2.4), layout="constrained")
+    for place, (name, seeds) in enumerate(curves.items(), start=1):
+        axes = figure.add_subplot(1, len(curves), place)
+        for curve in seeds.values():
+            axes.plot([int(step) for step in curve], list(curve.values()), color=BLUE, linewidth=1.2)
+        axes.set_title(name, fontsize=9)
+        axes.set_ylim(0, 1.03)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=7)
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("greedy accuracy, held out", fontsize=9)
+    return figure
+
+
+def about() -> dict[str, Any]:
+    """What was run, where and with what."""
+    versions = bench.versions("jax", "openai", "openai-agents")
+    return {"processor": bench.processor(), "versions": versions, "date": time.strftime("%Y-%m-%d")}
+
+
+def main() -> None:
+    """Measure, write and draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--folder", type=Path, help="of the runs; a temporary one otherwise")
+    flags = parser.parse_args()
+    measured: dict[str, Any] = json.loads(PAGE.read_text()) if PAGE.exists() else {"accuracy": {}}
+    with tempfile.TemporaryDirectory() as place:
+        for seed in flags.seeds:
+            for name in flags.only:
+                start = time.monotonic()
+                curve = learn(RUNS[name](), flags.folder or Path(place), name, seed)
+                measured["about"] = about()
+                measured["accuracy"].setdefault(name, {})[str(seed)] = curve
+                measured.setdefault("seconds", {}).setdefault(name, {})[str(seed)] = round(time.monotonic() - start)
+                PAGE.write_text(json.dumps(measured) + "\n")
+                done = json.loads(PAGE.read_text())["accuracy"]
+                draw({name: done[name] for name in RUNS if name in done}).savefig(DOCS / "agents.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
