@@ -100,7 +100,7 @@ def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str
                 schedule=Synchronous(config, roles, Loader(problems, per_step=workload.prompts, seed=0)),
                 held_out=[],
                 checkpoints=saved,
-                log=lambda done: PhaseLog(workdir, steps=config.steps, first_step=done),
+                log=lambda done: PhaseLog(workdir, steps=config.steps, first_step=done, trackers=config.trackers),
                 decode=decoder(tokenizer),
                 prompt_lengths=[len(row) for row in tokens],
                 on_step=on_step,

@@ -22,7 +22,6 @@ from jaxrlhf.tracking import (
     Sample,
     SampleFile,
     SettingsTable,
-    TensorBoard,
     peak_memory_bytes,
     read_records,
     read_samples,
@@ -140,26 +139,6 @@ def test_every_logger_is_given_everything_and_closed():
     assert first.seen == second.seen == [(1, {"a": 1.0}), "closed"]
 
 
-@pytest.mark.parametrize(("resumed_step", "hidden_from"), [(4, 5), (None, 0)])
-def test_tensorboard_has_the_numbers_and_hides_those_of_a_run_that_was_here_before(tmp_path, resumed_step, hidden_from):
-    from tensorboardX.proto import event_pb2
-    from tensorboardX.record_writer import masked_crc32c  # noqa: F401  the format is that of TFRecord files
-
-    board = TensorBoard(tmp_path, resumed_step=resumed_step)
-    board.log(5, {"score/mean": 0.25, "kl/ref": float("nan")})
-    board.close()
-    (file,) = tmp_path.iterdir()
-    data, events = file.read_bytes(), []
-    while data:
-        length = int.from_bytes(data[:8], "little")
-        events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
-        data = data[16 + length :]
-    values = {(event.step, value.tag): value.simple_value for event in events for value in event.summary.value}
-    assert values == {(5, "score/mean"): 0.25}
-    [begun] = [event for event in events if event.session_log.status == event.session_log.START]
-    assert begun.step == hidden_from
-
-
 def sample(step: int, number: int, **fields) -> Sample:
     known = {"score": 1.0, "prompt_length": 3, "response_length": 4, "truncated": False}
     return Sample(step=step, prompt=f"prompt {number}", response=f"response {number}", **{**known, **fields})
@@ -242,21 +221,6 @@ def test_a_table_of_settings_leaves_room_to_its_notes(width):
     assert max(map(len, lines)) <= width
     assert "16384" in out.getvalue() and "data 4 x fsdp 2 x tensor 2" in out.getvalue()
     assert len([line for line in lines if line.strip()]) <= 7  # notes take a line or two each, not five
-
-
-def test_tensorboard_does_not_load_torch(tmp_path):
-    code = f"""
-import sys
-from pathlib import Path
-from jaxrlhf.tracking import TensorBoard
-board = TensorBoard(Path({str(tmp_path)!r}))
-board.log(1, {{"score": 0.5}})
-board.close()
-assert "torch" not in sys.modules
-import torch  # whoever wants it still gets it
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert list(tmp_path.glob("*tfevents*"))
 
 
 def test_compilations_are_counted():

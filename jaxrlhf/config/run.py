@@ -20,6 +20,7 @@ from jaxrlhf.config.training import Layout, Optimizer, Rollout, Training
 
 COLD_START = "cold_start"
 """Folder of a run's cold start, in the run's own."""
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,8 @@ class Config(Settings):
       offload: Parts kept in host memory while not in use: `role`, `role.parameters` or `role.optimizer`.
       workdir: Folder of checkpoints, metrics and samples; None is `runs/<name>`.
       resume: Go on from the newest checkpoint in `workdir` if there is one.
+      trackers: Services that take metrics and samples beside the run's own files, each by its own package; where they
+        keep them is for the environment variables of each to say.
       profile_steps: Steps of the main stage in which every process traces its devices, into `workdir/profile/step_N`.
     """
 
@@ -113,6 +116,7 @@ class Config(Settings):
     seed: NotNegative[int] = 0
     workdir: str | None = None
     resume: bool = True
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
     profile_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

@@ -1,7 +1,5 @@
 """Numbers of each step, sent to every logger."""
 
-import math
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -58,32 +56,3 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
-
-
-class TensorBoard:
-    """Event files for TensorBoard, written by a thread; numbers that are not finite are left out.
-
-    Args:
-      resumed_step: TensorBoard hides what was logged into the directory after this step; None hides all of it.
-    """
-
-    def __init__(self, directory: Path, *, resumed_step: int | None = None) -> None:
-        if "torch" in sys.modules:
-            from tensorboardX import SummaryWriter
-        else:
-            sys.modules["torch"] = None  # type: ignore[assignment]  # tensorboardX would load it: 140 MB and 2 s
-            try:
-                from tensorboardX import SummaryWriter
-            finally:
-                del sys.modules["torch"]
-        hidden_from = 0 if resumed_step is None else resumed_step + 1
-        # A queue that takes a step's numbers at once: with the default of 10 the controller waits for the thread.
-        self._writer = SummaryWriter(str(directory), purge_step=hidden_from, max_queue=1000, flush_secs=1)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if math.isfinite(value):
-                self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()

@@ -4,6 +4,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from jaxrlhf.tracking import (
     Call,
@@ -14,8 +16,9 @@ from jaxrlhf.tracking import (
     Sample,
     SampleFile,
     StepCalls,
-    TensorBoard,
     TimelineFile,
+    TrackedRun,
+    Trackers,
     read_samples,
     save_learning_curve,
     save_step_picture,
@@ -24,15 +27,8 @@ from jaxrlhf.tracking import (
     time_table,
     typical,
 )
+from jaxrlhf.tracking.files import CURVE, EVALUATION, METRICS, PROFILE, SAMPLES, TIMELINE, TIMELINE_PICTURE
 from jaxrlhf.trainer.failures import writing
-
-METRICS = "metrics.jsonl"
-SAMPLES = "samples.jsonl"
-EVALUATION = "evaluation.jsonl"
-CURVE = "curve.png"
-TIMELINE = "timeline.json"
-TIMELINE_PICTURE = "timeline.png"
-PROFILE = "profile"
 
 
 class PhaseLog:
@@ -43,20 +39,32 @@ class PhaseLog:
       steps: Steps of the phase.
       first_step: Steps already done when the phase was resumed; what was logged after it is cut off.
       loggers: The user's loggers, beside the built-in ones; they are not closed here.
+      trackers: Names of services that take metrics and samples.
+      settings: Configuration in JSON's types, for them.
     """
 
-    def __init__(self, directory: Path, *, steps: int, first_step: int, loggers: Sequence[Logger] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        steps: int,
+        first_step: int,
+        loggers: Sequence[Logger] = (),
+        trackers: Sequence[str] = (),
+        settings: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         resumed = first_step or None
         self._directory = directory
         metrics = JsonLines(directory / METRICS, resumed_step=resumed)
-        board = TensorBoard(directory / "tensorboard", resumed_step=resumed)
         self._loggers = loggers
         self._samples = SampleFile(directory / SAMPLES, resumed_step=resumed)
         self._evaluation = SampleFile(directory / EVALUATION, resumed_step=resumed)
         self._timeline = TimelineFile(directory / TIMELINE, resumed=resumed is not None)
+        tracked = TrackedRun(settings.get("name", directory.name), directory, settings, resumed)
+        self._trackers = Trackers(trackers, tracked)
         # Last: from here on its bars are on the screen, and a file that is refused would leave them there.
         self.console = RunConsole(steps=steps, first_step=first_step)
-        self._metrics = MetricsWriter([metrics, board, self.console])
+        self._metrics = MetricsWriter([metrics, self._trackers, self.console])
         self._start_s = time.perf_counter()
         self._steps: list[StepCalls] = []
         self._outside: list[Call] = []
@@ -74,11 +82,13 @@ class PhaseLog:
         """Keep the responses that a step was trained on."""
         with writing(self._directory / SAMPLES):
             self._samples.append(samples)
+        self._trackers.samples("samples", samples)
 
     def evaluation(self, samples: Sequence[Sample]) -> None:
         """Keep the answers to the held-out problems."""
         with writing(self._directory / EVALUATION):
             self._evaluation.append(samples)
+        self._trackers.samples("evaluation", samples)
 
     def calls(self, calls: Sequence[Call]) -> None:
         """Keep calls that ran outside of steps."""

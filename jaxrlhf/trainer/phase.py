@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.agent_loop.prompts import EpisodePrompts
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import SFT, Config, Preference
+from jaxrlhf.config import SFT, Config, Preference, to_json
 from jaxrlhf.data import Loader
 from jaxrlhf.data.images import ImageReader
 from jaxrlhf.data.sources import Loaded, load_problems
@@ -219,7 +219,14 @@ def _log_opener(context: RunContext, config: Config, loggers: Sequence[Logger]) 
         changed = changed_settings(context.workdir, context.given) if going_on else []
         if done < config.steps:  # and only now: a checkpoint that does not fit was refused, its run left as it was
             context.describe()
-        log = PhaseLog(config.folder, steps=config.steps, first_step=done, loggers=loggers)
+        log = PhaseLog(
+            config.folder,
+            steps=config.steps,
+            first_step=done,
+            loggers=loggers,
+            trackers=config.trackers if done < config.steps else (),  # a run that is over has nothing to tell them
+            settings=to_json(config),
+        )
         context.progress.log = log
         if going_on:
             log.console.print(resuming(config, done))

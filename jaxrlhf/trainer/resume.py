@@ -11,7 +11,7 @@ Described = dict[str, Any]
 
 DESCRIBED = "config.json"
 STARTED_FROM = "weights.json"
-_FREE = ("name", "workdir", "resume")
+_FREE = ("name", "workdir", "resume", "trackers")
 """Settings that change nothing in training."""
 
 

@@ -11,7 +11,7 @@ from jaxrlhf.models import model_config, tokenizer_of
 from jaxrlhf.resharding.wire import TransferError
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotStarted
-from jaxrlhf.tracking import Logger, MetricsWriter, SettingsTable, default_console
+from jaxrlhf.tracking import Logger, MetricsWriter, SettingsTable, default_console, require_packages
 from jaxrlhf.trainer.auto_placement import place
 from jaxrlhf.trainer.failures import afterwards
 from jaxrlhf.trainer.loop import OnStep
@@ -78,6 +78,7 @@ def _prepared(config: Config) -> RunContext:
     """Read all that a run needs before its devices; refuse what does not fit."""
     function_of(config.algorithm, "collect")
     function_of(config.algorithm, "learn")
+    require_packages(config.trackers)
     tokenizer = tokenizer_of(config)
     model = model_config(config.model, tokenizer)
     data = load_data(config, tokenizer)

@@ -1,0 +1,10 @@
+"""Names of the files that a run writes into its workdir."""
+
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+EVALUATION = "evaluation.jsonl"
+CURVE = "curve.png"
+TIMELINE = "timeline.json"
+TIMELINE_PICTURE = "timeline.png"
+PROFILE = "profile"
+SETTINGS = "config.json"

@@ -1,0 +1,65 @@
+"""MLflow."""
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxrlhf.tracking.trackers.tracker import COLUMNS, PROJECT, TrackedRun, finite
+
+_PARAMETERS = 100
+"""Parameters in one request, at most."""
+_LONGEST = 6000
+"""Characters of a parameter's value, at most."""
+
+
+class MLflow:
+    """Run of MLflow, at `MLFLOW_TRACKING_URI` or in MLflow's local store.
+
+    Steps that a resumed run makes again are in a metric's history twice.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._client, self._metric = MlflowClient(), Metric
+        known = run.known_id("mlflow")
+        if known is not None:
+            self._id = known
+            self._client.update_run(known, status="RUNNING")
+            return
+        named = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        experiment = self._client.get_experiment_by_name(named)
+        place = self._client.create_experiment(named) if experiment is None else experiment.experiment_id
+        self._id = self._client.create_run(place, run_name=run.name).info.run_id
+        run.keep_id("mlflow", self._id)
+        settings = [Param(name, str(value)[:_LONGEST]) for name, value in _flat(run.settings)]
+        for first in range(0, len(settings), _PARAMETERS):
+            self._client.log_batch(self._id, params=settings[first : first + _PARAMETERS])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now_ms = int(1000 * time.time())
+        kept = [self._metric(_allowed(name), value, now_ms, step) for name, value in finite(metrics).items()]
+        self._client.log_batch(self._id, metrics=kept)
+
+    def table(self, step: int, name: str, rows: Sequence[Sequence[Any]]) -> None:
+        table = {"columns": list(COLUMNS), "data": [list(row) for row in rows]}  # that of pandas, orient="split"
+        self._client.log_dict(self._id, table, f"{name}/step_{step}.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def _allowed(name: str) -> str:
+    """Name of a metric with a dash where MLflow allows no such character, as in `eval/pass@8`."""
+    return "".join(one if one.isalnum() or one in "_-. :/" else "-" for one in name)
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each setting by its dotted name."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

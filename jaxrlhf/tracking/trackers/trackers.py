@@ -1,0 +1,75 @@
+"""The trackers that a run names."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.tracking.samples import Sample
+from jaxrlhf.tracking.trackers.mlflow import MLflow
+from jaxrlhf.tracking.trackers.swanlab import SwanLab
+from jaxrlhf.tracking.trackers.tensorboard import TensorBoard
+from jaxrlhf.tracking.trackers.tracker import TrackedRun, Tracker, row_of
+from jaxrlhf.tracking.trackers.trackio import Trackio
+from jaxrlhf.tracking.trackers.wandb import WandB
+
+KNOWN: Mapping[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "mlflow": MLflow,
+    "swanlab": SwanLab,
+    "trackio": Trackio,
+}
+PACKAGES = {name: name for name in KNOWN} | {"tensorboard": "tensorboardX"}
+ROWS = 8
+"""Samples in a table, at most."""
+
+_LOG = logging.getLogger(__name__)
+
+
+def require_packages(names: Sequence[str]) -> None:
+    """Refuse trackers whose package is not installed."""
+    missing = [name for name in names if find_spec(PACKAGES[name]) is None]
+    if missing:
+        raise Refusal(
+            f"trackers names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"pip install 'jaxrlhf[{','.join(missing)}]', or drop {'it' if len(missing) == 1 else 'them'}"
+        )
+
+
+class Trackers:
+    """Trackers of a phase, as one.
+
+    A service that fails in the middle costs no run: its failure is a warning, and the phase's own files have all.
+    """
+
+    def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
+        self._trackers: dict[str, Tracker] = {}
+        with ExitStack() as opened:
+            for name in names:
+                self._trackers[name] = KNOWN[name](run)
+                opened.callback(self._trackers[name].close)
+            opened.pop_all()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._each("the metrics", step, lambda tracker: tracker.log(step, metrics))
+
+    def samples(self, name: str, samples: Sequence[Sample]) -> None:
+        """Keep some of a step's samples as a table, spread over all of them."""
+        if not samples:
+            return
+        chosen = samples if len(samples) <= ROWS else [samples[i * len(samples) // ROWS] for i in range(ROWS)]
+        rows, step = [row_of(sample) for sample in chosen], samples[0].step
+        self._each(f"the {name}", step, lambda tracker: tracker.table(step, name, rows))
+
+    def close(self) -> None:
+        self._each("the end", None, lambda tracker: tracker.close())
+
+    def _each(self, what: str, step: int | None, give: Callable[[Tracker], None]) -> None:
+        of = "" if step is None else f" of step {step}"
+        for name, tracker in self._trackers.items():
+            try:
+                give(tracker)
+            except Exception as error:
+                _LOG.warning("%s did not take %s%s; the run goes on: %r", name, what, of, error)
