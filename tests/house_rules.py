@@ -14,6 +14,7 @@ FLOORS = {
     "algos": 1,
     "data": 1,
     "tracking": 1,
+    "viewer": 2,
     "sharding": 1,
     "processes": 1,
     "resharding": 2,

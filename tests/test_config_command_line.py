@@ -183,14 +183,16 @@ def test_a_refusal_of_another_process_is_one_line_here(error, capsys):
 # The wheel.
 
 
-def test_the_wheel_carries_the_configurations_and_the_tables_of_plans(tmp_path):
+def test_the_wheel_carries_the_configurations_the_tables_of_plans_and_the_page_of_the_view(tmp_path):
     built = python("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), cwd=ROOT)
     assert built.returncode == 0, built.stderr
     [wheel] = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     code = (
         "import jaxrlhf, jaxrlhf.config as c; print(jaxrlhf.__file__, *(c.load(f'{n}.py').name for n in c.shipped())); "
-        "import jaxrlhf.planner.hardware, jaxrlhf.planner.shapes"  # read their tables
+        "import jaxrlhf.planner.hardware, jaxrlhf.planner.shapes; "  # read their tables
+        "from jaxrlhf.viewer.app import PAGE; from jaxrlhf.viewer.explanations import explanations; "
+        "assert (PAGE / 'view.js').is_file() and len(explanations()) > 60"
     )
     done = python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "installed"))
     place, *names = done.stdout.split()

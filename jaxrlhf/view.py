@@ -1,0 +1,29 @@
+"""`python -m jaxrlhf.view runs/`: runs in the browser, side by side, while they train.
+
+Curves with the meaning of every metric, samples, times, and what differs between settings. The page is this machine's
+own, at 127.0.0.1; it needs no network, and reads nothing outside the folder that it is given.
+"""
+
+from pathlib import Path
+
+from jaxrlhf.config import CommandLine, Refusal, run_command
+
+
+def main() -> None:
+    """The command."""
+    command = CommandLine(prog="python -m jaxrlhf.view", description="Show runs in the browser.")
+    command.add_argument("folder", nargs="?", default="runs", help="folder with the workdirs of runs; default: runs")
+    command.add_argument("--port", type=int, default=6060, help="port to listen at; 0 takes a free one")
+    flags = command.parse_args()
+    try:
+        from jaxrlhf.viewer import ViewServer
+        from jaxrlhf.viewer.run_files import RunFiles
+    except ModuleNotFoundError as error:
+        raise Refusal(f"the view needs {error.name}, which is not installed: pip install 'jaxrlhf[view]'") from error
+    with ViewServer(RunFiles(Path(flags.folder)), port=flags.port) as server:
+        print(f"runs in {flags.folder} at {server.address} (Ctrl-C ends it)", flush=True)
+        server.wait()
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,77 @@
+"""Web application of the view: one page, and the runs' files as JSON."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from jaxrlhf.viewer.explanations import explanations
+from jaxrlhf.viewer.run_files import RunFiles
+
+PAGE = Path(__file__).with_name("page")
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+"""A page that runs no script but its own, whatever a model wrote."""
+
+
+def view_app(files: RunFiles) -> Starlette:
+    """The application; it answers requests to this machine's own names alone, so no other site can read it."""
+
+    def metrics(request: Request) -> Any:
+        records = files.metrics(request.query_params["run"])
+        after = float(request.query_params.get("after", "-inf"))
+        new = [record for record in records if record["step"] > after]
+        return {"before": len(records) - len(new), "records": new}
+
+    def steps(request: Request) -> Any:
+        return files.steps(request.query_params["run"], request.query_params["kind"])
+
+    def samples(request: Request) -> Any:
+        asked = request.query_params
+        return files.samples(asked["run"], asked["kind"], int(asked["step"]))
+
+    answers: dict[str, Callable[[Request], Any]] = {
+        "explanations": lambda _: [one._asdict() for one in explanations()],
+        "runs": lambda _: {"root": str(files.root), "runs": files.runs()},
+        "metrics": metrics,
+        "steps": steps,
+        "samples": samples,
+        "settings": lambda request: files.settings(request.query_params["run"]),
+        "timeline": lambda request: files.timeline(request.query_params["run"]),
+    }
+    routes = [Route(f"/api/{name}", _json(answer)) for name, answer in answers.items()]
+    routes += [Route("/" if file == "index.html" else f"/{file}", _file(PAGE / file)) for file in _page_files()]
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],
+    )
+
+
+def _page_files() -> list[str]:
+    return sorted(file.name for file in PAGE.iterdir() if file.suffix in (".html", ".js", ".css"))
+
+
+def _file(path: Path) -> Callable[[Request], Response]:
+    return lambda _: FileResponse(path, headers=HEADERS)
+
+
+def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    def respond(request: Request) -> Response:
+        try:
+            return JSONResponse(answer(request), headers=HEADERS)
+        except FileNotFoundError as error:
+            return JSONResponse({"error": f"not there: {error}"}, 404, HEADERS)
+        except (KeyError, ValueError) as error:
+            return JSONResponse({"error": f"not understood: {error!r}"}, 400, HEADERS)
+
+    return respond

@@ -1,0 +1,166 @@
+"""Runs below a folder, read while they are written."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxrlhf.config import Refusal
+from jaxrlhf.tracking import read_records
+from jaxrlhf.tracking.files import EVALUATION, METRICS, SAMPLES, SETTINGS, TIMELINE
+
+SAMPLE_FILES = {"samples": SAMPLES, "evaluation": EVALUATION}
+LATEST_EVENTS = 5000
+"""Calls of a timeline that are shown, at most: the last ones."""
+_STEP = re.compile(rb'^\{"step": (-?\d+)\b')
+
+
+class RunFiles:
+    """Runs in the folders below one; nothing outside it is read, by `..` or by links.
+
+    Args:
+      root: Folder whose runs are shown; it may be the workdir of a run itself.
+
+    Raises:
+      Refusal: There is no such folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise Refusal(f"{root} is no folder; name the one that has the workdirs of runs, such as runs/")
+        self.root = root.resolve()
+        self._metrics: dict[Path, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
+        self._indices: dict[Path, StepIndex] = {}
+
+    def runs(self) -> list[dict[str, Any]]:
+        """Runs and cold starts by their path below the folder, with their last step and the size of their metrics."""
+        found = []
+        for metrics in sorted(self.root.rglob(METRICS)):
+            if not metrics.resolve().is_relative_to(self.root):
+                continue
+            records = self._records(metrics)
+            found.append(
+                {
+                    "run": metrics.parent.relative_to(self.root).as_posix(),
+                    "records": len(records),
+                    "last_step": records[-1]["step"] if records else 0,
+                    "changed": metrics.stat().st_mtime,
+                    "has": [name for name, file in SAMPLE_FILES.items() if (metrics.parent / file).is_file()],
+                }
+            )
+        return found
+
+    def metrics(self, run: str) -> list[dict[str, Any]]:
+        """The records of a run's metrics."""
+        return self._records(self._file(run, METRICS))
+
+    def steps(self, run: str, kind: str) -> dict[int, int]:
+        """Steps that have samples, each with the bytes that they take."""
+        return self._index(run, kind).sizes()
+
+    def samples(self, run: str, kind: str, step: int) -> list[dict[str, Any]]:
+        """The samples of a step; none if the step has none."""
+        return self._index(run, kind).read(step)
+
+    def settings(self, run: str) -> dict[str, Any]:
+        """The settings of a run by their dotted names; of a cold start, those of its run."""
+        folder = self._folder(run)
+        for place in (folder, folder.parent):
+            if (place / SETTINGS).is_file() and place.is_relative_to(self.root):
+                return dict(_flat(json.loads((place / SETTINGS).read_text())))
+        return {}
+
+    def timeline(self, run: str) -> list[dict[str, Any]]:
+        """The last calls of a run: role, verb, seconds since 1970 at their start, and their length."""
+        file = self._file(run, TIMELINE)
+        roles: dict[int, str] = {}
+        calls: list[dict[str, Any]] = []
+        for line in file.read_text().splitlines():
+            try:
+                event = json.loads(line.strip().rstrip(",").removeprefix("[").removesuffix("]") or "{}")
+            except ValueError:  # torn by a kill, or being written
+                continue
+            if event.get("ph") == "M":
+                roles[event["tid"]] = event["args"]["name"]
+            elif event.get("ph") == "X":
+                role = roles.get(event["tid"], "?")
+                start_s, length_s = event["ts"] / 1e6, event["dur"] / 1e6
+                calls.append({"role": role, "verb": event["name"], "start_s": start_s, "length_s": length_s})
+        return calls[-LATEST_EVENTS:]
+
+    def _records(self, file: Path) -> list[dict[str, Any]]:
+        state = file.stat()
+        version = (state.st_mtime_ns, state.st_size)
+        if self._metrics.get(file, (None,))[0] != version:
+            self._metrics[file] = (version, list(read_records(file)))
+        return self._metrics[file][1]
+
+    def _index(self, run: str, kind: str) -> "StepIndex":
+        if kind not in SAMPLE_FILES:
+            raise FileNotFoundError(kind)
+        file = self._file(run, SAMPLE_FILES[kind])
+        return self._indices.setdefault(file, StepIndex(file))
+
+    def _file(self, run: str, name: str) -> Path:
+        file = (self._folder(run) / name).resolve()
+        if not file.is_relative_to(self.root) or not file.is_file():
+            raise FileNotFoundError(f"{run}/{name}")
+        return file
+
+    def _folder(self, run: str) -> Path:
+        folder = (self.root / run).resolve()
+        if not folder.is_relative_to(self.root) or not folder.is_dir():
+            raise FileNotFoundError(run)
+        return folder
+
+
+class StepIndex:
+    """Places of the steps in a file of samples, so that a step of a large file is read alone.
+
+    What has been added is looked at on every call; a file that a resumed run cut is looked at anew.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._begins: dict[int, int] = {}
+        self._end = 0
+        self._last_line = b""
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes of each step."""
+        self._update()
+        begins = [*self._begins.values(), self._end]
+        return {step: begins[i + 1] - begin for i, (step, begin) in enumerate(self._begins.items())}
+
+    def read(self, step: int) -> list[dict[str, Any]]:
+        """Records of a step."""
+        size = self.sizes().get(step, 0)
+        with open(self._file, "rb") as file:
+            file.seek(self._begins.get(step, 0))
+            return [json.loads(line) for line in file.read(size).splitlines()]
+
+    def _update(self) -> None:
+        with open(self._file, "rb") as file:
+            file.seek(max(self._end - len(self._last_line), 0))
+            if file.read(len(self._last_line)) != self._last_line:  # cut by a resumed run
+                self._begins, self._end, self._last_line = {}, 0, b""
+                file.seek(0)
+            for line in file:
+                if not line.endswith(b"\n"):  # being written
+                    break
+                found = _STEP.match(line)
+                step = int(found[1]) if found else json.loads(line)["step"]
+                self._begins.setdefault(step, self._end)
+                self._end += len(line)
+                self._last_line = line
+
+
+def _flat(settings: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Every setting by its dotted name."""
+    if isinstance(settings, dict):
+        items = list(settings.items())
+    elif isinstance(settings, list) and any(isinstance(item, dict) for item in settings):
+        items = list(enumerate(settings))
+    else:
+        return [(prefix.removesuffix("."), settings)]
+    return [pair for name, value in items for pair in _flat(value, f"{prefix}{name}.")]

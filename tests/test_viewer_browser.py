@@ -1,0 +1,114 @@
+"""The view in a real browser: curves, zoom, samples, evaluation, timeline, settings, and hostile text."""
+
+import json
+
+import browser
+import pytest
+from viewed_runs import STEPS, append_steps, write_runs
+
+from jaxrlhf.viewer import ViewServer
+from jaxrlhf.viewer.run_files import RunFiles
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(browser.FOUND is None, reason="no Chromium; apt install chromium")]
+LINES = "document.querySelectorAll('[data-metric=\"score/mean\"] path.line')"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    root = write_runs(tmp_path_factory.mktemp("runs"))
+    with (
+        ViewServer(RunFiles(root), port=0) as server,
+        browser.Browser(tmp_path_factory.mktemp("profile")) as one,
+    ):
+        one.root = root
+        one.open(server.address)
+        one.wait(f"{LINES}.length == 2")
+        yield one
+        assert one.complaints == []
+        assert one.value("window.hacked") is None
+
+
+def tab(page, name: str, ready: str) -> None:
+    page.value(f"[...document.querySelectorAll('#tabs button')].find(b => b.textContent == {name!r}).click()")
+    page.wait(ready)
+
+
+def write(page, selector: str, value: str) -> None:
+    change = f"e.value = {value!r}; e.dispatchEvent(new Event('input'))"
+    page.value(f"(e => {{ {change} }})(document.querySelector({selector!r}))")
+
+
+def choose(page, place: int, value: str) -> None:
+    change = f"e.value = {value!r}; e.dispatchEvent(new Event('change'))"
+    page.value(f"(e => {{ {change} }})(document.querySelectorAll('main select')[{place}])")
+
+
+def test_runs_are_side_by_side_with_the_meaning_of_every_metric(page):
+    card = "document.querySelector('[data-metric=\"score/mean\"]')"
+    assert "unscorable ones left out" in page.value(f"{card}.textContent")
+    names = page.value("[...document.querySelectorAll('[data-metric]')].map(e => e.dataset.metric)")
+    assert names == ["score/mean", "kl/ref", "time/step_s", "mine"]
+    assert "a metric of your own" in page.value("document.querySelector('[data-metric=mine]').textContent")
+    write(page, "input[type=search]", "kl")
+    assert page.value("document.querySelectorAll('[data-metric]').length") == 1
+    write(page, "input[type=search]", "")
+
+
+def test_a_curve_is_smoothed_and_zoomed(page):
+    path = f"{LINES}[0].getAttribute('d')"
+    raw = page.value(path)
+    assert raw.count("L") == STEPS - 1
+    write(page, "#smoothing", "0.9")
+    smooth = page.value(path)
+    assert smooth != raw and smooth.count("L") == STEPS - 1
+    write(page, "#smoothing", "0")
+    page.drag('[data-metric="score/mean"] svg', 0.5, 0.9)
+    assert 10 < page.value(path).count("L") < 25
+    page.value("[...document.querySelectorAll('button')].find(b => b.textContent == 'all steps').click()")
+    assert page.value(path) == raw
+
+
+def test_samples_are_conversations_of_groups_and_can_be_searched(page):
+    tab(page, "Samples", "document.querySelectorAll('article').length == 8")
+    assert page.value("document.querySelectorAll('section.group').length") == 2
+    text = page.value("document.querySelector('#samples').textContent")
+    assert "<script>window.hacked=1</script>" in text and 'calculator({"expression":"0+40"})' in text
+    assert page.value("document.querySelectorAll('#samples img, #samples script').length") == 0
+    write(page, "input[type=search]", "1 apples and")
+    assert page.value("document.querySelector('#count').textContent").startswith("3 of 8 responses to 1 prompts")
+    write(page, "input[type=search]", "")
+    choose(page, 2, "none")
+    assert page.value("document.querySelectorAll('article.none').length") == 2
+    choose(page, 2, "all")
+    choose(page, 1, "3")
+    page.wait("document.querySelector('#samples').textContent.includes('0 apples and 3 pears')")
+
+
+def test_answers_to_held_out_problems_are_seen_over_steps(page):
+    tab(page, "Evaluation", "document.querySelectorAll('#evaluation td.score').length == 12")
+    scores = page.value("[...document.querySelectorAll('#evaluation td.score')].map(e => e.textContent)")
+    assert scores[9:] == ["0", "0", "1"]
+    page.value("document.querySelector('#evaluation td.score').click()")
+    page.wait("document.querySelectorAll('#evaluation article').length == 3")
+
+
+def test_the_timeline_has_every_call_and_is_zoomed(page):
+    tab(page, "Timeline", "document.querySelectorAll('#timeline rect.call').length")
+    assert page.value("document.querySelectorAll('#timeline rect.call').length") == 3 * STEPS
+    page.drag("#timeline", 0.5, 0.7)
+    assert 0 < page.value("document.querySelectorAll('#timeline rect.call').length") < 2 * STEPS
+
+
+def test_settings_that_differ_are_shown(page):
+    tab(page, "Settings", "document.querySelectorAll('#settings tr.differs').length")
+    rows = page.value("[...document.querySelectorAll('#settings tr.differs')].map(r => r.firstChild.textContent)")
+    assert rows == ["name", "seed"]
+
+
+def test_a_running_run_is_followed_also_when_it_is_resumed_further_back(page):
+    tab(page, "Metrics", f"{LINES}.length == 2")
+    append_steps(page.root / "one", range(STEPS + 1, STEPS + 6), 0, resumed_step=STEPS)
+    page.wait(f"{LINES}[0].getAttribute('d').split('L').length == {STEPS + 5}")
+    append_steps(page.root / "one", range(21, 31), 0, resumed_step=20)
+    page.wait(f"{LINES}[0].getAttribute('d').split('L').length == 30")
+    assert json.loads((page.root / "one" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 30
