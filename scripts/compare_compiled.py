@@ -22,7 +22,7 @@ from pages import written
 
 from jaxrlhf.config import Config, Layout, Lora, load, override
 from jaxrlhf.planner.compiled import CompiledProgram, compile_programs
-from jaxrlhf.planner.cost.programs import ExpectedPrograms
+from jaxrlhf.planner.cost.programs import GENERATION, ExpectedPrograms
 from jaxrlhf.planner.hardware import hardware
 from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem
 from jaxrlhf.planner.problem import question_of
@@ -97,7 +97,8 @@ def planned(case: Case, chips: str) -> tuple[Config, PlacementProblem, Placement
 def compare(case: Case, chips: str, programs: Sequence[str]) -> list[CompiledProgram]:
     """Compile these programs of a case."""
     config, problem, plan = planned(case, chips)
-    lowered = lower_plan(config, problem, plan, topology(hardware(chips)))
+    generation = any(name.startswith(GENERATION) for name in programs)
+    lowered = lower_plan(config, problem, plan, topology(hardware(chips)), generation=generation)
     chosen = {name: program for name, program in lowered.items() if name.partition("[")[0] in programs}
     options = compiler_options(hardware(chips))
     return compile_programs(chosen, ExpectedPrograms(problem, plan), options=options)

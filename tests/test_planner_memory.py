@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compiled import to_read
-from unit_machines import ALL_SPLIT, DENSE, HALVES, ROUTED, UNIT, WORK, weights_of
+from unit_machines import ALL_SPLIT, DENSE, HALVES, ROUTED, UNIT, WORK, trained, weights_of
 
 from jaxrlhf import models
 from jaxrlhf.config import Layout, Lora
@@ -23,7 +23,7 @@ from jaxrlhf.models.memory import (
     weights_held,
 )
 from jaxrlhf.planner.cost.memory import cache_bytes_per_token, weights_generating
-from jaxrlhf.planner.cost.simulate import Simulator
+from jaxrlhf.planner.cost.simulate import Simulator, update_bytes
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.workload import Role
 from jaxrlhf.sharding.mesh import factored_mesh, generation_mesh
@@ -289,3 +289,25 @@ def test_activations_grow_with_tokens_and_shrink_with_everything_that_splits_or_
     # Of few tokens all logits exist at a time, with their gradient in float32, when the layers' activations are gone.
     few = {"tokens": 64, "row_tokens": 64, "itemsize": 2, "remat": True}
     assert training_activation_bytes(config, "lm", ALONE, **few) == 2 * 64 * 4096 * 4 + 64 * config.num_layers * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"), [(Layout(2, 4), DENSE), (Layout(1, 2, 1, 4), DENSE), (Layout(2, 4), ROUTED)]
+)
+def test_matrices_that_gathering_appends_to_along_another_than_their_first_dimension_are_there_twice(
+    layout: Layout, model: ModelConfig
+) -> None:
+    role = trained(model, remat=True)
+
+    def needed(**changes: Any) -> float:
+        problem = PlacementProblem((role,), WORK, replace(HALVES, weight_bytes=4, skips_masked=True, **changes), UNIT)
+        return update_bytes(problem, role, layout)
+
+    # Attention's output and the second matrix of the MLP, or of what experts share; and all of the experts.
+    inner = 48 if model.experts is None else 24
+    turned = 4 * (4 * 8 + inner) * 32 + (0 if model.experts is None else 4 * 8 * 3 * 32 * 16)
+    assert needed(orders_weights=True) - needed() == pytest.approx(4 * turned / (layout.fsdp * layout.tensor))
+    alone = replace(layout, data=layout.data * layout.fsdp, fsdp=1)
+    assert update_bytes(
+        PlacementProblem((role,), WORK, replace(HALVES, orders_weights=True), UNIT), role, alone
+    ) == update_bytes(PlacementProblem((role,), WORK, HALVES, UNIT), role, alone)

@@ -191,7 +191,7 @@ def software_of(config: Config, hardware: Hardware) -> Software:
         compute_bytes=4 if dtype == "float32" else 2,
         decode_tokens_per_dispatch=config.rollout.decode_tokens_per_dispatch,
         casts_ahead=compiled_like(hardware) == "tpu",
-        orders_experts=compiled_like(hardware) == "nvidia",
+        orders_weights=compiled_like(hardware) == "nvidia",
     )
 
 

@@ -95,8 +95,9 @@ class Software:
       skips_masked: Attention does not compute scores that the causal mask hides, nor keeps them.
       casts_ahead: Weights of layers are cast before all of them run, where none are gathered: XLA for TPUs takes a cast
         that each turn of a loop makes of its own part, and makes it once of the whole.
-      orders_experts: Experts that are split by width get another order of dimensions before all layers run, that in
-        which gathering appends: XLA for GPUs gives a loop's input the order that its body wants.
+      orders_weights: Matrices that are split along other than their first dimension, experts and those that lead back
+        to the residual stream, get another order of dimensions before all layers run, that in which gathering
+        appends: XLA for GPUs gives a loop's input the order that its body wants.
       shares_prompts: A prompt is computed once for all its responses in a packed row, but for attention.
     """
 
@@ -117,7 +118,7 @@ class Software:
     skips_masked: bool = True
     shares_prompts: bool = True
     casts_ahead: bool = False
-    orders_experts: bool = False
+    orders_weights: bool = False
 
     @property
     def trains_in_compute_dtype(self) -> bool:

@@ -42,12 +42,13 @@ from jaxrlhf.workers.score_model import ScoreModel
 
 
 def lower_programs(
-    config: Config, tokenizer: PreTrainedTokenizerBase, devices: Sequence[jax.Device]
+    config: Config, tokenizer: PreTrainedTokenizerBase, devices: Sequence[jax.Device], *, generation: bool = True
 ) -> dict[str, jax.stages.Lowered]:
-    """Programs of a step, generation included, for sequences as long as they may be; named `role.program[sizes]`.
+    """Programs of a step for sequences as long as they may be; named `role.program[sizes]`.
 
     Args:
       devices: Devices of hardware that is not here, from `jaxrlhf.planner.topology`.
+      generation: False leaves out prompts and decoding, which take the longest to lower.
 
     Raises:
       Refusal: A layout or a token budget that the devices cannot hold.
@@ -57,7 +58,7 @@ def lower_programs(
     with closing(launch(config, tokenizer, progress=lambda *_: None, workdir=None, devices=tuple(devices))) as pools:
         names = tuple(name for name in config.all_roles if name != "reward")
         with closing(pools.roles(Phase(config, names, config.steps * algorithm.updates_per_step(config)))) as roles:
-            if "reward" in config.roles:
+            if generation and "reward" in config.roles:
                 roles.actor.compile_generation([config.rollout.max_prompt_tokens]).result()
             work: StepInput[Any] = StepInput(
                 config, problems, config.steps - 1, algorithm.initial_state(), None, _examples(config)
@@ -108,15 +109,20 @@ def compile_plan(
 
 
 def lower_plan(
-    config: Config, problem: PlacementProblem, plan: PlacementPlan, devices: Sequence[jax.Device]
+    config: Config,
+    problem: PlacementProblem,
+    plan: PlacementPlan,
+    devices: Sequence[jax.Device],
+    *,
+    generation: bool = True,
 ) -> dict[str, jax.stages.Lowered]:
-    """Lower every program of a plan; arguments and errors are those of `compile_plan`."""
+    """Lower every program of a plan; arguments and errors are those of `compile_plan` and `lower_programs`."""
     expected = ExpectedPrograms(problem, plan)
     config = planned_config(config, plan)
     roles = {role: role if role == "actor" else f"algorithm.{role}" for role in expected.remat}
     config = override(config, {f"{roles[role]}.remat": "full" if on else "none" for role, on in expected.remat.items()})
     with TemporaryDirectory() as folder:
-        return lower_programs(described(config, Path(folder)), embedded_tokenizer(), devices)
+        return lower_programs(described(config, Path(folder)), embedded_tokenizer(), devices, generation=generation)
 
 
 def described(config: Config, folder: Path) -> Config:

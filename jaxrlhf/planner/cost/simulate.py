@@ -6,6 +6,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from jaxrlhf.config import Layout, offloaded
+from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.memory import (
     head_bytes,
     inference_activation_bytes,
@@ -272,11 +273,19 @@ def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> tu
         cast = software.casts_ahead and masters != software.compute_bytes
         weights = model.num_layers * model.layer_parameters() / (layout.stage * layout.tensor)
         return cast * weights * software.compute_bytes, 0.0
-    held = routed_weights(model) / layout.copy_devices
-    ordered = software.orders_experts * (layout.fsdp * layout.context > 1) * held * masters
+    ordered = model.num_layers * _back_weights(model) / (layout.stage * layout.tensor * layout.width_shards)
+    ordered += routed_weights(model) / layout.copy_devices * (layout.fsdp * layout.context > 1)
+    ordered *= software.orders_weights * masters
     layer = model.attention_parameters + model.mlp_parameters()
     if model.experts is not None:
         layer -= routed_weights(model) / model.routed_choices[0] * (1 - 1 / layout.expert)
     table = model.vocab_size * model.hidden_size / layout.stage
     each = problem.software.compute_bytes / layout.tensor
     return 2 * layer * each + ordered, table * each
+
+
+def _back_weights(model: ModelConfig) -> int:
+    """Weights of a layer's matrices that lead back to the residual stream, of attention and the MLP, experts not."""
+    heads = model.num_heads * (model.head_dim if model.latent is None else model.latent.value_dim)
+    inner = model.intermediate_size if model.experts is None else model.experts.shared_intermediate_size
+    return (heads + inner) * model.hidden_size
