@@ -189,14 +189,14 @@ class RolloutBatch:
       sequences: Prompts and responses; the mask covers the response, its EOS included.
       sampler_logp_BT: float32 as reported while sampling, 0 outside the mask.
       truncated_B: bool, ended by the length limit.
-      version_B: int32 policy version that sampled the response.
+      version_BT: int32 policy version that drew a token, -1 outside the mask.
       episodes: Turns of the episodes that the rows are sequences of; None where each row is one response to a prompt.
     """
 
     sequences: Sequences
     sampler_logp_BT: Array
     truncated_B: Array
-    version_B: Array
+    version_BT: Array
     episodes: EpisodeRows | None = None
 
 

@@ -38,7 +38,7 @@ def rollout_of(prompts: int, responses: int, tokens: int) -> RolloutBatch:
     token_BT = np.where(inside_BT, draw.integers(1, 1000, inside_BT.shape, dtype=np.int32), 0)
     logp_BT = np.where(mask_BT, -draw.random(mask_BT.shape, np.float32), np.float32(0))
     sequences = Sequences(token_BT, length_B, mask_BT, np.repeat(np.arange(prompts), responses))
-    return RolloutBatch(sequences, logp_BT, np.zeros(count, bool), np.zeros(count, np.int32))
+    return RolloutBatch(sequences, logp_BT, np.zeros(count, bool), np.zeros(mask_BT.shape, np.int32))
 
 
 class Actor:

@@ -66,8 +66,8 @@ def batch(vocabulary: int) -> RolloutBatch:
     token_BT = np.random.default_rng(0).integers(0, vocabulary, (RESPONSES, WIDTH)).astype(np.int32)
     mask_BT = np.broadcast_to(np.arange(WIDTH) >= WIDTH // 2, token_BT.shape)
     sequences = Sequences(token_BT, np.full(RESPONSES, WIDTH, np.int32), mask_BT, np.arange(RESPONSES))
-    zeros_B = np.zeros(RESPONSES, np.int32)
-    return RolloutBatch(sequences, np.zeros(token_BT.shape, np.float32), zeros_B.astype(bool), zeros_B)
+    nothing_B, zero_BT = np.zeros(RESPONSES, bool), np.zeros_like(token_BT)
+    return RolloutBatch(sequences, zero_BT.astype(np.float32), nothing_B, zero_BT)
 
 
 def seconds(roles: Roles, rollout: RolloutBatch, *, critic: bool, reference: bool) -> float:

@@ -60,9 +60,8 @@ def measure(workload: bench.Workload, config: Config, *, repeats: int) -> dict[s
     experience = [Experience(sequences, weight_BT, fields)]
     pools = launch(config, bench.tokenizer(preset, outside=False), progress=lambda *_: None, workdir=None)
     roles = pools.roles(Phase(config, ("actor",), 100))
-    rollout = RolloutBatch(
-        sequences, np.zeros(shape, np.float32), np.zeros(shape[0], bool), np.zeros(shape[0], np.int32)
-    )
+    nothing_B, zero_BT = np.zeros(shape[0], bool), np.zeros(shape, np.int32)
+    rollout = RolloutBatch(sequences, np.zeros(shape, np.float32), nothing_B, zero_BT)
 
     def update() -> None:
         settings = config.algorithm

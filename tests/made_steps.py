@@ -31,7 +31,7 @@ def rollout_of(mask_BT: np.ndarray, prompt_id_B: Sequence[int], *, truncated_B=N
     sequences = Sequences(token_BT, np.full(count, width, np.int32), mask_BT, np.asarray(prompt_id_B, np.int64))
     logp_BT = np.where(mask_BT, -1.0, 0.0).astype(np.float32)
     cut_B = np.zeros(count, bool) if truncated_B is None else np.asarray(truncated_B)
-    return RolloutBatch(sequences, logp_BT, cut_B, np.zeros(count, np.int32))
+    return RolloutBatch(sequences, logp_BT, cut_B, np.zeros(mask_BT.shape, np.int32))
 
 
 @dataclass

@@ -139,7 +139,7 @@ def recorded(score=SCORE) -> Made:
         mask_BT = MASK if copies == 3 else MASK[[0, 3]]
         return rollout_of(mask_BT, np.repeat([one.prompt_id for one in problems], copies))
 
-    return Made(generate, lambda rollout: score if len(rollout.version_B) == 6 else greedy)
+    return Made(generate, lambda rollout: score if len(rollout.truncated_B) == 6 else greedy)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -171,7 +171,7 @@ def test_an_unscorable_response_trains_nothing_and_is_in_no_baseline(name):
     kept = [0, 2, 3, 5]
     alone = Made(
         lambda problems, copies: rollout_of(MASK[kept if copies == 2 else [0, 3]], np.repeat([0, 1], copies)),
-        lambda rollout: [1, 0, 0, 1] if len(rollout.version_B) == 4 else [0.4, 0.9],
+        lambda rollout: [1, 0, 0, 1] if len(rollout.truncated_B) == 4 else [0.4, 0.9],
     )
     alone.step(type(algorithm)(**{**vars(algorithm), "responses_per_update": 4}), prompts=2, copies=2)
     np.testing.assert_allclose(whole.rows("advantage")[kept], alone.rows("advantage"), **CLOSE)
@@ -186,10 +186,10 @@ def test_the_greedy_baseline_is_asked_for_once_and_an_unscorable_one_teaches_not
     ]
     assert result.metrics["score/greedy"] == pytest.approx(0.65)
     assert result.metrics["tokens/generated"] == MASK.sum() + MASK[[0, 3]].sum()
-    assert len(made.collected.rollout.result().version_B) == 6
+    assert len(made.collected.rollout.result().truncated_B) == 6
 
     half = recorded()
-    half.score = lambda rollout: SCORE if len(rollout.version_B) == 6 else [0.4, math.nan]
+    half.score = lambda rollout: SCORE if len(rollout.truncated_B) == 6 else [0.4, math.nan]
     half.step(ReMax(responses_per_update=6, kl=None), prompts=2, copies=3)
     np.testing.assert_array_equal(half.rows("advantage")[:3], made.rows("advantage")[:3])
     assert not half.rows("advantage")[3:].any()

@@ -30,7 +30,7 @@ def rollout_of(episodes, width=9):
     sequences = Sequences(token_BT, length_B, mask_BT, episode_B // 2)
     information = EpisodeRows(episode_B + 100, turn_BT, mask_BT.astype(np.float32), turn_BT.astype(np.int64))
     return RolloutBatch(
-        sequences, mask_BT * np.float32(-1), episode_B == 1, np.zeros(count, np.int32), episodes=information
+        sequences, mask_BT * np.float32(-1), episode_B == 1, np.zeros(mask_BT.shape, np.int32), information
     )
 
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from tiny_runs import get_config
 
+from jaxrlhf.algos import rollout_correction
+from jaxrlhf.algos.losses import PolicyTokens, clipped_policy_loss
 from jaxrlhf.batch import RolloutBatch, Sequences
-from jaxrlhf.config import GRPO, IcePop, Rejection, TruncatedImportance
+from jaxrlhf.config import GRPO, IcePop, PolicyLoss, Rejection, TruncatedImportance
 from jaxrlhf.dataflows.batches.minibatches import policy_minibatches
 from jaxrlhf.dataflows.step import StepInput
 
@@ -24,7 +26,7 @@ def minibatches(*, trainer=True, **settings):
     sampler_BT = np.full(mask_BT.shape, -1.0, np.float32)
     old_BT = sampler_BT.copy()
     old_BT[2, 1] += 0.5
-    rollout = RolloutBatch(sequences, sampler_BT, np.zeros(_RESPONSES, bool), np.zeros(_RESPONSES, np.int32))
+    rollout = RolloutBatch(sequences, sampler_BT, np.zeros(_RESPONSES, bool), np.zeros(mask_BT.shape, np.int32))
     [batch], metrics = policy_minibatches(
         StepInput(config, (), 0, {"kl_coefficient": 0.0}),
         sequences,
@@ -77,3 +79,20 @@ def test_bypass_still_rejects_by_what_the_trainer_says():
     np.testing.assert_array_equal(fields["old_logp"], sampler)
     assert [tuple(place) for place in np.argwhere(weight == 0)] == [(2, 1)]
     assert metrics["correction/rejected_tokens"] == pytest.approx(1 / weight.size)
+
+
+def test_a_correction_makes_the_clipped_loss_decoupled_ppos():
+    """Hilton et al. 2021, eq. 2, with the weight of the behaviour policy held at a cap."""
+    rng, cap, clip = np.random.default_rng(0), 1.5, 0.2
+    logp, old, sampler, advantage = rng.normal(scale=0.5, size=(4, 6, 5)).astype(np.float32)
+    mask = rng.random((6, 5)) < 0.8
+    settings = PolicyLoss(clip_low=clip, clip_high=clip, dual_clip=None)
+    weight = rollout_correction(old, sampler, mask, importance=TruncatedImportance(cap=cap)).weight_BT
+    loss = clipped_policy_loss(PolicyTokens(logp, old, advantage), settings).loss
+    wanted = 0.0
+    for b, t in np.argwhere(mask):
+        ratio = math.exp(logp[b, t] - old[b, t])
+        clipped = min(max(ratio, 1 - clip), 1 + clip)
+        behaviour = min(math.exp(old[b, t] - sampler[b, t]), cap)
+        wanted -= behaviour * min(ratio * advantage[b, t], clipped * advantage[b, t])
+    assert float((weight * loss).sum()) == pytest.approx(wanted, rel=1e-5)

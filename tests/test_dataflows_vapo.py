@@ -28,7 +28,8 @@ def rollout_of(lengths: list[int]) -> RolloutBatch:
     mask_BT = (position_T >= 1) & (position_T < length_B[:, None])
     rows = len(lengths)
     sequences = Sequences(mask_BT.astype(np.int32), length_B, mask_BT, np.arange(rows) // 2)
-    return RolloutBatch(sequences, np.where(mask_BT, -1.0, 0.0), np.zeros(rows, bool), np.zeros(rows, np.int32))
+    version_BT = np.zeros(mask_BT.shape, np.int32)
+    return RolloutBatch(sequences, np.where(mask_BT, -1.0, 0.0), np.zeros(rows, bool), version_BT)
 
 
 def prepared(settings: VAPO, scores: list[float], lengths: list[int], scorable: list[bool]):

@@ -16,6 +16,8 @@ STANDS_FOR = {  # what the page leaves open in a name
     "<phase>": "(generate|prepare|relayout|reward|update)",
     "<reward>": "format",  # of these runs
     "<role>": "(actor|critic)",
+    "<age>": "[0-9]+",
+    "<pool>": "[a-z]+",
     "<tool>": "[A-Za-z_]+",
 }
 

@@ -32,7 +32,8 @@ def test_what_the_environment_said_is_in_the_sequence_and_not_trained_on():
         mask_BT = np.isin(np.arange(10), sampled)[None]
         token_BT = np.where(np.arange(10) < length, tokens, 0)[None].astype(np.int32)
         sequences = Sequences(token_BT, np.array([length], np.int32), mask_BT, np.array([prompt_id]))
-        return RolloutBatch(sequences, np.where(mask_BT, -prompt_id, 0.0), np.zeros(1, bool), np.zeros(1, np.int32))
+        logp_BT = np.where(mask_BT, -prompt_id, 0.0)
+        return RolloutBatch(sequences, logp_BT, np.zeros(1, bool), np.zeros((1, 10), np.int32))
 
     both = two_turns.joined(rollout(4, (2, 3), 7), rollout(9, (7, 8), 1))
     assert both.sequences.token_BT.tolist() == [tokens]

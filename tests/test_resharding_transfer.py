@@ -202,6 +202,19 @@ def test_an_offer_that_nobody_took_is_freed_by_the_next_one_or_at_the_end() -> N
         exchange.take([second], layout)
 
 
+def test_offers_that_wait_are_each_the_weights_of_then_though_the_source_goes_on() -> None:
+    layout, exchange, offers = target_of(1, 1, 2), Exchange(), []
+    for step in (1, 2, 3):
+        tree = trained(1, 1, 2, step=step)
+        offers.append(exchange.offer(tree, splits_of(layout, tree), keep=False, waiting=2))
+        jax.tree.map(lambda leaf: leaf.delete(), tree)  # as an update does, to which it is donated
+    with pytest.raises(ValueError, match="in 0 of the offers"):
+        exchange.take(offers[:1], layout)
+    for step, offer in zip((2, 3), offers[1:], strict=True):
+        assert in_place(exchange.take([offer], layout)[0], values(step))
+    exchange.close()
+
+
 def test_a_step_compiles_nothing_that_the_one_before_did() -> None:
     layout, exchange = target_of(1, 1, 2), Exchange()
     for step in range(3):

@@ -25,7 +25,7 @@ def test_the_advantage_is_how_much_likelier_the_teacher_finds_each_token_scored_
     mask_BT = rng.random((16, 80)) < 0.3
     student, teacher = (np.where(mask_BT, -rng.random((16, 80)), np.nan).astype(np.float32) for _ in range(2))
     sequences = Sequences(np.zeros((16, 80), np.int32), np.full(16, 80, np.int32), mask_BT, np.arange(16) // 2)
-    rollout = RolloutBatch(sequences, student, np.zeros(16, bool), np.zeros(16, np.int32))
+    rollout = RolloutBatch(sequences, student, np.zeros(16, bool), np.zeros((16, 80), np.int32))
     scores = Scores(np.zeros(16, np.float32), np.arange(16) > 3, {})
     settings = config(tmp_path)
     work = StepInput(settings, [], 0, settings.algorithm.initial_state(), lambda: [])

@@ -96,7 +96,7 @@ class Roles:
     def items(self):
         return {}
 
-    counters = items
+    counters = busy_s = items
 
 
 def run(

@@ -42,7 +42,7 @@ class Counting(Made):
             .generate_sequences(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
             .result()
         )
-        return done(replace(rollout, version_B=np.full(len(rollout.version_B), self.version, np.int32)))
+        return done(replace(rollout, version_BT=np.full_like(rollout.version_BT, self.version)))
 
     def compute_ref_log_prob(self, rollout):
         return self.compute_log_prob(rollout)
@@ -74,7 +74,7 @@ def run(kind: type[Synchronous]) -> tuple[list[int], list[tuple[int, ...]], list
     state, versions, tasks = config.algorithm.initial_state(), [], []
     for index in range(STEPS):
         collected, result = schedule.step(index, state, doing=tasks.append)
-        [version] = set(collected.rollout.result().version_B.tolist())
+        [version] = set(collected.rollout.result().version_BT.ravel().tolist())
         versions.append(version)
         state = result.state
     assert schedule.state() == {"loader": {"next": 7}}

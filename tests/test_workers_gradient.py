@@ -203,7 +203,7 @@ def naive_logp(actor, sequences: Sequences) -> np.ndarray:
 def forward_logp(actor, sequences: Sequences) -> np.ndarray:
     rows = len(sequences.length_B)
     nothing = np.zeros(np.shape(sequences.token_BT), np.float32)
-    rollout = RolloutBatch(sequences, nothing, np.zeros(rows, bool), np.full(rows, actor.version, np.int32))
+    rollout = RolloutBatch(sequences, nothing, np.zeros(rows, bool), np.full(nothing.shape, actor.version, np.int32))
     return np.asarray(actor.compute_log_prob(rollout))
 
 
@@ -325,7 +325,7 @@ class Dice:
     """Scores that have nothing to do with the responses."""
 
     def compute_reward(self, problems, rollout) -> Scores:
-        score_B = np.random.default_rng(7).normal(size=len(rollout.version_B)).astype(np.float32)
+        score_B = np.random.default_rng(7).normal(size=len(rollout.truncated_B)).astype(np.float32)
         return Scores(score_B, np.ones(len(score_B), bool), {})
 
 

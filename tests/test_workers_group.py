@@ -192,7 +192,7 @@ class Trainer:
         return ("logp", rollout)
 
     @worker_method(ONE_TO_ALL)
-    def offer_weights(self, wanted):
+    def offer_weights(self, wanted, *, waiting=0):
         return self.version, wanted
 
 
@@ -227,6 +227,20 @@ def test_weights_are_sent_to_a_rollout_apart_once_for_each_version(queues):
     assert [rollout.result(PATIENCE_S)[-1] for rollout in rollouts] == ["0", "0", "1"]
     assert writer.received == [0, 1]
     assert actor.compute_log_prob(rollouts[0]).result(PATIENCE_S) == ("logp", "rollout of version 0")
+
+
+def test_an_actor_as_of_a_moment_generates_with_the_weights_of_then_and_others_in_between_with_the_newest(queues):
+    trainer, writer = Trainer(), Writer()
+    actor = ActorApart(group_of("actor", trainer, queues[0]), group_of("rollout", writer, queues[1]))
+    first, second = actor.as_of_now(waiting=2), actor.as_of_now(waiting=2)
+    actor.update_actor()
+    third = actor.as_of_now(waiting=2)
+    actor.update_actor()
+    asked = (first, first, actor, second, third, actor)
+    rollouts = [one.generate_sequences().result(PATIENCE_S) for one in asked]
+    assert [rollout[-1] for rollout in rollouts] == ["0", "0", "2", "0", "1", "2"]
+    assert writer.received == [0, 0, 2, 0, 1, 2], "the first was sent as the splits were asked for"
+    assert third.compute_log_prob(rollouts[0]).result(PATIENCE_S) == ("logp", "rollout of version 0")
 
 
 def test_a_failed_transfer_is_the_error_of_the_generation_that_needed_it(queues):

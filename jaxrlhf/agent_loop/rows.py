@@ -18,12 +18,12 @@ def to_episode_batch(finished: Sequence[Finished], *, width: int) -> EpisodeBatc
     token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
     logp_BT, reward_BT = np.zeros((count, width), np.float32), np.zeros((count, width), np.float32)
     turn_BT, anchor_BT = np.full((count, width), -1, np.int16), np.full((count, width), -1, np.int64)
-    version_B = np.zeros(count, np.int32)
+    version_BT = np.full((count, width), -1, np.int32)
     for row, (episode, sequence) in enumerate(rows):
         span = slice(len(sequence.tokens))
         token_BT[row, span], mask_BT[row, span] = sequence.tokens, sequence.mask
         logp_BT[row, span], turn_BT[row, span] = sequence.logps, sequence.turn
-        version_B[row] = max(sequence.version)
+        version_BT[row, span] = sequence.version
         anchors = np.array([-1 if state is None else _number(state) for state in episode.states], np.int64)
         for turn in np.unique(turn_BT[row][turn_BT[row] >= 0]).tolist():
             places = np.flatnonzero(turn_BT[row] == turn)
@@ -41,7 +41,7 @@ def to_episode_batch(finished: Sequence[Finished], *, width: int) -> EpisodeBatc
             ),
             sampler_logp_BT=logp_BT,
             truncated_B=np.array([episode.record.stop in TRUNCATIONS for episode, _ in rows]),
-            version_B=version_B,
+            version_BT=version_BT,
             episodes=EpisodeRows(
                 np.array([episode.episode for episode, _ in rows], np.int64), turn_BT, reward_BT, anchor_BT
             ),

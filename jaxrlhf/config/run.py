@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from jaxrlhf.config.algorithms.algorithm import Algorithm
+from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient
 from jaxrlhf.config.algorithms.supervised import SFT
 from jaxrlhf.config.cli.annotations import check_types
 from jaxrlhf.config.cluster import RayCluster
@@ -131,6 +131,7 @@ class Config(Settings):
         self._check_placement()
         self._check_lora()
         self._check_quantized()
+        self._check_staleness()
         self._check_search()
         self._check_layouts()
         self._check_microbatches()
@@ -232,7 +233,9 @@ class Config(Settings):
         if kind is None:
             return
         algorithm = self.algorithm
-        corrected = getattr(algorithm, "correction", None) is not None or getattr(algorithm, "old_logp", "") == "bypass"
+        corrected = isinstance(algorithm, PolicyGradient) and (
+            algorithm.correction_for(self) is not None or algorithm.old_logp == "bypass"
+        )
         require(
             corrected,
             f"rollout.quantize={kind!r} samples from rounded weights, which costs accuracy where no importance weights "
@@ -247,6 +250,14 @@ class Config(Settings):
         require(
             self.actor.lora is None or self.actor.lora.quantize is None,
             f"rollout.quantize={kind!r}, and actor.lora.quantize has rounded the same matrices already; drop one",
+        )
+
+    def _check_staleness(self) -> None:
+        staleness, algorithm = self.rollout.staleness, type(self.algorithm).__name__
+        require(
+            staleness == 0 or isinstance(self.algorithm, PolicyGradient),
+            f"rollout.staleness={staleness} has responses wait for the policy that learns from them, and {algorithm} "
+            "samples none; leave it at 0",
         )
 
     def _check_search(self) -> None:

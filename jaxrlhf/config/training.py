@@ -202,6 +202,9 @@ class Rollout(Settings):
       cache: KV cache. `slots` gives every response the capacity of the longest; in `pages` each takes what it needs,
         and responses to one prompt share its pages. `auto` is `pages` where the backend has a kernel that reads them
         (GPU and TPU), else `slots`.
+      staleness: Most policy versions, one a step, by which the oldest token of a step may be behind the policy that
+        learns from it. 0 generates, then learns. At k each step learns from responses that were begun k steps ago, so
+        that generation on a pool of its own goes on while models are updated; `algorithm.correction` weighs them.
       quantize: Format of the matrices of layers while they generate, rounded in the switch so that fewer bytes move:
         8 bits as integers, or as floats where the chip has those (Hopper, TPU v7). The policy that samples is then not
         the one that is trained, so the algorithm needs a `correction`. None leaves them in the compute dtype.
@@ -216,6 +219,7 @@ class Rollout(Settings):
     decode_tokens_per_dispatch: Positive[int] = 16
     replay_routing: bool = False
     cache: Literal["auto", "slots", "pages"] = "auto"
+    staleness: NotNegative[int] = 0
     quantize: Literal["int8", "fp8"] | None = None
 
     def __post_init__(self) -> None:

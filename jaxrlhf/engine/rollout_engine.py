@@ -29,7 +29,7 @@ class PolicyWeights:
     Attributes:
       config: Shape of the model.
       params: Weights in the generation layout; adapters are laid over those that they belong to.
-      version: Updates that they have had.
+      version: Steps that have updated them.
       spent: Tree of bools: which of `params` nobody else reads, so that an engine may delete them; None is none.
     """
 

@@ -205,27 +205,28 @@ class Exchange:
         self._wire = Wire(host)
         self._carrier = carrier
         self._limit_s = limit_s
-        self._offers: dict[Splits, Offer] = {}
+        self._offers: dict[Splits, list[Offer]] = {}
 
-    def offer(self, tree: Any, splits: Splits, *, keep: bool = True) -> Offer:
+    def offer(self, tree: Any, splits: Splits, *, keep: bool = True, waiting: int = 1) -> Offer:
         """Have a tree ready in the blocks of a target. Every process of the source calls this.
 
         What is offered as copies is freed as it is taken; a tree whose copies do not fit beside it can
-        be offered and taken part by part. An earlier offer for the same splits is withdrawn.
+        be offered and taken part by part. Earlier offers for the same splits are withdrawn, but for the newest.
 
         Args:
           keep: Whether the tree lives until it is taken. Then leaves that are in the target's dtype and
             grid already are offered as they are; otherwise all are offered as copies.
+          waiting: Offers for the same splits that may wait at once, this one included.
 
         Raises:
           ValueError: The tree is not the one that the target described.
           TransferError: This backend has no transfer server.
         """
-        self._withdraw(splits)
+        self._withdraw(splits, but=waiting - 1)
         packs = self._carrier == "host"  # which takes copies, and now
         offer = self._offer(as_blocks(_leaves_like(tree, splits), splits.grids, share=keep or packs), splits)
         if not packs:
-            self._offers[splits] = offer
+            self._offers.setdefault(splits, []).append(offer)
         return offer
 
     def take(self, offers: Sequence[Offer], shardings: Any) -> tuple[Any, Delivery]:
@@ -280,13 +281,17 @@ class Exchange:
                 self._wire.settle(parcel.ticket.address, list(landed.values()), deadline=deadline)
         return {place: array for landed in each for place, array in landed.items()}
 
-    def _withdraw(self, splits: Splits) -> None:
-        offer = self._offers.pop(splits, None)
-        for parcel in offer.parcels.values() if offer else ():
+    def _withdraw(self, splits: Splits, *, but: int = 0) -> None:
+        """Take back the offers for these splits, but for some that are the newest."""
+        offers = self._offers.pop(splits, [])
+        gone = len(offers) - but if but < len(offers) else 0
+        for parcel in (parcel for offer in offers[:gone] for parcel in offer.parcels.values()):
             if isinstance(parcel, Held):
                 parcel.release()
             elif isinstance(parcel, Posted):
                 self._wire.withdraw(parcel.ticket)
+        if offers[gone:]:
+            self._offers[splits] = offers[gone:]
 
 
 def _this_process() -> str:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from jaxrlhf.batching.transfer_protocol import RemoteValue
-from jaxrlhf.tracking import Call
+from jaxrlhf.tracking import ON_HOST, Call
 
 Value = TypeVar("Value")
 
@@ -50,11 +50,28 @@ class Timeline:
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
+        self._running: dict[str, float] = {}
+        self._ended_s: dict[str, float] = {}
         self._lock = threading.Lock()
 
+    def began(self, lane: str, start_s: float) -> None:
+        """A call begins on a lane, which has one at a time."""
+        with self._lock:
+            self._running[lane] = start_s
+
     def add(self, call: Call) -> None:
+        """A call ended."""
         with self._lock:
             self._calls.append(call)
+            self._running.pop(call.lane, None)
+            self._ended_s[call.lane] = self._ended_s.get(call.lane, 0.0) + call.end_s - call.start_s
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds so far in which a call ran, by lane of devices."""
+        with self._lock:
+            now = time.perf_counter()
+            lanes = {*self._ended_s, *self._running} - {ON_HOST}
+            return {lane: self._ended_s.get(lane, 0.0) + now - self._running.get(lane, now) for lane in sorted(lanes)}
 
     def take(self) -> list[Call]:
         """The calls added since the last `take`, in order of their end."""
@@ -83,6 +100,7 @@ class DeviceQueue:
                 ready = tuple(map(_awaited, args))
                 named = {name: _awaited(arg) for name, arg in kwargs.items()}
                 start = time.perf_counter()
+                self._timeline.began(self._name, start)
                 try:
                     value = function(role, method, ready, named)
                 except Exception as error:
@@ -147,10 +165,13 @@ class ActorApart:
 
     def __init__(self, actor: Group, rollout: Group) -> None:
         self._actor, self._rollout = actor, rollout
-        self._versions: Pending[Any] | None = None
+        self._newest: Pending[Any] | None = None
+        self._there: Pending[Any] | None = None
+        self._wanted: Pending[Any] | None = None
+        self._waiting = 0
 
     def update_actor(self, *args: object, **kwargs: object) -> Pending[Any]:
-        self._versions = None
+        self._newest = None
         return self._actor.update_actor(*args, **kwargs)
 
     def compile_generation(self, *args: object, **kwargs: object) -> Pending[Any]:
@@ -165,8 +186,55 @@ class ActorApart:
     def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
         return getattr(self._actor, name)
 
+    def as_of_now(self, *, waiting: int) -> "ActorAsOf":
+        """The actor that generates with the weights of this moment, whatever is updated before it does.
+
+        Args:
+          waiting: Most of these that may exist and have not begun to generate; a copy of the weights waits for each.
+        """
+        self._waiting = 2 * waiting + 1  # between two of these the newest weights may be offered, for an evaluation
+        if self._there is None:
+            self._sent()
+        if self._wanted is None:  # from the second time on always the same, so that no offer waits for generation
+            self._wanted = self._rollout.wanted_weights()
+        return ActorAsOf(self, self._rollout, self._actor.offer_weights(self._wanted, waiting=self._waiting))
+
+    def load(self, offer: Pending[Any]) -> Pending[Any]:
+        """Have offered weights on the rollout's devices; returns their version."""
+        self._there = self._rollout.load_weights(offer)
+        return self._there
+
     def _sent(self) -> Pending[Any]:
-        """Version of the weights on the rollout's devices, once they are there."""
+        """Version of the newest weights, once they are on the rollout's devices."""
+        if self._newest is None or self._newest is not self._there:
+            wanted = self._rollout.wanted_weights()
+            self._newest = self.load(self._actor.offer_weights(wanted, waiting=self._waiting))
+        return self._newest
+
+
+class ActorAsOf:
+    """An actor as of one moment: it generates with the weights of then, and is the actor of now in all else.
+
+    Nothing else may have its devices generate between its first call and its last.
+
+    Args:
+      offer: The weights, which wait for the first call.
+    """
+
+    def __init__(self, apart: ActorApart, rollout: Group, offer: Pending[Any]) -> None:
+        self._apart, self._rollout, self._offer = apart, rollout, offer
+        self._versions: Pending[Any] | None = None
+
+    def generate_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.generate_sequences(*args, versions=self._sent(), **kwargs)
+
+    def run_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.run_episodes(*args, versions=self._sent(), **kwargs)
+
+    def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
+        return getattr(self._apart, name)
+
+    def _sent(self) -> Pending[Any]:
         if self._versions is None:
-            self._versions = self._rollout.load_weights(self._actor.offer_weights(self._rollout.wanted_weights()))
+            self._versions = self._apart.load(self._offer)
         return self._versions

@@ -6,6 +6,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -145,6 +146,19 @@ class Roles:
         def __getattr__(self, role: str) -> NoReturn:
             there = vars(self).get("_groups", [])
             raise AttributeError(f"this stage has no role {role!r}; it has {there}, as the algorithm's roles say")
+
+    @property
+    def generates_apart(self) -> bool:
+        """True if other devices generate than those of the actor."""
+        return isinstance(vars(self).get("actor"), ActorApart)
+
+    def as_of_now(self, *, waiting: int) -> "Roles":
+        """These roles, whose actor generates with the weights of this moment; see `ActorApart.as_of_now`."""
+        if not self.generates_apart:
+            return self
+        roles = copy(self)
+        vars(roles)["actor"] = vars(self)["actor"].as_of_now(waiting=waiting)
+        return roles
 
     def items(self) -> dict[str, Item]:
         """Every tree of arrays that a checkpoint of the run holds."""

@@ -89,8 +89,9 @@ def _bytes_alive() -> Counter[jax.Device]:
                 if shard.sharding.memory_kind in (None, device.default_memory().kind):
                     buffers[device, shard.unsafe_buffer_pointer()] = shard.nbytes
         except RuntimeError as error:
-            # Another thread may delete an array, or another that shares its buffers, while it is counted.
-            if "deleted" not in str(error):
+            # Another thread may delete an array, or another that shares its buffers, while it is counted; of the former
+            # the error may speak of shards.
+            if "deleted" not in str(error) and not array.is_deleted():
                 raise
     counts: Counter[jax.Device] = Counter()
     for (device, _), size in buffers.items():

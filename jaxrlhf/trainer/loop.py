@@ -1,14 +1,14 @@
 """The loop around an algorithm's step: evaluate, log, save, resume, stop when asked."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from jaxrlhf.batch import Problem
 from jaxrlhf.batching.transfer_protocol import Part, parts_of
-from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.checkpoint import Checkpoints, Item
 from jaxrlhf.config import Config, Refusal, function_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, StepResult
@@ -112,16 +112,17 @@ class Loop:
         evaluating = self._times(calls)  # time of the evaluation, not of the step, but for weights that it had sent
         sent = {name: value for name, value in evaluating.items() if name.startswith("transfer/")}
         with self._profiled(number, log):
-            start = time.perf_counter()
+            start, busy_s = time.perf_counter(), self.roles.timeline.busy_s()
             collected, result = self._checked(*self.schedule.step(number - 1, state, doing=self._doing))
             self._task = "writing responses"
             self._keep_responses(number, collected, result, log)  # models may be trained meanwhile
             self._task = "updating models"
             result = result.with_updates()
             step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
+            idle = _idle_shares(busy_s, self.roles.timeline.busy_s(), step.seconds)
         self._task = "logging"
         log.step_calls(step)
-        metrics = {**result.metrics, **sent, **self._timing(step, collected, result)}
+        metrics = {**result.metrics, **sent, **self.schedule.metrics(), **self._timing(step, collected, result), **idle}
         if _due(number, self.config.evaluation.every_steps, self.config.steps):
             metrics |= self._evaluate(number, log)
         if "eval/accuracy" in before:  # an algorithm's own evaluation may know of none
@@ -158,6 +159,10 @@ class Loop:
         if not self.held_out:
             return {}
         self._task = "evaluating"
+        with self.schedule.resting():
+            return self._evaluated(number, log)
+
+    def _evaluated(self, number: int, log: PhaseLog) -> Metrics:
         start = time.perf_counter()
         if self.config.algorithm.evaluation is not None:
             judge = function_of(self.config.algorithm, "evaluation")
@@ -189,7 +194,7 @@ class Loop:
         rates = {}
         if "actor/tokens" in result.metrics:
             rates["throughput/trained_tokens_per_s"] = result.metrics["actor/tokens"] / times["time/update_s"]
-        if "tokens/generated" in result.metrics:
+        if "tokens/generated" in result.metrics and times["time/generate_s"]:  # a step may learn from earlier ones'
             rates["throughput/generated_tokens_per_s"] = result.metrics["tokens/generated"] / times["time/generate_s"]
         return {"time/step_s": step.seconds, **times, **rates}
 
@@ -198,7 +203,14 @@ class Loop:
         host = {"step": number, "state": state, **self.schedule.state(), "counters": self.roles.counters()}
         metric = metrics.get("eval/accuracy")
         with writing(self.checkpoints.directory):
-            self.checkpoints.save(number, self.roles.items(), host, metric=metric)
+            self.checkpoints.save(number, self._items(), host, metric=metric)
+
+    def _items(self, step: int | None = None) -> dict[str, Item]:
+        """Items of a checkpoint; of one that is there, without those of a schedule that it was not written by."""
+        kept = self.schedule.items()
+        if step is not None:
+            kept = {name: item for name, item in kept.items() if self.checkpoints.folder(step, name).is_dir()}
+        return {**self.roles.items(), **kept}
 
     def _wait_for_save(self) -> None:
         with writing(self.checkpoints.directory):
@@ -213,7 +225,7 @@ class Loop:
                 f"{self.checkpoints.directory} is at step {latest}, past the {self.config.steps} steps of "
                 f"{self.config.name}; raise them, or choose another workdir"
             )
-        host = self.checkpoints.restore(latest, self.roles.items())
+        host = self.checkpoints.restore(latest, self._items(latest))
         self.roles.set_counters(host["counters"])
         self.schedule.restore(host)
         return latest, self.config.algorithm.resumed_state(host["state"])
@@ -222,3 +234,11 @@ class Loop:
 def _due(number: int, every_steps: int, steps: int) -> bool:
     """True at the last step, and every so many steps; 0 is only at the last."""
     return number == steps or (every_steps > 0 and number % every_steps == 0)
+
+
+def _idle_shares(before_s: Mapping[str, float], after_s: Mapping[str, float], seconds: float) -> Metrics:
+    """Share of a step in which no call ran on the devices of a pool, by pool."""
+    return {
+        f"time/{lane}_idle_share": max(0.0, 1.0 - (busy_s - before_s.get(lane, 0.0)) / seconds)
+        for lane, busy_s in after_s.items()
+    }

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.agent_loop.prompts import EpisodePrompts
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import SFT, Config, Preference, to_json
+from jaxrlhf.config import SFT, Config, PolicyGradient, Preference, to_json
 from jaxrlhf.data import Loader
 from jaxrlhf.data.images import ImageReader
 from jaxrlhf.data.sources import Loaded, load_problems
@@ -20,6 +20,7 @@ from jaxrlhf.models.huggingface.save import save_description
 from jaxrlhf.models.vision.reader import image_reader, processor_of
 from jaxrlhf.single_controller.pools import Pools
 from jaxrlhf.tracking import Logger
+from jaxrlhf.trainer.asynchronous.off_policy import OffPolicy
 from jaxrlhf.trainer.auto_placement import Placed
 from jaxrlhf.trainer.failures import afterwards
 from jaxrlhf.trainer.log import PhaseLog
@@ -186,10 +187,12 @@ def run_phase(
     generates = "reward" in config.roles or (held_out and algorithm.evaluation is None)
     train_lengths = data.train.problems.prompt_tokens.lengths.tolist() if generates else []
     held_out_lengths = [len(problem.prompt_tokens) for problem in held_out] if generates else []
+    kind = OffPolicy if config.rollout.staleness and isinstance(algorithm, PolicyGradient) else Synchronous
+    schedule = kind(config, roles, data.loader(config), data.example_loader(config))
     loop = Loop(
         config=config,
         roles=roles,
-        schedule=Synchronous(config, roles, data.loader(config), data.example_loader(config)),
+        schedule=schedule,
         held_out=held_out,
         checkpoints=checkpoints,
         log=_log_opener(context, config, loggers),
@@ -207,6 +210,7 @@ def run_phase(
             wait = not isinstance(error, KeyboardInterrupt)
             raise
         finally:
+            schedule.close()
             roles.close(wait=wait)
             context.progress.log = None
 

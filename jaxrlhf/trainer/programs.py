@@ -193,7 +193,7 @@ def _scored(config: Config, problems: Sequence[Problem], model: Any) -> ScoredRo
         choice_BTLk=choice_BTLk,
     )
     logp_BT = np.zeros(mask_BT.shape, np.float32)
-    batch = RolloutBatch(sequences, logp_BT, np.zeros(count, bool), np.zeros(count, np.int32))
+    batch = RolloutBatch(sequences, logp_BT, np.zeros(count, bool), np.zeros(mask_BT.shape, np.int32))
     score_B = np.arange(count, dtype=np.float32) % 2
     parts: dict[str, Array] = dict.fromkeys(part_names(config.rewards.parts), score_B)
     return ScoredRollout(problems, batch, Scores(score_B, np.ones(count, bool), parts))

@@ -1,12 +1,14 @@
 """Schedules: when responses are collected, with which weights, and when they are learnt from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrlhf.config import Algorithm, Config, function_of
+from jaxrlhf.checkpoint import Item
+from jaxrlhf.config import Algorithm, Config, Refusal, function_of
 from jaxrlhf.data import Loader
-from jaxrlhf.dataflows.step import StepInput, StepResult
+from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult
 from jaxrlhf.single_controller.pools import Roles
 
 
@@ -55,12 +57,37 @@ class Synchronous:
         """Update models on what was collected."""
         return function_of(self.config.algorithm, "learn")(self.roles, work, collected)
 
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Have nothing collected within the block, for others to generate with the newest weights."""
+        yield
+
+    def metrics(self) -> Metrics:
+        """Numbers of the last step's schedule, once its models are updated."""
+        return {}
+
+    def items(self) -> dict[str, Item]:
+        """What a checkpoint keeps beside the arrays of roles."""
+        return {}
+
     def state(self) -> dict[str, Any]:
         """Position in the data, for a checkpoint."""
         return {"loader": self.loader.state(), **({} if self.examples is None else {"examples": self.examples.state()})}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from a checkpoint's position."""
+        """Go on from a checkpoint's position.
+
+        Raises:
+          Refusal: Responses wait in it, to be learnt from at a staleness.
+        """
+        if queued := saved.get("queued", 0):
+            raise Refusal(
+                f"the checkpoint holds responses of {queued} steps, and rollout.staleness=0 learns from none that "
+                f"wait; resume with rollout.staleness={queued} or more"
+            )
         self.loader.restore(saved["loader"])
         if self.examples is not None:
             self.examples.restore(saved["examples"])
+
+    def close(self) -> None:
+        """Begin nothing more, after the last step or an error."""

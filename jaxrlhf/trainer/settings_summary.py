@@ -1,6 +1,6 @@
 """The table of derived settings that a run prints before it starts."""
 
-from jaxrlhf.config import Config, PolicyGradient
+from jaxrlhf.config import ROLLOUT, Config, PolicyGradient
 from jaxrlhf.data.sources import Loaded
 from jaxrlhf.models import AnyModel, CausalLM
 from jaxrlhf.runtime import compilation_cache
@@ -66,9 +66,26 @@ def _step_rows(config: Config) -> list[SummaryRow]:
         product = f"{rollout.prompts_per_step} prompts x {rollout.responses_per_prompt}"
         rows.insert(1, ("step", "responses", f"{rollout.responses_per_step}", product))
         rows.insert(2, ("step", "minibatch", f"{algorithm.responses_per_update} responses", "per update"))
+        rows += _staleness_rows(config, algorithm)
     if config.cold_start is not None:
         rows.append(("step", "cold start", f"{config.cold_start.steps} updates", "supervised, before the first step"))
     return rows
+
+
+def _staleness_rows(config: Config, algorithm: PolicyGradient) -> list[SummaryRow]:
+    """Rows of a run that learns from responses of older policies."""
+    if not (staleness := config.rollout.staleness):
+        return []
+    apart = any(ROLLOUT in pool.roles for pool in config.pools)
+    how = "generated while models are updated" if apart else "generated and learnt from in turns, on one pool"
+    correction = algorithm.correction_for(config)
+    chosen = "chosen for the staleness" if algorithm.correction == "auto" else "as configured"
+    if correction is None and algorithm.old_logp == "bypass":
+        chosen = "the loss's own ratio, by old_logp='bypass'"
+    return [
+        ("step", "staleness", f"{staleness}", how),
+        ("step", "correction", "none" if correction is None else repr(correction), chosen),
+    ]
 
 
 def _count(number: int) -> str:

@@ -28,7 +28,7 @@ class Actor(TrainedWorker):
       exchange: Offers the weights to another pool.
 
     Attributes:
-      version: Updates that the weights have had.
+      version: Steps that have updated the weights.
     """
 
     replays_routing = True
@@ -142,27 +142,34 @@ class Actor(TrainedWorker):
             return sampler.run_episodes(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
     @worker_method(ONE_TO_ALL, part="relayout")
-    def offer_weights(self, wanted: Sequence[Splits]) -> tuple[int, Offer]:
-        """Have the weights ready as the ranks that generate want them; they come and take them."""
+    def offer_weights(self, wanted: Sequence[Splits], *, waiting: int = 0) -> tuple[int, Offer]:
+        """Have the weights ready as the ranks that generate want them; they come and take them.
+
+        Args:
+          waiting: Offers that may wait at once while updates go on, each a copy; 0 if it is taken before the next.
+        """
         with self.parameters.on_devices():
-            # Weights that go back to the host after this would be gone before they are taken.
-            keep = "parameters" not in self.setup.offload
+            # Weights that are updated, or go back to the host, after this would be gone before they are taken.
+            keep = "parameters" not in self.setup.offload and not waiting
             paths = [grid.path for grid in wanted[0].grids]
             asked = {part: tree for part, tree in self._weights.items() if any(part in path for path in paths)}
-            return self.version, self._exchange.offer(asked, wanted[0], keep=keep)
+            return self.version, self._exchange.offer(asked, wanted[0], keep=keep, waiting=max(waiting, 1))
 
     @worker_method(THREE_D_PROTO)
     def compute_log_prob(self, rollout: RolloutBatch | Sequences, *, temperature: float | None = None) -> Array:
         """log pi of every response token under the current policy. `temperature=None` is the rollout's.
 
         Raises:
-          RuntimeError: Responses were sampled by an older policy; sequences that no policy sampled have no version.
+          RuntimeError: Tokens were drawn by a policy that is older than the run's staleness lets it be; sequences that
+            no policy sampled have no version.
         """
-        if isinstance(rollout, RolloutBatch) and (stale := set(np.unique(rollout.version_B).tolist()) - {self.version}):
-            raise RuntimeError(
-                f"the policy is version {self.version} and the rollout holds responses of {sorted(stale)}; "
-                f"old log-probabilities have to be taken before the update"
-            )
+        if isinstance(rollout, RolloutBatch):
+            drawn_by = {*np.unique(np.asarray(rollout.version_BT)[np.asarray(rollout.sequences.mask_BT)]).tolist()}
+            if stale := drawn_by - {*range(self.version - self.setup.staleness, self.version + 1)}:
+                raise RuntimeError(
+                    f"the policy is version {self.version} and the rollout holds responses of {sorted(stale)}; old "
+                    "log-probabilities have to be taken before the update, or within the steps of rollout.staleness"
+                )
         return self.log_prob(rollout, temperature=temperature)
 
     @worker_method(THREE_D_PROTO, part="update")
@@ -177,6 +184,6 @@ class Actor(TrainedWorker):
         """Update the policy once per minibatch. `temperature=None` is the rollout's."""
         scale = self.setup.temperature if temperature is None else temperature
         metrics, first = self.update(minibatches, objective, settings, temperature=scale)
-        self.version += len(minibatches)
+        self.version += 1
         # At the first minibatch nothing has moved yet: what is not 0 here is numerics, or a bug.
         return metrics | {"policy/kl_old_first": first["policy/kl_old"]} if "policy/kl_old" in first else metrics

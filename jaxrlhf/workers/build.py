@@ -297,6 +297,7 @@ class Builder(PoolRoles):
             offload=parts,
             temperature=self.config.rollout.sampling.temperature,
             pixels=self.pixels,
+            staleness=self.config.rollout.staleness,
         )
 
     def _actor(self, start: Params, phase: Phase) -> Actor:

@@ -52,6 +52,7 @@ class ModelSetup:
       offload: Parts that wait in host memory while they are not in use: `parameters`, `optimizer`.
       temperature: The rollout's; log-probabilities are at this temperature unless another is asked for.
       pixels: Reads the images of prompts.
+      staleness: Versions by which the policy that sampled a response may be behind this one.
     """
 
     role: str
@@ -66,6 +67,7 @@ class ModelSetup:
     offload: Collection[str]
     temperature: float
     pixels: Pixels = no_pixels
+    staleness: int = 0
 
 
 class ModelWorker:

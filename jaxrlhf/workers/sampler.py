@@ -223,13 +223,13 @@ def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *,
     """Completions as left-aligned arrays of `width` columns."""
     count = len(completions)
     token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
-    logp_BT = np.zeros((count, width), np.float32)
+    logp_BT, version_BT = np.zeros((count, width), np.float32), np.full((count, width), -1, np.int32)
     length_B = np.zeros(count, np.int32)
     for row, (problem, completion) in enumerate(zip(prompts, completions, strict=True)):
         start = len(problem.prompt_tokens)
         end = start + len(completion.tokens)
         token_BT[row, :start], token_BT[row, start:end] = problem.prompt_tokens, completion.tokens
-        logp_BT[row, start:end] = completion.logps
+        logp_BT[row, start:end], version_BT[row, start:end] = completion.logps, completion.version
         mask_BT[row, start:end] = True
         length_B[row] = end
     return RolloutBatch(
@@ -243,5 +243,5 @@ def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *,
         ),
         sampler_logp_BT=logp_BT,
         truncated_B=np.array([c.truncated for c in completions]),
-        version_B=np.array([c.version for c in completions], np.int32),
+        version_BT=version_BT,
     )

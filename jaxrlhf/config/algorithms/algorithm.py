@@ -83,7 +83,9 @@ class PolicyGradient(Algorithm):
         `auto` does so where only metrics would read them: one update a step, no KL in the reward, no correction.
         `bypass` takes the sampler's as the old policy's also where they differ: two policies instead of three, and the
         loss's own ratio is the importance weight.
-      correction: Importance weights of the trainer's old policy against the sampler's.
+      correction: Importance weights of the trainer's old policy against the sampler's. `auto` is none where they are
+        one policy, and `TruncatedImportance()` at a staleness. With that the loss is decoupled PPO's: the ratio that
+        is clipped is to the policy at the start of the step, the weight is that policy's against the sampler's.
       rejection: Tokens and responses to leave out, because trainer and sampler differ too much on them.
     """
 
@@ -93,7 +95,7 @@ class PolicyGradient(Algorithm):
     epochs_per_step: Positive[int] = 1
     policy: RatioLoss = field(default_factory=PolicyLoss)
     kl: KLInReward | KLInLoss | None = None
-    correction: TruncatedImportance | IcePop | None = None
+    correction: TruncatedImportance | IcePop | Literal["auto"] | None = "auto"
     rejection: tuple[Rejection, ...] = ()
     old_logp: Literal["auto", "trainer", "sampler", "bypass"] = "auto"
 
@@ -111,11 +113,17 @@ class PolicyGradient(Algorithm):
     def updates_per_step(self, config: Config) -> int:
         return self.epochs_per_step * config.rollout.responses_per_step // self.responses_per_update
 
+    def correction_for(self, config: Config) -> TruncatedImportance | IcePop | None:
+        """Importance weights of a run, chosen where the settings leave that open."""
+        if not isinstance(self.correction, str):
+            return self.correction
+        return TruncatedImportance() if config.rollout.staleness and self.old_logp != "bypass" else None
+
     def trusts_sampler(self, config: Config) -> bool:
         """True if the sampler's log-probabilities serve as the old policy's."""
         if self.old_logp == "auto":
-            unread = self.correction is None and not self.rejection and not isinstance(self.kl, KLInReward)
-            return unread and self.updates_per_step(config) == 1
+            unread = self.correction_for(config) is None and not self.rejection and not isinstance(self.kl, KLInReward)
+            return unread and self.updates_per_step(config) == 1 and not config.rollout.staleness
         return self.old_logp == "sampler" or (self.old_logp == "bypass" and not self.rejection)
 
     def check(self, config: Config) -> None:
@@ -130,9 +138,14 @@ class PolicyGradient(Algorithm):
         )
         updates = self.updates_per_step(config)
         require(
-            self.old_logp != "sampler" or (updates == 1 and self.correction is None),
+            self.old_logp != "sampler" or (updates == 1 and self.correction in (None, "auto")),
             f"algorithm.old_logp='sampler' needs one update a step and no correction, and there are {updates} "
-            f"and correction={self.correction}; choose 'auto', or raise responses_per_update to {total}",
+            f"and correction={self.correction_for(config)}; choose 'auto', or raise responses_per_update to {total}",
+        )
+        require(
+            self.old_logp != "sampler" or not config.rollout.staleness,
+            "algorithm.old_logp='sampler' takes the sampler's probabilities for those of the policy that learns, which "
+            f"at rollout.staleness={config.rollout.staleness} is a newer one; choose 'auto' or 'bypass'",
         )
         require(
             self.old_logp != "sampler" or not self.rejection,
@@ -140,7 +153,7 @@ class PolicyGradient(Algorithm):
             "old_logp='sampler' leaves the trainer's out; choose 'auto' or 'bypass'",
         )
         require(
-            self.old_logp != "bypass" or self.correction is None,
+            self.old_logp != "bypass" or self.correction in (None, "auto"),
             f"algorithm.old_logp='bypass' has the sampler's probabilities in the loss's ratio, and "
             f"correction={self.correction} would count them twice; drop it, or choose old_logp='trainer'",
         )

@@ -100,13 +100,14 @@ def policy_minibatches(
         assert ref_logp_BT is not None, "a KL needs the reference"
         fields["ref_logp"] = ref_logp_BT
     importance_BT, metrics = None, {}
-    if settings.correction is not None or settings.rejection:
+    correction = settings.correction_for(work.config)
+    if correction is not None or settings.rejection:
         assert old_logp_BT is not None, "importance weights need the trainer's log-probabilities"
         importance_BT, corrected = rollout_correction(
             old_logp_BT,
             rollout.sampler_logp_BT,
             sequences.mask_BT,
-            importance=settings.correction,
+            importance=correction,
             rejection=settings.rejection,
         )
         metrics = {name: float(value) for name, value in corrected.items()}

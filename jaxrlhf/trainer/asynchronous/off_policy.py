@@ -1,0 +1,162 @@
+"""Off-policy schedule: steps learn from responses that were begun some steps before, by counts and never by clocks."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxrlhf.batch import RolloutBatch
+from jaxrlhf.checkpoint import Item
+from jaxrlhf.config import Refusal, function_of
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult, value_of
+from jaxrlhf.single_controller.pools import Roles
+from jaxrlhf.trainer.asynchronous.collector import Collector
+from jaxrlhf.trainer.asynchronous.queue_item import QUEUE, QueueItem
+from jaxrlhf.trainer.schedule import Synchronous
+
+
+class Collection(NamedTuple):
+    """Input of a step, and what was collected for it."""
+
+    work: StepInput[Any]
+    collected: Any
+
+
+@dataclass
+class OffPolicy(Synchronous):
+    """Step i learns from what was collected with the weights of step i - k, of k = `rollout.staleness`.
+
+    The first k + 1 steps learn from responses of the first weights. Which weights draw which responses hangs on the
+    numbers of steps alone: a run that is repeated, or killed and resumed, has the same numbers. Where a pool of its own
+    generates, that goes on while models are updated; on one pool they take turns.
+    """
+
+    _collector: Collector = field(init=False)
+    _queue: deque[Future[Collection]] = field(init=False, default_factory=deque)
+    _begun: int = field(init=False, default=0)
+    _version: int = field(init=False, default=0)
+    _metrics: Metrics = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._collector = Collector(apart=self.roles.generates_apart)
+
+    def step(self, index: int, state: dict[str, float], *, doing: Callable[[str], None]) -> tuple[Any, StepResult]:
+        """One step; see `Synchronous.step`. Collections of later steps may be under way as it returns."""
+        staleness = self.config.rollout.staleness
+        doing("beginning the responses of later steps")
+        self._begun = max(self._begun, index)
+        for number in range(self._begun, min(index + staleness + 1, self.config.steps)):
+            roles = self.roles.as_of_now(waiting=staleness + 1)
+            self._queue.append(self._collector.submit(partial(self._collected, number, state, roles)))
+            self._begun = number + 1
+        ready = sum(future.done() for future in self._queue)
+        doing("waiting for responses")
+        work, collected = self._queue.popleft().result()
+        doing("running the algorithm")
+        learner = _LearningActor(self.roles.actor)
+        result = function_of(self.config.algorithm, "learn")(
+            _with_actor(self.roles, learner), replace(work, state=state), collected
+        )
+        self._metrics = {"time/ready_batches": float(ready), **age_metrics(collected, self._version)}
+        self._version += learner.updates
+        return collected, result
+
+    def _collected(self, number: int, state: dict[str, float], roles: Roles) -> Collection:
+        work = self.draw(number, state)
+        return Collection(work, function_of(self.config.algorithm, "collect")(roles, work))
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Begin no collection within the block; those that wait go on waiting."""
+        with self._collector.resting():
+            yield
+
+    def metrics(self) -> Metrics:
+        """Responses that were ready, and the age of those that the step learnt from."""
+        return self._metrics
+
+    def items(self) -> dict[str, Item]:
+        """The collections that no step has learnt from."""
+        return {QUEUE: QueueItem(self._waiting, self._wait)}
+
+    def state(self) -> dict[str, Any]:
+        """Position in the data behind what was collected; waits for what is under way."""
+        for future in self._queue:
+            future.result()
+        return super().state() | {"begun": self._begun, "queued": len(self._queue)}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from a checkpoint's position.
+
+        Raises:
+          Refusal: More was collected ahead than the staleness allows now.
+        """
+        if saved.get("queued", 0) > (staleness := self.config.rollout.staleness):
+            raise Refusal(
+                f"the checkpoint holds responses of {saved['queued']} steps, and rollout.staleness={staleness} lets "
+                f"{staleness} wait; resume with rollout.staleness={saved['queued']} or more"
+            )
+        super().restore({name: value for name, value in saved.items() if name != "queued"})
+        self._begun, self._version = saved.get("begun", 0), saved["counters"]["version"]
+
+    def close(self) -> None:
+        """Begin no more."""
+        self._collector.close()
+
+    def _waiting(self) -> list[tuple[dict[str, Any], Any]]:
+        """Collections to save, each with the part of its step's input that is not the schedule's own."""
+        done = [future.result() for future in self._queue]
+        return [
+            ({name: getattr(work, name) for name in ("problems", "index", "state", "examples")}, collected)
+            for work, collected in done
+        ]
+
+    def _wait(self, saved: list[tuple[dict[str, Any], Any]]) -> None:
+        self._queue.clear()
+        for given, collected in saved:
+            future: Future[Collection] = Future()
+            future.set_result(Collection(StepInput(self.config, draw_more=self.loader.next, **given), collected))
+            self._queue.append(future)
+
+
+class _LearningActor:
+    """An actor whose updates are counted: each is a version of the policy."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor, self.updates = actor, 0
+
+    def update_actor(self, *args: Any, **kwargs: Any) -> Any:
+        self.updates += 1
+        return self._actor.update_actor(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._actor, name)
+
+
+def _with_actor(roles: Roles, actor: Any) -> Roles:
+    changed = copy(roles)
+    vars(changed)["actor"] = actor
+    return changed
+
+
+def age_metrics(collected: Any, version: int) -> Metrics:
+    """Versions by which the policy is ahead of that which drew each token: mean, most, and the share of each.
+
+    Args:
+      version: Version of the policy that learns.
+    """
+    if not isinstance(collected, ScoredRollout):
+        return {}
+    rollout: RolloutBatch = value_of(collected.rollout)
+    age = version - np.asarray(rollout.version_BT)[np.asarray(rollout.sequences.mask_BT)]
+    if not len(age):
+        return {}
+    shares = {f"staleness/share_age_{one}": float(np.mean(age == one)) for one in np.unique(age).tolist()}
+    return {"staleness/age_mean": float(age.mean()), "staleness/age_max": float(age.max()), **shares}

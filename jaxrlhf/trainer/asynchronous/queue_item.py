@@ -1,0 +1,54 @@
+"""Responses that wait to be learnt from, as an item of a checkpoint."""
+
+import dataclasses
+import pickle
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+QUEUE = "queue"
+"""Name of the item, and so of its folder in a checkpoint."""
+
+_FILE = "collected.pickle"
+
+
+class QueueItem:
+    """What was collected and not learnt from yet. It holds no array that a restored one would have to fit.
+
+    It is a pickle, so go on from checkpoints of runs that you trust, as you would from their configurations.
+
+    Args:
+      get: What there is to save; futures in it are waited for.
+      put: Takes over what was saved.
+    """
+
+    def __init__(self, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        self._get, self._put = get, put
+
+    def describe(self) -> dict[str, str]:
+        return {}
+
+    def save(self, directory: Path) -> None:
+        (directory / _FILE).write_bytes(pickle.dumps(settled(self._get())))
+
+    def finish(self) -> None:
+        """Nothing is left to write."""
+
+    def merge(self) -> None:
+        """One process wrote it whole."""
+
+    def restore(self, directory: Path) -> None:
+        self._put(pickle.loads((directory / _FILE).read_bytes()))
+
+
+def settled(value: Any) -> Any:
+    """A value whose futures, in lists and in fields of dataclasses, are replaced by their results."""
+    if isinstance(value, Future):
+        return settled(value.result())
+    if type(value) in (list, tuple):  # and not what is a tuple with names
+        return type(value)(map(settled, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        return dataclasses.replace(value, **{name: settled(field) for name, field in fields.items()})
+    return value

@@ -1,0 +1,58 @@
+"""Runs at a staleness: the ages that were asked for, and the same numbers after kills."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import killed_asynchronous
+import pytest
+from tiny_runs import numbers, records
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
+
+AGES = {"1 on two pools": [0, 1, 1, 1, 1, 1], "2 on two pools": [0, 1, 2, 2, 2, 2], "4 on one pool": [0, 1, 2, 3, 4, 4]}
+
+
+@pytest.fixture(scope="module")
+def folder(programs, tmp_path_factory) -> Path:
+    """All cases, run by one process and its forks."""
+    folder = tmp_path_factory.mktemp("asynchronous")
+    command = [sys.executable, str(Path(killed_asynchronous.__file__)), str(folder)]
+    devices = {"JAX_NUM_CPU_DEVICES": "2"}
+    done = subprocess.run(command, env=os.environ | devices, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("name", AGES)
+def test_a_run_at_a_staleness_that_was_killed_twice_goes_on_with_the_same_numbers(name, folder):
+    whole, cut = folder / name / "whole", folder / name / "cut"
+    assert json.loads((folder / name / "ends.json").read_text()) == [0, -signal.SIGKILL, -signal.SIGKILL, 0]
+    logged = numbers(whole / "metrics.jsonl")
+    assert [record["staleness/age_mean"] for record in logged] == AGES[name]
+    assert [record["staleness/age_max"] for record in logged] == AGES[name]
+    assert [record[f"staleness/share_age_{age}"] for record, age in zip(logged, AGES[name], strict=True)] == [1.0] * 6
+    # Responses of the policy that learns are as likely to it as to the sampler; those of older ones are not.
+    assert logged[0]["sampler/kl"] < 1e-9 and all(record["sampler/kl"] > 1e-6 for record in logged[1:])
+    assert all(record["correction/weight_mean"] != 1 for record in logged[1:])
+    assert numbers(cut / "metrics.jsonl") == logged
+    for file in ("samples.jsonl", "evaluation.jsonl"):
+        assert (cut / file).read_bytes() == (whole / file).read_bytes()
+
+
+def test_on_two_pools_responses_are_generated_while_the_policy_is_updated(folder):
+    events = json.loads((folder / "1 on two pools" / "whole" / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    spans = {
+        verb: [(event["ts"], event["ts"] + event["dur"]) for event in events if event["name"] == verb]
+        for verb in ("generate_sequences", "compute_log_prob", "update_actor")
+    }
+    learning = spans["compute_log_prob"] + spans["update_actor"]
+    overlapping = [
+        span for span in spans["generate_sequences"] if any(a < span[1] and span[0] < b for a, b in learning)
+    ]
+    assert overlapping
+    shares = [record["time/generation_idle_share"] for record in records(folder / "1 on two pools/whole/metrics.jsonl")]
+    assert all(0 <= share <= 1 for share in shares)

@@ -1,0 +1,226 @@
+"""The off-policy schedule: which policy draws what, what may wait, and what a checkpoint keeps of it."""
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from made_steps import Made, done, problem, rollout_of
+
+from jaxrlhf.config import (
+    GRPO,
+    SFT,
+    Arithmetic,
+    Config,
+    FromScratch,
+    IcePop,
+    KLInLoss,
+    Refusal,
+    Rollout,
+    TruncatedImportance,
+)
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.trainer.asynchronous.collector import Collector
+from jaxrlhf.trainer.asynchronous.off_policy import OffPolicy, age_metrics
+from jaxrlhf.trainer.asynchronous.queue_item import QUEUE, settled
+from jaxrlhf.trainer.schedule import Synchronous
+
+PROMPTS, COPIES, STEPS, PATIENCE_S = 2, 2, 6, 60.0
+
+
+@dataclass
+class Versioned(Made):
+    """An actor that counts its updates, and says so in what it samples; its copies sample as of when they were made.
+
+    Attributes:
+      copied: Version of a copy; None for the actor itself.
+    """
+
+    version: int = 0
+    copied: int | None = None
+
+    def generate_sequences(self, problems, sampling, **how):
+        rollout = super().generate_sequences(
+            problems, sampling, responses_per_prompt=how["responses_per_prompt"], seed=0
+        )
+        version = self.version if self.copied is None else self.copied
+        return done(replace(rollout.result(), version_BT=np.full_like(rollout.result().version_BT, version)))
+
+    def compute_ref_log_prob(self, rollout):
+        return self.compute_log_prob(rollout)
+
+    def update_actor(self, minibatches, *, objective, settings):
+        self.version += 1
+        return super().update_actor(minibatches, objective=objective, settings=settings)
+
+
+class MadeRoles(SimpleNamespace):
+    """Roles of one actor, which generates on its own devices or apart."""
+
+    def as_of_now(self, *, waiting):
+        assert waiting == self.waiting
+        if not self.generates_apart:
+            return self
+        return MadeRoles(**{**vars(self), "actor": replace(self.actor, copied=self.actor.version)})
+
+
+class Counted:
+    """A loader whose position is the number of the next problem."""
+
+    def __init__(self):
+        self.at = 0
+
+    def next(self):
+        self.at += PROMPTS
+        return [problem(self.at - PROMPTS + number) for number in range(PROMPTS)]
+
+    def state(self):
+        return self.at
+
+    def restore(self, at):
+        self.at = at
+
+
+def config_of(staleness: int, **algorithm) -> Config:
+    return Config(
+        name="made",
+        algorithm=GRPO(responses_per_update=PROMPTS * COPIES, kl=KLInLoss(), **algorithm),
+        steps=STEPS,
+        model=FromScratch(),
+        data=Arithmetic(),
+        rollout=Rollout(prompts_per_step=PROMPTS, responses_per_prompt=COPIES, staleness=staleness),
+    )
+
+
+def schedule_of(staleness: int, *, apart: bool, version: int = 0) -> Synchronous:
+    def generate(problems, copies):
+        ids = np.repeat([one.prompt_id for one in problems], copies)
+        return rollout_of(np.ones((len(ids), 3), bool), ids)
+
+    actor = Versioned(generate, lambda rollout: rollout.sequences.token_BT[:, 0], version=version)
+    roles = MadeRoles(actor=actor, reward=actor, reference=actor, generates_apart=apart, waiting=staleness + 1)
+    return (OffPolicy if staleness else Synchronous)(config_of(staleness), roles, Counted())
+
+
+def steps_of(schedule: Synchronous, steps: range) -> list[tuple[list[int], int, float]]:
+    """Prompts of each step, the version that answered them, and the mean age that the schedule reports."""
+    state, found = schedule.config.algorithm.initial_state(), []
+    for index in steps:
+        collected, result = schedule.step(index, state, doing=lambda task: None)
+        [version] = {*collected.rollout.result().version_BT.ravel().tolist()}
+        found.append(
+            ([one.prompt_id for one in collected.problems], version, schedule.metrics().get("staleness/age_mean"))
+        )
+        state = result.state
+    return found
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one pool", "two pools"])
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_each_step_learns_from_what_the_policy_of_so_many_steps_before_drew(staleness, apart):
+    schedule = schedule_of(staleness, apart=apart)
+    found = steps_of(schedule, range(STEPS))
+    schedule.close()
+    in_order = steps_of(schedule_of(0, apart=False), range(STEPS))
+    assert [prompts for prompts, *_ in found] == [prompts for prompts, *_ in in_order]
+    assert [version for _, version, _ in found] == [max(0, index - staleness) for index in range(STEPS)]
+    assert [age for *_, age in found] == [min(index, staleness) for index in range(STEPS)]
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("at", [1, 3])
+def test_what_waits_is_in_the_checkpoint_and_learnt_from_once(staleness, at, tmp_path):
+    whole = steps_of(schedule_of(staleness, apart=False), range(STEPS))
+    before = schedule_of(staleness, apart=True)
+    found = steps_of(before, range(at))
+    host = before.state() | {"counters": {"version": at}}
+    before.items()[QUEUE].save(tmp_path)
+    before.close()
+    after = schedule_of(staleness, apart=True, version=at)
+    after.items()[QUEUE].restore(tmp_path)
+    after.restore(host)
+    found_after = []
+    state = after.config.algorithm.initial_state()
+    for index in range(at, STEPS):
+        collected, _ = after.step(index, state, doing=lambda task: None)
+        rollout = settled(collected.rollout)
+        [version] = {*rollout.version_BT.ravel().tolist()}
+        found_after.append(
+            ([one.prompt_id for one in collected.problems], version, after.metrics()["staleness/age_mean"])
+        )
+    after.close()
+    assert found + found_after == whole
+
+
+def test_a_run_goes_on_at_a_higher_staleness_and_is_refused_at_a_lower_one():
+    saved = {"loader": 6, "counters": {"version": 1}, "queued": 2, "begun": 3}
+    with pytest.raises(Refusal, match="staleness=1"):
+        schedule_of(1, apart=False).restore(saved)
+    with pytest.raises(Refusal, match="staleness=0"):
+        schedule_of(0, apart=False).restore(saved)
+    synchronous = {"loader": 2, "counters": {"version": 1}}
+    schedule = schedule_of(2, apart=False, version=1)
+    schedule.restore(synchronous)
+    assert [(prompts[0], version) for prompts, version, _ in steps_of(schedule, range(1, 5))] == [
+        *((2, 1), (4, 1), (6, 1)),
+        (8, 2),
+    ]
+
+
+def test_others_generate_between_two_collections_and_the_rest_go_on_waiting():
+    collector, first, seen = Collector(apart=True), Future(), []
+    running = collector.submit(lambda: seen.append("first") or first.result(PATIENCE_S))
+    waiting = collector.submit(lambda: seen.append("second"))
+    threading.Timer(0.05, first.set_result, [None]).start()
+    with collector.resting():
+        assert running.done() or first.done()
+        seen.append("evaluation")
+        assert not waiting.done()
+    waiting.result(PATIENCE_S)
+    collector.close()
+    assert seen == ["first", "evaluation", "second"]
+
+
+def test_a_collection_is_made_once_its_responses_are_there():
+    rollout: Future = Future()
+    collector = Collector(apart=True)
+    collected = collector.submit(lambda: ScoredRollout([], rollout, Future()))
+    with pytest.raises(TimeoutError):
+        collected.result(0.05)
+    rollout.set_result(None)
+    assert collected.result(PATIENCE_S).rollout is rollout
+    collector.close()
+
+
+def test_ages_are_of_the_tokens_that_the_policy_chose():
+    rollout = rollout_of(np.array([[False, True, True, True], [False, True, False, False]]), [0, 0])
+    rollout = replace(rollout, version_BT=np.array([[-1, 3, 4, 4], [-1, 5, -1, -1]], np.int32))
+    assert age_metrics(ScoredRollout([], rollout, None), 5) == {
+        "staleness/age_mean": 1.0,
+        "staleness/age_max": 2.0,
+        "staleness/share_age_0": 0.25,
+        "staleness/share_age_1": 0.5,
+        "staleness/share_age_2": 0.25,
+    }
+
+
+def test_the_correction_is_chosen_by_the_staleness_unless_it_is_given():
+    def chosen(staleness, **algorithm):
+        config = config_of(staleness, **algorithm)
+        return config.algorithm.correction_for(config), config.algorithm.trusts_sampler(config)
+
+    assert chosen(0) == (None, True)
+    assert chosen(1) == (TruncatedImportance(), False)
+    assert chosen(1, correction=None) == (None, False)
+    assert chosen(1, correction=IcePop()) == (IcePop(), False)
+    assert chosen(1, old_logp="bypass") == (None, True)
+    with pytest.raises(Refusal, match="newer"):
+        chosen(1, old_logp="sampler")
+
+
+def test_what_samples_nothing_has_no_staleness():
+    config = config_of(1)
+    with pytest.raises(Refusal, match="SFT samples none"):
+        replace(config, algorithm=SFT(examples_per_update=2))
