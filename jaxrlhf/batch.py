@@ -102,7 +102,8 @@ class Problem:
       solution_mask: Tokens of the solution to imitate, where that has turns of others too; empty is all.
       record: The source record, handed to reward functions.
       images: Images of the prompt in its order.
-      messages: Chat messages of the prompt, where an environment goes on from them; else none.
+      messages: Chat messages of the prompt, from which an environment goes on.
+      source: Name of its source of a mixture, or of its evaluation set; else "".
     """
 
     prompt_id: int
@@ -114,6 +115,16 @@ class Problem:
     record: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
     messages: Sequence[Mapping[str, Any]] = ()
+    source: str = ""
+
+    @property
+    def question(self) -> str | None:
+        """The prompt as people read it, without its chat template; None if there are no messages."""
+        texts = [str(message.get("content") or "") for message in self.messages]
+        if len(texts) == 1:
+            return texts[0]
+        said = [f"{message['role']}: {text}" for message, text in zip(self.messages, texts, strict=True)]
+        return "\n\n".join(said) or None
 
 
 def images_of_problems(problems: Sequence[Problem]) -> np.ndarray | None:

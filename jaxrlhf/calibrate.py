@@ -19,7 +19,11 @@ MOST_SECONDS = 600
 
 def main() -> None:
     """The command."""
-    command = CommandLine(prog="python -m jaxrlhf.calibrate", description="Measure the devices that JAX sees.")
+    command = CommandLine(
+        prog="jaxrlhf calibrate",
+        description="Measure the devices that JAX sees.",
+        examples=[("--out mine.json", "for jaxrlhf plan --hardware mine.json")],
+    )
     command.add_argument("--out", default="hardware.json", metavar="FILE", help="to write; default: %(default)s")
     command.add_argument("--devices", type=int, metavar="N", help="how many to use; default: all")
     command.add_argument(

@@ -19,7 +19,14 @@ _HELP = "an empty line or Ctrl-D ends the chat, /new begins another, /again has 
 
 def main() -> None:
     """The command."""
-    command = CommandLine(prog="python -m jaxrlhf.chat", description="Chat with a policy or a server.")
+    command = CommandLine(
+        prog="jaxrlhf chat",
+        description="Chat with a policy or a server.",
+        examples=[
+            ("runs/ppo_gsm8k --system 'Be brief.'", "with a run's policy"),
+            ("http://127.0.0.1:8000/v1 --key sk-...", "with a server"),
+        ],
+    )
     command.add_argument("policy", help="a run's workdir, a Hugging Face directory or hub id, or a server's address")
     command.add_argument("--model", help="name of a server's model; default: its first")
     command.add_argument("--key", help="key of a server; default: OPENAI_API_KEY of the environment")

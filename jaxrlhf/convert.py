@@ -13,7 +13,9 @@ from jaxrlhf.config import CommandLine, run_command
 def main() -> None:
     """The command."""
     command = CommandLine(
-        prog="python -m jaxrlhf.convert", description="Write the weights of a Hugging Face checkpoint with orbax."
+        prog="jaxrlhf convert",
+        description="Write the weights of a Hugging Face checkpoint with orbax.",
+        examples=[("Qwen/Qwen3-8B models/qwen3", "to start from on many hosts, with --model.path models/qwen3")],
     )
     command.add_argument("model", help="local directory or hub id, such as Qwen/Qwen3-0.6B")
     command.add_argument("directory", help="where the converted checkpoint goes; all hosts have to see it")

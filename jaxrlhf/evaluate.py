@@ -10,7 +10,15 @@ from jaxrlhf.config import CommandLine, Refusal, run_command
 
 def main() -> None:
     """The command."""
-    command = CommandLine(prog="python -m jaxrlhf.evaluate", description="Evaluate a policy on held-out problems.")
+    command = CommandLine(
+        prog="jaxrlhf evaluate",
+        description="Evaluate a policy on held-out problems.",
+        examples=[
+            ("--config ppo_gsm8k", "greedy accuracy of the newest checkpoint of runs/ppo_gsm8k"),
+            ("--config ppo_gsm8k --step 40 --samples 8", "pass@k of another checkpoint"),
+            ("--config ppo_gsm8k --policy Qwen/Qwen2.5-0.5B-Instruct", "of a checkpoint of the hub"),
+        ],
+    )
     command.add_argument("--policy", default=None, help="a run's workdir, or a Hugging Face directory or hub id")
     command.add_argument("--step", type=int, default=None, help="checkpoint of the run; default: the newest")
     command.add_argument("--samples", type=int, default=1, help="answers per problem; above 1 reports pass@k")

@@ -11,7 +11,14 @@ from jaxrlhf.config import CommandLine, Refusal, run_command
 
 def main() -> None:
     """The command."""
-    command = CommandLine(prog="python -m jaxrlhf.export", description="Write a Hugging Face checkpoint.")
+    command = CommandLine(
+        prog="jaxrlhf export",
+        description="Write a Hugging Face checkpoint.",
+        examples=[
+            ("runs/ppo_gsm8k my_policy", "the newest checkpoint of a run"),
+            ("runs/ppo_gsm8k my_policy --step 40 --dtype bfloat16 --merge", "another one, adapters merged"),
+        ],
+    )
     command.add_argument("run", help="workdir of a run, such as runs/ppo_arithmetic, or a converted checkpoint")
     command.add_argument("directory", help="where the checkpoint goes")
     command.add_argument("--step", type=int, help="which checkpoint of a run; the newest by default")

@@ -28,7 +28,14 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 def main() -> None:
     """The command."""
-    command = CommandLine(prog="python -m jaxrlhf.plan", description="Find the best placement of a run on devices.")
+    command = CommandLine(
+        prog="jaxrlhf plan",
+        description="Find the best placement of a run on devices.",
+        examples=[
+            ("--config ppo_gsm8k --model.path Qwen/Qwen2.5-7B-Instruct --hardware h100x4", "on devices to be rented"),
+            ("--config ppo_gsm8k --hardware v5p-16 --compile", "checked by the chip's own compiler"),
+        ],
+    )
     command.add_argument("--hardware", help="such as h100, a100x16x8, v5p-128, or a file that jaxrlhf.calibrate wrote")
     command.add_argument("--plans", type=int, default=5, metavar="N", help="how many to show, one of each placement")
     command.add_argument(
@@ -40,7 +47,7 @@ def main() -> None:
     command.add_argument("--afresh", action="store_true", help="search pools, layouts and offload that are given too")
     command.add_argument("--compile", action="store_true", help="compile every program of the best plan for the chip")
     command.add_argument("--cluster", choices=["ray"], help="plan for hosts joined by Ray, as the train command has it")
-    config, flags = command.parse_config(prepare=on_cluster)
+    config, flags = command.parse_config(implied=on_cluster)
     if flags.plans < 1:
         raise Refusal(f"--plans must be 1 or more, got {flags.plans}")
     if flags.picture is not None:

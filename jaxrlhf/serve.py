@@ -14,7 +14,14 @@ from jaxrlhf.trainer.served_policy.flags import add_engine_flags, engine_sizes
 
 def main() -> None:
     """The command."""
-    command = CommandLine(prog="python -m jaxrlhf.serve", description="Serve a policy as OpenAI's API.")
+    command = CommandLine(
+        prog="jaxrlhf serve",
+        description="Serve a policy as OpenAI's API.",
+        examples=[
+            ("runs/ppo_gsm8k", "the newest checkpoint of a run, at 127.0.0.1:8000"),
+            ("Qwen/Qwen2.5-0.5B-Instruct --port 9000 --slots 64", "a checkpoint of the hub"),
+        ],
+    )
     command.add_argument("policy", help="a run's workdir, or a Hugging Face directory or hub id")
     command.add_argument("--name", help="name of the model in the API; default: the last part of the policy's")
     command.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of this machine's")

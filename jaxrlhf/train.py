@@ -12,7 +12,16 @@ from jaxrlhf.config import CommandLine, on_cluster, run_command
 
 def main() -> None:
     """The command."""
-    command = CommandLine(prog="python -m jaxrlhf.train", description="Train a language model with RL.")
+    command = CommandLine(
+        prog="jaxrlhf train",
+        description="Train a language model with RL.",
+        examples=[
+            ("--config ppo_arithmetic", "a run that needs no download"),
+            ("--config grpo_gsm8k --model.path Qwen/Qwen2.5-0.5B-Instruct --actor.lora.rank 16", "with adapters"),
+            ("--config my_run.py --dry-run", "check settings and data, and stop"),
+            ("--config my_run.py --export my_model", "write what was trained for Hugging Face"),
+        ],
+    )
     command.add_argument("--dry-run", action="store_true", help="print the derived settings and stop")
     command.add_argument(
         "--cluster",
@@ -21,7 +30,7 @@ def main() -> None:
         "--devices and --cluster.devices-per-host say how many hosts",
     )
     command.add_argument("--export", metavar="DIRECTORY", help="write what was trained there, for Hugging Face")
-    config, flags = command.parse_config(prepare=on_cluster)
+    config, flags = command.parse_config(implied=on_cluster)
 
     from jaxrlhf.models.huggingface.save import check_new
     from jaxrlhf.trainer.failures import one_message, writing

@@ -11,7 +11,11 @@ from jaxrlhf.config import CommandLine, Refusal, run_command
 
 def main() -> None:
     """The command."""
-    command = CommandLine(prog="python -m jaxrlhf.view", description="Show runs in the browser.")
+    command = CommandLine(
+        prog="jaxrlhf view",
+        description="Show runs in the browser.",
+        examples=[("runs/", "all runs of a folder, side by side")],
+    )
     command.add_argument("folder", nargs="?", default="runs", help="folder with the workdirs of runs; default: runs")
     command.add_argument("--port", type=int, default=6060, help="port to listen at; 0 takes a free one")
     flags = command.parse_args()

@@ -12,15 +12,20 @@ from jaxrlhf.config import (
     AdaptiveKL,
     Algorithm,
     Arithmetic,
+    ColdStart,
     Config,
+    FormatReward,
     FromScratch,
     KLInLoss,
     KLInReward,
+    Lora,
     Pretrained,
     PromptFile,
+    RayCluster,
     Refusal,
     Rejection,
     Rollout,
+    Training,
     TruncatedImportance,
     load,
     override,
@@ -175,6 +180,22 @@ def test_override_switches_a_variant():
     assert (after.model, after.data) == (Pretrained("/x"), PromptFile("train.jsonl"))
 
 
+def test_what_is_none_is_switched_on_by_what_is_changed_of_it():
+    after = override(a_config(), {"actor.lora.rank": 8, "cold_start.steps": 3, "cluster.restarts": 1})
+    assert after == a_config(actor=Training(lora=Lora(rank=8)), cold_start=ColdStart(3), cluster=RayCluster(restarts=1))
+
+
+def test_a_class_stands_for_its_settings():
+    after = override(a_config(), {"algorithm.kl": KLInLoss, "algorithm.kl.coefficient": 0.5})
+    assert after.algorithm.kl == KLInLoss(coefficient=0.5)
+    again = override(after, {"algorithm.kl": KLInLoss})  # it is there
+    assert again == after
+    other = override(after, {"algorithm.kl": KLInReward, "model": Pretrained, "model.path": "/x"})
+    assert (other.algorithm.kl, other.model) == (KLInReward(), Pretrained("/x"))
+    parts = override(a_config(), {"rewards.parts.0": FormatReward, "rewards.parts.0.pattern": "a"}).rewards.parts
+    assert parts == (FormatReward(pattern="a"),)
+
+
 def test_override_refuses(refused):
     for changes in [
         {"stpes": 3},
@@ -188,7 +209,9 @@ def test_override_refuses(refused):
         {"rewards.parts.1.weight": 3},
         {"model.path": "/x"},
         {"data.path": "x"},
-        {"cold_start.steps": 3},
+        {"cold_start.optimizer.learning_rate": 1e-3},
+        {"model": Pretrained},
+        {"algorithm.kl": PPO},
         {"algorithm.kl.coefficient": 0.1},
         {"steps": "3"},
         {"steps": 3.0},

@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 import tyro
 
-from jaxrlhf.config import CommandLine, Config, Refusal, load, override, run_command, shipped
+from jaxrlhf.config import (
+    CommandLine,
+    Config,
+    FromScratch,
+    KLInLoss,
+    Lora,
+    RayCluster,
+    Refusal,
+    load,
+    override,
+    run_command,
+    shipped,
+)
 from jaxrlhf.config.cli.override import find, setting_names
 from jaxrlhf.planner.plan import Infeasible
 
@@ -63,6 +75,10 @@ def python(*arguments: str, cwd: Path = ROOT.parent, **environment: str) -> subp
         ("--rollout.sampling.stop-tokens", {"rollout.sampling.stop_tokens": ()}),
         ("--profile-steps 3 5", {"profile_steps": (3, 5)}),
         ("--data.instruction=--x=1", {"data.instruction": "--x=1"}),
+        ("--actor.lora.rank 8 --actor.lora.rslora", {"actor.lora": Lora(rank=8, rslora=True)}),
+        ("--algorithm.kl.estimator k3 --algorithm.kl KLInLoss", {"algorithm.kl": KLInLoss(estimator="k3")}),
+        ("--cluster RayCluster --cluster.address auto", {"cluster": RayCluster(address="auto")}),
+        ("--model FromScratch", {"model": FromScratch()}),
     ],
 )
 def test_overrides(words, changes):
@@ -144,12 +160,47 @@ def test_user_error_is_one_line(refused, capsys):
         "--config ppo_gsm8k --algorithm.kl k3",
         "--config ppo_arithmetic --model.path /x",
         "--config ppo_gsm8k --rollout.prompts-per-step 60",
+        "--config ppo_gsm8k --cold-start.algorithm PPO",
+        "--config grpo_gsm8k --algorithm.kl None --algorithm.kl.coefficient 1",
+        "--config ppo_arithmetic --model Pretrained",
+        "--config ppo_gsm8k --rewards.parts FormatReward",
     ]:
         with pytest.raises(SystemExit) as end:
             run_command(lambda words=words: from_words(words.split()))
         shown = capsys.readouterr()
         refused.check(shown.err)
         assert (end.value.code, shown.out, shown.err.count("\n")) == (2, "", 1)
+
+
+CONTRADICTION = """
+from jaxrlhf.config import *
+
+def get_config():
+    rollout = Rollout(prompts_per_step=2, sampling=Sampling(min_tokens=600))
+    layout = Layout(context=2, stage=2)
+    return Config("x", GRPO(responses_per_update=4), 3, FromScratch(), Arithmetic(), rollout=rollout,
+                  actor=Training(layout=layout, tokens_per_microbatch=100))
+"""
+
+
+def test_a_file_that_contradicts_itself_is_mended_on_the_command_line(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text(CONTRADICTION)
+    mended = "--actor.layout.stage 1 --actor.tokens-per-microbatch 2048 --rollout.responses-per-prompt 2"
+    words = f"--config {path} {mended} --rollout.sampling.min-tokens 0".split()
+    config = from_words(words)
+    assert (config.actor.layout.context, config.actor.layout.stage, config.rollout.sampling.min_tokens) == (2, 1, 0)
+    for left_out, line in (("--actor.layout.stage", 6), ("--rollout.sampling.min-tokens", 5)):
+        place = words.index(left_out)
+        with pytest.raises(Refusal) as refusal:
+            from_words(words[:place] + words[place + 2 :])
+        assert left_out.rpartition(".")[2].replace("-", "_") in str(refusal.value)
+        if line == 5:  # the file's first contradiction is told of with its line
+            assert f"{path}:{line}: " in str(refusal.value)
+    with pytest.raises(Refusal, match="did you mean steps"):
+        from_words([*words, "--stpes", "3"])
+    with pytest.raises(Refusal, match=r"x.py:5: "):
+        load(path)
 
 
 def test_user_error_is_quick():

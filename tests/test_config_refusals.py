@@ -4,6 +4,8 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from jaxrlhf.config import (
     DPO,
     GRPO,
@@ -186,7 +188,7 @@ def test_contradiction_is_refused(refused):
         {"environment": replace(TOOLS, history="as_templated"), "algorithm": GSPO(), "rollout": Rollout(64, 4)},
         {"algorithm": GiGPO(), "rollout": Rollout(64, 4)},
         {"algorithm": PPO(actions="turns")},
-        {"checkpoint": Checkpointing(every_steps=15), "evaluation": Evaluation(every_steps=10)},
+        {"checkpoint": Checkpointing(every_steps=15, keep_best=1), "evaluation": Evaluation(every_steps=10)},
     ]:
         with refused():
             a_config(**changes)
@@ -204,3 +206,21 @@ def test_what_is_no_contradiction():
     for saved, evaluated, best in ((20, 10, 1), (15, 10, 0), (0, 10, 1), (15, 0, 1)):
         saving = Checkpointing(every_steps=saved, keep_best=best)
         a_config(checkpoint=saving, evaluation=Evaluation(every_steps=evaluated))
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved", "best"),
+    [
+        ({}, 20, 1),
+        ({"evaluation": Evaluation(every_steps=3)}, 21, 1),
+        ({"evaluation": Evaluation(every_steps=50)}, 50, 1),
+        ({"evaluation": Evaluation(every_steps=0)}, 20, 1),
+        ({"checkpoint": Checkpointing(every_steps=15)}, 15, 0),
+        ({"checkpoint": Checkpointing(every_steps=0)}, 0, 1),
+        ({"checkpoint": Checkpointing(keep_best=2), "evaluation": Evaluation(every_steps=7)}, 21, 2),
+        ({"checkpoint": Checkpointing(every_steps=30), "evaluation": Evaluation(every_steps=10)}, 30, 1),
+    ],
+)
+def test_checkpoints_fall_on_evaluated_steps_unless_they_are_told_otherwise(settings, saved, best):
+    saving = a_config(**settings).saving
+    assert (saving.every_steps, saving.keep_best, saving.keep_last) == (saved, best, 2)

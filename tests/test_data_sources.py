@@ -208,7 +208,7 @@ def test_a_template_that_refuses_a_chat(tmp_path):
 def test_no_evaluation_file_is_no_problems(load, tmp_path):
     file = write(tmp_path / "p.jsonl", [{"prompt": "1+1?"}])
     problems, *others = load(prompt_file(file, answer_key=None), "evaluation")
-    assert (len(problems), others) == (0, [0, 0, [], []])
+    assert (len(problems), others) == (0, [0, 0, [], [], None])
 
 
 # Limits

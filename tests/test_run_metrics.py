@@ -202,7 +202,7 @@ def test_files(run):
     assert (run.workdir / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert {folder.name for folder in (run.workdir / "checkpoints").iterdir()} == {"step_2", "step_4"}
     assert list((run.workdir / "tensorboard").glob("events*"))
-    trace = json.loads((run.workdir / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    trace = json.loads((run.workdir / "timeline.json").read_text())
     assert sum(event["name"] == "update_critic" for event in trace) == STEPS
     assert sum(event["name"] == "generate_sequences" for event in trace) == STEPS + 3  # the last evaluation too
     answers = records(run.workdir / "evaluation.jsonl")
@@ -233,7 +233,7 @@ def test_the_time_of_the_run_is_printed_and_drawn(run):
 
 
 def critic_s(run) -> float:
-    trace = json.loads((run.workdir / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    trace = json.loads((run.workdir / "timeline.json").read_text())
     return sum(event["dur"] / 1e6 for event in trace if event["name"] == "update_critic")
 
 

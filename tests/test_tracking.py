@@ -184,7 +184,10 @@ def test_without_a_terminal_there_is_one_line_a_step():
         console.progress("generate", 1, 2)
         console.log(7, METRICS)
         console.log(8, {"eval/accuracy": 0.75, "time/step_s": 2.0})
-    assert out.getvalue() == "step   7/100  score 0.512  1,234 tokens/s\nstep   8/100  accuracy 0.750  2.00 s/step\n"
+    assert (
+        out.getvalue()
+        == "step   7/100  score 0.512  generates 1,234 tokens/s\nstep   8/100  accuracy 0.750  2.00 s/step\n"
+    )
 
 
 def test_on_a_terminal_there_are_bars_as_well():

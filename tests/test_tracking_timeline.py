@@ -10,8 +10,8 @@ from jaxrlhf.tracking import Call, TimelineFile
 
 
 def events(path: Path) -> list[dict]:
-    """As the trace viewers read it: the closing bracket may be missing."""
-    return json.loads(path.read_text().rstrip().rstrip(",") + "]")
+    """The trace of a run that was closed, to any reader of JSON."""
+    return json.loads(path.read_text())
 
 
 def test_calls_lie_on_the_line_of_their_role(tmp_path):
@@ -40,11 +40,23 @@ def test_a_resumed_trace_goes_on_after_a_torn_event(tmp_path):
     path = tmp_path / "timeline.json"
     first = TimelineFile(path)
     first.append([Call("actor", "a", 0, 1, "all")])
-    first.close()
-    path.write_bytes(path.read_bytes() + b'{"ph": "X", "na')
+    path.write_bytes(path.read_bytes() + b'{"ph": "X", "na')  # the first was killed
     second = TimelineFile(path, resumed=True)
     second.append([Call("actor", "b", 2, 3, "all")])
     second.close()
-    assert [event["name"] for event in events(path) if event["ph"] == "X"] == ["a", "b"]
+    third = TimelineFile(path, resumed=True)  # the second came to its end
+    third.append([Call("actor", "c", 4, 5, "all")])
+    third.close()
+    assert [event["name"] for event in events(path) if event["ph"] == "X"] == ["a", "b", "c"]
+    first.close()
+
+
+def test_a_trace_without_calls_is_whole_and_goes_on(tmp_path):
+    path = tmp_path / "timeline.json"
     TimelineFile(path).close()
-    assert path.read_text() == "[\n"
+    TimelineFile(path, resumed=True).close()
+    assert events(path) == []
+    second = TimelineFile(path, resumed=True)
+    second.append([Call("actor", "b", 2, 3, "all")])
+    second.close()
+    assert [event["name"] for event in events(path)] == ["thread_name", "b"]

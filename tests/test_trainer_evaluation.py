@@ -27,5 +27,5 @@ def test_accuracy_is_of_the_first_reward_also_where_several_processes_score():
         return SimpleNamespace(actor=actor, reward=SimpleNamespace(compute_reward=lambda *_: done(scores)))
 
     together = join([scored(0.0), scored(0.25)])
-    metrics, _ = evaluate(roles(together), config, [problem(number) for number in range(4)])
+    metrics, _ = evaluate(roles(together), config, [problem(number) for number in range(4)], str)
     assert metrics["eval/accuracy"] == 0.5

@@ -14,7 +14,7 @@ class Contents:
     """What a hub has, how it misbehaves, and what it was asked for.
 
     Attributes:
-      repositories: Files by repository and branch, tag or commit.
+      repositories: Files by repository and branch, tag or commit; that of a data set begins with `datasets/`.
       gated: Repositories whose files need a login, and the status without one.
       torn: Files of which half is sent.
       asked: Method and path of every request so far.
@@ -46,9 +46,12 @@ def serve(contents: Contents) -> ThreadingHTTPServer:
         def _answer(self) -> None:
             path = urlsplit(self.path).path.strip("/")
             contents.asked.append((self.command, path))
-            api = path.startswith("api/models/")
-            owner, name, *rest = map(unquote, path.removeprefix("api/models/").split("/"))
-            branches = contents.repositories.get(f"{owner}/{name}")
+            api = path.startswith("api/")
+            path = path.removeprefix("api/").removeprefix("models/")
+            kind = "datasets/" if path.startswith("datasets/") else ""
+            owner, name, *rest = map(unquote, f"{path.removeprefix(kind)}/".split("/"))
+            rest = [part for part in rest if part]
+            branches = contents.repositories.get(f"{kind}{owner}/{name}")
             if branches is None:
                 return self._send(404, error="RepoNotFound")
             what, revision, *file = rest or ("revision", "main")

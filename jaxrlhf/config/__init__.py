@@ -29,6 +29,7 @@ from jaxrlhf.config.algorithms.prime import PRIME
 from jaxrlhf.config.algorithms.safe_rlhf import Constraint, Ptx, SafeRLHF
 from jaxrlhf.config.algorithms.supervised import SFT
 from jaxrlhf.config.algorithms.vapo import VAPO
+from jaxrlhf.config.checkpointing import Checkpointing
 from jaxrlhf.config.cli.command_line import CommandLine, on_cluster, run_command
 from jaxrlhf.config.cli.load import load, shipped, to_json
 from jaxrlhf.config.cli.override import override
@@ -51,6 +52,7 @@ from jaxrlhf.config.losses import (
     TruncatedImportance,
     ValueLoss,
 )
+from jaxrlhf.config.mixtures import Data, Evaluation, EvaluationSet, Mixture, Selection, Source
 from jaxrlhf.config.named_functions import function_of
 from jaxrlhf.config.placement import ROLLOUT, Pool, offloaded
 from jaxrlhf.config.refusal import Refusal
@@ -71,14 +73,15 @@ from jaxrlhf.config.rewards import (
     TagsReward,
 )
 from jaxrlhf.config.roles import RoleSpec
-from jaxrlhf.config.run import COLD_START, Checkpointing, ColdStart, Config, Evaluation
+from jaxrlhf.config.run import COLD_START, ColdStart, Config
 from jaxrlhf.config.sources import (
     Arithmetic,
     ArithmeticPairs,
-    Data,
+    DataSet,
     FromScratch,
     Generated,
     Gsm8k,
+    HubData,
     Model,
     Nnx,
     PairFile,

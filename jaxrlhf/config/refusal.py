@@ -1,5 +1,11 @@
 """The error for input that its giver can mend."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_unchecked: ContextVar[bool] = ContextVar("_unchecked", default=False)
+
 
 class Refusal(ValueError):
     """Input that does not fit: settings, data, a checkpoint, devices.
@@ -10,6 +16,21 @@ class Refusal(ValueError):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise `Refusal(message)` unless `condition` holds."""
-    if not condition:
+    """Raise `Refusal(message)` unless `condition` holds; does nothing in a block of `unchecked`."""
+    if not condition and not _unchecked.get():
         raise Refusal(message)
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Let settings contradict each other while they are made; whoever opens the block makes them again, checked."""
+    token = _unchecked.set(True)
+    try:
+        yield
+    finally:
+        _unchecked.reset(token)
+
+
+def checking() -> bool:
+    """False in a block of `unchecked`."""
+    return not _unchecked.get()

@@ -159,6 +159,16 @@ class ModelReward:
     layout: Layout = field(default_factory=Layout)
 
 
+class _AnyRecord:
+    """A record with every field, to try a template on."""
+
+    def __getitem__(self, key: object) -> "_AnyRecord":
+        return self
+
+    def __format__(self, spec: str) -> str:
+        return ""
+
+
 @dataclass(frozen=True)
 class JudgeReward(Settings):
     """Score from 0 to 1 by a model behind an OpenAI-compatible endpoint (LLM as a judge).
@@ -166,7 +176,8 @@ class JudgeReward(Settings):
     Attributes:
       url: Address up to and with `/v1`, such as `http://localhost:8000/v1`.
       model: Name that the endpoint knows it by.
-      template: Message to the judge, with `{prompt}`, `{response}` and, where records have one, `{answer}`.
+      template: Message to the judge, with `{response}`, `{prompt}` as it was written, without the chat template, and
+        where records have them `{answer}` and any field, such as `{record[rubric]}`.
       pattern: Regular expression; the first group of its last match in the judge's answer is the score.
       lowest: Score that counts as 0; none may be lower.
       highest: Score that counts as 1; none may be higher.
@@ -205,10 +216,11 @@ class JudgeReward(Settings):
             raise Refusal(f"JudgeReward.pattern {self.pattern!r} is not a regular expression: {error}") from error
         require(groups > 0, f"JudgeReward.pattern {self.pattern!r} has no group to take the score from")
         try:
-            shown = self.template.format(prompt="", response="\0", answer="")
+            shown = self.template.format(prompt="", response="\0", answer="", record=_AnyRecord())
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise Refusal(
-                "JudgeReward.template takes {prompt}, {response} and {answer}; other braces are doubled. Formatting "
+                "JudgeReward.template takes {prompt}, {response}, {answer} and {record[FIELD]}; other braces are "
+                "doubled. Formatting "
                 f"it fails with {type(error).__name__}: {error}"
             ) from error
         require("\0" in shown, "JudgeReward.template does not show the response; put {response} where it goes")

@@ -7,15 +7,17 @@ from typing import Literal, Self
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient
 from jaxrlhf.config.algorithms.supervised import SFT
+from jaxrlhf.config.checkpointing import Checkpointing
 from jaxrlhf.config.cli.annotations import check_types
 from jaxrlhf.config.cluster import RayCluster
-from jaxrlhf.config.environments import Agent, AnyEnvironment, choices
+from jaxrlhf.config.environments import Agent, AnyEnvironment, EnvironmentByRecord, choices
+from jaxrlhf.config.mixtures import Data, Evaluation, EvaluationSet, Mixture, Selection, Source, check_names
 from jaxrlhf.config.placement import ROLLOUT, Pool, check_offload, check_pools
-from jaxrlhf.config.refusal import require
-from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward, ModelReward, Rewards
+from jaxrlhf.config.refusal import checking, require
+from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward, ModelReward, RewardPart, Rewards
 from jaxrlhf.config.roles import REWARD, ROLLOUT_COPY, RoleSpec
 from jaxrlhf.config.settings import NotNegative, Positive, Settings
-from jaxrlhf.config.sources import Data, Model, PromptFile
+from jaxrlhf.config.sources import Model, PromptFields
 from jaxrlhf.config.training import Layout, Optimizer, Rollout, Training
 
 COLD_START = "cold_start"
@@ -36,41 +38,14 @@ class ColdStart(Settings):
 
 
 @dataclass(frozen=True)
-class Evaluation(Settings):
-    """Accuracy on held-out problems: the mean score of the first reward part on greedy answers.
-
-    Attributes:
-      every_steps: Steps between evaluations; 0 evaluates only before the first and after the last step.
-      problems: Problems of the held-out split, at most.
-    """
-
-    every_steps: NotNegative[int] = 10
-    problems: Positive[int] = 256
-
-
-@dataclass(frozen=True)
-class Checkpointing(Settings):
-    """Checkpoints of a run.
-
-    Attributes:
-      every_steps: Steps between checkpoints; 0 saves only at the end, on SIGTERM and on Ctrl-C.
-      keep_last: Newest checkpoints kept.
-      keep_best: Checkpoints of the highest `eval/accuracy` kept beside them, for which they have to fall on evaluated
-        steps.
-    """
-
-    every_steps: NotNegative[int] = 20
-    keep_last: Positive[int] = 2
-    keep_best: NotNegative[int] = 1
-
-
-@dataclass(frozen=True)
 class Config(Settings):
     """The configuration of a run.
 
     Attributes:
       name: Name of the run, and of its folder.
       steps: Steps of the main stage.
+      selection: Training records that are used, and their order.
+      system_prompt: System message that prompts begin with, but for those that bring one of their own.
       environment: What the policy acts in, for episodes of several turns; None samples one response to a prompt.
       reference_layout: Layout of the reference policy; None is the actor's.
       tokenizer: Hugging Face tokenizer directory or hub id; None is the model's own.
@@ -96,6 +71,8 @@ class Config(Settings):
     steps: Positive[int]
     model: Model
     data: Data
+    selection: Selection = field(default_factory=Selection)
+    system_prompt: str | None = None
     rewards: Rewards = field(default_factory=Rewards)
     rollout: Rollout = field(default_factory=Rollout)
     environment: AnyEnvironment | None = None
@@ -120,6 +97,8 @@ class Config(Settings):
     profile_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if not checking():
+            return
         check_types(self, "Config")
         super().__post_init__()
         require(self.seed < 2**32, f"Config.seed must be below 2**32, got {self.seed}")
@@ -135,6 +114,7 @@ class Config(Settings):
         self._check_search()
         self._check_layouts()
         self._check_microbatches()
+        self._check_sources()
         self._check_records()
         self._check_environment()
         self._check_weights()
@@ -174,6 +154,11 @@ class Config(Settings):
         return {name: role.training for name, role in self.roles.items() if role.training is not None}
 
     @property
+    def saving(self) -> Checkpointing:
+        """The settings of checkpoints, with what was left open filled in."""
+        return self.checkpoint.filled_in(self.evaluation.every_steps)
+
+    @property
     def folder(self) -> Path:
         """The directory of the run's checkpoints, metrics and samples."""
         return Path(self.workdir).expanduser() if self.workdir else Path("runs") / self.name
@@ -200,6 +185,13 @@ class Config(Settings):
             checkpoint=Checkpointing(every_steps=0, keep_last=1, keep_best=0),
         )
         return (first, self)
+
+    @property
+    def source_rewards(self) -> dict[str, tuple[RewardPart, ...]]:
+        """The parts that score responses to each source, or set of an evaluation, that has some of its own."""
+        sources = self.data.sources if isinstance(self.data, Mixture) else ()
+        own: list[Source | EvaluationSet] = [*sources, *self.evaluation.sets]
+        return {one.name: one.rewards for one in own if one.rewards is not None}
 
     @property
     def reference_is_frozen_actor(self) -> bool:
@@ -306,13 +298,28 @@ class Config(Settings):
                 "placement='auto' do that",
             )
 
+    def _check_sources(self) -> None:
+        """Refuse names that mean two data sets, and sources of environments that are not there."""
+        sources = self.data.sources if isinstance(self.data, Mixture) else ()
+        names = [*(one.name for one in sources), *(one.name for one in self.evaluation.sets)]
+        if names:
+            check_names(names, "Mixture.sources and Evaluation.sets")
+        for source in sources:
+            there = [one.name for one in choices(self.environment)] if self.environment is not None else []
+            require(
+                source.environment is None
+                or (isinstance(self.environment, EnvironmentByRecord) and source.environment in there),
+                f"source {source.name!r} names environment={source.environment!r}, and there are "
+                f"{', '.join(there) or 'none'}; name one of an EnvironmentByRecord, or drop it",
+            )
+
     def _check_records(self) -> None:
         supervised = isinstance(self.algorithm, SFT)
         require(
             not (supervised and self.cold_start),
             "cold_start before algorithm SFT is the same training twice; drop cold_start and raise steps",
         )
-        if not isinstance(self.data, PromptFile):
+        if not isinstance(self.data, PromptFields):
             return
         require(
             self.data.solution_key is not None or not (supervised or self.cold_start),
@@ -371,8 +378,8 @@ class Config(Settings):
         )
 
     def _check_best(self) -> None:
-        saved, evaluated = self.checkpoint.every_steps, self.evaluation.every_steps
-        ranked = self.checkpoint.keep_best > 0 and saved > 0 and evaluated > 0
+        saved, evaluated = self.checkpoint.every_steps or 0, self.evaluation.every_steps
+        ranked = (self.checkpoint.keep_best or 0) > 0 and saved > 0 and evaluated > 0
         require(
             not ranked or saved % evaluated == 0,
             f"checkpoint.every_steps={saved} is no multiple of evaluation.every_steps={evaluated}, so checkpoints "

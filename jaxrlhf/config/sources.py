@@ -148,29 +148,65 @@ class Gsm8k:
     instruction: str = 'Let\'s think step by step and output the final answer after "####".'
 
 
-@dataclass(frozen=True)
-class PromptFile:
-    """Prompts from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
+@dataclass(frozen=True, kw_only=True)
+class PromptFields:
+    """Fields of records with prompts; `a.b` is the field `b` of the field `a`.
+
+    verl's and TRL's columns are read as they are: where a record has no field of these defaults, the answer is
+    `reward_model.ground_truth`, and prompt and solution are the `messages` before and from the assistant's last.
 
     Attributes:
-      train: File of training records.
-      evaluation: File of held-out records; None trains without evaluation.
       prompt_key: Field with the prompt: a text, or a list of chat messages.
       answer_key: Field with the reference answer that rewards see; None if there is none.
-      solution_key: Field with a worked solution for supervised training; None if there is none.
+      solution_key: Field with a worked solution for supervised training, a text or an assistant's message, such as
+        TRL's `completion`; None if there is none.
       image_key: Field with an image or a list of them: encoded bytes, a path or a data URL, or what `datasets` writes.
         Each has its place where `<image>` stands in the prompt; without any they come first. None if there are none.
       control_tokens: How a control token such as `<|im_end|>` is read that a text of the file spells out: "parse" makes
         the token of it, as the tokenizer does by itself; "text" keeps its letters, so that no text ends a turn.
     """
 
-    train: str
-    evaluation: str | None = None
     prompt_key: str = "prompt"
     answer_key: str | None = "answer"
     solution_key: str | None = None
     image_key: str | None = None
     control_tokens: Literal["parse", "text"] = "parse"
+
+
+@dataclass(frozen=True)
+class PromptFile(PromptFields):
+    """Prompts from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
+
+    Attributes:
+      train: File of training records.
+      evaluation: File of held-out records; None trains without evaluation.
+    """
+
+    train: str
+    evaluation: str | None = None
+
+
+@dataclass(frozen=True)
+class HubData(PromptFields, Settings):
+    """Prompts of a data set of the Hugging Face hub, in `.jsonl`, `.jsonl.gz` or `.parquet`.
+
+    Its files are downloaded one after another, as their records are read, to the hub's cache.
+
+    Attributes:
+      path: Hub id, such as `openai/gsm8k`, or a local directory laid out like one.
+      subset: Configuration of the data set; None is its only or its default one.
+      train: Split of the training records.
+      evaluation: Split of the held-out records; None trains without evaluation.
+      revision: Branch, tag or commit; None is the newest of the main branch.
+      train_problems: Training records that are read, at most; no file past them is downloaded. None is all.
+    """
+
+    path: str
+    subset: str | None = None
+    train: str = "train"
+    evaluation: str | None = "test"
+    revision: str | None = None
+    train_problems: Positive[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -223,6 +259,8 @@ class PairFile(Settings):
       evaluation: File of held-out records; None leaves that to `evaluation_fraction`.
       evaluation_fraction: Share of the prompts of `train` that is held out; pairs with one prompt stay together.
       prompt_key: Field with the prompt: a text, or a list of chat messages.
+      chosen_key, rejected_key: Fields with the answers, each a text or TRL's list of messages, of which the last is the
+        answer; where there is no prompt, the messages before it are.
       margin_key: Field with the least difference of the scores, a number; None if there is none.
       safe_keys: Fields that say whether the chosen and the rejected answer are harmless; None if there are none.
       malformed_fraction: Largest share of pairs that cannot be read; up to it they are left out and reported.
@@ -254,4 +292,4 @@ class PairFile(Settings):
         )
 
 
-Data = Arithmetic | ArithmeticPairs | Generated | Gsm8k | PairFile | PromptFile | Shapes
+DataSet = Arithmetic | ArithmeticPairs | Generated | Gsm8k | HubData | PairFile | PromptFile | Shapes

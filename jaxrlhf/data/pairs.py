@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jaxrlhf.config import ArithmeticPairs, PairFile, Refusal
 from jaxrlhf.data.arithmetic import Split, arithmetic_records, stable_hash
@@ -14,6 +14,7 @@ from jaxrlhf.data.records import Row, Stored, read_rows
 Messages = list[dict[str, str]]
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
+_ANSWERS = ("chosen", "rejected")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
@@ -135,12 +136,17 @@ def _held_out(pair: PairRecord, data: PairFile) -> bool:
 
 
 def _pair(row: Row, data: PairFile) -> PairRecord:
-    chosen, rejected = (_text(row, key) for key in (data.chosen_key, data.rejected_key))
     prompt: str | Messages
-    if data.prompt_key in row.record:
-        prompt = _prompt(row, data.prompt_key)
+    answers = [row.value(key) for key in (data.chosen_key, data.rejected_key)]
+    if all(isinstance(answer, list) for answer in answers):
+        chosen, rejected = (last_said(said, row.place, name) for name, said in zip(_ANSWERS, answers, strict=True))
+        prompt = _prompt(row, data.prompt_key) if data.prompt_key in row.record else _shared_messages(row, *answers)
     else:
-        prompt, chosen, rejected = _split_dialogues(row, chosen, rejected)
+        chosen, rejected = (_text(row, key) for key in (data.chosen_key, data.rejected_key))
+        if data.prompt_key in row.record:
+            prompt = _prompt(row, data.prompt_key)
+        else:
+            prompt, chosen, rejected = _split_dialogues(row, chosen, rejected)
     empty = [name for name, text in (("chosen", chosen), ("rejected", rejected)) if not text.strip()]
     if empty:
         raise Refusal(f"{row.place}: the {' and the '.join(empty)} answer is empty")
@@ -152,6 +158,24 @@ def _pair(row: Row, data: PairFile) -> PairRecord:
     return PairRecord(row.place, prompt, chosen, rejected, None, float(margin), _safe(row, data), row.stored)
 
 
+def last_said(messages: list[Any], place: str, key: str) -> str:
+    """Content of the last message, which is the assistant's.
+
+    Raises:
+      Refusal: It is not.
+    """
+    match messages:
+        case [*_, {"role": "assistant", "content": str(content)}]:
+            return content
+    raise Refusal(f"{place}: {key!r} must end with a message of the assistant, with a text, got {messages!r:.80}")
+
+
+def _shared_messages(row: Row, chosen: list[Any], rejected: list[Any]) -> Messages:
+    if chosen[:-1] != rejected[:-1]:
+        raise Refusal(f"{row.place}: chosen and rejected differ before the last turn")
+    return _messages(row, chosen[:-1], "chosen")
+
+
 def _text(row: Row, key: str) -> str:
     value = row.value(key)
     if not isinstance(value, str):
@@ -161,13 +185,17 @@ def _text(row: Row, key: str) -> str:
 
 def _prompt(row: Row, key: str) -> str | Messages:
     value = row.value(key)
+    return value if value and isinstance(value, str) else _messages(row, value, key)
+
+
+def _messages(row: Row, value: Any, key: str) -> Messages:
     messages = isinstance(value, list) and all(
         isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
         for message in value
     )
-    if not value or not (messages or isinstance(value, str)):
+    if not value or not messages:
         raise Refusal(f"{row.place}: {key!r} must be a text or a list of chat messages, got {value!r:.80}")
-    return value
+    return cast(Messages, value)
 
 
 def _safe(row: Row, data: PairFile) -> tuple[bool, bool] | None:

@@ -22,6 +22,18 @@ def restored(record: Stored) -> Mapping[str, Any]:
     return json.loads(record) if isinstance(record, bytes) else record
 
 
+_NONE = object()
+
+
+def field_of(record: Mapping[str, Any], key: str) -> Any:
+    """The field `key`; or, where it is `a.b` and there is none, field `b` of field `a`; `_NONE` if there is neither."""
+    if key in record:
+        return record[key]
+    outer, dot, inner = key.partition(".")
+    below = record.get(outer)
+    return field_of(below, inner) if dot and isinstance(below, Mapping) else _NONE
+
+
 class Row(NamedTuple):
     """A record and where it stands, such as `train.jsonl, line 3`.
 
@@ -35,11 +47,16 @@ class Row(NamedTuple):
     stored: Stored
     source: str = ""
 
+    def has(self, key: str) -> bool:
+        """True if the record has the field `key`."""
+        return field_of(self.record, key) is not _NONE
+
     def value(self, key: str) -> Any:
-        """The field `key`; `Refusal` if the record has none."""
-        if key not in self.record:
+        """The field `key`, `a.b` being `b` of `a`; `Refusal` if the record has none."""
+        value = field_of(self.record, key)
+        if value is _NONE:
             raise Refusal(f"{self.place}: no key {key!r}; there are {sorted(self.record)}")
-        return self.record[key]
+        return value
 
     def text(self, key: str) -> str:
         """The field `key` as text; numbers become text, anything else is a `Refusal`."""

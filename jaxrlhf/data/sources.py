@@ -1,10 +1,11 @@
 """From a data setting to tokenised problems."""
 
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,27 +13,36 @@ from jaxrlhf.config import (
     Arithmetic,
     ArithmeticPairs,
     Data,
+    DataSet,
+    EvaluationSet,
     Generated,
     Gsm8k,
+    HubData,
+    Mixture,
     PairFile,
     PromptFile,
     Refusal,
     Shapes,
+    Source,
 )
+from jaxrlhf.config.sources import PromptFields
 from jaxrlhf.data.arithmetic import Split, arithmetic_records
 from jaxrlhf.data.generated import generated_records
+from jaxrlhf.data.hub import hub_rows, split_files
 from jaxrlhf.data.image_prompts import as_text, marked
 from jaxrlhf.data.images import MARK, ImageReader, image_values
-from jaxrlhf.data.pairs import read_arithmetic_pairs, read_pair_file
-from jaxrlhf.data.problem_table import ProblemTable
+from jaxrlhf.data.pairs import last_said, read_arithmetic_pairs, read_pair_file
 from jaxrlhf.data.records import Row, read_rows
 from jaxrlhf.data.shapes import shape_records
-from jaxrlhf.data.split_files import split_files
-from jaxrlhf.data.tokenized import EpisodeReader, SourceRecord, Tokenized, TokenLimits, nothing_fits
+from jaxrlhf.data.table.kept import folder_of, new_folder
+from jaxrlhf.data.table.problem_table import ProblemTable
+from jaxrlhf.data.tokenized import EpisodeReader, SourceRecord, Tokenized, TokenLimits, nothing_fits, told
 
+_FACTS = "split.json"
 _CHUNK = 4096
 """Records that are tokenised in one call."""
 
+_VERL_ANSWER = "reward_model.ground_truth"
 _CALCULATOR_MARK = re.compile(r"<<.*?>>")
 
 
@@ -45,6 +55,7 @@ class Loaded(NamedTuple):
       total: Records in the split.
       malformed: What is wrong with pairs that could not be read, and where.
       spelled: Places of texts that spell out a control token, each with the first one.
+      kept: Folder that they are mapped from; None if they are in memory.
     """
 
     problems: ProblemTable
@@ -52,19 +63,33 @@ class Loaded(NamedTuple):
     total: int
     malformed: list[str]
     spelled: list[str]
+    kept: Path | None = None
+
+    @classmethod
+    def mapped(cls, folder: Path) -> "Loaded":
+        """Split that `keep` has written to a folder."""
+        dropped, total, malformed, spelled = json.loads((folder / _FACTS).read_text())
+        return cls(ProblemTable.mapped(folder), dropped, total, malformed, spelled, folder)
+
+    def keep(self, folder: Path) -> None:
+        """Write what is known of the problems beside them."""
+        self.problems.keep()
+        (folder / _FACTS).write_text(json.dumps([self.dropped_too_long, self.total, self.malformed, self.spelled]))
 
 
 def load_problems(
-    data: Data,
+    data: Data | EvaluationSet,
     tokenizer: PreTrainedTokenizerBase,
     *,
     split: Split,
     max_prompt_tokens: int,
     max_solution_tokens: int | None = None,
+    system_prompt: str | None = None,
     reader: ImageReader | None = None,
     episodes: EpisodeReader | None = None,
+    environment_key: str | None = None,
 ) -> Loaded:
-    """Read a split and tokenise it, once.
+    """Read a split and tokenise it, once; of a mixture, source after source. Large files are kept tokenised.
 
     A prompt goes through the tokenizer's chat template as one user message (chat messages as
     they are), with the assistant's turn opened at the end; a tokenizer without a template gets
@@ -74,8 +99,10 @@ def load_problems(
     Args:
       max_prompt_tokens: Problems with longer prompts are dropped and counted.
       max_solution_tokens: Most tokens of a solution, EOS included, and of both answers of a pair; None is no limit.
+      system_prompt: System message before every prompt that has none; None adds none.
       reader: Reads images; None refuses records that have some.
       episodes: Shows tools beside prompts, and reads solutions of several turns; None where there is no environment.
+      environment_key: Field of a record that names its environment, which a source may set.
 
     Returns:
       The problems; none at all for the evaluation split of a file without one.
@@ -84,19 +111,63 @@ def load_problems(
       Refusal: unreadable data, or no problem within the limits.
     """
     limits = TokenLimits(max_prompt_tokens, max_solution_tokens)
-    as_text = getattr(data, "control_tokens", "parse") == "text"
-    tokenized = Tokenized(tokenizer, limits, as_text=as_text, reader=reader, episodes=episodes)
+    read = [_SourceReading.of(source, system_prompt, environment_key) for source in _sources(data)]
+    folder = None
+    if reader is None and episodes is None:
+        folder = folder_of([(one.data, one[1:]) for one in read], split, tokenizer, limits)
+    if folder is None:
+        return _tokenized(read, split, Tokenized(tokenizer, limits, reader=reader, episodes=episodes))
+    if not folder.is_dir():
+        with new_folder(folder) as new:
+            loaded = _tokenized(read, split, Tokenized(tokenizer, limits, reader=None, episodes=None, folder=new))
+            if new is None:
+                return loaded
+            loaded.keep(new)
+    return Loaded.mapped(folder)
+
+
+class _SourceReading(NamedTuple):
+    """A data set to be read, and what is set of all its records."""
+
+    data: DataSet
+    name: str
+    system_prompt: str | None
+    fields: dict[str, str]
+
+    @classmethod
+    def of(
+        cls, source: Source | EvaluationSet, system_prompt: str | None, environment_key: str | None
+    ) -> "_SourceReading":
+        said = system_prompt if source.system_prompt is None else source.system_prompt
+        name = source.environment if isinstance(source, Source) else None
+        own = {} if name is None or environment_key is None else {environment_key: name}
+        return cls(source.data, source.name, said, own)
+
+
+def _tokenized(sources: Sequence[_SourceReading], split: Split, tokenized: Tokenized) -> Loaded:
+    """Read some data sets, one after another, and tokenise them."""
     malformed: list[str] = []
-    examples = _read(data, split, malformed)
-    while chunk := list(islice(examples, _CHUNK)):
-        tokenized.add(chunk)
+    for source in sources:
+        examples = (
+            told(example, source.system_prompt, source.fields) for example in _read(source.data, split, malformed)
+        )
+        tokenized.begin(source.name, as_text=getattr(source.data, "control_tokens", "parse") == "text")
+        while chunk := list(islice(examples, _CHUNK)):
+            tokenized.add(chunk)
     total, kept = len(tokenized.lengths), len(tokenized.table)
     if total and not kept:
-        raise Refusal(nothing_fits(tokenized.lengths, split, limits))
+        raise Refusal(nothing_fits(tokenized.lengths, split, tokenized.limits))
     return Loaded(tokenized.table, total - kept, total + len(malformed), malformed, tokenized.spelled)
 
 
-def _read(data: Data, split: Split, malformed: list[str]) -> Iterator[SourceRecord]:
+def _sources(data: Data | EvaluationSet) -> Sequence[Source | EvaluationSet]:
+    """The data sets that are read, one after another."""
+    if isinstance(data, Mixture):
+        return data.sources
+    return (data,) if isinstance(data, EvaluationSet) else (Source(name="", data=data),)
+
+
+def _read(data: DataSet, split: Split, malformed: list[str]) -> Iterator[SourceRecord]:
     """The records; what is wrong with pairs that could not be read is added to a list."""
     match data:
         case Arithmetic():
@@ -105,6 +176,8 @@ def _read(data: Data, split: Split, malformed: list[str]) -> Iterator[SourceReco
             return _read_generated(data, split)
         case Gsm8k():
             return _read_gsm8k(data, split)
+        case HubData():
+            return (_prompt_example(row, data) for row in hub_rows(data, split))
         case PromptFile():
             return _read_prompt_file(data, split)
         case Shapes():
@@ -175,8 +248,8 @@ def _read_prompt_file(data: PromptFile, split: Split) -> Iterator[SourceRecord]:
             yield _prompt_example(row, data)
 
 
-def _prompt_example(row: Row, data: PromptFile) -> SourceRecord:
-    prompt = row.value(data.prompt_key)
+def _prompt_example(row: Row, data: PromptFields) -> SourceRecord:
+    prompt = _prompt(row, data)
     if isinstance(prompt, list) and prompt:
         prompt = [as_text(message) for message in prompt]
         for message in prompt:
@@ -186,8 +259,8 @@ def _prompt_example(row: Row, data: PromptFile) -> SourceRecord:
     example = SourceRecord(
         place=row.place,
         prompt=prompt,
-        answer=None if data.answer_key is None else row.text(data.answer_key),
-        solution=None if data.solution_key is None else row.text(data.solution_key),
+        answer=_answer(row, data),
+        solution=_solution(row, data),
         record=row.stored,
     )
     if data.image_key is None:
@@ -196,6 +269,31 @@ def _prompt_example(row: Row, data: PromptFile) -> SourceRecord:
     kept = {key: value for key, value in row.record.items() if key != data.image_key}
     sources = tuple(f"record:{row.source}/{data.image_key}/{index}" for index in range(count))
     return example._replace(prompt=marked(example.prompt, count, place=row.place), record=kept, images=sources)
+
+
+def _prompt(row: Row, data: PromptFields) -> Any:
+    """The prompt; TRL's `messages` before the assistant's last where there is no field of the default name."""
+    if data.prompt_key != "prompt" or row.has("prompt") or not isinstance(row.record.get("messages"), list):
+        return row.value(data.prompt_key)
+    messages = row.record["messages"]
+    told = bool(messages) and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
+    return messages[:-1] if told else messages
+
+
+def _answer(row: Row, data: PromptFields) -> str | None:
+    """The reference answer; verl's where there is no field of the default name."""
+    if data.answer_key is None:
+        return None
+    verl = data.answer_key == "answer" and not row.has("answer") and row.has(_VERL_ANSWER)
+    return row.text(_VERL_ANSWER if verl else data.answer_key)
+
+
+def _solution(row: Row, data: PromptFields) -> str | None:
+    """The worked solution: a text, or what the assistant says last."""
+    if data.solution_key is None:
+        return None
+    value = row.value(data.solution_key)
+    return last_said(value, row.place, data.solution_key) if isinstance(value, list) else row.text(data.solution_key)
 
 
 def _check_message(message: object, where: str) -> None:

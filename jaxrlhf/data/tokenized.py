@@ -1,6 +1,7 @@
 """Problems of a split as they are tokenised: prompts in the chat template, solutions, and what does not fit."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 from jinja2 import TemplateError
@@ -13,8 +14,8 @@ from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.image_prompts import Messages, expanded, in_parts, referred, shown
 from jaxrlhf.data.images import ImageReader, placed
 from jaxrlhf.data.pairs import PairRecord
-from jaxrlhf.data.problem_table import PairColumns, ProblemTable
 from jaxrlhf.data.records import Stored, restored
+from jaxrlhf.data.table.problem_table import PairColumns, ProblemTable
 
 
 @runtime_checkable
@@ -52,6 +53,16 @@ class SourceRecord(NamedTuple):
     images: tuple[str, ...] = ()
 
 
+def told(example: SourceRecord, system_prompt: str | None, fields: Mapping[str, Any]) -> SourceRecord:
+    """The record with a system message before its prompt, unless that begins with one, and with some fields set."""
+    if fields:
+        example = example._replace(record={**restored(example.record), **fields})
+    messages = _chat(example.prompt)
+    if system_prompt is None or messages[0].get("role") == "system":
+        return example
+    return example._replace(prompt=[{"role": "system", "content": system_prompt}, *messages])
+
+
 class TokenLimits(NamedTuple):
     """Most tokens of a prompt and of an answer; None is no limit."""
 
@@ -70,24 +81,37 @@ class RecordLengths(NamedTuple):
 
 
 class Tokenized:
-    """Problems of a split as they are tokenised: those that fit, and what to say of the others."""
+    """Problems of a split as they are tokenised: those that fit, and what to say of the others.
+
+    Args:
+      folder: New folder that the problems are kept in; None is memory.
+    """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         limits: TokenLimits,
         *,
-        as_text: bool,
         reader: ImageReader | None,
         episodes: EpisodeReader | None,
+        folder: Path | None = None,
     ) -> None:
         self._reader, self._episodes = reader, episodes
-        self.table = ProblemTable()
+        self.table = ProblemTable(folder)
         self.lengths: list[RecordLengths] = []
         self.spelled: list[str] = []
-        self._tokenizer, self._limits, self._as_text = tokenizer, limits, as_text
+        self._tokenizer, self.limits, self._as_text = tokenizer, limits, False
         self._control = ControlTokens(tokenizer)
         self._token_letters = max(map(len, tokenizer.get_vocab()))
+
+    def begin(self, source: str, *, as_text: bool) -> None:
+        """Records added from here on are of this source.
+
+        Args:
+          as_text: Control tokens that their texts spell out stay text.
+        """
+        self.table.begin(source)
+        self._as_text = as_text
 
     def add(self, examples: Sequence[SourceRecord]) -> None:
         """Tokenise some records: each kind of text in one call, and none that no record has."""
@@ -98,7 +122,7 @@ class Tokenized:
         images = [referred(example.images, self._reader, place=example.place) for example in examples]
         for n, (example, own) in enumerate(zip(examples, images, strict=True)):
             prompts[n] = expanded(prompts[n], own, self._reader, place=example.place)
-        most, most_answer = self._limits
+        most, most_answer = self.limits
         prompt_ids = self._encode(prompts, most, prompt=True)
         for n, spelled in enumerate(spells):
             if spelled and self._as_text and self._tokenizer.chat_template is not None:
@@ -129,11 +153,11 @@ class Tokenized:
         if isinstance(example.solution, list):
             solution, mask = self._demonstrated(example)
         self.lengths.append(RecordLengths(len(prompt_ids), max(len(solution), len(rejected))))
-        if not self._limits.allow(self.lengths[-1]):
+        if not self.limits.allow(self.lengths[-1]):
             return
         if self._reader is not None:
             images = placed(prompt_ids, images, self._reader.placeholders.token, place=example.place)
-        messages = [] if self._episodes is None else _chat(example.prompt)
+        messages = _chat(example.prompt)
         parts = number, prompt, prompt_ids, example.answer, solution, example.record
         self.table.append(*parts, images=images, solution_mask=mask, messages=messages)
         if example.pair is not None:

@@ -46,6 +46,26 @@ def marked_number(text: str) -> Decimal | None:
     return None if found is None else _value(found)
 
 
+def final_answer(text: str) -> str | None:
+    """Answer that a response gives: the last `\\boxed{...}`, the number after `####`, or the last number."""
+    begun = text.rfind("\\boxed{")
+    if begun >= 0 and (inside := _braced(text[begun + len("\\boxed{") :])) is not None:
+        return "".join(inside.split())
+    number = marked_number(text)
+    number = last_number(text) if number is None else number
+    return None if number is None else f"{number.normalize():f}"
+
+
+def _braced(text: str) -> str | None:
+    """The text up to the brace that closes one before it; None if none does."""
+    depth = 1
+    for place, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return text[:place]
+    return None
+
+
 def gsm8k(
     prompt: str,
     response: str,

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrlhf.config import Refusal
 from jaxrlhf.processes.loading import load
-from jaxrlhf.rewards.protocol import Function
+from jaxrlhf.rewards.protocol import Function, asks_question
 
 
 def resolve(reference: str, settings: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ def _check_signature(reference: str, function: Callable[..., Any]) -> None:
     except ValueError:  # some functions written in C do not tell
         return
     try:
-        signature.bind("prompt", "response", "answer", {})
+        signature.bind("prompt", "response", "answer", {}, **({"question": ""} if asks_question(function) else {}))
     except TypeError as error:
         raise Refusal(
             f"reward function {reference!r} has the signature {signature}; "

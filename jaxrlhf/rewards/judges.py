@@ -18,6 +18,7 @@ async def judged(
     answer: str | None,
     record: Mapping[str, Any],
     *,
+    question: str,
     url: str,
     model: str,
     template: str,
@@ -38,10 +39,11 @@ async def judged(
     Raises:
       EndpointError: If the judge does not answer, or what it answers holds no score in the range.
       ValueError: If the template shows the reference answer and there is none.
+      KeyError: If it shows a field that the record does not have.
     """
     if answer is None and "{answer" in template:
         raise ValueError("the judge's template shows the reference answer, and the record has none")
-    content = template.format(prompt=prompt, response=response, answer=answer)
+    content = template.format(prompt=question, response=response, answer=answer, record=record)
     body = {"model": model, "messages": [{"role": "user", "content": content}], "max_tokens": max_tokens}
     if temperature is not None:
         body["temperature"] = temperature

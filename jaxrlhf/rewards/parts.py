@@ -3,8 +3,9 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxrlhf import config
 from jaxrlhf.rewards.endpoint import api_key
@@ -75,6 +76,24 @@ def part_names(parts: Sequence[config.RewardPart]) -> list[str]:
         taken = {*names, *SCORE_METRICS}
         names.append(name if name not in taken else next(other for other in numbered if other not in taken))
     return names
+
+
+class NamedPart(NamedTuple):
+    """A part of the configuration, its name, and the source whose responses alone it scores, if it is of one."""
+
+    name: str
+    part: config.RewardPart
+    source: str | None
+
+
+def source_parts(
+    parts: Sequence[config.RewardPart], sources: Mapping[str, Sequence[config.RewardPart]]
+) -> list[NamedPart]:
+    """All parts, those of a source named after it too."""
+    named = [NamedPart(name, part, None) for name, part in zip(part_names(parts), parts, strict=True)]
+    for source, own in sources.items():
+        named += [NamedPart(f"{source}/{name}", part, source) for name, part in zip(part_names(own), own, strict=True)]
+    return named
 
 
 def first_part(rewards: config.Rewards) -> str:

@@ -7,7 +7,7 @@ do the processes.
 
 import pickle
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ Packed = bytes | Answer
 """An example as it travels to a process, or the answer that says why it cannot."""
 
 Begun = tuple[RewardCall, ...]
-"""Every function on one example, in their order."""
+"""Functions on one example, in their order."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,25 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def begin(self, examples: Iterable[Packed]) -> list[Begun]:
-        """Have every function run on examples; returns at once.
+    def begin(self, examples: Iterable[Packed], functions: Callable[[int], Sequence[int]] | None = None) -> list[Begun]:
+        """Have functions run on examples; returns at once.
+
+        Args:
+          functions: Numbers of the functions that run on the n-th example; None is every one on all.
 
         Raises:
           RewardsFailing: If too many calls of a function failed in a row.
           RuntimeError: If the pool is closed, or its processes keep dying while they start.
         """
-        begun = [self._calls(packed) for packed in examples]
+        every = range(len(self._functions))
+        begun = [self._calls(packed, functions(n) if functions else every) for n, packed in enumerate(examples)]
         self._crew.submit(call for calls in begun for call in calls if not call.answer.done())
         return begun
 
-    def _calls(self, packed: Packed) -> Begun:
+    def _calls(self, packed: Packed, functions: Sequence[int]) -> Begun:
         if isinstance(packed, bytes):
-            return tuple(RewardCall(function, packed) for function in range(len(self._functions)))
-        calls = tuple(RewardCall(function, b"") for function in range(len(self._functions)))
+            return tuple(RewardCall(function, packed) for function in functions)
+        calls = tuple(RewardCall(function, b"") for function in functions)
         for call in calls:
             call.answer.set_result(packed)
         return calls

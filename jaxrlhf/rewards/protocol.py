@@ -4,11 +4,12 @@ A reward function reads texts and returns a number:
 
     def score(prompt: str, response: str, answer: str | None, record: Mapping) -> float | None
 
-Marked with `@batched` it takes four lists and returns a list of numbers; the lists hold whatever
-responses have ended by then, so no number may depend on the other responses; an exception in
-place of a number says why that one has none. Either kind may be
-`async def`; many examples of an async function are then in flight at once. Functions run in
-worker processes, several at a time, and may be called again for an example whose
+One that has an argument `question` too is given the prompt without its chat template: what the
+user asked or, of several messages, all of them with their roles. Marked with `@batched` it takes
+lists of these and returns a list of numbers; they hold whatever responses have ended by then, so no
+number may depend on the other responses; an exception in place of a number says why that one has
+none. Either kind may be `async def`; many examples of an async function are then in flight at once.
+Functions run in worker processes, several at a time, and may be called again for an example whose
 batch failed.
 
 A response is *unscorable*, which is not a score of 0, when the function returns None, NaN or
@@ -27,12 +28,17 @@ Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Example:
-    """One response as a reward function sees it."""
+    """One response as a reward function sees it.
+
+    Attributes:
+      question: The prompt without its chat template; None is the prompt itself.
+    """
 
     prompt: str
     response: str
     answer: str | None
     record: Mapping[str, Any]
+    question: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,11 +94,26 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def as_lists(examples: Sequence[Example]) -> tuple[list[str], list[str], list[str | None], list[Mapping[str, Any]]]:
-    """The four arguments of a batched function."""
-    return (
-        [example.prompt for example in examples],
-        [example.response for example in examples],
-        [example.answer for example in examples],
-        [example.record for example in examples],
-    )
+def asks_question(function: Callable[..., Any]) -> bool:
+    """True for functions with an argument `question`."""
+    try:
+        return "question" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some functions written in C do not tell
+        return False
+
+
+def called(function: Callable[..., Any], example: Example) -> Any:
+    """The call of a function on an example."""
+    further = {"question": example.question or example.prompt} if asks_question(function) else {}
+    return function(*_arguments(example), **further)
+
+
+def called_on_all(function: Callable[..., Any], examples: Sequence[Example]) -> Any:
+    """The call of a batched function on examples."""
+    columns = map(list, zip(*map(_arguments, examples), strict=True))
+    questions = [example.question or example.prompt for example in examples]
+    return function(*columns, **({"question": questions} if asks_question(function) else {}))
+
+
+def _arguments(example: Example) -> tuple[str, str, str | None, Mapping[str, Any]]:
+    return example.prompt, example.response, example.answer, example.record

@@ -5,6 +5,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxrlhf import config
 from jaxrlhf.batch import Scores
 from jaxrlhf.config import Refusal
 from jaxrlhf.rewards.crew import Crew
-from jaxrlhf.rewards.parts import ENVIRONMENT, part_names, reward_function
+from jaxrlhf.rewards.parts import ENVIRONMENT, reward_function, source_parts
 from jaxrlhf.rewards.pool import Begun, Packed, RewardPool, pack
 from jaxrlhf.rewards.protocol import Example, Failure, RewardsFailing
 
@@ -41,6 +42,7 @@ class Scorer:
 
     Args:
       rewards: The parts and their weights. A part of weight 0 is computed and reported only.
+      sources: Parts of sources that have some of their own, in place of the rewards', by the source's name.
       models: What scores texts for each `ModelReward`, by its path.
       output: File that receives what reward functions print; None is the standard error stream.
 
@@ -58,18 +60,22 @@ class Scorer:
         self,
         rewards: config.Rewards,
         *,
+        sources: Mapping[str, Sequence[config.RewardPart]] | None = None,
         models: Mapping[str, ScoreTexts] | None = None,
         output: Path | None = None,
     ) -> None:
-        self.names = part_names(rewards.parts)
+        named = source_parts(rewards.parts, sources or {})
+        self.names = [one.name for one in named]
+        self._source_of = {one.name: one.source for one in named}
+        self._own = frozenset(sources or {})
         self.failures: list[Failure] = []
         self.counts: dict[str, int] = {}
         self.ahead = (0, 0)
-        self._weights = [part.weight for part in rewards.parts]
+        self._weights = [one.part.weight for one in named]
         self._most_failures, self._fruitless = rewards.failures_in_a_row, (0, 0)
         self._models: dict[str, ScoreTexts] = {}
         functions = []
-        for name, part in zip(self.names, rewards.parts, strict=True):
+        for name, part, _ in named:
             if isinstance(part, config.ModelReward):
                 self._models[name] = _model(part, models or {})
             else:
@@ -88,7 +94,7 @@ class Scorer:
             self._pool = RewardPool(crew)
         # Only this thread touches what is begun, so that whoever begins a response does not wait.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="begin rewards")
-        self._batches: deque[dict[Packed, list[Begun]]] = deque([defaultdict(list)])
+        self._batches: deque[dict[tuple[Packed, str], list[Begun]]] = deque([defaultdict(list)])
 
     def close(self) -> None:
         """End the pool's processes."""
@@ -107,14 +113,25 @@ class Scorer:
         if self._pool:
             self._thread.submit(self._open, self._pool)
 
-    def begin(self, prompt: str, response: Callable[[], str], answer: str | None, record: Mapping[str, Any]) -> None:
+    def begin(
+        self,
+        prompt: str,
+        response: Callable[[], str],
+        answer: str | None,
+        record: Mapping[str, Any],
+        question: str | None = None,
+        source: str = "",
+    ) -> None:
         """Have the functions score a response of the open batch; returns at once.
 
         Args:
           response: Gives the text; called on a thread of the scorer.
+          question: The prompt without its chat template.
+          source: Name of the source of the prompt.
         """
         if self._pool:
-            self._thread.submit(self._begin, self._pool, prompt, response, answer, record)
+            example = Example(prompt, "", answer, dict(record), question)
+            self._thread.submit(self._begin, self._pool, example, response, source)
 
     def score(
         self,
@@ -123,6 +140,8 @@ class Scorer:
         answers: Sequence[str | None],
         records: Sequence[Mapping[str, Any]],
         *,
+        questions: Sequence[str | None] | None = None,
+        sources: Sequence[str] | None = None,
         finished: Sequence[bool] | None = None,
         environment_B: np.ndarray | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -135,6 +154,8 @@ class Scorer:
         one line per part, and kept in `failures` and `counts` until the next call.
 
         Args:
+          questions: Prompts without their chat template; None is the prompts.
+          sources: Name of each prompt's source; None is of none.
           finished: Whether a response came to its end, for models; None is that all did.
           environment_B: Further part of weight 1, of episodes: what their environments paid, NaN where one failed.
           progress: Called now and then with the number of finished function calls and their total.
@@ -152,9 +173,12 @@ class Scorer:
             )
         parts = {name: np.full(len(prompts), np.nan, np.float32) for name in self.names}
         self.failures = []
-        examples = [Example(*row) for row in zip(prompts, responses, answers, map(dict, records), strict=True)]
+        asked = questions or [None] * len(prompts)
+        columns = prompts, responses, answers, map(dict, records), asked
+        examples = [Example(*row) for row in zip(*columns, strict=True)]
+        names = list(sources or [""] * len(prompts))
         if self._pool:
-            self._run_functions(self._pool, examples, parts, progress or (lambda done, total: None))
+            self._run_functions(self._pool, examples, names, parts, progress or (lambda done, total: None))
         for name, score_texts in self._models.items():
             parts[name] = self._run_model(name, score_texts, list(zip(prompts, responses, ended, strict=True)))
         self.failures.sort(key=lambda failure: (self.names.index(failure.part), failure.index))
@@ -163,7 +187,7 @@ class Scorer:
         weights = self._weights
         if environment_B is not None:
             parts, weights = {**parts, ENVIRONMENT: environment_B.astype(np.float32)}, [*weights, 1.0]
-        scores = _combine(parts, weights)
+        scores = _combine(parts, weights, [self._scores(name, names) for name in parts])
         self._count_fruitless(np.asarray(scores.scorable_B))
         return scores
 
@@ -172,29 +196,45 @@ class Scorer:
         while len(self._batches) > BATCHES_AHEAD:
             pool.drop(begun for several in self._batches.popleft().values() for begun in several)
 
-    def _begin(
-        self, pool: RewardPool, prompt: str, response: Callable[[], str], answer: str | None, record: Mapping[str, Any]
-    ) -> None:
-        # What is raised here is not lost: then `score` is the first to do the same.
-        packed = pack(Example(prompt, response(), answer, dict(record)))
-        begun = pool.begin([packed])
-        self._batches[-1][packed] += begun
+    def _scores(self, name: str, sources: Sequence[str]) -> np.ndarray:
+        """`[B]`, True where a part scores: of its source or, if it is the run's, of sources without own ones."""
+        own = self._source_of.get(name)
+        if own is None:
+            return np.array([name == ENVIRONMENT or source not in self._own for source in sources], bool)
+        return np.array([source == own for source in sources], bool)
 
-    def _take(self, pool: RewardPool, examples: list[Example]) -> list[Begun]:
+    def _numbers(self, source: str) -> list[int]:
+        """Numbers of the functions that score a source."""
+        return [number for number, name in enumerate(self._functions) if self._scores(name, [source])[0]]
+
+    def _begin(self, pool: RewardPool, example: Example, response: Callable[[], str], source: str) -> None:
+        # What is raised here is not lost: then `score` is the first to do the same.
+        packed = pack(replace(example, response=response()))
+        begun = pool.begin([packed], lambda _: self._numbers(source))
+        self._batches[-1][packed, self._scored_as(source)] += begun
+
+    def _take(self, pool: RewardPool, examples: list[Example], sources: list[str]) -> list[Begun]:
         """The calls for each example: those that were begun, or new ones."""
         packed = [pack(example) for example in examples]
-        found = [self._find(one) for one in packed]
+        found = [self._find(one, self._scored_as(source)) for one, source in zip(packed, sources, strict=True)]
         under_way = sum(call.started for begun in found if begun for call in begun)
-        self.ahead = under_way, len(examples) * len(self._functions)
-        new = iter(pool.begin(one for one, begun in zip(packed, found, strict=True) if begun is None))
-        return [begun or next(new) for begun in found]
+        numbers = {source: self._numbers(source) for source in set(sources)}
+        self.ahead = under_way, sum(len(numbers[source]) for source in sources)
+        missing = [n for n, begun in enumerate(found) if begun is None]
+        new = iter(pool.begin([packed[n] for n in missing], lambda n: numbers[sources[missing[n]]]))
+        return [next(new) if begun is None else begun for begun in found]
 
-    def _find(self, packed: Packed) -> Begun | None:
+    def _scored_as(self, source: str) -> str:
+        """Name of the source whose parts score a response; "" for the run's."""
+        return source if source in self._own else ""
+
+    def _find(self, packed: Packed, scored_as: str) -> Begun | None:
+        key = packed, scored_as
         for batch in self._batches:
-            if packed in batch:
-                begun = batch[packed].pop(0)
-                if not batch[packed]:
-                    del batch[packed]
+            if key in batch:
+                begun = batch[key].pop(0)
+                if not batch[key]:
+                    del batch[key]
                 return begun
         return None
 
@@ -202,12 +242,13 @@ class Scorer:
         self,
         pool: RewardPool,
         examples: list[Example],
+        sources: list[str],
         parts: dict[str, np.ndarray],
         progress: Callable[[int, int], None],
     ) -> None:
-        total = len(examples) * len(self._functions)
         shown_at = time.monotonic()
-        begun = self._thread.submit(self._take, pool, examples).result()
+        begun = self._thread.submit(self._take, pool, examples, sources).result()
+        total = self.ahead[1]
         for done, outcome in enumerate(pool.finish(begun), start=1):
             if outcome.failure is None:
                 parts[self._functions[outcome.function]][outcome.index] = outcome.value
@@ -256,8 +297,10 @@ class Scorer:
                 )
 
 
-def _combine(parts: dict[str, np.ndarray], weights: Sequence[float]) -> Scores:
-    needed = [(weight, part_B) for weight, part_B in zip(weights, parts.values(), strict=True) if weight]
+def _combine(parts: dict[str, np.ndarray], weights: Sequence[float], scoring: Sequence[np.ndarray]) -> Scores:
+    """The weighted sum over the parts that score each row."""
+    columns = zip(weights, parts.values(), scoring, strict=True)
+    needed = [(weight, np.where(scores_B, part_B, 0.0)) for weight, part_B, scores_B in columns if weight]
     rows = len(next(iter(parts.values())))
     total_B = sum((weight * part_B.astype(np.float64) for weight, part_B in needed), np.zeros(rows))
     # NaN marks failures; a sum beyond float32 is no score either.

@@ -26,7 +26,7 @@ from jaxrlhf.processes.descendants import adopt_orphans, ends_descendants
 from jaxrlhf.processes.guards import Builtins, Watchdog, settle
 from jaxrlhf.processes.loading import one_line
 from jaxrlhf.rewards.functions import resolve
-from jaxrlhf.rewards.protocol import Cause, Example, as_lists, is_async, is_batched
+from jaxrlhf.rewards.protocol import Cause, Example, called, called_on_all, is_async, is_batched
 
 LARGEST_SCORE = 3.4028234663852886e38  # of float32
 ORPHAN_CHECK_S = 5.0
@@ -159,7 +159,7 @@ class _Caller:
         try:
             example: Example = pickle.loads(pickled)
             with self._builtins_kept():
-                value = function(example.prompt, example.response, example.answer, example.record)
+                value = called(function, example)
             return judge(index, value)
         except BaseException as error:  # SystemExit too: whatever a user's function raises is about its example
             return self._raised(index, error)
@@ -188,9 +188,9 @@ class _Caller:
         indices = [index for index, _ in examples]
         self._watchdog.begin_call()
         try:
-            columns = as_lists([pickle.loads(pickled) for _, pickled in examples])
+            unpickled = [pickle.loads(pickled) for _, pickled in examples]
             with self._builtins_kept():
-                values = function(*columns)
+                values = called_on_all(function, unpickled)
                 if inspect.iscoroutine(values):
                     values = self._runner.run(values)
             answers: Sequence[Message] = judge_all(indices, values)
@@ -206,7 +206,7 @@ class _Caller:
                 example: Example = pickle.loads(pickled)
                 async with limit:
                     with self._builtins_kept():
-                        value = await function(example.prompt, example.response, example.answer, example.record)
+                        value = await called(function, example)
                 answer = judge(index, value)
             except BaseException as error:
                 answer = self._raised(index, error)

@@ -27,7 +27,7 @@ COLUMNS: Mapping[str, str] = {
     "eval/accuracy": "accuracy {:.3f}",
     "response/length_mean": "length {:.1f}",
     "kl/ref": "kl {:.4f}",
-    "throughput/generated_tokens_per_s": "{:,.0f} tokens/s",
+    "throughput/generated_tokens_per_s": "generates {:,.0f} tokens/s",
     "time/step_s": "{:.2f} s/step",
 }
 PLAIN_WIDTH = 120

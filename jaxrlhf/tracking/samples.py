@@ -72,8 +72,12 @@ def read_samples(path: Path | str, *, n: int) -> list[Sample]:
     return [Sample(**{name: value for name, value in record.items() if name in known}) for record in chosen]
 
 
-def show_samples(samples: Sequence[Sample], *, console: Console | None = None) -> None:
-    """Print samples: in frames on a terminal or in a notebook, as plain lines elsewhere."""
+def show_samples(samples: Sequence[Sample], *, source: str | None = None, console: Console | None = None) -> None:
+    """Print samples: in frames on a terminal or in a notebook, as plain lines elsewhere.
+
+    Args:
+      source: Policy that they are of; None is the run's own at their step.
+    """
     console = console or Console()
     for sample in samples:
         # Text, not str: what a model writes may look like rich's markup.
@@ -81,12 +85,14 @@ def show_samples(samples: Sequence[Sample], *, console: Console | None = None) -
             body = Group(Text(sample.prompt, style="dim"), Rule(style="dim"), Text(sample.response))
             if sample.episode is not None:
                 body = Group(*(_spoken(message) for message in sample.episode["messages"]))
-            console.print(Panel(body, title=Text(_caption(sample)), title_align="left", border_style=_colour(sample)))
+            console.print(
+                Panel(body, title=Text(_caption(sample, source)), title_align="left", border_style=_colour(sample))
+            )
         else:
-            plain = f"--- {_caption(sample)}\n{sample.prompt}\n>>>\n{sample.response}\n"
+            plain = f"--- {_caption(sample, source)}\n{sample.prompt}\n>>>\n{sample.response}\n"
             if sample.episode is not None:
                 spoken = "\n".join(_spoken(message).plain for message in sample.episode["messages"])
-                plain = f"--- {_caption(sample)}\n{spoken}\n"
+                plain = f"--- {_caption(sample, source)}\n{spoken}\n"
             console.print(Text(plain), soft_wrap=True)
 
 
@@ -101,12 +107,12 @@ def _spoken(message: Mapping[str, Any]) -> Text:
     return Text(f"{message['role']}: {' '.join(part for part in said if part)}", style=style)
 
 
-def _caption(sample: Sample) -> str:
+def _caption(sample: Sample, source: str | None) -> str:
     score = "unscorable" if sample.score is None else f"score {sample.score:.3g}"
     answer = "" if sample.answer is None else f" · answer {sample.answer}"
     cut = " (cut)" if sample.truncated else ""
     turns = "" if sample.episode is None else f" · {len(sample.episode['turns'])} turns, {sample.episode['stop']}"
-    return f"step {sample.step} · {score}{answer} · {sample.response_length} tokens{cut}{turns}"
+    return f"{source or f'step {sample.step}'} · {score}{answer} · {sample.response_length} tokens{cut}{turns}"
 
 
 def _colour(sample: Sample) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 ON_HOST = "(host)"
+_END = b"]\n"
 
 
 class Call(NamedTuple):
@@ -39,7 +40,7 @@ class StepCalls(NamedTuple):
 class TimelineFile:
     """Appends calls to a trace in the JSON array format, one line of the picture for each role.
 
-    That format may end after any event, so the trace of a running or killed run opens too.
+    That format may end after any event, so the trace of a running or killed run opens too; `close` makes it whole JSON.
 
     Args:
       resumed: Go on with an existing file; an event torn by a kill is cut off.
@@ -49,6 +50,9 @@ class TimelineFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = path.read_bytes() if resumed and path.exists() else b""
         kept = whole[: whole.rfind(b"\n") + 1] or b"[\n"
+        if kept.endswith(_END):  # of a run that came to its end, and goes on
+            kept = kept.removesuffix(_END).removesuffix(b"\n")
+            kept += b"\n" if kept == b"[" else b",\n"
         self._file: BinaryIO = open(path, "wb")  # noqa: SIM115  open until close()
         self._file.write(kept)
         self._file.flush()
@@ -70,4 +74,11 @@ class TimelineFile:
         self._file.write(json.dumps(event | {"pid": 0, "tid": self._lines[role]}).encode() + b",\n")
 
     def close(self) -> None:
-        self._file.close()
+        """End the array, so that the file is JSON to any reader."""
+        end = self._file.tell()
+        with self._file:
+            if end > len(b"[\n"):
+                self._file.seek(end - len(b",\n"))
+                self._file.truncate()
+                self._file.write(b"\n")
+            self._file.write(_END)

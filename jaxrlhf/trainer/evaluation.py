@@ -1,54 +1,129 @@
 """Accuracy on held-out problems."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from jaxrlhf.batch import Problem
-from jaxrlhf.config import Config, Sampling
+from jaxrlhf.batch import Problem, Scores
+from jaxrlhf.config import Config, EvaluationSet, Sampling
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.collect import answered
 from jaxrlhf.dataflows.step import Metrics, value_of
-from jaxrlhf.rewards.parts import first_part
+from jaxrlhf.rewards.answers import final_answer
+from jaxrlhf.rewards.parts import first_part, part_names
 from jaxrlhf.single_controller.pools import Roles
+from jaxrlhf.trainer.samples import texts_of
+
+Decode = Callable[[Sequence[int]], str]
 
 _SEED = 20_000_003
 """Seed of evaluation samples, the same at every step so that steps can be compared."""
 
 
+@dataclass(frozen=True)
+class HeldOutSet:
+    """A set of an evaluation, tokenised."""
+
+    settings: EvaluationSet
+    problems: Sequence[Problem]
+
+
+def evaluations(
+    roles: Roles, config: Config, held_out: Sequence[Problem], sets: Sequence[HeldOutSet], decode: Decode
+) -> Iterator[tuple[Metrics, ScoredRollout]]:
+    """The metrics and answers of the held-out problems, and then of each further set, named after it."""
+    if held_out:
+        yield evaluate(roles, config, held_out, decode)
+    for one in sets:
+        settings = one.settings
+        sampling = settings.sampling if settings.samples > 1 else None
+        how: dict[str, Any] = {"sampling": sampling, "samples": settings.samples, "prefix": f"eval/{settings.name}"}
+        yield evaluate(roles, config, one.problems, decode, **how)
+
+
 def evaluate(
-    roles: Roles, config: Config, problems: Sequence[Problem], *, sampling: Sampling | None = None, samples: int = 1
+    roles: Roles,
+    config: Config,
+    problems: Sequence[Problem],
+    decode: Decode,
+    *,
+    sampling: Sampling | None = None,
+    samples: int = 1,
+    prefix: str = "eval",
 ) -> tuple[Metrics, ScoredRollout]:
     """Answer every problem and score the answers by the first reward; with an environment, in an episode each.
 
     Args:
+      decode: Token ids to text.
       sampling: None decodes greedily.
       samples: Answers per problem; with more than one, pass@k is estimated for k up to it.
+      prefix: First part of the metrics' names.
 
     Returns:
       `eval/accuracy` (mean score of the first reward over scorable answers), lengths and
-      counts, `eval/pass@k` where `samples` is above 1; and the answers with their scores.
+      counts, `eval/pass@k`, `eval/maj@k` and `eval/avg@k` where `samples` is above 1, the
+      accuracy of each source where there are several; and the answers with their scores.
     """
     sampling = sampling or Sampling(greedy=True)
     answers = answered(roles, config, problems, sampling, responses_per_prompt=samples, seed=_SEED)
     rollout, scores = value_of(answers.rollout), value_of(answers.scores)
-    # By name: scores joined from several processes have their parts in another order.
-    first = np.asarray(scores.parts[first_part(config.rewards)])
-    finite = np.isfinite(first)
+    first = _first_scores(config, scores, [problem.source for problem in problems for _ in range(samples)])
     length_B = rollout.sequences.mask_BT.sum(axis=1)
     metrics = {
-        "eval/accuracy": float(first[finite].mean()) if finite.any() else float("nan"),
-        "eval/problems": float(len(problems)),
-        "eval/unscorable": float((~finite).sum()),
-        "eval/length_mean": float(length_B.mean()),
-        "eval/truncated_fraction": float(np.mean(rollout.truncated_B)),
+        f"{prefix}/accuracy": _mean(first),
+        f"{prefix}/problems": float(len(problems)),
+        f"{prefix}/unscorable": float((~np.isfinite(first)).sum()),
+        f"{prefix}/length_mean": float(length_B.mean()),
+        f"{prefix}/truncated_fraction": float(np.mean(rollout.truncated_B)),
     }
+    score_PG = first.reshape(len(problems), samples)
+    for source in sorted({problem.source for problem in problems} - {prefix.removeprefix("eval/"), ""}):
+        own = np.array([problem.source == source for problem in problems])
+        metrics[f"{prefix}/{source}/accuracy"] = _mean(score_PG[own])
     if samples > 1:
-        score_PG = first.reshape(len(problems), samples)
         for k in [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < samples] + [samples]:
-            metrics[f"eval/pass@{k}"] = _mean_pass_at_k(score_PG, k)
-    metrics |= {f"eval/{name}": value for name, value in answers.metrics.items() if not name.startswith("time/")}
+            metrics[f"{prefix}/pass@{k}"] = _mean_pass_at_k(score_PG, k)
+        metrics[f"{prefix}/maj@{samples}"] = majority(texts_of(answers, decode), score_PG)
+        metrics[f"{prefix}/avg@{samples}"] = metrics[f"{prefix}/accuracy"]
+    metrics |= {f"{prefix}/{name}": value for name, value in answers.metrics.items() if not name.startswith("time/")}
     return metrics, answers
+
+
+def majority(texts: Sequence[str], score_PG: np.ndarray) -> float:
+    """maj@k: mean score of each problem's most frequent final answer, the earliest of those that are as frequent.
+
+    Answers that name nothing, or have no score, do not vote; a problem on which none does has the score 0.
+
+    Source: Wang et al. 2022 (arXiv:2203.11171).
+
+    Args:
+      texts: Responses, as many to each problem.
+    """
+    won = []
+    for group, score_G in enumerate(score_PG):
+        own = texts[group * len(score_G) : (group + 1) * len(score_G)]
+        named = [(final_answer(text), score) for text, score in zip(own, score_G.tolist(), strict=True)]
+        votes = Counter(answer for answer, score in named if answer is not None and np.isfinite(score))
+        best = max(votes, key=votes.__getitem__, default=None)  # the first of equals: a Counter keeps their order
+        won.append(next((score for answer, score in named if answer == best and np.isfinite(score)), 0.0))
+    return float(np.mean(won))
+
+
+def _first_scores(config: Config, scores: Scores, sources: Sequence[str]) -> np.ndarray:
+    """`[B]` scores of each row's first reward, that of its source where that has own ones; NaN where it failed."""
+    # By name: scores joined from several processes have their parts in another order.
+    own = {source: f"{source}/{part_names(parts)[0]}" for source, parts in config.source_rewards.items()}
+    default = first_part(config.rewards)
+    names = [own.get(source, default) for source in sources]
+    return np.array([float(scores.parts[name][row]) for row, name in enumerate(names)])
+
+
+def _mean(scores: np.ndarray) -> float:
+    finite = scores[np.isfinite(scores)]
+    return float(finite.mean()) if finite.size else float("nan")
 
 
 def _mean_pass_at_k(score_PG: np.ndarray, k: int) -> float:

@@ -1,6 +1,7 @@
 """The log of a phase: metrics, samples, the curve, and where the time went."""
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,7 +29,16 @@ from jaxrlhf.tracking import (
     typical,
 )
 from jaxrlhf.tracking.files import CURVE, EVALUATION, METRICS, PROFILE, SAMPLES, TIMELINE, TIMELINE_PICTURE
+from jaxrlhf.tracking.records import read_records
 from jaxrlhf.trainer.failures import writing
+
+
+def last_metrics(directory: Path) -> dict[str, float]:
+    """Metrics of the last step in a run's folder, without those that were not finite."""
+    if not (directory / METRICS).exists():
+        return {}
+    last = deque(read_records(directory / METRICS), maxlen=1)
+    return {name: value for record in last for name, value in record.items() if name != "step" and value is not None}
 
 
 class PhaseLog:

@@ -6,15 +6,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import numpy as np
+
 from jaxrlhf.batch import Problem
 from jaxrlhf.batching.transfer_protocol import Part, parts_of
 from jaxrlhf.checkpoint import Checkpoints, Item
-from jaxrlhf.config import Config, Refusal, function_of
-from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.config import Config, Mixture, Refusal, function_of
+from jaxrlhf.dataflows.batches.scored import ScoredRollout, mean_scores
 from jaxrlhf.dataflows.step import Metrics, StepResult
 from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.tracking import Call, StepCalls
-from jaxrlhf.trainer.evaluation import evaluate
+from jaxrlhf.trainer.evaluation import HeldOutSet, evaluations
 from jaxrlhf.trainer.failures import DiskFull, afterwards, writing
 from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.samples import to_samples
@@ -33,6 +35,7 @@ class Loop:
       roles: Roles that the step calls.
       schedule: Runs the algorithm's steps.
       held_out: Problems to evaluate on; empty evaluates nothing.
+      sets: Further problems to evaluate on.
       checkpoints: Checkpoints of the phase.
       log: Opens the phase's log, given the steps already done.
       decode: Token ids to text.
@@ -49,6 +52,7 @@ class Loop:
     checkpoints: Checkpoints
     log: Callable[[int], PhaseLog]
     decode: Callable[[Sequence[int]], str]
+    sets: Sequence[HeldOutSet] = ()
     prompt_lengths: Sequence[int] = ()
     on_step: OnStep | None = None
     stop: Stop = field(default_factory=Stop)
@@ -74,7 +78,7 @@ class Loop:
                     self.stop.step = number
                     with self._naming_step(number):
                         state, metrics = self._step(number, state, log)
-                        if self.stop.asked or _due(number, self.config.checkpoint.every_steps, self.config.steps):
+                        if self.stop.asked or _due(number, self.config.saving.every_steps or 0, self.config.steps):
                             self._save(number, state, metrics)
                     if self.stop.asked and number < self.config.steps:
                         return False
@@ -116,13 +120,15 @@ class Loop:
             collected, result = self._checked(*self.schedule.step(number - 1, state, doing=self._doing))
             self._task = "writing responses"
             self._keep_responses(number, collected, result, log)  # models may be trained meanwhile
+            by_source = self._observe(collected)
             self._task = "updating models"
             result = result.with_updates()
             step = StepCalls(number, start, time.perf_counter(), tuple(self.roles.timeline.take()))
             idle = _idle_shares(busy_s, self.roles.timeline.busy_s(), step.seconds)
         self._task = "logging"
         log.step_calls(step)
-        metrics = {**result.metrics, **sent, **self.schedule.metrics(), **self._timing(step, collected, result), **idle}
+        timing = self._timing(step, collected, result) | idle
+        metrics = {**result.metrics, **by_source, **sent, **self.schedule.metrics(), **timing}
         if _due(number, self.config.evaluation.every_steps, self.config.steps):
             metrics |= self._evaluate(number, log)
         if "eval/accuracy" in before:  # an algorithm's own evaluation may know of none
@@ -150,13 +156,30 @@ class Loop:
         if isinstance(collected, ScoredRollout):
             log.rollout(to_samples(number, collected, self.decode, logp_BT=result.logp_BT))
 
+    def _observe(self, collected: Any) -> Metrics:
+        """Tell the loader of the scores, and report the mean of each source of a mixture."""
+        online = self.config.selection.online
+        if not (isinstance(collected, ScoredRollout) and (online or isinstance(self.config.data, Mixture))):
+            return {}
+        score_P = mean_scores(collected)
+        prompts = [problem.prompt_id for problem in collected.problems]
+        known = {prompt: float(score) for prompt, score in zip(prompts, score_P, strict=True) if np.isfinite(score)}
+        if online:
+            self.schedule.loader.observe(known)
+        scores: dict[str, list[float]] = {}
+        for problem, score in zip(collected.problems, score_P, strict=True):
+            if problem.source and np.isfinite(score):
+                scores.setdefault(problem.source, []).append(float(score))
+        means = {f"source/{name}/score": float(np.mean(given)) for name, given in scores.items()}
+        return means | {f"source/{name}/prompts": float(len(given)) for name, given in scores.items()}
+
     def _profiled(self, number: int, log: PhaseLog) -> AbstractContextManager[None]:
         """Trace the devices within the block, if the configuration asks for this step."""
         wanted = number in self.config.profile_steps
         return self.roles.profiled(log.profile_folder(number)) if wanted else nullcontext()
 
     def _evaluate(self, number: int, log: PhaseLog) -> Metrics:
-        if not self.held_out:
+        if not (self.held_out or self.sets):
             return {}
         self._task = "evaluating"
         with self.schedule.resting():
@@ -166,11 +189,13 @@ class Loop:
         start = time.perf_counter()
         if self.config.algorithm.evaluation is not None:
             judge = function_of(self.config.algorithm, "evaluation")
-            metrics = judge(self.roles, self.config, self.held_out)
-            return {**metrics, "time/eval_s": time.perf_counter() - start}
-        metrics, answers = evaluate(self.roles, self.config, self.held_out)
-        seconds = time.perf_counter() - start
-        log.evaluation(to_samples(number, answers, self.decode))
+            judged: Metrics = judge(self.roles, self.config, self.held_out)
+            return {**judged, "time/eval_s": time.perf_counter() - start}
+        metrics: Metrics = {}
+        for own, answers in evaluations(self.roles, self.config, self.held_out, self.sets, self.decode):
+            metrics |= own
+            seconds = time.perf_counter() - start
+            log.evaluation(to_samples(number, answers, self.decode))
         return {**metrics, "time/eval_s": seconds}
 
     def _times(self, calls: Sequence[Call]) -> Metrics:

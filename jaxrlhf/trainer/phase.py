@@ -10,9 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.agent_loop.prompts import EpisodePrompts
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import SFT, Config, PolicyGradient, Preference, to_json
+from jaxrlhf.config import SFT, Config, Mixture, PolicyGradient, Preference, Refusal, to_json
 from jaxrlhf.data import Loader
 from jaxrlhf.data.images import ImageReader
+from jaxrlhf.data.loader import Band, Part
+from jaxrlhf.data.selection import Selected, selected
 from jaxrlhf.data.sources import Loaded, load_problems
 from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.models import AnyModel, CausalLM, model_config
@@ -22,6 +24,7 @@ from jaxrlhf.single_controller.pools import Pools
 from jaxrlhf.tracking import Logger
 from jaxrlhf.trainer.asynchronous.off_policy import OffPolicy
 from jaxrlhf.trainer.auto_placement import Placed
+from jaxrlhf.trainer.evaluation import HeldOutSet
 from jaxrlhf.trainer.failures import afterwards
 from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.loop import Loop, OnStep
@@ -39,18 +42,34 @@ class RunData:
     Attributes:
       train: The training split.
       evaluation: The held-out split.
-      held_out: The first problems of that split, which are evaluated on.
+      held_out: The first problems of that split, of each of its sources, which are evaluated on.
+      selected: Training problems of each source that are used.
+      sets: Further problems that are evaluated on.
       examples: The algorithm's own data, if it has some.
     """
 
     train: Loaded
     evaluation: Loaded
     held_out: Sequence[Problem]
+    selected: Sequence[Selected]
+    sets: Sequence[HeldOutSet] = ()
     examples: Loaded | None = None
 
     def loader(self, config: Config) -> Loader:
         """The training problems in the order of a phase."""
-        return _loader(self.train, config.algorithm.problems_per_step(config), config)
+        data, selection = config.data, config.selection
+        weights = [source.weight for source in data.sources] if isinstance(data, Mixture) else [1.0]
+        names = [name for name, _ in self.train.problems.sources]
+        columns = zip(self.selected, weights, names, strict=True)
+        return Loader(
+            self.train.problems,
+            per_step=config.algorithm.problems_per_step(config),
+            seed=config.seed,
+            fingerprint=self.train.problems.fingerprint,
+            parts=[Part(one.kept, weight, name) for one, weight, name in columns],
+            shuffle=selection.order == "shuffled",
+            band=Band(*selection.band) if selection.online else None,
+        )
 
     def example_loader(self, config: Config) -> Loader | None:
         """The algorithm's own data in the order of a phase."""
@@ -58,11 +77,8 @@ class RunData:
         if wanted is None:
             return None
         assert self.examples is not None
-        return _loader(self.examples, wanted[1], config)
-
-
-def _loader(split: Loaded, per_step: int, config: Config) -> Loader:
-    return Loader(split.problems, per_step=per_step, seed=config.seed, fingerprint=split.problems.fingerprint)
+        problems = self.examples.problems
+        return Loader(problems, per_step=wanted[1], seed=config.seed, fingerprint=problems.fingerprint)
 
 
 def load_data(config: Config, tokenizer: Any) -> RunData:
@@ -81,7 +97,35 @@ def load_data(config: Config, tokenizer: Any) -> RunData:
     examples = None
     if (wanted := config.algorithm.examples(config)) is not None:
         examples = load_problems(wanted[0], tokenizer, split="train", **limits, **solutions)
-    return RunData(train, evaluation, evaluation.problems[: config.evaluation.problems], examples)
+    chosen = [selected(train.problems, index, config.selection) for _, index in train.problems.sources]
+    sets = load_sets(config, tokenizer)
+    return RunData(train, evaluation, first_of_sources(evaluation, config), chosen, sets, examples)
+
+
+def first_of_sources(evaluation: Loaded, config: Config) -> list[Problem]:
+    """The first held-out problems of each source."""
+    most, table = config.evaluation.problems, evaluation.problems
+    return [table[n] for _, index in table.sources for n in index[:most].tolist()]
+
+
+def load_sets(config: Config, tokenizer: Any) -> list[HeldOutSet]:
+    """Read and tokenise the further data sets of an evaluation.
+
+    Raises:
+      Refusal: Files that cannot be read, or a data set without a held-out split.
+    """
+    sets = []
+    for given in config.evaluation.sets:
+        problems = load_problems(given, tokenizer, split="evaluation", **_limits(config, tokenizer)).problems
+        if not len(problems):
+            raise Refusal(f"evaluation set {given.name!r}: its data has no held-out split; name one in its settings")
+        sets.append(HeldOutSet(given, problems[: given.problems]))
+    return sets
+
+
+def load_training(config: Config, tokenizer: Any) -> Loaded:
+    """Read and tokenise the prompts of the training split alone; errors as of `load_data`."""
+    return load_problems(config.data, tokenizer, split="train", **_limits(config, tokenizer))
 
 
 def load_evaluation(config: Config, tokenizer: Any) -> Loaded:
@@ -99,7 +143,8 @@ def _reader(config: Config, tokenizer: Any) -> ImageReader | None:
 def _limits(config: Config, tokenizer: Any) -> dict[str, Any]:
     """Limits of tokens, and readers of images and of episodes' records."""
     limits: dict[str, Any] = {"max_prompt_tokens": config.rollout.max_prompt_tokens}
-    limits["reader"] = _reader(config, tokenizer)
+    limits |= {"reader": _reader(config, tokenizer), "system_prompt": config.system_prompt}
+    limits["environment_key"] = getattr(config.environment, "field", None)
     if config.environment is not None:
         limits["episodes"] = EpisodePrompts(config.environment, tokenizer)
     if isinstance(config.algorithm, Preference):  # answers are read in both splits
@@ -166,6 +211,7 @@ def run_phase(
     start: Path | None,
     *,
     held_out: Sequence[Problem] = (),
+    sets: Sequence[HeldOutSet] = (),
     on_step: OnStep | None = None,
     loggers: Sequence[Logger] = (),
 ) -> Path | None:
@@ -181,12 +227,12 @@ def run_phase(
     algorithm, data = config.algorithm, context.data
     total = config.steps * algorithm.updates_per_step(config)
     roles = pools.roles(Phase(config, tuple(config.all_roles), total, start))
-    checkpoints = Checkpoints(
-        config.folder / CHECKPOINTS, keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
-    )
+    saving = config.saving
+    checkpoints = Checkpoints(config.folder / CHECKPOINTS, keep_last=saving.keep_last, keep_best=saving.keep_best or 0)
     generates = "reward" in config.roles or (held_out and algorithm.evaluation is None)
     train_lengths = data.train.problems.prompt_tokens.lengths.tolist() if generates else []
-    held_out_lengths = [len(problem.prompt_tokens) for problem in held_out] if generates else []
+    asked = [*held_out, *(problem for one in sets for problem in one.problems)]
+    held_out_lengths = [len(problem.prompt_tokens) for problem in asked] if generates else []
     kind = OffPolicy if config.rollout.staleness and isinstance(algorithm, PolicyGradient) else Synchronous
     schedule = kind(config, roles, data.loader(config), data.example_loader(config))
     loop = Loop(
@@ -194,6 +240,7 @@ def run_phase(
         roles=roles,
         schedule=schedule,
         held_out=held_out,
+        sets=sets,
         checkpoints=checkpoints,
         log=_log_opener(context, config, loggers),
         decode=decoder(context.tokenizer),

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import jax.numpy as jnp
+from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batch import Diverged
 from jaxrlhf.checkpoint import Checkpoints
@@ -19,11 +20,12 @@ from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.save import check_new, save_each
 from jaxrlhf.models.parameters import param_shapes
 from jaxrlhf.single_controller.launch import launch
+from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.tracking import RunConsole, SettingsTable, default_console, show_samples
 from jaxrlhf.trainer.auto_placement import placed_for_evaluation
-from jaxrlhf.trainer.evaluation import evaluate
+from jaxrlhf.trainer.evaluation import evaluate, evaluations
 from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, checkpoint_of, placed
-from jaxrlhf.trainer.phase import load_evaluation
+from jaxrlhf.trainer.phase import first_of_sources, load_evaluation, load_sets
 from jaxrlhf.trainer.samples import to_samples
 from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 from jaxrlhf.workers.build import Phase
@@ -98,20 +100,44 @@ def check_exportable(config: Config) -> None:
         checkpoint_of(config.model, cold_start=config.cold_start is not None)
 
 
-def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: int, step: int | None = None) -> Metrics:
-    """Answer the held-out problems of a configuration and print accuracy and some answers.
+@dataclass(frozen=True)
+class ChosenPolicy:
+    """A policy that answers prompts, outside of its run.
+
+    Attributes:
+      config: The configuration, with the policy as its model.
+      name: Path or hub id, and the step of a run's checkpoint.
+      step: Step of a run's checkpoint; 0 if the policy is of no run.
+      phase: Roles that answer and score, and where their weights are.
+    """
+
+    config: Config
+    name: str
+    step: int
+    phase: Phase
+    tokenizer: PreTrainedTokenizerBase
+
+    @contextmanager
+    def roles(self, console: RunConsole) -> Iterator[Roles]:
+        """Its roles, launched for the time of the block."""
+        with (
+            _naming_the_policy(self.name),
+            closing(launch(self.config, self.tokenizer, progress=console.progress, workdir=None)) as pools,
+            closing(pools.roles(self.phase)) as roles,
+        ):
+            yield roles
+
+
+def choose_policy(config: Config, policy: str | None, step: int | None = None) -> ChosenPolicy:
+    """The policy to answer with the settings of a configuration.
 
     Args:
       policy: A run's workdir or a Hugging Face checkpoint; None is the configuration's workdir.
-      samples: Answers per problem; above 1 they are sampled as in the configuration's rollout.
-      show: Answers to print.
       step: Step of a run's checkpoint; None is the newest.
+
+    Raises:
+      Refusal: There is no such policy or checkpoint.
     """
-    if "actor" not in config.roles:
-        raise Refusal(
-            f"evaluation answers problems with a policy, and {type(config.algorithm).__name__} trains none; "
-            "how it ranks held-out pairs is in the run's metrics"
-        )
     place = Path(policy).expanduser() if policy else config.folder
     described = (place / MODEL).is_dir()
     own = isinstance(config.model, Nnx) and not described and (place / CHECKPOINTS).is_dir()
@@ -126,10 +152,6 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
     tokenizer = tokenizer_of(config)
     if config.placement == "auto":
         config = placed_for_evaluation(config, place)
-    held_out = load_evaluation(config, tokenizer).problems[: config.evaluation.problems]
-    if not held_out:
-        raise Refusal("the configuration's data has no evaluation split; name one in its data settings")
-    console = RunConsole(steps=1)
     start = adapters = None
     if from_run:
         with closing(Checkpoints(place / CHECKPOINTS, read_only=True)) as checkpoints:
@@ -144,19 +166,41 @@ def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: i
         else:
             adapters = None
     phase = Phase(config, ("actor", ROLLOUT, "reward"), total_updates=1, policy=start, adapters=adapters)
-    named = str(place if from_run else policy) + (f", step {step}," if from_run else "")
-    with (
-        console,
-        _naming_the_policy(named),
-        closing(launch(config, tokenizer, progress=console.progress, workdir=None)) as pools,
-    ):
-        with closing(pools.roles(phase)) as roles:
+    name = f"{place}, step {step}" if from_run else str(policy)
+    return ChosenPolicy(config, name, step or 0, phase, tokenizer)
+
+
+def evaluate_policy(config: Config, *, policy: str | None, samples: int, show: int, step: int | None = None) -> Metrics:
+    """Answer the held-out problems of a configuration and print accuracy and some answers.
+
+    Args:
+      policy: A run's workdir or a Hugging Face checkpoint; None is the configuration's workdir.
+      samples: Answers per problem; above 1 they are sampled as in the configuration's rollout.
+      show: Answers to print.
+      step: Step of a run's checkpoint; None is the newest.
+    """
+    if "actor" not in config.roles:
+        raise Refusal(
+            f"evaluation answers problems with a policy, and {type(config.algorithm).__name__} trains none; "
+            "how it ranks held-out pairs is in the run's metrics"
+        )
+    chosen = choose_policy(config, policy, step)
+    config, tokenizer = chosen.config, chosen.tokenizer
+    held_out, sets = first_of_sources(load_evaluation(config, tokenizer), config), load_sets(config, tokenizer)
+    if not (held_out or sets):
+        raise Refusal("the configuration's data has no evaluation split; name one in its data settings")
+    with RunConsole(steps=1) as console, chosen.roles(console) as roles:
+        metrics, decode = Metrics(), decoder(tokenizer)
+        if held_out:
             sampling = config.rollout.sampling if samples > 1 else Sampling(greedy=True)
-            metrics, scored = evaluate(roles, config, held_out, sampling=sampling, samples=samples)
-        answers = to_samples(0, scored, decoder(tokenizer))
-    show_samples(answers[: show * samples : samples])
+            metrics, scored = evaluate(roles, config, held_out, decode, sampling=sampling, samples=samples)
+            answers = to_samples(chosen.step, scored, decode)[: show * samples : samples]
+        for own, scored in evaluations(roles, config, (), sets, decode):
+            metrics |= own
+            answers = answers if held_out else to_samples(chosen.step, scored, decode)[:show]
+    show_samples(answers, source=chosen.name)
     rows = [("evaluation", name.removeprefix("eval/"), f"{value:.4g}", "") for name, value in metrics.items()]
-    console.print(SettingsTable(rows, title=str(place)))
+    console.print(SettingsTable(rows, title=chosen.name))
     return metrics
 
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Config, Refusal, function_of
+from jaxrlhf.dataflows.step import Metrics
 from jaxrlhf.models import model_config, tokenizer_of
 from jaxrlhf.resharding.wire import TransferError
 from jaxrlhf.single_controller.launch import launch
@@ -14,6 +16,7 @@ from jaxrlhf.single_controller.ray.failure import HostDied, HostHung, HostNotSta
 from jaxrlhf.tracking import Logger, MetricsWriter, SettingsTable, default_console, require_packages
 from jaxrlhf.trainer.auto_placement import place
 from jaxrlhf.trainer.failures import afterwards
+from jaxrlhf.trainer.log import last_metrics
 from jaxrlhf.trainer.loop import OnStep
 from jaxrlhf.trainer.phase import PhaseProgress, RunContext, load_data, resuming, run_phase
 from jaxrlhf.trainer.resume import check_same_start
@@ -31,10 +34,17 @@ class RunResult:
     Attributes:
       workdir: Checkpoints, metrics, samples and pictures.
       finished: False if it was asked to stop before its last step.
+      metrics: Metrics of the last step that is done; none of a dry run.
     """
 
     workdir: Path
     finished: bool
+    metrics: Metrics = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> float | None:
+        """`eval/accuracy` of the last step; None if it was not evaluated."""
+        return self.metrics.get("eval/accuracy")
 
 
 def run(
@@ -71,7 +81,7 @@ def run(
                 context = replace(context, launched=replace(context.launched, resume=True))
     if context.stop.interrupted:
         raise KeyboardInterrupt(f"{'finished' if finished else STOPPED} {workdir}")
-    return RunResult(workdir, finished)
+    return RunResult(workdir, finished, {} if dry_run else last_metrics(workdir))
 
 
 def _prepared(config: Config) -> RunContext:
@@ -95,7 +105,7 @@ def _launch_and_run(context: RunContext, on_step: OnStep | None, loggers: Sequen
     config, data, stop = context.launched, context.data, context.stop
     workdir = None if dry_run else context.workdir
     with closing(launch(config, context.tokenizer, progress=context.progress, workdir=workdir)) as pools:
-        rows = settings_rows(config, context.model, pools, data.train, data.evaluation, data.examples)
+        rows = settings_rows(config, context.model, pools, data)
         default_console().print(SettingsTable(rows, title=config.name))
         if dry_run:
             return False
@@ -106,7 +116,8 @@ def _launch_and_run(context: RunContext, on_step: OnStep | None, loggers: Sequen
                 start = _trained(phase) or run_phase(context, phase, pools, start)
                 if start is None or stop.asked:
                     return False
-            policy = run_phase(context, config, pools, start, held_out=data.held_out, on_step=on_step, loggers=loggers)
+            asked: dict[str, Any] = {"held_out": data.held_out, "sets": data.sets}
+            policy = run_phase(context, config, pools, start, **asked, on_step=on_step, loggers=loggers)
             return policy is not None
 
 

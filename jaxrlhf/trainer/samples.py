@@ -30,14 +30,12 @@ def to_samples(
         gap_BT = np.where(mask_BT, np.abs(np.asarray(logp_BT) - rollout.sampler_logp_BT), 0.0)
     length_E, gap_E, truncated_E = mask_BT.sum(axis=1), gap_BT.sum(axis=1), np.asarray(rollout.truncated_B)
     records: list[EpisodeRecord | None] = [None] * len(mask_BT)
+    texts = texts_of(collected, decode)
     if collected.record_E is not None:
         records = list(collected.record_E)
         start_E = starts_of(rollout.episodes.episode_B)
         length_E, gap_E = np.add.reduceat(length_E, start_E), np.add.reduceat(gap_E, start_E)
         truncated_E = truncated_E[start_E]
-        texts = [record.answer for record in collected.record_E]
-    else:
-        texts = response_texts(rollout, decode)
     copies = len(texts) // len(problems)
     return [
         Sample(
@@ -55,6 +53,13 @@ def to_samples(
         )
         for row, (text, record) in enumerate(zip(texts, records, strict=True))
     ]
+
+
+def texts_of(collected: ScoredRollout, decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """Text of each response, or of the last reply of each episode."""
+    if collected.record_E is not None:
+        return [record.answer for record in collected.record_E]
+    return response_texts(value_of(collected.rollout), decode)
 
 
 def _episode(record: EpisodeRecord) -> dict[str, Any]:

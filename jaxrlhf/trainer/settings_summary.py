@@ -5,6 +5,7 @@ from jaxrlhf.data.sources import Loaded
 from jaxrlhf.models import AnyModel, CausalLM
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.single_controller.pools import Pools
+from jaxrlhf.trainer.phase import RunData
 from jaxrlhf.workers.summary import SummaryRow
 
 _SHOWN = 5
@@ -15,14 +16,9 @@ def settings_rows(
     config: Config,
     model: AnyModel,
     pools: Pools,
-    train: Loaded,
-    evaluation: Loaded,
-    examples: Loaded | None = None,
+    data: RunData,
 ) -> list[SummaryRow]:
     """Derived settings of a configuration on its devices.
-
-    Args:
-      examples: The algorithm's own data, if it has some.
 
     Raises:
       Refusal: A layout or a token budget that the devices cannot hold.
@@ -31,9 +27,11 @@ def settings_rows(
         ("run", "algorithm", type(config.algorithm).__name__, f"{config.steps} steps"),
         ("run", "model", _count(model.num_parameters()), _kind(model)),
         compilation_cache.settings_row(),
-        *_split_rows("training", train, len(train.problems)),
-        *_split_rows("held out", evaluation, config.evaluation.problems),
-        *([] if examples is None else _split_rows("examples", examples, len(examples.problems))),
+        *_split_rows("training", data.train, len(data.train.problems)),
+        *_selection_rows(data),
+        *_split_rows("held out", data.evaluation, len(data.held_out)),
+        *[("data", f"set {one.settings.name}", f"{len(one.problems)} problems", "evaluated") for one in data.sets],
+        *([] if data.examples is None else _split_rows("examples", data.examples, len(data.examples.problems))),
         *_step_rows(config),
         *pools.rows(),
     ]
@@ -46,11 +44,23 @@ def _kind(model: AnyModel) -> str:
 def _split_rows(name: str, split: Loaded, wanted: int) -> list[SummaryRow]:
     used, bad = min(wanted, len(split.problems)), len(split.malformed)
     dropped = f"{split.dropped_too_long} of {split.total} dropped as too long"
+    if split.kept is not None:
+        dropped = f"{dropped}; tokenised in {split.kept}"
     rows: list[SummaryRow] = [("data", name, f"{used} problems", dropped)]
     rows += [("data", f"{name}, malformed", f"{bad} left out", what) for what in split.malformed[:_SHOWN]]
     if split.spelled:
         what = f"{len(split.spelled)} records spell one; data.control_tokens says what becomes of it"
         rows += [("data", f"{name}, control tokens", what, split.spelled[0])]
+    return rows
+
+
+def _selection_rows(data: RunData) -> list[SummaryRow]:
+    """Rows on what is used of each source, where that is not all or there are several."""
+    rows: list[SummaryRow] = []
+    for (name, index), chosen in zip(data.train.problems.sources, data.selected, strict=True):
+        if name or len(chosen.kept) < len(index):
+            left_out = f"{chosen.repeated} repeated and {chosen.outside} outside of the band are left out"
+            rows.append(("data", f"training {name}".strip() + ", used", f"{len(chosen.kept)} problems", left_out))
     return rows
 
 
@@ -67,6 +77,11 @@ def _step_rows(config: Config) -> list[SummaryRow]:
         rows.insert(1, ("step", "responses", f"{rollout.responses_per_step}", product))
         rows.insert(2, ("step", "minibatch", f"{algorithm.responses_per_update} responses", "per update"))
         rows += _staleness_rows(config, algorithm)
+    saving = config.saving
+    every = f"every {saving.every_steps} steps" if saving.every_steps else "at the end"
+    rows.append(
+        ("step", "checkpoints", every, f"the newest {saving.keep_last} and the best {saving.keep_best} are kept")
+    )
     if config.cold_start is not None:
         rows.append(("step", "cold start", f"{config.cold_start.steps} updates", "supervised, before the first step"))
     return rows

@@ -43,7 +43,9 @@ class Reward:
         return self._begin
 
     def _begin(self, problem: Problem, completion: Completion) -> None:
-        self._scorer.begin(problem.prompt, partial(self._text, completion.tokens), problem.answer, _shown(problem))
+        text = partial(self._text, completion.tokens)
+        asked = problem.question, problem.source
+        self._scorer.begin(problem.prompt, text, problem.answer, _shown(problem), *asked)
 
     def take_metrics(self) -> Metrics:
         """Fraction of the functions' work that did not wait for `compute_reward`, since the last call."""
@@ -61,6 +63,8 @@ class Reward:
             responses,
             [row.answer for row in rows],
             [_shown(row) for row in rows],
+            questions=[row.question for row in rows],
+            sources=[row.source for row in rows],
             finished=(~np.asarray(rollout.truncated_B)).tolist(),
             progress=lambda done, total: self._progress("reward", done, total),
         )
@@ -85,6 +89,8 @@ class Reward:
             [one.answer for one in episodes],
             [problem.answer for problem in problems],
             [{**problem.record, "episode": _told(one)} for problem, one in zip(problems, episodes, strict=True)],
+            questions=[problem.question for problem in problems],
+            sources=[problem.source for problem in problems],
             finished=[one.stop not in TRUNCATIONS for one in episodes],
             environment_B=np.array(paid_E, np.float32),
             progress=lambda done, total: self._progress("reward", done, total),

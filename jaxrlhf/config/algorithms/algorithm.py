@@ -15,7 +15,7 @@ from jaxrlhf.config.training import Sampling
 
 if TYPE_CHECKING:
     from jaxrlhf.config.run import Config
-    from jaxrlhf.config.sources import Data
+    from jaxrlhf.config.sources import DataSet
 
 _NARROWING = ("greedy", "top_p", "top_k", "min_tokens")
 """Settings of `Sampling` that draw tokens from another distribution than the policy's."""
@@ -63,7 +63,7 @@ class Algorithm(Settings, ABC):
         """Updates at the start that leave the policy as it is; its learning rate decays over the others."""
         return 0
 
-    def examples(self, config: Config) -> tuple[Data, int] | None:
+    def examples(self, config: Config) -> tuple[DataSet, int] | None:
         """Further data with worked solutions, and the number of them in a step; None is no such data."""
         return None
 

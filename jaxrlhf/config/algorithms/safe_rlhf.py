@@ -11,7 +11,7 @@ from jaxrlhf.config.losses import KLInLoss, KLInReward
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import RoleSpec, critic
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings
-from jaxrlhf.config.sources import Arithmetic, Data, Generated, Gsm8k, Pretrained, PromptFile
+from jaxrlhf.config.sources import Arithmetic, DataSet, Generated, Gsm8k, Pretrained, PromptFile
 from jaxrlhf.config.training import Optimizer, Training
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Ptx(Settings):
       examples_per_update: Solutions in one optimizer update.
     """
 
-    data: Data = field(default_factory=Arithmetic)
+    data: DataSet = field(default_factory=Arithmetic)
     coefficient: Positive[float] = 1.0
     examples_per_update: Positive[int] = 16
 
@@ -107,7 +107,7 @@ class SafeRLHF(PPO):
         actor, values, *others = super().roles(config)
         return (actor, values, critic(self.cost_critic, self.cost_critic_model, name="cost_critic"), *others)
 
-    def examples(self, config: Config) -> tuple[Data, int] | None:
+    def examples(self, config: Config) -> tuple[DataSet, int] | None:
         if self.ptx is None:
             return None
         return self.ptx.data, self.ptx.examples_per_update * self.updates_per_step(config)

@@ -7,28 +7,28 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from inspect import isabstract
 from typing import Any, NoReturn
 
-from jaxrlhf.config.cli.annotations import alternatives, spell
+from jaxrlhf.config.cli.annotations import alternatives, spell, variants
 from jaxrlhf.config.cli.load import load, shipped
-from jaxrlhf.config.cli.override import find, override, setting_names
-from jaxrlhf.config.cluster import RayCluster
+from jaxrlhf.config.cli.override import Classes, find, override, setting_names
 from jaxrlhf.config.refusal import Refusal
 from jaxrlhf.config.run import Config
 
 _EPILOG = (
     "Any setting of the configuration can be changed by its dotted name: --steps 3 "
-    "--rollout.prompts-per-step 8 --no-resume. --config NAME --help lists them."
+    "--rollout.prompts-per-step 8 --no-resume. What holds settings takes None or the name of their class: "
+    "--algorithm.kl KLInLoss --algorithm.kl.coefficient 1e-3. --config NAME --help lists them."
 )
 
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as shells have it."""
 
 
-def on_cluster(config: Config, flags: Namespace) -> Config:
-    """The configuration with `--cluster ray` applied: hosts joined by Ray, as it describes them or by default."""
-    return replace(config, cluster=config.cluster or RayCluster()) if flags.cluster == "ray" else config
+def on_cluster(flags: Namespace) -> list[str]:
+    """The setting that `--cluster ray` stands for: hosts joined by Ray, as the file describes them or by default."""
+    return ["--cluster=RayCluster"] if flags.cluster == "ray" else []
 
 
 def run_command(main: Callable[[], None]) -> None:
@@ -60,9 +60,19 @@ class CommandLine(argparse.ArgumentParser):
         config, flags = command.parse_config()
     """
 
-    def __init__(self, prog: str | None = None, description: str | None = None) -> None:
+    def __init__(
+        self, prog: str | None = None, description: str | None = None, examples: Sequence[tuple[str, str]] = ()
+    ) -> None:
         # No abbreviations: `--step` is a misspelled setting, not the start of a flag.
-        super().__init__(prog=prog, description=description, allow_abbrev=False, conflict_handler="resolve")
+        super().__init__(
+            prog=prog,
+            description=description,
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+            conflict_handler="resolve",
+        )
+        self._examples = "\n".join(f"  {self.prog} {words}\n      {what}" for words, what in examples)
+        self.epilog = f"examples:\n{self._examples}" if examples else None
 
     def error(self, message: str) -> NoReturn:
         raise Refusal(message)
@@ -71,49 +81,93 @@ class CommandLine(argparse.ArgumentParser):
         self,
         argv: Sequence[str] | None = None,
         *,
-        prepare: Callable[[Config, Namespace], Config] = lambda config, flags: config,
+        implied: Callable[[Namespace], list[str]] = lambda flags: [],
+        default: Config | None = None,
     ) -> tuple[Config, Namespace]:
         """Read `--config`, the flags added to this parser, and settings to change.
 
         Args:
-          prepare: Applies flags to the configuration, before its settings are changed.
+          implied: Settings that flags stand for, as the words of a command line.
+          default: Configuration without `--config`; None asks for one.
 
         Raises:
           Refusal: No such configuration, flag or setting, or a value that does not fit.
         """
         self.add_argument("-h", "--help", action="store_true", help="show this help, and every setting of --config")
         self.add_argument("--config", metavar="NAME", help=f"a file, or one of: {', '.join(shipped())}")
-        self.epilog = _EPILOG
-        flags, rest = self.parse_known_args(argv)
-        if flags.help:
-            with _until_the_reader_leaves():
-                self.print_help()
-                if flags.config is not None:
-                    print()
-                    _print_settings(load(flags.config), command=f"{self.prog} --config {flags.config}")
-            self.exit()
-        if flags.config is None:
+        self.epilog = "\n\n".join(part for part in (self.epilog, _EPILOG) if part)
+        words = sys.argv[1:] if argv is None else [*argv]
+        if {"-h", "--help"} & {*words}:  # before flags that are missing are asked for
+            self._show_help(words)
+        flags, rest = self.parse_known_args(words)
+        changed = [*implied(flags), *rest]
+
+        def change(config: Config) -> Config:
+            return override(config, _changes(config, changed))
+
+        if flags.config is None and default is None:
             self.error(f"--config is missing; give a file or one of: {', '.join(shipped())}")
-        config = prepare(load(flags.config), flags)
-        return override(config, _changes(config, rest)), flags
+        return change(default) if flags.config is None and default else load(flags.config, change), flags
+
+    def _show_help(self, words: Sequence[str]) -> NoReturn:
+        """Print the help, and the settings of a configuration if one is named, and leave."""
+        named = CommandLine()
+        named.add_argument("--config")
+        config = named.parse_known_args([word for word in words if word != "-h" and word != "--help"])[0].config
+        with _until_the_reader_leaves():
+            self.print_help()
+            if config is not None:
+                print()
+                _print_settings(load(config), command=f"{self.prog} --config {config}")
+        self.exit()
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Help whose paragraphs are wrapped, and whose examples stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.split("\n\n")
+        wrapped = super()._fill_text
+        return "\n\n".join(one if one.startswith("examples:") else wrapped(one, width, indent) for one in paragraphs)
 
 
 def _changes(config: Config, words: Sequence[str]) -> dict[str, Any]:
     """Settings by dotted name from `--name value`, `--name=value`, `--switch` and `--no-switch`."""
-    changes = {}
-    known = setting_names(config)
-    for flag, values in _flags(words):
-        name = flag.removeprefix("--").replace("-", "_")
+    flags = [(flag, flag.removeprefix("--").replace("-", "_"), values) for flag, values in _flags(words)]
+    classes = _classes(config, [(name, values) for _, name, values in flags])
+    changes: dict[str, Any] = {}
+    for flag, name, values in flags:
         room, _, last = name.rpartition(".")
         switch = f"{room}.{last.removeprefix('no_')}".removeprefix(".")
-        is_switch = switch in known and find(config, switch)[1] is bool
+        is_switch = _is_switch(config, switch, classes)
         if is_switch and switch != name and values:
             raise Refusal(f"{flag} takes no value, got {' '.join(values)!r}")
         if is_switch and not values:
             changes[switch] = switch == name
         else:
-            changes[name] = _value(config, name, values)
+            changes[name] = _value(config, name, values, classes)
     return changes
+
+
+def _classes(config: Config, flags: Sequence[tuple[str, list[str]]]) -> Classes:
+    """Settings that are given the name of a class, as in `--algorithm.kl KLInLoss`."""
+    found: dict[str, type] = {}
+    for name, values in sorted(flags, key=lambda flag: flag[0].count(".")):
+        with contextlib.suppress(Refusal):  # of a name that is no setting: it is refused when its value is read
+            value, annotation = find(config, name, found)
+            if isinstance(value, tuple):
+                continue
+            named = [kind for kind in variants(annotation) if [kind.__name__] == values and not isabstract(kind)]
+            if named:
+                found[name] = named[0]
+    return found
+
+
+def _is_switch(config: Config, name: str, classes: Classes) -> bool:
+    try:
+        return find(config, name, classes)[1] is bool
+    except Refusal:
+        return False
 
 
 def _flags(words: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -130,15 +184,19 @@ def _flags(words: Sequence[str]) -> list[tuple[str, list[str]]]:
     return found
 
 
-def _value(config: Config, name: str, words: list[str]) -> Any:
+def _value(config: Config, name: str, words: list[str], classes: Classes) -> Any:
     """Words of a command line as a value of the type that setting `name` has."""
-    annotation = find(config, name)[1]
-    if name not in setting_names(config):
+    value, annotation = find(config, name, classes)
+    if kinds := variants(annotation):
         if words == ["None"] and type(None) in alternatives(annotation):
             return None
+        if name in classes:
+            return classes[name]
         below = [setting for setting in setting_names(config) if setting.startswith(f"{name}.")]
-        kinds = f" ({', '.join(below)})" if below else ""
-        raise Refusal(f"{name} holds settings{kinds}, not a value; to replace it edit the configuration file")
+        has = f" ({', '.join(below)})" if below else ""
+        names = " or ".join(kind.__name__ for kind in kinds if not isabstract(kind))
+        how = "edit the configuration file" if isinstance(value, tuple) else f"name their class: {names}"
+        raise Refusal(f"{name} holds settings{has}, not a value; to replace them {how}")
     import tyro
 
     try:

@@ -5,30 +5,62 @@ import difflib
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from jaxrlhf.config.cli.annotations import check_types, field_types
-from jaxrlhf.config.refusal import Refusal
+from jaxrlhf.config.refusal import Refusal, unchecked
 from jaxrlhf.config.run import Config
 
 _PACKAGE = Path(__file__).parents[2]
 _MODULES = "jaxrlhf_configuration_"
 
 
-def load(path_or_name: str | Path) -> Config:
+def load(path_or_name: str | Path, change: Callable[[Config], Config] | None = None) -> Config:
     """Read a configuration file and call its `get_config()`.
 
     Args:
       path_or_name: A path; or, if there is no such file, the name of a configuration that ships with the package, such
         as `ppo_gsm8k`. `.py` may be left out.
+      change: Makes another configuration of the file's, all of it anew; the file's may then contradict itself.
 
     Raises:
       Refusal: No such file, settings that do not fit, or no `get_config` that returns a `Config`; the message names the
         file, the line and what to do. Errors of the file's own code come as they are.
     """
     path = _find(str(path_or_name))
+    try:
+        config = _read(path)
+    except Refusal as contradiction:
+        if change is None:
+            raise
+        return _mended(path, change, contradiction)
+    return config if change is None else change(config)
+
+
+def _mended(path: Path, change: Callable[[Config], Config], contradiction: Refusal) -> Config:
+    """The configuration that a change makes of a file that contradicts itself; if it mends nothing, the file's error.
+
+    Raises:
+      Refusal: The contradiction is there after the change too, or there is another one.
+    """
+    try:
+        with unchecked():
+            config = _read(path)
+    except Exception:
+        raise contradiction from contradiction.__cause__
+    try:
+        return change(config)
+    except Refusal as error:
+        if " ".join(str(error).split()) in str(contradiction):
+            raise contradiction from error
+        raise
+
+
+def _read(path: Path) -> Config:
+    """The configuration that a file makes."""
     module = ModuleType(f"{_MODULES}{path.stem}")
     module.__file__ = str(path)
     # Type hints and pickles of classes that the file defines look their module up here.

@@ -4,11 +4,14 @@ import dataclasses
 import difflib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast, get_args, get_origin
 
 from jaxrlhf.config.cli.annotations import check_type, field_types, variants
-from jaxrlhf.config.refusal import Refusal
+from jaxrlhf.config.refusal import Refusal, require
 from jaxrlhf.config.run import Config
+
+Classes = Mapping[str, type]
+"""Classes of settings that a change puts in the place of others, by dotted name."""
 
 
 def override(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -16,13 +19,19 @@ def override(config: Config, changes: Mapping[str, Any]) -> Config:
 
         override(config, {"steps": 3, "actor.optimizer.learning_rate": 1e-5, "model": Pretrained("/x")})
 
+    A class stands for its settings with their defaults, and what is None and is changed further down begins with
+    those of its class, if there is one only:
+
+        override(config, {"algorithm.kl": KLInLoss, "algorithm.kl.coefficient": 1e-3, "actor.lora.rank": 8})
+
     Raises:
       Refusal: A name that is no setting, a value of another type, or settings that contradict each other after the
         change.
     """
+    classes = {name: value for name, value in changes.items() if isinstance(value, type)}
     for name in changes:
-        find(config, name)
-    return _rebuild(config, changes, prefix="")
+        find(config, name, classes)
+    return cast(Config, _rebuilt(config, type(config), changes, ""))
 
 
 def setting_names(settings: Any, prefix: str = "") -> list[str]:
@@ -36,60 +45,115 @@ def setting_names(settings: Any, prefix: str = "") -> list[str]:
     return found
 
 
-def find(config: Config, name: str) -> tuple[Any, Any]:
-    """The value and the annotation of a setting.
+def find(config: Config, name: str, classes: Classes = {}) -> tuple[Any, Any]:  # noqa: B006  never written to
+    """The value and the annotation of a setting; the value is a class where settings are yet to be made.
 
     Args:
       name: Dotted, with the index for members of tuples: `rewards.parts.0.weight`.
+      classes: Classes that the same change names.
 
     Raises:
       Refusal: There is no such setting; the message says what there is.
     """
-    value, annotation, reached = config, type(config), ""
+    value: Any = config
+    annotation, reached = type(config), ""
     for part in name.split("."):
-        if part not in _parts(value):
+        value = _begun(value, annotation, part)
+        if part not in _parts(value, annotation):
             raise Refusal(f"no setting {name}: " + _advice(config, name, reached, value, annotation))
-        value, annotation = _parts(value)[part]
+        value, annotation = _parts(value, annotation)[part]
         reached = f"{reached}.{part}".removeprefix(".")
+        if reached in classes and type(value) is not classes[reached]:
+            value = classes[reached]
     return value, annotation
 
 
-def _parts(settings: Any) -> dict[str, tuple[Any, Any]]:
-    """The value and annotation of each part that a dotted name may go on with."""
+def _begun(value: Any, annotation: Any, part: str) -> Any:
+    """The settings that a part belongs to: those that are there, or the only class that has it where there are none."""
+    if value is not None:
+        return value
+    kinds = [kind for kind in variants(annotation) if part in field_types(kind)]
+    return kinds[0] if len(kinds) == 1 else None
+
+
+def _parts(settings: Any, annotation: Any = None) -> dict[str, tuple[Any, Any]]:
+    """The value and annotation of each part that a dotted name may go on with; of a class, its defaults."""
     if isinstance(settings, tuple):
-        return {str(index): (item, Any) for index, item in enumerate(settings)}
+        item = (*get_args(annotation), Any)[0]
+        return {str(index): (value, item) for index, value in enumerate(settings)}
     if not dataclasses.is_dataclass(settings):
         return {}
-    return {name: (getattr(settings, name), kind) for name, kind in field_types(type(settings)).items()}
+    if not isinstance(settings, type):
+        return {name: (getattr(settings, name), kind) for name, kind in field_types(type(settings)).items()}
+    kinds = field_types(settings)
+    return {field.name: (_default(field), kinds[field.name]) for field in dataclasses.fields(settings) if field.init}
 
 
-def _rebuild(settings: Any, changes: Mapping[str, Any], prefix: str) -> Any:
-    """Apply changes from the leaves up, so that each dataclass is built and checked once."""
+def _default(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field; None where it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _rebuilt(settings: Any, annotation: Any, changes: Mapping[str, Any], reached: str) -> Any:
+    """Settings made anew from the leaves up, with changes, so that each dataclass is checked once, and as a whole."""
     below: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, new in changes.items():
         part, _, rest = name.partition(".")
         below[part][rest] = new
-    built = {name: value for name, (value, _) in _parts(settings).items()}
-    for part, inner in below.items():
+    parts, built = _parts(settings, annotation), {}
+    for part, (value, kind) in parts.items():
+        inner, here = below.get(part, {}), f"{reached}.{part}".removeprefix(".")
         if "" in inner:
-            built[part] = inner.pop("")
-            check_type(prefix + part, built[part], _parts(settings)[part][1])
+            value = _given(value, kind, inner.pop(""), here)
         if inner:
-            built[part] = _rebuild(built[part], inner, f"{prefix}{part}.")
-    return tuple(built.values()) if isinstance(settings, tuple) else type(settings)(**built)
+            first = next(iter(inner))
+            value = _begun(value, kind, first.partition(".")[0])
+            require(value is not None, f"{here} is given as None, and {here}.{first} is given too; drop one of them")
+        made = isinstance(value, tuple) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+        if made or _is_class_for(value, kind):
+            built[part] = _rebuilt(value, kind, inner, here)
+        elif value is not parts[part][0]:
+            built[part] = value
+    if isinstance(settings, tuple):
+        return tuple(built.get(part, value) for part, (value, _) in parts.items())
+    if not isinstance(settings, type):
+        return dataclasses.replace(settings, **built)
+    missing = [field.name for field in dataclasses.fields(settings) if _is_required(field) and field.name not in built]
+    require(not missing, f"{reached}={settings.__name__} needs {', '.join(f'{reached}.{name}' for name in missing)}")
+    return settings(**built)
+
+
+def _given(value: Any, annotation: Any, new: Any, name: str) -> Any:
+    """The new value of a setting; a class stands for settings of it, those that are there already or its defaults."""
+    if _is_class_for(new, annotation):
+        return value if type(value) is new else new
+    check_type(name, new, annotation)
+    return new
+
+
+def _is_class_for(value: Any, annotation: Any) -> bool:
+    """True for a class whose settings may stand there."""
+    return isinstance(value, type) and value in variants(annotation) and get_origin(annotation) is not tuple
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _advice(config: Config, name: str, reached: str, value: Any, annotation: Any) -> str:
     """Reason why a setting's name leads nowhere after `reached`, and a name that does lead somewhere."""
     part, *rest = name.removeprefix(reached).removeprefix(".").split(".")
     kinds = [] if value is config else variants(annotation)
-    if value is None and kinds:
-        return f"{reached} is None; set it to {_either(kind.__name__ for kind in kinds)}(...) in the configuration file"
     owners = [kind.__name__ for kind in kinds if part in field_types(kind)]
+    if value is None and kinds:
+        which = owners or [kind.__name__ for kind in kinds]
+        return f"{reached} is None; say first what it shall be: {_either(f'--{reached} {kind}' for kind in which)}"
     if owners:
+        have = value.__name__ if isinstance(value, type) else type(value).__name__
         return (
-            f"{reached} is {type(value).__name__}, and {part} belongs to {_either(owners)}; "
-            f"set {reached}={owners[0]}(...) in the configuration file"
+            f"{reached} is {have}, and {part} belongs to {_either(owners)}; to have that, add --{reached} {owners[0]}"
         )
     here = difflib.get_close_matches(part, _parts(value), n=1)
     elsewhere = defaultdict(list)

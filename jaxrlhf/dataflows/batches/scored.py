@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.batch import Array, Problem
-from jaxrlhf.dataflows.step import Metrics
+from jaxrlhf.dataflows.step import Metrics, value_of
 
 
 @dataclass(frozen=True)
@@ -29,3 +29,13 @@ class ScoredRollout:
     trained_B: Array | None = None
     metrics: Metrics = field(default_factory=dict)
     record_E: np.ndarray | None = None
+
+
+def mean_scores(collected: ScoredRollout) -> np.ndarray:
+    """`[P]` mean score over each problem's scorable responses; NaN where there are none."""
+    scores = value_of(collected.scores)
+    score_PG = np.asarray(scores.score_B, np.float64).reshape(len(collected.problems), -1)
+    scorable_PG = np.asarray(scores.scorable_B, bool).reshape(score_PG.shape)
+    count_P = scorable_PG.sum(axis=1)
+    total_P = np.where(scorable_PG, score_PG, 0.0).sum(axis=1)
+    return np.where(count_P > 0, total_P / np.maximum(count_P, 1), np.nan)

@@ -1,1 +1,1 @@
-"""Policies in an engine that serves them: loaded by name, sized by flags."""
+"""Policies at work for users: in an engine that serves them, and over a file of prompts."""

@@ -1,0 +1,78 @@
+"""Selection of problems: repeated ones and those of the wrong difficulty left out, and the order of the rest."""
+
+import hashlib
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrlhf.config import Refusal, Selection
+from jaxrlhf.data.records import read_rows
+from jaxrlhf.data.table.problem_table import ProblemTable
+
+
+class Selected(NamedTuple):
+    """Indices of the problems that are used, in their order, and the number of those left out."""
+
+    kept: np.ndarray
+    repeated: int
+    outside: int
+
+
+def selected(problems: ProblemTable, index: np.ndarray, selection: Selection) -> Selected:
+    """Select among the problems at some indices.
+
+    Raises:
+      Refusal: The samples cannot be read, hold none of the problems where their order is wanted, or all problems
+        are outside of the band.
+    """
+    there = len(index)
+    if selection.unique:
+        index = _first_of_each(problems, index)
+    repeated, outside = there - len(index), 0
+    scores: dict[str, float] = {}
+    if selection.samples is not None:
+        scores = mean_scores(selection.samples)
+        known = np.array([scores.get(problems.prompt(n), np.nan) for n in index.tolist()])
+        lowest, highest = selection.band
+        inside = np.isnan(known) | ((known >= lowest) & (known <= highest))
+        outside = int((~inside).sum())
+        if outside == len(index):
+            raise Refusal(
+                f"all {outside} problems have mean scores outside of selection.band={selection.band} in "
+                f"{selection.samples}; widen it"
+            )
+        index, known = index[inside], known[inside]
+        if selection.order == "by_difficulty":
+            if np.isnan(known).all():
+                raise Refusal(f"{selection.samples} has a sample of none of the problems, so they have no order by it")
+            index = index[np.argsort(-known, kind="stable")]  # those without a score come last
+    if selection.order == "by_length":
+        index = index[np.argsort(problems.lengths[index], kind="stable")]
+    return Selected(index, repeated, outside)
+
+
+def mean_scores(path: str) -> dict[str, float]:
+    """Mean score of each prompt of a run's samples, templated as there; unscorable responses are left out.
+
+    Raises:
+      Refusal: There is no such file, or it holds something else.
+    """
+    scores: dict[str, list[float]] = defaultdict(list)
+    for row in read_rows(Path(path).expanduser()):
+        if row.value("score") is not None:
+            scores[row.text("prompt")].append(row.record["score"])
+    return {prompt: float(np.mean(given)) for prompt, given in scores.items()}
+
+
+def _first_of_each(problems: ProblemTable, index: np.ndarray) -> np.ndarray:
+    """The indices without those of a prompt that came before, but for spaces and case."""
+    seen: set[bytes] = set()
+    first = np.zeros(len(index), bool)
+    for place, n in enumerate(index.tolist()):
+        text = " ".join(problems.question(n).split()).casefold()
+        digest = hashlib.blake2b(text.encode(), digest_size=12).digest()
+        first[place] = digest not in seen
+        seen.add(digest)
+    return index[first]

@@ -1,0 +1,87 @@
+"""Tokenised splits kept on disk, so that a large data set is read and tokenised once.
+
+A split is kept if its files are large (`LEAST_BYTES`), in a folder named after all that its tokens depend on: the
+settings of the data, its files with their sizes and times, the tokenizer and the limits. JAXRLHF_DATA_CACHE is where,
+instead of `jaxrlhf/data` under XDG_CACHE_HOME or `~/.cache`; `false` keeps nothing. Folders may be deleted at any time.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from jaxrlhf.config import DataSet, HubData, PairFile, PromptFile, to_json
+from jaxrlhf.data.hub import identity
+
+LEAST_BYTES = 16 * 2**20
+"""Size of a split's files, together, from which it is kept."""
+
+_VERSION = 1
+
+
+def folder_of(
+    sources: list[tuple[DataSet, Any]], split: str, tokenizer: PreTrainedTokenizerBase, further: Any
+) -> Path | None:
+    """The folder that a split is kept in; None if it is not.
+
+    Args:
+      sources: Data sets, each with what else its prompts depend on.
+      further: What all depends on besides, as JSON takes it.
+    """
+    place, backend = _place(), getattr(tokenizer, "backend_tokenizer", None)
+    if place is None or backend is None:
+        return None
+    files = [_files(data, split) for data, _ in sources]
+    if any(of_source is None for of_source in files):
+        return None
+    if sum(size for of_source in files if of_source for _, size, _ in of_source) < LEAST_BYTES:
+        return None
+    described = [to_json(data) for data, _ in sources], [own for _, own in sources], files, split, further
+    words = tokenizer.special_tokens_map, tokenizer.chat_template, type(tokenizer).__name__, _VERSION
+    text = json.dumps([described, words, backend.to_str()], default=str)
+    return place / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _files(data: DataSet, split: str) -> list[tuple[str, int, Any]] | None:
+    """Name, size and version of each file of a split; None if it is read from no files."""
+    if isinstance(data, HubData):
+        return identity(data, split)
+    if not isinstance(data, PromptFile | PairFile):
+        return None
+    given = data.train if split == "train" or (isinstance(data, PairFile) and not data.evaluation) else data.evaluation
+    path = Path(given).expanduser() if given else None
+    if path is None or not path.is_file():
+        return []
+    return [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns)]
+
+
+def _place() -> Path | None:
+    """The folder of all that is kept."""
+    given = os.environ.get("JAXRLHF_DATA_CACHE")
+    if given is not None:
+        return None if given.lower() in ("", "false", "0") else Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrlhf" / "data"
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path | None]:
+    """A folder to write to, that takes its place once the block is over; None if nothing can be written there."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+    except OSError:  # the data is then tokenised in memory, as small files are
+        yield None
+        return
+    try:
+        yield made
+        if not folder.exists():  # another run may have been as quick
+            os.replace(made, folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)

@@ -1,0 +1,199 @@
+"""The problems of a split in columns: a hundred bytes each beside their text, where objects take thousands."""
+
+import hashlib
+import json
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+
+from jaxrlhf.batch import Image, Pair, Problem
+from jaxrlhf.data.records import Stored, restored
+from jaxrlhf.data.table.columns import Bytes, TokenLists
+
+_COLUMNS = (
+    "prompt_tokens",
+    "solutions",
+    "masks",
+    "rejected",
+    "ids",
+    "prompts",
+    "answers",
+    "messages",
+    "records",
+    "pairs",
+)
+_FACTS = "table.json"
+_JSON, _PICKLED = b"J", b"P"
+
+
+class PairColumns(NamedTuple):
+    """A pair's part beyond a problem: the rejected answer is in a column of its own."""
+
+    margin: float
+    safe: tuple[bool, bool] | None
+
+
+class ProblemTable(Sequence[Problem]):
+    """Problems that are made when they are asked for, and not kept.
+
+    Args:
+      folder: New folder that its columns are kept in; None is memory.
+
+    Attributes:
+      prompt_tokens: Token ids of the prompts.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._take({name: Bytes(folder and folder / name) for name in _COLUMNS})
+        self._images: dict[int, tuple[Image, ...]] = {}
+        self._sources: list[tuple[int, str]] = []
+        self._fingerprint: str | None = None
+
+    def _take(self, columns: Mapping[str, Bytes]) -> None:
+        self._columns = columns
+        self.prompt_tokens, self._solutions = TokenLists(columns["prompt_tokens"]), TokenLists(columns["solutions"])
+        self._rejected = TokenLists(columns["rejected"])
+
+    @classmethod
+    def mapped(cls, folder: Path) -> "ProblemTable":
+        """The table that `keep` has written to a folder."""
+        table, facts = cls(), json.loads((folder / _FACTS).read_text())
+        table._take({name: Bytes.mapped(folder / name) for name in _COLUMNS})
+        table._sources = [(start, name) for start, name in facts["sources"]]
+        table._fingerprint = facts["fingerprint"]
+        return table
+
+    def keep(self) -> None:
+        """End the adding of problems to a folder, so that it can be mapped."""
+        assert self._folder is not None and not self._images, "pixels are not kept"
+        for column in self._columns.values():
+            column.seal()
+        facts = {"sources": self._sources, "fingerprint": self.fingerprint}
+        (self._folder / _FACTS).write_text(json.dumps(facts))
+
+    def begin(self, source: str) -> None:
+        """Problems added from here on are of this source."""
+        self._sources.append((len(self), source))
+
+    def append(
+        self,
+        prompt_id: int,
+        prompt: str,
+        prompt_tokens: Iterable[int],
+        answer: str | None,
+        solution_tokens: Iterable[int],
+        record: Stored,
+        images: tuple[Image, ...] = (),
+        solution_mask: Iterable[bool] = (),
+        messages: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Add a problem; the arguments are the fields of `Problem`, the record as it is kept."""
+        columns = self._columns
+        columns["ids"].append(prompt_id.to_bytes(8, "little"))
+        columns["prompts"].append(prompt.encode())
+        self.prompt_tokens.append(prompt_tokens)
+        columns["answers"].append(b"" if answer is None else b"=" + answer.encode())
+        self._solutions.append(solution_tokens)
+        columns["masks"].append(bytes(solution_mask))
+        columns["messages"].append(json.dumps(messages).encode() if messages else b"")
+        columns["records"].append(_JSON + record if isinstance(record, bytes) else _PICKLED + pickle.dumps(record))
+        if images:
+            self._images[len(self) - 1] = images
+
+    def make_pair(self, rejected_tokens: Iterable[int], columns: PairColumns) -> None:
+        """Make a pair of the problem that was added last; of a table all problems are pairs, or none."""
+        self._rejected.append(rejected_tokens)
+        self._columns["pairs"].append(json.dumps(columns).encode())
+
+    def prompt(self, n: int) -> str:
+        """The prompt of problem n, chat template applied."""
+        return self._columns["prompts"][n].decode()
+
+    def question(self, n: int) -> str:
+        """The texts of the prompt of problem n, without chat template and roles."""
+        return "\n".join(message["content"] for message in json.loads(self._columns["messages"][n] or "[]"))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each problem's worked solution or, where no problem has one, of its prompt."""
+        solutions = self._solutions.lengths
+        return solutions if solutions.any() else self.prompt_tokens.lengths
+
+    @property
+    def sources(self) -> list[tuple[str, np.ndarray]]:
+        """Each source in its order, and the indices of its problems."""
+        starts = [start for start, _ in self._sources] or [0]
+        names = [name for _, name in self._sources] or [""]
+        ends = [*starts[1:], len(self)]
+        return [(name, np.arange(*bounds)) for name, *bounds in zip(names, starts, ends, strict=True)]
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that is another one for other problems: of their tokens, answers, records and pairs."""
+        if self._fingerprint is not None:
+            return self._fingerprint
+        digest = hashlib.blake2b(digest_size=16)
+        for tokens in (self.prompt_tokens, self._solutions, self._rejected):
+            tokens.feed(digest.update)
+        for n in range(len(self)):
+            digest.update(repr(self._answer(n)).encode())
+            record = self._record(n)
+            digest.update(record if isinstance(record, bytes) else repr(record).encode())
+        digest.update(repr([tuple(self._pair(n)) for n in range(len(self._columns["pairs"]))]).encode())
+        if any(name for _, name in self._sources):
+            digest.update(repr(self._sources).encode())
+        if self._images:
+            digest.update(
+                repr([(n, [image.digest for image in images]) for n, images in self._images.items()]).encode()
+            )
+        return digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._columns["ids"])
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Problem]: ...
+
+    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+        if isinstance(index, slice):
+            return [self._problem(n) for n in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"problem {index} of {len(self)}")
+        return self._problem(index % len(self))
+
+    def _answer(self, n: int) -> str | None:
+        kept = self._columns["answers"][n]
+        return kept[1:].decode() if kept else None
+
+    def _record(self, n: int) -> Stored:
+        kept = self._columns["records"][n]
+        return kept[1:] if kept[:1] == _JSON else pickle.loads(kept[1:])
+
+    def _pair(self, n: int) -> PairColumns:
+        margin, safe = json.loads(self._columns["pairs"][n])
+        return PairColumns(margin, safe and (safe[0], safe[1]))
+
+    def _problem(self, n: int) -> Problem:
+        messages = self._columns["messages"][n]
+        fields: dict[str, Any] = {
+            "prompt_id": int.from_bytes(self._columns["ids"][n], "little"),
+            "prompt": self.prompt(n),
+            "prompt_tokens": self.prompt_tokens[n],
+            "answer": self._answer(n),
+            "solution_tokens": self._solutions[n],
+            "solution_mask": tuple(map(bool, self._columns["masks"][n])),
+            "record": restored(self._record(n)),
+            "images": self._images.get(n, ()),
+            "messages": json.loads(messages) if messages else (),
+            "source": next((name for start, name in reversed(self._sources) if start <= n), ""),
+        }
+        if not len(self._columns["pairs"]):
+            return Problem(**fields)
+        return Pair(**fields, rejected_tokens=self._rejected[n], **self._pair(n)._asdict())

@@ -1,0 +1,140 @@
+"""`jaxrlhf generate POLICY PROMPTS OUT`: completions of a file of prompts, all of them or the best by a reward.
+
+A line of OUT is a record of PROMPTS with its `completion`, the number of it as `sample` and, where something scores,
+its `score`: with `PromptFile(OUT, solution_key="completion")` it is supervised data.
+"""
+
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxrlhf.config import (
+    Algorithm,
+    CommandLine,
+    Config,
+    Pretrained,
+    PromptFile,
+    Refusal,
+    RepetitionReward,
+    Rewards,
+    RoleSpec,
+    Rollout,
+    Sampling,
+    run_command,
+)
+from jaxrlhf.config.roles import REWARD, actor
+
+_SUFFIXES = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class Answering(Algorithm):
+    """Nothing is learnt: prompts are answered, and the answers scored."""
+
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        return (actor(config.actor), REWARD)
+
+    def updates_per_step(self, config: Config) -> int:
+        return 1
+
+
+def main() -> None:
+    """The command."""
+    command = CommandLine(
+        prog="jaxrlhf generate",
+        description="Write completions of a file of prompts. Settings are those of --config or, without one, of a file "
+        "with a field 'prompt': --data.prompt-key, --system-prompt, --rollout.max-response-tokens, "
+        "--rollout.sampling.temperature, --rewards.parts.0 and others can be given. --rollout.prompts-per-step "
+        "prompts are answered and written together.",
+        examples=[
+            ("Qwen/Qwen2.5-0.5B-Instruct prompts.jsonl answers.jsonl", "one greedy answer to each prompt"),
+            ("runs/my_run prompts.parquet answers.parquet --samples 8", "eight sampled answers"),
+            (
+                "runs/my_run train.jsonl best.jsonl --samples 8 --best --reward MathReward --data.answer-key answer",
+                "the best",
+            ),
+            ("runs/my_run train.jsonl best.jsonl --samples 8 --best --reward mine.py:score", "by a function of yours"),
+            ("runs/my_run train.jsonl best.jsonl --samples 8 --best --config my_run.py", "by the rewards of a run"),
+        ],
+    )
+    command.add_argument("policy", help="a run's workdir, or a Hugging Face directory or hub id")
+    command.add_argument("prompts", help="file of prompts: .jsonl, .jsonl.gz or .parquet")
+    command.add_argument("out", help="file of completions: .jsonl or .parquet")
+    command.add_argument(
+        "--samples", type=int, default=1, help="answers per prompt; one is greedy, several are sampled"
+    )
+    command.add_argument("--best", action="store_true", help="keep the answer with the highest score alone")
+    command.add_argument("--reward", help="what scores: a reward's class such as MathReward, or file.py:function")
+    command.add_argument("--step", type=int, help="checkpoint of a run; default: the newest")
+    config, flags = command.parse_config(implied=_reward_settings, default=_default())
+    _check(flags)
+    scored = flags.reward is not None or flags.config is not None
+    config = _answering(config, flags.prompts)
+
+    from jaxrlhf.trainer.failures import one_message, writing
+    from jaxrlhf.trainer.served_policy.completions import write_completions
+
+    sampling = config.rollout.sampling if flags.samples > 1 else Sampling(greedy=True)
+    with one_message(), writing(Path(flags.out)):
+        rows = write_completions(
+            config,
+            flags.policy,
+            Path(flags.out),
+            step=flags.step,
+            samples=flags.samples,
+            sampling=replace(sampling, stop_tokens=config.rollout.sampling.stop_tokens),
+            scored=scored,
+            best=flags.best,
+        )
+    print(f"wrote {rows} completions to {flags.out}")
+
+
+def _default() -> Config:
+    """Settings without a configuration."""
+    rollout = Rollout(prompts_per_step=64, max_prompt_tokens=2048, max_response_tokens=1024, slots=64)
+    data = PromptFile("", answer_key=None)
+    parts: dict[str, Any] = {
+        "rollout": rollout,
+        "rewards": Rewards((RepetitionReward(),)),
+    }  # of which --reward takes the place
+    return Config("generate", algorithm=Answering(), steps=1, model=Pretrained(""), data=data, **parts)
+
+
+def _reward_settings(flags: Namespace) -> list[str]:
+    """The settings that `--reward` stands for."""
+    if flags.reward is None:
+        return []
+    if ":" not in flags.reward:
+        return [f"--rewards.parts.0={flags.reward}"]
+    return ["--rewards.parts.0=FunctionReward", f"--rewards.parts.0.function={flags.reward}"]
+
+
+def _check(flags: Namespace) -> None:
+    if flags.samples < 1:
+        raise Refusal(f"--samples must be 1 or more, got {flags.samples}")
+    if flags.best and flags.reward is None and flags.config is None:
+        raise Refusal("--best keeps the answer with the highest score, and nothing scores; give --reward or --config")
+    if Path(flags.out).suffix not in _SUFFIXES:
+        raise Refusal(f"{flags.out}: completions are written to a file that ends with {' or '.join(_SUFFIXES)}")
+    if Path(flags.out).exists():
+        raise Refusal(f"{flags.out} is there already; name another file, or delete it")
+
+
+def _answering(config: Config, prompts: str) -> Config:
+    """The configuration, to answer a file of prompts and learn nothing."""
+    data = config.data if isinstance(config.data, PromptFile) else PromptFile("", answer_key=None)
+    return replace(
+        config,
+        algorithm=Answering(),
+        data=replace(data, train=prompts, evaluation=None, solution_key=None),
+        environment=None,
+        cold_start=None,
+        reference_layout=None,
+        pools=(),
+        offload=(),
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)

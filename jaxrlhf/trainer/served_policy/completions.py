@@ -1,0 +1,98 @@
+"""Completions of a file of prompts, scored where something scores."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrlhf.config import Config, Sampling
+from jaxrlhf.data.tokenizer import decoder
+from jaxrlhf.dataflows.step import value_of
+from jaxrlhf.tracking import RunConsole
+from jaxrlhf.tracking.records import jsonable
+from jaxrlhf.trainer.phase import load_training
+from jaxrlhf.trainer.policy import ChosenPolicy, choose_policy
+from jaxrlhf.workers.reward import response_texts
+
+_SEED = 20_000_011
+"""Seed of the first prompts' completions; further ones count on from there."""
+
+
+def write_completions(
+    config: Config,
+    policy: str,
+    out: Path,
+    *,
+    step: int | None,
+    samples: int,
+    sampling: Sampling,
+    scored: bool,
+    best: bool,
+) -> int:
+    """Answer the training problems of a configuration and write them, with their records.
+
+    Args:
+      policy: A run's workdir, or a Hugging Face directory or hub id.
+      out: A new `.jsonl` file, to which a step's completions are added at a time, or `.parquet`.
+      step: Step of a run's checkpoint; None is the newest.
+      samples: Answers per prompt.
+      scored: Score them by the configuration's rewards.
+      best: Write the answer of the highest score alone; a prompt without any score has none.
+
+    Returns:
+      Number of completions.
+    """
+    chosen = choose_policy(config, policy, step)
+    count, kept = 0, list[dict[str, Any]]()
+    with RunConsole(steps=1) as console, out.open("wb") as file:
+        for rows in _answers(chosen, console, samples=samples, sampling=sampling, scored=scored, best=best):
+            count += len(rows)
+            if out.suffix == ".parquet":
+                kept += rows
+                continue
+            file.writelines(json.dumps(jsonable(row), ensure_ascii=False).encode() + b"\n" for row in rows)
+            file.flush()
+    if out.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(kept), out)
+    return count
+
+
+def _answers(
+    chosen: ChosenPolicy, console: RunConsole, *, samples: int, sampling: Sampling, scored: bool, best: bool
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of some prompts at a time, in the order of the file."""
+    loaded, per_step = load_training(chosen.config, chosen.tokenizer), chosen.config.rollout.prompts_per_step
+    if loaded.dropped_too_long:
+        most = f"rollout.max_prompt_tokens={chosen.config.rollout.max_prompt_tokens}"
+        console.print(f"{loaded.dropped_too_long} of {loaded.total} prompts are longer than {most} and left out")
+    decode, problems = decoder(chosen.tokenizer), loaded.problems
+    with chosen.roles(console) as roles:
+        for start in range(0, len(problems), per_step):
+            some = problems[start : start + per_step]
+            how = {"responses_per_prompt": samples, "seed": _SEED + start}
+            future = roles.actor.generate_sequences(some, sampling, **how)
+            score_B = np.full(len(some) * samples, np.nan)
+            if scored:
+                scores = value_of(roles.reward.compute_reward(some, future))
+                score_B = np.where(scores.scorable_B, scores.score_B, np.nan)
+            texts = response_texts(value_of(future), decode)
+            yield [
+                {**some[b // samples].record, "completion": texts[b], "sample": b % samples}
+                | ({"score": float(score_B[b])} if scored else {})
+                for b in (best_of_groups(score_B, samples) if best else range(len(texts)))
+            ]
+
+
+def best_of_groups(score_B: np.ndarray, samples: int) -> list[int]:
+    """The row with the highest score of every group, the first of several; none of a group without a score."""
+    score_PG = score_B.reshape(-1, samples)
+    return [
+        group * samples + int(np.nanargmax(score_G))
+        for group, score_G in enumerate(score_PG)
+        if not np.isnan(score_G).all()
+    ]

@@ -1,0 +1,88 @@
+"""Large files are tokenised once and mapped into memory; what changes them, or what they become, is noticed."""
+
+import os
+
+import pytest
+from test_data_mixtures import write
+
+from jaxrlhf.config import Mixture, PairFile, PromptFile, Source
+from jaxrlhf.data.sources import load_problems
+from jaxrlhf.data.table import kept
+from jaxrlhf.data.tokenizer import embedded_tokenizer
+
+RECORDS = [
+    {"prompt": f"{n} and {n}?", "answer": 2 * n, "solution": f"#### {2 * n}", "more": [n, None]} for n in range(9)
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXRLHF_DATA_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr(kept, "LEAST_BYTES", 1)
+    return tmp_path
+
+
+def load(data, **settings):
+    return load_problems(data, embedded_tokenizer(), split="train", **{"max_prompt_tokens": 99, **settings})
+
+
+def folders(folder):
+    return sorted(path.name for path in (folder / "kept").iterdir())
+
+
+def test_a_split_is_tokenised_once_and_read_alike(folder, monkeypatch):
+    path = write(folder / "a.jsonl", RECORDS)
+    data = PromptFile(path, solution_key="solution")
+    monkeypatch.setenv("JAXRLHF_DATA_CACHE", "false")
+    plain = load(data)
+    monkeypatch.setenv("JAXRLHF_DATA_CACHE", str(folder / "kept"))
+    first = load(data)
+    monkeypatch.setattr("jaxrlhf.data.sources._tokenized", None)  # nothing is tokenised again
+    again = load(data)
+    assert plain.kept is None and first.kept == again.kept and len(folders(folder)) == 1
+    for loaded in (first, again):
+        assert [*loaded.problems] == [*plain.problems]
+        assert loaded.problems.fingerprint == plain.problems.fingerprint
+        assert loaded.problems.prompt_tokens.lengths.tolist() == plain.problems.prompt_tokens.lengths.tolist()
+        assert (loaded.total, loaded.dropped_too_long) == (9, 0)
+    assert again.problems[-1].record == RECORDS[-1]
+
+
+def test_whatever_its_tokens_depend_on_makes_it_another(folder):
+    path = write(folder / "a.jsonl", RECORDS)
+    data = PromptFile(path)
+    before = load(data)
+    for other in ({"system_prompt": "Be brief."}, {"max_prompt_tokens": 8}):
+        assert load(data, **other).kept != before.kept
+    assert load(PromptFile(path, control_tokens="text")).kept != before.kept
+    write(folder / "a.jsonl", [{**RECORDS[0], "answer": 7}, *RECORDS[1:]])
+    os.utime(path, ns=(1, 1))
+    changed = load(data)
+    assert changed.kept != before.kept and changed.problems.fingerprint != before.problems.fingerprint
+    assert load(data, max_prompt_tokens=8).total == 9
+
+
+def test_pairs_and_mixtures_are_kept_too(folder):
+    pairs = [{"prompt": "1+1?", "chosen": "2", "rejected": "3", "margin": 0.5, "safe": True, "not": False}]
+    keys = {"margin_key": "margin", "safe_keys": ("safe", "not")}
+    loaded = load(PairFile(write(folder / "pairs.jsonl", pairs), **keys))
+    assert loaded.kept is not None
+    assert (loaded.problems[0].margin, loaded.problems[0].safe) == (0.5, (True, False))
+    a = Source(name="a", data=PromptFile(write(folder / "a.jsonl", RECORDS)))
+    b = Source(name="b", data=PromptFile(write(folder / "b.jsonl", RECORDS[:2])), system_prompt="Think.")
+    mixed = load(Mixture((a, b)))
+    assert mixed.kept is not None and [one.source for one in mixed.problems] == ["a"] * 9 + ["b"] * 2
+    assert [(name, index.tolist()) for name, index in mixed.problems.sources] == [("a", [*range(9)]), ("b", [9, 10])]
+
+
+def test_small_files_are_not_kept(folder, monkeypatch):
+    monkeypatch.setattr(kept, "LEAST_BYTES", 2**20)
+    assert load(PromptFile(write(folder / "a.jsonl", RECORDS))).kept is None
+    assert not (folder / "kept").exists()
+
+
+def test_what_cannot_be_read_leaves_nothing(folder):
+    path = write(folder / "a.jsonl", [*RECORDS, {"prompt": 3}])
+    with pytest.raises(ValueError, match="line 10"):
+        load(PromptFile(path))
+    assert folders(folder) == []

@@ -1,0 +1,94 @@
+"""Completions of a file of prompts: written with their records, all of them or the best by a reward; one command."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from tiny_runs import write_policy
+
+from jaxrlhf.__main__ import COMMANDS
+from jaxrlhf.trainer.served_policy.completions import best_of_groups
+
+QUICK = "--rollout.max-response-tokens 4 --rollout.slots 4 --rollout.max-prompt-tokens 32 --rollout.prompts-per-step 2"
+LONGER = """
+def score(prompt, response, answer, record, question):
+    assert question == "system: Brief.\\n\\nuser: " + record["prompt"]
+    return None if record["id"] == 2 else float(len(response))
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate")
+    write_policy(folder / "model")
+    (folder / "reward.py").write_text(LONGER)
+    prompts = [{"prompt": "Tom has 3.", "id": 1}, {"prompt": "And 4?", "id": 2}, {"prompt": "Mia has 5.", "id": 3}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    return folder
+
+
+def generate(monkeypatch, files: Path, out: str, words: str) -> None:
+    """The command, as `jaxrlhf generate` runs it."""
+    given = [str(files / "model"), str(files / "prompts.jsonl"), str(files / out), *QUICK.split(), *words.split()]
+    monkeypatch.setattr(sys, "argv", ["jaxrlhf", "generate", *given])
+    runpy.run_module("jaxrlhf", run_name="__main__")
+
+
+def test_completions_are_written_with_their_records(files, monkeypatch, capsys):
+    generate(monkeypatch, files, "one.jsonl", "")
+    rows = [json.loads(line) for line in (files / "one.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["id"], row["sample"]) for row in rows] == [
+        ("Tom has 3.", 1, 0),
+        ("And 4?", 2, 0),
+        ("Mia has 5.", 3, 0),
+    ]
+    assert all(row["completion"] and "score" not in row for row in rows)
+    assert "wrote 3 completions" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        generate(monkeypatch, files, "one.jsonl", "")
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_the_best_of_several_is_the_one_of_the_highest_score(files, monkeypatch):
+    words = f"--samples 6 --reward {files / 'reward.py'}:score --system-prompt Brief."
+    generate(monkeypatch, files, "all.parquet", words)
+    generate(monkeypatch, files, "best.jsonl", words + " --best")
+    rows = pyarrow.parquet.read_table(files / "all.parquet").to_pylist()
+    best = [json.loads(line) for line in (files / "best.jsonl").read_text().splitlines()]
+    assert len(rows) == 18 and [row["sample"] for row in rows[:6]] == [*range(6)]
+    assert len({row["completion"] for row in rows}) > 3
+    assert all(np.isnan(row["score"]) for row in rows if row["id"] == 2)
+    assert [row["id"] for row in best] == [1, 3], "a prompt without a score has no best answer"
+    for row in best:
+        assert row["score"] == max(other["score"] for other in rows if other["id"] == row["id"])
+        assert row in rows
+
+
+def test_the_first_of_equals_is_the_best():
+    nan = float("nan")
+    assert best_of_groups(np.array([1.0, 3.0, 3.0, nan, nan, nan, nan, -1.0, nan]), 3) == [1, 7]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_helped_with_examples_and_without_jax(name):
+    code = f"import sys; sys.argv = ['jaxrlhf', '{name}', '--help']\nfrom jaxrlhf.__main__ import main\n"
+    code += "try:\n    main()\nexcept SystemExit:\n    pass\nprint('JAX' if 'jax' in sys.modules else 'LIGHT')"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.startswith(f"usage: jaxrlhf {name} ") and shown.endswith("LIGHT\n")
+    assert f"examples:\n  jaxrlhf {name}" in shown
+
+
+def test_the_names_of_commands_are_told(monkeypatch, capsys):
+    for words, code in ([], None), (["--help"], None), (["trian"], 2):
+        monkeypatch.setattr(sys, "argv", ["jaxrlhf", *words])
+        try:
+            runpy.run_module("jaxrlhf", run_name="__main__")
+        except SystemExit as end:
+            assert end.code == code
+        shown = capsys.readouterr()
+        assert all(name in shown.out + shown.err for name in ("train", "evaluate", "generate", "chat"))
