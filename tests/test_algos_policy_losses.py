@@ -11,13 +11,17 @@ import pytest
 
 from jaxrlhf import algos
 from jaxrlhf.algos import PolicyTerms, PolicyTokens, TokenOutput
-from jaxrlhf.config import GRPO, CISPOLoss, GSPOLoss, PolicyLoss, RatioLoss, SAPOLoss
+from jaxrlhf.config import GRPO, CISPOLoss, DPPOLoss, DROLoss, GMPOLoss, GSPOLoss, PolicyLoss, RatioLoss, SAPOLoss
 
 _LOSSES = [
     PolicyLoss(clip_low=0.2, clip_high=0.28),
     GSPOLoss(clip_low=0.01, clip_high=0.015),
     CISPOLoss(ratio_low=0.8, ratio_high=1.2),
     SAPOLoss(temperature_positive=1.0, temperature_negative=1.5),
+    GMPOLoss(clip_low=0.1, clip_high=0.15),
+    DPPOLoss(limit_low=0.02, limit_high=0.03),
+    DPPOLoss(divergence="kl", limit_low=1e-3, limit_high=2e-3, ratio_high=1.1),
+    DROLoss(beta=0.7),
 ]
 _each_loss = pytest.mark.parametrize("policy", _LOSSES, ids=lambda policy: type(policy).__name__)
 
@@ -39,7 +43,7 @@ def packed(poison=0.0, *, seed=0):
         return np.where(mask, x, poison).astype(np.float32)
 
     old = -rng.exponential(size=mask.shape)
-    logp = old + 0.1 * rng.normal(size=mask.shape)
+    logp = np.minimum(old + 0.1 * rng.normal(size=mask.shape), -1e-3)
     # One sign for each sequence, another size for each token.
     sign = rng.choice([-1.0, 1.0], (len(_ROWS), 4))[np.arange(len(_ROWS))[:, None], segment]
     fields = {
@@ -69,9 +73,26 @@ def oracle(policy, logp, old, advantage):
     log_ratio = [max(-20.0, min(20.0, a - b)) for a, b in zip(logp, old, strict=True)]
     if isinstance(policy, GSPOLoss):
         log_ratio = [math.fsum(log_ratio) / len(log_ratio)] * len(log_ratio)
-    for value, gain, x in zip(logp, advantage, log_ratio, strict=True):
+    if isinstance(policy, GMPOLoss):
+        bounds = [(-1e9, policy.clip_high) if gain > 0 else (-policy.clip_low, 1e9) for gain in advantage]
+        near = [min(max(x, low), high) for x, (low, high) in zip(log_ratio, bounds, strict=True)]
+        whole = math.exp(math.fsum(near) / len(near))
+        for gain, x, clipped in zip(advantage, log_ratio, near, strict=True):
+            yield -gain * whole, -gain * whole if x == clipped else 0.0
+        return
+    for value, before, gain, x in zip(logp, old, advantage, log_ratio, strict=True):
         ratio = math.exp(x)
         match policy:
+            case DPPOLoss():
+                q, p = math.exp(value), math.exp(before)
+                kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)) if max(p, q) < 1 else 0.0
+                moved = abs(q - p) if policy.divergence == "tv" else kl
+                limit = policy.limit_high if gain > 0 else policy.limit_low
+                kept = moved <= limit or (q > p) != (gain > 0)
+                weight = min(ratio, policy.ratio_high) * kept
+                yield -weight * gain * value, -weight * gain
+            case DROLoss():
+                yield -gain * value + policy.beta / 2 * x * x, -gain + policy.beta * x
             case CISPOLoss():
                 bounded = min(max(ratio, policy.ratio_low), policy.ratio_high)
                 yield -bounded * gain * value, -bounded * gain
@@ -102,7 +123,7 @@ def test_loss_and_gradient_equal_a_loop_over_sequences(policy):
             zeros += slope == 0
     np.testing.assert_allclose(loss, total, rtol=1e-5)
     np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-7)
-    clips = isinstance(policy, PolicyLoss | GSPOLoss)
+    clips = isinstance(policy, PolicyLoss | GSPOLoss | GMPOLoss | DPPOLoss)
     assert (0 < zeros < mask.sum()) if clips else zeros == 0, "the data no longer has tokens of both kinds"
 
 

@@ -1,6 +1,7 @@
 """Losses of pairs against recorded values, and their derivatives against jax.grad of the loss as it is written."""
 
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -27,6 +28,16 @@ def sigmoid(x):
     return 1 / (1 + jnp.exp(-x))
 
 
+TOKENS = np.array([[2, 3], [4, 1], [5, 5], [1, 7]])
+
+TRL = json.loads((Path(__file__).parent / "golden_zoo.json").read_text())
+"""Losses of TRL's trainers, beside what their source says."""
+
+
+def log_odds(mean):
+    return jnp.log(jnp.exp(mean) / (1 - jnp.exp(mean)))
+
+
 PAIRS = {
     "dpo": (
         lambda c, r: algos.dpo(c, r, beta=0.3),
@@ -48,6 +59,18 @@ PAIRS = {
             - jnp.log(sigmoid(jnp.array([-1, 1, -1, -1]) * c))
             - jnp.log(sigmoid(jnp.array([1, 1, -1, 1]) * r))
         ),
+    ),
+    "kto": (
+        lambda c, r: algos.kto(c, r, 0.4, beta=0.3, weights=(1.5, 0.5)),
+        lambda c, r: 0.75 * (1 - sigmoid(0.3 * (c - 0.4))) + 0.25 * (1 - sigmoid(0.3 * (0.4 - r))),
+    ),
+    "simpo": (
+        lambda c, r: algos.simpo(c, r, TOKENS, beta=2.0, margin=0.5),
+        lambda c, r: -jnp.log(sigmoid(2 * c / TOKENS[:, 0] - 2 * r / TOKENS[:, 1] - 0.5)),
+    ),
+    "odds": (
+        lambda c, r: algos.odds_ratio(c - 9, r - 9, TOKENS, coefficient=0.7),
+        lambda c, r: -0.7 * jnp.log(sigmoid(log_odds((c - 9) / TOKENS[:, 0]) - log_odds((r - 9) / TOKENS[:, 1]))),
     ),
     "likelihood": (
         lambda c, r: algos.with_likelihood(algos.dpo(c, r, beta=0.3), c - 7, np.int32([2, 3, 4, 5]), coefficient=0.5),
@@ -109,3 +132,26 @@ def test_the_likelihood_of_an_answer_without_tokens_is_nothing():
     more = algos.with_likelihood(loss, np.float64([0.0, -4.0]), np.int32([0, 2]), coefficient=0.5)
     np.testing.assert_allclose(more.loss_P - loss.loss_P, [0.0, 1.0])
     assert np.isfinite(more.chosen_P).all()
+
+
+@pytest.mark.parametrize("name", ["cpo", "simpo", "orpo"])
+def test_losses_without_a_reference_are_those_of_trl(name):
+    logp, mask = (np.asarray(_INPUTS[key], np.float64) for key in ("logp", "mask"))
+    chosen, rejected = (logp * mask).sum(axis=1).reshape(2, 3)
+    tokens = mask.sum(axis=1).reshape(2, 3).T.astype(int)
+    loss = {
+        "cpo": lambda: algos.dpo(chosen, rejected, beta=0.3, label_smoothing=0.1),
+        "simpo": lambda: algos.simpo(chosen, rejected, tokens, beta=2.0, margin=0.5),
+        "orpo": lambda: algos.odds_ratio(chosen, rejected, tokens, coefficient=0.7),
+    }[name]()
+    np.testing.assert_allclose(loss.loss_P, TRL[f"preference/{name}"], rtol=1e-6)
+
+
+def test_the_slope_of_dpo_is_the_advantage_of_the_best_and_the_worst():
+    score = np.float32([0.2, 0.9, 0.5, 1.0, 1.0, 0.0, 3.0])
+    scorable, group = np.array([True] * 6 + [False]), np.array([7, 7, 7, 8, 8, 8, 8])
+    ratio = np.arange(7.0)
+    found = algos.best_and_worst(score, scorable, group, ratio, beta=0.5)
+    slopes = [3 * 0.5 / (1 + math.exp(0.5 * (ratio[b] - ratio[w]))) for b, w in ((1, 0), (3, 5))]
+    np.testing.assert_allclose(found, [-slopes[0], slopes[0], 0, slopes[1], 0, -slopes[1], 0], rtol=1e-6)
+    assert not algos.best_and_worst(np.ones(7), scorable, group, ratio, beta=0.5).any()

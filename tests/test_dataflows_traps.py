@@ -11,6 +11,7 @@ from jaxrlhf.batch import Experience
 from jaxrlhf.config import (
     CISPO,
     DAPO,
+    GMPO,
     GPG,
     GRPO,
     GSPO,
@@ -24,8 +25,13 @@ from jaxrlhf.config import (
     Distillation,
     DrGRPO,
     FromScratch,
+    GRPOPassK,
+    KLCovLoss,
     KLInLoss,
     KLInReward,
+    MaxRL,
+    OnlineDPO,
+    OptimalTokenBaseline,
     Pretrained,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
@@ -50,10 +56,16 @@ GROUPED = {
     "RLOO": RLOO(),
     "OPO": OPO(),
     "GPG": GPG(),
+    "GRPOPassK": GRPOPassK(),
+    "MaxRL": MaxRL(),
+    "OnlineDPO": OnlineDPO(),
+    "OptimalTokenBaseline": OptimalTokenBaseline(),
     "ReinforcePlusPlusBaseline": ReinforcePlusPlusBaseline(),
     "GSPO": GSPO(),
     "CISPO": CISPO(),
     "SAPO": SAPO(),
+    "GMPO": GMPO(),
+    "KLCov": GRPO(policy=KLCovLoss(share=0.1)),
 }
 ALGORITHMS = {
     **GROUPED,
@@ -113,6 +125,9 @@ class Roles(Made):
 
     def compute_ref_log_prob(self, rollout):
         return done(self.said(rollout, 1))
+
+    def compute_gradient_energy(self, rollout):
+        return done(np.exp(self.said(rollout, 3)))
 
     def compute_values(self, rollout):
         return done(self.said(rollout, 2))

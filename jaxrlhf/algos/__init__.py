@@ -6,6 +6,8 @@ or JAX arrays, also inside `jit`.
 
 from jaxrlhf.algos.advantages import (
     Targets,
+    best_of_group,
+    decoupled,
     discounted_returns,
     gae,
     greedy_relative,
@@ -14,10 +16,13 @@ from jaxrlhf.algos.advantages import (
     has_spread,
     length_adaptive_lambda,
     length_weighted,
+    mean_relative,
+    optimal_token_baseline,
     rloo,
     to_tokens,
 )
 from jaxrlhf.algos.constrained import lagrangian_advantage, next_multiplier
+from jaxrlhf.algos.covariance import clip_cov_loss, drawn_in_range, kl_cov_loss, largest, token_covariance
 from jaxrlhf.algos.implicit_prm import leave_one_out_rewards, normalized_rewards, outcome_objective, process_returns
 from jaxrlhf.algos.importance_sampling import ImportanceWeights, SamplerGap, rollout_correction, sampler_gap
 from jaxrlhf.algos.kl import adaptive_kl_coefficient, kl_estimate
@@ -27,6 +32,9 @@ from jaxrlhf.algos.losses import (
     cispo_loss,
     clipped_policy_loss,
     clipped_value_loss,
+    dppo_loss,
+    dro_loss,
+    gmpo_loss,
     gspo_loss,
     sapo_loss,
 )
@@ -40,7 +48,19 @@ from jaxrlhf.algos.objectives import (
     policy_objective,
     value_objective,
 )
-from jaxrlhf.algos.preference import PairLoss, bradley_terry, dpo, ipo, linear_objective, pair_cost, with_likelihood
+from jaxrlhf.algos.preference import (
+    PairLoss,
+    best_and_worst,
+    bradley_terry,
+    dpo,
+    ipo,
+    kto,
+    linear_objective,
+    odds_ratio,
+    pair_cost,
+    simpo,
+    with_likelihood,
+)
 from jaxrlhf.algos.shaping import overlong_penalty, token_rewards
-from jaxrlhf.algos.turns import state_relative, turn_gae, turn_relative, turn_returns
+from jaxrlhf.algos.turns import player_gains, state_relative, turn_gae, turn_relative, turn_returns
 from jaxrlhf.algos.weights import token_weights

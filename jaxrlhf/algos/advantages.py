@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.algos.groups import dense_ids, group_min, group_sum
-from jaxrlhf.algos.masked import selected
+from jaxrlhf.algos.masked import selected, whiten
 from jaxrlhf.batch import Array
 
 
@@ -209,6 +210,122 @@ def greedy_relative(
     Source: Li et al. 2024 (ReMax, arXiv:2310.10505), section 4.
     """
     return selected(discounted_returns(reward_BT, mask_BT, gamma=1.0) - jnp.asarray(baseline_B)[:, None], mask_BT)
+
+
+def best_of_group(
+    score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"], *, normalize_std: bool
+) -> Float[Array, "B"]:
+    """Advantage of the best response alone: by how much it is ahead of the second, for GRPO over the group's deviation.
+
+        A_i = (s_i - max_{j != i} s_j) / (std_g + 1e-6)    for the best of the group, 0 for the others
+
+    Its expectation is the gradient of the best score among as many responses, pass@k where scores are 0 and 1. Two
+    equally good ones are not ahead, so a group of more than one best gives 0, as does a group of one.
+
+    Args:
+      group_B: Group of each row; see `group_relative`.
+
+    Source: Tang et al. 2025 (Optimizing language models for inference time objectives, arXiv:2503.19595), section 4.
+    """
+    group_B = dense_ids(group_B)
+    above_B = _above_lowest(score_B, scorable_B, group_B)
+    place_B = jnp.arange(len(group_B))
+    best_B = -group_min(-above_B, group_B)
+    winner_B = scorable_B & (above_B == best_B)
+    first_B = winner_B & (place_B == group_min(jnp.where(winner_B, place_B, len(group_B)), group_B))
+    second_B = -group_min(jnp.where(first_B | ~jnp.asarray(scorable_B), jnp.inf, -above_B), group_B)
+    ahead_B = jnp.where(first_B & jnp.isfinite(second_B), above_B - second_B, 0.0)
+    if not normalize_std:
+        return ahead_B
+    centred_B, count_B = _centred(score_B, scorable_B, group_B)
+    variance_B = group_sum(jnp.square(centred_B), group_B) / jnp.maximum(count_B - 1, 1)
+    return ahead_B / (jnp.sqrt(variance_B) + 1e-6)
+
+
+def mean_relative(
+    score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]
+) -> Float[Array, "B"]:
+    """Score minus the mean of its group, over that mean: the rarer success is, the more it counts.
+
+        A_i = (s_i - mean_g) / (mean_g + 1e-6)
+
+    With scores of 0 and 1 the gradient is that of the log-likelihood of success, to the order that the group's size
+    allows. Unscorable rows give 0 and take no part; so does a group of one, or of equal scores.
+
+    Args:
+      score_B: 0 or more.
+      group_B: Group of each row; see `group_relative`.
+
+    Source: Tajwar et al. 2026 (Maximum likelihood reinforcement learning, arXiv:2602.02710), the estimator over
+    successes with the mean as a control variate.
+    """
+    group_B = dense_ids(group_B)
+    centred_B, count_B = _centred(score_B, scorable_B, group_B)
+    mean_B = group_sum(selected(score_B, scorable_B), group_B) / jnp.maximum(count_B, 1)
+    return centred_B / (mean_B + 1e-6)
+
+
+def decoupled(
+    part_KB: Float[Array, "K B"],
+    weight_K: Float[Array, "K"],
+    scorable_B: Bool[Array, "B"],
+    group_B: Int[Array, "B"],
+) -> Float[Array, "B"]:
+    """GDPO: every reward is normalised in its group by itself, and their weighted sum over the batch.
+
+        A_k,i = (s_k,i - mean_g(s_k)) / (std_g(s_k) + 1e-6),  S_i = sum_k w_k A_k,i,  A_i = (S_i - mean(S)) / std(S)
+
+    Responses of one total are told apart where their rewards differ. Unscorable rows give 0 and take no part.
+
+    Args:
+      part_KB: Unweighted scores of each reward.
+      group_B: Group of each row; see `group_relative`.
+
+    Source: Liu et al. 2026 (GDPO, arXiv:2601.05242), eq. 4 to 6.
+    """
+    group_B = dense_ids(group_B)
+    each = [group_relative(part_B, scorable_B, group_B, normalize_std=True) for part_B in jnp.asarray(part_KB)]
+    return whiten(jnp.asarray(weight_K) @ jnp.stack(each), jnp.asarray(scorable_B))
+
+
+def optimal_token_baseline(
+    reward_BT: Float[Array, "B T"],
+    energy_BT: Float[Array, "B T"],
+    mask_BT: Bool[Array, "B T"],
+    group_B: Int[Array, "B"],
+) -> Float[Array, "B T"]:
+    """Reward to go minus the baseline of least variance for each place of a response; 0 outside the mask.
+
+        R_t = sum_{u >= t} r_u,  W_t = sum_{u <= t} e_u,  b_t = sum_g W_t R_t / sum_g W_t,  A_t = R_t - b_t
+
+    where e_u is the squared norm of the gradient of token u's log-probability, and t counts action tokens: what tools
+    or an environment say between turns moves no response against another. A place that one response alone has gives 0.
+
+    Args:
+      reward_BT: Paid when token t is emitted.
+      energy_BT: e of each token, or a proxy of it.
+      mask_BT: Action tokens of scorable responses.
+      group_B: Group of each row; see `group_relative`.
+
+    Source: Li et al. 2026 (The optimal token baseline, arXiv:2602.07078); the proxy of its logit gradients is
+    `1 - 2 p + sum p^2`.
+    """
+    mask_BT, group_B = np.asarray(mask_BT, bool), np.asarray(dense_ids(group_B))
+    row_N, column_N = np.nonzero(mask_BT)
+    place_N = (np.cumsum(mask_BT, axis=1) - 1)[row_N, column_N]
+    return_N = np.asarray(discounted_returns(reward_BT, mask_BT, gamma=1.0), np.float64)[row_N, column_N]
+    weight_N = np.cumsum(np.where(mask_BT, energy_BT, 0), axis=1, dtype=np.float64)[row_N, column_N]
+    shape = (group_B.max(initial=0) + 1, mask_BT.shape[1])
+    sums = {}
+    for name, value_N in (("weighted", weight_N * return_N), ("weight", weight_N), ("count", np.ones_like(weight_N))):
+        sums[name] = np.zeros(shape)
+        np.add.at(sums[name], (group_B[row_N], place_N), value_N)
+    at = group_B[row_N], place_N
+    known_N = (sums["count"][at] > 1) & (sums["weight"][at] > 0)
+    baseline_N = np.divide(sums["weighted"][at], sums["weight"][at], out=return_N.copy(), where=known_N)
+    advantage_BT = np.zeros(mask_BT.shape, np.float32)
+    advantage_BT[row_N, column_N] = return_N - baseline_N
+    return advantage_BT
 
 
 def has_spread(score_B: Float[Array, "B"], scorable_B: Bool[Array, "B"], group_B: Int[Array, "B"]) -> Bool[Array, "B"]:

@@ -1,7 +1,7 @@
 """Policy and value losses per token, before weighting and summing.
 
-All but GSPO's are elementwise and indifferent to shape and packing. Tokens outside the mask must hold finite numbers;
-`jaxrlhf.algos.objectives` sees to that. Where `logp == old_logp`, all policy losses have the gradient of `-A * logp`.
+All but GSPO's and GMPO's are elementwise and indifferent to shape and packing. Tokens outside the mask must hold finite
+numbers; `jaxrlhf.algos.objectives` sees to that. Where `logp == old_logp`, all have the gradient of `-A * logp`.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from jaxrlhf.algos.kl import LOG_RATIO_LIMIT
 from jaxrlhf.algos.masked import segment_mean
 from jaxrlhf.batch import Array
-from jaxrlhf.config import CISPOLoss, GSPOLoss, PolicyLoss, SAPOLoss
+from jaxrlhf.config import CISPOLoss, DPPOLoss, DROLoss, GMPOLoss, GSPOLoss, PolicyLoss, SAPOLoss
 
 
 class PolicyTokens(NamedTuple):
@@ -25,12 +25,14 @@ class PolicyTokens(NamedTuple):
       old_logp: Log-probability by the policy at the start of the update.
       advantage: Advantage of the token.
       segment: Sequence of its row that a token belongs to, from 1; only losses of whole sequences need it.
+      chosen: bool, tokens that the loss's `selection` chose; None if it has none.
     """
 
     logp: Float[Array, "*shape"]
     old_logp: Float[Array, "*shape"]
     advantage: Float[Array, "*shape"]
     segment: Int[Array, "*shape"] | None = None
+    chosen: Bool[Array, "*shape"] | None = None
 
     @property
     def log_ratio(self) -> Float[Array, "*shape"]:
@@ -89,13 +91,31 @@ def gspo_loss(tokens: PolicyTokens, settings: GSPOLoss) -> PolicyTerms:
 
     Source: Zheng et al. 2025 (arXiv:2507.18071), section 4; the form with s_i,t is GSPO-token's.
     """
-    if tokens.segment is None:
-        raise ValueError("GSPO needs the field 'segment': which sequence of its row each token belongs to")
-    own = tokens.log_ratio
-    constant = lax.stop_gradient(own)
-    ratio = jnp.exp(segment_mean(constant, tokens.segment) + (own - constant))
+    ratio = _geometric_mean(tokens.log_ratio, tokens.segment, "GSPO")
     loss, clipped = _clipped(ratio, tokens.advantage, settings.clip_low, settings.clip_high)
     return PolicyTerms(loss, ratio, {"policy/clip_fraction": clipped})
+
+
+def gmpo_loss(tokens: PolicyTokens, settings: GMPOLoss) -> PolicyTerms:
+    """Geometric-mean policy optimisation: a response's ratio is the geometric mean of its tokens' clipped ratios.
+
+        x_t   = log(pi / pi_old), at most clip_high where A > 0 and at least -clip_low where A < 0
+        s_i   = exp(mean over the trained tokens of response i of x_t)
+        s_i,t = sg(s_i) * exp(x_t - sg(x_t))
+        loss  = -A * s_i,t
+
+    where sg stops the gradient, as in `gspo_loss`. A clipped token has no gradient, the others keep theirs.
+
+    Raises:
+      ValueError: `tokens` has no segments.
+
+    Source: Zhao et al. 2025 (arXiv:2507.20673), section 3.
+    """
+    own = tokens.log_ratio
+    high = jnp.where(tokens.advantage > 0, settings.clip_high, jnp.inf)
+    low = jnp.where(tokens.advantage < 0, -settings.clip_low, -jnp.inf)
+    ratio = _geometric_mean(jnp.clip(own, low, high), tokens.segment, "GMPO")
+    return PolicyTerms(-tokens.advantage * ratio, ratio, {"policy/clip_fraction": (own > high) | (own < low)})
 
 
 def cispo_loss(tokens: PolicyTokens, settings: CISPOLoss) -> PolicyTerms:
@@ -127,6 +147,56 @@ def sapo_loss(tokens: PolicyTokens, settings: SAPOLoss) -> PolicyTerms:
     tau = jnp.where(tokens.advantage > 0, settings.temperature_positive, settings.temperature_negative)
     soft = jax.nn.sigmoid(tau * (ratio - 1))
     return PolicyTerms(-tokens.advantage * soft * 4 / tau, ratio, {"policy/gate": 4 * soft * (1 - soft)})
+
+
+def dppo_loss(tokens: PolicyTokens, settings: DPPOLoss) -> PolicyTerms:
+    """Divergence proximal policy optimisation: the gradient of a token ends where its probability has moved too far.
+
+        loss = -sg(min(ratio, ratio_high)) * A * logp    inside the trust region, 0 outside
+
+    With p = pi_old and q = pi of the token, a token is outside if it moved the way that A pushes it by more than the
+    limit, measured by |q - p| or by KL(Bernoulli(p) || Bernoulli(q)).
+
+    Source: Qi et al. 2026 (Rethinking the trust region in LLM reinforcement learning, arXiv:2602.04879), binary TV and
+    binary KL.
+    """
+    logp, old_logp = lax.stop_gradient(tokens.logp), jnp.minimum(tokens.old_logp, 0.0)
+    old, new = jnp.exp(old_logp), jnp.exp(jnp.minimum(logp, 0.0))
+    moved = jnp.abs(new - old) if settings.divergence == "tv" else _binary_kl(old, new, tokens.log_ratio)
+    limit = jnp.where(tokens.advantage > 0, settings.limit_high, settings.limit_low)
+    outside = (moved > limit) & ((new - old) * tokens.advantage > 0)
+    ratio = lax.stop_gradient(jnp.exp(tokens.log_ratio))
+    loss = -jnp.minimum(ratio, settings.ratio_high) * tokens.advantage * tokens.logp
+    return PolicyTerms(jnp.where(outside, 0.0, loss), ratio, {"policy/clip_fraction": outside})
+
+
+def _binary_kl(old: Array, new: Array, log_ratio: Array) -> Array:
+    """KL from drawing a token with the old chance, or not, to the same with the new one."""
+    rest_old, rest_new = (jnp.maximum(1 - chance, jnp.finfo(chance.dtype).tiny) for chance in (old, new))
+    return lax.stop_gradient(-old * log_ratio + rest_old * (jnp.log(rest_old) - jnp.log(rest_new)))
+
+
+def dro_loss(tokens: PolicyTokens, settings: DROLoss) -> PolicyTerms:
+    """Direct reward optimisation: likelihood by advantage, with a quadratic penalty in place of the clip.
+
+        loss = -A * logp + beta / 2 * (logp - old_logp)^2
+
+    Source: Richemond et al. 2024 (arXiv:2405.19107), per token as in Kimi Team 2025 (k1.5, arXiv:2501.12599).
+    """
+    away = tokens.log_ratio
+    loss = -tokens.advantage * tokens.logp + settings.beta / 2 * jnp.square(away)
+    return PolicyTerms(loss, lax.stop_gradient(jnp.exp(away)), {})
+
+
+def _geometric_mean(log_ratio: Array, segment: Array | None, name: str) -> Array:
+    """Geometric mean of a response's ratios at each of its tokens, with the gradient of the token's own ratio.
+
+    The mean over the tokens has then the gradient of the geometric mean.
+    """
+    if segment is None:
+        raise ValueError(f"{name} needs the field 'segment': which sequence of its row each token belongs to")
+    constant = lax.stop_gradient(log_ratio)
+    return jnp.exp(segment_mean(constant, segment) + (log_ratio - constant))
 
 
 def _clipped(ratio: Array, advantage: Array, clip_low: float, clip_high: float) -> tuple[Array, Array]:

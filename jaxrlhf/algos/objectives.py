@@ -24,10 +24,18 @@ from jaxrlhf.config import KLInLoss, PolicyGradient, ValueLoss, function_of
 
 
 class TokenOutput(NamedTuple):
-    """Log-probability of each token, and the entropy of its distribution if asked for."""
+    """Log-probability of each token, and if asked for more of its distribution.
+
+    Attributes:
+      logp: Log-probability.
+      entropy: Entropy of the distribution, in nats.
+      energy: Squared norm of the gradient of the log-probability by the logits, 1 - 2 p + sum over the vocabulary of
+        p^2; without a gradient of its own.
+    """
 
     logp: Float[Array, "R W"]
     entropy: Float[Array, "R W"] | None = None
+    energy: Float[Array, "R W"] | None = None
 
 
 class ObjectiveTerms(NamedTuple):
@@ -59,8 +67,8 @@ def policy_objective(
       weight: Aggregation weights times importance weights.
       fields: `advantage`; `old_logp`, or `sampler_logp` where the current policy is the old one, which is then only
         compared with it; `ref_logp` and `kl_weight` if `settings.kl` is in the loss; `entropy_weight` if
-        `settings.policy.entropy_coefficient` is not 0; `segment` if the loss is of whole responses. The coefficients
-        are in those weights.
+        `settings.policy.entropy_coefficient` is not 0; `segment` if the loss is of whole responses; `chosen` if it
+        has a `selection`. The coefficients are in those weights.
       settings: Loss and KL estimator.
 
     Raises:
@@ -81,6 +89,7 @@ def policy_objective(
         lax.stop_gradient(logp) if itself else _field(fields, "old_logp", mask),
         _field(fields, "advantage", mask),
         _field(fields, "segment", mask) if "segment" in fields else None,
+        _field(fields, "chosen", mask) > 0 if "chosen" in fields else None,
     )
     terms = function_of(policy, "function")(tokens, policy)
     loss = weight * terms.loss

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+import numpy as np
+from jaxtyping import Bool, Float, Int, Num
 
 from jaxrlhf.algos.masked import selected
 from jaxrlhf.algos.objectives import ObjectiveTerms, TokenOutput
@@ -74,7 +75,7 @@ def ipo(chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], *, beta: flo
 
 
 def with_likelihood(
-    loss: PairLoss, chosen_logp_P: Float[Array, "P"], tokens_P: Int[Array, "P"], *, coefficient: float
+    loss: PairLoss, chosen_logp_P: Float[Array, "P"], tokens_P: Num[Array, "P"], *, coefficient: float
 ) -> PairLoss:
     """A loss of pairs plus the chosen answer's negative log-likelihood per token.
 
@@ -86,6 +87,82 @@ def with_likelihood(
     """
     weight_P = coefficient / jnp.maximum(tokens_P, 1)
     return PairLoss(loss.loss_P - weight_P * chosen_logp_P, loss.chosen_P - weight_P, loss.rejected_P)
+
+
+def simpo(
+    chosen_P: Float[Array, "P"],
+    rejected_P: Float[Array, "P"],
+    tokens_PA: Int[Array, "P 2"],
+    *,
+    beta: float,
+    margin: float,
+) -> PairLoss:
+    """Simple preference optimisation: rewards are mean log-probabilities, without a reference.
+
+        L = -log sigmoid(beta (chosen / tokens_c - rejected / tokens_r) - margin)
+
+    Args:
+      chosen_P: log pi of the chosen answer, summed over its tokens.
+      rejected_P: log pi of the rejected answer, summed over its tokens.
+      tokens_PA: Tokens of the chosen and of the rejected answer.
+
+    Source: Meng et al. 2024 (arXiv:2405.14734), eq. 6.
+    """
+    scale_PA = beta / jnp.maximum(jnp.asarray(tokens_PA), 1)
+    loss = bradley_terry(scale_PA[:, 0] * chosen_P, scale_PA[:, 1] * rejected_P, margin)
+    return PairLoss(loss.loss_P, scale_PA[:, 0] * loss.chosen_P, scale_PA[:, 1] * loss.rejected_P)
+
+
+def odds_ratio(
+    chosen_P: Float[Array, "P"], rejected_P: Float[Array, "P"], tokens_PA: Int[Array, "P 2"], *, coefficient: float
+) -> PairLoss:
+    """Odds-ratio preference: how much better the odds of the chosen answer are, by mean log-probabilities.
+
+        L = -coefficient * log sigmoid(o_c - o_r),  o = m - log(1 - exp(m)),  m = log pi / tokens
+
+    Args:
+      chosen_P: log pi of the chosen answer, summed over its tokens.
+      rejected_P: log pi of the rejected answer, summed over its tokens.
+      tokens_PA: Tokens of the chosen and of the rejected answer.
+
+    Source: Hong et al. 2024 (ORPO, arXiv:2403.07691), eq. 4 and 7; its likelihood is `with_likelihood`.
+    """
+    count_PA = jnp.maximum(jnp.asarray(tokens_PA), 1)
+    # An answer that is certain has no finite odds.
+    mean_PA = jnp.minimum(jnp.stack([chosen_P, rejected_P], axis=1) / count_PA, -1e-6)
+    odds_PA = mean_PA - jnp.log(-jnp.expm1(mean_PA))
+    slope_PA = coefficient / -jnp.expm1(mean_PA) / count_PA
+    loss = bradley_terry(odds_PA[:, 0], odds_PA[:, 1])
+    return PairLoss(coefficient * loss.loss_P, slope_PA[:, 0] * loss.chosen_P, slope_PA[:, 1] * loss.rejected_P)
+
+
+def kto(
+    chosen_P: Float[Array, "P"],
+    rejected_P: Float[Array, "P"],
+    distance: Float[Array, ""] | float,
+    *,
+    beta: float,
+    weights: tuple[float, float],
+) -> PairLoss:
+    """Kahneman-Tversky optimisation: a gain or a loss of value by each answer, against a point of reference.
+
+        L = w_c (1 - sigmoid(beta (chosen - z))) / 2 + w_r (1 - sigmoid(beta (z - rejected))) / 2,  z = max(distance, 0)
+
+    The half makes the mean over pairs that over answers.
+
+    Args:
+      chosen_P: log pi - log pi_ref of the good answer, summed over its tokens.
+      rejected_P: log pi - log pi_ref of the bad answer, summed over its tokens.
+      distance: Estimate of KL(pi || pi_ref) in nats, without a gradient.
+      weights: Weight of a good and of a bad answer.
+
+    Source: Ethayarajh et al. 2024 (arXiv:2402.01306), eq. 8.
+    """
+    zero = jnp.maximum(distance, 0)
+    good_P, bad_P = jax.nn.sigmoid(beta * (chosen_P - zero)), jax.nn.sigmoid(beta * (zero - rejected_P))
+    w_c, w_r = weights[0] / 2, weights[1] / 2
+    loss_P = w_c * (1 - good_P) + w_r * (1 - bad_P)
+    return PairLoss(loss_P, -w_c * beta * good_P * (1 - good_P), w_r * beta * bad_P * (1 - bad_P))
 
 
 def bradley_terry(
@@ -125,6 +202,38 @@ def pair_cost(
         ranked.rejected_P + sign_c_P * (jax.nn.sigmoid(sign_c_P * chosen_P) - 1),
         ranked.chosen_P + sign_r_P * (jax.nn.sigmoid(sign_r_P * rejected_P) - 1),
     )
+
+
+def best_and_worst(
+    score_B: Float[Array, "B"],
+    scorable_B: Bool[Array, "B"],
+    group_B: Int[Array, "B"],
+    log_ratio_B: Float[Array, "B"],
+    *,
+    beta: float,
+) -> Float[Array, "B"]:
+    """Advantage by which a policy gradient is that of DPO on the best and the worst response to each prompt.
+
+        A = n * s for the best, -n * s for the worst, 0 for the others,  s = beta * sigmoid(-beta D)
+
+    D is the difference of their log-ratios, and n the size of the group: with token losses summed and responses
+    averaged, the gradient is that of the mean over prompts. A group of equal scores gives 0.
+
+    Args:
+      group_B: Group of each row; see `group_relative`.
+      log_ratio_B: log pi - log pi_ref of each response, summed over its tokens.
+
+    Source: Guo et al. 2024 (Online AI feedback, arXiv:2402.04792), algorithm 1.
+    """
+    score_B, scorable_B, group_B = np.asarray(score_B), np.asarray(scorable_B), np.asarray(group_B)
+    advantage_B = np.zeros(len(score_B), np.float32)
+    for group in np.unique(group_B):
+        rows = np.flatnonzero((group_B == group) & scorable_B)
+        if len(rows) and score_B[rows].max() > score_B[rows].min():
+            best, worst = rows[score_B[rows].argmax()], rows[score_B[rows].argmin()]
+            slope = dpo(log_ratio_B[best], log_ratio_B[worst], beta=beta).rejected_P
+            advantage_B[[best, worst]] = len(rows) * float(slope) * np.array([1, -1])
+    return advantage_B
 
 
 def linear_objective(

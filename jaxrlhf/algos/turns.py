@@ -103,6 +103,19 @@ def state_relative(
     return turns.to_tokens(turns.compared(reward_BT, (group_B, state_BU), gamma=gamma, normalize_std=normalize_std))
 
 
+def player_gains(
+    reward_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"], turn_BT: Int[Array, "B T"]
+) -> Float[np.ndarray, "B 2"]:
+    """Return of each player of a zero-sum game: what its own turns were paid less what the other's were.
+
+    Args:
+      turn_BT: Turn of each action token, from 0; even ones are the first player's.
+    """
+    odd_BT = np.where(mask_BT, turn_BT, 0) % 2 == 1
+    paid_BP = np.stack([np.where(mask_BT & (odd_BT == odd), reward_BT, 0).sum(axis=1) for odd in (False, True)], axis=1)
+    return paid_BP - paid_BP[:, ::-1]
+
+
 class _Turns:
     """Turns of some episodes, `U` of them at most.
 

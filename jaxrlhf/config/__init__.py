@@ -8,14 +8,21 @@ from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient
 from jaxrlhf.config.algorithms.critic_free import (
     CISPO,
     DAPO,
+    GDPO,
+    GMPO,
     GPG,
     GRPO,
     GSPO,
     OPO,
+    RAE,
     RLOO,
     SAPO,
     DrGRPO,
     GiGPO,
+    GRPOPassK,
+    MaxRL,
+    OnlineDPO,
+    OptimalTokenBaseline,
     OverlongPunishment,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
@@ -24,7 +31,19 @@ from jaxrlhf.config.algorithms.critic_free import (
 )
 from jaxrlhf.config.algorithms.distillation import Distillation
 from jaxrlhf.config.algorithms.ppo import PPO
-from jaxrlhf.config.algorithms.preference import DPO, IPO, RPO, CostModel, Preference, RewardModel
+from jaxrlhf.config.algorithms.preference import (
+    CPO,
+    DPO,
+    IPO,
+    KTO,
+    ORPO,
+    RPO,
+    CostModel,
+    Preference,
+    ReferenceFree,
+    RewardModel,
+    SimPO,
+)
 from jaxrlhf.config.algorithms.prime import PRIME
 from jaxrlhf.config.algorithms.safe_rlhf import Constraint, Ptx, SafeRLHF
 from jaxrlhf.config.algorithms.supervised import SFT
@@ -40,8 +59,13 @@ from jaxrlhf.config.losses import (
     AdaptiveKL,
     Aggregation,
     CISPOLoss,
+    ClipCovLoss,
+    DPPOLoss,
+    DROLoss,
+    GMPOLoss,
     GSPOLoss,
     IcePop,
+    KLCovLoss,
     KLEstimator,
     KLInLoss,
     KLInReward,

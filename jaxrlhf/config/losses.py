@@ -67,6 +67,8 @@ class RatioLoss(Settings):
     Class attributes:
       function: Loss of one token, a function of `PolicyTokens` and these settings that returns `PolicyTerms` (see
         `jaxrlhf.algos`), or its name as `module:function`.
+      selection: Function of a step's advantages, old log-probabilities and mask, all `[B, T]`, a generator of random
+        numbers and these settings, that chooses tokens which the loss treats otherwise, or its name; None chooses none.
 
     Attributes:
       aggregation: Loss aggregation; every count is over the whole update. `token-mean`: sum over the number of trained
@@ -77,6 +79,7 @@ class RatioLoss(Settings):
     """
 
     function: ClassVar[Callable[..., Any] | str]
+    selection: ClassVar[Callable[..., Any] | str | None] = None
 
     aggregation: Aggregation = "token-mean"
     entropy_coefficient: Finite[float] = 0.0
@@ -168,6 +171,110 @@ class SAPOLoss(RatioLoss):
     temperature_positive: Positive[float] = 1.0
     temperature_negative: Positive[float] = 1.05
     aggregation: Aggregation = "seq-mean-token-mean"
+
+
+@dataclass(frozen=True)
+class GMPOLoss(RatioLoss):
+    """Geometric mean of a response's ratios, each clipped before (GMPO).
+
+    Attributes:
+      clip_low: Largest fall of a token's log-ratio that counts, in nats.
+      clip_high: Largest rise of a token's log-ratio that counts, in nats.
+      aggregation: `seq-mean-token-mean` only.
+    """
+
+    function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:gmpo_loss"
+
+    clip_low: Positive[float] = 0.4
+    clip_high: Positive[float] = 0.4
+    aggregation: Aggregation = "seq-mean-token-mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.aggregation == "seq-mean-token-mean",
+            "GMPOLoss has one ratio per response, so each response must count once and not by its tokens: "
+            f"aggregation must be 'seq-mean-token-mean', got {self.aggregation!r}",
+        )
+
+
+@dataclass(frozen=True)
+class DPPOLoss(RatioLoss):
+    """A trust region of probabilities in place of ratios: tokens that left it lose their gradient (DPPO).
+
+    Attributes:
+      divergence: Distance of a token's chance of being drawn from what it was: `tv` is the difference of the two, `kl`
+        the KL between drawing it and not.
+      limit_low: Largest distance downwards of tokens with negative advantage; for `kl` take about 0.05.
+      limit_high: Largest distance upwards of tokens with positive advantage.
+      ratio_high: Largest importance weight of what is inside.
+    """
+
+    function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:dppo_loss"
+
+    divergence: Literal["tv", "kl"] = "tv"
+    limit_low: Positive[float] = 0.2
+    limit_high: Positive[float] = 0.2
+    ratio_high: float = 20.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.ratio_high >= 1, f"DPPOLoss.ratio_high bounds a ratio that starts at 1, got {self.ratio_high}")
+
+
+@dataclass(frozen=True)
+class DROLoss(RatioLoss):
+    """Likelihood by advantage, and a quadratic pull to the old policy for the clip (DRO).
+
+    Attributes:
+      beta: Strength of the pull.
+    """
+
+    function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.losses:dro_loss"
+
+    beta: Positive[float] = 0.05
+
+
+@dataclass(frozen=True)
+class ClipCovLoss(PolicyLoss):
+    """Clipped loss that leaves out a few tokens which would lower the entropy the most (Clip-Cov).
+
+    Attributes:
+      share: Share of a step's tokens that are left out, drawn from those whose covariance lies in the range.
+      covariance_low: Lower end of that range.
+      covariance_high: Upper end of that range.
+    """
+
+    function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.covariance:clip_cov_loss"
+    selection: ClassVar[Callable[..., Any] | str | None] = "jaxrlhf.algos.covariance:drawn_in_range"
+
+    share: Share[Positive[float]] = 2e-4
+    covariance_low: Finite[float] = 1.0
+    covariance_high: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.covariance_low < self.covariance_high,
+            f"ClipCovLoss draws tokens whose covariance lies between covariance_low={self.covariance_low} and "
+            f"covariance_high={self.covariance_high}; the first must be the smaller",
+        )
+
+
+@dataclass(frozen=True)
+class KLCovLoss(RatioLoss):
+    """Loss without a clip that holds tokens which would lower the entropy the most to where they were (KL-Cov).
+
+    Attributes:
+      share: Share of a step's tokens that are held, those of the largest covariance.
+      coefficient: Weight of their distance to the old policy.
+    """
+
+    function: ClassVar[Callable[..., Any] | str] = "jaxrlhf.algos.covariance:kl_cov_loss"
+    selection: ClassVar[Callable[..., Any] | str | None] = "jaxrlhf.algos.covariance:largest"
+
+    share: Share[Positive[float]] = 2e-4
+    coefficient: Positive[float] = 1.0
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,12 @@
-"""GRPO with credit for the turns of an episode: by the same turn, or by the same state."""
+"""Credit for the turns of an episode: by the same turn, by the same state, or by who made it."""
+
+from dataclasses import replace
+
+import numpy as np
 
 from jaxrlhf import algos
 from jaxrlhf.batch import Array, EpisodeRows
-from jaxrlhf.config import GiGPO, TurnGRPO
+from jaxrlhf.config import RAE, GiGPO, TurnGRPO
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.grpo import Returns, learn
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult
@@ -44,6 +48,34 @@ def gigpo(roles: Roles, work: StepInput[GiGPO], batch: ScoredRollout) -> StepRes
         return algos.to_tokens(whole_B, returns.mask_BT) + settings.state_weight * turn_BT
 
     return learn(roles, work, batch, advantage)
+
+
+def rae(roles: Roles, work: StepInput[RAE], batch: ScoredRollout) -> StepResult:
+    """REINFORCE of self-play: a player's return minus the moving average of its role in this game.
+
+        b <- decay * b + (1 - decay) * mean(R),  A = R - b
+
+    Source: Liu et al. 2025 (SPIRAL, arXiv:2506.24119), section 3.3, with the mean over a step's episodes of a game.
+    """
+    assert batch.record_E is not None, "a run without an environment is refused with the configuration"
+    game_E, baselines = np.array([record.environment for record in batch.record_E]), dict[str, float]()
+
+    def advantage(returns: Returns) -> Array:
+        turn_BT, mask_BT = np.asarray(_turns(returns).turn_BT), np.asarray(returns.mask_BT)
+        gain_BP = algos.player_gains(returns.reward_BT, mask_BT, turn_BT)
+        for game in np.unique(game_E):
+            played_E = game_E == game
+            for player in range(2):
+                gains = gain_BP[played_E & np.asarray(returns.scorable_B), player]
+                name, decay = f"baseline/{game}/{player}", work.settings.decay
+                before = work.state.get(name, 0.0)
+                baselines[name] = decay * before + (1 - decay) * float(gains.mean()) if len(gains) else before
+                gain_BP[played_E, player] -= baselines[name]
+        player_BT = np.where(mask_BT, turn_BT, 0) % 2
+        return np.where(mask_BT, np.take_along_axis(gain_BP, player_BT, axis=1), 0).astype(np.float32)
+
+    result = learn(roles, work, batch, advantage)
+    return replace(result, state=result.state | baselines)
 
 
 def _turns(returns: Returns) -> EpisodeRows:

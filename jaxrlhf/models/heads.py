@@ -49,10 +49,11 @@ def token_logp(
     *,
     temperature: float | Float[Array, ""] = 1.0,
     entropy: bool = False,
+    energy: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
     execution: Execution = ONE_DEVICE,
 ) -> TokenOutput:
-    """log softmax(logits / temperature) of each wanted token, and the entropy of that distribution.
+    """log softmax(logits / temperature) of each wanted token, and more of that distribution.
 
         logp[r, t] = log_softmax(logits(hidden[r, t-1]) / temperature)[token[r, t]]
 
@@ -66,6 +67,7 @@ def token_logp(
     Args:
       wanted_RW: True for tokens to read; None reads all.
       entropy: Compute entropies too.
+      energy: Compute squared norms of the gradients of log-probabilities by the logits too; they have no gradient.
       chunk_tokens: Tokens of a chunk, over all devices.
       execution: Execution of the hidden states.
     """
@@ -82,14 +84,15 @@ def token_logp(
     table_VD = table(params, config).astype(hidden_RWD.dtype)
     order = _ReadOrder(order_RM, place_RW, target_RM, -(-wanted_RW.sum(axis=1).max() // chunk))
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
-    reading = _Reading(chunk, entropy, config.final_logit_softcapping, config.vocab_size, execution)
+    reading = _Reading(chunk, entropy, energy, config.final_logit_softcapping, config.vocab_size, execution)
     outputs = _read(_scaled(hidden_RWD, config), table_VD, scale, order, reading)
 
     def back(output_RM: Array) -> Array:
         read_RW = jnp.where(wanted_RW, jnp.take_along_axis(output_RM, place_RW, axis=1), 0.0)
         return _shift(execution.joined(read_RW))
 
-    return TokenOutput(*map(back, outputs))
+    names = ("logp", *["entropy"] * entropy, *["energy"] * energy)
+    return TokenOutput(**dict(zip(names, map(back, outputs), strict=True)))
 
 
 class _ReadOrder(NamedTuple):
@@ -114,6 +117,7 @@ class _Reading(NamedTuple):
     Attributes:
       chunk: Tokens of a chunk.
       entropy: True to compute entropies.
+      energy: True to compute squared norms of gradients by the logits.
       soft_cap: Cap of logits; None leaves them.
       vocab: Rows of the table that are tokens.
       execution: Execution of the hidden states.
@@ -121,6 +125,7 @@ class _Reading(NamedTuple):
 
     chunk: int
     entropy: bool
+    energy: bool
     soft_cap: float | None
     vocab: int
     execution: Execution
@@ -134,7 +139,7 @@ class _Reading(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _read(hidden_RWD: Array, table_VD: Array, scale: Array, order: _ReadOrder, reading: _Reading) -> list[Array]:
-    """Log-probabilities, and entropies if asked for, in the given order."""
+    """Log-probabilities, then entropies and squared norms if asked for, in the given order."""
     return _read_forward(hidden_RWD, table_VD, scale, order, reading)[0]
 
 
@@ -153,12 +158,15 @@ def _read_forward(
             jnp.where(_chosen(logit_RCV, _part(order.target_RM, index, chunk)), logit_RCV, 0.0), axis=-1
         )
         read = [normalizer_RC, chosen_RC - normalizer_RC]
-        if entropy:
+        if entropy or reading.energy:
             probability_RCV = jnp.exp(logit_RCV - normalizer_RC[:, :, None])
+        if entropy:
             read.append(normalizer_RC - jnp.sum(probability_RCV * logit_RCV, axis=-1))
+        if reading.energy:  # of onehot - p
+            read.append(1 - 2 * jnp.exp(read[1]) + jnp.sum(jnp.square(probability_RCV), axis=-1))
         return [_put(output, part, index, chunk) for output, part in zip(outputs, read, strict=True)]
 
-    normalizer_RM, *outputs = lax.fori_loop(0, order.chunks, body, [zeros_RM] * (3 if entropy else 2))
+    normalizer_RM, *outputs = lax.fori_loop(0, order.chunks, body, [zeros_RM] * (2 + entropy + reading.energy))
     return outputs, (hidden_RWD, table_VD, scale, order, normalizer_RM, outputs)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, EpisodeBatch, Experience, Params, Problem, RolloutBatch, Sequences
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
 from jaxrlhf.config import Optimizer, Sampling
@@ -171,6 +172,13 @@ class Actor(TrainedWorker):
                     "log-probabilities have to be taken before the update, or within the steps of rollout.staleness"
                 )
         return self.log_prob(rollout, temperature=temperature)
+
+    @worker_method(THREE_D_PROTO)
+    def compute_gradient_energy(self, rollout: RolloutBatch) -> Array:
+        """Squared norm of the gradient of every response token's log-probability by the logits, `[B, T]`."""
+        output: TokenOutput = self.forward(rollout.sequences, temperature=self.setup.temperature, energy=True)
+        assert output.energy is not None
+        return output.energy
 
     @worker_method(THREE_D_PROTO, part="update")
     def update_actor(

@@ -105,8 +105,13 @@ class ModelWorker:
         self._attention_rows: dict[int, int] = {}
         self._patch_room: list[int] = []
         whole, each = PartitionSpec(), self.replicas.each
-        forward = self.replicas.run(self._output, (whole, each, whole), each)
-        self._forward = jax.jit(forward, out_shardings=self._batch_sharding)
+        self._forward = {
+            energy: jax.jit(
+                self.replicas.run(partial(self._output, energy=energy), (whole, each, whole), each),
+                out_shardings=self._batch_sharding,
+            )
+            for energy in (False, True)
+        }
         self.parameters = Offloadable(params, offload="parameters" in setup.offload)
 
     @property
@@ -114,11 +119,19 @@ class ModelWorker:
         """Parameters that the model computes with."""
         return self.parameters.tree
 
-    def forward(self, sequences: Sequences, *, temperature: float = 1.0, adapters: Params | None = None) -> Any:
+    def forward(
+        self,
+        sequences: Sequences,
+        *,
+        temperature: float = 1.0,
+        adapters: Params | None = None,
+        energy: bool = False,
+    ) -> Any:
         """Output of the head for this process's sequences, as host `[B, T]` arrays.
 
         Args:
           adapters: Laid over the frozen parameters, in place of those that are trained; empty lays none.
+          energy: Include squared norms of the gradients by the logits.
         """
         packing = self.pack(sequences)
         scale = np.float32(temperature)
@@ -127,15 +140,16 @@ class ModelWorker:
             params = self.params if adapters is None else adapted(self.parameters.tree, adapters)
             for rows in packing.rows():
                 if not self.here:
-                    return packing.zeros(self._lower_forward(params, rows, scale))
-                outputs.append(self._forward(params, self._on_mesh(rows), scale))
+                    return packing.zeros(self._lower_forward(params, rows, scale, energy=energy))
+                outputs.append(self._forward[energy](params, self._on_mesh(rows), scale))
                 self.setup.progress(f"{self.role} forward", len(outputs), packing.microbatches)
             return jax.tree.map(lambda *parts: packing.unpack(np.stack([_own_rows(x) for x in parts])), *outputs)
 
-    def _lower_forward(self, params: Params, rows: PackedBatch, scale: np.floating) -> Any:
+    def _lower_forward(self, params: Params, rows: PackedBatch, scale: np.floating, *, energy: bool) -> Any:
         """Shapes of the head's output, of which nothing is computed."""
-        self.lowered["forward"] = self._forward.lower(params, self._on_mesh(rows), scale)
-        return self.lowered["forward"].out_info
+        name = "forward with energy" if energy else "forward"
+        self.lowered[name] = self._forward[energy].lower(params, self._on_mesh(rows), scale)
+        return self.lowered[name].out_info
 
     def log_prob(
         self, sampled: RolloutBatch | Sequences, *, temperature: float | None = None, adapters: Params | None = None
@@ -183,8 +197,10 @@ class ModelWorker:
         """All arrays that the worker holds between calls, by part."""
         return {"parameters": self.parameters}
 
-    def _output(self, params: Params, rows: PackedBatch, temperature: Array) -> TokenOutput | Array:
-        return self._read(params, self._hidden(params, rows).hidden_RWD, rows, temperature)
+    def _output(
+        self, params: Params, rows: PackedBatch, temperature: Array, *, energy: bool = False
+    ) -> TokenOutput | Array:
+        return self._read(params, self._hidden(params, rows).hidden_RWD, rows, temperature, energy=energy)
 
     def _hidden(self, params: Params, rows: PackedBatch, router: RouterInputs = NO_ROUTER_INPUTS) -> HiddenStates:
         """Hidden states of packed rows, and the record of routers."""
@@ -197,11 +213,18 @@ class ModelWorker:
         return hidden_states(params, self.config, *tokens, **how)
 
     def _read(
-        self, params: Params, hidden_RWD: Array, rows: PackedBatch, temperature: Array, *, entropy: bool = False
+        self,
+        params: Params,
+        hidden_RWD: Array,
+        rows: PackedBatch,
+        temperature: Array,
+        *,
+        entropy: bool = False,
+        energy: bool = False,
     ) -> TokenOutput | Array:
-        """Output of the head at the response tokens: values, or log-probabilities and, if asked, entropies."""
+        """Output of the head at the response tokens: values, or log-probabilities and what else is asked for."""
         if self.setup.head == "value":
-            assert not entropy, "values have no distribution"
+            assert not entropy and not energy, "values have no distribution"
             return values(params, hidden_RWD)
         return token_logp(
             params,
@@ -211,6 +234,7 @@ class ModelWorker:
             rows.mask_RW,
             temperature=temperature,
             entropy=entropy,
+            energy=energy,
             chunk_tokens=CHUNK_TOKENS * self.replicas.row_shards * self.token_shards,
             execution=self._execution,
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from jaxrlhf.config.algorithms.algorithm import PolicyGradient
-from jaxrlhf.config.losses import CISPOLoss, GSPOLoss, KLInLoss, KLInReward, PolicyLoss, SAPOLoss
+from jaxrlhf.config.losses import CISPOLoss, GMPOLoss, GSPOLoss, KLInLoss, KLInReward, PolicyLoss, SAPOLoss
 from jaxrlhf.config.refusal import require
+from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share
 
 if TYPE_CHECKING:
@@ -99,6 +101,15 @@ class GSPO(GRPO):
 
 
 @dataclass(frozen=True)
+class GMPO(GRPO):
+    """Geometric-mean policy optimisation (Zhao et al. 2025, arXiv:2507.20673): GRPO with one ratio of clipped ones."""
+
+    takes_several_sequences: ClassVar[bool] = False
+
+    policy: GMPOLoss = field(default_factory=GMPOLoss)
+
+
+@dataclass(frozen=True)
 class CISPO(GRPO):
     """Clipped importance sampling (MiniMax 2025, arXiv:2506.13585): GRPO in which no token loses its gradient."""
 
@@ -133,6 +144,117 @@ class GPG(GroupCompared):
     """Group policy gradient (Chu et al. 2025, arXiv:2504.02546), with a clipped ratio if a step has several updates."""
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:gpg"
+
+
+@dataclass(frozen=True)
+class GRPOPassK(GRPO):
+    """GRPO for the best of a group, pass@k where k is its size (Tang et al. 2025, arXiv:2503.19595)."""
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:grpo_passk"
+
+
+@dataclass(frozen=True)
+class MaxRL(GroupCompared):
+    """Maximum likelihood of success (Tajwar et al. 2026, arXiv:2602.02710); scores are 0 or more."""
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:maxrl"
+
+
+@dataclass(frozen=True)
+class GDPO(GroupCompared):
+    """GRPO with every reward normalised by itself before they are added up (Liu et al. 2026, arXiv:2601.05242)."""
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:gdpo"
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        weighed = sum(part.weight != 0 for part in config.rewards.parts) + (config.environment is not None)
+        require(
+            weighed > 1,
+            f"GDPO normalises several rewards by themselves, and rewards has {weighed} of a weight that is not 0; add "
+            "one, or choose GRPO",
+        )
+        require(
+            not isinstance(self.kl, KLInReward),
+            f"GDPO normalises rewards of whole responses, and kl={self.kl} would charge every token; give KLInLoss",
+        )
+
+
+@dataclass(frozen=True)
+class OptimalTokenBaseline(GroupCompared):
+    """REINFORCE with a baseline of least variance for each token (Li et al. 2026, arXiv:2602.07078).
+
+    A pass of the actor before the update measures how much a token's gradient varies. Tokens are counted over the turns
+    of an episode, without what is said between them.
+    """
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:optimal_token_baseline"
+
+
+@dataclass(frozen=True)
+class OnlineDPO(GroupCompared):
+    """DPO on the policy's own responses: the best to a prompt against the worst (Guo et al. 2024, arXiv:2402.04792).
+
+    Rewards compare them, judges and reward models among them. The update is a policy gradient with DPO's slope as the
+    advantage, so a step is one update; the reference is always there, and takes no `kl`.
+
+    Attributes:
+      beta: Strength of the pull to the reference.
+      policy: Its losses are summed over a response, as `seq-mean-token-sum` does.
+    """
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:online_dpo"
+
+    beta: Positive[float] = 0.1
+    policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(aggregation="seq-mean-token-sum"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.policy.aggregation == "seq-mean-token-sum",
+            "OnlineDPO has the log-probability of whole responses in its loss: policy.aggregation must be "
+            f"'seq-mean-token-sum', got {self.policy.aggregation!r}",
+        )
+        require(self.kl is None, f"OnlineDPO is kept near the reference by beta, and kl={self.kl} would do so twice")
+
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        return (actor(config.actor), reference(), REWARD)
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        updates = self.updates_per_step(config)
+        require(
+            updates == 1,
+            f"OnlineDPO takes the slope of its loss once a step, and there are {updates} updates; set "
+            f"algorithm.responses_per_update to {config.rollout.responses_per_step} and epochs_per_step to 1",
+        )
+
+
+@dataclass(frozen=True)
+class RAE(PolicyGradient):
+    """Self-play of zero-sum games with a baseline for each role (Liu et al. 2025, SPIRAL, arXiv:2506.24119).
+
+    One policy plays both sides: even turns of an episode are the first player's, odd ones the second's. What the
+    environment pays for a turn is a gain of who made it and a loss of the other; the rest of a score is the last
+    turn's. Each game and player has a baseline of its own, a moving average.
+
+    Attributes:
+      decay: Share of a baseline that stays in a step.
+    """
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.turn_level:rae"
+
+    decay: Share[float] = 0.95
+
+    def resumed_state(self, saved: Mapping[str, float]) -> dict[str, float]:
+        return {**saved, **super().resumed_state(saved)}
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        require(
+            config.environment is not None,
+            "RAE plays games in turns, and the run has no environment; give one, or choose ReinforcePlusPlus",
+        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jaxrlhf.config.algorithms.algorithm import Algorithm
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import Rewards
 from jaxrlhf.config.roles import RoleSpec, actor, critic, reference
-from jaxrlhf.config.settings import Positive, within
+from jaxrlhf.config.settings import NotNegative, Positive, within
 from jaxrlhf.config.sources import ArithmeticPairs, PairFile
 from jaxrlhf.config.training import Optimizer, Training
 
@@ -95,6 +95,90 @@ class IPO(Preference):
 
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:
         return (actor(config.actor), reference())
+
+
+@dataclass(frozen=True)
+class KTO(Preference):
+    """Kahneman-Tversky optimisation: each answer by itself, good or bad (Ethayarajh et al. 2024, arXiv:2402.01306).
+
+    Answers of a pair are two examples, one of each kind. Those of one prompt behind another prompt estimate how far the
+    policy is from the reference.
+
+    Attributes:
+      beta: Strength of the pull to the reference.
+      desirable_weight: Weight of preferred answers.
+      undesirable_weight: Weight of the others.
+    """
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
+
+    beta: Positive[float] = 0.1
+    desirable_weight: NotNegative[float] = 1.0
+    undesirable_weight: NotNegative[float] = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.pairs_per_update > 1,
+            "KTO measures the distance to the reference by answers behind prompts that are not theirs, and "
+            "pairs_per_update=1 has one prompt; give 2 or more",
+        )
+
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        return (actor(config.actor), reference())
+
+
+@dataclass(frozen=True)
+class ReferenceFree(Preference):
+    """Base class of preference algorithms without a reference model."""
+
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        return (actor(config.actor),)
+
+
+@dataclass(frozen=True)
+class SimPO(ReferenceFree):
+    """Simple preference optimisation: rewards are mean log-probabilities (Meng et al. 2024, arXiv:2405.14734).
+
+    Attributes:
+      beta: Reward units per nat of the mean.
+      margin: gamma, by how much the preferred answer's reward should be higher at least.
+    """
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
+
+    beta: Positive[float] = 2.0
+    margin: NotNegative[float] = 1.0
+
+
+@dataclass(frozen=True)
+class CPO(ReferenceFree):
+    """Contrastive preference optimisation (Xu et al. 2024, arXiv:2401.08417).
+
+    Attributes:
+      beta: Reward units per nat.
+      label_smoothing: Share of pairs assumed to be labelled the wrong way round.
+      nll_coefficient: Weight of the preferred answers' negative log-likelihood per token.
+    """
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
+
+    beta: Positive[float] = 0.1
+    label_smoothing: Annotated[float, within(0.0, 0.5)] = 0.0
+    nll_coefficient: NotNegative[float] = 1.0
+
+
+@dataclass(frozen=True)
+class ORPO(ReferenceFree):
+    """Odds-ratio preference optimisation: likelihood, and odds that prefer (Hong et al. 2024, arXiv:2403.07691).
+
+    Attributes:
+      odds_coefficient: lambda, weight of the preference beside the likelihood.
+    """
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.dpo:learn"
+
+    odds_coefficient: Positive[float] = 0.1
 
 
 @dataclass(frozen=True)

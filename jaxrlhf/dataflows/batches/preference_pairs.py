@@ -5,6 +5,7 @@ them, and makes one update with those derivatives as weights; see `jaxrlhf.algos
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +51,16 @@ def pair_sequences(problems: Sequence[Problem], config: Config) -> Sequences:
     prompt_id_B = np.repeat(np.array([problem.prompt_id for problem in problems], np.int64), 2)
     images_B = images_of_problems([problem for problem in problems for _ in range(2)])
     return Sequences(token_BT, np.array(length_B, np.int32), mask_BT, prompt_id_B, images_B=images_B)
+
+
+def mismatched(problems: Sequence[Problem], config: Config) -> Sequences:
+    """Prompts followed by the two answers to another prompt of the batch: to the one before, which fits as its own."""
+    pairs = [problem for problem in problems if isinstance(problem, Pair)]
+    moved = [
+        replace(pair, solution_tokens=other.solution_tokens, rejected_tokens=other.rejected_tokens)
+        for pair, other in zip(pairs, [*pairs[-1:], *pairs[:-1]], strict=True)
+    ]
+    return pair_sequences(moved, config)
 
 
 def pair_sums(value_BT: Array, sequences: Sequences) -> np.ndarray:
