@@ -24,18 +24,10 @@ from jaxrlhf.config import KLInLoss, PolicyGradient, ValueLoss, function_of
 
 
 class TokenOutput(NamedTuple):
-    """Log-probability of each token, and if asked for more of its distribution.
-
-    Attributes:
-      logp: Log-probability.
-      entropy: Entropy of the distribution, in nats.
-      energy: Squared norm of the gradient of the log-probability by the logits, 1 - 2 p + sum over the vocabulary of
-        p^2; without a gradient of its own.
-    """
+    """Log-probability of each token, and the entropy of its distribution if asked for."""
 
     logp: Float[Array, "R W"]
     entropy: Float[Array, "R W"] | None = None
-    energy: Float[Array, "R W"] | None = None
 
 
 class ObjectiveTerms(NamedTuple):

@@ -49,11 +49,10 @@ def token_logp(
     *,
     temperature: float | Float[Array, ""] = 1.0,
     entropy: bool = False,
-    energy: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
     execution: Execution = ONE_DEVICE,
 ) -> TokenOutput:
-    """log softmax(logits / temperature) of each wanted token, and more of that distribution.
+    """log softmax(logits / temperature) of each wanted token, and the entropy of that distribution.
 
         logp[r, t] = log_softmax(logits(hidden[r, t-1]) / temperature)[token[r, t]]
 
@@ -67,10 +66,48 @@ def token_logp(
     Args:
       wanted_RW: True for tokens to read; None reads all.
       entropy: Compute entropies too.
-      energy: Compute squared norms of the gradients of log-probabilities by the logits too; they have no gradient.
       chunk_tokens: Tokens of a chunk, over all devices.
       execution: Execution of the hidden states.
     """
+    how: dict[str, Any] = {"entropy": entropy, "chunk_tokens": chunk_tokens, "execution": execution}
+    return TokenOutput(*_token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, temperature, **how))
+
+
+def gradient_energy(
+    params: Params,
+    config: AnyModel,
+    hidden_RWD: Float[Array, "R W D"],
+    token_RW: Int[Array, "R W"],
+    wanted_RW: Bool[Array, "R W"] | None = None,
+    *,
+    temperature: float | Float[Array, ""] = 1.0,
+    chunk_tokens: int = CHUNK_TOKENS,
+    execution: Execution = ONE_DEVICE,
+) -> Float[Array, "R W"]:
+    """Squared norm of the gradient of each wanted token's log-probability by the logits over the temperature.
+
+        1 - 2 p + sum over the vocabulary of p^2
+
+    It is read as `token_logp` reads, and has no gradient of its own.
+    """
+    how: dict[str, Any] = {"energy": True, "chunk_tokens": chunk_tokens, "execution": execution}
+    return _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, temperature, **how)[-1]
+
+
+def _token_outputs(
+    params: Params,
+    config: AnyModel,
+    hidden_RWD: Array,
+    token_RW: Array,
+    wanted_RW: Array | None,
+    temperature: float | Array,
+    *,
+    entropy: bool = False,
+    energy: bool = False,
+    chunk_tokens: int,
+    execution: Execution,
+) -> list[Array]:
+    """Log-probabilities, then entropies and squared norms if asked for; see `token_logp`."""
     if wanted_RW is None:
         wanted_RW = jnp.ones(token_RW.shape, bool)
     next_RW, wanted_RW = (execution.slices(jnp.pad(each[:, 1:], ((0, 0), (0, 1)))) for each in (token_RW, wanted_RW))
@@ -91,8 +128,7 @@ def token_logp(
         read_RW = jnp.where(wanted_RW, jnp.take_along_axis(output_RM, place_RW, axis=1), 0.0)
         return _shift(execution.joined(read_RW))
 
-    names = ("logp", *["entropy"] * entropy, *["energy"] * energy)
-    return TokenOutput(**dict(zip(names, map(back, outputs), strict=True)))
+    return [*map(back, outputs)]
 
 
 class _ReadOrder(NamedTuple):

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, EpisodeBatch, Experience, Params, Problem, RolloutBatch, Sequences
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
 from jaxrlhf.config import Optimizer, Sampling
@@ -176,9 +175,7 @@ class Actor(TrainedWorker):
     @worker_method(THREE_D_PROTO)
     def compute_gradient_energy(self, rollout: RolloutBatch) -> Array:
         """Squared norm of the gradient of every response token's log-probability by the logits, `[B, T]`."""
-        output: TokenOutput = self.forward(rollout.sequences, temperature=self.setup.temperature, energy=True)
-        assert output.energy is not None
-        return output.energy
+        return self.forward(rollout.sequences, temperature=self.setup.temperature, energy=True)
 
     @worker_method(THREE_D_PROTO, part="update")
     def update_actor(

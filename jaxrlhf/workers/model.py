@@ -20,7 +20,7 @@ from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.decoder import HiddenStates, hidden_states
 from jaxrlhf.models.execution import Execution
-from jaxrlhf.models.heads import CHUNK_TOKENS, token_logp, values
+from jaxrlhf.models.heads import CHUNK_TOKENS, gradient_energy, token_logp, values
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs
 from jaxrlhf.models.pipeline import pipeline_over
@@ -131,7 +131,7 @@ class ModelWorker:
 
         Args:
           adapters: Laid over the frozen parameters, in place of those that are trained; empty lays none.
-          energy: Include squared norms of the gradients by the logits.
+          energy: Squared norms of the gradients by the logits, in place of log-probabilities.
         """
         packing = self.pack(sequences)
         scale = np.float32(temperature)
@@ -222,22 +222,21 @@ class ModelWorker:
         entropy: bool = False,
         energy: bool = False,
     ) -> TokenOutput | Array:
-        """Output of the head at the response tokens: values, or log-probabilities and what else is asked for."""
+        """Output of the head at the response tokens: values, or log-probabilities and, if asked, entropies.
+
+        Args:
+          energy: Squared norms of the gradients by the logits, in place of all that.
+        """
         if self.setup.head == "value":
             assert not entropy and not energy, "values have no distribution"
             return values(params, hidden_RWD)
-        return token_logp(
-            params,
-            self.config,
-            hidden_RWD,
-            rows.token_RW,
-            rows.mask_RW,
-            temperature=temperature,
-            entropy=entropy,
-            energy=energy,
-            chunk_tokens=CHUNK_TOKENS * self.replicas.row_shards * self.token_shards,
-            execution=self._execution,
-        )
+        tokens = params, self.config, hidden_RWD, rows.token_RW, rows.mask_RW
+        how: dict[str, Any] = {
+            "temperature": temperature,
+            "chunk_tokens": CHUNK_TOKENS * self.replicas.row_shards * self.token_shards,
+            "execution": self._execution,
+        }
+        return gradient_energy(*tokens, **how) if energy else token_logp(*tokens, entropy=entropy, **how)
 
     def _on_mesh(self, tree: Any) -> Any:
         """This process's rows, as rows of arrays over the whole mesh."""
