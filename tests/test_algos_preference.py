@@ -152,6 +152,7 @@ def test_the_slope_of_dpo_is_the_advantage_of_the_best_and_the_worst():
     scorable, group = np.array([True] * 6 + [False]), np.array([7, 7, 7, 8, 8, 8, 8])
     ratio = np.arange(7.0)
     found = algos.best_and_worst(score, scorable, group, ratio, beta=0.5)
-    slopes = [3 * 0.5 / (1 + math.exp(0.5 * (ratio[b] - ratio[w]))) for b, w in ((1, 0), (3, 5))]
-    np.testing.assert_allclose(found, [-slopes[0], slopes[0], 0, slopes[1], 0, -slopes[1], 0], rtol=1e-6)
+    [first, second, third] = [0.5 / (1 + math.exp(0.5 * (ratio[b] - ratio[w]))) for b, w in ((1, 0), (3, 5), (4, 5))]
+    wanted = [-3 * first, 3 * first, 0, 1.5 * second, 1.5 * third, -1.5 * (second + third), 0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
     assert not algos.best_and_worst(np.ones(7), scorable, group, ratio, beta=0.5).any()

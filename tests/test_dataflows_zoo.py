@@ -28,7 +28,7 @@ from jaxrlhf.config import (
     SimPO,
     Tools,
 )
-from jaxrlhf.dataflows import dpo, grpo, turn_level
+from jaxrlhf.dataflows import dpo, group_baselines, turn_level
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput
 
@@ -53,7 +53,7 @@ def test_gdpo_tells_responses_of_one_total_apart():
     score = parts["arithmetic"] + 0.5 * parts["format"]
     rollout = rollout_of(MASK, [0, 0, 0, 1, 1, 1])
     batch = ScoredRollout([], rollout, Scores(score, np.ones(6, bool), parts))
-    _, made = step(grpo.gdpo, config(GDPO(responses_per_update=6), rewards=rewards), batch)
+    _, made = step(group_baselines.gdpo, config(GDPO(responses_per_update=6), rewards=rewards), batch)
 
     def normalised(own):
         return [(x - statistics.fmean(own)) / (statistics.stdev(own) + 1e-6) for x in own]
@@ -68,7 +68,7 @@ def test_scores_below_zero_are_refused_by_maxrl():
     scores = Scores(np.float32([1, 0, -0.5, 0, 1, 1]), np.ones(6, bool), {})
     batch = ScoredRollout([], rollout_of(MASK, [0, 0, 0, 1, 1, 1]), scores)
     with pytest.raises(Refusal, match=r"MaxRL divides by the mean score .* has the score -0\.5"):
-        step(grpo.maxrl, config(MaxRL(responses_per_update=6)), batch)
+        step(group_baselines.maxrl, config(MaxRL(responses_per_update=6)), batch)
 
 
 def test_self_play_has_a_baseline_for_each_game_and_player():

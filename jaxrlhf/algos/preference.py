@@ -217,7 +217,8 @@ def best_and_worst(
         A = n * s for the best, -n * s for the worst, 0 for the others,  s = beta * sigmoid(-beta D)
 
     D is the difference of their log-ratios, and n the size of the group: with token losses summed and responses
-    averaged, the gradient is that of the mean over prompts. A group of equal scores gives 0.
+    averaged, the gradient is that of the mean over prompts. Of equally good or bad ones the mean over all pairs is
+    taken; a group of equal scores gives 0.
 
     Args:
       group_B: Group of each row; see `group_relative`.
@@ -225,14 +226,17 @@ def best_and_worst(
 
     Source: Guo et al. 2024 (Online AI feedback, arXiv:2402.04792), algorithm 1.
     """
-    score_B, scorable_B, group_B = np.asarray(score_B), np.asarray(scorable_B), np.asarray(group_B)
+    score_B, group_B, ratio_B = np.asarray(score_B), np.asarray(group_B), np.asarray(log_ratio_B)
     advantage_B = np.zeros(len(score_B), np.float32)
     for group in np.unique(group_B):
-        rows = np.flatnonzero((group_B == group) & scorable_B)
-        if len(rows) and score_B[rows].max() > score_B[rows].min():
-            best, worst = rows[score_B[rows].argmax()], rows[score_B[rows].argmin()]
-            slope = dpo(log_ratio_B[best], log_ratio_B[worst], beta=beta).rejected_P
-            advantage_B[[best, worst]] = len(rows) * float(slope) * np.array([1, -1])
+        rows = np.flatnonzero((group_B == group) & np.asarray(scorable_B))
+        if len(rows) == 0 or score_B[rows].max() == score_B[rows].min():
+            continue
+        best, worst = (rows[score_B[rows] == extreme(score_B[rows])] for extreme in (np.max, np.min))
+        chosen_P, rejected_P = np.repeat(ratio_B[best], len(worst)), np.tile(ratio_B[worst], len(best))
+        slope_CR = np.asarray(dpo(chosen_P, rejected_P, beta=beta).rejected_P).reshape(len(best), len(worst))
+        advantage_B[best] = len(rows) * slope_CR.mean(axis=1) / len(best)
+        advantage_B[worst] = -len(rows) * slope_CR.mean(axis=0) / len(worst)
     return advantage_B
 
 

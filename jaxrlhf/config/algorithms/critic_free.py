@@ -150,21 +150,21 @@ class GPG(GroupCompared):
 class GRPOPassK(GRPO):
     """GRPO for the best of a group, pass@k where k is its size (Tang et al. 2025, arXiv:2503.19595)."""
 
-    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:grpo_passk"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.group_baselines:grpo_passk"
 
 
 @dataclass(frozen=True)
 class MaxRL(GroupCompared):
     """Maximum likelihood of success (Tajwar et al. 2026, arXiv:2602.02710); scores are 0 or more."""
 
-    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:maxrl"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.group_baselines:maxrl"
 
 
 @dataclass(frozen=True)
 class GDPO(GroupCompared):
     """GRPO with every reward normalised by itself before they are added up (Liu et al. 2026, arXiv:2601.05242)."""
 
-    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:gdpo"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.group_baselines:gdpo"
 
     def check(self, config: Config) -> None:
         super().check(config)
@@ -188,7 +188,7 @@ class OptimalTokenBaseline(GroupCompared):
     of an episode, without what is said between them.
     """
 
-    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:optimal_token_baseline"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.group_baselines:optimal_token_baseline"
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class OnlineDPO(GroupCompared):
       policy: Its losses are summed over a response, as `seq-mean-token-sum` does.
     """
 
-    learn: ClassVar[str] = "jaxrlhf.dataflows.grpo:online_dpo"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.group_baselines:online_dpo"
 
     beta: Positive[float] = 0.1
     policy: PolicyLoss = field(default_factory=lambda: PolicyLoss(aggregation="seq-mean-token-sum"))
