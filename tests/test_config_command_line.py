@@ -160,7 +160,6 @@ def test_user_error_is_one_line(refused, capsys):
         "--config ppo_gsm8k --algorithm.kl k3",
         "--config ppo_arithmetic --model.path /x",
         "--config ppo_gsm8k --rollout.prompts-per-step 60",
-        "--config ppo_gsm8k --cold-start.algorithm PPO",
         "--config grpo_gsm8k --algorithm.kl None --algorithm.kl.coefficient 1",
         "--config ppo_arithmetic --model Pretrained",
         "--config ppo_gsm8k --rewards.parts FormatReward",

@@ -1,7 +1,6 @@
 """Completions of a file of prompts: written with their records, all of them or the best by a reward; one command."""
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from tiny_runs import write_policy
 
-from jaxrlhf.__main__ import COMMANDS
+from jaxrlhf.__main__ import COMMANDS, main
 from jaxrlhf.trainer.served_policy.completions import best_of_groups
 
 QUICK = "--rollout.max-response-tokens 4 --rollout.slots 4 --rollout.max-prompt-tokens 32 --rollout.prompts-per-step 2"
@@ -36,7 +35,7 @@ def generate(monkeypatch, files: Path, out: str, words: str) -> None:
     """The command, as `jaxrlhf generate` runs it."""
     given = [str(files / "model"), str(files / "prompts.jsonl"), str(files / out), *QUICK.split(), *words.split()]
     monkeypatch.setattr(sys, "argv", ["jaxrlhf", "generate", *given])
-    runpy.run_module("jaxrlhf", run_name="__main__")
+    main()
 
 
 def test_completions_are_written_with_their_records(files, monkeypatch, capsys):
@@ -87,7 +86,7 @@ def test_the_names_of_commands_are_told(monkeypatch, capsys):
     for words, code in ([], None), (["--help"], None), (["trian"], 2):
         monkeypatch.setattr(sys, "argv", ["jaxrlhf", *words])
         try:
-            runpy.run_module("jaxrlhf", run_name="__main__")
+            main()
         except SystemExit as end:
             assert end.code == code
         shown = capsys.readouterr()

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import copy
 import io
 import os
 import sys
@@ -212,6 +213,10 @@ def _print_settings(config: Config, *, command: str) -> None:
 
     about = f"The settings of {config.name}, and what they are there."
     how = (tyro.conf.AvoidSubcommands,)
+    if getattr(config.algorithm, "correction", None) == "auto":  # tyro takes a word among classes for a positional one
+        config, algorithm = copy.copy(config), copy.copy(config.algorithm)
+        object.__setattr__(algorithm, "correction", None)
+        object.__setattr__(config, "algorithm", algorithm)
     with contextlib.suppress(SystemExit):  # tyro leaves after its help
         tyro.cli(type(config), prog=command, description=about, default=config, args=["--help"], config=how)
 

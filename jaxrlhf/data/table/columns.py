@@ -23,6 +23,11 @@ class Bytes:
         self._file: IO[bytes] = io.BytesIO() if path is None else path.open("w+b")
         self._read: np.ndarray | None = None
 
+    def __del__(self) -> None:
+        """Close the file of values that were never sealed, as when a later record cannot be read."""
+        if hasattr(self, "_file"):  # a folder that is gone has it opened nowhere
+            self._file.close()
+
     @classmethod
     def mapped(cls, path: Path) -> "Bytes":
         """The values that `seal` has kept in a file."""

@@ -14,12 +14,12 @@ _FILE = "collected.pickle"
 
 
 class QueueItem:
-    """What was collected and not learnt from yet. It holds no array that a restored one would have to fit.
+    """Responses that were collected and not learnt from yet. No array in it has to fit one that is restored.
 
     It is a pickle, so go on from checkpoints of runs that you trust, as you would from their configurations.
 
     Args:
-      get: What there is to save; futures in it are waited for.
+      get: Gives all there is to save; futures in it are waited for.
       put: Takes over what was saved.
     """
 
