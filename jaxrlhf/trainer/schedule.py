@@ -67,7 +67,7 @@ class Synchronous:
         return {}
 
     def items(self) -> dict[str, Item]:
-        """What a checkpoint keeps beside the arrays of roles."""
+        """Items of a checkpoint beside the arrays of roles."""
         return {}
 
     def state(self) -> dict[str, Any]:
