@@ -59,7 +59,7 @@ class Browser:
         """The value of an expression once it is true."""
         end = time.monotonic() + PATIENCE_S
         while not (value := self.value(expression)):
-            seen = self.value("document.body.innerText.slice(0, 500)")
+            seen = self.value("document.body?.innerText.slice(0, 500)")
             assert time.monotonic() < end, f"{expression} stays false; {self.complaints}; {seen}"
             time.sleep(0.05)
         return value
