@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,10 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing of one test reac
 # thread of LLVM for each program: to split small ones costs a fifth more.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+# A shell's background jobs ignore Ctrl-C, and so would what tests start from one and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from jaxtyping import install_import_hook

@@ -101,8 +101,7 @@ def test_instances_may_share_a_process(code):
 def test_processes_do_not_outlive_the_run(tmp_path, end):
     hostile = Path(__file__).with_name("hostile_environments.py")
     script = f"""
-import os, signal, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job has been told to ignore
+import os, time
 from jaxrlhf.config import Environment, Tools
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import Reply

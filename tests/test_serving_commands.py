@@ -33,9 +33,12 @@ def server(policy):
         assert process.stdout is not None
         first, second = process.stdout.readline().split(), process.stdout.readline().split()
         assert first[:3] == ["serving", "mine", "at"], first
-        yield first[3], second[1]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        try:
+            yield first[3], second[1]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+        finally:
+            process.kill()
 
 
 def test_what_is_served_is_what_transformers_generates(server, policy):
