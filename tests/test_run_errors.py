@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import resource
 import runpy
 import shutil
 import socket
@@ -176,18 +175,21 @@ WITHOUT_TORCH = """
 import importlib.util, runpy
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name == "torch" else find(name, package)
+import jax._src.compiler
+
+def compiled(*_, **__):
+    raise AssertionError("a program was compiled")
+
+jax._src.compiler.compile_or_get_cached = compiled
 runpy.run_module("jaxrlhf.train", run_name="__main__", alter_sys=True)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["missing model", "no EOS", "torn weights", "corrupt jsonl", "too few problems"])
-def test_refusal_is_quick(case, files, tmp_path):
+def test_refusal_comes_before_anything_is_compiled(case, files, tmp_path):
     command = [sys.executable, "-c", WITHOUT_TORCH, *words(case, files, tmp_path / "workdir")]
-    used, start = cpu_seconds(), time.monotonic()
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True)
-    # On a busy machine the wall clock counts what others do, and the processor's time does not.
-    assert min(time.monotonic() - start, cpu_seconds() - used) < 5
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
@@ -200,9 +202,3 @@ def test_a_silent_hub_is_not_waited_for(case, files, tmp_path, monkeypatch, caps
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
         test_refusal(case, files, tmp_path, monkeypatch, capsys)
     assert time.monotonic() - start < 5
-
-
-def cpu_seconds() -> float:
-    """Processor time of the children so far."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
