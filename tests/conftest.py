@@ -44,7 +44,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _LONGEST = (
-    *("test_dataflows_learn", "test_learning", "test_learning_arithmetic", "test_run_ray", "test_run_ray_failures"),
+    *(
+        "test_learning_tools",
+        "test_dataflows_learn",
+        "test_learning",
+        "test_learning_arithmetic",
+        "test_run_ray",
+        "test_run_ray_failures",
+    ),
     *("test_learning_rivals", "test_run_resume_algorithms", "test_learning_preference", "test_run_resume"),
     *("test_run_lora", "test_run_placed"),
     *("test_workers_gradient", "test_workers_lora", "test_models_transformers", "test_models_families"),
