@@ -7,7 +7,6 @@ its `score`: with `PromptFile(OUT, solution_key="completion")` it is supervised 
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jaxrlhf.config import (
     Algorithm,
@@ -30,7 +29,7 @@ _SUFFIXES = (".jsonl", ".parquet")
 
 @dataclass(frozen=True)
 class Answering(Algorithm):
-    """Nothing is learnt: prompts are answered, and the answers scored."""
+    """Answers and scores without learning."""
 
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:
         return (actor(config.actor), REWARD)
@@ -92,13 +91,15 @@ def main() -> None:
 
 def _default() -> Config:
     """Settings without a configuration."""
-    rollout = Rollout(prompts_per_step=64, max_prompt_tokens=2048, max_response_tokens=1024, slots=64)
-    data = PromptFile("", answer_key=None)
-    parts: dict[str, Any] = {
-        "rollout": rollout,
-        "rewards": Rewards((RepetitionReward(),)),
-    }  # of which --reward takes the place
-    return Config("generate", algorithm=Answering(), steps=1, model=Pretrained(""), data=data, **parts)
+    return Config(
+        "generate",
+        algorithm=Answering(),
+        steps=1,
+        model=Pretrained(""),
+        data=PromptFile("", answer_key=None),
+        rollout=Rollout(prompts_per_step=64, max_prompt_tokens=2048, max_response_tokens=1024, slots=64),
+        rewards=Rewards((RepetitionReward(),)),  # whose place --reward takes
+    )
 
 
 def _reward_settings(flags: Namespace) -> list[str]:

@@ -121,7 +121,7 @@ def draw(curves: dict[str, dict[str, dict[int, float]]]) -> Figure:
 
 
 def about() -> dict[str, Any]:
-    """What was run, where and with what."""
+    """Machine, versions and date of a measurement."""
     versions = bench.versions("jax", "openai", "openai-agents")
     return {"processor": bench.processor(), "versions": versions, "date": time.strftime("%Y-%m-%d")}
 

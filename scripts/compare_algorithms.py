@@ -56,7 +56,7 @@ def measure(*, seeds: int) -> dict[str, Any]:
 
 
 def about(seeds: int) -> dict[str, Any]:
-    """What was run, where and with what."""
+    """Machine, versions and date of a measurement."""
     return {
         "task": "three digits are given, say the first",
         "steps": task.STEPS,

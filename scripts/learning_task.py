@@ -15,13 +15,18 @@ from typing import Any
 import jaxrlhf
 from jaxrlhf.config import (
     CISPO,
+    CPO,
     DAPO,
     DPO,
+    GDPO,
+    GMPO,
     GPG,
     GRPO,
     GSPO,
     IPO,
+    KTO,
     OPO,
+    ORPO,
     PPO,
     PRIME,
     RLOO,
@@ -31,13 +36,22 @@ from jaxrlhf.config import (
     VAPO,
     Algorithm,
     Checkpointing,
+    ClipCovLoss,
     Config,
     CostModel,
+    DPPOLoss,
     DrGRPO,
+    DROLoss,
     Evaluation,
+    FormatReward,
     FromScratch,
+    GRPOPassK,
     Gsm8kReward,
+    KLCovLoss,
+    MaxRL,
     Model,
+    OnlineDPO,
+    OptimalTokenBaseline,
     Optimizer,
     PairFile,
     PolicyGradient,
@@ -50,6 +64,7 @@ from jaxrlhf.config import (
     RewardModel,
     Rewards,
     Rollout,
+    SimPO,
     Training,
 )
 from jaxrlhf.trainer.policy import export_policy
@@ -83,6 +98,16 @@ def from_pairs() -> dict[str, Preference]:
     judges = (RewardModel(pairs_per_update=64, critic=critic), CostModel(pairs_per_update=64, critic=critic))
     every: tuple[Preference, ...] = (DPO(), IPO(), RPO(), *judges)
     return {type(one).__name__: one for one in every}
+
+
+def further() -> dict[str, Algorithm]:
+    """Further algorithms and losses, by name, which are learned by from one seed."""
+    losses = (DPPOLoss(), DPPOLoss(divergence="kl", limit_low=0.05, limit_high=0.05), DROLoss())
+    covariances = (ClipCovLoss(share=0.02, covariance_low=0.0), KLCovLoss(share=0.02))
+    by_loss = {f"GRPO, {one}": GRPO(policy=one) for one in (*losses, *covariances)}
+    groups = (GMPO, GRPOPassK, MaxRL, GDPO, OptimalTokenBaseline, OnlineDPO)
+    pairs = (KTO(), SimPO(), CPO(), ORPO(odds_coefficient=1.0))
+    return {kind.__name__: kind() for kind in groups} | by_loss | {type(one).__name__: one for one in pairs}
 
 
 def write_records(folder: Path) -> Path:
@@ -129,6 +154,8 @@ def task(folder: Path, algorithm: Algorithm, model: Model, *, solution: str | No
         safe = ("answer_is_safe", "wrong_is_safe") if isinstance(algorithm, CostModel) else None
         pairs = PairFile(**files, chosen_key="answer", rejected_key="wrong", safe_keys=safe)
         settings |= {"data": pairs, "rewards": Rewards()}
+    if isinstance(algorithm, GDPO):  # of several rewards; this one says that there is a digit
+        settings["rewards"] = Rewards((Gsm8kReward(method="flexible"), FormatReward(r"\d", weight=0.1)), workers=1)
     if isinstance(algorithm, RewardModel):
         settings |= {"actor": Training(), "steps": 150}  # it has no actor, and learns what a token is equal to
     return Config(algorithm=algorithm, model=model, **settings | changes)

@@ -1,4 +1,5 @@
-"""Every algorithm learns the smallest task there is, from each of three seeds; README's own does too."""
+"""Algorithms learn the smallest task there is, from each of three seeds; README's own does too, and further ones
+from one seed."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -6,12 +7,12 @@ from pathlib import Path
 
 import learning_task as task
 import pytest
-from learning_task import exported, from_pairs, generating, supervised, write_records
+from learning_task import exported, from_pairs, further, generating, supervised, write_records
 from test_extending import readmes_algorithm
 from tiny_runs import records
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, Config, Distillation, PolicyGradient, Pretrained, RewardModel
+from jaxrlhf.config import GRPO, Config, Distillation, PolicyGradient, Preference, Pretrained, RewardModel
 from jaxrlhf.trainer.policy import evaluate_policy
 
 README = "the file that README shows"
@@ -80,6 +81,18 @@ def test_it_learns_from_pairs(name, seed, folder, guessing, tmp_path):
     if not isinstance(algorithm, RewardModel):
         answering = task.task(folder, GRPO(), guessing[seed])
         assert evaluate_policy(answering, policy=str(tmp_path), samples=1, show=0)["eval/accuracy"] >= 0.9
+
+
+@pytest.mark.parametrize("name", further())
+def test_further_ones_learn_from_one_seed(name, folder, guessing, tmp_path):
+    algorithm = further()[name]
+    first, *_, last = run(task.task(folder, algorithm, guessing[0]), tmp_path)
+    if isinstance(algorithm, Preference):
+        assert last["eval/accuracy"] >= 0.95
+        last = evaluate_policy(task.task(folder, GRPO(), guessing[0]), policy=str(tmp_path), samples=1, show=0)
+    else:
+        assert first["eval/accuracy_at_start"] <= 0.5
+    assert last["eval/accuracy"] >= 0.9
 
 
 @EVERY_SEED

@@ -31,7 +31,7 @@ def asked():
 
 
 def expected(model, prompt, most):
-    """What the engine draws."""
+    """Tokens that the engine itself draws greedily."""
     request = Request(0, prompt, max_tokens=most, stop_tokens=model.stop_tokens)
     return model.service.submit(request, GREEDY, seed=0).result(60).tokens
 

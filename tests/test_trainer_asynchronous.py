@@ -19,6 +19,7 @@ from jaxrlhf.config import (
     KLInLoss,
     Refusal,
     Rollout,
+    Selection,
     TruncatedImportance,
 )
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
@@ -224,3 +225,8 @@ def test_what_samples_nothing_has_no_staleness():
     config = config_of(1)
     with pytest.raises(Refusal, match="SFT samples none"):
         replace(config, algorithm=SFT(examples_per_update=2))
+
+
+def test_problems_are_not_left_out_by_scores_that_come_after_they_are_drawn():
+    with pytest.raises(Refusal, match=r"selection\.online leaves out problems"):
+        replace(config_of(1), selection=Selection(online=True))

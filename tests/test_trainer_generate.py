@@ -53,6 +53,16 @@ def test_completions_are_written_with_their_records(files, monkeypatch, capsys):
     assert "is there already" in capsys.readouterr().err
 
 
+def test_prompts_that_cannot_be_read_leave_no_file_in_the_way(files, monkeypatch, capsys):
+    (files / "wrong.jsonl").write_text('{"prompt": 3}\n')
+    given = [str(files / "model"), str(files / "wrong.jsonl"), str(files / "wrong_out.jsonl"), *QUICK.split()]
+    monkeypatch.setattr(sys, "argv", ["jaxrlhf", "generate", *given])
+    with pytest.raises(SystemExit):
+        main()
+    assert "wrong.jsonl, line 1" in capsys.readouterr().err
+    assert not (files / "wrong_out.jsonl").exists()
+
+
 def test_the_best_of_several_is_the_one_of_the_highest_score(files, monkeypatch):
     words = f"--samples 6 --reward {files / 'reward.py'}:score --system-prompt Brief."
     generate(monkeypatch, files, "all.parquet", words)

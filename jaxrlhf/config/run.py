@@ -251,6 +251,11 @@ class Config(Settings):
             f"rollout.staleness={staleness} has responses wait for the policy that learns from them, and {algorithm} "
             "samples none; leave it at 0",
         )
+        require(
+            staleness == 0 or not self.selection.online,
+            f"selection.online leaves out problems by scores of earlier steps, and rollout.staleness={staleness} draws "
+            "them before those are there; choose one of the two",
+        )
 
     def _check_search(self) -> None:
         """Refuse settings that the search would overrule, and those that it alone reads."""

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -39,9 +38,15 @@ def evaluations(
         yield evaluate(roles, config, held_out, decode)
     for one in sets:
         settings = one.settings
-        sampling = settings.sampling if settings.samples > 1 else None
-        how: dict[str, Any] = {"sampling": sampling, "samples": settings.samples, "prefix": f"eval/{settings.name}"}
-        yield evaluate(roles, config, one.problems, decode, **how)
+        yield evaluate(
+            roles,
+            config,
+            one.problems,
+            decode,
+            sampling=settings.sampling if settings.samples > 1 else None,
+            samples=settings.samples,
+            prefix=f"eval/{settings.name}",
+        )
 
 
 def evaluate(

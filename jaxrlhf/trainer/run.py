@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.config import Config, Refusal, function_of
@@ -116,8 +115,16 @@ def _launch_and_run(context: RunContext, on_step: OnStep | None, loggers: Sequen
                 start = _trained(phase) or run_phase(context, phase, pools, start)
                 if start is None or stop.asked:
                     return False
-            asked: dict[str, Any] = {"held_out": data.held_out, "sets": data.sets}
-            policy = run_phase(context, config, pools, start, **asked, on_step=on_step, loggers=loggers)
+            policy = run_phase(
+                context,
+                config,
+                pools,
+                start,
+                held_out=data.held_out,
+                sets=data.sets,
+                on_step=on_step,
+                loggers=loggers,
+            )
             return policy is not None
 
 

@@ -199,8 +199,9 @@ class Builder(PoolRoles):
                 mesh = factored_mesh(part.layout, devices, role="reward")
                 model = ScoreModel(part.path, mesh=mesh, dtype=self.dtype, offload=offload, attention=attention)
                 models[part.path] = model.score
-        own: dict[str, Any] = {"sources": self.config.source_rewards, "models": models}
-        self._scorer = Scorer(self.config.rewards, **own, output=self._reward_output)
+        self._scorer = Scorer(
+            self.config.rewards, sources=self.config.source_rewards, models=models, output=self._reward_output
+        )
         return self._scorer
 
     def workers(self, phase: Phase) -> dict[str, Any]:

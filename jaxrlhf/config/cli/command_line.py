@@ -8,10 +8,11 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from inspect import isabstract
 from typing import Any, NoReturn
 
-from jaxrlhf.config.cli.annotations import alternatives, spell, variants
+from jaxrlhf.config.cli.annotations import alternatives, field_types, spell, variants
 from jaxrlhf.config.cli.load import load, shipped
 from jaxrlhf.config.cli.override import Classes, find, override, setting_names
 from jaxrlhf.config.refusal import Refusal
@@ -213,12 +214,21 @@ def _print_settings(config: Config, *, command: str) -> None:
 
     about = f"The settings of {config.name}, and what they are there."
     how = (tyro.conf.AvoidSubcommands,)
-    if getattr(config.algorithm, "correction", None) == "auto":  # tyro takes a word among classes for a positional one
-        config, algorithm = copy.copy(config), copy.copy(config.algorithm)
-        object.__setattr__(algorithm, "correction", None)
-        object.__setattr__(config, "algorithm", algorithm)
+    config = _without_words(config)
     with contextlib.suppress(SystemExit):  # tyro leaves after its help
         tyro.cli(type(config), prog=command, description=about, default=config, args=["--help"], config=how)
+
+
+def _without_words(settings: Any) -> Any:
+    """A copy to show: None where a word is in place of settings, which tyro would take for a positional argument."""
+    shown = copy.copy(settings)
+    for name, kind in field_types(type(settings)).items():
+        value = getattr(settings, name)
+        if isinstance(value, str) and variants(kind):
+            object.__setattr__(shown, name, None)
+        elif is_dataclass(value):
+            object.__setattr__(shown, name, _without_words(value))
+    return shown
 
 
 @contextlib.contextmanager

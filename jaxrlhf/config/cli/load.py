@@ -49,7 +49,7 @@ def _mended(path: Path, change: Callable[[Config], Config], contradiction: Refus
     try:
         with unchecked():
             config = _read(path)
-    except Exception:
+    except Exception:  # the file's own code met what contradicts, which is what its reader has to know of
         raise contradiction from contradiction.__cause__
     try:
         return change(config)

@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, cast, get_args, get_origin
 
 from jaxrlhf.config.cli.annotations import check_type, field_types, variants
@@ -12,6 +13,8 @@ from jaxrlhf.config.run import Config
 
 Classes = Mapping[str, type]
 """Classes of settings that a change puts in the place of others, by dotted name."""
+
+_NO_CLASSES: Classes = MappingProxyType({})
 
 
 def override(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -45,7 +48,7 @@ def setting_names(settings: Any, prefix: str = "") -> list[str]:
     return found
 
 
-def find(config: Config, name: str, classes: Classes = {}) -> tuple[Any, Any]:  # noqa: B006  never written to
+def find(config: Config, name: str, classes: Classes = _NO_CLASSES) -> tuple[Any, Any]:
     """The value and the annotation of a setting; the value is a class where settings are yet to be made.
 
     Args:

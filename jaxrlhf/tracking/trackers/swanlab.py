@@ -1,6 +1,7 @@
 """SwanLab."""
 
 import json
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,8 +13,6 @@ class SwanLab:
     """Experiment of SwanLab; `SWANLAB_MODE=offline` keeps it in the phase's folder until `swanlab sync`."""
 
     def __init__(self, run: TrackedRun) -> None:
-        import os
-
         import swanlab
 
         identity = run.known_id("swanlab") or secrets.token_hex(10)

@@ -1,5 +1,6 @@
 """Weights & Biases."""
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +15,6 @@ class WandB:
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        import os
-
         import wandb
 
         identity = run.known_id("wandb") or secrets.token_hex(4)

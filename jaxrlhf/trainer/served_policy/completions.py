@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from jaxrlhf.config import Config, Sampling
+from jaxrlhf.data.sources import Loaded
 from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.dataflows.step import value_of
 from jaxrlhf.tracking import RunConsole
@@ -45,28 +47,49 @@ def write_completions(
       Number of completions.
     """
     chosen = choose_policy(config, policy, step)
+    loaded = load_training(chosen.config, chosen.tokenizer)
     count, kept = 0, list[dict[str, Any]]()
-    with RunConsole(steps=1) as console, out.open("wb") as file:
-        for rows in _answers(chosen, console, samples=samples, sampling=sampling, scored=scored, best=best):
+    with RunConsole(steps=1) as console, _new_file(out) as file:
+        answers = _answers(chosen, loaded, console, samples=samples, sampling=sampling, scored=scored, best=best)
+        for rows in answers:
             count += len(rows)
             if out.suffix == ".parquet":
                 kept += rows
                 continue
             file.writelines(json.dumps(jsonable(row), ensure_ascii=False).encode() + b"\n" for row in rows)
             file.flush()
-    if out.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
+        if out.suffix == ".parquet":
+            import pyarrow
+            import pyarrow.parquet
 
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(kept), out)
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(kept), file)
     return count
 
 
+@contextmanager
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write; if the block fails before anything is in it, it is not there, so that the next try may begin."""
+    try:
+        with path.open("xb") as file:
+            yield file
+    except BaseException:
+        if path.exists() and path.stat().st_size == 0:
+            path.unlink()
+        raise
+
+
 def _answers(
-    chosen: ChosenPolicy, console: RunConsole, *, samples: int, sampling: Sampling, scored: bool, best: bool
+    chosen: ChosenPolicy,
+    loaded: Loaded,
+    console: RunConsole,
+    *,
+    samples: int,
+    sampling: Sampling,
+    scored: bool,
+    best: bool,
 ) -> Iterator[list[dict[str, Any]]]:
     """The rows of some prompts at a time, in the order of the file."""
-    loaded, per_step = load_training(chosen.config, chosen.tokenizer), chosen.config.rollout.prompts_per_step
+    per_step = chosen.config.rollout.prompts_per_step
     if loaded.dropped_too_long:
         most = f"rollout.max_prompt_tokens={chosen.config.rollout.max_prompt_tokens}"
         console.print(f"{loaded.dropped_too_long} of {loaded.total} prompts are longer than {most} and left out")
@@ -74,8 +97,7 @@ def _answers(
     with chosen.roles(console) as roles:
         for start in range(0, len(problems), per_step):
             some = problems[start : start + per_step]
-            how = {"responses_per_prompt": samples, "seed": _SEED + start}
-            future = roles.actor.generate_sequences(some, sampling, **how)
+            future = roles.actor.generate_sequences(some, sampling, responses_per_prompt=samples, seed=_SEED + start)
             score_B = np.full(len(some) * samples, np.nan)
             if scored:
                 scores = value_of(roles.reward.compute_reward(some, future))
