@@ -233,8 +233,8 @@ def best_and_worst(
         if len(rows) == 0 or score_B[rows].max() == score_B[rows].min():
             continue
         best, worst = (rows[score_B[rows] == extreme(score_B[rows])] for extreme in (np.max, np.min))
-        chosen_P, rejected_P = np.repeat(ratio_B[best], len(worst)), np.tile(ratio_B[worst], len(best))
-        slope_CR = np.asarray(dpo(chosen_P, rejected_P, beta=beta).rejected_P).reshape(len(best), len(worst))
+        distance_CR = ratio_B[best][:, None] - ratio_B[worst]
+        slope_CR = beta * (1 - np.tanh(beta * distance_CR / 2)) / 2  # a sigmoid that never overflows
         advantage_B[best] = len(rows) * slope_CR.mean(axis=1) / len(best)
         advantage_B[worst] = -len(rows) * slope_CR.mean(axis=0) / len(worst)
     return advantage_B
