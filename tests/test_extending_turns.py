@@ -28,15 +28,16 @@ def test_a_run_learns_from_two_turns(tmp_path):
 def test_what_the_environment_said_is_in_the_sequence_and_not_trained_on():
     tokens = [1, 2, 31, 32, *two_turns.SAID, 41, 42, 0]
 
-    def rollout(length, sampled, prompt_id):
+    def rollout(length, sampled, prompt_id, version):
         mask_BT = np.isin(np.arange(10), sampled)[None]
         token_BT = np.where(np.arange(10) < length, tokens, 0)[None].astype(np.int32)
         sequences = Sequences(token_BT, np.array([length], np.int32), mask_BT, np.array([prompt_id]))
         logp_BT = np.where(mask_BT, -prompt_id, 0.0)
-        return RolloutBatch(sequences, logp_BT, np.zeros(1, bool), np.zeros((1, 10), np.int32))
+        return RolloutBatch(sequences, logp_BT, np.zeros(1, bool), np.where(mask_BT, version, -1))
 
-    both = two_turns.joined(rollout(4, (2, 3), 7), rollout(9, (7, 8), 1))
+    both = two_turns.joined(rollout(4, (2, 3), 7, version=4), rollout(9, (7, 8), 1, version=5))
     assert both.sequences.token_BT.tolist() == [tokens]
     assert np.flatnonzero(both.sequences.mask_BT).tolist() == [2, 3, 7, 8]
     assert both.sampler_logp_BT[0].tolist() == [0, 0, -7, -7, 0, 0, 0, -1, -1, 0]
+    assert both.version_BT[0].tolist() == [-1, -1, 4, 4, -1, -1, -1, 5, 5, -1]
     assert both.sequences.prompt_id_B.tolist() == [7]

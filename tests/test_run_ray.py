@@ -161,8 +161,8 @@ def test_what_groups_pass_to_each_other_goes_past_the_controller(parts, passing)
     value = rollout.result()
     rows, columns = value.sequences.token_BT.shape
     assert (rows, columns) == (16, 64 + 16)
-    tokens = rows * columns * (4 + 1 + 4)  # ids, mask, log-probabilities
-    size = tokens + rows * (4 + 8 + 1 + 4)  # length, prompt, truncated, version
+    tokens = rows * columns * (4 + 1 + 4 + 4)  # ids, mask, log-probabilities, versions
+    size = tokens + rows * (4 + 8 + 1)  # length, prompt, truncated
     assert passing == {"get": size, "put": 0}
     assert {name: after[name] - before[name] for name in after} == {"policy": 2 * size, "value": size}
 

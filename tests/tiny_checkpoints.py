@@ -186,8 +186,8 @@ KINDS = {
     "granite": (
         "Granite",
         {
-            "embedding_multiplier": 6.0,
-            "residual_multiplier": 0.25,
+            "embedding_multiplier": 0.5,
+            "residual_multiplier": 1.5,
             "logits_scaling": 4.0,
             "attention_multiplier": 0.25,
             "tie_word_embeddings": True,

@@ -38,7 +38,8 @@ def joined(first: RolloutBatch, second: RolloutBatch) -> RolloutBatch:
         mask_BT=earlier_BT | second.sequences.mask_BT, prompt_id_B=first.sequences.prompt_id_B
     )
     logp_BT = np.where(earlier_BT, first.sampler_logp_BT, second.sampler_logp_BT)
-    return second.replace(sequences=sequences, sampler_logp_BT=logp_BT)
+    version_BT = np.where(earlier_BT, first.version_BT, second.version_BT)
+    return second.replace(sequences=sequences, sampler_logp_BT=logp_BT, version_BT=version_BT)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
 """The compiled steps that take a tree of weights from one layout to another, and what they move."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Sharding
 
 from jaxrlhf.sharding.overlap import missing_bytes
 from jaxrlhf.sharding.rules import shard_bytes
@@ -182,13 +185,22 @@ def _step(
         made = [convert(leaf, target) for leaf, target in zip(leaves, targets, strict=True)]
         if sources is None:
             return made
+        several = [not isinstance(target, jax.ShapeDtypeStruct) for target in targets]
         return [
-            array if isinstance(target, jax.ShapeDtypeStruct) else lax.with_sharding_constraint(array, source)
-            for array, target, source in zip(made, targets, sources, strict=True)
+            jax.tree.map(partial(_moved, source), array, target) if parts else array
+            for array, target, source, parts in zip(made, targets, sources, several, strict=True)
         ]
 
     program = jax.jit(relayout, out_shardings=jax.tree.map(lambda target: target.sharding, targets))
     return Step(program, places, frozenset(freed))
+
+
+def _moved(source: Sharding, array: jax.Array, target: Any) -> jax.Array:
+    """The array taken from one layout to the target's; float8 by its bits, since XLA:CPU would gather float16."""
+    if not (jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize == 1):
+        return lax.with_sharding_constraint(array, source)
+    bits = lax.with_sharding_constraint(lax.bitcast_convert_type(array, jnp.uint8), source)
+    return lax.bitcast_convert_type(lax.with_sharding_constraint(bits, target.sharding), array.dtype)
 
 
 def _buckets(leaves: Sequence[Leaf], places: list[int], bucket_bytes: int) -> Iterator[list[int]]:

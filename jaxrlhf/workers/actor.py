@@ -165,6 +165,11 @@ class Actor(TrainedWorker):
         """
         if isinstance(rollout, RolloutBatch):
             drawn_by = {*np.unique(np.asarray(rollout.version_BT)[np.asarray(rollout.sequences.mask_BT)]).tolist()}
+            if -1 in drawn_by:
+                raise RuntimeError(
+                    "the rollout's mask_BT has tokens whose version_BT is -1, which no policy drew; a collect that "
+                    "joins rollouts has to join their version_BT, too"
+                )
             if stale := drawn_by - {*range(self.version - self.setup.staleness, self.version + 1)}:
                 raise RuntimeError(
                     f"the policy is version {self.version} and the rollout holds responses of {sorted(stale)}; old "
