@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -9,10 +10,12 @@ import numpy as np
 import odd_hosts
 import pytest
 import ray_world
+import tiny_episodes
 from placed_runs import APART, SPLIT, assert_same_numbers, placed, run
-from tiny_runs import numbers, records
+from tiny_runs import numbers, records, training
 
-from jaxrlhf.config import FunctionReward, RayCluster, Rewards, Sampling
+import jaxrlhf
+from jaxrlhf.config import GRPO, Checkpointing, Evaluation, FunctionReward, RayCluster, Rewards, Sampling
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import decoder, load_tokenizer
 from jaxrlhf.rewards.scorer import Scorer
@@ -186,3 +189,23 @@ def test_a_reward_function_that_fails_on_a_host_fails_like_here(parts):
     scorer.close()
     for mine, theirs in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_episodes_on_two_hosts_are_those_of_one_process(tmp_path):
+    """Each host answers its share of the episodes, with environments in processes of its own."""
+    config = replace(
+        tiny_episodes.get_config(),
+        steps=1,
+        devices=2,
+        actor=training(data=2),
+        algorithm=GRPO(responses_per_update=16),
+        evaluation=Evaluation(every_steps=0, problems=16),
+        checkpoint=Checkpointing(every_steps=0),
+    )
+    seen = []
+    for name, cluster in (("here", None), ("hosts", replace(CLUSTER, devices_per_host=1))):
+        workdir = tmp_path / name
+        jaxrlhf.run(replace(config, workdir=str(workdir), cluster=cluster))
+        seen.append([(sample["episode"]["messages"], sample["score"]) for sample in records(workdir / "samples.jsonl")])
+    assert seen[0] == seen[1] and len(seen[0]) == 16
+    assert len(list((tmp_path / "hosts" / "hosts").glob("all-?.log"))) == 2
