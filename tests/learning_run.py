@@ -5,9 +5,13 @@ One token in about thirty of the vocabulary is a digit.
 
 from dataclasses import replace
 
+import pytest
 from tiny_runs import get_config
 
 from jaxrlhf.config import Checkpointing, Config, Evaluation, FormatReward, Optimizer, PolicyGradient, Rewards, Training
+
+SEEDS = [pytest.param(seed, marks=pytest.mark.seeds if seed else pytest.mark.slow) for seed in range(3)]
+"""Seeds that something is learnt from: the slow tier has the first."""
 
 
 def learning(algorithm: type[PolicyGradient], **settings: object) -> Config:

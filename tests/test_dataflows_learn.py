@@ -1,12 +1,15 @@
 """Algorithms learn the smallest task there is, from each of three seeds; README's own does too, and further ones
-from one seed."""
+from one seed. The slow tier has the first seed."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import learning_task as task
 import pytest
+from learning_run import SEEDS
 from learning_task import exported, from_pairs, further, generating, supervised, write_records
 from test_extending import readmes_algorithm
 from tiny_runs import records
@@ -16,8 +19,8 @@ from jaxrlhf.config import GRPO, Config, Distillation, PolicyGradient, Preferenc
 from jaxrlhf.trainer.policy import evaluate_policy
 
 README = "the file that README shows"
-EVERY_SEED = pytest.mark.parametrize("seed", range(3))
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
+EVERY_SEED = pytest.mark.parametrize("seed", SEEDS)
+pytestmark = pytest.mark.usefixtures("programs", "undrawn")
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +30,9 @@ def folder(programs, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def guessing(folder) -> list[Pretrained]:
-    """The policy of each seed, from which all start but supervised training."""
-    return [exported(folder, "guess", seed=seed) for seed in range(3)]
+def guessing(folder) -> Callable[[int], Pretrained]:
+    """The policy of a seed, from which all start but supervised training."""
+    return cache(lambda seed: exported(folder, "guess", seed=seed))
 
 
 def run(config: Config, workdir: Path) -> list[dict]:
@@ -49,7 +52,7 @@ def test_it_learns_from_scores(name, seed, folder, guessing, tmp_path):
         if name == README
         else generating()[name]
     )
-    first, *_, last = logged = run(task.task(folder, algorithm, guessing[seed], seed=seed), tmp_path / "run")
+    first, *_, last = logged = run(task.task(folder, algorithm, guessing(seed), seed=seed), tmp_path / "run")
     assert first["eval/accuracy_at_start"] <= 0.5
     assert first["score/mean"] <= 0.5
     assert last["eval/accuracy"] >= 0.9
@@ -75,21 +78,22 @@ def assert_every_update_is_of_groups_that_differ(logged: list[dict], samples: li
 @pytest.mark.parametrize("name", from_pairs())
 def test_it_learns_from_pairs(name, seed, folder, guessing, tmp_path):
     algorithm = from_pairs()[name]
-    first, *_, last = run(task.task(folder, algorithm, guessing[seed], seed=seed), tmp_path)
+    first, *_, last = run(task.task(folder, algorithm, guessing(seed), seed=seed), tmp_path)
     assert first["eval/accuracy_at_start"] == 0.5  # policy and reference are the same, or all scores are
     assert last["eval/accuracy"] >= 0.95
     if not isinstance(algorithm, RewardModel):
-        answering = task.task(folder, GRPO(), guessing[seed])
+        answering = task.task(folder, GRPO(), guessing(seed))
         assert evaluate_policy(answering, policy=str(tmp_path), samples=1, show=0)["eval/accuracy"] >= 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", further())
 def test_further_ones_learn_from_one_seed(name, folder, guessing, tmp_path):
     algorithm = further()[name]
-    first, *_, last = run(task.task(folder, algorithm, guessing[0]), tmp_path)
+    first, *_, last = run(task.task(folder, algorithm, guessing(0)), tmp_path)
     if isinstance(algorithm, Preference):
         assert last["eval/accuracy"] >= 0.95
-        last = evaluate_policy(task.task(folder, GRPO(), guessing[0]), policy=str(tmp_path), samples=1, show=0)
+        last = evaluate_policy(task.task(folder, GRPO(), guessing(0)), policy=str(tmp_path), samples=1, show=0)
     else:
         assert first["eval/accuracy_at_start"] <= 0.5
     assert last["eval/accuracy"] >= 0.9
@@ -110,7 +114,7 @@ def teacher(folder) -> Pretrained:
 @EVERY_SEED
 def test_it_learns_from_a_teacher(seed, folder, guessing, teacher, tmp_path):
     algorithm = Distillation(reference_model=teacher)
-    first, *_, last = run(task.task(folder, algorithm, guessing[seed], seed=seed), tmp_path)
+    first, *_, last = run(task.task(folder, algorithm, guessing(seed), seed=seed), tmp_path)
     assert first["eval/accuracy_at_start"] <= 0.5
     assert last["eval/accuracy"] >= 0.9
     assert last["kl/ref_sequence_mean"] <= 0.2 * first["kl/ref_sequence_mean"]

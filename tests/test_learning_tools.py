@@ -12,7 +12,7 @@ import jaxrlhf
 from jaxrlhf.config import Checkpointing, Evaluation, Pretrained, Tools, load
 from jaxrlhf.trainer.policy import export_policy
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "optimized", "undrawn")]
+pytestmark = pytest.mark.usefixtures("programs", "optimized", "undrawn")
 
 
 def run(config, workdir, **changes):
@@ -47,9 +47,10 @@ def useless(expression: str) -> str:
     return "error"
 
 
+@pytest.mark.slow
 def test_products_are_worked_out_by_the_calculator(imitates, tmp_path):
     """Before, the likeliest answer is a guess and wrong; after, nearly all call and are right."""
-    metrics = run(load("tools_arithmetic"), tmp_path, steps=8, **imitates)
+    metrics = run(load("tools_arithmetic"), tmp_path, steps=4, **imitates)
     assert metrics[0]["eval/accuracy_at_start"] <= 0.1
     first = [sample for sample in records(tmp_path / "samples.jsonl") if sample["step"] == 1]
     guessed = [sample["score"] for sample in first if len(sample["episode"]["turns"]) == 1]
@@ -59,12 +60,14 @@ def test_products_are_worked_out_by_the_calculator(imitates, tmp_path):
     assert metrics[-1]["eval/accuracy"] >= 0.95
 
 
+@pytest.mark.seeds
 def test_without_an_answer_of_the_tool_products_stay_unknown(imitates, tmp_path):
     tools = Tools(functions=(f"{__file__}:useless",), max_turns=3, observation_tokens=16)
-    metrics = run(load("tools_arithmetic"), tmp_path, steps=8, environment=tools, **imitates)
+    metrics = run(load("tools_arithmetic"), tmp_path, steps=4, environment=tools, **imitates)
     assert metrics[-1]["eval/accuracy"] < 0.30
 
 
+@pytest.mark.slow
 def test_the_way_to_the_treasure_is_found_by_playing(tmp_path):
     """Steps at random reach a treasure that is five to eight steps away in about a tenth of the games."""
     metrics = run(load("game_treasure"), tmp_path, steps=24)
