@@ -184,8 +184,6 @@ def test_the_first_update_of_a_rollout_has_ratio_one_and_the_sampler_agrees(one_
     assert actor.version == 1
     with pytest.raises(RuntimeError, match=r"version 1 and the rollout holds responses of \[0\]"):
         actor.compute_log_prob(rollout)
-    with pytest.raises(RuntimeError, match="version_BT is -1, which no policy drew"):
-        actor.compute_log_prob(rollout.replace(version_BT=np.full_like(rollout.version_BT, -1)))
 
 
 # What is read, and what is read twice.

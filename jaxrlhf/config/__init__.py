@@ -98,6 +98,7 @@ from jaxrlhf.config.rewards import (
 )
 from jaxrlhf.config.roles import RoleSpec
 from jaxrlhf.config.run import COLD_START, ColdStart, Config
+from jaxrlhf.config.serving import RolloutServer
 from jaxrlhf.config.sources import (
     Arithmetic,
     ArithmeticPairs,

@@ -16,6 +16,7 @@ from jaxrlhf.config.placement import ROLLOUT, Pool, check_offload, check_pools
 from jaxrlhf.config.refusal import checking, require
 from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward, ModelReward, RewardPart, Rewards
 from jaxrlhf.config.roles import REWARD, ROLLOUT_COPY, RoleSpec
+from jaxrlhf.config.serving import check_server
 from jaxrlhf.config.settings import NotNegative, Positive, Settings
 from jaxrlhf.config.sources import Model, PromptFields
 from jaxrlhf.config.training import Layout, Optimizer, Rollout, Training
@@ -109,7 +110,7 @@ class Config(Settings):
         )
         self._check_placement()
         self._check_lora()
-        self._check_quantized()
+        self._check_sampler()
         self._check_staleness()
         self._check_search()
         self._check_layouts()
@@ -219,28 +220,31 @@ class Config(Settings):
             "pool and in its layout; place it there, or merge them into the model and drop start",
         )
 
-    def _check_quantized(self) -> None:
-        """Refuse a quantised rollout that nothing corrects, or whose weights do not come from a switch."""
-        kind = self.rollout.quantize
-        if kind is None:
+    def _check_sampler(self) -> None:
+        """Refuse a sampler that differs from what is trained and that nothing corrects, or that cannot do its part."""
+        kind, server = self.rollout.quantize, self.rollout.server
+        if server is not None:
+            check_server(episodes=self.environment is not None, hosts=self.cluster is not None)
+        if kind is server is None:
             return
+        differs = f"quantize={kind!r} samples from rounded weights" if kind else "server samples with another engine"
         algorithm = self.algorithm
-        corrected = isinstance(algorithm, PolicyGradient) and (
-            algorithm.correction_for(self) is not None or algorithm.old_logp == "bypass"
-        )
+        corrected = kind is None  # others than policy gradients do not learn from what is sampled
+        if isinstance(algorithm, PolicyGradient):
+            corrected = algorithm.correction_for(self) is not None or algorithm.old_logp == "bypass"
         require(
             corrected,
-            f"rollout.quantize={kind!r} samples from rounded weights, which costs accuracy where no importance weights "
-            f"correct for it, and {type(algorithm).__name__} has none; set algorithm.correction=TruncatedImportance(), "
-            "or drop quantize",
+            f"rollout.{differs}, which costs accuracy where no importance weights correct for it, and "
+            f"{type(algorithm).__name__} has none; set algorithm.correction=TruncatedImportance(), or drop "
+            f"{'quantize' if kind else 'server'}",
         )
         require(
-            not any(ROLLOUT in pool.roles for pool in self.pools),
+            kind is None or not any(ROLLOUT in pool.roles for pool in self.pools),
             f"rollout.quantize={kind!r} rounds weights in the switch of layouts, and pools give 'rollout' one of its "
             "own; have the actor's pool generate, or drop quantize",
         )
         require(
-            self.actor.lora is None or self.actor.lora.quantize is None,
+            kind is None or self.actor.lora is None or self.actor.lora.quantize is None,
             f"rollout.quantize={kind!r}, and actor.lora.quantize has rounded the same matrices already; drop one",
         )
 

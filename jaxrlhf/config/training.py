@@ -6,6 +6,7 @@ from typing import Literal
 
 from jaxrlhf.config.lora import Lora
 from jaxrlhf.config.refusal import require
+from jaxrlhf.config.serving import RolloutServer
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share
 
 
@@ -208,6 +209,8 @@ class Rollout(Settings):
       quantize: Format of the matrices of layers while they generate, rounded in the switch so that fewer bytes move:
         8 bits as integers, or as floats where the chip has those (Hopper, TPU v7). The policy that samples is then not
         the one that is trained, so the algorithm needs a `correction`. None leaves them in the compute dtype.
+      server: Servers of another engine that generate in place of the run's own. Their arithmetic is another, so
+        `algorithm.correction` weighs their responses.
     """
 
     prompts_per_step: Positive[int] = 64
@@ -221,12 +224,18 @@ class Rollout(Settings):
     cache: Literal["auto", "slots", "pages"] = "auto"
     staleness: NotNegative[int] = 0
     quantize: Literal["int8", "fp8"] | None = None
+    server: RolloutServer | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
             self.sampling.min_tokens <= self.max_response_tokens,
             f"Sampling.min_tokens={self.sampling.min_tokens} is above max_response_tokens={self.max_response_tokens}",
+        )
+        require(
+            self.server is None or not (self.quantize or self.replay_routing),
+            "rollout.server generates with another engine, which rounds weights by settings of its own and records no "
+            "experts; drop quantize and replay_routing",
         )
 
     @property

@@ -6,6 +6,7 @@ with tokens and their log-probabilities.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -17,7 +18,7 @@ from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine.sequence import Completion, Request
 from jaxrlhf.models.causal_lm import AnyModel
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.save import named_tensors
+from jaxrlhf.models.huggingface.save import named_tensors, save_each
 from jaxrlhf.models.lora.lora import Adapted, change_of
 from jaxrlhf.models.parameters import path_name
 
@@ -44,14 +45,21 @@ class PolicyWeights:
         Raises:
           Refusal: The model has no such format.
         """
+        yield from named_tensors(self._whole(), self._shape(), "lm", dtype=dtype)
+
+    def save(self, folder: Path, *, dtype: Any, tokenizer: Any, source: str | None) -> None:
+        """Write them as a Hugging Face checkpoint, adapters merged; see `save_each`."""
+        save_each(self._whole(), self._shape(), "lm", folder, dtype=dtype, tokenizer=tokenizer, source=source)
+
+    def _whole(self) -> Iterator[tuple[str, jax.Array]]:
+        """Every parameter with its path, adapters added to what they belong to."""
+        for path, leaf in jax.tree.leaves_with_path(self.params, is_leaf=lambda node: isinstance(node, Adapted)):
+            yield path_name(path), leaf.weight + change_of(leaf.adapter) if isinstance(leaf, Adapted) else leaf
+
+    def _shape(self) -> ModelConfig:
         if not isinstance(self.config, ModelConfig):
             raise Refusal(f"{self.config.name} has no tensors in the format of Hugging Face")
-        leaves = jax.tree.leaves_with_path(self.params, is_leaf=lambda node: isinstance(node, Adapted))
-        whole = (
-            (path_name(path), leaf.weight + change_of(leaf.adapter) if isinstance(leaf, Adapted) else leaf)
-            for path, leaf in leaves
-        )
-        yield from named_tensors(whole, self.config, "lm", dtype=dtype)
+        return self.config
 
 
 class RolloutEngine(Protocol):

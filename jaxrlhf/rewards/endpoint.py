@@ -56,13 +56,16 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 _opener = urllib.request.build_opener(_NoRedirect)
 
 
-def post_json(url: str, body: Any, *, api_key_env: str | None, attempt_s: float, total_s: float) -> Any:
+def post_json(
+    url: str, body: Any, *, api_key_env: str | None, attempt_s: float, total_s: float, may_be_empty: bool = False
+) -> Any:
     """The JSON that `url` answers to `body`.
 
     Args:
       api_key_env: Environment variable with the key that is sent as bearer token; None sends none.
       attempt_s: Limit of one attempt.
       total_s: Limit of all attempts and the pauses between them.
+      may_be_empty: An answer without a body is None, not an error.
 
     Raises:
       EndpointError: One of its kinds above.
@@ -76,7 +79,8 @@ def post_json(url: str, body: Any, *, api_key_env: str | None, attempt_s: float,
     end = time.monotonic() + total_s
     for attempt in itertools.count(1):
         try:
-            return _post(request, min(attempt_s, end - time.monotonic()))
+            text = _post(request, min(attempt_s, end - time.monotonic()))
+            return None if may_be_empty and not text else _parsed(request.full_url, text)
         except _Passing as error:
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
             pause_s = max(pause_s, error.retry_after_s)
@@ -90,30 +94,43 @@ def api_key(variable: str) -> str:
     """The key in an environment variable; errors name the variable and never show the key."""
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise Refusal(f"api_key_env names {variable}, which is not set in the environment of the process that scores")
+        raise Refusal(f"api_key_env names {variable}, which is not set in the environment of the process that asks")
     if not (key.isascii() and key.isprintable()):
         raise Refusal(f"the key in {variable} has characters that cannot be sent in a header")
     return key
 
 
-def _post(request: urllib.request.Request, limit_s: float) -> Any:
+def check_health(url: str, *, limit_s: float = 10.0) -> None:
+    """Raise `Refusal` if a server does not answer at its `/health`."""
+    try:
+        with _opener.open(f"{url}/health", timeout=limit_s):
+            return
+    except (OSError, http.client.HTTPException) as error:
+        raise Refusal(f"{url}/health does not answer: {error}; start the server first, or mend its address") from error
+
+
+def _post(request: urllib.request.Request, limit_s: float) -> bytes:
     end = time.monotonic() + limit_s
     try:
         with _opener.open(request, timeout=limit_s) as reply:
-            text = _read(reply, end)
+            return _read(reply, end)
     except urllib.error.HTTPError as error:
         what = f"{error.code} {error.reason}"
-        if error.code in PASSING or error.code >= 500:
-            raise _Passing(what, _retry_after_s(error)) from error
-        with suppress(OSError, http.client.HTTPException):
-            what += f": {error.read(500).decode(errors='replace')}"
-        raise Rejected(f"{request.full_url} answers {what}") from error
+        with error:  # its connection
+            if error.code in PASSING or error.code >= 500:
+                raise _Passing(what, _retry_after_s(error)) from error
+            with suppress(OSError, http.client.HTTPException):
+                what += f": {error.read(500).decode(errors='replace')}"
+            raise Rejected(f"{request.full_url} answers {what}") from error
     except (OSError, http.client.HTTPException) as error:
         raise _Passing(f"{type(error).__name__}: {error}") from error
+
+
+def _parsed(url: str, text: bytes) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise Unreadable(f"{request.full_url} answers with something that is not JSON: {text[:200]!r}") from error
+        raise Unreadable(f"{url} answers with something that is not JSON: {text[:200]!r}") from error
 
 
 def _read(reply: http.client.HTTPResponse, end: float) -> bytes:

@@ -148,7 +148,9 @@ def choose_policy(config: Config, policy: str | None, step: int | None = None) -
         raise Refusal(f"--step {step} chooses a checkpoint of a run, and {policy} is the workdir of none; drop it")
     path = str(place / MODEL if from_run else policy)
     model = config.model if own else Pretrained(path, vision=bool(getattr(config.model, "vision", None)) and sees(path))
-    config = replace(config, model=model, actor=replace(config.actor, lora=None))
+    # A run that goes on meanwhile has its servers for itself.
+    rollout = replace(config.rollout, server=None)
+    config = replace(config, model=model, actor=replace(config.actor, lora=None), rollout=rollout)
     tokenizer = tokenizer_of(config)
     if config.placement == "auto":
         config = placed_for_evaluation(config, place)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,20 @@ from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import Params
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.checkpoint import check_pretrained
-from jaxrlhf.config import ROLLOUT, Config, ModelReward, Pretrained, RoleSpec, offloaded
+from jaxrlhf.config import ROLLOUT, Config, ModelReward, Pretrained, Refusal, RoleSpec, RolloutServer, offloaded
 from jaxrlhf.config.environments import choices
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.engine import Engine
-from jaxrlhf.engine.rollout_engine import RolloutEngine
+from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
+from jaxrlhf.engine.servers.server_engine import ServerEngine
 from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.models.attention.kernel_choice import choose_execution
-from jaxrlhf.models.config import Head
+from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.config import read_config
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.resharding.transfer import Exchange
+from jaxrlhf.rewards.endpoint import check_health
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.sharding.described import are_here
 from jaxrlhf.sharding.mesh import EXPERT_AXES, SLOT_AXES, factored_mesh, generation_mesh, replica_mesh
@@ -157,6 +160,8 @@ class Builder(PoolRoles):
           share: Fraction of a step's responses that it generates.
         """
         config, rollout = self.config, self.config.rollout
+        if rollout.server is not None:
+            return self._server_engine(rollout.server)
         return Engine(
             self.model,
             submesh,
@@ -184,6 +189,25 @@ class Builder(PoolRoles):
                 wanted=config.attention,
                 cache=rollout.cache,
             ),
+        )
+
+    def _server_engine(self, server: RolloutServer) -> ServerEngine:
+        """The engine that asks the run's servers, which are refused now if they do not answer."""
+        config, rollout, model = self.config, self.config.rollout, self.model
+        if not isinstance(model, ModelConfig) or self.reader is not None:
+            has = "reads images" if self.reader is not None else "is a module of your own"
+            raise Refusal(f"rollout.server is sent token ids and checkpoints of Hugging Face, and the model {has}")
+        for url in server.urls if self.here else ():
+            check_health(url)
+        source = config.model.path if isinstance(config.model, Pretrained) else None
+        return ServerEngine(
+            server,
+            folder=Path(server.folder).expanduser() if server.folder else config.folder / "server_weights",
+            save=partial(PolicyWeights.save, dtype=self.dtype, tokenizer=self.tokenizer, source=source),
+            vocab_size=model.vocab_size,
+            max_response_tokens=rollout.max_response_tokens,
+            stop_tokens=stop_tokens(config, self.tokenizer),
+            stop_texts=stop_texts(config, self.tokenizer),
         )
 
     def scorer(self) -> Scorer:

@@ -8,6 +8,7 @@ import jax
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.config import ROLLOUT, Layout, PolicyGradient, Preference, Refusal
 from jaxrlhf.engine import Engine
+from jaxrlhf.engine.servers.server_engine import ServerEngine
 from jaxrlhf.models import CausalLM, empty_cache
 from jaxrlhf.resharding.hybrid import HybridEngine
 from jaxrlhf.sharding.mesh import BATCH_AXES, SLOT_AXES
@@ -135,6 +136,9 @@ def _switch_rows(hybrid: HybridEngine, builder: Builder) -> list[SummaryRow]:
 
 def _generation_rows(sampler: Sampler, builder: Builder, *, apart: bool) -> list[SummaryRow]:
     model, engine, mesh, layout = builder.model, sampler.engine, sampler.mesh, builder.config.actor.layout
+    if isinstance(engine, ServerEngine):
+        servers = ", ".join(engine.server.urls)
+        return [("generation", "servers", servers, f"{engine.server.api}; they read weights from {engine.folder}")]
     if not isinstance(engine, Engine):
         return [("generation", "engine", type(engine).__name__, "another than this project's")]
     weights = shard_bytes(builder.policy.generation_shapes(), builder.policy.generation_layout(mesh))

@@ -117,7 +117,8 @@ class PolicyGradient(Algorithm):
         """Importance weights of a run, chosen where the settings leave that open."""
         if not isinstance(self.correction, str):
             return self.correction
-        return TruncatedImportance() if config.rollout.staleness and self.old_logp != "bypass" else None
+        differs = config.rollout.staleness or config.rollout.server is not None
+        return TruncatedImportance() if differs and self.old_logp != "bypass" else None
 
     def trusts_sampler(self, config: Config) -> bool:
         """True if the sampler's log-probabilities serve as the old policy's."""
@@ -146,6 +147,11 @@ class PolicyGradient(Algorithm):
             self.old_logp != "sampler" or not config.rollout.staleness,
             "algorithm.old_logp='sampler' takes the sampler's probabilities for those of the policy that learns, which "
             f"at rollout.staleness={config.rollout.staleness} is a newer one; choose 'auto' or 'bypass'",
+        )
+        require(
+            self.old_logp != "sampler" or config.rollout.server is None,
+            "algorithm.old_logp='sampler' takes the sampler's probabilities for those of the policy that learns, and "
+            "those of rollout.server are another engine's; choose 'auto' or 'bypass'",
         )
         require(
             self.old_logp != "sampler" or not self.rejection,

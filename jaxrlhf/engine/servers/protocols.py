@@ -1,0 +1,141 @@
+"""Requests to servers of vLLM and SGLang, and their answers: token ids both ways, never text.
+
+Source: the request and response models of vLLM (`/v1/completions`, `/collective_rpc`, `/reset_prefix_cache`; the last
+two with `VLLM_SERVER_DEV_MODE=1`) and of SGLang (`/generate`, `/update_weights_from_disk`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from jaxrlhf.config import Sampling
+
+
+class ServerResponse(NamedTuple):
+    """One response of a server.
+
+    Attributes:
+      truncated: Ended by the length limit.
+      version: Version of the weights that the server says it drew with; None if it says none.
+    """
+
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    truncated: bool
+    version: str | None
+
+
+@dataclass(frozen=True)
+class ResponseEnds:
+    """Ends of one response.
+
+    Attributes:
+      stop_tokens: Ids that end it and are kept in it.
+      stop_texts: Texts that end it with the token that completes them.
+    """
+
+    max_tokens: int
+    stop_tokens: Sequence[int]
+    stop_texts: Sequence[str]
+
+
+class ServerProtocol(Protocol):
+    """Requests of one kind of server, each a path and a JSON body."""
+
+    def generate(
+        self, prompt_tokens: Sequence[int], sampling: Sampling, ends: ResponseEnds, *, seed: int
+    ) -> tuple[str, dict[str, Any]]:
+        """Request for one response."""
+
+    def answer(self, reply: Any) -> ServerResponse:
+        """The response in a reply.
+
+        Raises:
+          LookupError, TypeError, ValueError: The reply has another form.
+        """
+
+    def reload(self, folder: Path, version: int) -> list[tuple[str, dict[str, Any]]]:
+        """Requests after which the server draws with the checkpoint in a folder, and with nothing kept from before."""
+
+    def check_reloaded(self, reply: Any) -> None:
+        """Raise `ValueError` if a reply to one of those says that it failed."""
+
+
+class Vllm:
+    """vLLM, on GPU, CPU or TPU."""
+
+    def generate(
+        self, prompt_tokens: Sequence[int], sampling: Sampling, ends: ResponseEnds, *, seed: int
+    ) -> tuple[str, dict[str, Any]]:
+        body = {
+            "prompt": list(prompt_tokens),
+            "max_tokens": ends.max_tokens,
+            "min_tokens": min(sampling.min_tokens, ends.max_tokens),
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or 0,
+            "seed": seed,
+            "stop_token_ids": list(ends.stop_tokens),
+            "stop": list(ends.stop_texts),
+            "ignore_eos": sampling.ignore_eos,
+            "logprobs": 0,  # of the drawn token alone
+            "return_token_ids": True,
+            "add_special_tokens": False,
+            "skip_special_tokens": False,
+        }
+        return "/v1/completions", body
+
+    def answer(self, reply: Any) -> ServerResponse:
+        [choice] = reply["choices"]
+        logps = tuple(float(logp) for logp in choice["logprobs"]["token_logprobs"])
+        return ServerResponse(tuple(choice["token_ids"]), logps, choice["finish_reason"] == "length", None)
+
+    def reload(self, folder: Path, version: int) -> list[tuple[str, dict[str, Any]]]:
+        load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        return [("/collective_rpc", load), ("/reset_prefix_cache", {})]
+
+    def check_reloaded(self, reply: Any) -> None:
+        """It answers a failure with an error's status."""
+
+
+class Sglang:
+    """SGLang."""
+
+    def generate(
+        self, prompt_tokens: Sequence[int], sampling: Sampling, ends: ResponseEnds, *, seed: int
+    ) -> tuple[str, dict[str, Any]]:
+        settings = {
+            "max_new_tokens": ends.max_tokens,
+            "min_new_tokens": min(sampling.min_tokens, ends.max_tokens),
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "sampling_seed": seed,
+            "stop_token_ids": list(ends.stop_tokens),
+            "stop": list(ends.stop_texts),
+            "ignore_eos": sampling.ignore_eos,
+            "skip_special_tokens": False,
+        }
+        body = {"input_ids": list(prompt_tokens), "sampling_params": settings, "return_logprob": True}
+        return "/generate", body
+
+    def answer(self, reply: Any) -> ServerResponse:
+        about = reply["meta_info"]
+        drawn = about["output_token_logprobs"]
+        reason = about["finish_reason"]["type"]
+        if reason == "abort":
+            raise ValueError(f"it gave the response up: {about['finish_reason']}")
+        tokens, logps = tuple(int(token) for _, token, *_ in drawn), tuple(float(logp) for logp, *_ in drawn)
+        return ServerResponse(tokens, logps, reason == "length", about.get("weight_version"))
+
+    def reload(self, folder: Path, version: int) -> list[tuple[str, dict[str, Any]]]:
+        return [("/update_weights_from_disk", {"model_path": str(folder), "weight_version": str(version)})]
+
+    def check_reloaded(self, reply: Any) -> None:
+        if not reply["success"]:
+            raise ValueError(str(reply.get("message")))
+
+
+PROTOCOLS: dict[str, ServerProtocol] = {"vllm": Vllm(), "sglang": Sglang()}
+"""Kinds of servers, by `RolloutServer.api`."""

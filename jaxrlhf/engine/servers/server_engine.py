@@ -1,0 +1,163 @@
+"""Rollout engine that asks servers: token ids go out, token ids and log-probabilities come back, weights go by files.
+
+A response's seed is made of the step's seed and its request, so a server that honours seeds whatever else it computes
+draws the same responses again. No server promises that to the last bit.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrlhf.config import RolloutServer, Sampling
+from jaxrlhf.engine.rollout_engine import PolicyWeights
+from jaxrlhf.engine.sequence import Completion, Request
+from jaxrlhf.engine.servers.protocols import PROTOCOLS, ResponseEnds, ServerResponse
+from jaxrlhf.rewards.endpoint import Unreadable, post_json
+
+
+@dataclass(eq=False)
+class ServerEngine:
+    """Engine behind addresses of one kind of server, all with the same weights, which they get before they first draw.
+
+    Attributes:
+      folder: Where a version of the weights is written for the servers to read; the versions before go once it is read.
+      save: Writes a checkpoint of weights into a folder.
+      vocab_size: Ids are below it.
+      max_response_tokens: Most tokens of a response.
+      stop_tokens, stop_texts: What ends a response, see `Engine`.
+    """
+
+    server: RolloutServer
+    folder: Path
+    save: Callable[[PolicyWeights, Path], None]
+    vocab_size: int
+    max_response_tokens: int
+    stop_tokens: Sequence[int]
+    stop_texts: Sequence[str]
+    _waiting: PolicyWeights | None = None
+    _version: int = -1
+
+    def update_weights(self, weights: PolicyWeights) -> None:
+        """Take weights for the next requests."""
+        self._waiting = weights
+
+    def _send(self, weights: PolicyWeights) -> None:
+        """Write a checkpoint of the weights and have every server load it.
+
+        Raises:
+          EndpointError: A server did not load it.
+        """
+        folder = (self.folder / f"version_{weights.version}").absolute()
+        shutil.rmtree(folder, ignore_errors=True)  # what a killed run left of it
+        self.save(weights, folder)
+        with ThreadPoolExecutor(len(self.server.urls)) as pool:
+            list(pool.map(partial(self._reload, folder=folder, version=weights.version), self.server.urls))
+        for older in self.folder.glob("version_*"):
+            if older.name != folder.name:
+                shutil.rmtree(older)
+        self._version = weights.version
+
+    def _reload(self, url: str, *, folder: Path, version: int) -> None:
+        protocol = PROTOCOLS[self.server.api]
+        for path, body in protocol.reload(folder, version):
+            reply = self._post(url + path, body, limit_s=self.server.reload_s)
+            try:
+                protocol.check_reloaded(reply)
+            except (LookupError, TypeError, ValueError) as error:
+                raise Unreadable(f"{url}{path} did not load version {version} from {folder}: {error}") from error
+
+    def unload(self) -> None:
+        """Let go of weights that no server has drawn with."""
+        self._waiting = None
+
+    def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:
+        """Nothing is compiled here."""
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        seed: int,
+        progress: Callable[[int, int], None] | None = None,
+        on_completion: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        """One completion for each request, in their order; requests with one prompt go to one server.
+
+        Raises:
+          EndpointError: A server gave no answer in time, or one that is none.
+        """
+        if self._waiting is not None:
+            self._send(self._waiting)
+            self._waiting = None
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(r.prompt_tokens for r in requests))}
+        urls = self.server.urls
+        pool = ThreadPoolExecutor(min(self.server.concurrency, max(len(requests), 1)))
+        try:
+            asked = [
+                pool.submit(self._complete, urls[numbers[request.prompt_tokens] % len(urls)], request, sampling, seed)
+                for request in requests
+            ]
+            found = []
+            for done, one in enumerate(asked, start=1):
+                found.append(one.result())
+                if on_completion is not None:
+                    on_completion(found[-1])
+                if progress is not None:
+                    progress(done, len(requests))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return found
+
+    def _complete(self, url: str, request: Request, sampling: Sampling, seed: int) -> Completion:
+        ends = ResponseEnds(
+            min(request.max_tokens or self.max_response_tokens, self.max_response_tokens),
+            self.stop_tokens if request.stop_tokens is None else request.stop_tokens,
+            self.stop_texts if request.stop_texts is None else request.stop_texts,
+        )
+        protocol = PROTOCOLS[self.server.api]
+        path, body = protocol.generate(request.prompt_tokens, sampling, ends, seed=_seed(seed, request.request_id))
+        reply = self._post(url + path, body, limit_s=self.server.request_s)
+        try:
+            answer = protocol.answer(reply)
+            self._check(answer, ends)
+        except (LookupError, TypeError, ValueError) as error:
+            raise Unreadable(
+                f"{url}{path} answered request {request.request_id} with no response of {self.server.api}'s form: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        return Completion(request.request_id, answer.tokens, answer.logps, answer.truncated, self._version)
+
+    def _check(self, answer: ServerResponse, ends: ResponseEnds) -> None:
+        """Raise `ValueError` at what cannot have been drawn."""
+        tokens, logps = answer.tokens, answer.logps
+        if len(tokens) != len(logps) or not 0 < len(tokens) <= ends.max_tokens:
+            raise ValueError(
+                f"{len(tokens)} tokens and {len(logps)} log-probabilities, expected 1 to {ends.max_tokens} of both"
+            )
+        if wrong := [token for token in tokens if not 0 <= token < self.vocab_size]:
+            raise ValueError(f"token ids {wrong[:3]}, expected ids below {self.vocab_size}")
+        if impossible := [logp for logp in logps if not (math.isfinite(logp) and logp <= 1e-3)]:
+            raise ValueError(f"log-probabilities {impossible[:3]}, expected finite ones that are not above 0")
+        if answer.version not in (None, str(self._version)):
+            raise ValueError(
+                f"drawn with weights {answer.version!r}, expected version {self._version}; does another run use the "
+                "server?"
+            )
+
+    def _post(self, url: str, body: dict[str, Any], *, limit_s: float) -> Any:
+        return post_json(
+            url, body, api_key_env=self.server.api_key_env, attempt_s=limit_s, total_s=limit_s, may_be_empty=True
+        )
+
+
+def _seed(seed: int, request_id: int) -> int:
+    """Seed of one response, in [0, 2**31)."""
+    return int(np.random.SeedSequence([seed, request_id]).generate_state(1)[0]) >> 1

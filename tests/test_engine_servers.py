@@ -1,0 +1,200 @@
+"""Rollouts from servers of other engines: runs with made-up ones of both kinds, and servers that fail or lie."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import rollout_servers
+from test_rewards_http import Server
+from tiny_runs import get_config, records, training, write_policy
+
+import jaxrlhf
+from jaxrlhf.config import GRPO, Lora, Pretrained, Refusal, RolloutServer, Sampling, TruncatedImportance
+from jaxrlhf.engine import Request
+from jaxrlhf.engine.rollout_engine import PolicyWeights
+from jaxrlhf.engine.servers.server_engine import ServerEngine
+from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.rewards import endpoint
+from jaxrlhf.rewards.endpoint import Rejected, Unreachable, Unreadable
+
+SHAPE = ModelConfig(
+    family="qwen2",
+    vocab_size=10,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+)
+pytestmark = pytest.mark.usefixtures("here")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("api", "lora"), [("vllm", None), ("sglang", Lora(rank=2))], ids=["vllm", "sglang, adapters"])
+def test_a_run_generates_with_servers(api, lora, tmp_path):
+    policy = write_policy(tmp_path / "policy")
+    servers = [rollout_servers.RolloutServer(policy) for _ in range(2)]
+    config = get_config()
+    config = replace(
+        config,
+        model=Pretrained(str(policy)),
+        tokenizer=str(policy),
+        cold_start=None,
+        algorithm=GRPO(responses_per_update=16),
+        rollout=replace(
+            config.rollout,
+            max_response_tokens=6,
+            sampling=Sampling(temperature=0.7),
+            server=RolloutServer(tuple(server.url for server in servers), api=api),
+        ),
+        actor=replace(training(), lora=lora),
+        steps=2,
+        evaluation=replace(config.evaluation, every_steps=0, problems=2),
+        workdir=str(tmp_path / "run"),
+    )
+    jaxrlhf.run(config)
+    # Before each step, and to evaluate what came out; the folder keeps the newest.
+    said = ["0", "1", "2"] if api == "sglang" else [None] * 3
+    for server in servers:
+        assert [*dict.fromkeys(server.loaded)] == [(f"version_{step}", said[step]) for step in range(3)]
+        assert len(server.asked) >= 16
+    assert [folder.name for folder in (tmp_path / "run" / "server_weights").iterdir()] == ["version_2"]
+    steps = [record for record in records(tmp_path / "run" / "metrics.jsonl") if "sampler/logp_gap_max" in record]
+    assert [record["step"] for record in steps] == [1, 2]
+    # The servers' log-probabilities are those of the weights that were trained, at the temperature.
+    assert all(record["sampler/logp_gap_max"] < 1e-4 for record in steps)
+    assert steps[0]["actor/grad_norm"] > 0
+
+
+def completion(tokens=(5, 6, 2), logps=(-0.5, -0.25, -1.0), reason="stop"):
+    return {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logps}, "finish_reason": reason}]}
+
+
+def generated(token=5, logp=-0.5, reason="stop", version="3"):
+    drawn = {"output_token_logprobs": [[logp, token, None]], "finish_reason": {"type": reason}}
+    return {"output_ids": [token], "meta_info": drawn | {"weight_version": version}}
+
+
+@pytest.fixture
+def engine_of(tmp_path):
+    """Engine whose server answers requests for responses as is told, and loads version 3 at once."""
+    servers = []
+
+    def make(answer, *, api="vllm", loads=None, **settings):
+        def reply(body, number):
+            if "method" in body or "model_path" in body or not body:
+                return loads or (200, {"success": True})
+            return answer(body, number)
+
+        servers.append(Server(reply))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        engine = ServerEngine(
+            RolloutServer((servers[-1].url,), api=api, **settings),
+            tmp_path / "weights",
+            lambda weights, folder: folder.mkdir(parents=True),
+            vocab_size=10,
+            max_response_tokens=4,
+            stop_tokens=(2,),
+            stop_texts=("</a>",),
+        )
+        engine.update_weights(PolicyWeights(SHAPE, {}, version=3))
+        return engine
+
+    yield make
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def ask(engine, count=3, **sampling):
+    return engine.generate([Request(index, (1, 2 + index)) for index in range(count)], Sampling(**sampling), seed=7)
+
+
+def test_what_is_asked_and_answered(engine_of):
+    bodies = {}
+
+    def answer(body, number):
+        bodies[tuple(body["prompt"])] = body
+        return 200, completion((body["prompt"][1], 2), (-1.0, -2.0), "length" if body["prompt"][1] == 3 else "stop")
+
+    found = ask(engine_of(answer, api_key_env=None), temperature=0.5, top_k=4, min_tokens=1)
+    assert [one.request_id for one in found] == [0, 1, 2]
+    assert [one.tokens for one in found] == [(2, 2), (3, 2), (4, 2)]
+    assert [one.truncated for one in found] == [False, True, False]
+    assert {one.version for one in found} == {3} and found[0].logps == (-1.0, -2.0)
+    first = bodies[1, 2]
+    assert (first["max_tokens"], first["min_tokens"], first["temperature"], first["top_k"]) == (4, 1, 0.5, 4)
+    assert first["stop_token_ids"] == [2] and first["stop"] == ["</a>"] and first["return_token_ids"] is True
+    assert len({body["seed"] for body in bodies.values()}) == 3
+
+
+def test_what_passes_is_asked_again(engine_of):
+    def answer(body, number):
+        return (503, {}) if number % 2 else (200, completion())
+
+    assert len(ask(engine_of(answer))) == 3
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (completion(logps=(-0.5,)), "3 tokens and 1 log-probabilities, expected 1 to 4 of both"),
+        (completion((), ()), "0 tokens and 0 log-probabilities"),
+        (completion((1,) * 5, (-1.0,) * 5), "5 tokens"),
+        (completion(tokens=(5, 10, 2)), "token ids [10], expected ids below 10"),
+        (completion(logps=(0.5, -1.0, -1.0)), "log-probabilities [0.5]"),
+        (completion(logps=(None, -1.0, -1.0)), "TypeError"),
+        ({"choices": []}, "ValueError"),
+        ({"error": "no"}, "KeyError"),
+    ],
+)
+def test_an_answer_that_nobody_can_have_drawn_ends_the_run(engine_of, reply, said):
+    with pytest.raises(Unreadable) as caught:
+        ask(engine_of(lambda body, number: (200, reply)))
+    assert said in str(caught.value) and "answered request" in str(caught.value)
+
+
+def test_weights_of_another_run_are_noticed(engine_of):
+    assert ask(engine_of(lambda body, number: (200, generated()), api="sglang"))[0].tokens == (5,)
+    with pytest.raises(Unreadable, match="drawn with weights '4', expected version 3"):
+        ask(engine_of(lambda body, number: (200, generated(version="4")), api="sglang"))
+    with pytest.raises(Unreadable, match="it gave the response up"):
+        ask(engine_of(lambda body, number: (200, generated(reason="abort")), api="sglang"))
+
+
+def test_a_server_that_fails_is_named_in_bounded_time(engine_of):
+    engine = engine_of(lambda body, number: (500, {}), request_s=0.3)
+    with pytest.raises(Unreachable, match=engine.server.urls[0]):
+        ask(engine)
+    with pytest.raises(Rejected, match="404"):
+        ask(engine_of(None, loads=(404, {})))
+    with pytest.raises(Unreadable, match=r"did not load version 3 from .*version_3: out of memory"):
+        ask(engine_of(None, api="sglang", loads=(200, {"success": False, "message": "out of memory"})))
+
+
+def test_settings_that_servers_cannot_serve_are_refused(refused, tmp_path):
+    server = RolloutServer(("http://127.0.0.1:9",))
+    tiny = get_config()
+    with refused():
+        RolloutServer(())
+    with refused():
+        RolloutServer(("http://localhost:8000/v1",))
+    with refused():
+        replace(tiny.rollout, server=server, quantize="int8")
+    rollout = replace(tiny.rollout, server=server)
+    with refused():
+        replace(tiny, algorithm=GRPO(correction=None, responses_per_update=16), rollout=rollout)
+    with refused():
+        replace(tiny, algorithm=GRPO(old_logp="sampler", responses_per_update=16), rollout=rollout)
+    config = replace(tiny, algorithm=GRPO(responses_per_update=16), rollout=rollout, workdir=str(tmp_path))
+    assert config.algorithm.correction_for(config) == TruncatedImportance()
+    assert not config.algorithm.trusts_sampler(config)
+    with pytest.raises(Refusal, match=r"http://127.0.0.1:9/health does not answer: .*start the server first"):
+        jaxrlhf.run(config, dry_run=True)
