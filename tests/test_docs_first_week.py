@@ -45,7 +45,7 @@ def going_on(command: str, folder: Path, environment: dict[str, str]):
         try:
             yield one.stdout.readline()
             one.send_signal(signal.SIGINT)
-            assert one.wait(30) == 130
+            assert one.wait(60) == 130
         finally:
             one.kill()
 

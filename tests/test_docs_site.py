@@ -13,6 +13,7 @@ import pytest
 import site_pages
 
 import jaxrlhf.config
+from jaxrlhf.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 LOADED = {("script", "src"), ("link", "href"), ("img", "src"), ("iframe", "src")}
@@ -109,6 +110,12 @@ def test_every_setting_is_in_the_reference():
     classes = [one for one in vars(jaxrlhf.config).values() if isinstance(one, type)]
     # What makes commands is not for users.
     assert {one.__module__ for one in classes if one.__doc__} - shown == {"jaxrlhf.config.cli.command_line"}
+
+
+def test_every_command_is_in_the_reference():
+    page = (ROOT / "docs/reference/commands.md").read_text()
+    assert sorted(re.findall(r"^## jaxrlhf (\w+)$", page, re.MULTILINE)) == sorted(COMMANDS)
+    assert sorted(re.findall(r"^::: jaxrlhf\.(\w+)$", page, re.MULTILINE)) == sorted(COMMANDS)
 
 
 @pytest.fixture(scope="module")
