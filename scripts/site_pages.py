@@ -1,11 +1,14 @@
-"""Hook of the documentation site (mkdocs.yml): README as its overview, and links to files that are no pages.
+"""Hook of the documentation site (mkdocs.yml): README as its overview, and links that differ from those on GitHub.
 
-On GitHub a page may link to anything in the repository; on the site such a link would be dead, and becomes the path.
+There a page may link to anything in the repository; on the site such a link would be dead, and becomes the path. And
+settings and functions that a page names in code, `PPO` or `algos.gae`, lead to the reference.
 """
 
+import ast
 import posixpath
 import re
 from collections.abc import Callable
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -16,14 +19,16 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 OVERVIEW = "docs/overview.md"
 """README's place among the pages."""
-_CODE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+_LEFT_ALONE = re.compile(r"(^```.*?^```$|^#[^\n]*$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[([^\]\n]*)\]\((?!https?:|#)([^)#\n]*)(#[^)\n]*)?\)")
+
+_NAME = re.compile(r"(?<![\[`])`(?:[\w.]+=)?([A-Za-z_][\w.:]*)(?:\([^`\n]*\))?`(?![\]`])")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add README, with its links as from docs/."""
     text = (ROOT / "README.md").read_text()
-    moved = _with_links(text, lambda link: _written(link[1], posixpath.relpath(link[2], "docs"), link[3]))
+    moved = _in_prose(_LINK, text, lambda link: _written(link[1], posixpath.relpath(link[2], "docs"), link[3]))
     files.append(File.generated(config, posixpath.basename(OVERVIEW), content=moved))
     return files
 
@@ -41,13 +46,33 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             return link[0]
         return words if path in words else f"{words} (`{path}`)"
 
-    return _with_links(markdown, within)
+    return _in_prose(_NAME, _in_prose(_LINK, markdown, within), _to_reference)
 
 
-def _with_links(markdown: str, change: Callable[[re.Match[str]], str]) -> str:
-    """Change links of prose, and leave code as it is."""
-    parts = _CODE.split(markdown)
-    return "".join(part if code else _LINK.sub(change, part) for part, code in zip(parts, cycle((False, True))))
+def _to_reference(name: re.Match[str]) -> str:
+    anchor = _reference().get(name[1])
+    return name[0] if anchor is None else f"[{name[0]}][{anchor}]"
+
+
+@cache
+def _reference() -> dict[str, str]:
+    """Anchors of what the reference shows, by the names that pages use: `PPO`, `algos.gae`, `dataflows.ppo:learn`."""
+    found = {}
+    for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
+        for module in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE):
+            room = module.removeprefix("jaxrlhf.")
+            for node in ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text()).body:
+                if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) and node.name[0] != "_":
+                    of_function = f"{room}:{node.name}", f"{room.partition('.')[0]}.{node.name}"
+                    names = (node.name,) if isinstance(node, ast.ClassDef) else of_function
+                    found |= dict.fromkeys(names, f"{module}.{node.name}")
+    return found
+
+
+def _in_prose(pattern: re.Pattern[str], markdown: str, change: Callable[[re.Match[str]], str]) -> str:
+    """Change what a pattern finds, but for blocks of code and headings."""
+    parts = _LEFT_ALONE.split(markdown)
+    return "".join(part if alone else pattern.sub(change, part) for part, alone in zip(parts, cycle((False, True))))
 
 
 def _written(words: str, target: str, anchor: str | None) -> str:

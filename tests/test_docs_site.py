@@ -88,9 +88,13 @@ def test_dead_links_are_found(tmp_path):
             "[data](../data.md) [begin](../overview.md)",
         ),
         ("data.md", "```python\nnorms[0](hidden)\n```\n[a](../a.py)", "```python\nnorms[0](hidden)\n```\na (`a.py`)"),
+        ("data.md", "`a=RLOO(kl=None)`", "[`a=RLOO(kl=None)`][jaxrlhf.config.algorithms.critic_free.RLOO]"),
+        ("data.md", "`algos.gae` `gae`", "[`algos.gae`][jaxrlhf.algos.advantages.gae] `gae`"),
+        ("data.md", "`dataflows.ppo:learn`", "[`dataflows.ppo:learn`][jaxrlhf.dataflows.ppo.learn]"),
+        ("data.md", "# `PPO`\n[`PPO`](a.md)", "# `PPO`\n[`PPO`](a.md)"),
     ],
 )
-def test_links_out_of_the_pages_become_paths(place, written, shown):
+def test_links_lead_to_pages_and_the_reference_or_become_paths(place, written, shown):
     page = SimpleNamespace(file=SimpleNamespace(src_uri=place))
     assert site_pages.on_page_markdown(written, page=page) == shown
 
