@@ -57,7 +57,7 @@ def _to_reference(name: re.Match[str]) -> str:
 @cache
 def _reference() -> dict[str, str]:
     """Anchors of what the reference shows, by the names that pages use: `PPO`, `algos.gae`, `dataflows.ppo:learn`."""
-    found = {}
+    found: dict[str, str] = {}
     for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
         for module in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE):
             room = module.removeprefix("jaxrlhf.")
