@@ -26,7 +26,6 @@ StopCause = Literal[
     "episode_timeout",
     "environment_timeout",
     "environment_error",
-    "cancelled",
 ]
 STOP_CAUSES: tuple[StopCause, ...] = get_args(StopCause)
 
@@ -35,7 +34,7 @@ TRUNCATIONS: frozenset[StopCause] = frozenset(
 )
 """Ends that a limit made, of an episode that might have gone on."""
 
-FAILURES: frozenset[StopCause] = frozenset(["environment_timeout", "environment_error", "cancelled"])
+FAILURES: frozenset[StopCause] = frozenset(["environment_timeout", "environment_error"])
 """Ends that are no fault of the policy's; such an episode is unscorable."""
 
 FailureCause = Literal["timeout", "crash", "exception", "wrong-type", "not-finite", "output", "unpicklable"]

@@ -32,6 +32,25 @@ class Talks:
         )
 
 
+class GivesUp:
+    """Gives up after the first reply, as an environment of gymnasium's may."""
+
+    def reset(self, record, seed):
+        return "?"
+
+    def step(self, reply):
+        return Observation(truncated=True)
+
+
+def calculator(expression: str) -> str:
+    """Compute an arithmetic expression.
+
+    Args:
+        expression: Such as "47*86".
+    """
+    return "7"
+
+
 class Answers:
     """An environment in TRL's form: its methods are tools."""
 

@@ -1,5 +1,6 @@
 """Episodes: the tokens of every turn are those that the policy drew, whoever else is under way and however slow."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 import jax
@@ -9,12 +10,14 @@ import pytest
 from jaxrlhf import models
 from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import Problem
-from jaxrlhf.config import Environment, Sampling
+from jaxrlhf.config import Environment, Sampling, Tools
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.conversation import Conversation
 from jaxrlhf.data.tokenizer import embedded_tokenizer
-from jaxrlhf.engine import Engine
+from jaxrlhf.engine import Completion, Engine
+from jaxrlhf.engine.service import EngineService
 from jaxrlhf.environments.pool import EnvironmentPool
+from jaxrlhf.episode import FAILURES, STOP_CAUSES, TRUNCATIONS
 from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
@@ -159,22 +162,65 @@ def test_later_turns_compute_what_is_new_alone(loop, engine):
     assert reused > 0.75 * asked
 
 
-@pytest.mark.parametrize(
-    ("change", "stop"),
-    [
-        ({"max_turns": 3}, "turns"),
-        ({"cut_turns": "end"}, "tokens_of_turn"),
-        ({"episode_s": 0.2}, "episode_timeout"),
-        ({"call_s": 0.1}, "environment_timeout"),
-    ],
-)
-def test_what_ends_an_episode_is_said(loop, engine, change, stop):
-    settings = replace(TALKS, **change)
+ENDS = {
+    "turns": {"max_turns": 3},
+    "tokens_of_turn": {"cut_turns": "end"},
+    "episode_timeout": {"episode_s": 0.2},
+    "environment_timeout": {"call_s": 0.1},
+    "environment_truncated": {"factory": "talking_environments:GivesUp"},
+}
+"""Settings of an environment whose episodes end for a cause."""
+
+
+@pytest.mark.parametrize("stop", ENDS)
+def test_what_ends_an_episode_is_said(loop, engine, stop):
+    settings = replace(TALKS, **ENDS[stop])
     with EnvironmentPool((settings,)) as pool:
-        batch = run(replace(loop, environment=settings, pool=pool), engine, problems(2, pause_s=1.0), copies=1)
+        pause_s = 1.0 if stop.endswith("timeout") else 0.0
+        batch = run(replace(loop, environment=settings, pool=pool), engine, problems(2, pause_s=pause_s), copies=1)
     assert batch.record_E[1].stop == stop
-    assert bool(batch.rollout.truncated_B[1]) == (stop != "environment_timeout")
-    assert bool(batch.record_E[1].failure) == stop.endswith("timeout")
+    assert bool(batch.rollout.truncated_B[1]) == (stop in TRUNCATIONS)
+    assert bool(batch.record_E[1].failure) == (stop in FAILURES or stop == "episode_timeout")
+
+
+def test_an_episode_ends_where_its_tokens_do(loop, engine):
+    batch = run(replace(loop, max_response_tokens=20), engine, problems(2), copies=1)
+    assert {record.stop for record in batch.record_E} == {"tokens_of_episode"}
+    assert all(len(record.turns) > 1 for record in batch.record_E)
+    assert all(batch.rollout.truncated_B)
+
+
+SAID = {"answered": ["<<1*7>>", "7"], "tool_calls": ["<<1*7>>", "<<7*1>>"], "malformed_call": ["<<1*7"]}
+"""Replies with which an episode with a tool ends for a cause."""
+
+
+@pytest.fixture(scope="module")
+def calculates():
+    settings = Tools(functions=("talking_environments:calculator",), max_calls=1, malformed_calls="end")
+    with EnvironmentPool((settings,)) as pool:
+        yield AgentLoop(settings, ChatFormat(TOKENIZER), pool, PROMPT, RESPONSE)
+
+
+@pytest.mark.parametrize("stop", SAID)
+def test_calls_end_an_episode(calculates, engine, monkeypatch, stop):
+    """The replies are written here, since random weights call no tool."""
+    replies = iter(SAID[stop])
+
+    def submit(service, request, sampling, *, seed):
+        tokens = (*TOKENIZER.encode(next(replies), add_special_tokens=False), TOKENIZER.eos_token_id)
+        answered = Future()
+        answered.set_result(Completion(request.request_id, tokens, (-1.0,) * len(tokens), truncated=False, version=3))
+        return answered
+
+    monkeypatch.setattr(EngineService, "submit", submit)
+    record = run(calculates, engine, problems(1), copies=1).record_E[0]
+    assert record.stop == stop
+    assert [turn.reply.text for turn in record.turns] == SAID[stop]
+
+
+def test_every_cause_of_an_end_is_seen_here():
+    """Those that are in no table are those of whole episodes, and of a first prompt that is too long."""
+    assert {"done", "environment_error", "tokens_of_episode", *ENDS, *SAID} == set(STOP_CAUSES)
 
 
 def test_a_first_prompt_that_is_too_long_fails_its_episode_alone(loop, engine):

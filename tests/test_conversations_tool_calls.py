@@ -96,7 +96,7 @@ def test_any_tokens_make_a_reply(name):
     tokenizer, parser = parser_of(form)
     own = list(tokenizer.added_tokens_decoder)
     good = tokenizer.encode(form.write([("note", arguments(draw))]), add_special_tokens=False)
-    for trial in range(120):
+    for trial in range(200):
         if trial % 2:
             tokens = [draw.choice(own) if draw.random() < 0.3 else draw.randrange(len(tokenizer)) for _ in range(40)]
         else:
