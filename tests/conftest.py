@@ -53,7 +53,7 @@ _LONGEST = (
         "test_run_ray_failures",
     ),
     *("test_learning_rivals", "test_run_resume_algorithms", "test_learning_preference", "test_run_resume"),
-    *("test_run_lora", "test_run_placed"),
+    *("test_run_lora", "test_run_placed", "test_docs_first_week"),
     *("test_workers_gradient", "test_workers_lora", "test_models_transformers", "test_models_families"),
     *("test_run_auto", "test_models_own", "test_checkpoint_pretrained", "test_run_gsm8k"),
     *("test_run_policy", "test_models_experts", "test_run_policy_losses"),
