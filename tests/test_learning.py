@@ -86,3 +86,16 @@ def test_the_notebook_learns(readmes_job: tuple[Path, str], tmp_path: Path, monk
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert (tmp_path / "runs/quickstart/policy/model.safetensors").is_file()
+
+
+def test_the_notebook_of_agents_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = nbformat.read(ROOT / "notebooks/agents.ipynb", as_version=4)
+    assert len(notebook.cells) <= 15
+    for name in ("NPROC", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    metrics = [json.loads(line) for line in (tmp_path / "runs/path/metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["score/mean"] <= 0.5
+    assert metrics[-1]["score/mean"] >= 0.9
+    said = "".join(output.get("text", "") for output in notebook.cells[-1]["outputs"])
+    assert said.strip().endswith("treasure")
