@@ -165,6 +165,7 @@ class Sequences:
       choice_BTLk: int16, the k experts that a token went through in each layer while it was sampled, negative where
         that is not known; None if it was not recorded.
       images_B: Tuple of the `Image`s of each sequence, in an array of objects; None if there are none.
+      kept_BTK: int32, ids that a token was drawn among, -1 past them; all -1 is any, and None wherever it stands.
     """
 
     token_BT: Array
@@ -173,6 +174,7 @@ class Sequences:
     prompt_id_B: Array
     choice_BTLk: Array | None = None
     images_B: np.ndarray | None = None
+    kept_BTK: Array | None = None
 
 
 @struct.dataclass
@@ -347,11 +349,11 @@ class MinibatchRows(Sequence[Experience]):
         """
         arrays: dict[str, Array] = {"token": sequences.token_BT, "mask": sequences.mask_BT}
         arrays |= {f"field {name}": np.asarray(value, np.float32) for name, value in fields.items()}
-        if sequences.choice_BTLk is not None:
-            arrays["choice"] = sequences.choice_BTLk
+        recorded = {"choice": sequences.choice_BTLk, "kept": sequences.kept_BTK}
+        arrays |= {name: array for name, array in recorded.items() if array is not None}
         if importance_BT is not None:
             arrays["importance"] = importance_BT
-        batch = RaggedBatch.of(sequences.length_B, arrays, {"choice": -1})
+        batch = RaggedBatch.of(sequences.length_B, arrays, dict.fromkeys(recorded, -1))
         inside_BT = np.arange(batch.width) < batch.length_B[:, None]
         given = tuple(np.asarray(weight)[inside_BT[own]] for own, weight in zip(rows, weights, strict=True))
         ids_B = np.asarray(sequences.prompt_id_B)
@@ -370,7 +372,7 @@ class MinibatchRows(Sequence[Experience]):
         made = replace(chosen, columns={**chosen.columns, **scaled, "weight": weight}).padded()
         images_B = None if self.images_B is None else self.images_B[rows]
         columns = made["token"], chosen.length_B, made["mask"], self.prompt_id_B[rows], made.get("choice"), images_B
-        sequences = Sequences(*columns)
+        sequences = Sequences(*columns, made.get("kept"))
         fields: dict[str, Array]
         fields = {name.removeprefix("field "): value for name, value in made.items() if name.startswith("field ")}
         return Experience(sequences, made["weight"], fields)

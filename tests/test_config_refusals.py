@@ -178,7 +178,7 @@ def test_contradiction_is_refused(refused):
         {"data": PromptFile("train.jsonl", answer_key=None)},
         *[
             {"rollout": Rollout(sampling=Sampling(**{name: value}))}
-            for name, value in {"greedy": True, "top_p": 0.9, "top_k": 5, "min_tokens": 2}.items()
+            for name, value in {"greedy": True, "top_p": 0.9, "top_k": 65, "min_tokens": 2}.items()
         ],
         {"rewards": Rewards(parts=(FormatReward(), ArithmeticReward(weight=float("nan"))))},
         {"rewards": Rewards(parts=(FormatReward(weight=0), ArithmeticReward(weight=0.0)))},

@@ -32,7 +32,7 @@ def draw(logits_V, *, draws: int, sampling: Sampling, uniform_B2=None, position:
         uniform_B2 = UNIFORMS(jnp.full(draws, seed, jnp.uint32), jnp.arange(draws, dtype=jnp.uint32), position_B)
     settings = settings_of([sampling] * draws)
     stop_BE = jnp.tile(jnp.array([-1, *stop_tokens], jnp.int32), (draws, 1))
-    token_B, logp_B = SAMPLE(logits_BV, jnp.asarray(uniform_B2, jnp.float32), position_B, settings, stop_BE=stop_BE)
+    token_B, logp_B, _ = SAMPLE(logits_BV, jnp.asarray(uniform_B2, jnp.float32), position_B, settings, stop_BE=stop_BE)
     return np.asarray(token_B), np.asarray(logp_B)
 
 
@@ -44,8 +44,8 @@ def chi_square(token_B: np.ndarray, probability_V: np.ndarray) -> float:
     return float(((observed_V - expected_V)[kept] ** 2 / expected_V[kept]).sum())
 
 
-def nucleus(probability_V: np.ndarray, *, top_k: int, top_p: float) -> set[int]:
-    """Top k, then the fewest of them that hold top_p of what they hold together; a loop."""
+def nucleus(probability_V: np.ndarray, *, top_k: int, top_p: float, min_p: float = 0.0) -> set[int]:
+    """Top k, the fewest of them that hold top_p of what they hold, and of those what is min_p of the peak; a loop."""
     order = sorted(range(len(probability_V)), key=lambda token: -probability_V[token])[: top_k or None]
     total, mass, kept = sum(probability_V[token] for token in order), 0.0, set()
     for token in order:
@@ -53,7 +53,7 @@ def nucleus(probability_V: np.ndarray, *, top_k: int, top_p: float) -> set[int]:
         mass += probability_V[token] / total
         if mass >= top_p:
             break
-    return kept
+    return {token for token in kept if probability_V[token] >= min_p * probability_V.max()}
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
@@ -71,19 +71,25 @@ def test_the_share_of_each_token_is_exact_on_a_grid_of_uniforms():
     np.testing.assert_allclose(np.bincount(token_B, minlength=13) / len(grid), softmax(logits), atol=2e-5)
 
 
-@pytest.mark.parametrize("restriction", [{}, {"top_p": 0.8}, {"top_k": 3}, {"min_tokens": 4}, {"greedy": True}])
+@pytest.mark.parametrize(
+    "restriction", [{}, {"top_p": 0.8}, {"top_k": 3}, {"min_p": 0.1}, {"min_tokens": 4}, {"greedy": True}]
+)
 def test_logp_is_that_of_the_policy_at_its_temperature(restriction):
     logits = np.random.default_rng(2).normal(0, 2, 30)
     token_B, logp_B = draw(logits, draws=500, sampling=Sampling(temperature=1.3, **restriction), stop_tokens=(3,))
     np.testing.assert_allclose(logp_B, np.log(softmax(logits / 1.3))[token_B], atol=1e-6)
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.6), (0, 0.97), (5, 1.0), (5, 0.7), (1, 1.0), (0, 1e-6)])
-def test_top_k_and_top_p_keep_the_nucleus_in_proportion(top_k, top_p):
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(0, 0.6, 0), (0, 0.97, 0), (5, 1.0, 0), (5, 0.7, 0), (1, 1.0, 0), (0, 1e-6, 0), (0, 1.0, 0.2), (7, 0.97, 0.1)],
+)
+def test_top_k_top_p_and_min_p_keep_the_nucleus_in_proportion(top_k, top_p, min_p):
     logits = np.random.default_rng(3).normal(0, 1.5, 20)
     probability_V = softmax(logits / 0.9)
-    kept = nucleus(probability_V, top_k=top_k, top_p=top_p)
-    token_B, _ = draw(logits, draws=20_000, sampling=Sampling(temperature=0.9, top_k=top_k, top_p=top_p), seed=1)
+    kept = nucleus(probability_V, top_k=top_k, top_p=top_p, min_p=min_p)
+    sampling = Sampling(temperature=0.9, top_k=top_k, top_p=top_p, min_p=min_p)
+    token_B, _ = draw(logits, draws=20_000, sampling=sampling, seed=1)
     assert set(token_B.tolist()) <= kept
     wanted_V = np.where([token in kept for token in range(20)], probability_V, 0.0)
     assert chi_square(token_B, wanted_V / wanted_V.sum()) < 43.8  # 19 degrees of freedom, one in a thousand

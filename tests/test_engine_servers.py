@@ -124,13 +124,14 @@ def test_what_is_asked_and_answered(engine_of):
         bodies[tuple(body["prompt"])] = body
         return 200, completion((body["prompt"][1], 2), (-1.0, -2.0), "length" if body["prompt"][1] == 3 else "stop")
 
-    found = ask(engine_of(answer, api_key_env=None), temperature=0.5, top_k=4, min_tokens=1)
+    found = ask(engine_of(answer, api_key_env=None), temperature=0.5, top_k=4, min_p=0.1, min_tokens=1)
     assert [one.request_id for one in found] == [0, 1, 2]
     assert [one.tokens for one in found] == [(2, 2), (3, 2), (4, 2)]
     assert [one.truncated for one in found] == [False, True, False]
     assert {one.version for one in found} == {3} and found[0].logps == (-1.0, -2.0)
     first = bodies[1, 2]
     assert (first["max_tokens"], first["min_tokens"], first["temperature"], first["top_k"]) == (4, 1, 0.5, 4)
+    assert first["min_p"] == 0.1
     assert first["stop_token_ids"] == [2] and first["stop"] == ["</a>"] and first["return_token_ids"] is True
     assert len({body["seed"] for body in bodies.values()}) == 3
 

@@ -35,6 +35,7 @@ class PackedBatch:
         one of its responses.
       mask_RW: bool, response tokens.
       choice_RWLk: int16 experts to take again, negative where routers choose; None leaves all to them.
+      kept_RWK: int32 ids that a token is among, -1 past them, all -1 where it may be any; None everywhere.
       shared_prefix: Whole sequences as attention sees them; None if no prompt is shared.
       images: Images of the rows; None if no process has any.
     """
@@ -46,6 +47,7 @@ class PackedBatch:
     choice_RWLk: Array | None = None
     shared_prefix: SharedPrefix | None = None
     images: ImageRows | None = None
+    kept_RWK: Array | None = None
 
 
 def first_fit_decreasing(length_B: np.ndarray, *, row_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -198,7 +200,7 @@ class Packing:
     def rows(self) -> Iterator[PackedBatch]:
         """Packed tokens of each microbatch."""
         b, position = self._source
-        choice_BTLk = self._sequences.choice_BTLk
+        choice_BTLk, kept_BTK = self._sequences.choice_BTLk, self._sequences.kept_BTK
         position_BT, segment_BT = np.zeros((2, *self._shape), np.int32)
         position_BT[self._source] = position
         segment_BT[self._source] = self._segment_B[b]
@@ -208,6 +210,7 @@ class Packing:
             segment_RW=self.pack(segment_BT),
             mask_RW=self.pack(self._sequences.mask_BT),
             choice_RWLk=None if choice_BTLk is None else self.pack(choice_BTLk + 1) - 1,  # -1 in padding
+            kept_RWK=None if kept_BTK is None else self.pack(kept_BTK + 1) - 1,
         )
         prefixes = repeat(None) if self._attention is None else self._shared_prefixes(self._attention)
         images = repeat(None) if self._images is None else self._image_rows(self._images)

@@ -151,13 +151,21 @@ class Training(Settings):
         )
 
 
+MOST_KEPT = 64
+"""Tokens at most that a draw of a training rollout may be among, with `top_k`: each is recorded, at 4 bytes a token."""
+
+
 @dataclass(frozen=True)
 class Sampling(Settings):
-    """Sampling of a token. Algorithms with a policy loss take a temperature and stop tokens only, and refuse the rest.
+    """Sampling of a token. Algorithms with a policy loss refuse `greedy`, and need a `top_k` up to 64 beside `top_p`,
+    `min_p` or `min_tokens`: the tokens that each draw is among are then recorded, and the trainer's log-probabilities
+    are of the same truncated distribution (keep sampling mask: DeepSeek-V3.2, arXiv:2512.02556).
 
     Attributes:
       top_p: Nucleus, in (0, 1]; 1 keeps all tokens.
       top_k: Likeliest tokens kept; 0 keeps all.
+      min_p: Least probability of a token over that of the likeliest, in [0, 1); 0 keeps all. Of what `top_k` keeps
+        `top_p` keeps its part, and of that `min_p`.
       min_tokens: Tokens before the first at which a stop token may be drawn.
       greedy: Take the likeliest token, whatever temperature, top_p and top_k say; `min_tokens` still applies.
       stop_tokens: Texts that end a response beside the tokenizer's EOS, such as `</answer>`; the tokens of a text stay
@@ -168,6 +176,7 @@ class Sampling(Settings):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     min_tokens: NotNegative[int] = 0
     greedy: bool = False
     stop_tokens: tuple[str, ...] = ()
@@ -181,11 +190,17 @@ class Sampling(Settings):
         )
         require(0 < self.top_p <= 1, f"Sampling.top_p must be in (0, 1], got {self.top_p}")
         require(self.top_k >= 0, f"Sampling.top_k must be 0 (off) or more, got {self.top_k}")
+        require(0 <= self.min_p < 1, f"Sampling.min_p must be in [0, 1), got {self.min_p}")
         require(
             not (self.ignore_eos and self.stop_tokens),
             f"Sampling.ignore_eos lets no token end a response, and stop_tokens={self.stop_tokens} would; give one",
         )
         require(all(self.stop_tokens), f"Sampling.stop_tokens={self.stop_tokens} has an empty text, which ends nothing")
+
+    @property
+    def most_kept(self) -> int:
+        """Tokens at most that a draw is among, where they are few enough to record; else 0."""
+        return self.top_k if not self.greedy and self.top_k <= MOST_KEPT else 0
 
 
 @dataclass(frozen=True)

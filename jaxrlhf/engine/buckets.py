@@ -19,6 +19,7 @@ class Shape:
       tokens_per_dispatch: Most tokens that a slot draws in one `decode`.
       execution: For the engine's mesh.
       records_routing: Which experts tokens go through is kept.
+      most_kept: K, tokens at most that a recorded draw is among; 0 records none.
     """
 
     config: AnyModel
@@ -27,6 +28,7 @@ class Shape:
     tokens_per_dispatch: int
     execution: Execution = ONE_DEVICE
     records_routing: bool = False
+    most_kept: int = 0
 
     @property
     def counts_apart(self) -> bool:

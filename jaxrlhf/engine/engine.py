@@ -51,6 +51,7 @@ class Engine:
       kv_head_axis: Mesh axis that splits the key-value heads of the cache.
       execution: For this mesh; its stages divide the cache as well.
       records_routing: Completions say which experts their tokens went through.
+      most_kept: Responses sampled with a `top_k` up to this say what each token was drawn among, as `sampling` records.
       goes_ahead: Where no request waits for a slot, dispatch tokens before the last are read; None is False on CPU.
 
     Attributes:
@@ -79,6 +80,7 @@ class Engine:
         kv_head_axis: str | None = None,
         execution: Execution = ONE_DEVICE,
         records_routing: bool = False,
+        most_kept: int = 0,
         goes_ahead: bool | None = None,
         stop_texts: tuple[str, ...] = (),
         decode: Decode | None = None,
@@ -103,6 +105,7 @@ class Engine:
             tokens_per_dispatch=decode_tokens_per_dispatch,
             execution=execution,
             records_routing=records_routing,
+            most_kept=most_kept,
         )
         checks.check_stop_texts(stop_texts, decodes=decode is not None)
         self.context_tokens, self.response_tokens = capacity, max_response_tokens
@@ -302,12 +305,10 @@ class Engine:
         if self._goes_ahead and not scheduler.waiting and self.book.outlasts:
             self._dispatch()
         ended = []
-        for slot, tokens, logps, active, choice_WLk in self.book.read():
-            sequence = scheduler.placed(slot)
-            if choice_WLk is not None:
-                sequence.choices.append(choice_WLk)
-            sequence.draw(tokens, logps, self._decode)
-            if not active or sequence.stop_text is not None:
+        for drawn in self.book.read():
+            sequence = scheduler.placed(drawn.slot)
+            sequence.draw(drawn, self._decode)
+            if not drawn.active or sequence.stop_text is not None:
                 ended.append(sequence)
         self._end(ended)
         if not scheduler.waiting and (fewer := self.book.without_idle(self._contents.length_B > 0, self._slot_counts)):
@@ -342,9 +343,8 @@ class Engine:
         row_GB, goes_on_GB, slot_B = arrangement
         if slot_B is not self.book.slot_B:
             self.cache.keep(row_GB)
-        sizes = ("keep", len(self.book.slot_B), row_GB.size)
-        arguments = programs.keep_rows, self._slots, row_GB, goes_on_GB
-        self._slots = self.compiled.run(sizes, *arguments, out=self._layout.slots)
+        sizes, arguments = ("keep", len(self.book.slot_B), row_GB.size), (self._slots, row_GB, goes_on_GB)
+        self._slots = self.compiled.run(sizes, programs.keep_rows, *arguments, out=self._layout.slots)
         self.book.slot_B = slot_B
 
     def generate(

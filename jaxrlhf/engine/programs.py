@@ -84,6 +84,7 @@ class Slots(NamedTuple):
     Attributes:
       token_B: The newest token, which is not in the cache yet.
       logp_B: Its log-probability.
+      kept_BK: Tokens that it was drawn among, as in `Sampled`.
       cached_B: Tokens in the cache, so the newest token's position.
       drawn_B: Tokens of the response, the newest included.
       active_B: Whether the response goes on.
@@ -102,6 +103,7 @@ class Slots(NamedTuple):
     stop_BE: Array
     settings: SlotSampling
     offset_B: Array | None = None
+    kept_BK: Array | None = None
 
 
 class Window(NamedTuple):
@@ -111,12 +113,14 @@ class Window(NamedTuple):
       token_WB: int32; `NO_TOKEN` where a slot drew nothing.
       active_B: Whether the response goes on.
       choice_WBLk: int16, the experts that the token went through to draw the next one; None if not recorded.
+      kept_WBK: Tokens that each was drawn among, as in `Sampled`.
     """
 
     token_WB: Array
     logp_WB: Array
     active_B: Array
     choice_WBLk: Array | None = None
+    kept_WBK: Array | None = None
 
 
 def empty_cache(*, slots: int, capacity: int, shape: Shape) -> list[CachedLayer]:
@@ -146,10 +150,12 @@ def empty_slots(*, slots: int, shape: Shape) -> Slots:
             temperature_B=jnp.ones(slots, jnp.float32),
             top_p_B=jnp.ones(slots, jnp.float32),
             top_k_B=jnp.zeros(slots, jnp.int32),
+            min_p_B=jnp.zeros(slots, jnp.float32),
             min_tokens_B=jnp.zeros(slots, jnp.int32),
             greedy_B=jnp.zeros(slots, bool),
         ),
         offset_B=jnp.zeros(slots, jnp.int32) if shape.counts_apart else None,
+        kept_BK=jnp.full((slots, shape.most_kept), -1, jnp.int32) if shape.most_kept else None,
     )
 
 
@@ -186,7 +192,7 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
     row_I, slot_I = insertion.row_I, insertion.slot_I
     logits_IV = models.padded_logits(params, shape.config, prompts.hidden_PD)[row_I]
     drawn_I = jnp.zeros_like(row_I)
-    token_I, logp_I = _draw(logits_IV, drawn_I, insertion)
+    token_I, logp_I, kept_IK = _draw(logits_IV, drawn_I, insertion, shape)
     drawn_I = drawn_I + 1
 
     def put(stored_B, new_I):
@@ -204,6 +210,7 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
         stop_BE=put(slots.stop_BE, insertion.stop_BE),
         settings=jax.tree.map(put, slots.settings, insertion.settings),
         offset_B=None if prompts.offset_P is None else put(slots.offset_B, prompts.offset_P[row_I]),
+        kept_BK=None if kept_IK is None else put(slots.kept_BK, kept_IK),
     )
 
 
@@ -320,12 +327,13 @@ def decode(
       cache: Donate it. Active slots must not outgrow it, or their pages.
       slots: Donate it.
     """
-    width, count = shape.tokens_per_dispatch, len(slots.token_B)
+    width, count, kept_BK = shape.tokens_per_dispatch, len(slots.token_B), slots.kept_BK
     window = Window(
         jnp.full((width + 1, count), NO_TOKEN, jnp.int32).at[0].set(slots.token_B),
         jnp.zeros((width + 1, count), jnp.float32).at[0].set(slots.logp_B),
         slots.active_B,
         jnp.zeros((width, count, *_routed(shape).routed_choices), jnp.int16) if shape.records_routing else None,
+        None if kept_BK is None else jnp.full((width + 1, *kept_BK.shape), -1, jnp.int32).at[0].set(kept_BK),
     )
 
     def more(carry):
@@ -336,12 +344,13 @@ def decode(
         count, cache, slots, window = carry
         drawing_B = slots.active_B
         cache, slots, choice_BLk = _step(layers, params, cache, slots, shape=shape)
-        choice_WBLk = window.choice_WBLk
+        choice_WBLk, kept_WBK = window.choice_WBLk, window.kept_WBK
         window = Window(
             window.token_WB.at[count + 1].set(jnp.where(drawing_B, slots.token_B, NO_TOKEN)),
             window.logp_WB.at[count + 1].set(jnp.where(drawing_B, slots.logp_B, 0.0)),
             slots.active_B,
             None if choice_WBLk is None else choice_WBLk.at[count].set(choice_BLk),
+            None if kept_WBK is None else kept_WBK.at[count + 1].set(slots.kept_BK),
         )
         return count + 1, cache, slots, window
 
@@ -358,7 +367,8 @@ def _step(
     output = models.decode(layers, params, shape.config, *state, **how)
     written: Any = output.cache  # layers of this kind of cache
     cache = cache.joined(written) if isinstance(cache, PagedCache) else written
-    token_B, logp_B = _draw(models.padded_logits(params, shape.config, output.hidden_BD), slots.drawn_B, slots)
+    logits_BV = models.padded_logits(params, shape.config, output.hidden_BD)
+    token_B, logp_B, kept_BK = _draw(logits_BV, slots.drawn_B, slots, shape)
     active_B = slots.active_B
     drawn_B = slots.drawn_B + active_B
     # The cache of a slot that is not active took a token that nobody reads: the next insertion
@@ -369,6 +379,7 @@ def _step(
         cached_B=slots.cached_B + active_B,
         drawn_B=drawn_B,
         active_B=active_B & ~_ended(token_B, drawn_B, slots),
+        kept_BK=kept_BK,
     )
     return cache, slots, output.choice_BLk if shape.records_routing else None
 
@@ -378,9 +389,9 @@ def _routed(shape: Shape) -> ModelConfig:
     return shape.config
 
 
-def _draw(logits_BV: Array, position_B: Array, of: Slots | Insertion) -> Sampled:
+def _draw(logits_BV: Array, position_B: Array, of: Slots | Insertion, shape: Shape) -> Sampled:
     uniform_B2 = uniforms(of.seed_B, of.request_B, position_B)
-    return sample(logits_BV, uniform_B2, position_B, of.settings, stop_BE=of.stop_BE)
+    return sample(logits_BV, uniform_B2, position_B, of.settings, stop_BE=of.stop_BE, most_kept=shape.most_kept)
 
 
 def _ended(token_B: Array, drawn_B: Array, of: Slots | Insertion) -> Bool[Array, "B"]:

@@ -5,11 +5,19 @@ function of (seed, request, position) and of the slot's own logits only: the sam
 gives the same tokens in any slot, in any batch, in any order.
 
 The log-probability that goes with a token is that of the policy at its temperature, before
-top-k, top-p, `min_tokens` or the argmax of a greedy slot narrow the choice:
+top-k, top-p, min-p, `min_tokens` or the argmax of a greedy slot narrow the choice:
 
     logp = log_softmax(logits / temperature)[token]
 
 A trainer that knows the temperature and nothing else therefore computes the same number.
+
+Where the tokens that a slot may draw are recorded (`most_kept`), it is that of the distribution over those:
+
+    logp = logits[token] / temperature - logsumexp(logits[kept] / temperature)
+
+A trainer that is given them computes the same number, and has its ratios between policies over the same tokens.
+
+Source: DeepSeek-V3.2 (arXiv:2512.02556), section 3.1, "keep sampling mask".
 """
 
 import math
@@ -36,6 +44,7 @@ class SlotSampling(NamedTuple):
       temperature_B: float32, above 0.
       top_p_B: float32 in (0, 1]; 1 keeps all.
       top_k_B: int32; 0 keeps all.
+      min_p_B: float32 in [0, 1); 0 keeps all.
       min_tokens_B: int32; stop tokens are not drawn at earlier positions, greedy or not.
       greedy_B: bool; takes the likeliest token.
     """
@@ -43,15 +52,22 @@ class SlotSampling(NamedTuple):
     temperature_B: Array
     top_p_B: Array
     top_k_B: Array
+    min_p_B: Array
     min_tokens_B: Array
     greedy_B: Array
 
 
 class Sampled(NamedTuple):
-    """A token of each slot and its log-probability at the slot's temperature."""
+    """A token of each slot and its log-probability at the slot's temperature.
+
+    Attributes:
+      kept_BK: Ids of the tokens that it was drawn among, -1 past them and in slots that record none; None if no slot
+        does.
+    """
 
     token_B: Int[Array, "B"]
     logp_B: Float[Array, "B"]
+    kept_BK: Int[Array, "B K"] | None = None
 
 
 def settings_of(samplings: Sequence[config.Sampling]) -> SlotSampling:
@@ -60,6 +76,7 @@ def settings_of(samplings: Sequence[config.Sampling]) -> SlotSampling:
         temperature_B=np.array([sampling.temperature for sampling in samplings], np.float32),
         top_p_B=np.array([sampling.top_p for sampling in samplings], np.float32),
         top_k_B=np.array([sampling.top_k for sampling in samplings], np.int32),
+        min_p_B=np.array([sampling.min_p for sampling in samplings], np.float32),
         min_tokens_B=np.array([sampling.min_tokens for sampling in samplings], np.int32),
         greedy_B=np.array([sampling.greedy for sampling in samplings], bool),
     )
@@ -85,6 +102,7 @@ def sample(
     settings: SlotSampling,
     *,
     stop_BE: Int[Array, "B E"],
+    most_kept: int = 0,
 ) -> Sampled:
     """Draw a token of each slot by inverting the cumulative distribution.
 
@@ -96,6 +114,7 @@ def sample(
       logits_BV: -inf is a token that is never drawn; at least one entry of a row is finite.
       position_B: Tokens of the response that were drawn before this one.
       stop_BE: Ids that `min_tokens` holds back; a negative one is none.
+      most_kept: K; slots whose `top_k_B` is from 1 to K record the tokens that they draw among. 0 records none.
     """
     scaled_BV = logits_BV.astype(jnp.float32) * (1.0 / settings.temperature_B)[:, None]
     peak_B1 = scaled_BV.max(axis=-1, keepdims=True)
@@ -103,7 +122,8 @@ def sample(
     normaliser_B = peak_B1[:, 0] + jnp.log(weight_BV.sum(axis=-1))
 
     early_B = position_B < settings.min_tokens_B
-    restricted_B = early_B | settings.greedy_B | (settings.top_k_B > 0) | (settings.top_p_B < 1)
+    recorded_B = ~settings.greedy_B & (settings.top_k_B > 0) & (settings.top_k_B <= most_kept)
+    restricted_B = ~recorded_B & (early_B | settings.greedy_B | _truncates(settings))
     # At 0 the inversion takes the first of the tokens left to a greedy slot.
     uniform_B2 = jnp.where(settings.greedy_B[:, None], 0.0, uniform_B2)
     # Whole branches, because an array that a branch returns is copied.
@@ -113,7 +133,43 @@ def sample(
         lambda: _draw(weight_BV, uniform_B2),
     )
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
-    return Sampled(token_B, chosen_B - normaliser_B)
+    sampled = Sampled(token_B, chosen_B - normaliser_B)
+    if not most_kept:
+        return sampled
+    allowed_BV = _allowed(scaled_BV, early_B, stop_BE)
+    token_B, logp_B, kept_BK = _drawn_among_kept(allowed_BV, uniform_B2[:, 0], settings, most_kept=most_kept)
+    return Sampled(
+        jnp.where(recorded_B, token_B, sampled.token_B),
+        jnp.where(recorded_B, logp_B, sampled.logp_B),
+        jnp.where(recorded_B[:, None], kept_BK, -1),
+    )
+
+
+def _truncates(settings: SlotSampling) -> Bool[Array, "B"]:
+    return (settings.top_k_B > 0) | (settings.top_p_B < 1) | (settings.min_p_B > 0)
+
+
+def _drawn_among_kept(
+    allowed_BV: Float[Array, "B V"], uniform_B: Float[Array, "B"], settings: SlotSampling, *, most_kept: int
+) -> tuple[Int[Array, "B"], Float[Array, "B"], Int[Array, "B K"]]:
+    """Draw among the likeliest `most_kept` tokens at most, as settings narrow them further; see `Sampled`.
+
+    Of tokens that tie for the last place those with the lowest ids are kept, so that there are never more than `top_k`.
+    """
+    most = min(most_kept, allowed_BV.shape[-1])
+    logit_BK, token_BK = lax.top_k(allowed_BV, most)
+    kept_BK = (jnp.arange(most)[None] < settings.top_k_B[:, None]) & jnp.isfinite(logit_BK)
+    weight_BK = jnp.where(kept_BK, jnp.exp(logit_BK - logit_BK[:, :1]), 0.0)
+    before_BK = jnp.cumsum(weight_BK, axis=-1) - weight_BK
+    wanted_B = jnp.where(settings.top_p_B < 1, settings.top_p_B * weight_BK.sum(axis=-1), jnp.inf)
+    kept_BK &= (before_BK < wanted_B[:, None]) & (weight_BK >= settings.min_p_B[:, None])
+    weight_BK = jnp.where(kept_BK, weight_BK, 0.0)
+    place_B1 = _invert(weight_BK, uniform_B)[:, None]
+    token_B, chosen_B = (jnp.take_along_axis(each, place_B1, axis=-1)[:, 0] for each in (token_BK, logit_BK))
+    kept_BK = jnp.where(kept_BK, token_BK, -1)
+    missing = most_kept - most
+    logp_B = chosen_B - logit_BK[:, 0] - jnp.log(weight_BK.sum(axis=-1))
+    return token_B, logp_B, jnp.pad(kept_BK, ((0, 0), (0, missing)), constant_values=-1)
 
 
 def _draw(drawn_BV: Float[Array, "B V"], uniform_B2: Float[Array, "B 2"]) -> Int[Array, "B"]:
@@ -130,12 +186,9 @@ def _restricted_weights(
     scaled_BV: Float[Array, "B V"], early_B: Bool[Array, "B"], stop_BE: Int[Array, "B E"], settings: SlotSampling
 ) -> Float[Array, "B V"]:
     """Unnormalised probabilities of the tokens that a slot may draw, 0 elsewhere."""
-    vocab = scaled_BV.shape[-1]
-    held_back_BE = jnp.where(early_B[:, None], stop_BE, -1)
-    stop_BV = (jnp.arange(vocab)[None, :, None] == held_back_BE[:, None, :]).any(axis=-1)
-    allowed_BV = jnp.where(stop_BV, -jnp.inf, scaled_BV)
+    allowed_BV = _allowed(scaled_BV, early_B, stop_BE)
     peak_B1 = allowed_BV.max(axis=-1, keepdims=True)
-    truncated_B = ~settings.greedy_B & ((settings.top_k_B > 0) | (settings.top_p_B < 1))
+    truncated_B = ~settings.greedy_B & _truncates(settings)
     threshold_B1 = lax.cond(
         truncated_B.any(),
         lambda: _threshold(allowed_BV, settings),
@@ -145,13 +198,23 @@ def _restricted_weights(
     return jnp.where(allowed_BV >= threshold_B1, jnp.exp(allowed_BV - peak_B1), 0.0)
 
 
+def _allowed(
+    scaled_BV: Float[Array, "B V"], early_B: Bool[Array, "B"], stop_BE: Int[Array, "B E"]
+) -> Float[Array, "B V"]:
+    """Logits, -inf for the tokens that `min_tokens` holds back."""
+    held_back_BE = jnp.where(early_B[:, None], stop_BE, -1)
+    stop_BV = (jnp.arange(scaled_BV.shape[-1])[None, :, None] == held_back_BE[:, None, :]).any(axis=-1)
+    return jnp.where(stop_BV, -jnp.inf, scaled_BV)
+
+
 def _threshold(scaled_BV: Float[Array, "B V"], settings: SlotSampling) -> Float[Array, "B 1"]:
-    """Smallest logit kept: the top k, then of those the fewest that hold a mass of top_p.
+    """Smallest logit kept: the top k, of those the fewest that hold a mass of top_p, of those what min_p leaves.
 
     Tokens that tie with the last one kept are kept too. A search over thresholds by sums, where sorting would have
     devices that split the vocabulary gather the logits of all.
 
-    Source: Holtzman et al. 2020 (arXiv:1904.09751), section 3.1, for top_p.
+    Source: Holtzman et al. 2020 (arXiv:1904.09751), section 3.1, for top_p; Nguyen et al. 2024 (arXiv:2407.01082) for
+    min_p.
     """
     vocab = scaled_BV.shape[-1]
     order_BV = _ordered_bits(scaled_BV)
@@ -162,7 +225,9 @@ def _threshold(scaled_BV: Float[Array, "B V"], settings: SlotSampling) -> Float[
     nucleus_B = _last_that_reaches(order_BV, weight_BV, settings.top_p_B * weight_BV.sum(axis=-1))
     # Rounding may leave a sum below all of the mass, so 1 is not compared but keeps all.
     last_B = jnp.where(settings.top_p_B == 1, last_B, jnp.maximum(last_B, nucleus_B))
-    return jnp.where(order_BV >= last_B[:, None], scaled_BV, jnp.inf).min(axis=-1, keepdims=True)
+    smallest_B1 = jnp.where(order_BV >= last_B[:, None], scaled_BV, jnp.inf).min(axis=-1, keepdims=True)
+    peak_B1 = scaled_BV.max(axis=-1, keepdims=True)
+    return jnp.maximum(smallest_B1, peak_B1 + jnp.log(settings.min_p_B)[:, None])
 
 
 def _ordered_bits(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:

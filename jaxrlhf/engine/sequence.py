@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,6 +58,7 @@ class Completion:
       version: Version of the weights that drew it.
       choice_TLk: Experts that the prompt's and the response's tokens went through, all but the last; None if not asked.
       stop_text: Text that ended it; None if none did.
+      kept_TK: int32, ids that each token of the response was drawn among, -1 past them; None if not recorded.
     """
 
     request_id: int
@@ -67,6 +68,24 @@ class Completion:
     version: int
     choice_TLk: Any = field(default=None, compare=False, repr=False)
     stop_text: str | None = None
+    kept_TK: Any = field(default=None, compare=False, repr=False)
+
+
+class Drawn(NamedTuple):
+    """Tokens that one slot drew since it was last read.
+
+    Attributes:
+      active: Whether its response goes on; if not, the slot is free.
+      choice_WLk: int16, experts of the tokens that were run; None if not recorded.
+      kept_WK: int32, tokens that each was drawn among; None if not recorded.
+    """
+
+    slot: int
+    tokens: list[int]
+    logps: list[float]
+    active: bool
+    choice_WLk: np.ndarray | None
+    kept_WK: np.ndarray | None
 
 
 @dataclass(eq=False)
@@ -82,6 +101,7 @@ class SequenceState:
       slot: Where its tokens are drawn; None while it waits.
       prompt_choice: Experts of the prefilled prompts, `[P, S, L, k]`, and the row of its own; None if not recorded.
       choices: Experts of the tokens that each window ran, `[W, L, k]`.
+      kept: Tokens that those of each window were drawn among, `[W, K]`.
       placed_at: Seconds on the monotonic clock when it took its slot.
       stop_text: Text that ended it; None as long as none did.
     """
@@ -99,18 +119,23 @@ class SequenceState:
     slot: int | None = None
     prompt_choice: tuple[Array, int] | None = None
     choices: list[np.ndarray] = field(default_factory=list)
+    kept: list[np.ndarray] = field(default_factory=list)
     placed_at: float = 0.0
     stop_text: str | None = None
 
-    def draw(self, tokens: Sequence[int], logps: Sequence[float], decode: Decode | None) -> None:
+    def draw(self, drawn: Drawn, decode: Decode | None) -> None:
         """Tokens were drawn; those after a stop text are dropped.
 
         Args:
           decode: Function that a request with stop texts needs.
         """
         before = len(self.tokens)
-        self.tokens += tokens
-        self.logps += logps
+        self.tokens += drawn.tokens
+        self.logps += drawn.logps
+        if drawn.choice_WLk is not None:
+            self.choices.append(drawn.choice_WLk)
+        if drawn.kept_WK is not None:
+            self.kept.append(drawn.kept_WK)
         if self.stop_texts:
             assert decode is not None, "an engine that cannot decode refuses stop texts"
             self._cut(before, decode)
@@ -147,6 +172,6 @@ class SequenceState:
             prompt_SLk = np.asarray(choice_PSLk)[row, :length]
             choice_TLk = np.concatenate([prompt_SLk, *self.choices])[: length + len(tokens) - 1]
         truncated = self.stop_text is None and tokens[-1] not in self.stop_tokens
-        return Completion(
-            self.request.request_id, tokens, tuple(self.logps), truncated, version, choice_TLk, self.stop_text
-        )
+        kept_TK = np.concatenate(self.kept)[: len(tokens)] if self.kept else None
+        numbers = tokens, tuple(self.logps), truncated, version
+        return Completion(self.request.request_id, *numbers, choice_TLk, self.stop_text, kept_TK)

@@ -13,21 +13,7 @@ from jaxrlhf.engine import programs
 from jaxrlhf.engine.buckets import fit
 from jaxrlhf.engine.sampling import settings_of
 from jaxrlhf.engine.scheduler import Placement
-
-
-class Drawn(NamedTuple):
-    """Tokens that one slot drew since it was last read.
-
-    Attributes:
-      active: Whether its response goes on; if not, the slot is free.
-      choice_WLk: int16, experts of the tokens that were run; None if not recorded.
-    """
-
-    slot: int
-    tokens: list[int]
-    logps: list[float]
-    active: bool
-    choice_WLk: np.ndarray | None
+from jaxrlhf.engine.sequence import Drawn
 
 
 class Arrangement(NamedTuple):
@@ -156,7 +142,7 @@ class SlotBook:
         """
         assert self._unread, "nothing was dispatched"
         device_window, slot_B, fresh_B = self._unread.popleft()
-        token_WB, logp_WB, active_B, choice_WBLk = jax.device_get(device_window)
+        token_WB, logp_WB, active_B, choice_WBLk, kept_WBK = jax.device_get(device_window)
         if not np.isfinite(logp_WB).all():
             raise Diverged(
                 "the policy's logits are not finite: its weights diverged or overflow; resume from the last checkpoint "
@@ -170,7 +156,9 @@ class SlotBook:
             # Row 0 was drawn at the insertion, or was read with the window before.
             span = slice(0 if fresh_B[row] else 1, 1 + int(count_B[row]))
             choice_WLk = None if choice_WBLk is None else np.asarray(choice_WBLk[: count_B[row], row])
-            drawn.append(Drawn(int(slot_B[row]), tokens[row][span], logps[row][span], bool(active_B[row]), choice_WLk))
+            kept_WK = None if kept_WBK is None else np.asarray(kept_WBK[span, row])
+            numbers = tokens[row][span], logps[row][span]
+            drawn.append(Drawn(int(slot_B[row]), *numbers, bool(active_B[row]), choice_WLk, kept_WK))
         self._cached_B[slot_B] += count_B
         self._active_B[slot_B] &= active_B  # one that was stopped since stays so
         return drawn

@@ -47,6 +47,7 @@ def token_logp(
     token_RW: Int[Array, "R W"],
     wanted_RW: Bool[Array, "R W"] | None = None,
     *,
+    kept_RWK: Int[Array, "R W K"] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     entropy: bool = False,
     chunk_tokens: int = CHUNK_TOKENS,
@@ -65,12 +66,14 @@ def token_logp(
 
     Args:
       wanted_RW: True for tokens to read; None reads all.
+      kept_RWK: Ids that each token is among, -1 past them: the softmax is over those. All -1, or None, is any.
       entropy: Compute entropies too.
       chunk_tokens: Tokens of a chunk, over all devices.
       execution: Execution of the hidden states.
     """
-    how: dict[str, Any] = {"entropy": entropy, "chunk_tokens": chunk_tokens, "execution": execution}
-    return TokenOutput(*_token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, temperature, **how))
+    how: dict[str, Any] = {"kept_RWK": kept_RWK, "chunk_tokens": chunk_tokens, "execution": execution}
+    tokens = hidden_RWD, token_RW, wanted_RW
+    return TokenOutput(*_token_outputs(params, config, *tokens, temperature, entropy=entropy, **how))
 
 
 def gradient_energy(
@@ -80,6 +83,7 @@ def gradient_energy(
     token_RW: Int[Array, "R W"],
     wanted_RW: Bool[Array, "R W"] | None = None,
     *,
+    kept_RWK: Int[Array, "R W K"] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     chunk_tokens: int = CHUNK_TOKENS,
     execution: Execution = ONE_DEVICE,
@@ -90,8 +94,8 @@ def gradient_energy(
 
     It is read as `token_logp` reads, and has no gradient of its own.
     """
-    how: dict[str, Any] = {"energy": True, "chunk_tokens": chunk_tokens, "execution": execution}
-    return _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, temperature, **how)[-1]
+    how: dict[str, Any] = {"kept_RWK": kept_RWK, "chunk_tokens": chunk_tokens, "execution": execution}
+    return _token_outputs(params, config, hidden_RWD, token_RW, wanted_RW, temperature, energy=True, **how)[-1]
 
 
 def _token_outputs(
@@ -102,6 +106,7 @@ def _token_outputs(
     wanted_RW: Array | None,
     temperature: float | Array,
     *,
+    kept_RWK: Array | None,
     entropy: bool = False,
     energy: bool = False,
     chunk_tokens: int,
@@ -119,7 +124,11 @@ def _token_outputs(
     place_RW = jnp.argsort(order_RM[:, :width], axis=1)
     target_RM = jnp.take_along_axis(next_RW, order_RM, axis=1)
     table_VD = table(params, config).astype(hidden_RWD.dtype)
-    order = _ReadOrder(order_RM, place_RW, target_RM, -(-wanted_RW.sum(axis=1).max() // chunk))
+    kept_RMK = None
+    if kept_RWK is not None:
+        kept_RWK = execution.slices(jnp.pad(kept_RWK[:, 1:], ((0, 0), (0, 1), (0, 0)), constant_values=-1))
+        kept_RMK = jnp.take_along_axis(kept_RWK, order_RM[:, :, None], axis=1)
+    order = _ReadOrder(order_RM, place_RW, target_RM, -(-wanted_RW.sum(axis=1).max() // chunk), kept_RMK)
     scale = 1.0 / jnp.asarray(temperature, jnp.float32)
     reading = _Reading(chunk, entropy, energy, config.final_logit_softcapping, config.vocab_size, execution)
     outputs = _read(_scaled(hidden_RWD, config), table_VD, scale, order, reading)
@@ -139,12 +148,14 @@ class _ReadOrder(NamedTuple):
       place_RW: Inverse of the order.
       target_RM: Token to predict from each place.
       chunks: Number of chunks that hold anything wanted.
+      kept_RMK: Tokens that each target is among; None is any.
     """
 
     order_RM: Array
     place_RW: Array
     target_RM: Array
     chunks: Array
+    kept_RMK: Array | None
 
 
 class _Reading(NamedTuple):
@@ -166,11 +177,12 @@ class _Reading(NamedTuple):
     vocab: int
     execution: Execution
 
-    def logits(self, hidden_RCD: Array, table_VD: Array) -> Float32[Array, "R C V"]:
-        """Logits of a chunk, at temperature 1."""
+    def logits(self, hidden_RCD: Array, table_VD: Array, kept_RMK: Array | None, index: Array) -> Array:
+        """Logits of a chunk at temperature 1, `[R, C, V]`, out of reach for what its tokens are not among."""
         hidden_TD = hidden_RCD.reshape(-1, hidden_RCD.shape[-1])
         logit_TV = jnp.matmul(hidden_TD, table_VD.T, preferred_element_type=jnp.float32)
-        return _masked(_cap(logit_TV.reshape(*hidden_RCD.shape[:-1], -1), self.soft_cap), self.vocab, _NEVER)
+        logit_RCV = _masked(_cap(logit_TV.reshape(*hidden_RCD.shape[:-1], -1), self.soft_cap), self.vocab, _NEVER)
+        return logit_RCV if kept_RMK is None else _among(logit_RCV, _part(kept_RMK, index, self.chunk))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -187,7 +199,7 @@ def _read_forward(
     zeros_RM = jnp.zeros(order.order_RM.shape, jnp.float32)
 
     def body(index: Array, outputs: list[Array]) -> list[Array]:
-        logit_RCV = reading.logits(_part(hidden_RMD, index, chunk), table_VD) * scale
+        logit_RCV = reading.logits(_part(hidden_RMD, index, chunk), table_VD, order.kept_RMK, index) * scale
         normalizer_RC = jax.nn.logsumexp(logit_RCV, axis=-1)
         # A masked sum, not a gather: it stays local where the vocabulary is sharded.
         chosen_RC = jnp.sum(
@@ -219,7 +231,7 @@ def _read_backward(reading: _Reading, saved: Any, changes: list[Array]) -> tuple
             return _part(array_RM, index, chunk)[:, :, None]
 
         hidden_RCD = _part(hidden_RMD, index, chunk)
-        capped_RCV = reading.logits(hidden_RCD, table_VD)
+        capped_RCV = reading.logits(hidden_RCD, table_VD, order.kept_RMK, index)
         logit_RCV = capped_RCV * scale
         logp_RCV = logit_RCV - part(normalizer_RM)
         slope_RC1 = part(changes[0])
@@ -264,6 +276,18 @@ def _masked(logit_V: Array, vocab: int, never: float) -> Array:
         return logit_V
     token_V = jnp.arange(rows).reshape((1,) * (logit_V.ndim - 1) + (rows,))
     return jnp.where(token_V < vocab, logit_V, never)
+
+
+def _among(logit_RCV: Array, kept_RCK: Array) -> Array:
+    """Logits with `_NEVER` for tokens that are not among the kept ones; all where none are named."""
+    vocab = logit_RCV.shape[-1]
+
+    def kept_of(kept_K: Array) -> Array:
+        # Names of none lie past the vocabulary: a negative index would count from its end.
+        named_V = jnp.zeros(vocab, bool).at[jnp.where(kept_K < 0, vocab, kept_K)].set(True, mode="drop")
+        return named_V | (kept_K < 0).all()
+
+    return jnp.where(jax.vmap(jax.vmap(kept_of))(kept_RCK), logit_RCV, _NEVER)
 
 
 def _chosen(logit_RCV: Array, target_RC: Array) -> Bool[Array, "R C V"]:

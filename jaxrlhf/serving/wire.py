@@ -33,8 +33,8 @@ _ONLY: Mapping[str, Sequence[Any]] = {
 """Fields of which the engine has no other value than these, and None."""
 
 _COMMON = {
-    *("model", "n", "seed", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_tokens"),
-    *("max_tokens", "return_token_ids", "logprobs"),
+    *("model", "n", "seed", "stop", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p"),
+    *("min_tokens", "max_tokens", "return_token_ids", "logprobs"),
 }
 _CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens"}
 _COMPLETION = {"prompt", "best_of"}
@@ -187,6 +187,7 @@ def _wanted(fields: _Fields, limit: int | None, *, logprobs: bool) -> Wanted:
         temperature=1.0 if greedy else temperature,
         top_p=top_p,
         top_k=max(0, top_k),
+        min_p=fields.number("min_p", 0.0, "a number in [0, 1)", lambda value: 0 <= value < 1),
         min_tokens=fields.integer("min_tokens", low=0) or 0,
         greedy=greedy,
     )

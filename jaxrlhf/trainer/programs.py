@@ -182,7 +182,7 @@ def _scored(config: Config, problems: Sequence[Problem], model: Any) -> ScoredRo
     rollout = config.rollout
     count, width = rollout.responses_per_step, rollout.max_prompt_tokens + rollout.max_response_tokens
     mask_BT = np.tile(np.arange(width) >= rollout.max_prompt_tokens, (count, 1))
-    choice_BTLk = None
+    choice_BTLk, most_kept = None, rollout.sampling.most_kept
     if rollout.replay_routing and isinstance(model, ModelConfig):
         choice_BTLk = np.zeros((count, width, *model.routed_choices), np.int16)
     sequences = Sequences(
@@ -191,6 +191,7 @@ def _scored(config: Config, problems: Sequence[Problem], model: Any) -> ScoredRo
         mask_BT=mask_BT,
         prompt_id_B=np.repeat([problem.prompt_id for problem in problems], rollout.responses_per_prompt),
         choice_BTLk=choice_BTLk,
+        kept_BTK=np.zeros((count, width, most_kept), np.int32) if most_kept else None,
     )
     logp_BT = np.zeros(mask_BT.shape, np.float32)
     batch = RolloutBatch(sequences, logp_BT, np.zeros(count, bool), np.zeros(mask_BT.shape, np.int32))

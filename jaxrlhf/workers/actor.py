@@ -31,7 +31,7 @@ class Actor(TrainedWorker):
       version: Steps that have updated the weights.
     """
 
-    replays_routing = True
+    replays_routing = keeps_sampled = True
 
     def __init__(
         self,

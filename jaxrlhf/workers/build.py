@@ -136,8 +136,8 @@ class Builder(PoolRoles):
         self.policy.check_generation(mesh)
         submesh = local_submesh(mesh)
         engine = self.rollout_engine(submesh, submesh.size / mesh.size)
-        loop = self._agent_loop()
-        return Sampler(self.model, engine, mesh, submesh, self.width, self.progress, self._feed, loop)
+        loop, most_kept = self._agent_loop(), self.config.rollout.sampling.most_kept
+        return Sampler(self.model, engine, mesh, submesh, self.width, self.progress, self._feed, loop, most_kept)
 
     def _agent_loop(self) -> AgentLoop | None:
         """The loop of episodes, whose environments are loaded now, so that one that does not load is refused."""
@@ -174,6 +174,7 @@ class Builder(PoolRoles):
             decode=decoder(self.tokenizer),
             decode_tokens_per_dispatch=rollout.decode_tokens_per_dispatch,
             records_routing=rollout.replay_routing,
+            most_kept=rollout.sampling.most_kept,
             pixels=self.pixels,
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",

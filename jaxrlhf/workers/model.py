@@ -88,6 +88,8 @@ class ModelWorker:
 
     replays_routing: ClassVar[bool] = False
     """True if tokens go through the experts that they were sampled with, where those were recorded."""
+    keeps_sampled: ClassVar[bool] = False
+    """True if log-probabilities are among the tokens that each was drawn among, where those were recorded."""
 
     def __init__(self, setup: ModelSetup, params: Params) -> None:
         self.setup, self.role, self.config, self.mesh = setup, setup.role, setup.config, setup.mesh
@@ -163,8 +165,10 @@ class ModelWorker:
     def pack(self, sequences: Sequences) -> Packing:
         """Places of the tokens of this process's sequences; every process makes the same number of microbatches."""
         _, parts = self.place.part(BATCH_AXES)
+        choice_BTLk = sequences.choice_BTLk if self.replays_routing else None
+        kept_BTK = sequences.kept_BTK if self.keeps_sampled else None
         return Packing(
-            sequences if self.replays_routing else replace(sequences, choice_BTLk=None),
+            replace(sequences, choice_BTLk=choice_BTLk, kept_BTK=kept_BTK),
             rows=self._rows,
             row_tokens=self._row_tokens,
             devices=self.row_shards // parts,
@@ -233,6 +237,7 @@ class ModelWorker:
             return values(params, hidden_RWD)
         tokens = params, self.config, hidden_RWD, rows.token_RW, rows.mask_RW
         how: dict[str, Any] = {
+            "kept_RWK": rows.kept_RWK,
             "temperature": temperature,
             "chunk_tokens": CHUNK_TOKENS * self.replicas.row_shards * self.token_shards,
             "execution": self._execution,

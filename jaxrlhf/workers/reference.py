@@ -11,6 +11,8 @@ from jaxrlhf.workers.model import ModelWorker, sequences_of
 class Reference(ModelWorker):
     """A policy that is not trained."""
 
+    keeps_sampled = True
+
     @worker_method(THREE_D_PROTO)
     def compute_ref_log_prob(self, rollout: RolloutBatch | Sequences, *, temperature: float | None = None) -> Array:
         """log pi_ref of every response token. `temperature=None` is the rollout's."""

@@ -46,6 +46,7 @@ class Sampler:
       width: T, columns of a rollout's arrays.
       feed: Told of each response as it ends, while others are still generated.
       agent_loop: Goes through episodes; None without an environment.
+      most_kept: Tokens at most that draws of a training rollout are among, which the engine records; 0 is any.
     """
 
     config: AnyModel
@@ -56,6 +57,7 @@ class Sampler:
     progress: Progress
     feed: CompletionFeed
     agent_loop: AgentLoop | None = None
+    most_kept: int = 0
 
     def load(self, weights: Any, version: int, *, spent: Any) -> None:
         """Set the engine's weights, given in the generation layout over the whole mesh.
@@ -92,7 +94,14 @@ class Sampler:
             progress=lambda done, total: self.progress("generate", done, total),
             on_completion=self._listener(requests, prompts),
         )
-        return to_rollout(prompts, completions, width=self.width)
+        rollout = to_rollout(prompts, completions, width=self.width)
+        if 0 < sampling.most_kept <= self.most_kept and problems and rollout.sequences.kept_BTK is None:
+            raise RuntimeError(
+                f"{type(self.engine).__name__} sampled with {sampling} and did not record what tokens were drawn "
+                "among, Completion.kept_TK, so log-probabilities of the same distribution cannot be had; have the "
+                "engine record it, or sample with temperature only"
+            )
+        return rollout
 
     def run_episodes(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
@@ -208,15 +217,15 @@ class RolloutWorker:
         return self._sampler
 
 
-def _choices(recorded: Sequence[np.ndarray | None], *, width: int) -> np.ndarray | None:
-    """`choice_BTLk`, experts of every token; -1 where none were recorded, such as at a response's last token."""
+def _padded(recorded: Sequence[np.ndarray | None], starts: Sequence[int], *, width: int) -> np.ndarray | None:
+    """`[B, T, ...]` records of tokens, each from its start on; -1 where none were made."""
     if not recorded or recorded[0] is None:
         return None
-    choice_BTLk = np.full((len(recorded), width, *recorded[0].shape[1:]), -1, np.int16)
-    for row, choice_TLk in enumerate(recorded):
-        assert choice_TLk is not None
-        choice_BTLk[row, : len(choice_TLk)] = choice_TLk
-    return choice_BTLk
+    padded = np.full((len(recorded), width, *recorded[0].shape[1:]), -1, recorded[0].dtype)
+    for row, (start, own) in enumerate(zip(starts, recorded, strict=True)):
+        assert own is not None
+        padded[row, start : start + len(own)] = own
+    return padded
 
 
 def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> RolloutBatch:
@@ -224,7 +233,7 @@ def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *,
     count = len(completions)
     token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
     logp_BT, version_BT = np.zeros((count, width), np.float32), np.full((count, width), -1, np.int32)
-    length_B = np.zeros(count, np.int32)
+    length_B, start_B = np.zeros(count, np.int32), [len(problem.prompt_tokens) for problem in prompts]
     for row, (problem, completion) in enumerate(zip(prompts, completions, strict=True)):
         start = len(problem.prompt_tokens)
         end = start + len(completion.tokens)
@@ -238,8 +247,9 @@ def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *,
             length_B,
             mask_BT,
             np.array([p.prompt_id for p in prompts], np.int64),
-            _choices([completion.choice_TLk for completion in completions], width=width),
+            _padded([completion.choice_TLk for completion in completions], [0] * count, width=width),
             images_of_problems(prompts),
+            _padded([completion.kept_TK for completion in completions], start_B, width=width),
         ),
         sampler_logp_BT=logp_BT,
         truncated_B=np.array([c.truncated for c in completions]),

@@ -11,14 +11,14 @@ from jaxrlhf.config.losses import IcePop, KLInLoss, KLInReward, PolicyLoss, Rati
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
 from jaxrlhf.config.settings import Positive, Settings
-from jaxrlhf.config.training import Sampling
+from jaxrlhf.config.training import MOST_KEPT, Sampling
 
 if TYPE_CHECKING:
     from jaxrlhf.config.run import Config
     from jaxrlhf.config.sources import DataSet
 
-_NARROWING = ("greedy", "top_p", "top_k", "min_tokens")
-"""Settings of `Sampling` that draw tokens from another distribution than the policy's."""
+_NARROWING = ("top_p", "top_k", "min_p", "min_tokens")
+"""Settings of `Sampling` that draw tokens from a part of the policy's distribution."""
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,27 @@ class PolicyGradient(Algorithm):
             f"algorithm.old_logp='bypass' has the sampler's probabilities in the loss's ratio, and "
             f"correction={self.correction} would count them twice; drop it, or choose old_logp='trainer'",
         )
-        sampling, whole = config.rollout.sampling, Sampling()
-        narrowed = [name for name in _NARROWING if getattr(sampling, name) != getattr(whole, name)]
-        require(
-            not narrowed,
-            f"rollout.sampling sets {', '.join(narrowed)}, and the trainer's log-probabilities are of the unfiltered "
-            "policy, so updates would be off-policy and no metric would show it; sample with temperature only",
-        )
+        _check_sampling(config)
+
+
+def _check_sampling(config: Config) -> None:
+    """Refuse rollouts that are drawn from another distribution than the trainer's log-probabilities are of."""
+    sampling, whole = config.rollout.sampling, Sampling()
+    require(
+        not sampling.greedy,
+        "rollout.sampling.greedy draws one token whatever its probability, so there is no policy to learn about; "
+        "sample with a temperature",
+    )
+    narrowed = [name for name in _NARROWING if getattr(sampling, name) != getattr(whole, name)]
+    given = ", ".join(f"{name}={getattr(sampling, name)}" for name in narrowed)
+    require(
+        not narrowed or sampling.most_kept > 0,
+        f"rollout.sampling has {given}, and the trainer has to know what each token was drawn among, which is recorded "
+        f"for a top_k from 1 to {MOST_KEPT}; set one of those beside the rest, or sample with temperature only",
+    )
+    require(
+        not narrowed or (config.environment is None and config.rollout.server is None),
+        f"rollout.sampling has {given}, and neither episodes nor servers record what each token was drawn among, so "
+        "the trainer's log-probabilities would be of another distribution; sample with temperature only, or drop "
+        "environment and rollout.server",
+    )

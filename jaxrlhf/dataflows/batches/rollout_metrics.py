@@ -19,7 +19,8 @@ def rollout_metrics(
     """
     logp_BT = rollout.sampler_logp_BT if old_logp_BT is None else old_logp_BT
     gap_to_BT = None if old_logp_BT is None else rollout.sampler_logp_BT
-    mask_BT = np.asarray(rollout.sequences.mask_BT)
+    mask_BT, kept_BTK = np.asarray(rollout.sequences.mask_BT), rollout.sequences.kept_BTK
+    kept = {} if kept_BTK is None else {"sampler/kept_tokens": float((kept_BTK[mask_BT] >= 0).sum(axis=-1).mean())}
     length_B = mask_BT.sum(axis=1)
     score_B = np.asarray(scores.score_B)[scores.scorable_B]
     finite = {name: np.asarray(part)[np.isfinite(part)] for name, part in scores.parts.items()}
@@ -32,6 +33,7 @@ def rollout_metrics(
         "response/length_max": float(length_B.max()),
         "response/truncated_fraction": float(np.mean(rollout.truncated_B)),
         "tokens/generated": float(mask_BT.sum()),
+        **kept,
         **{name: float(value) for name, value in _of_tokens(logp_BT, ref_logp_BT, gap_to_BT, mask_BT).items()},
     }
 
