@@ -19,8 +19,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 OVERVIEW = "docs/overview.md"
 """README's place among the pages."""
-_LEFT_ALONE = re.compile(r"(^```.*?^```$|^#[^\n]*$)", re.DOTALL | re.MULTILINE)
-_LINK = re.compile(r"\[([^\]\n]*)\]\((?!https?:|#)([^)#\n]*)(#[^)\n]*)?\)")
+LEFT_ALONE = re.compile(r"(^```.*?^```$|^#[^\n]*$)", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[([^\]\n]*)\]\((?!https?:|#)([^)#\n]*)(#[^)\n]*)?\)")
 
 _NAME = re.compile(r"(?<![\[`])`(?:[\w.]+=)?([A-Za-z_][\w.:]*)(?:\([^`\n]*\))?`(?![\]`])")
 
@@ -28,7 +28,7 @@ _NAME = re.compile(r"(?<![\[`])`(?:[\w.]+=)?([A-Za-z_][\w.:]*)(?:\([^`\n]*\))?`(
 def on_files(files: Files, config: Any) -> Files:
     """Add README, with its links as from docs/."""
     text = (ROOT / "README.md").read_text()
-    moved = _in_prose(_LINK, text, lambda link: _written(link[1], posixpath.relpath(link[2], "docs"), link[3]))
+    moved = _in_prose(LINK, text, lambda link: _written(link[1], posixpath.relpath(link[2], "docs"), link[3]))
     files.append(File.generated(config, posixpath.basename(OVERVIEW), content=moved))
     return files
 
@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             return link[0]
         return words if path in words else f"{words} (`{path}`)"
 
-    return _in_prose(_NAME, _in_prose(_LINK, markdown, within), _to_reference)
+    return _in_prose(_NAME, _in_prose(LINK, markdown, within), _to_reference)
 
 
 def _to_reference(name: re.Match[str]) -> str:
@@ -71,7 +71,7 @@ def _reference() -> dict[str, str]:
 
 def _in_prose(pattern: re.Pattern[str], markdown: str, change: Callable[[re.Match[str]], str]) -> str:
     """Change what a pattern finds, but for blocks of code and headings."""
-    parts = _LEFT_ALONE.split(markdown)
+    parts = LEFT_ALONE.split(markdown)
     return "".join(part if alone else pattern.sub(change, part) for part, alone in zip(parts, cycle((False, True))))
 
 

@@ -99,6 +99,14 @@ def test_links_lead_to_pages_and_the_reference_or_become_paths(place, written, s
     assert site_pages.on_page_markdown(written, page=page) == shown
 
 
+def test_links_in_the_repository_lead_to_files():
+    written = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    prose = {page: site_pages.LEFT_ALONE.sub("", page.read_text()) for page in written}
+    links = [(page, link[2]) for page, text in prose.items() for link in site_pages.LINK.finditer(text)]
+    assert len(links) > 100
+    assert [(page.name, target) for page, target in links if not (page.parent / target).exists()] == []
+
+
 def test_every_page_has_its_place_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     names = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
