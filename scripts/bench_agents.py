@@ -1,16 +1,20 @@
 """Measures episodes: seconds and computed tokens of many turns with slow tools, as they are, without the caches of
 sessions, and turn by turn. Prints a table, and writes docs/agents.json with `--write`.
 
-    python scripts/bench_agents.py --episodes 256 --turns 6 --pause 2
+    python scripts/bench_agents.py --episodes 256 --turns 6 --pause 2 [--trl-episodes 64] [--write]
 
-An environment talks for some turns and takes 0 to `--pause` seconds for each answer. Turn by turn means that all
-answers of a turn are waited for before the next turn is drawn, as loops do that call a batch engine once a turn.
+An environment talks for some turns and takes 0 to `--pause` seconds for each answer but after the last reply. Turn by
+turn means that all answers of a turn are waited for before the next turn is drawn, as loops do that call a batch engine
+once a turn. `--trl-episodes` has TRL's own tool loop go through so many, beside as many as they are, with the same
+weights, lengths and pauses, in a Python environment of its own that is made where it is missing. TRL calls the tools of
+one episode after those of another, so that its time grows with their number.
 """
 
 import argparse
 import json
-import platform
-import random
+import os
+import subprocess
+import tempfile
 import threading
 import time
 from concurrent.futures import Future
@@ -18,9 +22,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bench_workload as bench
 import jax
 import numpy as np
+from bench_peers import PINS, environment
 from jax.sharding import AxisType, Mesh
+from talking import ANSWER_DIGITS
 
 from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import Problem
@@ -33,25 +40,12 @@ from jaxrlhf.environments.pool import EnvironmentPool
 from jaxrlhf.episode import Observation, Reply
 from jaxrlhf.models.attention.kernel_choice import choose_execution
 from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.huggingface.save import save_params
 from jaxrlhf.models.parameters import param_shapes
 
 PAGE = Path(__file__).parents[1] / "docs" / "agents.json"
-REPLY_TOKENS, ANSWER_TOKENS = 24, 32
-
-
-class Talks:
-    """Answers with digits after a pause that depends on the record and the turn."""
-
-    def reset(self, record: dict[str, Any], seed: int) -> str:
-        self._record, self._turn = record, 0
-        return "".join(random.Random(record["number"]).choices("0123456789", k=16))
-
-    def step(self, reply: Reply) -> Observation:
-        dice = random.Random(f"{self._record['number']} {self._turn}")
-        time.sleep(dice.uniform(0, self._record["pause_s"]))
-        self._turn += 1
-        said = "".join(dice.choices("0123456789", k=ANSWER_TOKENS - 8))
-        return Observation([{"role": "user", "content": said}], done=self._turn == self._record["turns"])
+PASSES = 4
+REPLY_TOKENS, ANSWER_TOKENS = 24, ANSWER_DIGITS + 8
 
 
 class TurnByTurn(EnvironmentPool):
@@ -78,12 +72,11 @@ class TurnByTurn(EnvironmentPool):
             waiting.set_result(answered.result())
 
 
-def engine_of(flags: argparse.Namespace) -> Engine:
-    """An engine with random weights for the longest episode."""
-    tokenizer = embedded_tokenizer()
-    config = ModelConfig(
+def config_of(flags: argparse.Namespace) -> ModelConfig:
+    """The model's shape."""
+    return ModelConfig(
         family="qwen2",
-        vocab_size=len(tokenizer),
+        vocab_size=len(embedded_tokenizer()),
         hidden_size=flags.width,
         intermediate_size=4 * flags.width,
         num_layers=flags.layers,
@@ -91,9 +84,18 @@ def engine_of(flags: argparse.Namespace) -> Engine:
         num_kv_heads=flags.width // 64,
         head_dim=32,
     )
-    mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
+
+
+def weights_of(config: ModelConfig) -> Any:
+    """Random weights."""
     rng = np.random.default_rng(0)
-    weights = jax.tree.map(lambda leaf: np.float32(0.05 * rng.standard_normal(leaf.shape)), param_shapes(config, "lm"))
+    return jax.tree.map(lambda leaf: np.float32(0.05 * rng.standard_normal(leaf.shape)), param_shapes(config, "lm"))
+
+
+def engine_of(flags: argparse.Namespace) -> Engine:
+    """An engine for the longest episode."""
+    config = config_of(flags)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",), axis_types=(AxisType.Auto,))
     engine = Engine(
         config,
         mesh,
@@ -104,14 +106,14 @@ def engine_of(flags: argparse.Namespace) -> Engine:
         decode_tokens_per_dispatch=16,
         execution=choose_execution(config, np.dtype(np.float32), mesh, row_axes=(), head_axes=(), decodes=True),
     )
-    engine.load(jax.device_put(weights, jax.devices()[0]), version=0)
+    engine.load(jax.device_put(weights_of(config), jax.devices()[0]), version=0)
     return engine
 
 
 def measure(engine: Engine, flags: argparse.Namespace, way: str) -> dict[str, float]:
     """Go through the episodes once."""
     settings = Environment(
-        factory=f"{Path(__file__).resolve()}:Talks",
+        factory=f"{Path(__file__).with_name('talking.py').resolve()}:Talks",
         max_turns=flags.turns,
         turn_tokens=REPLY_TOKENS,
         cut_turns="close",
@@ -130,9 +132,11 @@ def measure(engine: Engine, flags: argparse.Namespace, way: str) -> dict[str, fl
         EngineService.submit = lambda self, request, *a, **k: submit(self, replace(request, keep=False), *a, **k)  # type: ignore[method-assign]
     before = engine.prefill.prompt_tokens, engine.prefill.reused_tokens
     loop = AgentLoop(settings, ChatFormat(embedded_tokenizer()), pool, 32, engine.response_tokens)
-    start = time.perf_counter()
+    load, start = os.getloadavg()[0], time.perf_counter()
     try:
-        batch = loop.run(engine, problems, Sampling(), copies=1, seed=1, width=32 + engine.response_tokens)
+        batch = loop.run(
+            engine, problems, Sampling(min_tokens=REPLY_TOKENS), copies=1, seed=1, width=32 + engine.response_tokens
+        )
     finally:
         EngineService.submit = submit  # type: ignore[method-assign]
         pool.close()
@@ -145,7 +149,35 @@ def measure(engine: Engine, flags: argparse.Namespace, way: str) -> dict[str, fl
         "prefilled_tokens": float(asked - reused),
         "reused_share": reused / max(asked, 1),
         "drawn_tokens": float(batch.rollout.sequences.mask_BT.sum()),
+        "load_before": load,
     }
+
+
+def measure_compiled(engine: Engine, flags: argparse.Namespace, way: str) -> dict[str, float]:
+    """Go through the episodes until nothing is compiled on the way, which sizes are met depends on what is ready when.
+
+    The last of `PASSES` counts however much it compiles, and says so.
+    """
+    for _ in range(PASSES):
+        before = engine.compilations
+        figures = measure(engine, flags, way) | {"compiled": float(engine.compilations - before)}
+        if not figures["compiled"]:
+            break
+    return figures
+
+
+def measure_trl(flags: argparse.Namespace) -> dict[str, float]:
+    """Have TRL's tool loop go through as many episodes."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(flags)
+        save_params(weights_of(config), config, folder, tokenizer=embedded_tokenizer())
+        sizes = {"episodes": flags.episodes, "turns": flags.turns, "pause": flags.pause}
+        sizes |= {"reply-tokens": REPLY_TOKENS, "answer-tokens": ANSWER_DIGITS}
+        command = [environment("trl", flags.environments), str(Path(__file__).parent / "peers" / "trl_tools.py")]
+        command += ["--model", folder, *(text for name, size in sizes.items() for text in (f"--{name}", str(size)))]
+        load = os.getloadavg()[0]
+        told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(told.strip().splitlines()[-1]) | {"load_before": load}
 
 
 def main() -> None:
@@ -156,18 +188,36 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--trl-episodes", type=int, default=0, help="episodes beside TRL's tool loop; 0 leaves it out")
+    parser.add_argument("--environments", type=Path, default=Path("bench_environments"), help="where TRL lives")
     parser.add_argument("--write", action="store_true", help="write docs/agents.json")
     flags = parser.parse_args()
     engine = engine_of(flags)
     ways = ("as it is", "without session caches", "turn by turn")
-    for way in ways:
-        measure(engine, argparse.Namespace(**{**vars(flags), "pause": 0.0}), way)  # compiles
-    found = {way: measure(engine, flags, way) for way in ways}
-    for way, figures in found.items():
-        print(f"{way:24}", *(f"{name} {value:.4g}" for name, value in figures.items()))
+    found = {way: shown(way, measure_compiled(engine, flags, way)) for way in ways}
+    beside: dict[str, dict[str, float]] = {}
+    if flags.trl_episodes:
+        fewer = argparse.Namespace(**{**vars(flags), "episodes": flags.trl_episodes})
+        beside = {"as it is": shown("as it is, beside TRL", measure_compiled(engine, fewer, "as it is"))}
+        beside["TRL's tool loop"] = shown("TRL's tool loop", measure_trl(fewer))
+        print("seconds of TRL's:", beside["as it is"]["seconds"] / beside["TRL's tool loop"]["seconds"])
     if flags.write:
-        about = {"machine": platform.processor() or platform.machine(), "jax": jax.__version__, **vars(flags)}
-        PAGE.write_text(json.dumps({"about": about, "ways": found}, indent=2) + "\n")
+        write(flags, found, beside)
+
+
+def shown(way: str, figures: dict[str, float]) -> dict[str, float]:
+    """The figures, printed."""
+    print(f"{way:24}", *(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
+    return figures
+
+
+def write(flags: argparse.Namespace, found: dict[str, dict[str, float]], beside: dict[str, dict[str, float]]) -> None:
+    """Write the page."""
+    names = ("episodes", "trl_episodes", "turns", "pause", "slots", "width", "layers")
+    about: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "commit": bench.commit()}
+    about |= {"processor": bench.processor(), "versions": bench.versions("jax") | (PINS["trl"] if beside else {})}
+    about |= {name: getattr(flags, name) for name in names}
+    PAGE.write_text(json.dumps({"about": about, "ways": found, "beside_trl": beside}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
