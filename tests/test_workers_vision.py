@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 from jaxrlhf.config import Optimizer
-from jaxrlhf.workers.trained_model import _state_layout, optimizer_of
+from jaxrlhf.models.parameters import Param
+from jaxrlhf.workers.trained_model import optimizer_of, state_layout
+
+DECLARED = {"layers": {"up": Param((3,), (None,))}, "vision": {"patch": Param((5, 2), (None, None))}}
 
 
 def updated(rate):
     settings = Optimizer(learning_rate=0.1, vision_learning_rate=rate, weight_decay=0.5)
     params = {"layers": {"up": jnp.ones(3)}, "vision": {"patch": jnp.ones((5, 2))}}
-    optimizer = optimizer_of(settings, total_updates=10, tower=True)
+    optimizer = optimizer_of(settings, DECLARED, total_updates=10)
     state = optimizer.init(params)
     changes, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
     return changes, state
@@ -31,6 +34,7 @@ def test_a_tower_moves_by_its_own_learning_rate(rate):
 def test_moments_lie_as_their_parameters():
     _, state = updated(0.01)
     layout = {"layers": {"up": "layout of layers"}, "vision": {"patch": "layout of the tower"}}
-    found = jax.tree.leaves(_state_layout(state, layout, "whole"))
+    shapes = {"layers": {"up": jnp.ones(3)}, "vision": {"patch": jnp.ones((5, 2))}}
+    found = jax.tree.leaves(state_layout(state, shapes, layout, "whole"))
     assert [found.count(name) for name in ("layout of layers", "layout of the tower")] == [2, 2]
     assert set(found) == {"layout of layers", "layout of the tower", "whole"}

@@ -1,11 +1,12 @@
 """Layout and training of a role, and the rollout of a step."""
 
+import ast
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from jaxrlhf.config.lora import Lora
-from jaxrlhf.config.refusal import require
+from jaxrlhf.config.refusal import Refusal, require
 from jaxrlhf.config.serving import RolloutServer
 from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share
 
@@ -91,17 +92,28 @@ class Layout(Settings):
         )
 
 
+ADAMW = ("beta1", "beta2", "eps", "weight_decay")
+"""Settings of `Optimizer` that AdamW alone reads."""
+
+
 @dataclass(frozen=True)
 class Optimizer(Settings):
-    """AdamW with global-norm clipping.
+    """AdamW, or another optimizer of optax, with global-norm clipping.
 
     Attributes:
+      factory: Function that makes the optimizer, as `module:function`, such as `optax:adafactor` or
+        `optax.contrib:muon`; it is given `learning_rate`, the schedule, and `arguments`. None is AdamW with the moments
+        and the decay below, which others have in their `arguments`. Muon is told what each matrix sums over; embedding,
+        head and vectors it leaves to Adam.
+      arguments: Arguments of the factory, each a name and a Python literal such as `consistent_rms=0.2` or `mode='a'`.
       warmup_updates: Updates over which the learning rate rises from 0.
       decay: `constant`, or down to 0 over the run's updates.
       max_grad_norm: Gradients are scaled down to this global norm.
       vision_learning_rate: Learning rate of a vision tower, with warm-up and decay of the others; None freezes it.
     """
 
+    factory: str | None = None
+    arguments: tuple[str, ...] = ()
     learning_rate: Finite[Positive[float]] = 1e-6
     warmup_updates: NotNegative[int] = 0
     decay: Literal["constant", "linear", "cosine"] = "constant"
@@ -116,6 +128,38 @@ class Optimizer(Settings):
         super().__post_init__()
         for name in ("beta1", "beta2"):
             require(getattr(self, name) < 1, f"Optimizer.{name} must be below 1, got 1: such a moment never moves")
+        require(
+            self.factory is not None or not self.arguments,
+            f"Optimizer.arguments={self.arguments} are those of a factory, and none is given; name it, such as "
+            "factory='optax:adafactor'",
+        )
+        own = [f"{name}={getattr(self, name)}" for name in ADAMW if getattr(self, name) != getattr(Optimizer, name)]
+        require(
+            self.factory is None or not own,
+            f"Optimizer has {', '.join(own)}, which AdamW reads, and factory={self.factory!r}; give arguments instead",
+        )
+        require(
+            "learning_rate" not in self.keywords,
+            "Optimizer.arguments has a learning_rate, and the factory is given Optimizer.learning_rate's schedule; "
+            "set that",
+        )
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Arguments of the factory by name.
+
+        Raises:
+          Refusal: One is no name and literal.
+        """
+        found = {}
+        for argument in self.arguments:
+            name, _, text = argument.partition("=")
+            try:
+                found[name.strip()] = ast.literal_eval(text.strip())
+            except (ValueError, SyntaxError) as error:
+                advice = "give a name and a literal, such as 'consistent_rms=0.2' or \"mode='a'\""
+                raise Refusal(f"Optimizer.arguments has {argument!r}; {advice}") from error
+        return found
 
 
 Remat = Literal["auto", "full", "none"]

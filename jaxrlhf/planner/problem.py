@@ -17,13 +17,17 @@ from jaxrlhf.config import (
     Pretrained,
     Refusal,
     ReMax,
+    Training,
 )
 from jaxrlhf.models import from_scratch, tokenizer_of
-from jaxrlhf.models.config import ModelConfig
+from jaxrlhf.models.config import Head, ModelConfig
+from jaxrlhf.models.lora.lora import declare_adapters
+from jaxrlhf.models.parameters import declare
 from jaxrlhf.planner.hardware import Hardware, compiled_like
 from jaxrlhf.planner.plan import GivenPools, PlacementProblem
 from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.planner.workload import Role, Software, Workload
+from jaxrlhf.workers.trained_model import state_bytes_per_weight
 
 SCORED_TOKENS = 16_384
 """Tokens of one forward pass of a reward model."""
@@ -111,10 +115,11 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
             continue
         assert spec.head is not None, f"the model of role {name} is not known"
         settings = spec.training or config.actor
+        model = shapes(spec.model or config.model)
         found.append(
             Role(
                 name,
-                shapes(spec.model or config.model),
+                model,
                 spec.head,
                 generates=samples and name == "actor",
                 passes=_passes(config, name),
@@ -122,6 +127,7 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
                 tokens_per_microbatch=settings.tokens_per_microbatch,
                 remat={"auto": None, "full": True, "none": False}[settings.remat],
                 lora=None if spec.training is None else spec.training.lora,
+                optimizer_bytes=None if spec.training is None else _optimizer_bytes(spec.training, model, spec.head),
             )
         )
     for name, index in judges_of(config).items():
@@ -130,6 +136,14 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
         judge = Role(name, shapes(part.path), "score", passes=int(samples), remat=False, within_machine=True)
         found.append(replace(judge, tokens_per_microbatch=SCORED_TOKENS))
     return tuple(found)
+
+
+def _optimizer_bytes(training: Training, model: ModelConfig, head: Head) -> float | None:
+    """Bytes that an optimizer of a factory keeps for a weight; None for AdamW, which keeps two moments."""
+    if training.optimizer.factory is None:
+        return None
+    declared = declare(model, head) if training.lora is None else declare_adapters(model, head, training.lora)
+    return state_bytes_per_weight(training.optimizer, declared)
 
 
 def _passes(config: Config, role: str) -> int:

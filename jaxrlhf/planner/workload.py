@@ -56,6 +56,7 @@ class Role:
         recomputes where JAX simulates devices on one processor.
       within_machine: Stages and tensor shards of one copy may not cross machines.
       lora: Adapters are trained, beside weights in the compute dtype.
+      optimizer_bytes: Bytes that its optimizer keeps for a weight; None is what the software's keeps.
     """
 
     name: str
@@ -69,6 +70,11 @@ class Role:
     remat: bool | None = True
     within_machine: bool = False
     lora: Lora | None = None
+    optimizer_bytes: float | None = None
+
+    def optimizer_bytes_with(self, software: "Software") -> float:
+        """Bytes that the optimizer keeps for a weight."""
+        return software.optimizer_bytes if self.optimizer_bytes is None else self.optimizer_bytes
 
 
 @dataclass(frozen=True)

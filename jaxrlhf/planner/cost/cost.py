@@ -83,7 +83,8 @@ def update_cost(role: Role, layout: Layout, workload: Workload, software: Softwa
         data = DeviceGroup(shards_of(layout) // (layout.fsdp * layout.expert), layout.copy_devices)
     reduced = sums * all_reduce_s(held * software.gradient_bytes, data, hardware)
     # The optimizer reads the gradient, and reads and writes weights and moments.
-    touched = held * (software.gradient_bytes + 2 * software.weight_bytes + 2 * software.optimizer_bytes)
+    kept = software.weight_bytes + role.optimizer_bytes_with(software)
+    touched = held * (software.gradient_bytes + 2 * kept)
     # Adding a microbatch's gradient reads two and writes one.
     touched += batch.microbatches * held * 3 * software.gradient_bytes * software.adds_gradients
     optimizer = touched / hardware.reached_bytes_per_s

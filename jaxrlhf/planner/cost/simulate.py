@@ -214,7 +214,9 @@ def held_bytes(role: Role, layout: Layout, software: Software) -> RoleBytes:
     frozen = 0.0 if role.lora is None else weights
     each = bytes_per_weight(role.model, role.lora, itemsize=software.compute_bytes)
     gradients = learnt * software.gradient_bytes * (1 + software.adds_gradients)
-    return RoleBytes(frozen * each + learnt * software.weight_bytes, learnt * software.optimizer_bytes, gradients)
+    return RoleBytes(
+        frozen * each + learnt * software.weight_bytes, learnt * role.optimizer_bytes_with(software), gradients
+    )
 
 
 def _moved(stage: Stage, num_bytes: float, hardware: Hardware, held_bytes: float) -> list[SimulatedCall]:
