@@ -3,10 +3,10 @@
     python -m jaxrlhf.train --config game_treasure.py
 
 The policy is told where on a path of nine places it stands and where the treasure is, five to eight steps away, and has
-ten steps. Its demonstrations walk at random; the reward is 1 for the treasure, and GiGPO compares steps that were made
-at one place.
+ten steps. Six of ten steps of its demonstrations go towards the treasure; the reward is 1 for reaching it, and GiGPO
+compares steps that were made at one place.
 
-Result: 7 % of the first step's games reach the treasure, all held-out ones from step 20 on.
+Result: 15 to 19 % of the first step's sampled games reach the treasure, more than 99 % from step 6 on (three seeds).
 
 Source: Feng et al. 2025 (GiGPO, arXiv:2505.10978).
 """
@@ -45,6 +45,6 @@ def get_config() -> Config:
         actor=Training(
             optimizer=Optimizer(learning_rate=5e-4, warmup_updates=4, weight_decay=0.0), tokens_per_microbatch=4096
         ),
-        steps=30,
-        evaluation=Evaluation(every_steps=10),
+        steps=12,
+        evaluation=Evaluation(every_steps=4),
     )

@@ -84,12 +84,16 @@ def _factors(dice: random.Random, split: str, most_digits: int) -> tuple[int, in
             return (pair[0], pair[1]) if dice.random() < 0.5 else (pair[1], pair[0])
 
 
-def treasures(split: str, count: int, seed: int, *, moves: int = 10, least_distance: int = 5) -> list[dict[str, Any]]:
-    """Places on a path of nine, treasures some steps away, and how somebody walks who looks at neither.
+def treasures(
+    split: str, count: int, seed: int, *, moves: int = 10, least_distance: int = 5, towards: float = 0.6
+) -> list[dict[str, Any]]:
+    """Places on a path of nine, treasures some steps away, and how somebody walks there who hardly looks.
 
     Args:
       moves: Steps of such a walk, at most.
       least_distance: Steps to the treasure, at least.
+      towards: Share of steps that go towards the treasure. At 0.5 whoever imitates them does not learn to look, and
+        then learns to go one way whatever it sees, which reaches half of the treasures.
     """
     dice = random.Random(f"{seed} {split}")
     pairs = [(a, b) for a in range(1, 10) for b in range(1, 10) if abs(a - b) >= least_distance]
@@ -98,7 +102,7 @@ def treasures(split: str, count: int, seed: int, *, moves: int = 10, least_dista
         place, treasure = dice.choice(pairs)
         prompt, solution = f"{place}>{treasure}", list[dict[str, Any]]()
         for _ in range(moves):
-            letter = dice.choice("LR")
+            letter = "R" if (place < treasure) == (dice.random() < towards) else "L"
             place = min(max(place + (1 if letter == "R" else -1), 1), 9)
             solution.append({"role": "assistant", "content": letter})
             if place == treasure:
