@@ -219,7 +219,7 @@ def test_calls_end_an_episode(calculates, engine, monkeypatch, stop):
 
 
 def test_every_cause_of_an_end_is_seen_here():
-    """Those that are in no table are those of whole episodes, and of a first prompt that is too long."""
+    """The causes that this file's tests do not list by turn end whole episodes, or are of a prompt that is too long."""
     assert {"done", "environment_error", "tokens_of_episode", *ENDS, *SAID} == set(STOP_CAUSES)
 
 

@@ -52,7 +52,7 @@ def test_a_run_generates_with_servers(api, lora, tmp_path):
             config.rollout,
             max_response_tokens=6,
             sampling=Sampling(temperature=0.7),
-            server=RolloutServer(tuple(server.url for server in servers), api=api),
+            server=RolloutServer(tuple(server.url for server in servers), api=api, folder=str(tmp_path / "shared")),
         ),
         actor=replace(training(), lora=lora),
         steps=2,
@@ -65,7 +65,8 @@ def test_a_run_generates_with_servers(api, lora, tmp_path):
     for server in servers:
         assert [*dict.fromkeys(server.loaded)] == [(f"version_{step}", said[step]) for step in range(3)]
         assert len(server.asked) >= 16
-    assert [folder.name for folder in (tmp_path / "run" / "server_weights").iterdir()] == ["version_2"]
+    folder = tmp_path / "shared" / "tiny" / "server_weights"
+    assert [checkpoint.name for checkpoint in folder.iterdir()] == ["version_2"]
     steps = [record for record in records(tmp_path / "run" / "metrics.jsonl") if "sampler/logp_gap_max" in record]
     assert [record["step"] for record in steps] == [1, 2]
     # The servers' log-probabilities are those of the weights that were trained, at the temperature.

@@ -69,8 +69,7 @@ def test_without_an_answer_of_the_tool_products_stay_unknown(imitates, tmp_path)
 
 @pytest.mark.slow
 def test_the_way_to_the_treasure_is_found_by_playing(tmp_path):
-    """Demonstrations reach a treasure that is five to eight steps away in a fifth of the games, and no policy in one of
-    less than five turns."""
+    """Sampled games reach it about as rarely as the demonstrations at first, and nearly always at the end."""
     metrics = run(load("game_treasure"), tmp_path, steps=7)
     assert metrics[0]["score/mean"] <= 0.25
     assert metrics[-1]["score/mean"] >= 0.95 and metrics[-1]["eval/accuracy"] >= 0.95

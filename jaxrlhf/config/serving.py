@@ -49,8 +49,8 @@ class RolloutServer(Settings):
       urls: Addresses, such as `http://localhost:8000`, of servers with one model; a prompt's responses come from one.
       api: Kind of server. vLLM, on GPU or TPU, is started with `VLLM_SERVER_DEV_MODE=1`, so that it loads weights when
         it is asked to, and with `--logprobs-mode processed_logprobs`, so that the temperature counts.
-      folder: Folder on a file system that run and servers share, for one checkpoint of the newest weights; None is
-        `server_weights` in the run's workdir.
+      folder: Folder on a file system that run and servers share, for one checkpoint of the newest weights, in
+        `<name of the run>/server_weights` there; None is `server_weights` in the run's workdir.
       concurrency: Requests under way at once.
       request_s: Limit of a response, repeated requests included. Time-outs, 429 and 5xx are tried again.
       reload_s: Limit of loading weights.

@@ -201,9 +201,11 @@ class Builder(PoolRoles):
         for url in server.urls if self.here else ():
             check_health(url)
         source = config.model.path if isinstance(config.model, Pretrained) else None
+        # A folder of the run's own, since older weights in it are deleted.
+        place = config.folder if server.folder is None else Path(server.folder).expanduser() / config.name
         return ServerEngine(
             server,
-            folder=Path(server.folder).expanduser() if server.folder else config.folder / "server_weights",
+            folder=place / "server_weights",
             save=partial(PolicyWeights.save, dtype=self.dtype, tokenizer=self.tokenizer, source=source),
             vocab_size=model.vocab_size,
             max_response_tokens=rollout.max_response_tokens,

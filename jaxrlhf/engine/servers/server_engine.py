@@ -27,7 +27,8 @@ class ServerEngine:
     """Engine behind addresses of one kind of server, all with the same weights, which they get before they first draw.
 
     Attributes:
-      folder: Where a version of the weights is written for the servers to read; the versions before go once it is read.
+      folder: Folder of this engine alone, with a checkpoint for the servers to read. The older ones, `version_*`, are
+        deleted once a newer one is read.
       save: Writes a checkpoint of weights into a folder.
       vocab_size: Ids are below it.
       max_response_tokens: Most tokens of a response.
