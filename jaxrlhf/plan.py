@@ -8,6 +8,12 @@ are costed as they are, layouts that it gives are kept; `--afresh` searches all 
 
 `--compile` has the chip's own compiler compile every program of the best plan, and says what each takes of a device's
 memory and sends to others. No chip and no weights are needed, but `pip install 'jaxrlhf[compile]'`.
+
+    python -m jaxrlhf.plan --config grpo_gsm8k --hardware h100x2 --staleness 1 --length-mean 150 --length-tail 500
+
+`--staleness`, and `--over-provision` beside it, simulate that schedule beside the synchronous one, on every split of
+the devices between generation and learning. Response lengths are those of a run (`--lengths samples.jsonl`), or
+lognormal with a mean and a 99th percentile; else all are of `--response-tokens`.
 """
 
 import json
@@ -22,6 +28,7 @@ if TYPE_CHECKING:
     from jaxrlhf.planner.compiled import CompiledProgram
     from jaxrlhf.planner.hardware import Hardware
     from jaxrlhf.planner.plan import PlacementPlan, PlacementProblem
+    from jaxrlhf.planner.schedules.lengths import ResponseLengths
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -47,6 +54,11 @@ def main() -> None:
     command.add_argument("--afresh", action="store_true", help="search pools, layouts and offload that are given too")
     command.add_argument("--compile", action="store_true", help="compile every program of the best plan for the chip")
     command.add_argument("--cluster", choices=["ray"], help="plan for hosts joined by Ray, as the train command has it")
+    command.add_argument("--staleness", type=int, metavar="K", help="simulate this rollout.staleness beside 0")
+    command.add_argument("--over-provision", type=float, metavar="F", help="with groups under way of F steps, 1 to 2")
+    command.add_argument("--lengths", metavar="FILE", help="response lengths of a run, its samples.jsonl")
+    command.add_argument("--length-mean", type=float, metavar="N", help="mean of lognormal response lengths")
+    command.add_argument("--length-tail", type=float, metavar="N", help="their 99th percentile")
     config, flags = command.parse_config(implied=on_cluster)
     if flags.plans < 1:
         raise Refusal(f"--plans must be 1 or more, got {flags.plans}")
@@ -63,16 +75,26 @@ def _check_picture(path: Path) -> None:
 def _plan(written: Config, flags: Namespace) -> None:
     from jaxrlhf import planner
     from jaxrlhf.planner.report import report
+    from jaxrlhf.planner.schedules.lengths import constant_lengths
+    from jaxrlhf.planner.schedules.predict import predictions
+    from jaxrlhf.planner.schedules.report import recommendation, recommended, schedules_table, schedules_to_json
     from jaxrlhf.planner.search.mapping import binding_slots, search
     from jaxrlhf.tracking import default_console
 
     config = planner.freed(written) if flags.afresh else written
     hardware = planner.hardware_of(config, flags.hardware)
-    lengths = planner.Lengths(flags.prompt_tokens, flags.response_tokens)
+    drawn = _lengths(config, flags)
+    mean = flags.response_tokens if drawn is None else drawn.mean
+    lengths = planner.Lengths(flags.prompt_tokens, mean)
     question = planner.question_of(config, hardware, lengths=lengths)
     found = search(question.problem, keep=max(2, flags.plans))  # two, to say why the second lost
     best = found.plans[0]
     bound = binding_slots(question.problem, best)
+    scheduled = []
+    if flags.staleness is not None:
+        ahead, more = flags.staleness, 1.0 if flags.over_provision is None else flags.over_provision
+        drawn = drawn or constant_lengths(max(1, round(question.problem.workload.response_tokens)))
+        scheduled = predictions(question.problem, best, drawn, staleness=ahead, over_provision=more)
     notes = (*question.notes, *([bound] if bound else []))
     picture = flags.picture or (None if flags.json else f"plan_{config.name}.png")
     if picture is not None:
@@ -93,6 +115,8 @@ def _plan(written: Config, flags: Namespace) -> None:
             "settings": code,
             "notes": notes,
         }
+        if scheduled:
+            rows["schedules"] = schedules_to_json(scheduled)
         if compiled is not None:
             rows["compiled"] = planner.compiled_to_json(compiled, hardware)
         print(json.dumps(rows, indent=2))
@@ -101,8 +125,34 @@ def _plan(written: Config, flags: Namespace) -> None:
         console.print()
         console.print(planner.compiled_report(compiled, hardware))
         planner.check_fits(compiled, hardware)
+    if scheduled:
+        console.print()
+        console.print(schedules_table(scheduled))
+        console.print(recommendation(scheduled), markup=False, highlight=False, soft_wrap=True)
+        if (chosen := recommended(scheduled)) is not None:
+            best, code = chosen.plan, planner.snippet(config, chosen.plan, written=written)
+            console.print(f"set rollout.staleness={chosen.schedule.staleness}", end="", highlight=False)
+            console.print(f" and rollout.over_provision={more:g}" if more > 1 else "", highlight=False)
     advice = _advice(code)
     console.print(f"\n{advice}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _lengths(config: Config, flags: Namespace) -> "ResponseLengths | None":
+    """Distribution of response lengths that the flags give; None if they give a mean alone, or nothing."""
+    from jaxrlhf.planner.schedules.lengths import LognormalLengths, read_lengths
+
+    ways = [flags.lengths is not None, flags.length_mean is not None, flags.response_tokens is not None]
+    if sum(ways) > 1:
+        raise Refusal("--lengths, --length-mean and --response-tokens each say how long responses are; give one")
+    if (flags.length_mean is None) != (flags.length_tail is None):
+        raise Refusal("--length-mean and --length-tail are of one distribution; give both")
+    if flags.over_provision is not None and flags.staleness is None:
+        raise Refusal("--over-provision puts off groups as often as --staleness allows; give that too")
+    if flags.lengths is not None:
+        return read_lengths(flags.lengths)
+    if flags.length_mean is not None:
+        return LognormalLengths(flags.length_mean, flags.length_tail, config.rollout.max_response_tokens)
+    return None
 
 
 def _compile(

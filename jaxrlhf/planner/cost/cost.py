@@ -244,12 +244,13 @@ def generation_cost(
     Source: Pope et al. 2022 (arXiv:2211.05102), sections 2 and 3.
     """
     arguments = (model, layout, how, workload, software, hardware)
-    return _prefill(*arguments) + _decode(*arguments)
+    return prefill_cost(*arguments) + decode_cost(*arguments)
 
 
-def _prefill(
+def prefill_cost(
     model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
 ) -> Cost:
+    """Cost of computing each distinct prompt once."""
     stages, tensor = layout.generation_stage, layout.generation_tensor
     prompts = math.ceil(workload.prompts / how.replicas)
     tokens = prompts * workload.prompt_tokens
@@ -264,7 +265,7 @@ def _prefill(
     return Cost(compute / stages, 0.0, collective, compute * (stages - 1) / stages, 0.0, overhead)
 
 
-def _decode(
+def decode_cost(
     model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
 ) -> Cost:
     """Cost of decoding all responses. More room for the cache never makes it longer."""

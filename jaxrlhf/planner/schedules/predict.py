@@ -1,0 +1,167 @@
+"""Schedules of a placement problem, each simulated on the plans that it could run on."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxrlhf.config import ROLLOUT, Refusal
+from jaxrlhf.engine.buckets import cache_capacities
+from jaxrlhf.planner.cost.cost import Decoding, decode_cost, prefill_cost
+from jaxrlhf.planner.cost.simulate import pool_hardware
+from jaxrlhf.planner.plan import Infeasible, PlacementPlan, PlacementProblem
+from jaxrlhf.planner.schedules.lengths import ResponseLengths
+from jaxrlhf.planner.schedules.simulation import Prediction, Schedule, StepTimes, simulate
+from jaxrlhf.planner.search.layouts import pool_sizes
+from jaxrlhf.planner.search.mapping import search
+from jaxrlhf.planner.workload import Stage
+
+_COUNTS, _SPLITS = 24, 12
+_FITTED_TOKENS = (256, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class ScheduledPlan:
+    """A schedule on a plan's placement, and what is predicted of it."""
+
+    schedule: Schedule
+    plan: PlacementPlan
+    prediction: Prediction
+
+
+def predictions(
+    problem: PlacementProblem,
+    best: PlacementPlan,
+    lengths: ResponseLengths,
+    *,
+    staleness: int,
+    over_provision: float = 1.0,
+    steps: int = 20,
+) -> list[ScheduledPlan]:
+    """The synchronous schedule on the best plan, then the given one on every placement tried, fastest first.
+
+    Generation and learning share devices only where groups can be put off: in turns nothing else is gained. Pools that
+    the problem gives are the only ones; else generation has from the fewest to the most devices of those that a pool
+    may have, and the roles that learn share the others.
+
+    Raises:
+      Refusal: The problem generates nothing, or no placement fits on which the schedule gains anything.
+    """
+    if not any(role.generates for role in problem.roles):
+        raise Refusal("a schedule is of steps that generate, and this algorithm learns from given answers; drop it")
+    shared = _apart(best) is None
+    plans = [best] if over_provision > 1 or not shared else []
+    if problem.pools is None and not problem.hardware.takes_turns and problem.workload.quantize is None:
+        plans += list(_with_own_pool(problem))
+    if over_provision > 1 and staleness < 2:  # the one step of staleness goes to generating beside learning
+        plans = [plan for plan in plans if _apart(plan) is None]
+    if not plans:
+        raise Refusal(
+            f"a staleness of {staleness} gains where generation has devices of its own, and no such placement is to be "
+            "had here: give a pool with 'rollout', or more devices; or --over-provision, which gains on one pool"
+        )
+
+    def scheduled(plan: PlacementPlan, staleness: int, over_provision: float) -> ScheduledPlan:
+        apart = _apart(plan) is not None and not problem.hardware.takes_turns
+        schedule = Schedule(staleness, over_provision, apart)
+        work = problem.workload
+        copies = work.responses // work.prompts
+        times = times_of(problem, plan, over_provision=over_provision)
+        result = simulate(schedule, times, lengths, groups=work.prompts, copies=copies, steps=steps)
+        return ScheduledPlan(schedule, plan, result)
+
+    found = [scheduled(plan, staleness, over_provision) for plan in plans]
+    found.sort(key=lambda one: one.prediction.step_s)
+    return [scheduled(best, 0, 1.0), *found]
+
+
+def times_of(problem: PlacementProblem, plan: PlacementPlan, *, over_provision: float = 1.0) -> StepTimes:
+    """Seconds of a plan's parts, from the cost model."""
+    work, software = problem.workload, problem.software
+    generator = next(role for role in problem.roles if role.generates)
+    name = generator.name if _apart(plan) is None else ROLLOUT
+    place, pool = next((place, pool) for place, pool in enumerate(plan.pools) if name in pool.roles)
+    layout, hardware = pool.layouts[name], pool_hardware(problem.hardware, pool.devices)
+    replicas = pool.devices // (layout.generation_stage * layout.generation_tensor)
+    slots = _slots(problem, plan, over_provision)
+
+    def decode_s(count: int, positions: int) -> float:
+        """Seconds of one token of `count` responses of each replica, each of which reads so many positions."""
+        one = replace(work, responses=count * replicas, prompt_tokens=positions - 1, response_tokens=1)
+        one = replace(one, longest_tokens=positions)
+        return decode_cost(generator.model, layout, Decoding(1, count, replicas), one, software, hardware).seconds
+
+    def prefill_s(tokens: int) -> float:
+        """Seconds of a sequence of so many tokens on each replica."""
+        one = replace(work, prompts=replicas, prompt_tokens=tokens)
+        return prefill_cost(generator.model, layout, Decoding(1, 1, replicas), one, software, hardware).seconds
+
+    most = math.ceil(slots / replicas)
+    count_N = np.unique(np.geomspace(1, most, min(most, _COUNTS)).round().astype(int))
+    cache_s = (decode_s(1, 1025) - decode_s(1, 1)) / 1024
+    free_N = np.array([decode_s(int(count), 1) - count * cache_s for count in count_N])
+    powers = np.vander(np.array(_FITTED_TOKENS, float), 3, increasing=True)
+    fixed, linear, square = np.linalg.solve(powers, [prefill_s(tokens) for tokens in _FITTED_TOKENS])
+    return StepTimes(
+        slots=slots,
+        active_N=count_N * replicas,
+        decode_s_N=free_N,
+        cache_s=cache_s / replicas,
+        capacities=cache_capacities(work.longest_tokens),
+        prefill_s=(float(fixed), float(linear) / replicas, float(square) / replicas),
+        round_s=_other_s(problem, plan, place, generates=True),
+        learn_s=_other_s(problem, plan, place, generates=False),
+        prompt_tokens=work.prompt_tokens,
+    )
+
+
+def _apart(plan: PlacementPlan) -> int | None:
+    """Index of the pool that only generates; None if there is none."""
+    return next((place for place, pool in enumerate(plan.pools) if ROLLOUT in pool.roles), None)
+
+
+def _with_own_pool(problem: PlacementProblem) -> Iterator[PlacementPlan]:
+    """The best plan of each split of the devices between generation and all else that fits."""
+    devices, roles = problem.hardware.devices, tuple(role.name for role in problem.roles)
+    known = pool_sizes(problem.hardware, devices_per_host=problem.devices_per_host or 1)
+    sizes = [size for size in known if devices - size in known]
+    spread = np.unique(np.linspace(0, len(sizes) - 1, min(len(sizes), _SPLITS)).round().astype(int)) if sizes else ()
+    for index in spread:
+        size = sizes[index]
+        try:
+            yield search(replace(problem, pools=((roles, devices - size), ((ROLLOUT,), size))), keep=1).plans[0]
+        except Infeasible:
+            continue
+
+
+def _slots(problem: PlacementProblem, plan: PlacementPlan, over_provision: float) -> int:
+    """Responses that are decoded at once, of as many as are under way."""
+    assert plan.slots is not None, "a plan that generates has slots"
+    if over_provision == 1:
+        return plan.slots
+    work = problem.workload
+    prompts = math.ceil(work.prompts * over_provision)
+    more = replace(work, prompts=prompts, responses=prompts * (work.responses // work.prompts))
+    pools = tuple((pool.roles, pool.devices) for pool in plan.pools)
+    wider = search(replace(problem, workload=more, pools=pools, offloads=(plan.offload,)), keep=1).plans[0]
+    return wider.slots or plan.slots
+
+
+def _other_s(problem: PlacementProblem, plan: PlacementPlan, place: int, *, generates: bool) -> float:
+    """Seconds beside generation itself: of a round on the pool that generates, or of learning on all others.
+
+    Where roles that learn share the pool that generates, their calls are learning.
+    """
+    apart = _apart(plan) is not None
+    stages: Sequence[Stage] = ("generate",) if generates else ("prepare", "update")
+    if generates:
+        calls = [call for call in plan.calls if call.pool == place and call.verb != "generate"]
+        return sum(call.cost.seconds for call in calls if apart or call.stage in stages)
+    seconds = 0.0
+    for stage in stages:
+        busy = [0.0] * len(plan.pools)
+        for call in plan.calls:
+            busy[call.pool] += call.cost.seconds * (call.stage == stage and not (apart and call.pool == place))
+        seconds += sum(busy) if problem.hardware.takes_turns else max(busy)
+    return seconds

@@ -1,0 +1,61 @@
+"""Report of schedules: a table of what is predicted of each, and which one to take."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from jaxrlhf.planner.plan import plan_to_json
+from jaxrlhf.planner.report import placement_text, seconds_text
+from jaxrlhf.planner.schedules.predict import ScheduledPlan
+
+_GAIN_WORTH_HAVING = 1.02
+
+
+def schedules_table(scheduled: Sequence[ScheduledPlan], *, shown: int = 6) -> Table:
+    """The synchronous schedule, then those of the given staleness on each placement."""
+    look: dict[str, Any] = {"title_justify": "left", "box": None, "pad_edge": False, "header_style": "bold"}
+    table = Table(title="schedules, simulated", **look)
+    for heading in ("staleness", "placement"):
+        table.add_column(heading)
+    for heading in ("step s", "times", "generates idle", "learns idle", "slots used", "age", "most", "again"):
+        table.add_column(heading, justify="right")
+    first = scheduled[0].prediction.step_s
+    for one in scheduled[: shown + 1]:
+        result, schedule = one.prediction, one.schedule
+        shares = (result.generation_idle, result.learning_idle, result.slots_in_use)
+        more = f", {schedule.over_provision:g} steps' groups" if schedule.over_provision > 1 else ""
+        cells = [f"{schedule.staleness}{more}", placement_text(one.plan.pools)]
+        cells += [seconds_text(result.step_s), f"{first / result.step_s:.2f}", *(f"{share:.0%}" for share in shares)]
+        cells += [f"{result.age_mean:.2f}", str(result.age_max), f"{result.recomputed:.1%}"]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def recommended(scheduled: Sequence[ScheduledPlan]) -> ScheduledPlan | None:
+    """The fastest schedule and placement; None if none gains on the synchronous one."""
+    first, fastest = scheduled[0], min(scheduled, key=lambda one: one.prediction.step_s)
+    return fastest if first.prediction.step_s >= _GAIN_WORTH_HAVING * fastest.prediction.step_s else None
+
+
+def recommendation(scheduled: Sequence[ScheduledPlan]) -> str:
+    """Sentence on which schedule to take, and on which devices."""
+    best, first = recommended(scheduled), scheduled[0].prediction
+    if best is None:
+        return "no schedule gains on generating, then learning: leave rollout.staleness at 0"
+    result = best.prediction
+    return (
+        f"{placement_text(best.plan.pools)} at staleness {best.schedule.staleness}: {seconds_text(result.step_s)} s a "
+        f"step, {first.step_s / result.step_s:.2f} times as fast, from tokens {result.age_mean:.2f} versions old"
+    )
+
+
+def schedules_to_json(scheduled: Sequence[ScheduledPlan]) -> list[dict[str, Any]]:
+    """Schedules with plans and predictions as JSON data, without their intervals."""
+    rows = []
+    for one in scheduled:
+        result = {name: value for name, value in asdict(one.prediction).items() if name not in ("rounds", "updates")}
+        rows.append(asdict(one.schedule) | result | {"plan": plan_to_json(one.plan)})
+    return rows

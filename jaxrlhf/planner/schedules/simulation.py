@@ -1,0 +1,274 @@
+"""Simulation of generation and learning under a schedule, token by token and without a clock of its own.
+
+A slot draws one token of its response at a time and takes the next response when that ends. Where generation ends and
+which groups go on is counted in tokens, as in a run; seconds come from the cost model, by the slots in use and the
+positions that their caches read.
+"""
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxrlhf.config.refusal import require
+from jaxrlhf.planner.schedules.lengths import ResponseLengths
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Schedule of generation and learning; the first two are settings of `Rollout`.
+
+    Attributes:
+      apart: Generation has devices of its own, and goes on beside learning.
+    """
+
+    staleness: int = 0
+    over_provision: float = 1.0
+    apart: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.staleness >= 0, f"the staleness must be 0 or more, got {self.staleness}")
+        require(1 <= self.over_provision <= 2, f"over-provisioning must be from 1 to 2, got {self.over_provision}")
+        least = 1 + self.apart
+        require(
+            self.over_provision == 1 or self.staleness >= least,
+            f"over-provisioning by {self.over_provision} puts off groups, and a staleness of {self.staleness} allows "
+            f"none; give {least} or more" + " where generation has devices of its own" * self.apart,
+        )
+
+    @property
+    def lead(self) -> int:
+        """Steps by which generation is begun before its responses are learnt from."""
+        return self.staleness if self.over_provision == 1 else int(self.apart)
+
+    @property
+    def most_put_off(self) -> int:
+        """Times that a group may be put off."""
+        return self.staleness - self.lead
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of what a step is made of, on devices that generate and devices that learn.
+
+    Attributes:
+      slots: Responses that are decoded at once, over all replicas.
+      active_N: Counts of slots in use, ascending.
+      decode_s_N: Seconds in which that many slots draw a token each, but for reading caches.
+      cache_s: Seconds of reading one position of one slot's cache.
+      capacities: Positions that a cache may hold; a token reads the smallest capacity that holds its position.
+      prefill_s: Coefficients of 1, tokens and tokens squared of a sequence; the first is of each round.
+      round_s: Seconds of a round beside prefill and decoding: weights sent or switched.
+      learn_s: Seconds of preparing a step's experience and of its updates.
+      prompt_tokens: Mean.
+    """
+
+    slots: int
+    active_N: np.ndarray
+    decode_s_N: np.ndarray
+    cache_s: float
+    capacities: tuple[int, ...]
+    prefill_s: tuple[float, float, float]
+    round_s: float
+    learn_s: float
+    prompt_tokens: float
+
+
+class Interval(NamedTuple):
+    """Work from start to end, in seconds since the run began."""
+
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Means over steps, once the schedule has settled.
+
+    Attributes:
+      generation_idle: Share of the time in which the devices that generate have nothing to do.
+      learning_idle: Share, likewise, of those that learn.
+      slots_in_use: Share of slots that draw a token, over the steps of decoding.
+      age_max: Policy versions by which the oldest token that is learnt from is behind.
+      recomputed: Tokens of a step whose keys and values are computed again, over those that are learnt from.
+      rounds: When responses were generated, from the first step on.
+      updates: When they were learnt from.
+    """
+
+    step_s: float
+    generation_idle: float
+    learning_idle: float
+    slots_in_use: float
+    age_mean: float
+    age_max: int
+    recomputed: float
+    rounds: tuple[Interval, ...] = field(repr=False)
+    updates: tuple[Interval, ...] = field(repr=False)
+
+
+def simulate(
+    schedule: Schedule,
+    times: StepTimes,
+    lengths: ResponseLengths,
+    *,
+    groups: int,
+    copies: int,
+    steps: int = 20,
+    seed: int = 0,
+) -> Prediction:
+    """Prediction for a schedule.
+
+    Args:
+      groups: P, groups that a step learns from.
+      copies: G, responses of a group.
+      steps: Steps to take the means over; some before them are simulated, too, and not counted.
+    """
+    rng, settling = np.random.default_rng(seed), 2 * (schedule.staleness + 1)
+    generation, made = _Generation(schedule, times, lengths, groups, copies, rng), []
+    rounds: list[Interval] = []
+    updates: list[Interval] = []
+    for step in range(settling + steps + schedule.lead):  # those ahead of the last one count as work, too
+        # A round may begin with the weights of the step that comes `lead` before its own.
+        weights_s = updates[step - schedule.lead - 1].end_s if step > schedule.lead else 0.0
+        if not schedule.apart and updates:  # they take turns
+            weights_s = updates[-1].end_s
+        made.append(generation.round(step))
+        begun_s = max(weights_s, rounds[-1].end_s if rounds else 0.0)
+        rounds.append(Interval(begun_s, begun_s + made[-1].seconds))
+        learnt_s = max(rounds[-1].end_s, updates[-1].end_s if updates else 0.0)
+        updates.append(Interval(learnt_s, learnt_s + times.learn_s))
+    window = Interval(updates[settling - 1].end_s, updates[settling + steps - 1].end_s)
+    seconds, counted = window.end_s - window.start_s, made[settling : settling + steps]
+    generates, learns = _busy_s(rounds, window), _busy_s(updates, window)
+    if not schedule.apart:
+        generates = learns = generates + learns
+    tokens = sum(one.tokens for one in counted)
+    age = sum(one.age_sum for one in counted) / tokens
+    return Prediction(
+        step_s=seconds / steps,
+        generation_idle=max(0.0, 1 - generates / seconds),
+        learning_idle=max(0.0, 1 - learns / seconds),
+        slots_in_use=sum(one.drawn for one in counted) / (times.slots * sum(one.decode_steps for one in counted)),
+        age_mean=schedule.lead + age,
+        age_max=schedule.lead + max(one.age_max for one in counted),
+        recomputed=sum(one.recomputed for one in counted) / tokens,
+        rounds=tuple(rounds),
+        updates=tuple(updates),
+    )
+
+
+class _Round(NamedTuple):
+    """Round of generation; ages are in rounds."""
+
+    seconds: float
+    decode_steps: int
+    drawn: int
+    tokens: int
+    age_sum: float
+    age_max: int
+    recomputed: float
+
+
+class _Generation:
+    """Groups under way, one row each in arrays [P, G], those that were put off most first."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        times: StepTimes,
+        lengths: ResponseLengths,
+        groups: int,
+        copies: int,
+        rng: np.random.Generator,
+    ) -> None:
+        self._schedule, self._times, self._lengths, self._rng = schedule, times, lengths, rng
+        self._groups, self._copies = groups, copies
+        self._under_way = math.ceil(groups * schedule.over_provision)
+        self._length_PG = np.zeros((0, copies), np.int64)
+        self._drawn_PG = np.zeros_like(self._length_PG)
+        self._drawn_in_PG = np.zeros_like(self._length_PG)  # sum over tokens of the round that drew each
+        self._first_PG = np.zeros_like(self._length_PG)  # round that drew the first token
+        self._put_off_P = np.zeros(0, np.int64)
+
+    def round(self, number: int) -> _Round:
+        """Generate until the groups of a step are complete, and take them out."""
+        begun = len(self._put_off_P)
+        self._begin(self._under_way - begun)
+        left_PG = self._length_PG - self._drawn_PG
+        start_B = _starts(left_PG.ravel(), self._times.slots)
+        done_P = (start_B.reshape(left_PG.shape) + left_PG).max(axis=1)
+        overdue_P = self._put_off_P >= self._schedule.most_put_off
+        whole = self._schedule.over_provision == 1
+        last = done_P.max() if whole else max(np.sort(done_P)[self._groups - 1], done_P[overdue_P].max(initial=0))
+        chosen = np.lexsort((done_P, -self._put_off_P, done_P > last))[: self._groups]
+
+        drawn_PG = np.clip(last - start_B.reshape(left_PG.shape), 0, left_PG)
+        goes_on_PG = (self._drawn_PG > 0) & (left_PG > 0)
+        again = self._times.prompt_tokens + self._drawn_PG[goes_on_PG]
+        prompts = np.full(len(left_PG) - begun, self._times.prompt_tokens)
+        seconds = self._times.round_s + self._prefill_s(np.concatenate([prompts, again]))
+        seconds += self._decode_s(start_B, drawn_PG.ravel(), int(last))
+
+        self._first_PG = np.where((self._drawn_PG == 0) & (drawn_PG > 0), number, self._first_PG)
+        self._drawn_PG = self._drawn_PG + drawn_PG
+        self._drawn_in_PG = self._drawn_in_PG + number * drawn_PG
+        tokens = int(self._drawn_PG[chosen].sum())
+        age_sum = number * tokens - self._drawn_in_PG[chosen].sum()
+        age_max = int(number - self._first_PG[chosen].min())
+        self._keep(np.setdiff1d(np.arange(len(done_P)), chosen))
+        return _Round(seconds, int(last), int(drawn_PG.sum()), tokens, float(age_sum), age_max, float(again.sum()))
+
+    def _begin(self, groups: int) -> None:
+        new_PG = self._lengths.draw(self._rng, groups, self._copies)
+        nothing_PG = np.zeros_like(new_PG)
+        self._length_PG = np.concatenate([self._length_PG, new_PG])
+        for name in ("_drawn_PG", "_drawn_in_PG", "_first_PG"):
+            setattr(self, name, np.concatenate([getattr(self, name), nothing_PG]))
+        self._put_off_P = np.concatenate([self._put_off_P, np.zeros(groups, np.int64)])
+
+    def _keep(self, groups: np.ndarray) -> None:
+        groups = groups[np.argsort(-self._put_off_P[groups], kind="stable")]
+        for name in ("_length_PG", "_drawn_PG", "_drawn_in_PG", "_first_PG"):
+            setattr(self, name, getattr(self, name)[groups])
+        self._put_off_P = self._put_off_P[groups] + 1
+
+    def _prefill_s(self, tokens_N: np.ndarray) -> float:
+        fixed, linear, square = self._times.prefill_s
+        return float(fixed * bool(len(tokens_N)) + linear * tokens_N.sum() + square * (tokens_N**2).sum())
+
+    def _decode_s(self, start_B: np.ndarray, drawn_B: np.ndarray, steps: int) -> float:
+        """Seconds of all steps of decoding in a round; drawn_B are the tokens of this round."""
+        times = self._times
+        before_B = times.prompt_tokens + self._drawn_PG.ravel()
+        active_S, reads_S = np.zeros(steps + 1), np.zeros(steps + 1)
+        stop_B = start_B + drawn_B
+        held = 0
+        for index, capacity in enumerate(times.capacities):
+            passed = 0.0 if index == 0 else np.maximum(0, np.ceil(times.capacities[index - 1] - before_B))
+            from_B = start_B + np.asarray(passed, np.int64)
+            some = from_B < stop_B
+            for counts_S, weight in ((reads_S, capacity - held), (active_S, 1))[: 2 if index == 0 else 1]:
+                np.add.at(counts_S, from_B[some], weight)
+                np.subtract.at(counts_S, stop_B[some], weight)
+            held = capacity
+        active_S, reads_S = (np.cumsum(counts_S)[:steps] for counts_S in (active_S, reads_S))
+        return float(np.interp(active_S, times.active_N, times.decode_s_N).sum() + times.cache_s * reads_S.sum())
+
+
+def _starts(left_B: np.ndarray, slots: int) -> np.ndarray:
+    """Steps at which responses take a slot, in their order; those with nothing left take none."""
+    start_B, wanting = np.zeros(len(left_B), np.int64), np.flatnonzero(left_B)
+    if len(wanting) > slots:
+        free_at = left_B[wanting[:slots]].tolist()
+        heapq.heapify(free_at)
+        for row in wanting[slots:]:
+            start_B[row] = free_at[0]
+            heapq.heapreplace(free_at, free_at[0] + int(left_B[row]))
+    return start_B
+
+
+def _busy_s(work: list[Interval], window: Interval) -> float:
+    """Seconds of a window in which there is work."""
+    return sum(max(0.0, min(one.end_s, window.end_s) - max(one.start_s, window.start_s)) for one in work)
