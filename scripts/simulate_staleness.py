@@ -1,0 +1,137 @@
+"""Simulates asynchronous schedules of a 7B DAPO run on H20s, beside what verl reports of one.
+
+    python scripts/simulate_staleness.py [--devices 128] [--write]
+
+verl's documentation (docs/advance/fully_async.md, "Asynchronous Training on 7B Model") has Qwen2.5-Math-7B, DAPO, 512
+prompts x 16 responses of at most 28k tokens on H20s: seconds of colocated synchronous steps by stage, and a run 2.35 to
+2.67 times as fast with 64 GPUs that generate and 64 that learn. Learning takes verl's own seconds here, between its
+rows of 32, 64 and 128 GPUs in proportion to 1 / GPUs; asynchronous steps take its update alone, as it then leaves out
+the pass for old log-probabilities. Generation is the cost model's. How long verl's responses are is not said: the mean
+is a guess, and the tail is varied. On 1024 devices there are eight times as many prompts, and eight times as many GPUs
+learn in the same seconds. No accelerator is needed. `--write` renews the table in docs/planning.md.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from pages import written
+from rich.console import Console
+from rich.markdown import Markdown
+
+from jaxrlhf.config import ROLLOUT, Pretrained, load, override
+from jaxrlhf.planner.hardware import KNOWN_HARDWARE
+from jaxrlhf.planner.plan import PlacementProblem
+from jaxrlhf.planner.problem import Lengths, problem_of
+from jaxrlhf.planner.schedules.lengths import LognormalLengths
+from jaxrlhf.planner.schedules.predict import times_of
+from jaxrlhf.planner.schedules.simulation import Schedule, simulate
+from jaxrlhf.planner.search.mapping import search
+
+PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+H20 = replace(
+    KNOWN_HARDWARE["h100"],
+    name="h20",
+    memory_bytes=96e9,
+    matmul_flops_per_s=148e12,
+    memory_bytes_per_s=4.0e12,
+    source="96 GB at 4.0 TB/s and 148 TFLOPS of bfloat16, as widely listed; all else as h100",
+)
+PROMPT_TOKENS, MEAN_TOKENS, LONGEST = 150, 1700, 28 * 1024
+TAILS = (5_000, 10_000, 20_000)
+"""99th percentiles of the lognormal lengths."""
+SCHEDULES = ((1, 1.0), (4, 1.0), (2, 1.5), (4, 1.5))
+"""Staleness and over-provisioning."""
+GENERATING = (32, 48, 64, 80)
+"""Of 128 devices."""
+GPUS, OLD_LOGP_S, UPDATE_S = (128, 64, 32), (53.92, 70.26, 107.71), (113.81, 133.41, 269.80)
+"""verl's colocated synchronous rows."""
+
+
+def problem(devices: int) -> PlacementProblem:
+    """One step of the run; a response's cache takes what it needs, as with pages, and is taken to be twice the mean."""
+    config = override(
+        load("dapo_arithmetic"),
+        {
+            "model": Pretrained("Qwen/Qwen2.5-7B"),
+            "rollout.prompts_per_step": 512 * devices // 128,
+            "rollout.responses_per_prompt": 16,
+            "rollout.max_prompt_tokens": 2048,
+            "rollout.max_response_tokens": LONGEST,
+            "rollout.slots": None,
+            "actor.tokens_per_microbatch": 2**15 * devices,
+            "algorithm.responses_per_update": 512 * devices // 128,
+        },
+    )
+    hardware = replace(H20, machines=devices // H20.devices_per_machine)
+    found = problem_of(config, hardware, lengths=Lengths(PROMPT_TOKENS, MEAN_TOKENS))
+    pages = 2 * (PROMPT_TOKENS + MEAN_TOKENS) / found.workload.longest_tokens
+    return replace(found, software=replace(found.software, cache_copies=pages))
+
+
+def learning_s(seconds: tuple[float, ...], share: float) -> float:
+    """verl's seconds on a share of the devices."""
+    return float(np.interp(1 / (128 * share), [1 / gpus for gpus in GPUS], seconds))
+
+
+def rows_of(devices: int, console: Console) -> list[str]:
+    """Rows of the table: each schedule with 64 of 128 devices generating, as verl has it, and with the best split."""
+    asked = problem(devices)
+    work, many = asked.workload, devices // 128
+    together = search(replace(asked, pools=((("actor",), devices),)), keep=1).plans[0]
+    whole = replace(times_of(asked, together), learn_s=learning_s(OLD_LOGP_S, 1) + learning_s(UPDATE_S, 1))
+    splits = {}
+    for generating in GENERATING:
+        pools = (("actor",), devices - generating * many), ((ROLLOUT,), generating * many)
+        splits[generating] = search(replace(asked, pools=pools), keep=1).plans[0]
+    lines = []
+    for tail in TAILS:
+        lengths = LognormalLengths(MEAN_TOKENS, tail, LONGEST)
+        sizes = {"groups": work.prompts, "copies": work.responses // work.prompts, "steps": 10}
+        synchronous = simulate(Schedule(), whole, lengths, **sizes)
+        generation_s = synchronous.step_s - whole.learn_s
+        console.print(f"{devices} devices, tail {tail}: a synchronous step generates for {generation_s:.0f} s")
+        for staleness, more in SCHEDULES:
+            schedule, found = Schedule(staleness, more, apart=True), {}
+            for generating, plan in splits.items():
+                times = times_of(asked, plan, over_provision=more)
+                times = replace(times, learn_s=learning_s(UPDATE_S, 1 - generating / 128))
+                found[generating] = simulate(schedule, times, lengths, **sizes)
+            best = min(found, key=lambda generating: found[generating].step_s)
+            half, fastest = found[64], found[best]
+            cells = [devices, f"{tail:,}", staleness, f"{more:g}", f"{synchronous.step_s:.0f} ({generation_s:.0f})"]
+            cells += [f"{half.step_s:.0f}", f"{synchronous.step_s / half.step_s:.2f}"]
+            cells += [f"{half.generation_idle:.0%}, {half.learning_idle:.0%}", f"{half.age_mean:.2f}"]
+            cells += [f"{synchronous.step_s / fastest.step_s:.2f} with {best * many}"]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+            console.print(lines[-1], markup=False, highlight=False)
+    return lines
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, nargs="*", default=[128], help="numbers of H20s, multiples of 128")
+    parser.add_argument("--write", action="store_true", help="renew the table in docs/planning.md")
+    flags = parser.parse_args()
+    console = Console(stderr=True, soft_wrap=True)
+    headings = (
+        "devices",
+        "99 % of lengths",
+        "staleness",
+        "over-provision",
+        "synchronous s (generation)",
+        "half and half s",
+    )
+    headings += "times", "idle: generate, learn", "mean age", "times, best split"
+    lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
+    for devices in [128, 1024] if flags.write else flags.devices:
+        lines += rows_of(devices, console)
+    Console().print(Markdown("\n".join(lines)))
+    if flags.write:
+        PAGE.write_text(written(PAGE.read_text(), {"staleness": "\n".join(lines)}))
+
+
+if __name__ == "__main__":
+    main()
