@@ -116,15 +116,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="renew the table in docs/planning.md")
     flags = parser.parse_args()
     console = Console(stderr=True, soft_wrap=True)
-    headings = (
-        "devices",
-        "99 % of lengths",
-        "staleness",
-        "over-provision",
-        "synchronous s (generation)",
-        "half and half s",
-    )
-    headings += "times", "idle: generate, learn", "mean age", "times, best split"
+    headings = ["devices", "99 % of lengths", "staleness", "over-provision", "synchronous s (generation)"]
+    headings += ["half and half s", "times", "idle: generate, learn", "mean age", "times, best split"]
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings)]
     for devices in [128, 1024] if flags.write else flags.devices:
         lines += rows_of(devices, console)
