@@ -37,7 +37,7 @@ def drive(sequences, *, slots: int, rows: int, seed: int = 0, later=()):
         if scheduler.refill_due:
             while scheduler.placeable:
                 if scheduler.prefill_due:
-                    prefills.append(scheduler.take_prompts(rows))
+                    prefills.append(scheduler.take_prompts(lambda _: rows))
                 for row, slot, placed in scheduler.place(rows):
                     assert slot not in taken, "a slot was given twice"
                     assert 0 <= slot < slots
@@ -86,7 +86,7 @@ def test_a_prompt_is_prefilled_once_however_few_slots_its_responses_find():
 
 def test_refilling_waits_for_an_eighth_of_the_slots():
     scheduler = scheduler_of(sequences_of(40, responses=1), slots=16)
-    scheduler.take_prompts(40)
+    scheduler.take_prompts(lambda _: 40)
     scheduler.place(40)
     assert not scheduler.refill_due
     scheduler.end(scheduler.placed(5))
@@ -98,7 +98,7 @@ def test_refilling_waits_for_an_eighth_of_the_slots():
 
 def test_the_last_requests_do_not_wait_for_more_slots_than_they_need():
     scheduler = scheduler_of(sequences_of(17, responses=1), slots=16)
-    scheduler.take_prompts(17)
+    scheduler.take_prompts(lambda _: 17)
     scheduler.place(17)
     scheduler.end(scheduler.placed(0))
     assert scheduler.refill_due

@@ -11,6 +11,8 @@ import pytest
 from jaxrlhf import models
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Engine, Request
+from jaxrlhf.engine.contents import Contents, Known
+from jaxrlhf.engine.programs import Prompts
 from jaxrlhf.models.config import LatentAttention, ModelConfig
 from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
@@ -186,3 +188,43 @@ def test_a_later_prompt_may_be_longer_than_the_first_but_not_than_the_engine(eng
         engine.add(Request(1, (5,) * 49), Sampling(), seed=SEED)
     [completion] = engine.generate([Request(1, (5,) * 56, max_tokens=8)], Sampling(min_tokens=8), seed=SEED)
     assert len(completion.tokens) == 8
+
+
+def test_few_programs_serve_conversations_of_all_lengths_and_none_takes_more_memory_than_the_rest(monkeypatch):
+    """The engine's programs are recorded in place of compiled, and what is known of a prompt is made up."""
+    longest, sizes, known = 8192, set(), {}
+    engine = Engine(
+        replace(MODEL, max_positions=longest),
+        mesh_of({}, jax.devices()[:1]),
+        slots=64,
+        max_prompt_tokens=32,
+        max_response_tokens=longest - 32,
+        stop_tokens=(3,),
+        decode_tokens_per_dispatch=4,
+    )
+    engine.load(jax.tree.map(jax.numpy.asarray, weights(MODEL)), version=0)
+    nothing = np.zeros((2, 1, 1, 2, 8))
+
+    def recorded(names, program, params, layers, token_PS, *rest, out):
+        chunk = program.keywords["chunk_tokens"]
+        sizes.add((names[0], *token_PS.shape, chunk))
+        return Prompts(np.zeros(1), models.Prefix(nothing, nothing), np.ones(1))
+
+    contents = Contents(slots=64)
+    monkeypatch.setattr(engine.compiled, "run", recorded)
+    monkeypatch.setattr(engine.cache, "prefix", lambda slots, width: models.Prefix(nothing, nothing))
+    monkeypatch.setattr(contents, "longest", lambda prompt: Known(known.get(len(prompt), 0), 0))
+    monkeypatch.setattr(contents, "go_on", lambda known: None)
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        length = int(2 ** rng.uniform(0, 13))
+        known[length] = int(rng.integers(max(1, length - 600), length)) if rng.random() < 0.9 and length > 1 else 0
+        sequence = engine.begun(Request(0, (5,) * length, max_tokens=1), Sampling(), seed=0)
+        most = engine.prefill.most(engine.prefill.kind(contents, sequence))
+        together = [(5,) * length] * int(rng.integers(1, most + 1))
+        engine.prefill.run(together, engine.weights, engine.cache, contents)
+    later = {each for each in sizes if each[0] == "prefill from"}
+    assert len(later) <= 30 and {rows for _, rows, *_ in later} == {1, 2, 4, 8, 16, 32, 64}
+    for name, rows, width, chunk in sizes:
+        assert rows * width <= (8192 if name == "prefill from" else 2048) or rows == 1
+        assert rows * (chunk or width) <= 2048

@@ -80,10 +80,6 @@ class Contents:
         for slot in [slot for slot, content in self._content.items() if content.request_id == request_id]:
             self._forget(slot)
 
-    def kind(self, sequence: SequenceState) -> int:
-        """Bits of the number of known tokens: prompts go on together that have about as much behind them."""
-        return self.longest(sequence.request.prompt).tokens.bit_length()
-
     def go_on(self, known: Known) -> None:
         """A prompt goes on from what is known of it, which counts as a use of the slot."""
         if known.tokens:

@@ -137,7 +137,7 @@ class Engine:
     def most_compilations(self) -> int:
         """Bound on `compilations`, whatever is generated from whole prompts."""
         prompts, counts = len(self.prefill.buckets), len(self._slot_counts)
-        states = 1 + most_unstacked(self._shape.config) + 2 * prompts + counts * counts
+        states = 1 + most_unstacked(self._shape.config) + prompts + 1 + counts * counts
         return states + self.cache.most_compilations(prompts=prompts, counts=counts)
 
     @property
@@ -214,9 +214,8 @@ class Engine:
     def _insert(self, prefilled: Prefilled, placements: Sequence[Placement]) -> None:
         """Start up to `insertions` responses in free slots, and draw their first tokens."""
         weights = self._loaded()
-        assert prefilled.version == weights.version, (
-            f"prompts prefilled by version {prefilled.version} cannot be continued by version {weights.version}"
-        )
+        old, new = prefilled.version, weights.version
+        assert old == new, f"prompts prefilled by version {old} cannot be continued by version {new}"
         assert len(self.book.slot_B) == self.slots, "slots that are not computed cannot take a response"
         assert not self.book.unread, "a window that was not read yet may hold the last of a slot; read it first"
         for row, slot, sequence in placements:
@@ -227,12 +226,13 @@ class Engine:
                 sequence.prompt_choice = prefilled.prompts.choice_PSLk, row
         sizes = {"rows": self.insertions, "slots": self.slots, "most_stops": self._shape.most_stop_tokens}
         insertion = insertion_of(placements, **sizes)
-        _, rows, width, *_ = prefilled.prompts.prefix.key_LPSKH.shape
+        ends: Any = prefilled.prompts
+        ends = ends._replace(prefix=None, choice_PSLk=None)  # so that one program serves all widths
         if self._slots is None:
             empty = partial(programs.empty_slots, slots=self.slots)
             self._slots = self.compiled.run(("empty slots",), empty, out=self._layout.slots)
-        arguments = programs.insert, weights.params, self._slots, prefilled.prompts, insertion
-        self._slots = self.compiled.run(("insert", width, rows), *arguments, out=self._layout.slots, donate=1)
+        arguments = programs.insert, weights.params, self._slots, ends, insertion
+        self._slots = self.compiled.run(("insert", len(ends.length_P)), *arguments, out=self._layout.slots, donate=1)
         self.cache.place(prefilled, insertion.row_I, insertion.slot_I)
 
     def _dispatch(self) -> None:
@@ -291,7 +291,7 @@ class Engine:
                 self._rearrange(everything)
             while scheduler.placeable:
                 if scheduler.prefill_due:
-                    prompts = scheduler.take_prompts(self.prefill.rows, kind=self._contents.kind)
+                    prompts = scheduler.take_prompts(self.prefill.most, partial(self.prefill.kind, self._contents))
                     self._prefilled = self._prefill(prompts)
                 assert self._prefilled is not None, "a request was placed before its prompt was prefilled"
                 self._insert(self._prefilled, scheduler.place(self.insertions, used=self._contents.used))

@@ -2,17 +2,18 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrlhf.batch import images_of, tokens_of
 from jaxrlhf.engine import programs
-from jaxrlhf.engine.buckets import busy_buckets, fit, length_buckets
+from jaxrlhf.engine.buckets import busy_buckets, fit, halving_buckets, length_buckets
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, Size
 from jaxrlhf.engine.contents import Contents
 from jaxrlhf.engine.kv_cache import PageCache, SlotCache
 from jaxrlhf.engine.programs import Prefilled
+from jaxrlhf.engine.sequence import SequenceState
 from jaxrlhf.engine.weights import Weights
 from jaxrlhf.models import Past
 from jaxrlhf.models.vision.rows import Pixels, no_pixels, rows_of_prompts
@@ -22,6 +23,25 @@ PREFILL_TOKENS = 2048
 
 CHUNK_TOKENS = 512
 """Tokens of a long prompt that run together: enough to fill products, and few of the last chunk are padding."""
+
+
+PAST_PREFILLS = 4
+"""Tokens of prompts that go on together, padding included, over `PREFILL_TOKENS`: few of them are run."""
+
+SHORTEST_PAST = 64
+"""Prompts that go on are padded to this or its doubles: what is known of them is copied, and attended to, not run."""
+
+
+class Kind(NamedTuple):
+    """Sizes that prompts which run together have in common.
+
+    Attributes:
+      known_bits: Bits of the number of tokens that are known of a prompt; 0 if none are.
+      width: Tokens that it is padded to, at most.
+    """
+
+    known_bits: int
+    width: int
 
 
 def rows_of_prefill(slots: int, *, longest_prompt: int) -> int:
@@ -56,11 +76,10 @@ class Prefill:
         capacity: int,
         pixels: Pixels = no_pixels,
     ) -> None:
-        self._compiled, self._layout, self.rows = compiled, layout, rows
-        # Rows of few prompts that go on from what is known of them, as those of later turns do.
-        self._few = min(rows, -(-max(1, rows // 8) // replicas) * replicas)
+        self._compiled, self._layout, self.rows, self._replicas = compiled, layout, rows, replicas
         self.buckets = length_buckets(longest_prompt)
         self._longer = tuple(size for size in length_buckets(capacity) if size > longest_prompt)
+        self._past = halving_buckets(capacity, shortest=SHORTEST_PAST)
         self.prompts = self.prompt_tokens = self.reused_tokens = self.images = 0
         self._pixels = pixels
 
@@ -70,16 +89,34 @@ class Prefill:
         shortest = {fit(length, self.buckets): length for length in sorted(prompt_lengths, reverse=True)}
         return list(shortest.values())
 
+    def kind(self, contents: Contents, sequence: SequenceState) -> Kind:
+        """Kind of a prompt: others run with it of which about as much is known, and which are about as long."""
+        prompt = sequence.request.prompt
+        if known := contents.longest(prompt).tokens:
+            return Kind(known.bit_length(), fit(len(prompt), self._past))
+        return Kind(0, fit(max(len(prompt), self.buckets[-1]), (*self.buckets, *self._longer)))
+
+    def most(self, kind: Kind) -> int:
+        """Prompts of a kind that run together: so many that memory has a bound, whatever their length."""
+        tokens = PREFILL_TOKENS * PAST_PREFILLS if kind.known_bits else PREFILL_TOKENS
+        return self._whole_replicas(1 << (max(1, tokens // kind.width).bit_length() - 1))
+
+    def _whole_replicas(self, rows: int) -> int:
+        return min(self.rows, -(-rows // self._replicas) * self._replicas)
+
     def run(
         self, prompts: Sequence[tuple[int, ...]], weights: Weights, cache: SlotCache | PageCache, contents: Contents
     ) -> Prefilled:
-        """Run prompts; of those that are known in part, what follows the shortest known part."""
-        width = fit(max(map(len, prompts)), (*self.buckets, *self._longer))
-        known = [contents.longest(prompt) for prompt in prompts]
+        """Run prompts of one kind; of those that are known in part, what follows the shortest known part."""
+        longest, known = max(map(len, prompts)), [contents.longest(prompt) for prompt in prompts]
         for each in known:
             contents.go_on(each)
         first = min(tokens for tokens, _ in known)
-        count = self._few if first and len(prompts) <= self._few else self.rows
+        width = fit(longest, self._past if first else (*self.buckets, *self._longer))
+        count = self.most(Kind(first.bit_length(), max(width, 0 if first else self.buckets[-1])))
+        # Few prompts that go on, as of those whose tools have just answered, have a program of their own.
+        few = self._whole_replicas(max(1, self.rows // 8))
+        count = few if first and len(prompts) <= few < count else count
         token_PS = np.zeros((count, width), np.int32)
         length_P = np.ones(count, np.int32)
         for row, prompt in enumerate(prompts):
@@ -95,7 +132,7 @@ class Prefill:
         if first:
             slots = [slot for _, slot in known]
             prefix = cache.prefix(slots + slots[:1] * (count - len(prompts)), width=width)
-            chunk = min(CHUNK_TOKENS, fit(max(map(len, prompts)) - first, (*self.buckets, *self._longer)))
+            chunk = min(width, _chunk_of(longest - first, rows=count))
             arguments = (*arguments, Past(prefix, np.asarray(first, np.int32)))
             sizes = ("prefill from", width, chunk, count)
         if (images := self._images(prompts, length_P, width)) is not None:
@@ -115,3 +152,10 @@ class Prefill:
         rows = rows_of_prompts(vision, images_P, length_P, width, self._pixels)
         self.images += sum(map(len, images_P))
         return None if rows is None else self._compiled.put(rows, self._layout.rows)
+
+
+def _chunk_of(tokens: int, *, rows: int) -> int:
+    """Tokens of a chunk of prompts with so many to run: one of three sizes, which runs at most four times, or often."""
+    sizes = [CHUNK_TOKENS // part for part in (16, 4, 1) if part <= CHUNK_TOKENS]
+    sizes = [size for size in sizes if size * rows <= PREFILL_TOKENS] or sizes[:1]
+    return next((size for size in sizes if tokens <= 4 * size), sizes[-1])

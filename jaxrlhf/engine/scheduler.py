@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxrlhf.engine.sequence import SequenceState
 
@@ -73,16 +73,19 @@ class Scheduler:
         """The prompts prefilled last have all their sequences in slots, and more are queued."""
         return not self._prefilled and bool(self._queued)
 
-    def take_prompts(self, most: int, *, kind: Callable[[SequenceState], int] = lambda _: 0) -> list[tuple[int, ...]]:
+    def take_prompts(
+        self, most: Callable[[Any], int], kind: Callable[[SequenceState], Any] = lambda _: None
+    ) -> list[tuple[int, ...]]:
         """The next prompts in the queue, to be prefilled in this order of rows.
 
         Args:
+          most: How many of a kind run together.
           kind: What prompts that run together have in common; only those like the first in the queue are taken.
         """
         assert self.prefill_due, "prompts prefilled earlier still wait for slots"
         of_first = kind(next(iter(self._queued.values()))[0])
         alike = (prompt for prompt, sequences in self._queued.items() if kind(sequences[0]) == of_first)
-        prompts = list(islice(alike, most))
+        prompts = list(islice(alike, most(of_first)))
         for row, prompt in enumerate(prompts):
             self._prefilled.extend((row, sequence) for sequence in self._queued.pop(prompt))
         return prompts
