@@ -1,5 +1,7 @@
 """Episodes: the tokens of every turn are those that the policy drew, whoever else is under way and however slow."""
 
+import functools
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -150,6 +152,44 @@ def test_an_episode_alone_is_the_same_among_others_with_slow_tools(loop, engine,
         np.testing.assert_array_equal(getattr(alone.rollout.sequences, name), theirs[8:10])
     gap_BT = np.abs(alone.rollout.sampler_logp_BT - together.rollout.sampler_logp_BT[8:10])
     assert gap_BT.max() < 1e-5
+
+
+class LastFirst(EnvironmentPool):
+    """Answers a turn of all episodes in the reverse of the order in which they were asked."""
+
+    def __init__(self, *args, episodes):
+        super().__init__(*args)
+        self.held, self.episodes, self.lock = [], episodes, threading.Lock()
+
+    def step(self, episode, reply):
+        answered, given = super().step(episode, reply), Future()
+        self.held.append((answered, given))
+        answered.add_done_callback(self.release)
+        return given
+
+    def release(self, _):
+        with self.lock:
+            if len(self.held) < self.episodes or not all(answered.done() for answered, _ in self.held):
+                return
+            ready, self.held = self.held, []
+        for answered, given in reversed(ready):
+            given.set_result(answered.result())
+
+
+@pytest.mark.parametrize(
+    ("processes", "pool_of"),
+    [(12, functools.partial(LastFirst, episodes=12)), (1, EnvironmentPool), (4, EnvironmentPool)],
+    ids=["answers in reverse", "one process", "four processes"],
+)
+def test_neither_the_order_of_answers_nor_the_processes_they_come_from_change_a_token(
+    loop, engine, together, processes, pool_of
+):
+    settings = replace(TALKS, episodes_per_process=12 // processes, workers=processes)
+    with pool_of((settings,)) as pool:
+        batch = run(replace(loop, environment=settings, pool=pool), engine, problems(6))
+    assert {record.stop for record in batch.record_E} == {"done"}
+    for name in ("token_BT", "length_B", "mask_BT"):
+        np.testing.assert_array_equal(getattr(batch.rollout.sequences, name), getattr(together.rollout.sequences, name))
 
 
 def test_later_turns_compute_what_is_new_alone(loop, engine):
