@@ -13,7 +13,7 @@ from pathlib import Path
 from jax._src import xla_bridge
 from killed_runs import Case, config_of, forked
 
-from jaxrlhf.config import GRPO, PPO, Pool
+from jaxrlhf.config import GRPO, PPO, Pool, Rollout
 from jaxrlhf.trainer import log
 
 APART = (Pool("policy", 1, ("actor",)), Pool("generation", 1, ("rollout", "reward")))
@@ -25,9 +25,17 @@ def cases() -> dict[str, Case]:
     ppo = config_of(PPO(responses_per_update=64))
     return {
         "1 on two pools": Case(replace(grpo, pools=APART, rollout=replace(grpo.rollout, staleness=1)), gradients=4),
-        "2 on two pools": Case(replace(grpo, pools=APART, rollout=replace(grpo.rollout, staleness=2)), gradients=3),
         "4 on one pool": Case(replace(ppo, rollout=replace(ppo.rollout, staleness=4)), gradients=4),
+        "1 put off": Case(replace(ppo, rollout=over(ppo.rollout, 1)), gradients=4),
+        "2 put off, two pools": Case(replace(grpo, pools=APART, rollout=over(grpo.rollout, 2)), gradients=3),
     }
+
+
+def over(rollout: Rollout, staleness: int) -> Rollout:
+    """Half as many groups again under way, whose responses end with any of some letters, so that lengths vary."""
+    ends = replace(rollout.sampling, stop_tokens=("e", "a", "1"))
+    how = {"staleness": staleness, "over_provision": 1.5, "max_response_tokens": 16, "decode_tokens_per_dispatch": 2}
+    return replace(rollout, sampling=ends, **how)
 
 
 def main() -> None:

@@ -181,8 +181,8 @@ def test_the_greedy_baseline_is_asked_for_once_and_an_unscorable_one_teaches_not
     made = recorded()
     result, _ = made.step(ReMax(responses_per_update=6, kl=None), prompts=2, copies=3)
     assert [(ids, sampling.greedy, copies) for ids, sampling, copies in made.asked] == [
-        ((0, 1), True, 1),
         ((0, 1), False, 3),
+        ((0, 1), True, 1),
     ]
     assert result.metrics["score/greedy"] == pytest.approx(0.65)
     assert result.metrics["tokens/generated"] == MASK.sum() + MASK[[0, 3]].sum()

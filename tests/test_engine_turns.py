@@ -51,7 +51,9 @@ def weights(model):
 
 
 @functools.cache
-def build(model=MODEL, *, pages: bool = False, slots: int = 4, decode=None, **sizes: int) -> Engine:
+def build(
+    model=MODEL, *, pages: bool = False, slots: int = 4, window: int = 4, decode=None, most_kept: int = 0, **sizes: int
+) -> Engine:
     """One width of prompts and one size of the cache, so that little is compiled."""
     mesh = mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
     execution = models.Execution(pipeline=models.pipeline_over(mesh, ("stage",), row_axes=SLOT_AXES))
@@ -68,11 +70,12 @@ def build(model=MODEL, *, pages: bool = False, slots: int = 4, decode=None, **si
             max_prompt_tokens=48,
             max_response_tokens=16,
             stop_tokens=(3,),
-            decode_tokens_per_dispatch=4,
+            decode_tokens_per_dispatch=window,
             slot_axes=SLOT_AXES,
             kv_head_axis="tensor",
             execution=execution,
             decode=decode,
+            most_kept=most_kept,
         )
     engine.load(jax.device_put(weights(model), shardings(mesh, models.param_dims(model, "lm"), GENERATE)), version=0)
     return engine

@@ -13,7 +13,9 @@ from tiny_runs import numbers, records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs")]
 
-AGES = {"1 on two pools": [0, 1, 1, 1, 1, 1], "2 on two pools": [0, 1, 2, 2, 2, 2], "4 on one pool": [0, 1, 2, 3, 4, 4]}
+AGES = {"1 on two pools": [0, 1, 1, 1, 1, 1], "4 on one pool": [0, 1, 2, 3, 4, 4]}
+PUT_OFF = {"1 put off": (0, 1), "2 put off, two pools": (1, 2)}
+"""Least and most age of tokens, once the run is under way."""
 
 
 @pytest.fixture(scope="module")
@@ -27,20 +29,38 @@ def folder(programs, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", AGES)
+@pytest.mark.parametrize("name", [*AGES, *PUT_OFF])
 def test_a_run_at_a_staleness_that_was_killed_twice_goes_on_with_the_same_numbers(name, folder):
     whole, cut = folder / name / "whole", folder / name / "cut"
     assert json.loads((folder / name / "ends.json").read_text()) == [0, -signal.SIGKILL, -signal.SIGKILL, 0]
-    logged = numbers(whole / "metrics.jsonl")
+    assert numbers(cut / "metrics.jsonl") == numbers(whole / "metrics.jsonl")
+    for file in ("samples.jsonl", "evaluation.jsonl"):
+        assert (cut / file).read_bytes() == (whole / file).read_bytes()
+
+
+@pytest.mark.parametrize("name", AGES)
+def test_responses_of_whole_batches_are_as_old_as_the_staleness(name, folder):
+    logged = numbers(folder / name / "whole" / "metrics.jsonl")
     assert [record["staleness/age_mean"] for record in logged] == AGES[name]
     assert [record["staleness/age_max"] for record in logged] == AGES[name]
     assert [record[f"staleness/share_age_{age}"] for record, age in zip(logged, AGES[name], strict=True)] == [1.0] * 6
     # Responses of the policy that learns are as likely to it as to the sampler; those of older ones are not.
     assert logged[0]["sampler/kl"] < 1e-9 and all(record["sampler/kl"] > 1e-6 for record in logged[1:])
     assert all(record["correction/weight_mean"] != 1 for record in logged[1:])
-    assert numbers(cut / "metrics.jsonl") == logged
-    for file in ("samples.jsonl", "evaluation.jsonl"):
-        assert (cut / file).read_bytes() == (whole / file).read_bytes()
+
+
+@pytest.mark.parametrize("name", PUT_OFF)
+def test_groups_that_are_put_off_have_tokens_of_several_policies_and_none_too_old(name, folder):
+    logged = numbers(folder / name / "whole" / "metrics.jsonl")
+    least, most = PUT_OFF[name]
+    assert all(record["staleness/put_off_groups"] == 4 for record in logged)
+    for number, record in enumerate(logged):
+        shares = {int(key.rsplit("_", 1)[1]): value for key, value in record.items() if "share_age" in key}
+        assert min(shares) == min(number, least) and max(shares) == record["staleness/age_max"] <= most
+        assert sum(shares.values()) == pytest.approx(1)
+        assert len(shares) > 1 or number < 1 + least
+    assert any(record["staleness/recomputed_tokens"] > 0 for record in logged)
+    assert all(record["sampler/kl"] > 1e-6 for record in logged[1 + least :])
 
 
 def test_on_two_pools_responses_are_generated_while_the_policy_is_updated(folder):

@@ -13,12 +13,16 @@ from jaxrlhf.config import (
     GRPO,
     SFT,
     Arithmetic,
+    ColdStart,
     Config,
+    Environment,
     FromScratch,
     IcePop,
     KLInLoss,
+    Pool,
     Refusal,
     Rollout,
+    RolloutServer,
     Selection,
     TruncatedImportance,
 )
@@ -28,6 +32,7 @@ from jaxrlhf.trainer.asynchronous.off_policy import OffPolicy, age_metrics
 from jaxrlhf.trainer.asynchronous.queue_item import QUEUE, settled
 from jaxrlhf.trainer.schedule import Synchronous
 
+APART = (Pool("policy", 1, ("actor", "reference")), Pool("generation", 1, ("rollout", "reward")))
 PROMPTS, COPIES, STEPS, PATIENCE_S = 2, 2, 6, 60.0
 
 
@@ -168,6 +173,53 @@ def test_a_run_goes_on_at_a_higher_staleness_and_is_refused_at_a_lower_one():
         *((2, 1), (4, 1), (6, 1)),
         (8, 2),
     ]
+
+
+def over_provisioned(staleness: int, *, over: float = 1.5, **changes) -> Config:
+    config = config_of(staleness)
+    rollout = replace(config.rollout, over_provision=over, prompts_per_step=4, **changes)
+    return replace(config, rollout=rollout, algorithm=replace(config.algorithm, responses_per_update=8))
+
+
+@pytest.mark.parametrize(
+    ("staleness", "pools", "ahead"),
+    [(1, (), 0), (4, (), 0), (2, APART, 1), (4, APART, 1)],
+)
+def test_groups_that_go_on_leave_fewer_steps_to_collect_ahead(staleness, pools, ahead):
+    config = replace(over_provisioned(staleness), pools=pools)
+    assert (config.steps_ahead, config.rollout.groups_under_way) == (ahead, 6)
+    assert replace(config, rollout=replace(config.rollout, over_provision=1.0)).steps_ahead == staleness
+    [cold, _] = replace(config, pools=(), cold_start=ColdStart(steps=2)).phases
+    assert (cold.rollout.staleness, cold.rollout.over_provision) == (0, 1)
+
+
+def test_where_a_run_has_groups_under_way_it_goes_on_with_over_provision_alone():
+    saved = {"loader": 6, "counters": {"version": 1}, "queued": 0, "begun": 1, "under_way": 2}
+    for schedule in (schedule_of(0, apart=False), schedule_of(2, apart=False)):
+        with pytest.raises(Refusal, match=r"holds 2 groups of responses that are under way"):
+            schedule.restore(dict(saved))
+    roles = MadeRoles(actor=None, generates_apart=False)
+    OffPolicy(over_provisioned(2), roles, Counted()).restore(dict(saved))
+    with pytest.raises(Refusal, match=r"over_provision=1\.5 lets 0 wait; resume with rollout\.staleness=2 or more and"):
+        OffPolicy(over_provisioned(2), roles, Counted()).restore(saved | {"queued": 2})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"staleness": 0}, "lets none wait; set it to 1 or more"),
+        ({"over": 2.5}, r"over_provision must be in \[1\.0, 2\.0\]"),
+        ({"replay_routing": True}, "there is no routing to replay"),
+        ({"server": RolloutServer(("http://127.0.0.1:1",))}, "answers all that it is asked"),
+    ],
+)
+def test_groups_are_not_put_off_where_they_could_not_go_on(changes, said):
+    with pytest.raises(Refusal, match=said):
+        over_provisioned(**{"staleness": 1} | changes)
+    with pytest.raises(Refusal, match="one step ahead already; set it to 2 or more"):
+        replace(over_provisioned(2), pools=APART, rollout=over_provisioned(1).rollout)
+    with pytest.raises(Refusal, match="episodes do not yet"):
+        replace(over_provisioned(1), environment=Environment("own.py:Game"))
 
 
 def test_others_generate_between_two_collections_and_the_rest_go_on_waiting():

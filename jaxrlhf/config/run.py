@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient
+from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient, check_schedule
 from jaxrlhf.config.algorithms.supervised import SFT
 from jaxrlhf.config.checkpointing import Checkpointing
 from jaxrlhf.config.cli.annotations import check_types
@@ -111,7 +111,7 @@ class Config(Settings):
         self._check_placement()
         self._check_lora()
         self._check_sampler()
-        self._check_staleness()
+        check_schedule(self)
         self._check_search()
         self._check_layouts()
         self._check_microbatches()
@@ -155,6 +155,17 @@ class Config(Settings):
         return {name: role.training for name, role in self.roles.items() if role.training is not None}
 
     @property
+    def generates_apart(self) -> bool:
+        """True if a pool of its own generates."""
+        return any(ROLLOUT in pool.roles for pool in self.pools)
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps by which responses are collected ahead; the rest of the staleness is for groups that are put off."""
+        staleness, puts_off = self.rollout.staleness, self.rollout.over_provision > 1
+        return min(staleness, int(self.generates_apart)) if puts_off else staleness
+
+    @property
     def saving(self) -> Checkpointing:
         """The settings of checkpoints, with what was left open filled in."""
         return self.checkpoint.filled_in(self.evaluation.every_steps)
@@ -176,6 +187,7 @@ class Config(Settings):
             workdir=str(self.folder / COLD_START),
             algorithm=cold.algorithm,
             steps=cold.steps,
+            rollout=replace(self.rollout, staleness=0, over_provision=1.0),
             actor=replace(self.actor, optimizer=cold.optimizer, lora=None),
             cold_start=None,
             profile_steps=(),
@@ -239,26 +251,13 @@ class Config(Settings):
             f"{'quantize' if kind else 'server'}",
         )
         require(
-            kind is None or not any(ROLLOUT in pool.roles for pool in self.pools),
+            kind is None or not self.generates_apart,
             f"rollout.quantize={kind!r} rounds weights in the switch of layouts, and pools give 'rollout' one of its "
             "own; have the actor's pool generate, or drop quantize",
         )
         require(
             kind is None or self.actor.lora is None or self.actor.lora.quantize is None,
             f"rollout.quantize={kind!r}, and actor.lora.quantize has rounded the same matrices already; drop one",
-        )
-
-    def _check_staleness(self) -> None:
-        staleness, algorithm = self.rollout.staleness, type(self.algorithm).__name__
-        require(
-            staleness == 0 or isinstance(self.algorithm, PolicyGradient),
-            f"rollout.staleness={staleness} has responses wait for the policy that learns from them, and {algorithm} "
-            "samples none; leave it at 0",
-        )
-        require(
-            staleness == 0 or not self.selection.online,
-            f"selection.online leaves out problems by scores of earlier steps, and rollout.staleness={staleness} draws "
-            "them before those are there; choose one of the two",
         )
 
     def _check_search(self) -> None:

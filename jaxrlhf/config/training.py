@@ -3,12 +3,12 @@
 import ast
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxrlhf.config.lora import Lora
 from jaxrlhf.config.refusal import Refusal, require
 from jaxrlhf.config.serving import RolloutServer
-from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share
+from jaxrlhf.config.settings import Finite, NotNegative, Positive, Settings, Share, within
 
 
 @dataclass(frozen=True)
@@ -265,6 +265,9 @@ class Rollout(Settings):
       staleness: Most policy versions, one a step, by which the oldest token of a step may be behind the policy that
         learns from it. 0 generates, then learns. At k each step learns from responses that were begun k steps ago, so
         that generation on a pool of its own goes on while models are updated; `algorithm.correction` weighs them.
+      over_provision: Groups of responses under way over those of a step, from 1 to 2. Above 1 a step takes the first
+        groups that are complete, and the others go on under the next weights, each put off as often as the staleness
+        allows (APRIL: Zhou et al. 2025, arXiv:2509.18521).
       quantize: Format of the matrices of layers while they generate, rounded in the switch so that fewer bytes move:
         8 bits as integers, or as floats where the chip has those (Hopper, TPU v7). The policy that samples is then not
         the one that is trained, so the algorithm needs a `correction`. None leaves them in the compute dtype.
@@ -282,6 +285,7 @@ class Rollout(Settings):
     replay_routing: bool = False
     cache: Literal["auto", "slots", "pages"] = "auto"
     staleness: NotNegative[int] = 0
+    over_provision: Annotated[float, within(1.0, 2.0)] = 1.0
     quantize: Literal["int8", "fp8"] | None = None
     server: RolloutServer | None = None
 
@@ -300,3 +304,8 @@ class Rollout(Settings):
     @property
     def responses_per_step(self) -> int:
         return self.prompts_per_step * self.responses_per_prompt
+
+    @property
+    def groups_under_way(self) -> int:
+        """Groups that are generated at once; a step takes `prompts_per_step` of them."""
+        return math.ceil(self.prompts_per_step * self.over_provision)

@@ -5,6 +5,7 @@ An algorithm names one: a function of the roles and the step's input, whose resu
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
@@ -34,8 +35,17 @@ def respond(
     sampling: Sampling | None = None,
     responses_per_prompt: int | None = None,
 ) -> ScoredRollout:
-    """Generate responses to these problems and score them; None is what the configuration's rollout says."""
+    """Generate responses to these problems and score them; None is what the configuration's rollout says.
+
+    Where groups go on from step to step, what comes back are responses to the problems that it names, of those that
+    began now or earlier.
+    """
     settings = work.config.rollout
+    if work.in_flight is not None and sampling is None and responses_per_prompt is None:
+        assert work.draw_more is not None
+        take = partial(work.in_flight.take, step=work.index, seed=work.seed, draw_more=work.draw_more)
+        chosen, rollout = take(roles.actor, problems)
+        return ScoredRollout(chosen, rollout, roles.reward.compute_reward(chosen, rollout))
     return answered(
         roles,
         work.config,
@@ -181,8 +191,8 @@ def _answer(
     drawn = respond(roles, work, problems)
     rollout, scores = value_of(drawn.rollout), value_of(drawn.scores)
     copies = work.config.rollout.responses_per_prompt
-    informative_B = np.asarray(informative(scores, np.repeat(ids_of(problems), copies)))
-    return PromptGroups(problems, rollout, scores, informative_B[::copies], drawn.record_E)
+    informative_B = np.asarray(informative(scores, np.repeat(ids_of(drawn.problems), copies)))
+    return PromptGroups(drawn.problems, rollout, scores, informative_B[::copies], drawn.record_E)
 
 
 def ids_of(problems: Sequence[Problem]) -> list[int]:

@@ -116,10 +116,10 @@ class WithGreedyBaseline(ScoredRollout):
 
 
 def greedy_and_sampled(roles: Roles, work: StepInput[PolicyGradient]) -> WithGreedyBaseline:
-    """A greedy response to each problem, then sampled ones."""
-    likeliest = replace(work.config.rollout.sampling, greedy=True)
-    greedy = respond(roles, work, work.problems, sampling=likeliest, responses_per_prompt=1)
-    return WithGreedyBaseline(**vars(responses(roles, work)), greedy=greedy)
+    """Sampled responses, and a greedy one to each of their problems."""
+    sampled, likeliest = responses(roles, work), replace(work.config.rollout.sampling, greedy=True)
+    greedy = respond(roles, work, sampled.problems, sampling=likeliest, responses_per_prompt=1)
+    return WithGreedyBaseline(**vars(sampled), greedy=greedy)
 
 
 def remax(roles: Roles, work: StepInput[PolicyGradient], batch: WithGreedyBaseline) -> StepResult:

@@ -12,6 +12,7 @@ from jaxrlhf.config import Algorithm, Config
 from jaxrlhf.dataflows.batches.episode_rows import side_by_side
 
 if TYPE_CHECKING:
+    from jaxrlhf.dataflows.batches.in_flight import InFlight
     from jaxrlhf.single_controller.pools import Roles as Roles
 else:  # an algorithm is read, tested and planned without the workers
     Roles = Any
@@ -32,6 +33,7 @@ class StepInput(Generic[AlgorithmSettings]):
       state: Numbers that the algorithm carries from step to step.
       draw_more: Draws as many records again; the run's data position moves on with every call.
       examples: Records of the algorithm's own data, if it has some.
+      in_flight: Groups that go on from step to step; None where each step's begin and end in it.
     """
 
     config: Config
@@ -40,6 +42,7 @@ class StepInput(Generic[AlgorithmSettings]):
     state: Mapping[str, float]
     draw_more: Callable[[], Sequence[Problem]] | None = None
     examples: Sequence[Problem] = ()
+    in_flight: "InFlight | None" = None
 
     @property
     def settings(self) -> AlgorithmSettings:

@@ -87,6 +87,12 @@ def check_request(
     """
     prompt = request.prompt_tokens
     check_placeholders(prompt, request.images, vision, place=f"request {request.request_id}")
+    if request.drawn and not 0 < request.drawn < min(limit, len(prompt)):
+        raise Refusal(
+            f"drawn={request.drawn} of request {request.request_id}, with a prompt of {len(prompt)} tokens and a "
+            f"response of at most {limit}; expected 0 or more, and fewer than either"
+        )
+    limit -= request.drawn
     if not 0 < len(prompt) <= capacity - limit:
         raise Refusal(
             f"a prompt of {len(prompt)} tokens; expected 1 to {capacity - limit} beside a response of {limit}: "

@@ -219,7 +219,7 @@ class Engine:
         assert len(self.book.slot_B) == self.slots, "slots that are not computed cannot take a response"
         assert not self.book.unread, "a window that was not read yet may hold the last of a slot; read it first"
         for row, slot, sequence in placements:
-            self.book.start(slot, len(prefilled.tokens[row]), limit=sequence.limit)
+            self.book.start(slot, len(prefilled.tokens[row]), limit=sequence.limit - sequence.request.drawn)
             if isinstance(self._shape.config, ModelConfig) and not self._shape.records_routing:
                 self._contents.start(slot, sequence)
             if prefilled.prompts.choice_PSLk is not None:  # read when the response ends, so nothing waits for it

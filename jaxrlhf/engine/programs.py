@@ -65,7 +65,8 @@ class Insertion(NamedTuple):
     A slot past the last is skipped, so that one program serves any number up to I.
 
     Attributes:
-      limit_B: Most tokens of the response.
+      drawn_B: Tokens of the response that were drawn before and end its prompt.
+      limit_B: Most tokens of the response, those included.
       stop_BE: Ids that end it; the rest are negative.
     """
 
@@ -73,6 +74,7 @@ class Insertion(NamedTuple):
     slot_I: Array
     seed_B: Array
     request_B: Array
+    drawn_B: Array
     limit_B: Array
     stop_BE: Array
     settings: SlotSampling
@@ -191,9 +193,8 @@ def insert(params: Params, slots: Slots, prompts: Prompts, insertion: Insertion,
     """Start responses: draw their first tokens. `place` copies each prompt's cache into its slot."""
     row_I, slot_I = insertion.row_I, insertion.slot_I
     logits_IV = models.padded_logits(params, shape.config, prompts.hidden_PD)[row_I]
-    drawn_I = jnp.zeros_like(row_I)
-    token_I, logp_I, kept_IK = _draw(logits_IV, drawn_I, insertion, shape)
-    drawn_I = drawn_I + 1
+    token_I, logp_I, kept_IK = _draw(logits_IV, insertion.drawn_B, insertion, shape)
+    drawn_I = insertion.drawn_B + 1
 
     def put(stored_B, new_I):
         return stored_B.at[slot_I].set(new_I, mode="drop")

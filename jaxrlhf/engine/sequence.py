@@ -31,6 +31,8 @@ class Request:
         they are released, their room is needed, or other weights are loaded. Where experts are recorded, and with a
         model of one's own, requests that begin alike are computed whole all the same.
       images: Images of the prompt; those of two prompts with equal tokens may differ.
+      drawn: Last tokens of the prompt that are the response's own, drawn before: it goes on as if it had drawn them
+        here, within the limits of the whole. Its completion has those that follow.
     """
 
     request_id: int
@@ -40,6 +42,7 @@ class Request:
     stop_texts: tuple[str, ...] | None = None
     keep: bool = False
     images: tuple[Image, ...] = ()
+    drawn: int = 0
 
     @cached_property
     def prompt(self) -> tuple[int, ...]:
@@ -93,7 +96,7 @@ class SequenceState:
     """State of a request under way, on the host.
 
     Attributes:
-      limit: Most tokens of the response.
+      limit: Most tokens of the response, those drawn before included.
       stop_tokens, stop_texts: What ends it.
       on_tokens: Told of tokens and their log-probabilities as they are read.
       on_completion: Told of the response once it has ended.
@@ -145,16 +148,18 @@ class SequenceState:
     def _cut(self, before: int, decode: Decode) -> None:
         """End with the token that completes a stop text, if one after the first `before` does."""
         reach = max(len(text.encode()) for text in self.stop_texts) + _MARGIN_TOKENS
+        prompt, drawn = self.request.prompt_tokens, self.request.drawn
+        response, before = [*prompt[len(prompt) - drawn :], *self.tokens], before + drawn
         first = max(self.sampling.min_tokens, before - reach, 0)
 
         def found(end: int) -> str | None:
-            text = decode(self.tokens[first:end])
+            text = decode(response[first:end])
             return next((stop for stop in self.stop_texts if stop in text), None)
 
-        if found(len(self.tokens)) is not None:
-            ends = range(max(before, first) + 1, len(self.tokens) + 1)
+        if found(len(response)) is not None:
+            ends = range(max(before, first) + 1, len(response) + 1)
             end, self.stop_text = next((end, stop) for end in ends if (stop := found(end)) is not None)
-            del self.tokens[end:], self.logps[end:]
+            del self.tokens[end - drawn :], self.logps[end - drawn :]
 
     def complete(self, version: int) -> Completion:
         """The response, of which its listener is told."""

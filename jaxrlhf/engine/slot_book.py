@@ -181,6 +181,7 @@ def insertion_of(placements: Sequence[Placement], *, rows: int, slots: int, most
         slot_I=np.array([placement.slot for placement in placements] + [slots] * left, np.int32),
         seed_B=np.array([sequence.seed for sequence in sequences] + [0] * left, np.uint32),
         request_B=np.array([sequence.request.request_id for sequence in sequences] + [0] * left, np.uint32),
+        drawn_B=np.array([sequence.request.drawn for sequence in sequences] + [0] * left, np.int32),
         limit_B=np.array([sequence.limit for sequence in sequences] + [0] * left, np.int32),
         stop_BE=stop_BE,
         settings=settings_of([sequence.sampling for sequence in sequences] + [Sampling()] * left),

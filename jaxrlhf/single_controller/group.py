@@ -180,6 +180,9 @@ class ActorApart:
     def generate_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.generate_sequences(*args, versions=self._sent(), **kwargs)
 
+    def continue_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.continue_sequences(*args, versions=self._sent(), **kwargs)
+
     def run_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.run_episodes(*args, versions=self._sent(), **kwargs)
 
@@ -227,6 +230,9 @@ class ActorAsOf:
 
     def generate_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.generate_sequences(*args, versions=self._sent(), **kwargs)
+
+    def continue_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.continue_sequences(*args, versions=self._sent(), **kwargs)
 
     def run_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.run_episodes(*args, versions=self._sent(), **kwargs)

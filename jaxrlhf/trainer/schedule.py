@@ -78,8 +78,13 @@ class Synchronous:
         """Go on from a checkpoint's position.
 
         Raises:
-          Refusal: Responses wait in it, to be learnt from at a staleness.
+          Refusal: Responses wait in it, to be learnt from at a staleness, or are under way.
         """
+        if groups := saved.get("under_way", 0):
+            raise Refusal(
+                f"the checkpoint holds {groups} groups of responses that are under way, and rollout.over_provision=1 "
+                "has none go on from step to step; resume with over_provision and staleness as they were"
+            )
         if queued := saved.get("queued", 0):
             raise Refusal(
                 f"the checkpoint holds responses of {queued} steps, and rollout.staleness=0 learns from none that "

@@ -1,6 +1,6 @@
 """The table of derived settings that a run prints before it starts."""
 
-from jaxrlhf.config import ROLLOUT, Config, PolicyGradient
+from jaxrlhf.config import Config, PolicyGradient
 from jaxrlhf.data.sources import Loaded
 from jaxrlhf.models import AnyModel, CausalLM
 from jaxrlhf.runtime import compilation_cache
@@ -91,14 +91,23 @@ def _staleness_rows(config: Config, algorithm: PolicyGradient) -> list[SummaryRo
     """Rows of a run that learns from responses of older policies."""
     if not (staleness := config.rollout.staleness):
         return []
-    apart = any(ROLLOUT in pool.roles for pool in config.pools)
-    how = "generated while models are updated" if apart else "generated and learnt from in turns, on one pool"
+    how = (
+        "generated while models are updated"
+        if config.generates_apart
+        else "generated and learnt from in turns, on one pool"
+    )
     correction = algorithm.correction_for(config)
     chosen = "chosen for the staleness" if algorithm.correction == "auto" else "as configured"
     if correction is None and algorithm.old_logp == "bypass":
         chosen = "the loss's own ratio, by old_logp='bypass'"
+    rollout, rows = config.rollout, []
+    if rollout.over_provision > 1:
+        under_way = f"{rollout.groups_under_way} for {rollout.prompts_per_step}"
+        most = staleness - config.steps_ahead
+        rows = [("step", "groups under way", under_way, f"a group is put off {most} time{'s' * (most > 1)} at most")]
     return [
         ("step", "staleness", f"{staleness}", how),
+        *rows,
         ("step", "correction", "none" if correction is None else repr(correction), chosen),
     ]
 

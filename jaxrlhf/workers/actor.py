@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.batch import Array, EpisodeBatch, Experience, Params, Problem, RolloutBatch, Sequences
+from jaxrlhf.batching.partial_rollouts import PartialRollout
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
 from jaxrlhf.config import Optimizer, Sampling
 from jaxrlhf.resharding.hybrid import HybridEngine, Switch, SwitchError
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits
 from jaxrlhf.workers.model import Metrics, ModelSetup
-from jaxrlhf.workers.sampler import Sampler
+from jaxrlhf.workers.sampler import Sampler, quota
 from jaxrlhf.workers.trained_model import Objective, TrainedWorker
 
 
@@ -128,6 +129,30 @@ class Actor(TrainedWorker):
         """
         with self.generating() as sampler:
             return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
+
+    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
+    def continue_sequences(
+        self,
+        problems: Sequence[Problem],
+        under_way: PartialRollout,
+        *,
+        sampling: Sampling,
+        complete: int,
+        of: int,
+        due: int,
+    ) -> PartialRollout:
+        """Draw further tokens of groups under way, under the current policy, until enough of them are complete.
+
+        Keys and values of tokens that earlier policies drew are computed again by this one.
+
+        Args:
+          problems: Problem of each group.
+          complete, of: Groups that have to be complete, of how many over all ranks; each rank has its share of them.
+          due: Groups that were begun in this step or before have to be complete, too.
+        """
+        with self.generating() as sampler:
+            here = quota(complete, of, len(problems))
+            return sampler.go_on(problems, under_way, sampling, complete=here, due=due)
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def run_episodes(

@@ -1,7 +1,7 @@
 """Generation of rollouts: on the actor's own devices, or on another pool with copies of its weights."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrlhf.agent_loop import AgentLoop
-from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch, Sequences, images_of_problems
+from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch, images_of_problems
+from jaxrlhf.batching.partial_rollouts import PartialRollout, append, prompts_alone
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Completion, Engine, Request
@@ -102,6 +103,49 @@ class Sampler:
                 "engine record it, or sample with temperature only"
             )
         return rollout
+
+    def go_on(
+        self, problems: Sequence[Problem], under_way: PartialRollout, sampling: Sampling, *, complete: int, due: int
+    ) -> PartialRollout:
+        """Draw further tokens of groups under way, the oldest first, until enough of them are complete.
+
+        Args:
+          complete: Groups that have to be.
+          due: Groups that were begun in this step or before have to be, too.
+        """
+        assert isinstance(self.engine, Engine) and self.engine.weights is not None, "groups go on in our own engine"
+        engine, copies, version = self.engine, under_way.copies, self.engine.weights.version
+        rollout: RolloutBatch = jax.tree.map(np.array, under_way.rollout)
+        begun_P, ended_B = under_way.begun_P, under_way.ended_B.copy()
+        open_rows = [row for row in range(len(ended_B)) if not ended_B[row]]
+        open_rows.sort(key=lambda row: begun_P[row // copies])
+        requests = {
+            row: _request_to_go_on(problems[row // copies], rollout, row, copy=row % copies, copies=copies)
+            for row in open_rows
+        }
+        row_of = {request.request_id: row for row, request in requests.items()}
+
+        def enough() -> bool:
+            complete_P = replace(under_way, ended_B=ended_B).complete_P
+            return bool(complete_P.sum() >= complete and complete_P[begun_P <= due].all())
+
+        try:
+            states = {
+                row: engine.add(request, sampling, seed=int(under_way.seed_B[row])) for row, request in requests.items()
+            }
+            while not enough():
+                for completion in engine.step():
+                    row = row_of[completion.request_id]
+                    ended_B[row], rollout.truncated_B[row] = True, completion.truncated
+                self.progress("generate", int(ended_B.sum()), len(ended_B))
+        finally:
+            engine.free()
+        for row, state in states.items():
+            columns = append(rollout, row, state.tokens, state.logps, version=version)
+            if state.kept:
+                kept_BTK: Any = rollout.sequences.kept_BTK
+                kept_BTK[row, columns] = np.concatenate(state.kept)[: len(state.tokens)]
+        return replace(under_way, rollout=rollout, ended_B=ended_B)
 
     def run_episodes(
         self, problems: Sequence[Problem], sampling: Sampling, *, responses_per_prompt: int, seed: int
@@ -198,6 +242,22 @@ class RolloutWorker:
         return sampler.generate(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
+    def continue_sequences(
+        self,
+        problems: Sequence[Problem],
+        under_way: PartialRollout,
+        *,
+        sampling: Sampling,
+        complete: int,
+        of: int,
+        due: int,
+        versions: Sequence[int],
+    ) -> PartialRollout:
+        """Draw further tokens of groups under way with the weights last sent; see `Actor.continue_sequences`."""
+        sampler, here = self._at_version(versions), quota(complete, of, len(problems))
+        return sampler.go_on(problems, under_way, sampling, complete=here, due=due)
+
+    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def run_episodes(
         self,
         problems: Sequence[Problem],
@@ -217,6 +277,19 @@ class RolloutWorker:
         return self._sampler
 
 
+def quota(complete: int, of: int, here: int) -> int:
+    """Groups that a rank with `here` of all groups has to complete, so that `complete` of all are."""
+    return -(-complete * here // of)
+
+
+def _request_to_go_on(problem: Problem, rollout: RolloutBatch, row: int, *, copy: int, copies: int) -> Request:
+    """Request for the rest of the response in a row, to a problem of which this is one of several copies."""
+    length = int(rollout.sequences.length_B[row])
+    tokens, drawn = rollout.sequences.token_BT[row, :length], length - len(problem.prompt_tokens)
+    number = problem.prompt_id * copies + copy
+    return Request(number, tuple(tokens.tolist()), images=problem.images, drawn=drawn)
+
+
 def _padded(recorded: Sequence[np.ndarray | None], starts: Sequence[int], *, width: int) -> np.ndarray | None:
     """`[B, T, ...]` records of tokens, each from its start on; -1 where none were made."""
     if not recorded or recorded[0] is None:
@@ -230,28 +303,14 @@ def _padded(recorded: Sequence[np.ndarray | None], starts: Sequence[int], *, wid
 
 def to_rollout(prompts: Sequence[Problem], completions: Sequence[Completion], *, width: int) -> RolloutBatch:
     """Completions as left-aligned arrays of `width` columns."""
-    count = len(completions)
-    token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
-    logp_BT, version_BT = np.zeros((count, width), np.float32), np.full((count, width), -1, np.int32)
-    length_B, start_B = np.zeros(count, np.int32), [len(problem.prompt_tokens) for problem in prompts]
-    for row, (problem, completion) in enumerate(zip(prompts, completions, strict=True)):
-        start = len(problem.prompt_tokens)
-        end = start + len(completion.tokens)
-        token_BT[row, :start], token_BT[row, start:end] = problem.prompt_tokens, completion.tokens
-        logp_BT[row, start:end], version_BT[row, start:end] = completion.logps, completion.version
-        mask_BT[row, start:end] = True
-        length_B[row] = end
-    return RolloutBatch(
-        sequences=Sequences(
-            token_BT,
-            length_B,
-            mask_BT,
-            np.array([p.prompt_id for p in prompts], np.int64),
-            _padded([completion.choice_TLk for completion in completions], [0] * count, width=width),
-            images_of_problems(prompts),
-            _padded([completion.kept_TK for completion in completions], start_B, width=width),
-        ),
-        sampler_logp_BT=logp_BT,
-        truncated_B=np.array([c.truncated for c in completions]),
-        version_BT=version_BT,
+    rollout = prompts_alone(prompts, width=width)
+    for row, completion in enumerate(completions):
+        append(rollout, row, completion.tokens, completion.logps, version=completion.version)
+    starts = [len(problem.prompt_tokens) for problem in prompts]
+    sequences = replace(
+        rollout.sequences,
+        choice_BTLk=_padded([completion.choice_TLk for completion in completions], [0] * len(starts), width=width),
+        images_B=images_of_problems(prompts),
+        kept_BTK=_padded([completion.kept_TK for completion in completions], starts, width=width),
     )
+    return replace(rollout, sequences=sequences, truncated_B=np.array([c.truncated for c in completions]))

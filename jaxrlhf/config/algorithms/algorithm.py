@@ -187,3 +187,42 @@ def _check_sampling(config: Config) -> None:
         "the trainer's log-probabilities would be of another distribution; sample with temperature only, or drop "
         "environment and rollout.server",
     )
+
+
+def check_schedule(config: Config) -> None:
+    """Raise `Refusal` if responses cannot wait for the policy, or groups not be put off, as the rollout says."""
+    rollout, algorithm = config.rollout, type(config.algorithm).__name__
+    staleness, over = rollout.staleness, rollout.over_provision
+    require(
+        staleness == 0 or isinstance(config.algorithm, PolicyGradient),
+        f"rollout.staleness={staleness} has responses wait for the policy that learns from them, and {algorithm} "
+        "samples none; leave it at 0",
+    )
+    require(
+        staleness == 0 or not config.selection.online,
+        f"selection.online leaves out problems by scores of earlier steps, and rollout.staleness={staleness} draws "
+        "them before those are there; choose one of the two",
+    )
+    if over == 1:
+        return
+    least = 1 + int(config.generates_apart)
+    ahead = "; on a pool of its own generation is one step ahead already" if least > 1 else ""
+    require(
+        staleness >= least,
+        f"rollout.over_provision={over} puts off groups that are not complete, and rollout.staleness={staleness} lets "
+        f"none wait{ahead}; set it to {least} or more",
+    )
+    require(
+        config.environment is None,
+        f"rollout.over_provision={over} has responses go on in a later step, and episodes do not yet; drop it",
+    )
+    require(
+        rollout.server is None,
+        f"rollout.over_provision={over} ends a round when enough groups are complete, and rollout.server answers all "
+        "that it is asked; drop one",
+    )
+    require(
+        not rollout.replay_routing,
+        f"rollout.over_provision={over} computes a response again under the next weights, and its experts are other "
+        "ones then, so there is no routing to replay; drop one",
+    )

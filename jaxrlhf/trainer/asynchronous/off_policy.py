@@ -14,6 +14,7 @@ import numpy as np
 from jaxrlhf.batch import RolloutBatch
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import Refusal, function_of
+from jaxrlhf.dataflows.batches.in_flight import InFlight
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult, value_of
 from jaxrlhf.single_controller.pools import Roles
@@ -21,21 +22,27 @@ from jaxrlhf.trainer.asynchronous.collector import Collector
 from jaxrlhf.trainer.asynchronous.queue_item import QUEUE, QueueItem
 from jaxrlhf.trainer.schedule import Synchronous
 
+IN_FLIGHT = "in_flight"
+"""Name of the checkpoint's item with the groups that go on, and so of its folder."""
+
 
 class Collection(NamedTuple):
-    """Input of a step, and what was collected for it."""
+    """Input of a step, what was collected for it, and numbers of the rounds that this took."""
 
     work: StepInput[Any]
     collected: Any
+    metrics: Metrics
 
 
 @dataclass
 class OffPolicy(Synchronous):
-    """Step i learns from what was collected with the weights of step i - k, of k = `rollout.staleness`.
+    """Step i learns from what was collected with the weights of step i - k, of k = `config.steps_ahead`.
 
-    The first k + 1 steps learn from responses of the first weights. Which weights draw which responses hangs on the
-    numbers of steps alone: a run that is repeated, or killed and resumed, has the same numbers. Where a pool of its own
-    generates, that goes on while models are updated; on one pool they take turns.
+    That is `rollout.staleness` where whole batches are collected: the first k + 1 steps learn from responses of the
+    first weights. Under over-provision responses go on from one collection to the next, which are fewer steps ahead.
+    Which weights draw which tokens hangs on the numbers of steps and on counts of tokens alone: a run that is repeated,
+    or killed and resumed, has the same numbers. Where a pool of its own generates, that goes on while models are
+    updated; on one pool they take turns.
     """
 
     _collector: Collector = field(init=False)
@@ -46,31 +53,35 @@ class OffPolicy(Synchronous):
 
     def __post_init__(self) -> None:
         self._collector = Collector(apart=self.roles.generates_apart)
+        self._in_flight = InFlight(self.config) if self.config.rollout.over_provision > 1 else None
 
     def step(self, index: int, state: dict[str, float], *, doing: Callable[[str], None]) -> tuple[Any, StepResult]:
         """One step; see `Synchronous.step`. Collections of later steps may be under way as it returns."""
-        staleness = self.config.rollout.staleness
+        ahead = self.config.steps_ahead
         doing("beginning the responses of later steps")
         self._begun = max(self._begun, index)
-        for number in range(self._begun, min(index + staleness + 1, self.config.steps)):
-            roles = self.roles.as_of_now(waiting=staleness + 1)
+        for number in range(self._begun, min(index + ahead + 1, self.config.steps)):
+            roles = self.roles.as_of_now(waiting=ahead + 1)
             self._queue.append(self._collector.submit(partial(self._collected, number, state, roles)))
             self._begun = number + 1
         ready = sum(future.done() for future in self._queue)
         doing("waiting for responses")
-        work, collected = self._queue.popleft().result()
+        work, collected, rounds = self._queue.popleft().result()
         doing("running the algorithm")
         learner = _LearningActor(self.roles.actor)
         result = function_of(self.config.algorithm, "learn")(
             _with_actor(self.roles, learner), replace(work, state=state), collected
         )
-        self._metrics = {"time/ready_batches": float(ready), **age_metrics(collected, self._version)}
+        self._metrics = {"time/ready_batches": float(ready), **rounds, **age_metrics(collected, self._version)}
         self._version += learner.updates
         return collected, result
 
     def _collected(self, number: int, state: dict[str, float], roles: Roles) -> Collection:
-        work = self.draw(number, state)
-        return Collection(work, function_of(self.config.algorithm, "collect")(roles, work))
+        work, flight = replace(self.draw(number, state), in_flight=self._in_flight), self._in_flight
+        if flight is None:
+            return Collection(work, function_of(self.config.algorithm, "collect")(roles, work), {})
+        flight.metrics = {}
+        return Collection(work, function_of(self.config.algorithm, "collect")(roles, work), flight.metrics)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -83,14 +94,17 @@ class OffPolicy(Synchronous):
         return self._metrics
 
     def items(self) -> dict[str, Item]:
-        """The collections that no step has learnt from."""
-        return {QUEUE: QueueItem(self._waiting, self._wait)}
+        """The collections that no step has learnt from, and the groups that go on."""
+        queue: dict[str, Item] = {QUEUE: QueueItem(self._waiting, self._wait)}
+        flight = self._in_flight
+        return queue if flight is None else queue | {IN_FLIGHT: QueueItem(flight.saved, flight.restore)}
 
     def state(self) -> dict[str, Any]:
         """Position in the data behind what was collected; waits for what is under way."""
         for future in self._queue:
             future.result()
-        return super().state() | {"begun": self._begun, "queued": len(self._queue)}
+        under_way = 0 if self._in_flight is None else self._in_flight.groups
+        return super().state() | {"begun": self._begun, "queued": len(self._queue), "under_way": under_way}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Go on from a checkpoint's position.
@@ -98,31 +112,36 @@ class OffPolicy(Synchronous):
         Raises:
           Refusal: More was collected ahead than the staleness allows now.
         """
-        if saved.get("queued", 0) > (staleness := self.config.rollout.staleness):
+        queued, ahead = saved.get("queued", 0), self.config.steps_ahead
+        if queued > ahead:
+            rollout = self.config.rollout
             raise Refusal(
-                f"the checkpoint holds responses of {saved['queued']} steps, and rollout.staleness={staleness} lets "
-                f"{staleness} wait; resume with rollout.staleness={saved['queued']} or more"
+                f"the checkpoint holds responses of {queued} steps, and rollout.staleness={rollout.staleness} with "
+                f"over_provision={rollout.over_provision} lets {ahead} wait; resume with rollout.staleness={queued} or "
+                "more and over_provision=1, or as before"
             )
-        super().restore({name: value for name, value in saved.items() if name != "queued"})
+        ours = {"queued"} if self._in_flight is None else {"queued", "under_way"}
+        super().restore({name: value for name, value in saved.items() if name not in ours})
         self._begun, self._version = saved.get("begun", 0), saved["counters"]["version"]
 
     def close(self) -> None:
         """Begin no more."""
         self._collector.close()
 
-    def _waiting(self) -> list[tuple[dict[str, Any], Any]]:
+    def _waiting(self) -> list[tuple[dict[str, Any], Any, Metrics]]:
         """Collections to save, each with the part of its step's input that is not the schedule's own."""
         done = [future.result() for future in self._queue]
         return [
-            ({name: getattr(work, name) for name in ("problems", "index", "state", "examples")}, collected)
-            for work, collected in done
+            ({name: getattr(work, name) for name in ("problems", "index", "state", "examples")}, collected, rounds)
+            for work, collected, rounds in done
         ]
 
-    def _wait(self, saved: list[tuple[dict[str, Any], Any]]) -> None:
+    def _wait(self, saved: list[tuple[dict[str, Any], Any, Metrics]]) -> None:
         self._queue.clear()
-        for given, collected in saved:
+        for given, collected, *rounds in saved:  # older checkpoints have no numbers of rounds
             future: Future[Collection] = Future()
-            future.set_result(Collection(StepInput(self.config, draw_more=self.loader.next, **given), collected))
+            work: StepInput[Any] = StepInput(self.config, draw_more=self.loader.next, **given)
+            future.set_result(Collection(work, collected, rounds[0] if rounds else {}))
             self._queue.append(future)
 
 

@@ -1,0 +1,106 @@
+"""Groups of responses that go on from step to step, each token drawn by the policy of its own time.
+
+Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
+"""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import struct
+
+from jaxrlhf.batch import Problem, RolloutBatch, Sequences
+
+
+@struct.dataclass
+class PartialRollout:
+    """N groups of G responses, as far as they are drawn.
+
+    Attributes:
+      rollout: B = N * G rows, group by group; the mask covers what was drawn. Images are in the problems alone.
+      seed_B: int64 seed that a response is drawn with from its first token to its last.
+      ended_B: bool, the last token was drawn.
+      begun_P: int64 step in which each group was begun.
+    """
+
+    rollout: RolloutBatch
+    seed_B: np.ndarray
+    ended_B: np.ndarray
+    begun_P: np.ndarray
+
+    @property
+    def copies(self) -> int:
+        """G, responses of a group."""
+        return len(self.ended_B) // len(self.begun_P)
+
+    @property
+    def complete_P(self) -> np.ndarray:
+        """bool, groups of which every response has ended."""
+        return np.asarray(self.ended_B.reshape(-1, self.copies).all(axis=1))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were drawn."""
+        return int(np.sum(self.rollout.sequences.mask_BT))
+
+    def take(self, groups: Sequence[int] | np.ndarray) -> "PartialRollout":
+        """The groups at these indices."""
+        places = np.asarray(groups, np.int64)
+        rows = (places[:, None] * self.copies + np.arange(self.copies)).ravel()
+        parts = self.rollout, self.seed_B, self.ended_B
+        rollout, seed_B, ended_B = jax.tree.map(lambda value: np.asarray(value)[rows], parts)
+        return PartialRollout(rollout, seed_B, ended_B, self.begun_P[places])
+
+    def concat(self, other: "PartialRollout") -> "PartialRollout":
+        """These groups, then the other's."""
+        return jax.tree.map(lambda *parts: np.concatenate(parts), self, other)
+
+
+def not_begun(
+    problems: Sequence[Problem], *, copies: int, seed: int, step: int, width: int, most_kept: int
+) -> PartialRollout:
+    """Groups of `copies` responses to these problems, of which no token is drawn.
+
+    Args:
+      width: T, columns of the arrays.
+      most_kept: K, tokens at most that a recorded draw is among; 0 records none.
+    """
+    prompts = [problem for problem in problems for _ in range(copies)]
+    return PartialRollout(
+        prompts_alone(prompts, width=width, most_kept=most_kept),
+        np.full(len(prompts), seed, np.int64),
+        np.zeros(len(prompts), bool),
+        np.full(len(problems), step, np.int64),
+    )
+
+
+def prompts_alone(prompts: Sequence[Problem], *, width: int, most_kept: int = 0) -> RolloutBatch:
+    """Left-aligned arrays of `width` columns that hold a prompt a row and no response yet."""
+    shape = len(prompts), width
+    token_BT, length_B = np.zeros(shape, np.int32), np.zeros(len(prompts), np.int32)
+    for row, problem in enumerate(prompts):
+        length_B[row] = end = len(problem.prompt_tokens)
+        token_BT[row, :end] = problem.prompt_tokens
+    return RolloutBatch(
+        sequences=Sequences(
+            token_BT,
+            length_B,
+            np.zeros(shape, bool),
+            np.array([problem.prompt_id for problem in prompts], np.int64),
+            kept_BTK=np.full((*shape, most_kept), -1, np.int32) if most_kept else None,
+        ),
+        sampler_logp_BT=np.zeros(shape, np.float32),
+        truncated_B=np.zeros(len(prompts), bool),
+        version_BT=np.full(shape, -1, np.int32),
+    )
+
+
+def append(rollout: RolloutBatch, row: int, tokens: Sequence[int], logps: Sequence[float], *, version: int) -> slice:
+    """Write tokens that a response goes on with into a rollout's arrays, in place; returns their columns."""
+    sequences = rollout.sequences
+    start = int(sequences.length_B[row])
+    columns = slice(start, start + len(tokens))
+    sequences.token_BT[row, columns], sequences.mask_BT[row, columns] = tokens, True
+    rollout.sampler_logp_BT[row, columns], rollout.version_BT[row, columns] = logps, version
+    sequences.length_B[row] = columns.stop
+    return columns
