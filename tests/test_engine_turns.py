@@ -184,6 +184,17 @@ def test_what_is_kept_goes_when_others_need_its_room_or_it_is_released_or_weight
     assert second_turn(lambda: engine.load(engine.weights.params, version=1)) == 0
 
 
+def test_conversations_that_fill_all_slots_leave_each_other_theirs(engine, monkeypatch):
+    """Prompts go on one after another here, so that each finds a slot while others still wait."""
+    most = engine.prefill.most
+    monkeypatch.setattr(engine.prefill, "most", lambda kind: 1 if kind.known_bits else most(kind))
+    before, completions = engine.prefill.reused_tokens, turns(engine, keep=True)
+    equal(completions, whole())
+    first, second, _ = (sum(len(each.tokens) for each in completions[at : at + 4]) for at in (0, 4, 8))
+    run_before = sum(map(len, prompts())) + first - 4
+    assert engine.prefill.reused_tokens - before == run_before + (run_before + 4 + 2 * 4 + second - 4)
+
+
 def test_a_later_prompt_may_be_longer_than_the_first_but_not_than_the_engine(engine):
     with pytest.raises(Refusal, match="a prompt of 57 tokens; expected 1 to 56 beside a response of 8"):
         engine.add(Request(1, (5,) * 57, max_tokens=8), Sampling(), seed=SEED)

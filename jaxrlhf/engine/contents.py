@@ -46,7 +46,7 @@ class Contents:
         self._uses = 0
 
     def used(self, slot: int) -> int:
-        """Number of the last use of a slot, from 1; 0 if it holds nothing."""
+        """Number of the last use of a slot, from 1; 0 if it holds nothing that another will not."""
         return self._content[slot].used if slot in self._content else 0
 
     @property
@@ -81,9 +81,14 @@ class Contents:
             self._forget(slot)
 
     def go_on(self, known: Known) -> None:
-        """A prompt goes on from what is known of it, which counts as a use of the slot."""
+        """A prompt goes on from what is known of it, which counts as a use of the slot.
+
+        Where that is all there is, the prompt's own slot will have it too, so that this one is the first to be taken.
+        """
         if known.tokens:
-            self._content[known.slot] = self._content[known.slot]._replace(used=self._next_use())
+            content = self._content[known.slot]
+            spent = content.parked and len(content.token_S) == known.tokens
+            self._content[known.slot] = content._replace(used=0 if spent else self._next_use())
 
     def longest(self, prompt: Sequence[int]) -> Known:
         """The longest known beginning of a prompt, without its last token, which is run to predict the next."""
