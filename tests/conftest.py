@@ -27,12 +27,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
+import type_checks
 from jaxtyping import install_import_hook
 
-# Every annotated call in these rooms is checked while tests run. `batch` is left out: JAX rebuilds pytrees with
-# arbitrary leaves; and what counts weights holds no arrays, and is called a million times by a search.
+# Annotated calls in these rooms are checked, the first of each test (`type_checks.py`). `batch` is left out: JAX
+# rebuilds pytrees with arbitrary leaves; and what counts weights holds no arrays, and is called a million times by a
+# search.
 _ROOMS = ["algos", "data", "sharding", "resharding", "rewards", "engine"]
 _MODELS = {path.stem for path in Path(__file__).parents[1].glob("jaxrlhf/models/[a-z]*")} - {"config", "memory"}
+type_checks.check_first_calls()
 install_import_hook(
     [f"jaxrlhf.{name}" for name in (*_ROOMS, *(f"models.{name}" for name in sorted(_MODELS)))], "type_checks.check"
 )
@@ -86,6 +89,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             seconds[Path(report.location[0]).stem.split("_")[1]] += report.duration
     rows = [f"{room} {took:.0f}{'*' * (took > _BUDGET_S.get(room, 0))}" for room, took in seconds.most_common()]
     terminalreporter.write_line(f"seconds by room: {', '.join(rows)}")
+
+
+def pytest_runtest_setup() -> None:
+    type_checks.begin_test()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import house_rules
+import jaxtyping
+import numpy as np
 import pytest
+import type_checks
 
+from jaxrlhf.algos.masked import selected
 from jaxrlhf.config import load, shipped, to_json
 
 ROOT = Path(__file__).parents[1]
@@ -241,3 +245,15 @@ def test_rule_torch_can_fail(tmp_path, source):
 
 def test_rule_light_can_fail():
     assert loaded_by("import rich") & HEAVY == {"rich"}
+
+
+def test_annotated_calls_are_checked():
+    """The first of every test; what a run repeats is not."""
+    type_checks.begin_test()
+    for _ in range(type_checks.CALLS):
+        with pytest.raises(jaxtyping.TypeCheckError, match="mask"):
+            selected(np.zeros(3, np.float32), np.zeros((3, 1), bool))
+    assert selected(np.zeros(3, np.float32), np.zeros(3, bool)).shape == (3,)
+    type_checks.begin_test()
+    with pytest.raises(jaxtyping.TypeCheckError, match="mask"):
+        selected(np.zeros(3, np.float32), np.zeros((3, 1), bool))
