@@ -14,6 +14,7 @@ os.environ["NPROC"] = "32"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_NUM_THREADS"] = "1"  # torch's second thread, and that of numpy's BLAS, would spin while it has no work
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # nothing of one test reaches another, or the user's own cache
 # Tests run a program once or twice, so what counts is how long it compiles: LLVM leaves machine code as it comes, and
 # fusions go through XLA:CPU's older emitters instead of a pipeline of MLIR's each. That is half of all processor time.
