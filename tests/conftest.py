@@ -52,7 +52,6 @@ _LONGEST = (
         "test_learning_tools",
         "test_dataflows_learn",
         "test_learning",
-        "test_learning_arithmetic",
         "test_run_ray",
         "test_run_ray_failures",
     ),

@@ -1,7 +1,8 @@
 """GRPO finishes what a careless teacher left undone, with a mixture of experts and by adapters alone.
 
 As in `configs/grpo_arithmetic.py` with a smaller model: a supervised start imitates solutions of which most
-stop one step early, and rewards tell that finishing pays.
+stop one step early, and rewards tell that finishing pays. The slow tier shows that experts and adapters learn on
+smaller tasks, in `test_learning_experts.py` and `test_learning_lora.py`.
 """
 
 from pathlib import Path
@@ -29,7 +30,7 @@ from jaxrlhf.config import (
     Training,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "optimized")]
+pytestmark = [pytest.mark.seeds, pytest.mark.usefixtures("programs", "optimized")]
 
 
 def arithmetic(workdir: Path, *, learning_rate: float, cold_steps: int, steps: int, model: Any, **actor: Any) -> Config:

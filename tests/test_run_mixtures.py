@@ -24,7 +24,7 @@ from jaxrlhf.config import (
     Source,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 
 
 def write(path, count, **fields):
@@ -33,8 +33,9 @@ def write(path, count, **fields):
     return str(path)
 
 
-@pytest.fixture
-def config(tmp_path):
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("mixture")
     sums, odd = write(tmp_path / "sums.jsonl", 8), write(tmp_path / "odd.jsonl", 6, odd=True)
     sources = (
         Source(name="sums", data=PromptFile(sums, evaluation=sums), weight=3),
@@ -63,30 +64,34 @@ def config(tmp_path):
     )
 
 
-def test_each_source_is_drawn_scored_and_evaluated_by_itself(config):
+@pytest.fixture(scope="module")
+def whole(config, programs, undrawn):
     result = jaxrlhf.run(config)
-    steps = records(result.workdir / "metrics.jsonl")
+    assert result.finished
+    return result
+
+
+def test_each_source_is_drawn_scored_and_evaluated_by_itself(whole):
+    steps = records(whole.workdir / "metrics.jsonl")
     assert [step["source/sums/prompts"] for step in steps] == [3.0] * 4
     assert all(step["source/odd/score"] == 1.0 and "score/odd/format" in step for step in steps)
     last = steps[-1]
-    assert result.metrics["eval/accuracy"] == result.accuracy == last["eval/accuracy"]
+    assert whole.metrics["eval/accuracy"] == whole.accuracy == last["eval/accuracy"]
     assert last["eval/odd/accuracy"] == 1.0 and last["eval/problems"] == 8.0
     for name in ("accuracy", "pass@1", "pass@2", "maj@2", "avg@2", "length_mean"):
         assert f"eval/several/{name}" in last
     assert last["eval/several/problems"] == 3.0
-    prompts = {row["prompt"] for row in records(result.workdir / "samples.jsonl")}
+    prompts = {row["prompt"] for row in records(whole.workdir / "samples.jsonl")}
     assert any("Be brief." in prompt for prompt in prompts) and any("Be brief." not in prompt for prompt in prompts)
-    json.loads((result.workdir / "timeline.json").read_text())
+    json.loads((whole.workdir / "timeline.json").read_text())
 
 
-def test_a_mixture_resumes_with_the_same_numbers(config, tmp_path):
-    whole = jaxrlhf.run(replace(config, workdir=str(tmp_path / "whole")))
-    jaxrlhf.run(replace(config, steps=2))
-    resumed = jaxrlhf.run(config)
-    for run in (whole, resumed):
-        assert run.finished
+def test_a_mixture_resumes_with_the_same_numbers(config, whole, tmp_path):
+    resumed = replace(config, workdir=str(tmp_path))
+    jaxrlhf.run(replace(resumed, steps=2))
+    assert jaxrlhf.run(resumed).finished
     rows = [
-        [(row["step"], row["prompt"], row["response"]) for row in records(run.workdir / "samples.jsonl")]
-        for run in (whole, resumed)
+        [(row["step"], row["prompt"], row["response"]) for row in records(workdir / "samples.jsonl")]
+        for workdir in (whole.workdir, tmp_path)
     ]
     assert rows[0] == rows[1]
