@@ -5,6 +5,7 @@
 Folders and ends are those of `killed_runs.py`.
 """
 
+import gc
 import json
 import sys
 from dataclasses import replace
@@ -43,6 +44,7 @@ def main() -> None:
     folder, *names = sys.argv[1:]
     log.save_learning_curve = log.save_step_picture = lambda source, png, title: png
     assert not xla_bridge.backends_are_initialized(), "threads of a device do not survive a fork"
+    gc.freeze()
     for name, case in cases().items():
         if name not in (names or [name]):
             continue

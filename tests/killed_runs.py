@@ -6,6 +6,7 @@ FOLDER/NAME/whole and FOLDER/NAME/cut are the workdirs, FOLDER/NAME/ends.json sa
 a fork of this process, which has imported everything and started no device.
 """
 
+import gc
 import json
 import os
 import signal
@@ -19,13 +20,10 @@ import further_roles
 import tensorboardX  # noqa: F401 - runs import it, and with it torch where that is there: seconds of each
 from jax._src import xla_bridge
 from learning_run import learning
-from test_extending import readmes_algorithm
 from tiny_runs import training
 
-import jaxrlhf
 from jaxrlhf.config import (
     DAPO,
-    DPO,
     GRPO,
     VAPO,
     AdaptiveKL,
@@ -57,19 +55,16 @@ class Case:
     gradients: int = 5
 
 
-def cases(folder: Path) -> dict[str, Case]:
-    """By name; the file that README shows is written to the folder."""
+def cases() -> dict[str, Case]:
+    """By name."""
     adaptive = KLInLoss(adaptive=AdaptiveKL(target=0.01, horizon=200))
     vapo = VAPO(responses_per_update=64, critic=training(), critic_warmup_steps=3, length_scale=1.0)
-    own = jaxrlhf.load(readmes_algorithm(folder)).algorithm
     return {
         "a KL coefficient that adapts": Case(config_of(GRPO(responses_per_update=64, kl=adaptive))),
         # In step 4, the first that trains the policy; what is saved is of step 2.
         "VAPO": Case(config_of(vapo), gradients=1),
         "DAPO": Case(config_of(DAPO(responses_per_update=64))),
-        "DPO": Case(config_of(DPO(pairs_per_update=8))),
         "RewardModel": Case(config_of(RewardModel(pairs_per_update=8, critic=training())), role="critic"),
-        "the file that README shows": Case(config_of(replace(own, responses_per_update=64))),
         # Two updates a step; what is saved is of step 2.
         "PRIME": Case(replace(further_roles.config_of("PRIME"), steps=STEPS), gradients=7),
         "SafeRLHF": Case(replace(further_roles.config_of("SafeRLHF"), steps=STEPS), gradients=7),
@@ -128,9 +123,10 @@ def forked(case: Case, workdir: Path, *, dies: bool) -> int:
 def main() -> None:
     """All cases, one after another."""
     folder = Path(sys.argv[1])
-    every = cases(folder)
+    every = cases()
     log.save_learning_curve = log.save_step_picture = lambda source, png, title: png  # seconds; others look at them
     assert not xla_bridge.backends_are_initialized(), "threads of a device do not survive a fork"
+    gc.freeze()  # what is imported stays, and need not be looked at again
     for name, case in every.items():
         own = folder / name
         own.mkdir()

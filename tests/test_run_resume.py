@@ -1,5 +1,6 @@
 """A run that is killed, or told to stop, at any moment gives the numbers of one that was not."""
 
+import json
 import os
 import signal
 import subprocess
@@ -14,16 +15,22 @@ KILLED = -signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
-def start(programs):
-    """Starts `jaxrlhf.train`, or `dying_run.py` when a signal is given, and waits for its end."""
+def start(programs, tmp_path_factory):
+    """Starts `jaxrlhf.train`, which `dying_run.py` has die where a signal is given, and waits for its end."""
+    command = [sys.executable, str(TESTS / "dying_run.py")]
+    printed, errors = (tmp_path_factory.mktemp("printed") / name for name in ("out", "err"))
+    with subprocess.Popen(command, env=os.environ, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as forks:
 
-    def run(workdir: Path, *dying: object, settings: str = "") -> subprocess.CompletedProcess:
-        program = [str(TESTS / "dying_run.py"), *map(str, dying)] if dying else ["-m", "jaxrlhf.train"]
-        arguments = ["--config", str(TESTS / "tiny_runs.py"), "--workdir", str(workdir), *settings.split()]
-        command = [sys.executable, *program, *arguments]
-        return subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=600)
+        def run(workdir: Path, *dying: object, settings: str = "") -> subprocess.CompletedProcess:
+            arguments = ["--config", str(TESTS / "tiny_runs.py"), "--workdir", str(workdir), *settings.split()]
+            request = [*map(str, dying or ("", "", 0)), *arguments]
+            forks.stdin.write(json.dumps([str(printed), str(errors), request]) + "\n")
+            forks.stdin.flush()
+            code = int(forks.stdout.readline())
+            return subprocess.CompletedProcess(request, code, printed.read_text(), errors.read_text())
 
-    return run
+        yield run
+        forks.stdin.close()
 
 
 @pytest.fixture(scope="module")

@@ -41,9 +41,7 @@ MOVES = {
         and all(0 < record["vapo/lambda_mean"] < 1 for record in logged)
     ),
     "DAPO": lambda logged: max(record["group/generated"] for record in logged[:2]) > 8,
-    "DPO": lambda logged: len({record["preference/margin"] for record in logged}) > 3,
     "RewardModel": lambda logged: len({record["preference/margin"] for record in logged}) > 3,
-    "the file that README shows": lambda logged: len({record["score/mean"] for record in logged}) > 2,
     "PRIME": prime_moves,  # its process reward model
     "SafeRLHF": safe_rlhf_moves,  # its multiplier, both critics and its examples
 }
