@@ -21,6 +21,15 @@ SPLIT = (Pool("policy", 4, ("actor", "reference")), Pool("value", 4, ("critic", 
 APART = (Pool("policy", 4, ("actor", "reference", "critic")), Pool("generation", 4, ("rollout", "reward")))
 
 
+def pools_of(policy: int, value: int, generation: int) -> tuple[Pool, ...]:
+    """A pool each, of so many devices."""
+    return (
+        Pool("policy", policy, ("actor", "reference")),
+        Pool("value", value, ("critic", "reward")),
+        Pool("generation", generation, ("rollout",)),
+    )
+
+
 def placed(
     workdir: Path, *, actor: dict[str, int] | None = None, critic: dict[str, int] | None = None, **settings: Any
 ) -> Config:

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from placed_runs import APART, SPLIT, assert_same_numbers, run
+from placed_runs import assert_same_numbers, pools_of, run
 from tiny_runs import numbers, records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
@@ -26,34 +26,30 @@ def test_eight_devices(alone, tmp_path):
     assert_same_numbers(tmp_path, alone)
 
 
-def test_eight_devices_go_on_from_the_checkpoint_of_one(alone, tmp_path):
+def test_eight_devices_go_on_from_the_checkpoint_of_one_in_a_generation_layout_that_training_does_not_refine(
+    alone, tmp_path
+):
     workdir = tmp_path / "moved"
     shutil.copytree(alone, workdir)
     for step in ("step_2", "step_3"):
         shutil.rmtree(workdir / "checkpoints" / step)
-    layout = {"data": 2, "tensor": 4, "generation_tensor": 2}
+    layout = {"data": 2, "fsdp": 2, "tensor": 2, "generation_tensor": 4}
     run(workdir, devices=8, actor=layout, critic={"data": 2, "tensor": 4}, steps=STEPS)
     assert_same_numbers(workdir, alone)
     mine, theirs = numbers(workdir / "metrics.jsonl"), numbers(alone / "metrics.jsonl")
     assert mine[0] == theirs[0]
     assert mine[1:] != theirs[1:], "later steps were not computed anew"
+    assert metrics(workdir, "relayout/")["relayout/received_bytes"] > 0
 
 
-def test_two_pools_and_a_generation_layout_that_training_does_not_refine(alone, tmp_path):
-    actor = {"fsdp": 2, "tensor": 2, "generation_tensor": 4}
-    run(tmp_path, pools=SPLIT, actor=actor, critic={"fsdp": 4}, steps=STEPS)
-    assert_same_numbers(tmp_path, alone)
-    assert metrics(tmp_path, "relayout/")["relayout/received_bytes"] > 0
-    saved = {path.name for path in (tmp_path / "checkpoints" / f"step_{STEPS}").iterdir()}
-    assert saved >= {"actor", "actor_optimizer", "critic", "critic_optimizer"}
-
-
-def test_generation_on_a_pool_apart(alone, tmp_path):
+def test_a_pool_each_for_policy_value_and_generation(alone, tmp_path):
     actor = {"fsdp": 2, "tensor": 2, "generation_tensor": 2}
-    run(tmp_path, pools=APART, actor=actor, critic={"fsdp": 4}, steps=STEPS)
+    run(tmp_path, pools=pools_of(4, 2, 2), actor=actor, critic={"fsdp": 2}, steps=STEPS)
     assert_same_numbers(tmp_path, alone)
     assert metrics(tmp_path, "transfer/")["transfer/received_bytes"] > 0
     assert metrics(tmp_path, "relayout/") == {"relayout/received_bytes": 0.0}
+    saved = {path.name for path in (tmp_path / "checkpoints" / f"step_{STEPS}").iterdir()}
+    assert saved >= {"actor", "actor_optimizer", "critic", "critic_optimizer"}
 
 
 def test_stages_in_both_layouts_and_models_that_wait_in_host_memory(alone, tmp_path):

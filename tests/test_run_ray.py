@@ -11,7 +11,7 @@ import odd_hosts
 import pytest
 import ray_world
 import tiny_episodes
-from placed_runs import APART, SPLIT, assert_same_numbers, placed, run
+from placed_runs import APART, SPLIT, assert_same_numbers, placed, pools_of, run
 from tiny_runs import numbers, records, training
 
 import jaxrlhf
@@ -47,23 +47,24 @@ def here(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def split(tmp_path_factory):
-    """Two pools, each of them one host."""
-    return run(tmp_path_factory.mktemp("split"), steps=STEPS, pools=SPLIT, cluster=CLUSTER, **HALVES)
+def apart(here, tmp_path_factory):
+    """From the checkpoint of one process on, with policy, value and generation on a host each."""
+    workdir = cut_after(1, here, tmp_path_factory.mktemp("apart") / "moved")
+    return run(workdir, steps=STEPS, pools=pools_of(4, 4, 4), cluster=CLUSTER, **HALVES)
 
 
-def first_step_of(workdir: Path, copy: Path) -> Path:
-    """A copy of a finished run, as it was when only its first step had been saved."""
+def cut_after(last: int, workdir: Path, copy: Path) -> Path:
+    """A copy of a finished run, as it was when no later step had been saved."""
     shutil.copytree(workdir, copy)
-    for step in range(2, STEPS + 1):
+    for step in range(last + 1, STEPS + 1):
         shutil.rmtree(copy / "checkpoints" / f"step_{step}")
     return copy
 
 
-def assert_later_steps_were_made_anew(workdir: Path, before: Path) -> None:
+def assert_made_anew_after(last: int, workdir: Path, before: Path) -> None:
     mine, theirs = numbers(workdir / "metrics.jsonl"), numbers(before / "metrics.jsonl")
-    assert mine[0] == theirs[0]
-    assert mine[1:] != theirs[1:]
+    assert mine[:last] == theirs[:last]
+    assert mine[last:] != theirs[last:]
 
 
 def test_two_hosts_give_the_numbers_of_one_process(here, tmp_path):
@@ -72,29 +73,18 @@ def test_two_hosts_give_the_numbers_of_one_process(here, tmp_path):
     assert {path.name for path in (tmp_path / "hosts").glob("all-?.log")} == {"all-0.log", "all-1.log"}
 
 
-def test_two_pools_of_a_host_each_give_them_too(here, split):
-    assert_same_numbers(split, here)
+def test_hosts_go_on_from_the_checkpoint_of_a_single_process_on_a_pool_each(here, apart):
+    assert_same_numbers(apart, here)
+    assert_made_anew_after(1, apart, here)
 
 
-def test_two_pools_write_one_checkpoint_and_a_single_process_goes_on_from_it(here, split, tmp_path):
-    workdir = first_step_of(split, tmp_path / "moved")
-    [checkpoint] = (workdir / "checkpoints").iterdir()
-    assert {item.name for item in checkpoint.iterdir()} >= {"actor", "actor_optimizer", "critic", "critic_optimizer"}
+def test_pools_write_one_checkpoint_and_a_single_process_goes_on_from_it(here, apart, tmp_path):
+    workdir = cut_after(2, apart, tmp_path / "moved")
+    names = {item.name for item in (workdir / "checkpoints" / "step_2").iterdir()}
+    assert names >= {"actor", "actor_optimizer", "critic", "critic_optimizer"}
     run(workdir, steps=STEPS, **WHOLE)
     assert_same_numbers(workdir, here)
-    assert_later_steps_were_made_anew(workdir, split)
-
-
-@pytest.fixture(scope="module")
-def apart(here, tmp_path_factory):
-    """From the checkpoint of one process, with generation on a host apart."""
-    workdir = first_step_of(here, tmp_path_factory.mktemp("apart") / "moved")
-    return run(workdir, steps=STEPS, pools=APART, cluster=CLUSTER, **HALVES)
-
-
-def test_hosts_go_on_from_the_checkpoint_of_a_single_process(here, apart):
-    assert_same_numbers(apart, here)
-    assert_later_steps_were_made_anew(apart, here)
+    assert_made_anew_after(2, workdir, apart)
 
 
 @contextmanager
