@@ -1,7 +1,9 @@
 """Measures whole steps of a workload: generation, rewards, reference, update. Prints one JSON line.
 
     python scripts/bench_step.py --workload fixed [--steps 5] [--prompts 16] [--new-tokens 256]
+    NPROC=1 python scripts/bench_step.py --workload longtail --staleness 1 --hosts apart
 
+With `--hosts` two processes are joined by Ray, and XLA gives each `NPROC` threads.
 The workloads are those of `bench_workload.py`. The run is a real one: its loop, files and metrics
 are those of `python -m jaxrlhf.train`; only the data set is a list of random prompts.
 """
@@ -13,7 +15,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from statistics import median
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import bench_workload as bench
 
@@ -29,8 +31,10 @@ from jaxrlhf.config import (
     KLInLoss,
     KLInReward,
     Optimizer,
+    Pool,
     Pretrained,
     PromptFile,
+    RayCluster,
     Remat,
     Rewards,
     Rollout,
@@ -40,13 +44,27 @@ from jaxrlhf.config import (
 from jaxrlhf.data import Loader
 from jaxrlhf.data.tokenizer import decoder
 from jaxrlhf.single_controller.launch import launch
+from jaxrlhf.trainer.asynchronous.off_policy import OffPolicy
 from jaxrlhf.trainer.log import PhaseLog
 from jaxrlhf.trainer.loop import Loop
 from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.workers.build import Phase
 
 
-def config_of(workload: bench.Workload, model: Path, *, steps: int, tokens_per_microbatch: int, remat: Remat) -> Config:
+APART = (Pool("policy", 1, ("actor", "reference")), Pool("generation", 1, ("rollout", "reward")))
+
+
+def config_of(
+    workload: bench.Workload,
+    model: Path,
+    *,
+    steps: int,
+    tokens_per_microbatch: int,
+    remat: Remat,
+    staleness: int = 0,
+    over_provision: float = 1.0,
+    hosts: Literal["none", "apart", "together"] = "none",
+) -> Config:
     """The workload as a configuration of one update a step."""
     training = Training(
         optimizer=Optimizer(learning_rate=1e-6, weight_decay=0.0),
@@ -72,7 +90,12 @@ def config_of(workload: bench.Workload, model: Path, *, steps: int, tokens_per_m
             max_prompt_tokens=workload.prompt_tokens,
             max_response_tokens=workload.new_tokens,
             sampling=Sampling(ignore_eos=not bench.PRESETS[workload.preset].ends),
+            staleness=staleness,
+            over_provision=over_provision,
         ),
+        pools=APART if hosts == "apart" else (),
+        devices=2 if hosts == "together" else None,
+        cluster=None if hosts == "none" else RayCluster(platform="cpu"),
         actor=training,
         evaluation=Evaluation(every_steps=0),
         checkpoint=Checkpointing(every_steps=0, keep_best=0),
@@ -82,7 +105,8 @@ def config_of(workload: bench.Workload, model: Path, *, steps: int, tokens_per_m
 def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str, Any]:
     """Run the steps; returns medians over all but the first two (of two, the last), and what the first took."""
     tokenizer = bench.tokenizer(bench.PRESETS[workload.preset], outside=False)
-    tokens = bench.prompts(workload, count=workload.prompts * config.steps)
+    steps_drawn = config.steps + config.rollout.staleness + 2  # some are begun that no step learns from
+    tokens = bench.prompts(workload, count=workload.prompts * steps_drawn)
     problems = [Problem(index, " ".join(f"t{token}" for token in row), row) for index, row in enumerate(tokens)]
     records: list[dict[str, float]] = []
     ends: list[float] = []
@@ -91,18 +115,22 @@ def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str
         ends.append(time.perf_counter())
         records.append(metrics)
 
+    lengths = [len(row) for row in tokens]
+    if config.rollout.over_provision > 1:
+        lengths += range(workload.prompt_tokens + 1, workload.prompt_tokens + workload.new_tokens)
+    schedule = OffPolicy if config.rollout.staleness else Synchronous
     with closing(launch(config, tokenizer, progress=lambda *_: None, workdir=workdir)) as pools:
         stage = Phase(config, tuple(config.all_roles), config.steps)
         with closing(pools.roles(stage)) as roles, closing(Checkpoints(workdir / "checkpoints", keep_last=1)) as saved:
             loop = Loop(
                 config=config,
                 roles=roles,
-                schedule=Synchronous(config, roles, Loader(problems, per_step=workload.prompts, seed=0)),
+                schedule=schedule(config, roles, Loader(problems, per_step=workload.prompts, seed=0)),
                 held_out=[],
                 checkpoints=saved,
                 log=lambda done: PhaseLog(workdir, steps=config.steps, first_step=done, trackers=config.trackers),
                 decode=decoder(tokenizer),
-                prompt_lengths=[len(row) for row in tokens],
+                prompt_lengths=lengths,
                 on_step=on_step,
             )
             start = time.perf_counter()
@@ -112,6 +140,8 @@ def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str
     def middle(name: str) -> float:
         return round(median(record[name] for record in warm), 4)
 
+    kept = ("staleness/", "time/policy_idle", "time/generation_idle", "sampler/kl")
+    rest = {name: middle(name) for name in warm[-1] if name.startswith(kept) and "share_age" not in name}
     generated = median(record["tokens/generated"] for record in warm)
     generate_s = middle("time/generate_s")
     return {
@@ -124,6 +154,7 @@ def measure(workload: bench.Workload, config: Config, workdir: Path) -> dict[str
         "generated_tokens_per_s": round(generated / generate_s, 1),
         "first_step_s": round(ends[0] - start, 2),
         "steps": [round(record["time/step_s"], 3) for record in records],
+        **rest,
     }
 
 
@@ -134,11 +165,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="the first two are not counted, where there are more")
     parser.add_argument("--tokens-per-microbatch", type=int, default=2304)
     parser.add_argument("--remat", choices=get_args(Remat), default="auto", help="as Training.remat")
+    parser.add_argument("--staleness", type=int, default=0, help="as Rollout.staleness")
+    parser.add_argument("--over-provision", type=float, default=1.0, help="as Rollout.over_provision")
+    parser.add_argument(
+        "--hosts",
+        choices=("none", "apart", "together"),
+        default="none",
+        help="two processes joined by Ray: one generates and one trains, or both do both",
+    )
     flags = parser.parse_args()
     workload = bench.workload_of(flags)
     model = bench.checkpoint(workload.preset, flags.models)
     config = config_of(
-        workload, model, steps=flags.steps, tokens_per_microbatch=flags.tokens_per_microbatch, remat=flags.remat
+        workload,
+        model.resolve(),
+        steps=flags.steps,
+        tokens_per_microbatch=flags.tokens_per_microbatch,
+        remat=flags.remat,
+        staleness=flags.staleness,
+        over_provision=flags.over_provision,
+        hosts=flags.hosts,
     )
     with tempfile.TemporaryDirectory() as workdir, bench.Memory() as memory:
         figures = measure(workload, config, Path(workdir))

@@ -164,6 +164,18 @@ def test_what_tokens_were_drawn_among_goes_on_with_them():
     np.testing.assert_array_equal(under_way.rollout.sequences.kept_BTK, expected.sequences.kept_BTK)
 
 
+def test_no_program_is_compiled_once_responses_go_on():
+    engine = load(build(slots=8, most_kept=3), 1.0, 0)
+    engine.compile_ahead([3, 48, *range(49, 63)])
+    compiled = engine.compilations
+    long = [Problem(prompt_id=n, prompt="", prompt_tokens=(5 + n,) * (48 - n)) for n in range(4)]
+    under_way = not_begun(long, copies=COPIES, seed=SEED, step=0, width=WIDTH, most_kept=3)
+    for complete in (1, 2, 3, 4):
+        under_way = sampler_of(engine).go_on(long, under_way, Sampling(top_k=3), complete=complete, due=-1)
+    assert under_way.ended_B.all() and engine.prefill.prompts > 2 * len(long)
+    assert engine.compilations == compiled
+
+
 @pytest.mark.parametrize("failing", ["step", "add"])
 def test_a_round_that_fails_leaves_the_engine_empty_and_the_groups_as_they_were(failing, loaded, monkeypatch):
     engine, before = loaded(1.0, 0), begun()

@@ -84,9 +84,14 @@ class Prefill:
         self._pixels = pixels
 
     def only_busy(self, prompt_lengths: Sequence[int]) -> list[int]:
-        """Give up buckets that prompts of these lengths seldom fill; returns a length for each that is left."""
-        self.buckets = busy_buckets(self.buckets, prompt_lengths, together=self.rows)
-        shortest = {fit(length, self.buckets): length for length in sorted(prompt_lengths, reverse=True)}
+        """Give up buckets that prompts of these lengths seldom fill; returns a length for each that is left.
+
+        Longer ones, of responses that go on, have buckets of their own, all of which are kept.
+        """
+        prompts = [length for length in prompt_lengths if length <= self.buckets[-1]]
+        self.buckets = busy_buckets(self.buckets, prompts, together=self.rows)
+        kept = (*self.buckets, *self._longer)
+        shortest = {fit(length, kept): length for length in sorted(prompt_lengths, reverse=True)}
         return list(shortest.values())
 
     def kind(self, contents: Contents, sequence: SequenceState) -> Kind:
