@@ -50,7 +50,6 @@ from jaxrlhf.trainer.loop import Loop
 from jaxrlhf.trainer.schedule import Synchronous
 from jaxrlhf.workers.build import Phase
 
-
 APART = (Pool("policy", 1, ("actor", "reference")), Pool("generation", 1, ("rollout", "reward")))
 
 

@@ -23,6 +23,7 @@ FLOORS = {
     "conversations": 2,
     "batching": 3,
     "engine": 3,
+    "optimizers": 3,
     "checkpoint": 3,
     "environments": 3,
     "serving": 4,

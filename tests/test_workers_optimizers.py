@@ -10,10 +10,12 @@ import pytest
 from test_workers_gradient import ALGORITHM, POLICY, build, config, experience, part_of
 
 from jaxrlhf.algos import policy_objective
-from jaxrlhf.config import Layout, Optimizer, Refusal
+from jaxrlhf.config import Layout, Optimizer, ParameterGroup, Refusal
 from jaxrlhf.models.config import Experts, ModelConfig
 from jaxrlhf.models.parameters import Param, declare, init_params
-from jaxrlhf.workers.trained_model import optimizer_of, state_bytes_per_weight, state_layout
+from jaxrlhf.optimizers import optimizer as optimizers
+from jaxrlhf.optimizers.groups import ParameterGroups, layers_of
+from jaxrlhf.optimizers.state import state_bytes_per_weight, state_layout
 
 MUON = Optimizer(
     factory="optax.contrib:muon",
@@ -33,6 +35,11 @@ MODEL = ModelConfig(
     head_dim=8,
     experts=Experts(6, 2, 8),
 )
+
+
+def optimizer_of(settings, declared, *, total_updates):
+    groups = ParameterGroups.of(settings, declared, layers_of(MODEL))
+    return optimizers.optimizer_of(settings, declared, groups, total_updates=total_updates)
 
 
 def shapes_of(declared):
@@ -93,10 +100,16 @@ def test_a_state_lies_as_its_parameter_where_it_has_its_shape_and_else_whole():
 
 def test_bytes_of_a_weight_are_those_of_the_state():
     declared = declare(MODEL, "lm")
-    assert state_bytes_per_weight(Optimizer(), declared) == pytest.approx(8, abs=0.01)
-    assert state_bytes_per_weight(Optimizer(factory="optax:lion"), declared) == pytest.approx(4, abs=0.01)
-    assert state_bytes_per_weight(ADAFACTOR, declared) < 2
-    assert 4 < state_bytes_per_weight(MUON, declared) < 5.5
+    layers = layers_of(MODEL)
+    assert state_bytes_per_weight(Optimizer(), declared, layers) == pytest.approx(8, abs=0.01)
+    assert state_bytes_per_weight(Optimizer(factory="optax:lion"), declared, layers) == pytest.approx(4, abs=0.01)
+    assert state_bytes_per_weight(ADAFACTOR, declared, layers) < 2
+    assert 4 < state_bytes_per_weight(MUON, declared, layers) < 5.5
+    frozen = Optimizer(groups=(ParameterGroup("^layers"), ParameterGroup("^embed$", layers=None)))
+    weights = {name: sum(leaf.size for leaf in jax.tree.leaves(tree)) for name, tree in shapes_of(declared).items()}
+    trained = weights["head"] + weights["final_norm"]
+    expected = 8 * trained / sum(weights.values())
+    assert state_bytes_per_weight(frozen, declared, layers) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +145,75 @@ def updated(actor, updates: int = 2):
     batch = part_of(experience(), (*POLICY, "kl_weight", "entropy_weight"))
     actor.update([batch] * updates, policy_objective, ALGORITHM)
     return jax.tree.map(np.asarray, (actor.trained.tree, actor.optimizer.tree))
+
+
+def test_groups_have_the_rates_of_the_first_that_names_a_parameter():
+    groups = (
+        ParameterGroup(r"attention\.query", learning_rate=5e-3, layers=(1, 2)),
+        ParameterGroup("attention", layers=(-1, 2)),
+        ParameterGroup("^(embed|head)$"),
+        ParameterGroup("norm", learning_rate=2e-2),
+    )
+    settings, declared = Optimizer(learning_rate=1e-2, groups=groups), declare(MODEL, "lm")
+    params = init_params(MODEL, "lm", jax.random.key(0))
+    slopes = jax.tree.map(lambda x: jax.random.normal(jax.random.key(x.size), x.shape), params)
+
+    def changes(settings):
+        optimizer = optimizer_of(settings, declared, total_updates=1)
+        state = jax.jit(optimizer.init)(params)
+        return jax.tree.map(np.asarray, jax.jit(optimizer.update)(slopes, state, params)[0]), state
+
+    (own, state), (plain, _) = changes(settings), changes(Optimizer(learning_rate=1e-2))
+    for name, shares in {"query": (1, 0.5), "key": (1, 0), "output": (1, 0)}.items():
+        for layer, share in enumerate(shares):
+            found, expected = (tree["layers"]["attention"][name][layer] for tree in (own, plain))
+            np.testing.assert_allclose(found, share * expected, rtol=1e-6)
+    np.testing.assert_allclose(own["layers"]["mlp_norm"], 2 * plain["layers"]["mlp_norm"], rtol=1e-6)
+    np.testing.assert_array_equal(own["layers"]["mlp"]["router"], plain["layers"]["mlp"]["router"])
+    assert not own["embed"].any() and not own["head"].any()
+    assert not [leaf for leaf in jax.tree.leaves(state) if leaf.shape == params["embed"].shape]
+
+
+def test_layers_of_several_stacks_are_counted_as_the_model_runs_them():
+    mixed = replace(MODEL, num_layers=4, dense_layers=1)
+    declared = declare(mixed, "lm")
+    settings = Optimizer(groups=(ParameterGroup("^(dense_)?layers", layers=(0, 2)),))
+    share = ParameterGroups.of(settings, declared, layers_of(mixed)).share
+    assert share["dense_layers"]["attention_norm"].ravel().tolist() == [0]
+    assert share["layers"]["attention_norm"].ravel().tolist() == [0, 1, 1]
+    assert {share["embed"].item(), share["final_norm"].item()} == {1}
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        (ParameterGroup("attn"), r"'attn' is found in no name; the parameters are embed, .*layers\.attention\.query"),
+        (ParameterGroup("attention", layers=(2, 3)), r"of layers \(2, 3\), where the model has 2"),
+        (ParameterGroup("embed", layers=(0, 1)), "is found in no name of layers"),
+        (ParameterGroup(""), "freezes every parameter"),
+    ],
+)
+def test_groups_that_name_nothing_or_all_are_refused(group, said):
+    with pytest.raises(Refusal, match=said):
+        ParameterGroups.of(Optimizer(groups=(group,)), declare(MODEL, "lm"), layers_of(MODEL))
+    with pytest.raises(Refusal, match="is no regular expression"):
+        ParameterGroup("(")
+
+
+def test_what_is_frozen_stays_and_takes_no_part_in_the_norm_of_the_gradient():
+    groups = (ParameterGroup("^embed$"), ParameterGroup("layers", layers=(0, 1)))
+    frozen = actor_of(Optimizer(learning_rate=1e-2, groups=groups), devices=1)
+    before = jax.tree.map(np.asarray, frozen.trained.tree)
+    batch = part_of(experience(), (*POLICY, "kl_weight", "entropy_weight"))
+    slopes, _ = frozen.gradient(batch, policy_objective, ALGORITHM)
+    assert not slopes["embed"].any()
+    for leaf in jax.tree.leaves(slopes["layers"]):
+        assert not leaf[0].any() and leaf[1].any()
+    after, _ = updated(frozen)
+    np.testing.assert_array_equal(after["embed"], before["embed"])
+    for old, new in zip(*map(jax.tree.leaves, (before["layers"], after["layers"])), strict=True):
+        np.testing.assert_array_equal(new[0], old[0])
+        assert (new[1] != old[1]).any()
 
 
 @pytest.mark.slow

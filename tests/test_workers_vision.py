@@ -7,7 +7,9 @@ import pytest
 
 from jaxrlhf.config import Optimizer
 from jaxrlhf.models.parameters import Param
-from jaxrlhf.workers.trained_model import optimizer_of, state_layout
+from jaxrlhf.optimizers.groups import ParameterGroups
+from jaxrlhf.optimizers.optimizer import optimizer_of
+from jaxrlhf.optimizers.state import state_layout
 
 DECLARED = {"layers": {"up": Param((3,), (None,))}, "vision": {"patch": Param((5, 2), (None, None))}}
 
@@ -15,7 +17,7 @@ DECLARED = {"layers": {"up": Param((3,), (None,))}, "vision": {"patch": Param((5
 def updated(rate):
     settings = Optimizer(learning_rate=0.1, vision_learning_rate=rate, weight_decay=0.5)
     params = {"layers": {"up": jnp.ones(3)}, "vision": {"patch": jnp.ones((5, 2))}}
-    optimizer = optimizer_of(settings, DECLARED, total_updates=10)
+    optimizer = optimizer_of(settings, DECLARED, ParameterGroups.of(settings, DECLARED, {}), total_updates=10)
     state = optimizer.init(params)
     changes, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params)
     return changes, state

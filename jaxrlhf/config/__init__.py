@@ -115,4 +115,4 @@ from jaxrlhf.config.sources import (
     Shapes,
     Tower,
 )
-from jaxrlhf.config.training import Layout, Optimizer, Remat, Rollout, Sampling, Training
+from jaxrlhf.config.training import Layout, Optimizer, ParameterGroup, Remat, Rollout, Sampling, Training

@@ -2,6 +2,7 @@
 
 import ast
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -92,6 +93,30 @@ class Layout(Settings):
         )
 
 
+@dataclass(frozen=True)
+class ParameterGroup(Settings):
+    """Parameters with a learning rate of their own, or frozen.
+
+    Attributes:
+      pattern: Regular expression that is found in the names of those meant, such as `^embed$` or `attention`; one
+        that is found in none is answered with all names.
+      learning_rate: Peak of their learning rate, with the warm-up and decay of the others; None freezes them.
+      layers: First layer of those meant, and the one after the last, as a slice counts; None is all. Parameters that
+        are frozen in every layer have no moments; a layer frozen alone still costs its moments and gradient.
+    """
+
+    pattern: str = ""
+    learning_rate: Finite[Positive[float]] | None = None
+    layers: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise Refusal(f"ParameterGroup.pattern={self.pattern!r} is no regular expression: {error}") from error
+
+
 ADAMW = ("beta1", "beta2", "eps", "weight_decay")
 """Settings of `Optimizer` that AdamW alone reads."""
 
@@ -109,6 +134,7 @@ class Optimizer(Settings):
       warmup_updates: Updates over which the learning rate rises from 0.
       decay: `constant`, or down to 0 over the run's updates.
       max_grad_norm: Gradients are scaled down to this global norm.
+      groups: Parameters with learning rates of their own, or frozen; of several that name one the first counts.
       vision_learning_rate: Learning rate of a vision tower, with warm-up and decay of the others; None freezes it.
     """
 
@@ -122,6 +148,7 @@ class Optimizer(Settings):
     eps: Finite[Positive[float]] = 1e-8
     weight_decay: Finite[NotNegative[float]] = 0.01
     max_grad_norm: Positive[float] = 1.0
+    groups: tuple[ParameterGroup, ...] = ()
     vision_learning_rate: Finite[Positive[float]] | None = None
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.config import Algorithm, AnyEnvironment, Config, PolicyGradient, Refusal, Sampling
 from jaxrlhf.dataflows.batches.episodes import scored_episodes
+from jaxrlhf.dataflows.batches.in_flight import InFlight
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, value_of
 
@@ -42,10 +43,7 @@ def respond(
     """
     settings = work.config.rollout
     if work.in_flight is not None and sampling is None and responses_per_prompt is None:
-        assert work.draw_more is not None
-        take = partial(work.in_flight.take, step=work.index, seed=work.seed, draw_more=work.draw_more)
-        chosen, rollout = take(roles.actor, problems)
-        return ScoredRollout(chosen, rollout, roles.reward.compute_reward(chosen, rollout))
+        return gone_on(roles, work, work.in_flight, problems)
     return answered(
         roles,
         work.config,
@@ -54,6 +52,16 @@ def respond(
         responses_per_prompt=settings.responses_per_prompt if responses_per_prompt is None else responses_per_prompt,
         seed=work.seed,
     )
+
+
+def gone_on(
+    roles: Roles, work: StepInput[Algorithm], in_flight: InFlight, problems: Sequence[Problem]
+) -> ScoredRollout:
+    """Scored groups that are complete, of those that began with these problems or before."""
+    assert work.draw_more is not None
+    when = partial(in_flight.take, step=work.index, seed=work.seed, draw_more=work.draw_more)
+    chosen, rollout = when(roles.actor, problems)
+    return ScoredRollout(chosen, rollout, roles.reward.compute_reward(chosen, rollout))
 
 
 def answered(

@@ -23,11 +23,12 @@ from jaxrlhf.models import from_scratch, tokenizer_of
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.lora.lora import declare_adapters
 from jaxrlhf.models.parameters import declare
+from jaxrlhf.optimizers.groups import layers_of
+from jaxrlhf.optimizers.state import state_bytes_per_weight
 from jaxrlhf.planner.hardware import Hardware, compiled_like
 from jaxrlhf.planner.plan import GivenPools, PlacementProblem
 from jaxrlhf.planner.shapes import shape_of
 from jaxrlhf.planner.workload import Role, Software, Workload
-from jaxrlhf.workers.trained_model import state_bytes_per_weight
 
 SCORED_TOKENS = 16_384
 """Tokens of one forward pass of a reward model."""
@@ -139,11 +140,11 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
 
 
 def _optimizer_bytes(training: Training, model: ModelConfig, head: Head) -> float | None:
-    """Bytes that an optimizer of a factory keeps for a weight; None for AdamW, which keeps two moments."""
-    if training.optimizer.factory is None:
+    """Bytes that an optimizer keeps for a weight; None for AdamW of all weights, which keeps two moments."""
+    if training.optimizer.factory is None and not training.optimizer.groups:
         return None
     declared = declare(model, head) if training.lora is None else declare_adapters(model, head, training.lora)
-    return state_bytes_per_weight(training.optimizer, declared)
+    return state_bytes_per_weight(training.optimizer, declared, layers_of(model))
 
 
 def _passes(config: Config, role: str) -> int:

@@ -235,7 +235,7 @@ def run_phase(
     held_out_lengths = [len(problem.prompt_tokens) for problem in asked] if generates else []
     if config.rollout.over_provision > 1:  # responses that go on are prompts, too
         longest = config.rollout.max_prompt_tokens
-        train_lengths += range(longest + 1, longest + config.rollout.max_response_tokens)
+        train_lengths = [*train_lengths, *range(longest + 1, longest + config.rollout.max_response_tokens)]
     kind = OffPolicy if config.rollout.staleness and isinstance(algorithm, PolicyGradient) else Synchronous
     schedule = kind(config, roles, data.loader(config), data.example_loader(config))
     loop = Loop(

@@ -1,7 +1,5 @@
 """A model that is trained: updates that are one sum of weighted token losses."""
 
-import inspect
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
@@ -16,10 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrlhf.batch import Array, Diverged, Experience, Params
 from jaxrlhf.batching.packing import PackedBatch
 from jaxrlhf.checkpoint import TreeItem
-from jaxrlhf.config import Optimizer, Refusal
-from jaxrlhf.config.named_functions import imported
+from jaxrlhf.config import Optimizer
 from jaxrlhf.models.lora.lora import adapted, declare_adapters
-from jaxrlhf.models.parameters import VISION, Param, declare
+from jaxrlhf.models.parameters import declare
+from jaxrlhf.optimizers.groups import ParameterGroups, layers_of
+from jaxrlhf.optimizers.optimizer import learning_rate, optimizer_of
+from jaxrlhf.optimizers.state import state_layout
 from jaxrlhf.sharding.described import described
 from jaxrlhf.workers.model import Metrics, ModelSetup, ModelWorker
 from jaxrlhf.workers.offloadable import Offloadable, OffloadableItem
@@ -71,12 +71,12 @@ class TrainedWorker(ModelWorker):
         self.adapters = None if adapters is None else Offloadable(adapters)
         self.trained = self.adapters or self.parameters
         self._schedule = learning_rate(optimizer, total_updates=total_updates)
-        self._freezes_tower = VISION in trained and optimizer.vision_learning_rate is None
         lora = setup.training.lora
         declared = declare(self.config, setup.head)
         if adapters is not None and lora is not None:
             declared = declare_adapters(self.config, setup.head, lora)
-        self._optimizer = optimizer_of(optimizer, declared, total_updates=total_updates)
+        self._groups = ParameterGroups.of(optimizer, declared, layers_of(self.config))
+        self._optimizer = optimizer_of(optimizer, declared, self._groups, total_updates=total_updates)
         self._whole = whole = NamedSharding(self.mesh, PartitionSpec())
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
         state = jax.eval_shape(self._optimizer.init, shapes)
@@ -151,9 +151,7 @@ class TrainedWorker(ModelWorker):
                 mask = rows.mask_RW
 
                 def loss(trained: Params) -> tuple[jax.Array, dict[str, jax.Array]]:
-                    if self._freezes_tower:
-                        trained = {**trained, VISION: jax.lax.stop_gradient(trained[VISION])}
-                    params = adapted(frozen, trained)
+                    params = adapted(frozen, self._groups.without_frozen_gradients(trained))
                     hidden_RWD, routed = self._hidden(params, rows, router_inputs(rows))
                     output = self._read(params, hidden_RWD, rows, temperature, entropy="entropy_weight" in fields)
                     token_loss, metrics = objective(output, mask, weight, fields, settings)
@@ -281,100 +279,3 @@ def _means(totals: Sequence[Metrics]) -> Metrics:
     """Means per token over minibatches."""
     tokens = max(sum(total["tokens"] for total in totals), 1)
     return {name: sum(total[name] for total in totals) / tokens for name in totals[0] if name != "tokens"}
-
-
-def optimizer_of(settings: Optimizer, declared: Params, *, total_updates: int) -> optax.GradientTransformation:
-    """AdamW, or the optimizer of the factory, behind clipping by the global norm.
-
-    Args:
-      declared: Tree of `Param` of what is trained. A vision tower among it has a learning rate of its own, or no update
-        and no moments.
-
-    Raises:
-      Refusal: There is no such factory, or it does not take the arguments.
-    """
-
-    def made(peak: float | None) -> optax.GradientTransformation:
-        rate = learning_rate(settings, total_updates=total_updates, peak=peak)
-        if settings.factory is None:
-            moments = {"b1": settings.beta1, "b2": settings.beta2, "eps": settings.eps}
-            return optax.adamw(rate, **moments, weight_decay=settings.weight_decay)
-        factory, arguments = imported(settings.factory, "Optimizer.factory"), settings.keywords
-        try:
-            if _MATRICES in inspect.signature(factory).parameters:
-                arguments.setdefault(_MATRICES, partial(_matrices, declared))
-            return factory(learning_rate=rate, **arguments)
-        except (TypeError, ValueError) as error:
-            given = f"Optimizer.factory={settings.factory!r} with arguments={settings.arguments}"
-            raise Refusal(f"{given} makes no optimizer: {error}") from error
-
-    clip, decoder = optax.clip_by_global_norm(settings.max_grad_norm), made(None)
-    if VISION not in declared:
-        return optax.chain(clip, decoder)
-    rate = settings.vision_learning_rate
-    parts = {"decoder": decoder, VISION: optax.set_to_zero() if rate is None else made(rate)}
-    return optax.chain(
-        clip, optax.partition(parts, lambda tree: {name: VISION if name == VISION else "decoder" for name in tree})
-    )
-
-
-_MATRICES = "muon_weight_dimension_numbers"
-"""Argument of factories that treat matrices by themselves; see `optax.contrib.muon`."""
-
-
-def _matrices(declared: Params, tree: Any) -> Any:
-    """Dimensions that each parameter sums over and those of its outputs; None of what is no matrix, and of tables.
-
-    Layers and experts lie stacked before them, and heads apart.
-    """
-    params = dict(jax.tree.leaves_with_path(declared, is_leaf=lambda node: isinstance(node, Param)))
-
-    def one(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers | None:
-        shape, dims = params[path].shape, params[path].dims
-        first = sum(name in ("layers", "experts") for name in dims)
-        for last in range(first + 1, len(shape)):
-            if "vocab" not in dims and math.prod(shape[first:last]) == params[path].fan_in:
-                return optax.contrib.MuonDimensionNumbers(range(first, last), range(last, len(shape)))
-        return None
-
-    return jax.tree.map_with_path(one, tree)
-
-
-def state_layout(state: Any, shapes: Params, layout: Params, whole: Any) -> Any:
-    """Shardings of an optimizer's state.
-
-    An array that has the shape of its parameter, whose path its own ends in, lies as that; others lie whole on every
-    device: counts, and sums over rows and columns, which are small.
-    """
-    layouts, params = (dict(jax.tree.leaves_with_path(tree)) for tree in (layout, shapes))
-
-    def one(path: tuple[Any, ...], leaf: Any) -> Any:
-        end = next((path[start:] for start in range(len(path)) if path[start:] in layouts), None)
-        return layouts[end] if end is not None and leaf.shape == params[end].shape else whole
-
-    return jax.tree.map_with_path(one, state)
-
-
-def state_bytes_per_weight(settings: Optimizer, declared: Params) -> float:
-    """Bytes that the optimizer keeps for a weight, on average over all that are trained."""
-    is_param = {"is_leaf": lambda node: isinstance(node, Param)}
-    shapes = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, jnp.float32), declared, **is_param)
-    state = jax.eval_shape(optimizer_of(settings, declared, total_updates=1).init, shapes)
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    return kept / sum(leaf.size for leaf in jax.tree.leaves(shapes))
-
-
-def learning_rate(optimizer: Optimizer, *, total_updates: int, peak: float | None = None) -> optax.Schedule:
-    """Linear warm-up from 0, then constant or decayed to 0 at `total_updates`.
-
-    Args:
-      peak: Rate behind the warm-up; None is the optimizer's.
-    """
-    peak, warmup = peak or optimizer.learning_rate, optimizer.warmup_updates
-    rest = max(total_updates - warmup, 1)
-    tail = {
-        "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, 0.0, rest),
-        "cosine": optax.cosine_decay_schedule(peak, rest),
-    }[optimizer.decay]
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), tail], [warmup]) if warmup else tail

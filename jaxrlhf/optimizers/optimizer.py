@@ -1,0 +1,88 @@
+"""Optimizers: AdamW, or one of optax by its name, behind clipping, with learning rates of groups of parameters."""
+
+import inspect
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import optax
+
+from jaxrlhf.batch import Params
+from jaxrlhf.config import Optimizer, Refusal
+from jaxrlhf.config.named_functions import imported
+from jaxrlhf.models.parameters import Param
+from jaxrlhf.optimizers.groups import ParameterGroups
+
+
+def optimizer_of(
+    settings: Optimizer, declared: Params, groups: ParameterGroups, *, total_updates: int
+) -> optax.GradientTransformation:
+    """AdamW, or the optimizer of the factory, behind clipping by the global norm.
+
+    Args:
+      declared: Tree of `Param` of what is trained.
+      groups: Learning rates of parameters over the optimizer's. What is frozen whole has no moments.
+
+    Raises:
+      Refusal: There is no such factory, or it does not take the arguments.
+    """
+    steps = [optax.clip_by_global_norm(settings.max_grad_norm)]
+    made = _made(settings, declared, total_updates=total_updates)
+    if not groups.freeze:
+        steps.append(made)
+    else:
+        labels = jax.tree.map(lambda frozen: "frozen" if frozen else "trained", groups.frozen)
+        steps.append(optax.partition({"trained": made, "frozen": optax.set_to_zero()}, labels))
+    if not groups.alike:
+        steps.append(optax.stateless(lambda changes, _: groups.scaled(changes)))
+    return optax.chain(*steps)
+
+
+def _made(settings: Optimizer, declared: Params, *, total_updates: int) -> optax.GradientTransformation:
+    rate = learning_rate(settings, total_updates=total_updates)
+    if settings.factory is None:
+        moments = {"b1": settings.beta1, "b2": settings.beta2, "eps": settings.eps}
+        return optax.adamw(rate, **moments, weight_decay=settings.weight_decay)
+    factory, arguments = imported(settings.factory, "Optimizer.factory"), settings.keywords
+    try:
+        if _MATRICES in inspect.signature(factory).parameters:
+            arguments.setdefault(_MATRICES, partial(_matrices, declared))
+        return factory(learning_rate=rate, **arguments)
+    except (TypeError, ValueError) as error:
+        given = f"Optimizer.factory={settings.factory!r} with arguments={settings.arguments}"
+        raise Refusal(f"{given} makes no optimizer: {error}") from error
+
+
+_MATRICES = "muon_weight_dimension_numbers"
+"""Argument of factories that treat matrices by themselves; see `optax.contrib.muon`."""
+
+
+def _matrices(declared: Params, tree: Any) -> Any:
+    """Dimensions that each parameter sums over and those of its outputs; None of what is no matrix, and of tables.
+
+    Layers and experts lie stacked before them, and heads apart.
+    """
+    params = dict(jax.tree.leaves_with_path(declared, is_leaf=lambda node: isinstance(node, Param)))
+
+    def one(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        shape, dims = params[path].shape, params[path].dims
+        first = sum(name in ("layers", "experts") for name in dims)
+        for last in range(first + 1, len(shape)):
+            if "vocab" not in dims and math.prod(shape[first:last]) == params[path].fan_in:
+                return optax.contrib.MuonDimensionNumbers(range(first, last), range(last, len(shape)))
+        return None
+
+    return jax.tree.map_with_path(one, tree)
+
+
+def learning_rate(optimizer: Optimizer, *, total_updates: int) -> optax.Schedule:
+    """Linear warm-up from 0, then constant or decayed to 0 at `total_updates`."""
+    peak, warmup = optimizer.learning_rate, optimizer.warmup_updates
+    rest = max(total_updates - warmup, 1)
+    tail = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, rest),
+        "cosine": optax.cosine_decay_schedule(peak, rest),
+    }[optimizer.decay]
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), tail], [warmup]) if warmup else tail

@@ -1,0 +1,37 @@
+"""State of an optimizer: its layout and its size."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrlhf.batch import Params
+from jaxrlhf.config import Optimizer
+from jaxrlhf.models.parameters import Param
+from jaxrlhf.optimizers.groups import Layers, ParameterGroups
+from jaxrlhf.optimizers.optimizer import optimizer_of
+
+
+def state_layout(state: Any, shapes: Params, layout: Params, whole: Any) -> Any:
+    """Shardings of an optimizer's state.
+
+    An array that has the shape of its parameter, whose path its own ends in, lies as that; others lie whole on every
+    device: counts, and sums over rows and columns, which are small.
+    """
+    layouts, params = (dict(jax.tree.leaves_with_path(tree)) for tree in (layout, shapes))
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        end = next((path[start:] for start in range(len(path)) if path[start:] in layouts), None)
+        return layouts[end] if end is not None and leaf.shape == params[end].shape else whole
+
+    return jax.tree.map_with_path(one, state)
+
+
+def state_bytes_per_weight(settings: Optimizer, declared: Params, layers: Layers) -> float:
+    """Bytes that the optimizer keeps for a weight, on average over all that are trained."""
+    groups = ParameterGroups.of(settings, declared, layers)
+    is_param = {"is_leaf": lambda node: isinstance(node, Param)}
+    shapes = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, jnp.float32), declared, **is_param)
+    state = jax.eval_shape(optimizer_of(settings, declared, groups, total_updates=1).init, shapes)
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return kept / sum(leaf.size for leaf in jax.tree.leaves(shapes))
