@@ -26,6 +26,7 @@ def main() -> None:
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32, or as a checkpoint was converted"
     )
     command.add_argument("--merge", action="store_true", help="add a run's adapters to the weights they belong to")
+    command.add_argument("--average", action="store_true", help="the average of the weights that the run kept")
     flags: argparse.Namespace = command.parse_args()
 
     from jaxrlhf.checkpoint.pretrained import export_converted, is_converted
@@ -35,13 +36,13 @@ def main() -> None:
 
     with one_message(), writing(Path(flags.directory)), BytesBar("writing") as bar:
         if is_converted(flags.run):
-            if flags.step is not None or flags.merge:
+            if flags.step is not None or flags.merge or flags.average:
                 raise Refusal(f"{flags.run} is a converted checkpoint: it has no steps or adapters; drop the flags")
             export_converted(flags.run, flags.directory, dtype=flags.dtype, progress=bar)
             what = "model"
         else:
             dtype = flags.dtype or "float32"
-            chosen = {"step": flags.step, "dtype": dtype, "merge": flags.merge}
+            chosen = {"step": flags.step, "dtype": dtype, "merge": flags.merge, "average": flags.average}
             step = export_policy(flags.run, flags.directory, **chosen, progress=bar)
             what = f"model of step {step}"
     print(f"wrote the {what} to {flags.directory}, {bar.total / 1e9:.3g} GB")

@@ -10,12 +10,13 @@ import pytest
 from test_workers_gradient import ALGORITHM, POLICY, build, config, experience, part_of
 
 from jaxrlhf.algos import policy_objective
-from jaxrlhf.config import Layout, Optimizer, ParameterGroup, Refusal
+from jaxrlhf.config import Layout, Lora, Optimizer, ParameterGroup, Refusal, Training
 from jaxrlhf.models.config import Experts, ModelConfig
-from jaxrlhf.models.parameters import Param, declare, init_params
+from jaxrlhf.models.parameters import Param, declare, init_params, path_name
 from jaxrlhf.optimizers import optimizer as optimizers
 from jaxrlhf.optimizers.groups import ParameterGroups, layers_of
 from jaxrlhf.optimizers.state import state_bytes_per_weight, state_layout
+from jaxrlhf.trainer.policy import average_of
 
 MUON = Optimizer(
     factory="optax.contrib:muon",
@@ -200,9 +201,14 @@ def test_groups_that_name_nothing_or_all_are_refused(group, said):
         ParameterGroup("(")
 
 
-def test_what_is_frozen_stays_and_takes_no_part_in_the_norm_of_the_gradient():
+@pytest.fixture(scope="module")
+def frozen():
+    """An actor whose embedding and first layer are frozen, and which keeps an average of its weights."""
     groups = (ParameterGroup("^embed$"), ParameterGroup("layers", layers=(0, 1)))
-    frozen = actor_of(Optimizer(learning_rate=1e-2, groups=groups), devices=1)
+    return actor_of(Optimizer(learning_rate=1e-2, groups=groups, average_decay=0.9), devices=1)
+
+
+def test_what_is_frozen_stays_and_takes_no_part_in_the_norm_of_the_gradient(frozen):
     before = jax.tree.map(np.asarray, frozen.trained.tree)
     batch = part_of(experience(), (*POLICY, "kl_weight", "entropy_weight"))
     slopes, _ = frozen.gradient(batch, policy_objective, ALGORITHM)
@@ -214,6 +220,30 @@ def test_what_is_frozen_stays_and_takes_no_part_in_the_norm_of_the_gradient():
     for old, new in zip(*map(jax.tree.leaves, (before["layers"], after["layers"])), strict=True):
         np.testing.assert_array_equal(new[0], old[0])
         assert (new[1] != old[1]).any()
+
+
+def test_the_average_of_the_weights_is_saved_with_the_optimizer_and_exported_from_there(frozen, tmp_path):
+    frozen.optimizer = type(frozen.optimizer)(frozen._initial_state)
+    expected = jax.tree.map(np.asarray, frozen.trained.tree)
+    for _ in range(3):
+        weights, state = updated(frozen, updates=1)
+        expected = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, expected, weights)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state[-1].average, expected)
+    assert (expected["layers"]["mlp"]["up"] != weights["layers"]["mlp"]["up"]).any()
+    item = frozen.items()["actor_optimizer"]
+    item.save(tmp_path)
+    item.finish()
+    item.merge()
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
+    read = dict(average_of(tmp_path, shapes))
+    assert {path_name(path): array.shape for path, array in jax.tree.leaves_with_path(expected)} == {
+        name: array.shape for name, array in read.items()
+    }
+    np.testing.assert_array_equal(read["layers.mlp.up"], state[-1].average["layers"]["mlp"]["up"])
+    with pytest.raises(Refusal, match="holds no average of the weights"):
+        average_of(tmp_path / "none", shapes)
+    with pytest.raises(Refusal, match="averages whole weights"):
+        Training(optimizer=Optimizer(average_decay=0.9), lora=Lora())
 
 
 @pytest.mark.slow

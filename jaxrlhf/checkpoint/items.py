@@ -1,7 +1,7 @@
 """The trees of arrays in a checkpoint, each written and read by the processes that hold it."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,6 +109,32 @@ def read_each(directory: Path, target: Any) -> Iterator[tuple[str, jax.Array]]:
         args = ocp.args.PyTreeRestore(item=part, restore_args=wanted, partial_restore=True)
         (array,) = jax.tree.leaves(handler.restore(epath.Path(directory), args=args))
         yield jax.tree_util.keystr(path, simple=True, separator="."), array
+
+
+def read_named(directory: Path, wanted: Mapping[str, Any]) -> Iterator[tuple[str, jax.Array]]:
+    """Some arrays of a saved tree of whatever containers, by their paths; one at a time is read.
+
+    Args:
+      wanted: `jax.ShapeDtypeStruct`s with shardings by path, such as `0.mu.layers.mlp.up`.
+    """
+    handler = ocp.PyTreeCheckpointHandler()
+    tree = handler.metadata(epath.Path(directory)).tree
+    for name, shape in wanted.items():
+        part = jax.tree.map_with_path(
+            lambda path, _, name=name, shape=shape: shape if _name(path) == name else ocp.PLACEHOLDER, tree
+        )
+        options = jax.tree.map(
+            lambda leaf: ocp.RestoreArgs() if leaf is ocp.PLACEHOLDER else ocp.ArrayRestoreArgs(sharding=leaf.sharding),
+            part,
+        )
+        args = ocp.args.PyTreeRestore(item=part, restore_args=options)
+        restored = handler.restore(epath.Path(directory), args=args)
+        (array,) = (leaf for leaf in jax.tree.leaves(restored) if isinstance(leaf, jax.Array))
+        yield name, array
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def stored_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:

@@ -135,6 +135,8 @@ class Optimizer(Settings):
       decay: `constant`, or down to 0 over the run's updates.
       max_grad_norm: Gradients are scaled down to this global norm.
       groups: Parameters with learning rates of their own, or frozen; of several that name one the first counts.
+      average_decay: Decay of an exponential average of the weights over updates (EMA), kept beside the moments at 4
+        bytes a weight, which `export --average` writes; None keeps none.
       vision_learning_rate: Learning rate of a vision tower, with warm-up and decay of the others; None freezes it.
     """
 
@@ -149,6 +151,7 @@ class Optimizer(Settings):
     weight_decay: Finite[NotNegative[float]] = 0.01
     max_grad_norm: Positive[float] = 1.0
     groups: tuple[ParameterGroup, ...] = ()
+    average_decay: Share[float] | None = None
     vision_learning_rate: Finite[Positive[float]] | None = None
 
     def __post_init__(self) -> None:
@@ -219,6 +222,11 @@ class Training(Settings):
         require(
             self.router_loss is None or 0 <= self.router_loss < math.inf,
             f"Training.router_loss must be 0 or more, or None, got {self.router_loss}",
+        )
+        require(
+            self.lora is None or self.optimizer.average_decay is None,
+            f"Optimizer.average_decay={self.optimizer.average_decay} averages whole weights, and lora trains adapters "
+            "beside them; drop one",
         )
 
 

@@ -12,6 +12,7 @@ from jaxrlhf.batch import Params
 from jaxrlhf.config import Optimizer, Refusal
 from jaxrlhf.config.named_functions import imported
 from jaxrlhf.models.parameters import Param
+from jaxrlhf.optimizers.average import averaging
 from jaxrlhf.optimizers.groups import ParameterGroups
 
 
@@ -36,6 +37,8 @@ def optimizer_of(
         steps.append(optax.partition({"trained": made, "frozen": optax.set_to_zero()}, labels))
     if not groups.alike:
         steps.append(optax.stateless(lambda changes, _: groups.scaled(changes)))
+    if settings.average_decay is not None:
+        steps.append(averaging(settings.average_decay))
     return optax.chain(*steps)
 
 

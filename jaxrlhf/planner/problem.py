@@ -141,10 +141,11 @@ def roles_of(config: Config, shapes: Callable[[Model | str], ModelConfig]) -> tu
 
 def _optimizer_bytes(training: Training, model: ModelConfig, head: Head) -> float | None:
     """Bytes that an optimizer keeps for a weight; None for AdamW of all weights, which keeps two moments."""
-    if training.optimizer.factory is None and not training.optimizer.groups:
+    optimizer = training.optimizer
+    if optimizer.factory is None and not optimizer.groups and optimizer.average_decay is None:
         return None
     declared = declare(model, head) if training.lora is None else declare_adapters(model, head, training.lora)
-    return state_bytes_per_weight(training.optimizer, declared, layers_of(model))
+    return state_bytes_per_weight(optimizer, declared, layers_of(model))
 
 
 def _passes(config: Config, role: str) -> int:

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.batch import Diverged
+from jaxrlhf.batch import Diverged, Params
 from jaxrlhf.checkpoint import Checkpoints
+from jaxrlhf.checkpoint.items import read_named, stored_shapes
 from jaxrlhf.config import ROLLOUT, Config, Nnx, Pretrained, Refusal, Sampling
 from jaxrlhf.data.tokenizer import decoder, load_tokenizer, misread
 from jaxrlhf.dataflows.step import Metrics
@@ -18,7 +20,8 @@ from jaxrlhf.models import read_config, sees, tokenizer_of
 from jaxrlhf.models.config import Head
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.save import check_new, save_each
-from jaxrlhf.models.parameters import param_shapes
+from jaxrlhf.models.parameters import param_shapes, path_name
+from jaxrlhf.optimizers.average import place_of
 from jaxrlhf.single_controller.launch import launch
 from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.tracking import RunConsole, SettingsTable, default_console, show_samples
@@ -40,6 +43,7 @@ def export_policy(
     step: int | None = None,
     dtype: str = "float32",
     merge: bool = False,
+    average: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> int:
     """Write the policy of a run, or the reward model that it trained, as a Hugging Face checkpoint with its tokenizer.
@@ -51,6 +55,7 @@ def export_policy(
       run: Workdir of the run.
       step: Step of the checkpoint; None is the newest.
       merge: Write whole weights, with the adapters that the run trained added to them.
+      average: Write the average of the weights that `Optimizer.average_decay` keeps.
       progress: Called with the bytes written so far, and all.
 
     Returns:
@@ -72,7 +77,9 @@ def export_policy(
         trained = [item for item in ("actor", f"actor{SUFFIX}") if checkpoints.folder(step, item).is_dir()]
         role: Literal["actor", "critic"] = "actor" if trained else "critic"
         head: Head = "lm" if trained else "value"
-        if checkpoints.folder(step, role + SUFFIX).is_dir():
+        if average:
+            arrays = average_of(checkpoints.folder(step, f"{role}_optimizer"), param_shapes(config, head, jnp.float32))
+        elif checkpoints.folder(step, role + SUFFIX).is_dir():
             adapted = AdaptedRun.of(run, role)
             adapters = adapted.adapters(checkpoints, step, role, config, head)
             if not merge:
@@ -88,6 +95,18 @@ def export_policy(
     if note := misread(directory):
         default_console().print(note, markup=False, highlight=False, soft_wrap=True)
     return step
+
+
+def average_of(optimizer: Path, shapes: Params) -> Iterator[tuple[str, jax.Array]]:
+    """Average of the weights in an optimizer's saved state, one parameter after another."""
+    place = place_of(stored_shapes(optimizer)) if optimizer.is_dir() else None
+    if place is None:
+        raise Refusal(
+            f"{optimizer} holds no average of the weights: the run kept none; drop --average, or train with "
+            "Optimizer.average_decay"
+        )
+    wanted = {f"{place}.{path_name(path)}": shape for path, shape in jax.tree.leaves_with_path(placed(shapes))}
+    return ((name.removeprefix(f"{place}."), array) for name, array in read_named(optimizer, wanted))
 
 
 def check_exportable(config: Config) -> None:
