@@ -1,5 +1,6 @@
 """Measures episodes: seconds and computed tokens of many turns with slow tools, as they are, without the caches of
-sessions, and turn by turn. Prints a table, and writes docs/agents.json with `--write`.
+sessions, and turn by turn; and whether the same tokens were drawn, also of one episode alone. Prints a table, and
+writes docs/agents.json with `--write`.
 
     python scripts/bench_agents.py --episodes 256 --turns 6 --pause 2 [--trl-episodes 64] [--write]
 
@@ -46,6 +47,11 @@ from jaxrlhf.models.parameters import param_shapes
 PAGE = Path(__file__).parents[1] / "docs" / "agents.json"
 PASSES = 4
 REPLY_TOKENS, ANSWER_TOKENS = 24, ANSWER_DIGITS + 8
+
+
+Figures = dict[str, float]
+Replies = list[tuple[int, ...]]
+"""Tokens of every reply, episode after episode."""
 
 
 class TurnByTurn(EnvironmentPool):
@@ -110,8 +116,8 @@ def engine_of(flags: argparse.Namespace) -> Engine:
     return engine
 
 
-def measure(engine: Engine, flags: argparse.Namespace, way: str) -> dict[str, float]:
-    """Go through the episodes once."""
+def measure(engine: Engine, flags: argparse.Namespace, way: str, only: int | None = None) -> tuple[Figures, Replies]:
+    """Go through the episodes once, or through one of them alone."""
     settings = Environment(
         factory=f"{Path(__file__).with_name('talking.py').resolve()}:Talks",
         max_turns=flags.turns,
@@ -122,7 +128,7 @@ def measure(engine: Engine, flags: argparse.Namespace, way: str) -> dict[str, fl
     )
     problems = [
         Problem(number, "", (5,), record={"number": number, "turns": flags.turns, "pause_s": flags.pause})
-        for number in range(flags.episodes)
+        for number in (range(flags.episodes) if only is None else [only])
     ]
     pool = EnvironmentPool((settings,))
     if way == "turn by turn":
@@ -144,29 +150,31 @@ def measure(engine: Engine, flags: argparse.Namespace, way: str) -> dict[str, fl
     seconds = time.perf_counter() - start
     assert all(len(record.turns) == flags.turns for record in batch.record_E), batch.record_E[0]
     asked, reused = engine.prefill.prompt_tokens - before[0], engine.prefill.reused_tokens - before[1]
-    return {
+    figures = {
         "seconds": seconds,
         "prefilled_tokens": float(asked - reused),
         "reused_share": reused / max(asked, 1),
         "drawn_tokens": float(batch.rollout.sequences.mask_BT.sum()),
         "load_before": load,
     }
+    return figures, [turn.reply.tokens for record in batch.record_E for turn in record.turns]
 
 
-def measure_compiled(engine: Engine, flags: argparse.Namespace, way: str) -> dict[str, float]:
+def measure_compiled(engine: Engine, flags: argparse.Namespace, way: str) -> tuple[Figures, Replies]:
     """Go through the episodes until nothing is compiled on the way, which sizes are met depends on what is ready when.
 
     The last of `PASSES` counts however much it compiles, and says so.
     """
     for _ in range(PASSES):
         before = engine.compilations
-        figures = measure(engine, flags, way) | {"compiled": float(engine.compilations - before)}
+        figures, replies = measure(engine, flags, way)
+        figures["compiled"] = float(engine.compilations - before)
         if not figures["compiled"]:
             break
-    return figures
+    return figures, replies
 
 
-def measure_trl(flags: argparse.Namespace) -> dict[str, float]:
+def measure_trl(flags: argparse.Namespace) -> Figures:
     """Have TRL's tool loop go through as many episodes."""
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(flags)
@@ -194,30 +202,44 @@ def main() -> None:
     flags = parser.parse_args()
     engine = engine_of(flags)
     ways = ("as it is", "without session caches", "turn by turn")
-    found = {way: shown(way, measure_compiled(engine, flags, way)) for way in ways}
-    beside: dict[str, dict[str, float]] = {}
+    found, drawn = dict[str, Figures](), dict[str, Replies]()
+    for way in ways:
+        found[way], drawn[way] = measure_compiled(engine, flags, way)
+        shown(way, found[way])
+    last = flags.episodes - 1
+    same = {way: alike(drawn[way], drawn[ways[0]]) for way in ways[1:]}
+    same["alone"] = alike(measure(engine, flags, ways[0], only=last)[1], drawn[ways[0]][-flags.turns :])
+    shown("the same replies, share", same)
+    beside: dict[str, Figures] = {}
     if flags.trl_episodes:
         fewer = argparse.Namespace(**{**vars(flags), "episodes": flags.trl_episodes})
-        beside = {"as it is": shown("as it is, beside TRL", measure_compiled(engine, fewer, "as it is"))}
+        beside = {"as it is": shown("as it is, beside TRL", measure_compiled(engine, fewer, "as it is")[0])}
         beside["TRL's tool loop"] = shown("TRL's tool loop", measure_trl(fewer))
         print("seconds of TRL's:", beside["as it is"]["seconds"] / beside["TRL's tool loop"]["seconds"])
     if flags.write:
-        write(flags, found, beside)
+        write(flags, found, same, beside)
 
 
-def shown(way: str, figures: dict[str, float]) -> dict[str, float]:
+def alike(ours: Replies, theirs: Replies) -> float:
+    """Share of replies whose tokens are the same."""
+    return sum(one == other for one, other in zip(ours, theirs, strict=True)) / len(theirs)
+
+
+def shown(way: str, figures: Figures) -> Figures:
     """The figures, printed."""
     print(f"{way:24}", *(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
     return figures
 
 
-def write(flags: argparse.Namespace, found: dict[str, dict[str, float]], beside: dict[str, dict[str, float]]) -> None:
+def write(flags: argparse.Namespace, found: dict[str, Figures], same: Figures, beside: dict[str, Figures]) -> None:
     """Write the page."""
     names = ("episodes", "trl_episodes", "turns", "pause", "slots", "width", "layers")
     about: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "commit": bench.commit()}
     about |= {"processor": bench.processor(), "versions": bench.versions("jax") | (PINS["trl"] if beside else {})}
     about |= {name: getattr(flags, name) for name in names}
-    PAGE.write_text(json.dumps({"about": about, "ways": found, "beside_trl": beside}, indent=2) + "\n")
+    PAGE.write_text(
+        json.dumps({"about": about, "ways": found, "same_replies": same, "beside_trl": beside}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":
