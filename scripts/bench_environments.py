@@ -1,12 +1,16 @@
-"""Live environments at once: seconds and memory of starting, stepping and ending them.
+"""Live environments at once: seconds and memory of starting, stepping and ending them, and how late an event loop is.
 
 python scripts/bench_environments.py --episodes 1000
+
+An event loop that is asked to come back after 10 ms beside each stage comes back later: by how much, 99 times of 100.
 """
 
 import argparse
+import asyncio
 import os
 import platform
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -79,12 +83,20 @@ def main() -> None:
 
 class _Clock:
     def __init__(self) -> None:
-        self._since = time.perf_counter()
+        self._since, self._late_s = time.perf_counter(), list[float]()
+        threading.Thread(target=lambda: asyncio.run(self._tick()), daemon=True).start()
+
+    async def _tick(self) -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.01)
+            self._late_s.append(time.perf_counter() - before - 0.01)
 
     def __call__(self, done: str) -> None:
-        now = time.perf_counter()
-        print(f"{now - self._since:8.2f} s  {done}", flush=True)
-        self._since = now
+        now, late_s = time.perf_counter(), sorted(self._late_s)
+        late = f", a loop late by {1e3 * late_s[len(late_s) * 99 // 100]:.0f} ms" if late_s else ""
+        print(f"{now - self._since:8.2f} s  {done}{late}", flush=True)
+        self._since, self._late_s = now, []
 
 
 def _memory(pid: int) -> int:
