@@ -21,7 +21,7 @@ PACKAGE = ROOT / "jaxrlhf"
 GOLDENS = ROOT / "tests" / "golden_configs"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FRONT_DOORS = sorted(PACKAGE.glob("*/__init__.py"))
-PROGRAMS = [*sorted((ROOT / "configs").glob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
+PROGRAMS = [*sorted((ROOT / "configs").rglob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
 TESTS = sorted((ROOT / "tests").glob("*.py"))
 HEAVY = {
     *("jax", "jaxlib", "flax", "optax", "orbax", "tensorstore", "grain", "transformers", "tokenizers", "torch"),

@@ -35,7 +35,10 @@ def refusal(monkeypatch, capsys, *arguments: object) -> str:
     return shown.err
 
 
-@pytest.mark.parametrize("name", sorted(shipped()))
+SMALL = [name for name, path in shipped().items() if path.parent.name == "configs"]  # recipes are planned on their own
+
+
+@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("hardware", MACHINES)
 def test_every_shipped_configuration_is_planned(name, hardware, tmp_path, monkeypatch):
     config = load(name)

@@ -115,9 +115,14 @@ def _case(test: Any) -> Case | None:
     match test:
         case str() if test.strip():
             return Case(code=test)
-        case {"input": str(given), "output": str(expected), **more} if more.get("testtype", "stdin") == "stdin":
+        case {"input": str(given), "output": str(expected), **more} if _of_streams(more):
             return Case(given=given, expected=expected)
     return None
+
+
+def _of_streams(more: Mapping[Any, Any]) -> bool:
+    """True unless LiveCodeBench's or PrimeIntellect's mark of a test says that it calls a function."""
+    return more.get("testtype", "stdin") == "stdin" and more.get("type", "stdin_stdout") == "stdin_stdout"
 
 
 def _passes(program: str, case: Case, limits: Limits) -> bool:

@@ -1,0 +1,34 @@
+"""DAPO on DAPO-Math-17k from Qwen2.5-32B, on 16 machines of eight H100 or a v5p-128 slice; needs `jaxrlhf[math,ray]`.
+
+    python -m jaxrlhf.train --config dapo_math_32b.py --cluster.address auto --cluster.devices-per-host 8
+
+The run of `dapo_math_7b.py` at the paper's size and lengths: responses of up to 20k tokens, the last 4k of them
+punished the more the longer they are. `--hardware h100x16` says what the cluster is; on a v5p-128 slice it is `v5p-128`
+with `--cluster.devices-per-host 4`.
+
+Planned: Qwen2.5-32B on h100x16x8 52 of 75 GiB of a device, 2,141 s a step, 119.0 h; Qwen2.5-32B on v5p-128 85 of 95 GiB
+of a device, 3,347 s a step, 186.0 h.
+
+Source: Yu et al. 2025 (DAPO, arXiv:2503.14476), section 4.1; verl's recipe of it (https://github.com/volcengine/verl,
+recipe/dapo/run_dapo_qwen2.5_32b.sh).
+"""
+
+from dataclasses import replace
+
+from jaxrlhf.config import DAPO, Config, OverlongPunishment, Pretrained, RayCluster, load
+
+
+def get_config() -> Config:
+    """The run."""
+    small = load("dapo_math_7b")
+    assert isinstance(small.algorithm, DAPO)
+    return replace(
+        small,
+        name="dapo_math_32b",
+        model=Pretrained("Qwen/Qwen2.5-32B"),
+        algorithm=replace(small.algorithm, overlong=OverlongPunishment(buffer_share=0.2)),
+        rollout=replace(small.rollout, max_response_tokens=20_480),
+        actor=replace(small.actor, tokens_per_microbatch=16 * 22_528),
+        cluster=RayCluster(devices_per_host=8),
+        hardware="h100x16",
+    )

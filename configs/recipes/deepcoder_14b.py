@@ -1,0 +1,59 @@
+"""Code with tests, from DeepSeek-R1-Distill-Qwen-14B: programs are run in a sandbox, and earn 1 if every test passes.
+
+    python -m jaxrlhf.train --config deepcoder_14b.py --cluster.address auto
+
+GRPO as DeepCoder has it: a higher upper clip, no KL, nothing trained on responses that were cut. Problems have what a
+program reads and is to print; those of LiveCodeBench are held out. Four machines of eight H100, where programs need
+cores: 64 processes run them. After this stage, 32k tokens: `--rollout.max-response-tokens 32768` from its export.
+
+Planned: DeepSeek-R1-Distill-Qwen-14B on h100x4x8 49 of 75 GiB of a device, 690 s a step, 34.5 h.
+
+Source: Luo et al. 2025 (DeepCoder, https://huggingface.co/agentica-org/DeepCoder-14B-Preview) for model, data, clip,
+lengths and the number of GPUs; batch and learning rate are those of `deepscaler_1_5b.py`; the filter of responses that
+were cut and the clip are Yu et al. 2025 (DAPO, arXiv:2503.14476).
+"""
+
+from jaxrlhf.config import (
+    DAPO,
+    CodeReward,
+    Config,
+    Evaluation,
+    HubData,
+    Optimizer,
+    Pretrained,
+    RayCluster,
+    Rewards,
+    Rollout,
+    Sampling,
+    Training,
+)
+
+DATA = "agentica-org/DeepCoder-Preview-Dataset"
+RESPONSES_PER_PROMPT = 8
+
+
+def get_config() -> Config:
+    """The run."""
+    return Config(
+        name="deepcoder_14b",
+        model=Pretrained("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B"),
+        data=HubData(DATA, subset="lcbv5", prompt_key="problem", answer_key=None, evaluation="test"),
+        system_prompt="Think first, then give one block with a whole Python program that reads input and prints.",
+        rewards=Rewards(parts=(CodeReward(time_limit_s=6.0, total_s=50.0),), workers=64, timeout_s=60.0),
+        algorithm=DAPO(
+            responses_per_update=64 * RESPONSES_PER_PROMPT, max_rounds=1, overlong=None, mask_truncated=True
+        ),
+        rollout=Rollout(
+            prompts_per_step=128,
+            responses_per_prompt=RESPONSES_PER_PROMPT,
+            max_prompt_tokens=2048,
+            max_response_tokens=16_384,
+            sampling=Sampling(temperature=0.6),
+        ),
+        actor=Training(optimizer=Optimizer(learning_rate=1e-6), tokens_per_microbatch=32 * 18_432),
+        placement="auto",
+        cluster=RayCluster(devices_per_host=8),
+        hardware="h100x4",
+        steps=180,
+        evaluation=Evaluation(every_steps=10),
+    )

@@ -1,0 +1,35 @@
+"""GSPO with experts, Qwen3-30B-A3B on DAPO-Math-17k, on 16 machines of eight H100; needs `jaxrlhf[math,ray]`.
+
+    python -m jaxrlhf.train --config gspo_moe_30b.py --cluster.address auto
+
+One ratio for each response, which a change of experts between sampler and trainer moves less than a token's; no KL.
+`--algorithm GRPO --rollout.replay-routing` trains tokens through the experts that they were sampled with, in place of
+that.
+
+Planned: Qwen3-30B-A3B on h100x16x8 43 of 75 GiB of a device, 155 s a step, 12.9 h.
+
+Source: Zheng et al. 2025 (GSPO, arXiv:2507.18071); settings of verl's example (https://github.com/volcengine/verl,
+examples/gspo_trainer/test_gspo_qwen30b_a3b_ep.sh), without its punishment of long responses.
+"""
+
+from dataclasses import replace
+
+from jaxrlhf.config import GSPO, Config, Pretrained, RayCluster, load
+
+RESPONSES_PER_PROMPT = 16
+
+
+def get_config() -> Config:
+    """The run: data, reward and evaluation are those of `dapo_math_7b.py`."""
+    dense = load("dapo_math_7b")
+    return replace(
+        dense,
+        name="gspo_moe_30b",
+        model=Pretrained("Qwen/Qwen3-30B-A3B"),
+        algorithm=GSPO(responses_per_update=32 * RESPONSES_PER_PROMPT),
+        rollout=replace(dense.rollout, prompts_per_step=256, responses_per_prompt=RESPONSES_PER_PROMPT),
+        actor=replace(dense.actor, tokens_per_microbatch=16 * 10_240),
+        cluster=RayCluster(devices_per_host=8),
+        hardware="h100x16",
+        steps=300,
+    )

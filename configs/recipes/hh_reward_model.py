@@ -1,0 +1,36 @@
+"""Helpfulness, stage 1 of 2: a reward model from the preference pairs of hh-rlhf, on a machine of eight H100.
+
+    hf download Anthropic/hh-rlhf --repo-type dataset --include 'helpful-base/*' --local-dir hh-rlhf
+    python -m jaxrlhf.train --config hh_reward_model.py --export models/hh_reward_model
+
+One epoch of the 43835 pairs of the part `helpful-base`; `hh_ppo.py` is next.
+
+Planned: Qwen2.5-7B-Instruct on h100x1x8 39 of 75 GiB of a device, 8.2 s a step, 0.4 h.
+
+Source: batch and learning rates of OpenRLHF's example (https://github.com/OpenRLHF/OpenRLHF; Hu et al. 2024,
+arXiv:2405.11143); the pairs are Bai et al. 2022 (arXiv:2204.05862).
+"""
+
+from jaxrlhf.config import Config, Evaluation, Optimizer, PairFile, Pretrained, RewardModel, Rollout, Training
+
+PAIRS, PAIRS_PER_UPDATE = 43_835, 256
+
+
+def get_config() -> Config:
+    """The run; `rollout` limits the lengths of prompts and answers."""
+    return Config(
+        name="hh_reward_model",
+        model=Pretrained("Qwen/Qwen2.5-7B-Instruct"),
+        data=PairFile("hh-rlhf/helpful-base/train.jsonl.gz", evaluation="hh-rlhf/helpful-base/test.jsonl.gz"),
+        algorithm=RewardModel(
+            pairs_per_update=PAIRS_PER_UPDATE,
+            critic=Training(
+                optimizer=Optimizer(learning_rate=9e-6, warmup_updates=5, decay="cosine", weight_decay=0.0),
+                tokens_per_microbatch=65_536,
+            ),
+        ),
+        rollout=Rollout(max_prompt_tokens=1024, max_response_tokens=1024),
+        placement="auto",
+        steps=PAIRS // PAIRS_PER_UPDATE,
+        evaluation=Evaluation(every_steps=50, problems=1024),
+    )

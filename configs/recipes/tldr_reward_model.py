@@ -1,0 +1,38 @@
+"""Summaries of posts, stage 2 of 3: a reward model from comparisons of two summaries, on one H100.
+
+    hf download trl-lib/tldr-preference --repo-type dataset --local-dir tldr-preference
+    python -m jaxrlhf.train --config tldr_reward_model.py --export models/tldr_reward_model
+
+One epoch of 92858 comparisons, from the policy of `tldr_sft.py`; `tldr_ppo.py` is next.
+
+Planned: Qwen2.5-1.5B on h100x1x1 36 of 75 GiB of a device, 1.8 s a step, 0.7 h.
+
+Source: Huang et al. 2024 (arXiv:2403.17031) for batch and learning rate, there with Pythia; the comparisons are
+Stiennon et al. 2020 (arXiv:2009.01325).
+"""
+
+from jaxrlhf.config import Config, Evaluation, Optimizer, PairFile, Pretrained, RewardModel, Rollout, Training
+
+PAIRS, PAIRS_PER_UPDATE = 92_858, 64
+
+
+def get_config() -> Config:
+    """The run; `rollout` limits the lengths of posts and summaries."""
+    return Config(
+        name="tldr_reward_model",
+        model=Pretrained("models/tldr_sft"),
+        data=PairFile(
+            "tldr-preference/data/train-00000-of-00001.parquet",
+            evaluation="tldr-preference/data/validation-00000-of-00001.parquet",
+        ),
+        algorithm=RewardModel(
+            pairs_per_update=PAIRS_PER_UPDATE,
+            critic=Training(
+                optimizer=Optimizer(learning_rate=3e-6, decay="cosine", weight_decay=0.0), tokens_per_microbatch=32_768
+            ),
+        ),
+        rollout=Rollout(max_prompt_tokens=640, max_response_tokens=128),
+        placement="auto",
+        steps=PAIRS // PAIRS_PER_UPDATE,
+        evaluation=Evaluation(every_steps=200, problems=2048),
+    )
