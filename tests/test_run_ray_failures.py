@@ -155,6 +155,65 @@ def assert_same_run(workdir: Path, expected: Path) -> None:
     assert saved == wanted
 
 
+class Sniper:
+    """Kills the host of a pool as it is asked for certain calls: the so many-th of each method.
+
+    Attributes:
+      struck: Methods in whose calls a host was killed.
+      launches: Pools that were started, one after another.
+      attempts: Times that the run was launched as a whole.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, pool: str, moments: dict[str, int]) -> None:
+        self.struck, self.launches, self.attempts = [], [], 0
+        left = dict(moments)
+        call, start, attempt = HostProcesses.call, HostProcesses._start, controller._launch_and_run
+
+        def watched_call(processes, method, *args, **kwargs):
+            name = args[1] if method == "call" else method
+            if processes.name == pool and name in left:
+                left[name] -= 1
+                if left[name] == 0:
+                    self.struck.append(name)
+                    os.kill(processes.hosts[0].pid, signal.SIGKILL)
+            return call(processes, method, *args, **kwargs)
+
+        def watched_start(processes, *args):
+            self.launches.append(processes.name)
+            return start(processes, *args)
+
+        def watched_attempt(*args, **kwargs):
+            self.attempts += 1
+            return attempt(*args, **kwargs)
+
+        patch.setattr(HostProcesses, "call", watched_call)
+        patch.setattr(HostProcesses, "_start", watched_start)
+        patch.setattr(controller, "_launch_and_run", watched_attempt)
+
+
+GENERATION = (Pool("policy", 1, ("actor", "critic", "reference", "reward")), Pool("generation", 1, ("rollout",)))
+
+
+def test_a_pool_that_only_generates_is_launched_anew_while_the_run_goes_on(undisturbed, tmp_path, monkeypatch):
+    sniper = Sniper(monkeypatch, "generation", {"generate_sequences": 3, "load_weights": 3, "take_metrics": 4})
+    jaxrlhf.run(placed(tmp_path, steps=STEPS, pools=GENERATION, cluster=replace(CLUSTER, restarts=3)))
+    assert sorted(sniper.struck) == ["generate_sequences", "load_weights", "take_metrics"]
+    assert (sniper.attempts, sniper.launches.count("policy"), sniper.launches.count("generation")) == (1, 1, 4)
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_responses_under_way_on_a_host_that_died_are_begun_again_by_the_newest_policy(tmp_path, monkeypatch):
+    sniper = Sniper(monkeypatch, "generation", {"continue_sequences": 3})
+    config = placed(tmp_path, steps=STEPS, pools=GENERATION, cluster=replace(CLUSTER, restarts=1))
+    config = replace(config, rollout=replace(config.rollout, staleness=2, over_provision=1.5))
+    jaxrlhf.run(config)
+    assert sniper.struck == ["continue_sequences"] and sniper.attempts == 1
+    logged = numbers(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in logged] == [*range(1, STEPS + 1)]
+    assert all(record["staleness/age_max"] <= 2 for record in logged)
+    assert all(record["staleness/put_off_groups"] == 4 for record in logged)  # as many as before
+
+
 def test_a_host_that_sleeps_for_ever_is_found(undisturbed, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_backend, "make_host", odd_hosts.sleeping)
     start = time.monotonic()

@@ -21,7 +21,8 @@ class RayCluster(Settings):
       cpus_per_host: Cores that Ray sets aside for a host process. It only counts them.
       start_timeout_s: Seconds in which a pool's processes are placed, started and joined.
       call_timeout_s: Seconds in which every host answers a call, compilation included.
-      restarts: Times that a run whose hosts failed starts them again, from its newest checkpoint.
+      restarts: Times that a run whose hosts failed starts them again, from its newest checkpoint. A pool that only
+        generates and scores is started again by itself, as often, and what it had under way is begun again.
       weights: Transfer of weights between pools: `direct`, from device to device by JAX's transfer server, or `host`,
         through the hosts' memory where the backend has no such server.
     """

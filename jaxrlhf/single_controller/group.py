@@ -167,7 +167,7 @@ class ActorApart:
         self._actor, self._rollout = actor, rollout
         self._newest: Pending[Any] | None = None
         self._there: Pending[Any] | None = None
-        self._wanted: Pending[Any] | None = None
+        self._wanted: Any = None
         self._waiting = 0
 
     def update_actor(self, *args: object, **kwargs: object) -> Pending[Any]:
@@ -199,8 +199,13 @@ class ActorApart:
         if self._there is None:
             self._sent()
         if self._wanted is None:  # from the second time on always the same, so that no offer waits for generation
-            self._wanted = self._rollout.wanted_weights()
+            self._wanted = self._rollout.wanted_weights().result()
         return ActorAsOf(self, self._rollout, self._actor.offer_weights(self._wanted, waiting=self._waiting))
+
+    def send_again(self) -> None:
+        """Send the newest weights, all of them, to a group that was launched anew and has none."""
+        self._newest = self._there = None
+        self._sent()
 
     def load(self, offer: Pending[Any]) -> Pending[Any]:
         """Have offered weights on the rollout's devices; returns their version."""
@@ -210,7 +215,8 @@ class ActorApart:
     def _sent(self) -> Pending[Any]:
         """Version of the newest weights, once they are on the rollout's devices."""
         if self._newest is None or self._newest is not self._there:
-            wanted = self._rollout.wanted_weights()
+            # Brought here: what lies on a host that dies would take down the pool that comes to read it.
+            wanted = self._rollout.wanted_weights().result()
             self._newest = self.load(self._actor.offer_weights(wanted, waiting=self._waiting))
         return self._newest
 

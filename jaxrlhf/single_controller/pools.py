@@ -19,6 +19,7 @@ from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import ROLLOUT, Config, Pool
 from jaxrlhf.single_controller.group import ActorApart, DeviceQueue, Group, Timeline
 from jaxrlhf.single_controller.host import Built, Host
+from jaxrlhf.single_controller.ray.failure import HostFailure
 from jaxrlhf.tracking import ON_HOST
 from jaxrlhf.workers.actor import Actor
 from jaxrlhf.workers.build import Phase
@@ -56,6 +57,10 @@ class Ranks(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the processes."""
+
+    def relaunch(self, failed: HostFailure) -> bool:
+        """Launch processes that failed anew, with the workers that they had; false if that may not be."""
+        return False
 
     def build(self, phase: Phase) -> None:
         """Make the workers of a phase on every rank."""
@@ -159,6 +164,20 @@ class Roles:
         roles = copy(self)
         vars(roles)["actor"] = vars(self)["actor"].as_of_now(waiting=waiting)
         return roles
+
+    def relaunch(self, failed: HostFailure) -> bool:
+        """Launch the pool whose host failed anew, if it only generates and scores, and send it the newest weights.
+
+        Returns:
+          False if it holds what only a checkpoint could give back, or was launched as often as it may be.
+        """
+        pool = next((ranks for ranks in self._pools if ranks.name == failed.host.pool), None)
+        if pool is None or not pool.relaunch(failed):
+            return False
+        actor = vars(self).get("actor")
+        if isinstance(actor, ActorApart):
+            actor.send_again()
+        return True
 
     def items(self) -> dict[str, Item]:
         """Every tree of arrays that a checkpoint of the run holds."""

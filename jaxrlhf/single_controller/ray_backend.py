@@ -7,7 +7,7 @@ that takes it as an argument fetches it from there, not through the controller.
 
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,17 +17,20 @@ from typing import Any
 import jax
 
 from jaxrlhf.batching.transfer_protocol import PROTOCOLS, RemoteValue, join
-from jaxrlhf.config import Config, Pool, RayCluster, Refusal
+from jaxrlhf.config import ROLLOUT, Config, Pool, RayCluster, Refusal
 from jaxrlhf.config.cli.load import loaded
+from jaxrlhf.config.roles import REWARD
 from jaxrlhf.models import tokenizer_of
 from jaxrlhf.runtime import compilation_cache
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.single_controller.host import Host
 from jaxrlhf.single_controller.pools import REWARD_OUTPUT, Pools, Ranks, placed
 from jaxrlhf.single_controller.ray.cluster import Connection, connect, disconnect
+from jaxrlhf.single_controller.ray.failure import HostDied, HostFailure, HostHung
 from jaxrlhf.single_controller.ray.processes import HostProcesses
 from jaxrlhf.single_controller.ray.stored import Stored
-from jaxrlhf.workers.build import Builder
+from jaxrlhf.tracking import default_console
+from jaxrlhf.workers.build import Builder, Phase
 from jaxrlhf.workers.model import Progress
 from jaxrlhf.workers.summary import SummaryRow
 
@@ -72,17 +75,54 @@ class Gathered(RemoteValue):
         return join(found)
 
 
-class RayRanks(Ranks):
-    """A pool of host processes."""
+STATELESS = {ROLLOUT, REWARD.name}
+"""Roles that have nothing that a checkpoint keeps: a pool of these is launched anew by itself."""
 
-    def __init__(self, name: str, processes: HostProcesses, progress: Progress) -> None:
+
+class RayRanks(Ranks):
+    """A pool of host processes.
+
+    Args:
+      launch: Starts the processes.
+      relaunches: Times that they may be started again while other pools go on.
+    """
+
+    def __init__(
+        self, name: str, launch: Callable[[], HostProcesses], progress: Progress, *, relaunches: int = 0
+    ) -> None:
         super().__init__(name)
-        self._processes, self._progress = processes, progress
+        self._launch, self._progress, self._relaunches = launch, progress, relaunches
+        self._processes, self._relaunching = launch(), threading.RLock()
+        self._phase: Phase | None = None
+
+    def build(self, phase: Phase) -> None:
+        self._phase = phase
+        super().build(phase)
 
     def on_all(self, method: str, *args: Any) -> list[Any]:
         label = ".".join(args[:2]) if method == "item" else f"{self.name}.{method}"  # as in critic_optimizer.save
-        stored = self._processes.call(method, *args, label=label)
+        try:
+            stored = self._processes.call(method, *args, label=label)
+        except (HostDied, HostHung) as failed:
+            if not self.relaunch(failed):
+                raise
+            stored = self._processes.call(method, *args, label=label)
         return [result.load() for result in stored]
+
+    def relaunch(self, failed: HostFailure) -> bool:
+        with self._relaunching:
+            if failed.host not in self._processes.hosts:
+                return True  # another thread has done it
+            if not self._relaunches:
+                return False
+            self._relaunches -= 1
+            text = f"{failed}\nlaunching pool {self.name!r} anew; {self._relaunches} more would be allowed"
+            default_console().print(text, markup=False, highlight=False, soft_wrap=True)
+            self._processes.close()
+            self._processes = self._launch()
+            if self._phase is not None:
+                super().build(self._phase)
+            return True
 
     def call(self, role: str, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Gathered:
         protocol = self.protocols[role][method]
@@ -189,14 +229,16 @@ def launch_on_ray(config: Config, cluster: RayCluster, *, progress: Progress, wo
         folder = workdir or Path(after.enter_context(tempfile.TemporaryDirectory(prefix="jaxrlhf-")))
         output = None if workdir is None else workdir.absolute() / LOGS / REWARD_OUTPUT
         for pool in _pools_of_hosts(config, cluster, machines=connection.nodes):
-            processes = HostProcesses(
+            start = partial(
+                HostProcesses,
                 pool.name,
                 partial(make_host, config=config, pool=pool, output=output),
                 hosts=pool.devices // cluster.devices_per_host,
                 cluster=cluster,
                 log_directory=folder / LOGS,
             )
-            ranks.append(RayRanks(pool.name, processes, progress))
+            relaunches = cluster.restarts if STATELESS.issuperset(pool.roles) else 0
+            ranks.append(RayRanks(pool.name, start, progress, relaunches=relaunches))
     except BaseException:
         RayPools(ranks, connection, after).close()
         raise

@@ -1,6 +1,7 @@
 """Schedules: when responses are collected, with which weights, and when they are learnt from."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +9,17 @@ from typing import Any
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import Algorithm, Config, Refusal, function_of
 from jaxrlhf.data import Loader
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult
 from jaxrlhf.single_controller.pools import Roles
+from jaxrlhf.single_controller.ray.failure import HostDied, HostHung
+
+
+def wait_for_responses(collected: Any) -> None:
+    """Wait until what was collected has its responses; their scores may be on their way. Raises what they failed by."""
+    rollout = collected.rollout if isinstance(collected, ScoredRollout) else None
+    if isinstance(rollout, Future) and (error := rollout.exception()) is not None:
+        raise error
 
 
 @dataclass
@@ -51,7 +61,27 @@ class Synchronous:
 
     def collect(self, work: StepInput[Algorithm]) -> Any:
         """Collect what the algorithm learns from; roles may still be at work on it."""
-        return function_of(self.config.algorithm, "collect")(self.roles, work)
+        return self.collect_with(lambda: self.roles, work)
+
+    def collect_with(self, roles: Callable[[], Roles], work: StepInput[Algorithm]) -> Any:
+        """Collect, and begin again where hosts failed that only generate, once they were launched anew.
+
+        Args:
+          roles: Gives the roles that collect, at each beginning.
+        """
+        cluster, position = self.config.cluster, self.loader.state()
+        relaunches = cluster is not None and cluster.restarts > 0 and self.config.generates_apart
+        while True:
+            try:
+                collected = function_of(self.config.algorithm, "collect")(roles(), work)
+                if relaunches:  # else a failure is found by whoever reads the responses
+                    wait_for_responses(collected)
+            except (HostDied, HostHung) as failed:
+                if not self.roles.relaunch(failed):
+                    raise
+                self.loader.restore(position)
+            else:
+                return collected
 
     def learn(self, work: StepInput[Algorithm], collected: Any) -> StepResult:
         """Update models on what was collected."""

@@ -128,9 +128,10 @@ class InFlight:
 
     def saved(self) -> dict[str, Any]:
         """All that a run goes on from."""
-        return {"problems": self.problems, "under_way": self.under_way, "waiting": self._waiting, "free": self._free}
+        lists = {"problems": [*self.problems], "waiting": [*self._waiting], "free": [*self._free]}
+        return lists | {"under_way": self.under_way}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Go on from what was saved."""
-        self.problems, self.under_way = saved["problems"], saved["under_way"]
-        self._waiting, self._free = saved["waiting"], saved["free"]
+        self.problems, self.under_way = [*saved["problems"]], saved["under_way"]
+        self._waiting, self._free = [*saved["waiting"]], [*saved["free"]]

@@ -2,11 +2,11 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.trainer.schedule import wait_for_responses
 
 Collected = TypeVar("Collected")
 
@@ -35,8 +35,7 @@ class Collector:
         self._may_begin.wait()
         with self._turn:
             collected = collect()
-            if isinstance(collected, ScoredRollout) and isinstance(collected.rollout, Future):
-                wait([collected.rollout])
+            wait_for_responses(collected)
         return collected
 
     @contextmanager

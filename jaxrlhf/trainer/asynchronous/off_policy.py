@@ -78,10 +78,18 @@ class OffPolicy(Synchronous):
 
     def _collected(self, number: int, state: dict[str, float], roles: Roles) -> Collection:
         work, flight = replace(self.draw(number, state), in_flight=self._in_flight), self._in_flight
-        if flight is None:
-            return Collection(work, function_of(self.config.algorithm, "collect")(roles, work), {})
-        flight.metrics = {}
-        return Collection(work, function_of(self.config.algorithm, "collect")(roles, work), flight.metrics)
+        before = None if flight is None else flight.saved()
+        turns = [roles]
+
+        def of_this_turn() -> Roles:
+            """Roles as of when this was asked for, or of now where hosts were launched anew."""
+            if flight is not None and before is not None:
+                flight.restore(before)
+                flight.metrics = {}
+            return turns.pop() if turns else self.roles.as_of_now(waiting=self.config.steps_ahead + 1)
+
+        collected = self.collect_with(of_this_turn, work)
+        return Collection(work, collected, {} if flight is None else flight.metrics)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
