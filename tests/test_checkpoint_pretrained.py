@@ -165,7 +165,7 @@ def test_both_kinds_load_the_same_parameters(source, converted, head):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("programs")
+@pytest.mark.usefixtures("programs", "undrawn")
 def test_a_run_from_the_converted_checkpoint_is_the_same_run(tmp_path):
     """Actor, reference and critic start from it; tokenizer and end of sequence are its own."""
     about = write_policy(tmp_path / "source") / "tokenizer_config.json"

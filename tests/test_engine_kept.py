@@ -192,6 +192,7 @@ def test_rollouts_of_which_the_kept_tokens_are_not_known_are_refused(refused):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
 def test_a_run_over_eight_devices_has_one_truncated_distribution(tmp_path):
     config = get_config()
     config = replace(

@@ -37,6 +37,7 @@ def here(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
 @pytest.mark.parametrize(("api", "lora"), [("vllm", None), ("sglang", Lora(rank=2))], ids=["vllm", "sglang, adapters"])
 def test_a_run_generates_with_servers(api, lora, tmp_path):
     policy = write_policy(tmp_path / "policy")

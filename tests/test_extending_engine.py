@@ -55,6 +55,7 @@ class MadeUpServer:
         return Completion(request.request_id, own, tuple(logps), own[-1] != self.stop, self.versions[-1])
 
 
+@pytest.mark.usefixtures("programs", "undrawn")
 @pytest.mark.parametrize("lora", [pytest.param(None, marks=pytest.mark.slow), Lora(rank=2)], ids=["whole", "lora"])
 def test_a_run_generates_with_an_engine_of_another_kind(lora, tmp_path, monkeypatch):
     policy, servers = write_policy(tmp_path / "policy"), []

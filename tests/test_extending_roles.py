@@ -17,6 +17,7 @@ FILE = Path(__file__).with_name("own_role.py")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
 def test_a_role_of_a_users_file_is_trained_on_a_pool_of_its_own(tmp_path):
     config = override(jaxrlhf.load(FILE), {"workdir": str(tmp_path)})
     shown = io.StringIO()

@@ -15,6 +15,7 @@ FILE = Path(__file__).with_name("two_turns.py")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
 def test_a_run_learns_from_two_turns(tmp_path):
     jaxrlhf.run(override(jaxrlhf.load(FILE), {"workdir": str(tmp_path)}))
     steps = [record for record in records(tmp_path / "metrics.jsonl") if "sampler/logp_gap_max" in record]

@@ -13,6 +13,7 @@ EXPERTS, EACH = 4, 2
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
 def test_grpo_teaches_a_mixture_of_experts(tmp_path: Path) -> None:
     """To begin answers to sums with a digit, as one token in thirty does; routers stay balanced."""
     tiny = get_config()

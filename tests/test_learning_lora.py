@@ -9,13 +9,23 @@ from tiny_runs import records
 import jaxrlhf
 from jaxrlhf.config import GRPO, KLInLoss, Lora
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("programs")
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The problems."""
+    return task.write_records(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def guessing(programs, undrawn, folder):
+    """The policy that learns."""
+    return task.exported(folder, "guess", seed=0)
+
+
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_it_learns_by_adapters_from_scores(quantize, tmp_path):
-    folder = task.write_records(tmp_path)
-    guessing = task.exported(folder, "guess", seed=0)
+def test_it_learns_by_adapters_from_scores(quantize, folder, guessing, tmp_path):
     actor = replace(task.training(2e-2), lora=Lora(rank=4, alpha=8.0, quantize=quantize))
     algorithm = GRPO(kl=KLInLoss(coefficient=1e-3))
     config = task.task(folder, algorithm, guessing, actor=actor, workdir=str(tmp_path / "run"))

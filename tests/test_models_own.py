@@ -202,7 +202,7 @@ def test_it_is_not_planned(own):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("programs")
+@pytest.mark.usefixtures("programs", "undrawn")
 def test_it_learns_goes_on_from_a_checkpoint_and_is_evaluated(own, tmp_path, capsys):
     config = replace(learning(GRPO, old_logp="trainer"), model=own)
     logged = run(config, tmp_path / "whole")
@@ -226,6 +226,7 @@ def test_it_learns_goes_on_from_a_checkpoint_and_is_evaluated(own, tmp_path, cap
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
 def test_a_critic_starts_from_it_on_a_mesh(own, tmp_path):
     config = replace(get_config(), model=own, steps=2, devices=4, actor=training(fsdp=2))
     logged = run(config, tmp_path)

@@ -175,7 +175,7 @@ def test_an_evaluation_takes_the_plan_of_its_run(tmp_path, capsys, slow_devices)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("programs")
+@pytest.mark.usefixtures("programs", "undrawn")
 def test_a_run_that_goes_on_keeps_its_plan(tmp_path, capsys, slow_devices):
     """With a cold start; killed after a step, evaluated and exported."""
     config = auto(tmp_path / "run", hardware=slow_devices, steps=2)
@@ -203,7 +203,7 @@ def test_a_run_that_goes_on_keeps_its_plan(tmp_path, capsys, slow_devices):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("programs")
+@pytest.mark.usefixtures("programs", "undrawn")
 def test_a_planned_run_gives_the_numbers_of_one_device(tmp_path, slow_devices):
     run(placed(tmp_path / "alone"))
     planned = placed(tmp_path / "planned", devices=None, placement="auto", hardware=slow_devices)

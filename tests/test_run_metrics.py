@@ -274,6 +274,7 @@ def test_unscorable_rows_train_nothing(run):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs")
 def test_a_run_survives_that_nothing_is_scorable(tmp_path):
     (tmp_path / "reward.py").write_text("def broken(prompt, response, answer, record):\n    return float('nan')\n")
     config = get_config()

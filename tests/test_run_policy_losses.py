@@ -13,7 +13,7 @@ _WEIGHTS = {"correction/weight_mean", "correction/effective_fraction", "correcti
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("programs")
+@pytest.mark.usefixtures("programs", "undrawn")
 @pytest.mark.parametrize(
     "algorithm, own",
     [

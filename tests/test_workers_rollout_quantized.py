@@ -69,6 +69,7 @@ def test_what_nothing_corrects_or_rounds_is_refused(refused):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
 def test_a_policy_learns_from_rounded_samples(tmp_path):
     exact = learning(GRPO, correction=TruncatedImportance())
     rounded = replace(exact, rollout=replace(exact.rollout, quantize="int8"), workdir=str(tmp_path))
