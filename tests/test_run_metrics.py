@@ -289,18 +289,3 @@ def test_a_run_survives_that_nothing_is_scorable(tmp_path):
         assert unknown <= {"score/mean", "score/std", "eval/accuracy", "eval/accuracy_at_start"}
         assert record["reward/unscorable"] == RESPONSES
         assert (record["actor/loss"], record["actor/grad_norm"], record["actor/tokens"]) == (0, 0, 0)
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_not_described_by_settings_that_trained_nothing(run, capsys):  # the last: it goes on
-    before = (run.workdir / "config.json").read_bytes()
-    hotter = replace(run.config.actor, optimizer=replace(run.config.actor.optimizer, learning_rate=0.5))
-    assert jaxrlhf.run(replace(run.config, actor=hotter)).finished
-    shown = capsys.readouterr().out
-    assert "tiny: all 4 steps are done; raise steps, or choose another workdir, to train on" in shown
-    assert (run.workdir / "config.json").read_bytes() == before
-    assert records(run.workdir / "metrics.jsonl") == run.metrics
-    jaxrlhf.run(replace(run.config, actor=hotter, steps=5))
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("settings that are not as befo")]
-    assert set(line.split(": ")[1].split(", ")) == {"steps 4 -> 5", "actor.optimizer.learning_rate 0.003 -> 0.5"}
-    assert json.loads((run.workdir / "config.json").read_text())["steps"] == 5

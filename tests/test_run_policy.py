@@ -1,6 +1,7 @@
 """Trained policies outside their run: exported, evaluated, and the settings of a run without running it."""
 
 import itertools
+import json
 import runpy
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file
+from test_docs_metrics import unexplained
 from tiny_runs import get_config, records, write_policy
 
 from jaxrlhf import models
@@ -156,7 +158,7 @@ def test_pass_at_k_of_many_samples():
 
 
 @pytest.fixture(scope="module")
-def workdir(programs, tmp_path_factory):
+def workdir(programs, undrawn, tmp_path_factory):
     """A finished run."""
     workdir = tmp_path_factory.mktemp("trained")
     run(replace(get_config(), steps=4, workdir=str(workdir)))
@@ -193,6 +195,11 @@ def test_the_exported_policy_has_the_trained_logits_in_transformers(workdir, exp
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     assert theirs.generation_config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "<|user|>Hi"
+
+
+@pytest.mark.slow
+def test_what_the_run_wrote_is_on_the_page_of_metrics(workdir):
+    assert unexplained(workdir, files=2) == []
 
 
 def on_first_device(shapes):
@@ -266,3 +273,19 @@ def test_resuming_refuses_another_run_and_leaves_this_one_alone(workdir):
 
 def contents(directory: Path) -> dict[Path, bytes]:
     return {file: file.read_bytes() for file in sorted(directory.rglob("*")) if file.is_file()}
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_not_described_by_settings_that_trained_nothing(workdir, capsys):  # the last: it goes on
+    config = replace(get_config(), steps=4, workdir=str(workdir))
+    before, metrics = ((workdir / name).read_bytes() for name in ("config.json", "metrics.jsonl"))
+    hotter = replace(config.actor, optimizer=replace(config.actor.optimizer, learning_rate=0.5))
+    assert run(replace(config, actor=hotter)).finished
+    shown = capsys.readouterr().out
+    assert "tiny: all 4 steps are done; raise steps, or choose another workdir, to train on" in shown
+    assert (workdir / "config.json").read_bytes() == before
+    assert (workdir / "metrics.jsonl").read_bytes() == metrics
+    run(replace(config, actor=hotter, steps=5))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("settings that are not as befo")]
+    assert set(line.split(": ")[1].split(", ")) == {"steps 4 -> 5", "actor.optimizer.learning_rate 0.003 -> 0.5"}
+    assert json.loads((workdir / "config.json").read_text())["steps"] == 5
