@@ -161,15 +161,15 @@ def task(folder: Path, algorithm: Algorithm, model: Model, *, solution: str | No
     return Config(algorithm=algorithm, model=model, **settings | changes)
 
 
-def supervised(folder: Path, solution: str, **changes: Any) -> Config:
+def supervised(folder: Path, solution: str, *, model: Model = TINY, **changes: Any) -> Config:
     """A model that knows nothing imitates a field of the records."""
     settings = {"steps": 100, "actor": training(5e-3)} | changes
-    return task(folder, SFT(examples_per_update=64), TINY, solution=solution, **settings)
+    return task(folder, SFT(examples_per_update=64), model, solution=solution, **settings)
 
 
-def exported(folder: Path, solution: str, *, seed: int) -> Pretrained:
+def exported(folder: Path, solution: str, *, seed: int, **changes: Any) -> Pretrained:
     """The policy of such a run."""
     name = f"{solution}_{seed}"
-    jaxrlhf.run(supervised(folder, solution, seed=seed, workdir=str(folder / f"{name}_run")))
+    jaxrlhf.run(supervised(folder, solution, seed=seed, workdir=str(folder / f"{name}_run"), **changes))
     export_policy(folder / f"{name}_run", folder / name)
     return Pretrained(str(folder / name))

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import learning_task as task
+import numpy as np
 import pytest
 from learning_run import SEEDS
 from learning_task import exported, from_pairs, further, generating, supervised, write_records
@@ -16,7 +17,7 @@ from tiny_runs import records
 
 import jaxrlhf
 from jaxrlhf.config import GRPO, Config, Distillation, PolicyGradient, Preference, Pretrained, RewardModel
-from jaxrlhf.trainer.policy import evaluate_policy
+from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 
 README = "the file that README shows"
 EVERY_SEED = pytest.mark.parametrize("seed", SEEDS)
@@ -78,12 +79,18 @@ def assert_every_update_is_of_groups_that_differ(logged: list[dict], samples: li
 @pytest.mark.parametrize("name", from_pairs())
 def test_it_learns_from_pairs(name, seed, folder, guessing, tmp_path):
     algorithm = from_pairs()[name]
-    first, *_, last = run(task.task(folder, algorithm, guessing(seed), seed=seed), tmp_path)
+    first, *_, last = run(task.task(folder, algorithm, guessing(seed), seed=seed), tmp_path / "run")
     assert first["eval/accuracy_at_start"] == 0.5  # policy and reference are the same, or all scores are
     assert last["eval/accuracy"] >= 0.95
+    assert "throughput/generated_tokens_per_s" not in last
+    if name == "DPO":
+        assert first["preference/loss"] == pytest.approx(np.log(2), abs=1e-5)
+        assert first["preference/margin"] == pytest.approx(0, abs=1e-4)
     if not isinstance(algorithm, RewardModel):
-        answering = task.task(folder, GRPO(), guessing(seed))
-        assert evaluate_policy(answering, policy=str(tmp_path), samples=1, show=0)["eval/accuracy"] >= 0.9
+        export_policy(tmp_path / "run", tmp_path / "policy")
+        assert "Qwen2ForCausalLM" in (tmp_path / "policy" / "config.json").read_text()
+        answering, policy = task.task(folder, GRPO(), guessing(seed)), str(tmp_path / "policy")
+        assert evaluate_policy(answering, policy=policy, samples=1, show=0)["eval/accuracy"] >= 0.9
 
 
 @pytest.mark.slow
@@ -108,7 +115,8 @@ def test_it_learns_from_demonstrations(seed, folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def teacher(folder) -> Pretrained:
-    return exported(folder, "answer", seed=3)
+    """A policy of another shape."""
+    return exported(folder, "answer", seed=3, model=replace(task.TINY, hidden_size=48, num_layers=2))
 
 
 @EVERY_SEED
