@@ -54,7 +54,7 @@ def main() -> None:
     command.add_argument("--afresh", action="store_true", help="search pools, layouts and offload that are given too")
     command.add_argument("--compile", action="store_true", help="compile every program of the best plan for the chip")
     command.add_argument("--cluster", choices=["ray"], help="plan for hosts joined by Ray, as the train command has it")
-    command.add_argument("--staleness", type=int, metavar="K", help="simulate this rollout.staleness beside 0")
+    command.add_argument("--staleness", type=int, metavar="K", help="simulate this rollout.staleness beside 0; default: as given")
     command.add_argument("--over-provision", type=float, metavar="F", help="with groups under way of F steps, 1 to 2")
     command.add_argument("--lengths", metavar="FILE", help="response lengths of a run, its samples.jsonl")
     command.add_argument("--length-mean", type=float, metavar="N", help="mean of lognormal response lengths")
@@ -90,9 +90,12 @@ def _plan(written: Config, flags: Namespace) -> None:
     found = search(question.problem, keep=max(2, flags.plans))  # two, to say why the second lost
     best = found.plans[0]
     bound = binding_slots(question.problem, best)
-    scheduled = []
+    scheduled, rollout = [], config.rollout
+    ahead, more = rollout.staleness, rollout.over_provision
     if flags.staleness is not None:
         ahead, more = flags.staleness, 1.0 if flags.over_provision is None else flags.over_provision
+    # On one pool whole batches that wait gain nothing, so that a configuration that has them there needs no table.
+    if flags.staleness is not None or (ahead and (more > 1 or config.generates_apart)):
         drawn = drawn or constant_lengths(max(1, round(question.problem.workload.response_tokens)))
         scheduled = predictions(question.problem, best, drawn, staleness=ahead, over_provision=more)
     notes = (*question.notes, *([bound] if bound else []))

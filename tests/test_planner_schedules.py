@@ -155,6 +155,8 @@ def test_the_command_prints_schedules(tmp_path, monkeypatch, capsys):
     printed = json.loads(capsys.readouterr().out)
     assert [row["staleness"] for row in printed["schedules"]][:2] == [0, 2]
     assert printed["workload"]["response_tokens"] == pytest.approx(150, rel=0.05)
+    plan(monkeypatch, *asked, "--rollout.staleness", 2, "--rollout.over_provision", 1.5, "--json")
+    assert json.loads(capsys.readouterr().out)["schedules"] == printed["schedules"]
     plan(monkeypatch, *asked, "--staleness", 1)
     shown = capsys.readouterr().out
     assert "schedules, simulated" in shown
