@@ -54,7 +54,9 @@ def main() -> None:
     command.add_argument("--afresh", action="store_true", help="search pools, layouts and offload that are given too")
     command.add_argument("--compile", action="store_true", help="compile every program of the best plan for the chip")
     command.add_argument("--cluster", choices=["ray"], help="plan for hosts joined by Ray, as the train command has it")
-    command.add_argument("--staleness", type=int, metavar="K", help="simulate this rollout.staleness beside 0; default: as given")
+    command.add_argument(
+        "--staleness", type=int, metavar="K", help="simulate this rollout.staleness beside 0; default: as given"
+    )
     command.add_argument("--over-provision", type=float, metavar="F", help="with groups under way of F steps, 1 to 2")
     command.add_argument("--lengths", metavar="FILE", help="response lengths of a run, its samples.jsonl")
     command.add_argument("--length-mean", type=float, metavar="N", help="mean of lognormal response lengths")
