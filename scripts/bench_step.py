@@ -1,9 +1,9 @@
 """Measures whole steps of a workload: generation, rewards, reference, update. Prints one JSON line.
 
     python scripts/bench_step.py --workload fixed [--steps 5] [--prompts 16] [--new-tokens 256]
-    NPROC=1 python scripts/bench_step.py --workload longtail --staleness 1 --hosts apart
+    JAX_NUM_CPU_DEVICES=2 NPROC=1 python scripts/bench_step.py --workload longtail --staleness 1 --apart
 
-With `--hosts` two processes are joined by Ray, and XLA gives each `NPROC` threads.
+With `--apart` one device generates and another trains; XLA gives them `NPROC` threads beside their own.
 The workloads are those of `bench_workload.py`. The run is a real one: its loop, files and metrics
 are those of `python -m jaxrlhf.train`; only the data set is a list of random prompts.
 """
@@ -34,7 +34,6 @@ from jaxrlhf.config import (
     Pool,
     Pretrained,
     PromptFile,
-    RayCluster,
     Remat,
     Rewards,
     Rollout,
@@ -62,7 +61,8 @@ def config_of(
     remat: Remat,
     staleness: int = 0,
     over_provision: float = 1.0,
-    hosts: Literal["none", "apart", "together"] = "none",
+    apart: bool = False,
+    old_logp: Literal["auto", "bypass"] = "auto",
 ) -> Config:
     """The workload as a configuration of one update a step."""
     training = Training(
@@ -72,7 +72,7 @@ def config_of(
     )
     one_update: dict[str, Any] = {"responses_per_update": workload.sequences}
     algorithm = (
-        GRPO(kl=KLInLoss(coefficient=0.04), **one_update)
+        GRPO(kl=KLInLoss(coefficient=0.04), old_logp=old_logp, **one_update)
         if workload.algorithm == "grpo"
         else PPO(kl=KLInReward(coefficient=0.04), old_logp="sampler", lam=0.95, critic=training, **one_update)
     )
@@ -92,9 +92,7 @@ def config_of(
             staleness=staleness,
             over_provision=over_provision,
         ),
-        pools=APART if hosts == "apart" else (),
-        devices=2 if hosts == "together" else None,
-        cluster=None if hosts == "none" else RayCluster(platform="cpu"),
+        pools=APART if apart else (),
         actor=training,
         evaluation=Evaluation(every_steps=0),
         checkpoint=Checkpointing(every_steps=0, keep_best=0),
@@ -166,12 +164,8 @@ def main() -> None:
     parser.add_argument("--remat", choices=get_args(Remat), default="auto", help="as Training.remat")
     parser.add_argument("--staleness", type=int, default=0, help="as Rollout.staleness")
     parser.add_argument("--over-provision", type=float, default=1.0, help="as Rollout.over_provision")
-    parser.add_argument(
-        "--hosts",
-        choices=("none", "apart", "together"),
-        default="none",
-        help="two processes joined by Ray: one generates and one trains, or both do both",
-    )
+    parser.add_argument("--apart", action="store_true", help="generate on a device of its own")
+    parser.add_argument("--old-logp", choices=("auto", "bypass"), default="auto", help="as PolicyGradient.old_logp")
     flags = parser.parse_args()
     workload = bench.workload_of(flags)
     model = bench.checkpoint(workload.preset, flags.models)
@@ -183,7 +177,8 @@ def main() -> None:
         remat=flags.remat,
         staleness=flags.staleness,
         over_provision=flags.over_provision,
-        hosts=flags.hosts,
+        apart=flags.apart,
+        old_logp=flags.old_logp,
     )
     with tempfile.TemporaryDirectory() as workdir, bench.Memory() as memory:
         figures = measure(workload, config, Path(workdir))

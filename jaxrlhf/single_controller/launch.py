@@ -93,7 +93,8 @@ def split_devices(config: Config, devices: Sequence[jax.Device]) -> list[tuple[P
             f"{asked} were asked for and JAX sees {len(devices)} {devices[0].platform} devices; "
             f"lower them, or on CPU start with JAX_NUM_CPU_DEVICES={wanted}"
         )
-    _check_threads(devices[:wanted])
+    if any(pool.devices > 1 for pool in pools):  # else nobody waits for a collective
+        _check_threads(devices[:wanted])
     found, start = [], 0
     for pool in pools:
         found.append((pool, devices[start : start + pool.devices]))
