@@ -126,18 +126,7 @@ def test_a_run_is_evaluated_with_its_adapters(undisturbed, model):
     assert "eval/accuracy" in metrics
 
 
-def test_generation_on_a_pool_apart_is_sent_the_weights_once_and_then_the_adapters(
-    undisturbed, exported, model, tmp_path
-):
-    config = adapting(tmp_path, model, fsdp=2, tensor=2, generation_tensor=2)
-    jaxrlhf.run(replace(config, devices=None, pools=APART))
-    assert_same_numbers(tmp_path, undisturbed)
-    sent = [record["transfer/received_bytes"] for record in records(tmp_path / "metrics.jsonl")]
-    adapters = sum(leaf.size for leaf in safetensors.numpy.load_file(exported / "adapter_model.safetensors").values())
-    assert 0 < sent[-1] < 4 * adapters < (model / "model.safetensors").stat().st_size / 5
-
-
-def test_adapters_beside_quantised_weights_anywhere_and_exported(model, tmp_path):
+def test_adapters_beside_quantised_weights_with_generation_on_a_pool_apart_and_exported(model, tmp_path):
     def config_of(name: str, **layout: int) -> Config:
         config = adapting(tmp_path / name, model, **layout)
         return replace(config, steps=2, actor=replace(config.actor, lora=replace(LORA, quantize="nf4")))
@@ -150,6 +139,13 @@ def test_adapters_beside_quantised_weights_anywhere_and_exported(model, tmp_path
     assert evaluate_policy(config_of("run"), policy=None, samples=1, show=0)["eval/accuracy"] == last["eval/accuracy"]
     export_policy(tmp_path / "run", tmp_path / "adapters")
     export_policy(tmp_path / "run", tmp_path / "whole", merge=True)
+
+    # Devices of the pool apart are sent the weights once, and then the adapters, whole and in float32.
+    sent = [record["transfer/received_bytes"] for record in records(tmp_path / "apart" / "metrics.jsonl")]
+    tensors = safetensors.numpy.load_file(tmp_path / "adapters" / "adapter_model.safetensors").values()
+    adapters = sum(leaf.size for leaf in tensors)
+    assert sent[-1] == 4 * adapters < (model / "model.safetensors").stat().st_size / 5
+
     base = transformers.AutoModelForCausalLM.from_pretrained(model)
     float_weights = {name: weight.numpy().copy() for name, weight in base.state_dict().items()}
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload().state_dict()
