@@ -48,18 +48,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _LONGEST = (
-    *(
-        "test_learning_tools",
-        "test_dataflows_learn",
-        "test_learning",
-        "test_run_ray",
-        "test_run_ray_failures",
-    ),
-    *("test_learning_rivals", "test_run_resume_algorithms", "test_learning_preference", "test_run_resume"),
-    *("test_run_lora", "test_run_placed", "test_docs_first_week"),
-    *("test_workers_gradient", "test_workers_lora", "test_models_transformers", "test_models_families"),
-    *("test_run_auto", "test_models_own", "test_checkpoint_pretrained", "test_run_gsm8k"),
-    *("test_run_policy", "test_models_experts", "test_run_policy_losses"),
+    *("test_learning_tools", "test_learning", "test_dataflows_learn", "test_run_ray", "test_run_ray_failures"),
+    *("test_run_asynchronous", "test_run_resume_algorithms", "test_learning_preference", "test_run_placed"),
+    *("test_run_lora", "test_run_resume", "test_docs_first_week", "test_learning_rivals", "test_run_auto"),
+    *("test_workers_gradient", "test_models_transformers", "test_models_own", "test_models_families"),
+    *("test_workers_lora", "test_checkpoint_pretrained", "test_run_policy", "test_run_gsm8k"),
+    *("test_models_experts", "test_run_policy_losses"),
 )
 """Files that take long in either tier, the longest first."""
 
@@ -150,7 +144,7 @@ def optimized() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def undrawn() -> Iterator[None]:
-    """In modules that ask for this, runs draw no pictures at their end, a second of each; others look at them."""
+    """In modules that ask for this, runs draw no pictures at their end, seconds of each; others look at them."""
     from jaxrlhf.trainer import log
 
     with pytest.MonkeyPatch.context() as patch:
