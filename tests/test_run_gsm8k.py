@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 from tiny_runs import records, write_policy
 
 from jaxrlhf.trainer.policy import export_policy
@@ -53,3 +54,5 @@ def test_three_steps(tmp_path):
 
     assert export_policy(workdir, tmp_path / "exported") == 3
     assert (tmp_path / "exported" / "model.safetensors").is_file()
+    card = ModelCard.load(tmp_path / "exported" / "README.md")
+    assert f"| {metrics[-1]['eval/accuracy']:.4g}, before training" in card.text and "step 3 of 3" in card.text

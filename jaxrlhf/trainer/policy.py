@@ -29,6 +29,7 @@ from jaxrlhf.trainer.auto_placement import placed_for_evaluation
 from jaxrlhf.trainer.evaluation import evaluate, evaluations
 from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, checkpoint_of, placed
 from jaxrlhf.trainer.phase import first_of_sources, load_evaluation, load_sets
+from jaxrlhf.trainer.publishing.card import Exported, write_card
 from jaxrlhf.trainer.samples import to_samples
 from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 from jaxrlhf.workers.build import Phase
@@ -44,18 +45,20 @@ def export_policy(
     dtype: str = "float32",
     merge: bool = False,
     average: bool = False,
+    name: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> int:
     """Write the policy of a run, or the reward model that it trained, as a Hugging Face checkpoint with its tokenizer.
 
-    One parameter at a time is in memory. Adapters are written as `peft` reads them. A line is printed
-    where `AutoTokenizer` would not load the tokenizer as it is.
+    One parameter at a time is in memory. Adapters are written as `peft` reads them. A model card lies beside the
+    weights. A line is printed where `AutoTokenizer` would not load the tokenizer as it is.
 
     Args:
       run: Workdir of the run.
       step: Step of the checkpoint; None is the newest.
       merge: Write whole weights, with the adapters that the run trained added to them.
       average: Write the average of the weights that `Optimizer.average_decay` keeps.
+      name: Name that the card gives the model, such as the one on the hub; None is the directory's.
       progress: Called with the bytes written so far, and all.
 
     Returns:
@@ -85,6 +88,7 @@ def export_policy(
             if not merge:
                 tokenizer = load_tokenizer(str(model))
                 adapted.save(adapters, config, head, directory, tokenizer=tokenizer, dtype=dtype, progress=progress)
+                write_card(run, directory, Exported(step, scores=not trained, adapters=True, name=name))
                 return step
             arrays = adapted.merged(adapters, config, head)
         elif merge:
@@ -92,6 +96,7 @@ def export_policy(
         else:
             arrays = checkpoints.read_each(step, role, placed(param_shapes(config, head, jnp.float32)))
         save_each(arrays, config, head, directory, dtype=dtype, progress=progress, source=model)
+    write_card(run, directory, Exported(step, scores=not trained, average=average, name=name))
     if note := misread(directory):
         default_console().print(note, markup=False, highlight=False, soft_wrap=True)
     return step

@@ -1,0 +1,207 @@
+"""Model card of an export: what was trained, on what, how and how well, in the hub's form."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxrlhf import __version__
+from jaxrlhf.config import Refusal
+from jaxrlhf.tracking.files import CURVE, METRICS, SETTINGS
+from jaxrlhf.tracking.plots import save_learning_curve
+from jaxrlhf.tracking.records import read_records
+
+CARD = "README.md"
+Settings = Mapping[str, Any]
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FIGURES = {
+    "eval/accuracy": "accuracy on held-out problems or pairs",
+    "score/mean": "mean score of the step's responses",
+    "preference/accuracy": "share of the step's pairs ranked as labelled",
+    "response/length_mean": "mean length of its responses, tokens",
+    "response/truncated_fraction": "share of its responses that were cut",
+    "kl/ref": "KL to the reference, nats per token",
+    "policy/entropy": "entropy, nats per token",
+    "supervised/loss": "loss",
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Part of a run that was written for others.
+
+    Attributes:
+      step: Step of the checkpoint; the card has the figures that were known then.
+      scores: It is a reward model, and else a policy.
+      adapters: Adapters alone, without the weights that they belong to.
+      average: The average of the weights that the run kept.
+      name: Name on the hub; None is that of the directory.
+    """
+
+    step: int
+    scores: bool = False
+    adapters: bool = False
+    average: bool = False
+    name: str | None = None
+
+
+def write_card(run: Path, directory: Path, exported: Exported) -> None:
+    """Write `README.md`, and the learning curve where there is one, beside the exported weights of a run."""
+    from huggingface_hub import ModelCard
+
+    settings = json.loads((run / SETTINGS).read_text())
+    records = [record for record in _records(run) if record["step"] <= exported.step]
+    exported = replace(exported, name=exported.name or directory.name)
+    text = _text(settings, records, exported, curve=_drawn(run, directory))
+    ModelCard(f"---\n{_metadata(settings, exported)}\n---\n\n{text}").save(directory / CARD)
+
+
+def _records(run: Path) -> Iterator[dict[str, Any]]:
+    metrics = run / METRICS
+    return iter(read_records(metrics)) if metrics.is_file() else iter(())
+
+
+def _drawn(run: Path, directory: Path) -> bool:
+    """Draw the learning curve into the directory; False if the run has nothing to draw."""
+    if not (run / METRICS).is_file():
+        return False
+    try:
+        save_learning_curve(run / METRICS, directory / CURVE)
+    except Refusal:
+        return False
+    return True
+
+
+def _metadata(settings: Settings, exported: Exported) -> str:
+    """Fields that the hub reads, as YAML; models and data sets that are not of the hub are left out."""
+    from huggingface_hub import ModelCardData
+
+    base = _hub_id(settings["model"].get("path"))
+    fields: dict[str, Any] = {"base_model_relation": "adapter" if exported.adapters else "finetune"} if base else {}
+    return ModelCardData(
+        base_model=base,
+        datasets=sorted({one for data in _data_sets(settings["data"]) if (one := _hub_id(data.get("path")))}) or None,
+        library_name="peft" if exported.adapters else "transformers",
+        pipeline_tag="text-classification" if exported.scores else "text-generation",
+        tags=["jaxrlhf", "reward-model" if exported.scores else "reinforcement-learning", _algorithm(settings)],
+        **fields,
+    ).to_yaml()
+
+
+def _hub_id(path: object) -> str | None:
+    """The hub id in a path, without its revision; None of a directory."""
+    named = str(path or "").partition("@")[0]
+    return named if _HUB_ID.fullmatch(named) and not Path(named).exists() else None
+
+
+def _data_sets(data: Settings) -> list[Settings]:
+    return [source["data"] for source in data["sources"]] if data["class"] == "Mixture" else [data]
+
+
+def _algorithm(settings: Settings) -> str:
+    return str(settings["algorithm"]["class"]).lower()
+
+
+def _text(settings: Settings, records: Sequence[Settings], exported: Exported, *, curve: bool) -> str:
+    what = "reward model" if exported.scores else "language model"
+    what = f"Adapters of a {what}" if exported.adapters else f"A {what}"
+    average = ", the average of its weights until then" if exported.average else ""
+    parts = [
+        f"# {str(exported.name).rpartition('/')[2]}",
+        f"{what}, trained with {settings['algorithm']['class']} by jaxrlhf {__version__}: step {exported.step} of "
+        f"{settings['steps']}{average}.",
+        "## Settings",
+        _table(_chosen(settings)),
+    ]
+    if figures := _figures(records):
+        parts += ["## Figures", f"As they were at step {exported.step}, on the run's own data.", _table(figures)]
+    parts += [f"![Learning curve]({CURVE})"] if curve else []
+    parts += ["## Use", f"```python\n{_loading(exported)}```"]
+    if not exported.scores and settings.get("system_prompt"):
+        parts.append(f"It was trained with this system message:\n\n```text\n{settings['system_prompt']}\n```")
+    if exported.scores:
+        parts.append("The score is the only label's logit, for a prompt and a response with its end-of-turn token.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _loading(exported: Exported) -> str:
+    """Program that loads the model."""
+    kind = "SequenceClassification" if exported.scores else "CausalLM"
+    loader = f"Auto{'PeftModel' if exported.adapters else 'Model'}For{kind}"
+    imports = (
+        f"from peft import {loader}\nfrom transformers import AutoTokenizer"
+        if exported.adapters
+        else f"from transformers import {loader}, AutoTokenizer"
+    )
+    labels = ", num_labels=1" if exported.adapters and exported.scores else ""
+    return (
+        f'{imports}\n\nmodel = {loader}.from_pretrained("{exported.name}"{labels})\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{exported.name}")\n'
+    )
+
+
+def _chosen(settings: Settings) -> dict[str, str]:
+    """The settings that say what a run did."""
+    algorithm, rollout = settings["algorithm"], settings["rollout"]
+    trained = algorithm["critic"] if algorithm["class"] in ("RewardModel", "CostModel") else settings["actor"]
+    optimizer, lora = trained["optimizer"], trained["lora"]
+    generates = "responses_per_update" in algorithm
+    kl = algorithm.get("kl")
+    rows = {
+        "base": _called(settings["model"]),
+        "data": "; ".join(_called(one) for one in _data_sets(settings["data"])),
+        "algorithm": algorithm["class"],
+        "rewards": ", ".join(_called(part) for part in settings["rewards"]["parts"]) if generates else None,
+        "environment": settings["environment"]["class"] if settings["environment"] else None,
+        "a step": f"{rollout['prompts_per_step']} prompts x {rollout['responses_per_prompt']} responses"
+        if generates
+        else None,
+        "an update": _per_update(algorithm),
+        "longest prompt and response": f"{rollout['max_prompt_tokens']} and {rollout['max_response_tokens']} tokens",
+        "temperature": f"{rollout['sampling']['temperature']:g}" if generates else None,
+        "learning rate": f"{optimizer['learning_rate']:g}, {optimizer['decay']}",
+        "optimizer": optimizer["factory"] or "AdamW",
+        "KL": f"{kl['coefficient']:g}, {kl['class']}, estimator {kl['estimator']}" if kl else None,
+        "adapters": f"LoRA of rank {lora['rank']}" if lora else None,
+        "staleness": f"{rollout['staleness']} steps" if rollout["staleness"] else None,
+        "seed": str(settings["seed"]),
+    }
+    return {name: value for name, value in rows.items() if value}
+
+
+def _per_update(algorithm: Settings) -> str | None:
+    named = {"responses_per_update": "responses", "pairs_per_update": "pairs", "examples_per_update": "examples"}
+    return next((f"{algorithm[field]} {what}" for field, what in named.items() if field in algorithm), None)
+
+
+def _called(settings: Settings) -> str:
+    """Class of settings, and the hub id or the name of a file that they are of; folders stay private."""
+    path = settings.get("path") or settings.get("train") or settings.get("function")
+    kind = re.sub(r"Reward$", "", str(settings["class"]))
+    if not isinstance(path, str):
+        return kind
+    hub_id = _hub_id(path)
+    if hub_id is not None:
+        where = "datasets/" if settings["class"] in ("HubData", "Gsm8k") else ""
+        return f"[{hub_id}](https://huggingface.co/{where}{hub_id})"
+    return f"{kind} `{Path(path).name}`"
+
+
+def _figures(records: Sequence[Settings]) -> dict[str, str]:
+    """The newest value of each figure; of the accuracy the first one, too."""
+    newest: dict[str, float] = {}
+    for record in records:
+        newest |= {name: value for name, value in record.items() if isinstance(value, int | float)}
+    names = [*_FIGURES, *sorted(name for name in newest if re.fullmatch(r"eval/[^/]+/[^/]+", name))]
+    figures = {_FIGURES.get(name, name): f"{newest[name]:.4g}" for name in names if name in newest}
+    before = next((record["eval/accuracy_at_start"] for record in records if "eval/accuracy_at_start" in record), None)
+    if before is not None:
+        figures[_FIGURES["eval/accuracy"]] += f", before training {before:.4g}"
+    return figures
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(("| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())))

@@ -1,0 +1,70 @@
+"""Upload of an exported directory to the hub, refused before anything is written where it could not succeed."""
+
+from pathlib import Path
+
+from jaxrlhf.config import Refusal
+
+_NEW = {".gitattributes"}
+"""Files of a repository that nobody put there."""
+
+
+def check_push(name: str, *, overwrite: bool) -> None:
+    """Raise `Refusal` if `push` could not write to a repository of the hub, or would take the place of others' files.
+
+    Args:
+      name: `OWNER/NAME`.
+      overwrite: Take the place of what the repository holds.
+    """
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, RepositoryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise Refusal(f"--push {name}: {error}") from error
+    if name.count("/") != 1:
+        raise Refusal(f"--push takes OWNER/NAME, such as me/my-model, got {name!r}")
+    if get_token() is None:
+        raise Refusal("--push needs a token of the hub that may write: `hf auth login`, or HF_TOKEN")
+    api = HfApi()
+    try:
+        user = api.whoami()
+        files = {*api.list_repo_files(name)} - _NEW
+    except RepositoryNotFoundError:
+        files = set()
+    except (HfHubHTTPError, HTTPError, OSError) as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status == 401:
+            raise Refusal("--push: the hub does not know the token; log in again with `hf auth login`") from error
+        raise Refusal(f"--push: the hub cannot be asked ({str(error).strip().splitlines()[0]})") from error
+    owners = {user["name"], *(one["name"] for one in user.get("orgs", ()))}
+    owner = name.partition("/")[0]
+    if owner not in owners:
+        raise Refusal(
+            f"--push {name}: the token is of {user['name']}, and {owner} is none of {', '.join(sorted(owners))}"
+        )
+    if files and not overwrite:
+        shown = ", ".join(sorted(files)[:4])
+        raise Refusal(f"--push {name}: the repository holds {len(files)} files ({shown}); --overwrite replaces them")
+
+
+def push(directory: Path, name: str, *, message: str, private: bool) -> str:
+    """Make the repository if there is none, and have it hold what the directory holds; its address.
+
+    Raises:
+      Refusal: The hub did not take it; the directory stays.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    api = HfApi()
+    try:
+        address = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=directory, commit_message=message, delete_patterns="*")
+    except (HfHubHTTPError, HTTPError, OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise Refusal(
+            f"the hub did not take the upload ({reason}); it is whole in {directory}: `hf upload {name} {directory}`"
+        ) from error
+    return str(address)
