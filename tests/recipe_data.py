@@ -41,6 +41,12 @@ def code(tests: list[dict[str, object]]) -> dict[str, object]:
     return {"problem": "Read a number, print the next one.", "tests": json.dumps(marked), **about}
 
 
+def verified(tests: list[dict[str, object]]) -> dict[str, object]:
+    """A record of PrimeIntellect's part of DeepCoder-Preview."""
+    marked = [{**test, "type": "stdin_stdout"} for test in tests]
+    return {"problem": "Read a number, print the next one.", "solutions": ["..."], "tests": json.dumps(marked)}
+
+
 def dialogue(last: str) -> str:
     """A conversation as hh-rlhf has it."""
     return f"\n\nHuman: Hello\n\nAssistant: Yes?\n\nHuman: {QUESTION}\n\nAssistant: {last}"
@@ -65,6 +71,7 @@ FILES: dict[str, list[dict[str, object]]] = {
     f"open-r1/DAPO-Math-17k-Processed/all/train-{SHARD}": [dapo("41")],
     f"open-r1/DAPO-Math-17k-Processed/en/train-{SHARD}": [dapo("42")],
     "agentica-org/DeepScaleR-Preview-Dataset/default/train/0000.parquet": [DEEPSCALER],
+    "agentica-org/DeepCoder-Preview-Dataset/primeintellect/train-00000-of-00005.parquet": [verified(STDIN)],
     f"agentica-org/DeepCoder-Preview-Dataset/lcbv5/train-{SHARD}": [code(STDIN)],
     f"agentica-org/DeepCoder-Preview-Dataset/lcbv5/test-{SHARD}": [code(STDIN)],
     "hh-rlhf/helpful-base/train.jsonl.gz": [HH],

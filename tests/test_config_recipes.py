@@ -63,8 +63,9 @@ def test_data_in_the_columns_of_the_hub_is_read_up_to_scores(name, hub, monkeypa
     monkeypatch.chdir(hub)
     config = override(load(name), {"model": FromScratch()})
     data = load_data(config, embedded_tokenizer())
-    (problem,) = data.train.problems
-    assert data.train.total == 1 and not data.train.malformed
+    problem, *others = data.train.problems
+    sources = getattr(config.data, "sources", (config.data,))
+    assert data.train.total == 1 + len(others) == len(sources) and not data.train.malformed
     assert "6 times 7" in problem.prompt or name.startswith(("tldr", "deepcoder"))
     assert bool(problem.solution_tokens) == (name in ("gsm8k_grpo", "tldr_sft", "tldr_reward_model", "hh_reward_model"))
     assert bool(getattr(problem, "rejected_tokens", ())) == name.endswith("reward_model")
@@ -76,7 +77,7 @@ def test_data_in_the_columns_of_the_hub_is_read_up_to_scores(name, hub, monkeypa
     (part,) = config.rewards.parts
     asked = reward_function("part", part, workers=1)
     score = partial(function_of(asked.reference), **asked.settings)
-    for one in (problem, *held_out):
+    for one in (problem, *others, *held_out):
         scores = [score(one.prompt, text, one.answer, one.record) for text in ANSWERS.get(name, BOXED)]
         assert scores == [1.0, 0.0]
 

@@ -75,6 +75,11 @@ def test_a_revision_is_another_state(hub):
     assert answers(HubData(NAME, revision="v1")) == ["8"]
 
 
+def test_the_parquet_that_the_hub_makes_of_a_data_set_is_a_revision(hub):
+    hub.repositories[f"datasets/{NAME}"]["refs/convert/parquet"] = {"default/train/0000.jsonl": lines(8)}
+    assert answers(HubData(NAME, revision="refs/convert/parquet")) == ["9"]
+
+
 def test_without_the_hub_there_is_what_was_downloaded(hub, monkeypatch):
     data = HubData(NAME, subset="plain")
     assert len(answers(data)) == 4

@@ -323,6 +323,7 @@ def test_tests_that_do_not_fit_in_the_time_have_failed():
         *(None, [], "", 5, {}, [5], {"inputs": ["1"], "outputs": ["1", "2"]}, {"inputs": [1], "outputs": ["1"]}),
         {"inputs": ["1"], "outputs": ["1"], "fn_name": "add"},
         [{"input": "1", "output": "1", "testtype": "functional"}],
+        [{"input": "1", "output": "1", "type": "function_call", "fn_name": "add"}],
     ],
 )
 def test_tests_that_cannot_be_read_are_an_error_and_not_a_wrong_answer(tests):

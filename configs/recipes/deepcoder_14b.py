@@ -3,8 +3,9 @@
     python -m jaxrlhf.train --config deepcoder_14b.py --cluster.address auto
 
 GRPO as DeepCoder has it: a higher upper clip, no KL, nothing trained on responses that were cut. Problems have what a
-program reads and is to print; those of LiveCodeBench are held out. Four machines of eight H100, where programs need
-cores: 64 processes run them. After this stage, 32k tokens: `--rollout.max-response-tokens 32768` from its export.
+program reads and is to print; 16 of PrimeIntellect's come with one of LiveCodeBench, whose newer ones are held out.
+Four machines of eight H100, where programs need cores: 64 processes run them. After this stage, 32k tokens:
+`--rollout.max-response-tokens 32768` from its export.
 
 Planned: DeepSeek-R1-Distill-Qwen-14B on h100x4x8 49 of 75 GiB of a device, 690 s a step, 34.5 h.
 
@@ -19,12 +20,14 @@ from jaxrlhf.config import (
     Config,
     Evaluation,
     HubData,
+    Mixture,
     Optimizer,
     Pretrained,
     RayCluster,
     Rewards,
     Rollout,
     Sampling,
+    Source,
     Training,
 )
 
@@ -37,7 +40,12 @@ def get_config() -> Config:
     return Config(
         name="deepcoder_14b",
         model=Pretrained("deepseek-ai/DeepSeek-R1-Distill-Qwen-14B"),
-        data=HubData(DATA, subset="lcbv5", prompt_key="problem", answer_key=None, evaluation="test"),
+        data=Mixture(
+            sources=(
+                Source(name="primeintellect", data=problems("primeintellect"), weight=16),
+                Source(name="livecodebench", data=problems("lcbv5", held_out="test"), weight=1),
+            )
+        ),
         system_prompt="Think first, then give one block with a whole Python program that reads input and prints.",
         rewards=Rewards(parts=(CodeReward(time_limit_s=6.0, total_s=50.0),), workers=64, timeout_s=60.0),
         algorithm=DAPO(
@@ -57,3 +65,8 @@ def get_config() -> Config:
         steps=180,
         evaluation=Evaluation(every_steps=10),
     )
+
+
+def problems(part: str, held_out: str | None = None) -> HubData:
+    """A part of the data set; where it has tests that call a function, their responses are left out as unscorable."""
+    return HubData(DATA, subset=part, prompt_key="problem", answer_key=None, evaluation=held_out)
