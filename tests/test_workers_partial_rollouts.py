@@ -191,6 +191,15 @@ def test_a_round_that_fails_leaves_the_engine_empty_and_the_groups_as_they_were(
     jax.tree.map(np.testing.assert_array_equal, before, copy)
 
 
+def test_an_engine_of_another_kind_is_refused(loaded):
+    class Server:
+        """Answers each request whole."""
+
+    sampler = replace(sampler_of(loaded(1.0, 0)), engine=Server())
+    with pytest.raises(Refusal, match="Server answers a request whole"):
+        sampler.go_on(problems(), begun(), Sampling(), complete=4, due=0)
+
+
 @pytest.mark.parametrize(("complete", "of"), [(8, 12), (7, 13), (1, 2), (12, 12)])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_complete_as_many_groups_as_are_wanted_of_all(complete, of, ranks):

@@ -12,7 +12,7 @@ from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch, images_of_problems
 from jaxrlhf.batching.partial_rollouts import PartialRollout, append, prompts_alone
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
-from jaxrlhf.config import Sampling
+from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Completion, Engine, Request
 from jaxrlhf.engine.rollout_engine import PolicyWeights, RolloutEngine
 from jaxrlhf.models.causal_lm import AnyModel
@@ -113,7 +113,12 @@ class Sampler:
           complete: Groups that have to be.
           due: Groups that were begun in this step or before have to be, too.
         """
-        assert isinstance(self.engine, Engine) and self.engine.weights is not None, "groups go on in our own engine"
+        if not isinstance(self.engine, Engine):
+            raise Refusal(
+                f"rollout.over_provision has responses go on under later weights, and {type(self.engine).__name__} "
+                "answers a request whole; drop it, or generate with this project's own engine"
+            )
+        assert self.engine.weights is not None, "they are loaded before anything is generated"
         engine, copies, version = self.engine, under_way.copies, self.engine.weights.version
         rollout: RolloutBatch = jax.tree.map(np.array, under_way.rollout)
         begun_P, ended_B = under_way.begun_P, under_way.ended_B.copy()
