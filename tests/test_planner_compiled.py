@@ -50,6 +50,11 @@ def program(request):
     return run.lower(given((ROWS, WIDTH), "fsdp"), weights).compile(), jnp.dtype(dtype).itemsize
 
 
+@pytest.mark.parametrize(("name", "chips"), [("v5e-1", 1), ("v6e-1", 1), ("v6e-4", 4), ("v5e-8", 8)])
+def test_a_slice_has_its_chips_also_one_alone(name, chips):
+    assert len(topology(hardware(name))) == chips
+
+
 def test_collectives_are_those_of_the_formula_on_every_compiler(program):
     compiled, itemsize = program
     found = collectives(compiled.as_text(), {"fsdp": 4, "tensor": 2})

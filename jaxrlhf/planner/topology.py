@@ -89,7 +89,9 @@ def _tpu(hardware: Hardware) -> tuple[jax.Device, ...]:
         for name, value in _NO_TPU_HERE.items():
             os.environ.setdefault(name, value)
         os.environ.pop("XLA_FLAGS", None)  # libtpu ends the process at flags that are not its own
-    return _described("tpu", f"{hardware.name}:{slices[hardware.devices]}", "libtpu", {})
+    # Else libtpu takes every host for one of 2 x 2 chips.
+    alone = {"chips_per_host_bounds": [1, 1, 1]} if hardware.devices == 1 else {}
+    return _described("tpu", f"{hardware.name}:{slices[hardware.devices]}", "libtpu", alone)
 
 
 def _gpu(hardware: Hardware) -> tuple[jax.Device, ...]:
@@ -105,7 +107,7 @@ def _gpu(hardware: Hardware) -> tuple[jax.Device, ...]:
     return _described("cuda", hardware.name, "jax-cuda13-plugin", {"topology": shape, "target_config": target})
 
 
-def _described(platform: str, name: str, package: str, options: Mapping[str, str]) -> tuple[jax.Device, ...]:
+def _described(platform: str, name: str, package: str, options: Mapping[str, Any]) -> tuple[jax.Device, ...]:
     try:
         found = topologies.get_topology_desc(platform=platform, topology_name=name, **options)
     except Exception as error:  # whatever a plugin raises that is not there, or not whole
