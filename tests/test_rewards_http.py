@@ -164,7 +164,10 @@ def test_what_is_not_json_is_an_error(serve):
         post(serve(lambda body, number: (200, {})), float("nan"))
 
 
-def test_nobody_there(serve):
+@pytest.mark.parametrize("overslept_s", [0.0, 0.3])
+def test_nobody_there(overslept_s, serve, monkeypatch):
+    own = SimpleNamespace(sleep=lambda pause_s: time.sleep(pause_s + overslept_s), monotonic=time.monotonic)
+    monkeypatch.setattr(endpoint, "time", own)
     server = serve(lambda body, number: (200, {}))
     server.shutdown()
     server.server_close()

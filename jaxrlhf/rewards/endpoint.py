@@ -20,6 +20,8 @@ from jaxrlhf.config import Refusal
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
+LEAST_ATTEMPT_S = 0.05
+"""Limit of an attempt before which a busy machine slept until the end; sockets take none of 0 or less."""
 LARGEST_REPLY_BYTES = 1 << 26
 PASSING = {408, 425, 429}  # and all from 500
 
@@ -79,7 +81,8 @@ def post_json(
     end = time.monotonic() + total_s
     for attempt in itertools.count(1):
         try:
-            text = _post(request, min(attempt_s, end - time.monotonic()))
+            left_s = max(end - time.monotonic(), LEAST_ATTEMPT_S)
+            text = _post(request, min(attempt_s, left_s))
             return None if may_be_empty and not text else _parsed(request.full_url, text)
         except _Passing as error:
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
