@@ -1,10 +1,11 @@
-"""Draws how agents learn from random weights: to call a calculator, and to play a game of several turns.
+"""Draws how agents learn from random weights: to use tools, and to play a game of several turns.
 
     python scripts/agents_learning.py [--seeds 0 1 2] [--only calculator treasure ...] [--folder DIR]
 
-Writes `docs/agents_learning.json` (held-out greedy accuracy by step and seed) and `docs/agents.png` after every run.
-Another seed is other weights, other demonstrations first, and other samples. All runs with a calculator begin from one
-cold start a seed, which a folder keeps.
+Writes `docs/agents_learning.json` (accuracy by step and seed) and `docs/agents.png` after every run. Accuracy is of
+greedy held-out answers; of the game it is the share of a step's sampled games that are won, since its demonstrations'
+likeliest steps are right from the start. Another seed is other weights, other demonstrations first, and other samples.
+All runs with a calculator begin from one cold start a seed, which a folder keeps.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import bench_workload as bench
 from matplotlib.figure import Figure
 
 import jaxrlhf
-from jaxrlhf.config import Agent, Checkpointing, Config, Evaluation, Pretrained, Tools, load
+from jaxrlhf.config import GRPO, Agent, Checkpointing, Config, Evaluation, Pretrained, Tools, load
 from jaxrlhf.tracking.plots import read_curves
 from jaxrlhf.trainer.policy import export_policy
 
@@ -69,17 +70,37 @@ def treasure() -> Config:
     return load("game_treasure")
 
 
+def treasure_without_states() -> Config:
+    """The same by GRPO, which gives all steps of a game the same advantage."""
+    return replace(treasure(), algorithm=GRPO(responses_per_update=64))
+
+
+def python() -> Config:
+    """Programs, some of which never end."""
+    return load("tools_python")
+
+
+def retrieval() -> Config:
+    """A search engine, asked twice."""
+    return load("tools_retrieval")
+
+
 RUNS: dict[str, Callable[[], Config]] = {
     "calculator": calculator,
     "a tool that fails": useless,
     "OpenAI's client": client,
     "openai-agents": framework,
+    "Python": python,
+    "search": retrieval,
     "treasure": treasure,
+    "treasure, GRPO": treasure_without_states,
 }
+WHOLE = ("Python", "search", "treasure", "treasure, GRPO")
+"""Runs with a cold start of their own."""
 
 
 def learn(config: Config, folder: Path, name: str, seed: int) -> dict[int, float]:
-    """Held-out accuracy by step, from 0 on."""
+    """Accuracy by step."""
     every = 4 if config.steps > 8 else 2
     config = replace(
         config,
@@ -88,10 +109,11 @@ def learn(config: Config, folder: Path, name: str, seed: int) -> dict[int, float
         checkpoint=Checkpointing(every_steps=0, keep_best=0),
         workdir=str(folder / f"{name}_{seed}"),
     )
-    if name != "treasure":
+    if name not in WHOLE:
         config = replace(config, model=imitating(config, folder, seed), cold_start=None)
     jaxrlhf.run(config)
-    return dict(read_curves(config.folder / "metrics.jsonl")["eval/accuracy"])
+    curves = read_curves(config.folder / "metrics.jsonl")
+    return dict(curves["score/mean" if name.startswith("treasure") else "eval/accuracy"])
 
 
 def imitating(config: Config, folder: Path, seed: int) -> Pretrained:
@@ -106,9 +128,10 @@ def imitating(config: Config, folder: Path, seed: int) -> Pretrained:
 
 def draw(curves: dict[str, dict[str, dict[int, float]]]) -> Figure:
     """A panel for each kind of run, a line a seed."""
-    figure = Figure(figsize=(2.5 * len(curves), 2.4), layout="constrained")
+    rows = -(-len(curves) // 4)
+    figure = Figure(figsize=(10, 2.2 * rows + 0.3), layout="constrained")
     for place, (name, seeds) in enumerate(curves.items(), start=1):
-        axes = figure.add_subplot(1, len(curves), place)
+        axes = figure.add_subplot(rows, 4, place)
         for curve in seeds.values():
             axes.plot([int(step) for step in curve], list(curve.values()), color=BLUE, linewidth=1.2)
         axes.set_title(name, fontsize=9)
@@ -116,7 +139,7 @@ def draw(curves: dict[str, dict[str, dict[int, float]]]) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7)
     figure.supxlabel("step", fontsize=9)
-    figure.supylabel("greedy accuracy, held out", fontsize=9)
+    figure.supylabel("accuracy", fontsize=9)
     return figure
 
 
@@ -133,13 +156,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--folder", type=Path, help="of the runs; a temporary one otherwise")
     flags = parser.parse_args()
-    measured: dict[str, Any] = json.loads(PAGE.read_text()) if PAGE.exists() else {"accuracy": {}}
+    measured: dict[str, Any] = json.loads(PAGE.read_text()) if PAGE.exists() else {"accuracy": {}, "about": {}}
     with tempfile.TemporaryDirectory() as place:
         for seed in flags.seeds:
             for name in flags.only:
                 start = time.monotonic()
                 curve = learn(RUNS[name](), flags.folder or Path(place), name, seed)
-                measured["about"] = about()
+                measured["about"][name] = about()
                 measured["accuracy"].setdefault(name, {})[str(seed)] = curve
                 measured.setdefault("seconds", {}).setdefault(name, {})[str(seed)] = round(time.monotonic() - start)
                 PAGE.write_text(json.dumps(measured) + "\n")

@@ -75,6 +75,26 @@ def products(split: str, count: int, seed: int, *, most_digits: int = 2, calls: 
     return records
 
 
+def programs(split: str, count: int, seed: int, *, hang: float = 0.05) -> list[dict[str, Any]]:
+    """Products, and solutions that write a program where those of `products` call a calculator.
+
+    Args:
+      hang: Share of the programs that never end.
+    """
+    dice, records = random.Random(f"{seed} {split}"), products(split, count, seed)
+    for record in records:
+        if isinstance(record["solution"], list):
+            asked, answered, said = record["solution"]
+            program = f"print({record['prompt'].removesuffix('=?')})"
+            if dice.random() < hang:
+                program, answered["content"], said["content"] = "while 1:0", "error: stopped after 10 s", "#### 0"
+            else:
+                answered["content"] += "\n"
+            asked["tool_calls"][0]["function"] = {"name": "python", "arguments": {"code": program}}
+            answered["name"] = "python"
+    return records
+
+
 def _factors(dice: random.Random, split: str, most_digits: int) -> tuple[int, int]:
     """Factors whose product belongs to a split: every eighth is held out."""
     while True:

@@ -1,0 +1,60 @@
+"""Documents made of numbers, a search among them, and questions that take two of them to answer."""
+
+import math
+import random
+from collections import Counter
+from typing import Any
+
+SUBJECTS = range(1000, 3000)
+DICE = random.Random("documents")
+A_OF = dict(zip(SUBJECTS, DICE.sample(range(3000, 5000), len(SUBJECTS)), strict=True))
+B_OF = dict(zip(A_OF.values(), DICE.sample(range(5000, 7000), len(SUBJECTS)), strict=True))
+BESIDE = {number: DICE.randrange(7000, 10_000) for number in (*A_OF, *B_OF)}
+DOCUMENTS = [
+    f"{name} {of} {is_}" for name, facts in (("a", A_OF), ("b", B_OF), ("c", BESIDE)) for of, is_ in facts.items()
+]
+HOLDING: dict[str, Counter[int]] = {}
+"""Documents that hold a word, by their place, and how often they do."""
+for place, document in enumerate(DOCUMENTS):
+    for word in document.split():
+        HOLDING.setdefault(word, Counter())[place] += 1
+
+
+def search(query: str) -> str:
+    """Find the document that fits best.
+
+    Args:
+        query: Words, such as "a 1234".
+    """
+    score: dict[int, float] = {}
+    for word in query.split():
+        holding = HOLDING.get(word, Counter[int]())
+        rarity = math.log(1 + (len(DOCUMENTS) - len(holding) + 0.5) / (len(holding) + 0.5))
+        for place, times in holding.items():  # all documents are of one length
+            score[place] = score.get(place, 0.0) + rarity * times * 2.2 / (times + 1.2)
+    return DOCUMENTS[max(score, key=lambda place: score[place])] if score else "nothing"
+
+
+def questions(split: str, count: int, seed: int, *, searches: float = 0.4) -> list[dict[str, Any]]:
+    """Questions for the `b` of the `a` of a number, and solutions of which a share searches and the others guess.
+
+    Numbers of one question in eight are in no question that is trained on.
+
+    Args:
+      searches: Share of the solutions that search, twice.
+    """
+    dice, made = random.Random(f"{seed} {split}"), []
+    subjects = [number for number in SUBJECTS if (number % 8 == 0) == (split == "evaluation")]
+    for _ in range(count):
+        subject = dice.choice(subjects)
+        answer = B_OF[A_OF[subject]]
+        solution: Any = f"#### {dice.randrange(5000, 7000)}"
+        if dice.random() < searches:
+            solution = []
+            for query in (f"a {subject}", f"b {A_OF[subject]}"):
+                call = {"type": "function", "function": {"name": "search", "arguments": {"query": query}}}
+                solution.append({"role": "assistant", "content": "", "tool_calls": [call]})
+                solution.append({"role": "tool", "name": "search", "content": search(query)})
+            solution.append({"role": "assistant", "content": f"#### {answer}"})
+        made.append({"prompt": f"b a {subject}?", "answer": str(answer), "solution": solution})
+    return made
