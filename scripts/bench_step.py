@@ -1,9 +1,10 @@
 """Measures whole steps of a workload: generation, rewards, reference, update. Prints one JSON line.
 
     python scripts/bench_step.py --workload fixed [--steps 5] [--prompts 16] [--new-tokens 256]
-    JAX_NUM_CPU_DEVICES=2 NPROC=1 python scripts/bench_step.py --workload longtail --staleness 1 --apart
+    JAX_NUM_CPU_DEVICES=2 python scripts/bench_step.py --workload longtail --staleness 1 --apart
 
-With `--apart` one device generates and another trains; XLA gives them `NPROC` threads beside their own.
+With `--apart` one device generates and another trains. CPU devices of one process share its threads, so that this
+measures what a schedule costs, not what devices of their own gain by it.
 The workloads are those of `bench_workload.py`. The run is a real one: its loop, files and metrics
 are those of `python -m jaxrlhf.train`; only the data set is a list of random prompts.
 """
