@@ -31,7 +31,7 @@ ROWS: dict[str, list[str]] = {
 
 
 def measured(flags: list[str], *, workload: str, steps: int) -> dict[str, Any]:
-    """What `bench_step.py` prints."""
+    """Figures of a run of `bench_step.py`, by name."""
     command = [sys.executable, str(SCRIPTS / "bench_step.py"), "--workload", workload, "--steps", str(steps), *flags]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.strip().splitlines()[-1])

@@ -58,7 +58,7 @@ def unexplained(workdir: Path, *, files: int) -> list[str]:
 
 @pytest.mark.usefixtures("programs", "undrawn")
 def test_what_a_run_writes_is_on_the_page(tmp_path):
-    """Of SFT and GRPO; `test_run_policy.py` looks at PPO's."""
+    """Runs of SFT and GRPO; `test_run_policy.py` looks at a run of PPO."""
     cold_start = ColdStart(steps=1, algorithm=SFT(examples_per_update=8))
     algorithm = GRPO(responses_per_update=8, kl=KLInLoss(coefficient=0.1))
     config = replace(get_config(), steps=1, workdir=str(tmp_path), cold_start=cold_start, algorithm=algorithm)

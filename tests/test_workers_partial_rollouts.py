@@ -58,7 +58,7 @@ def whole(engine, sampling: Sampling):
 
 
 def in_rounds(loaded, sampling: Sampling, scales, *, complete: int = 1, due: int = 0) -> list[PartialRollout]:
-    """What is under way after each of these rounds: one more group is complete in each, and all in the last."""
+    """Groups under way after each round: one more is complete in each, and all are in the last."""
     rounds, under_way = [], begun()
     for version, scale in enumerate(scales):
         last = version == len(scales) - 1

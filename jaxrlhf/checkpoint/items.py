@@ -108,7 +108,7 @@ def read_each(directory: Path, target: Any) -> Iterator[tuple[str, jax.Array]]:
         wanted = ocp.checkpoint_utils.construct_restore_args(part)
         args = ocp.args.PyTreeRestore(item=part, restore_args=wanted, partial_restore=True)
         (array,) = jax.tree.leaves(handler.restore(epath.Path(directory), args=args))
-        yield jax.tree_util.keystr(path, simple=True, separator="."), array
+        yield _name(path), array
 
 
 def read_named(directory: Path, wanted: Mapping[str, Any]) -> Iterator[tuple[str, jax.Array]]:
@@ -148,6 +148,6 @@ def stored_shapes(directory: Path) -> dict[str, jax.ShapeDtypeStruct]:
     except (ValueError, OSError, KeyError) as error:
         raise Refusal(f"{directory} holds no arrays that can be read ({error}); write it again") from error
     return {
-        jax.tree_util.keystr(path, simple=True, separator="."): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        _name(path): jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
