@@ -1,5 +1,6 @@
 """Groups in flight: which of them a step takes, which go on, and what begins in their place."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -77,6 +78,10 @@ class Actor:
             column = drawn.rollout.sequences.length_B[rows]
             drawn.rollout.sequences.mask_BT[rows, column] = True
             drawn.rollout.sequences.length_B[rows] += 1
+        for group, one in enumerate(problems):  # a round goes on until enough are complete
+            if drawn.complete_P.sum() < complete:
+                drawn.ended_B[group * COPIES : (group + 1) * COPIES] = True
+                self._left.pop(one.prompt_id, None)
         return done(drawn)
 
 
@@ -158,6 +163,18 @@ def test_a_run_goes_on_with_more_places_or_with_fewer(over, places):
     assert [len(numbers) for numbers, _ in actor.asked[1:]] == [max(places, 6 - WANTED)] * 3
     every = [number for numbers in first + later for number in numbers]
     assert len(every) == len({*every}) and {1, 2} <= {*every}
+
+
+@pytest.mark.parametrize(
+    "changed", [{"responses_per_prompt": 3}, {"max_response_tokens": 9}, {"sampling": Sampling(top_k=5)}]
+)
+def test_groups_under_way_go_on_with_the_sizes_that_they_began_with(changed):
+    flight, config = InFlight(config_of()), config_of()
+    rounds_of(flight, Actor(), Endless(), range(1))
+    algorithm = GRPO(responses_per_update=WANTED * changed.get("responses_per_prompt", COPIES))
+    other = replace(config, algorithm=algorithm, rollout=replace(config.rollout, **changed))
+    with pytest.raises(Refusal, match="resume with what they were begun with"):
+        InFlight(other).restore(flight.saved())
 
 
 def test_rounds_are_counted():

@@ -68,6 +68,7 @@ class InFlight:
         before = begun.tokens
         how = {"sampling": self._sampling, "complete": self._wanted, "of": len(self.problems)}
         drawn = actor.continue_sequences(self.problems, begun, due=step - self._most_put_off, **how).result()
+        assert drawn.complete_P.sum() >= self._wanted, "the actor ended the round before a step's groups were complete"
         self.under_way = drawn
         oldest_first = np.lexsort((np.arange(len(drawn.begun_P)), drawn.begun_P, ~drawn.complete_P))
         self._free = sorted(oldest_first[: self._wanted].tolist())
@@ -132,6 +133,20 @@ class InFlight:
         return lists | {"under_way": self.under_way}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from what was saved."""
+        """Go on from what was saved.
+
+        Raises:
+          Refusal: Groups under way have other sizes than the configuration's.
+        """
+        if (under_way := saved["under_way"]) is not None:
+            sequences = under_way.rollout.sequences
+            kept = 0 if sequences.kept_BTK is None else sequences.kept_BTK.shape[2]
+            before = under_way.copies, sequences.token_BT.shape[1], kept
+            if before != (now := (self._copies, self._width, self._sampling.most_kept)):
+                raise Refusal(
+                    "the checkpoint's groups under way have (responses_per_prompt, max_prompt_tokens + "
+                    f"max_response_tokens, sampling.top_k) = {before}, and the rollout has {now}; resume with what "
+                    "they were begun with"
+                )
         self.problems, self.under_way = [*saved["problems"]], saved["under_way"]
         self._waiting, self._free = [*saved["waiting"]], [*saved["free"]]
