@@ -1,4 +1,4 @@
-"""Groups of responses that go on from step to step, each token drawn by the policy of its own time.
+"""Groups of responses, or of episodes, that go on from step to step, each token drawn by the policy of its own time.
 
 Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
 """
@@ -52,6 +52,34 @@ class PartialRollout:
         return PartialRollout(rollout, seed_B, ended_B, self.begun_P[places])
 
     def concat(self, other: "PartialRollout") -> "PartialRollout":
+        """These groups, then the other's."""
+        return jax.tree.map(lambda *parts: np.concatenate(parts), self, other)
+
+
+@struct.dataclass
+class OpenGroups:
+    """P groups of episodes that go on from step to step, as whoever goes on with them has to know them.
+
+    Attributes:
+      seed_P: int64 seed that all of a group is drawn with.
+      begun_P: int64 step in which each group was begun.
+      ended_P: bool, its episodes are over; they are elsewhere.
+    """
+
+    seed_P: np.ndarray
+    begun_P: np.ndarray
+    ended_P: np.ndarray
+
+    @classmethod
+    def begin(cls, count: int, *, seed: int, step: int) -> "OpenGroups":
+        """Groups that begin in a step."""
+        return cls(np.full(count, seed, np.int64), np.full(count, step, np.int64), np.zeros(count, bool))
+
+    def take(self, groups: Sequence[int] | np.ndarray) -> "OpenGroups":
+        """The groups at these indices."""
+        return jax.tree.map(lambda value: value[np.asarray(groups, np.int64)], self)
+
+    def concat(self, other: "OpenGroups") -> "OpenGroups":
         """These groups, then the other's."""
         return jax.tree.map(lambda *parts: np.concatenate(parts), self, other)
 

@@ -186,6 +186,9 @@ class ActorApart:
     def run_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.run_episodes(*args, versions=self._sent(), **kwargs)
 
+    def continue_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.continue_episodes(*args, versions=self._sent(), **kwargs)
+
     def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
         return getattr(self._actor, name)
 
@@ -242,6 +245,9 @@ class ActorAsOf:
 
     def run_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.run_episodes(*args, versions=self._sent(), **kwargs)
+
+    def continue_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.continue_episodes(*args, versions=self._sent(), **kwargs)
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
         return getattr(self._apart, name)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.batch import Array, EpisodeBatch, Experience, Params, Problem, RolloutBatch, Sequences
-from jaxrlhf.batching.partial_rollouts import PartialRollout
+from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
 from jaxrlhf.config import Optimizer, Sampling
 from jaxrlhf.resharding.hybrid import HybridEngine, Switch, SwitchError
@@ -165,6 +165,35 @@ class Actor(TrainedWorker):
         """
         with self.generating() as sampler:
             return sampler.run_episodes(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
+
+    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
+    def continue_episodes(
+        self,
+        problems: Sequence[Problem],
+        groups: OpenGroups,
+        *,
+        sampling: Sampling,
+        responses_per_prompt: int,
+        complete: int,
+        of: int,
+        due: int,
+    ) -> EpisodeBatch:
+        """Go on with groups of episodes, under the current policy, until enough of them are complete.
+
+        A reply is drawn by one policy. Episodes of groups that are new to this rank begin; the others go on where they
+        are, and their environments with them.
+
+        Args:
+          problems: Problem of each group.
+          complete, of: Groups that have to be complete, of how many over all ranks; each rank has its share of them.
+          due: Groups that were begun in this step or before have to be complete, too.
+
+        Returns:
+          Episodes of the groups that are complete now and were not before.
+        """
+        how = {"responses_per_prompt": responses_per_prompt, "complete": quota(complete, of, len(problems)), "due": due}
+        with self.generating() as sampler:
+            return sampler.continue_episodes(problems, groups, sampling, **how)
 
     @worker_method(ONE_TO_ALL, part="relayout")
     def offer_weights(self, wanted: Sequence[Splits], *, waiting: int = 0) -> tuple[int, Offer]:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch, images_of_problems
-from jaxrlhf.batching.partial_rollouts import PartialRollout, append, prompts_alone
+from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, append, prompts_alone
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Completion, Engine, Request
@@ -167,6 +167,30 @@ class Sampler:
             progress=lambda done, total: self.progress("episodes", done, total),
         )
 
+    def continue_episodes(
+        self,
+        problems: Sequence[Problem],
+        groups: OpenGroups,
+        sampling: Sampling,
+        *,
+        responses_per_prompt: int,
+        complete: int,
+        due: int,
+    ) -> EpisodeBatch:
+        """Go on with groups of episodes until enough are complete; see `Actor.continue_episodes`."""
+        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes need an environment"
+        return self.agent_loop.go_on(
+            self.engine,
+            problems,
+            groups,
+            sampling,
+            copies=responses_per_prompt,
+            complete=complete,
+            due=due,
+            width=self.width,
+            progress=lambda done, total: self.progress("episodes", done, total),
+        )
+
     def _listener(
         self, requests: Sequence[Request], problems: Sequence[Problem]
     ) -> Callable[[Completion], None] | None:
@@ -275,6 +299,23 @@ class RolloutWorker:
         """Go through episodes, prompt-major, with the weights last sent; see `Actor.run_episodes`."""
         sampler = self._at_version(versions)
         return sampler.run_episodes(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
+
+    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
+    def continue_episodes(
+        self,
+        problems: Sequence[Problem],
+        groups: OpenGroups,
+        *,
+        sampling: Sampling,
+        responses_per_prompt: int,
+        complete: int,
+        of: int,
+        due: int,
+        versions: Sequence[int],
+    ) -> EpisodeBatch:
+        """Go on with groups of episodes with the weights last sent; see `Actor.continue_episodes`."""
+        how = {"responses_per_prompt": responses_per_prompt, "complete": quota(complete, of, len(problems)), "due": due}
+        return self._at_version(versions).continue_episodes(problems, groups, sampling, **how)
 
     def _at_version(self, versions: Sequence[int]) -> Sampler:
         """The sampler, whose engine frees its cache by itself; the weights stay."""
