@@ -11,7 +11,7 @@ from test_agent_loop import MODEL, PROMPT, RESPONSE, TALKS, TURNS, problems, run
 
 from jaxrlhf import models
 from jaxrlhf.batch import Diverged
-from jaxrlhf.batching.partial_rollouts import OpenGroups
+from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
 from jaxrlhf.config import Sampling
 from jaxrlhf.environments.pool import EnvironmentPool
 
@@ -40,9 +40,9 @@ def groups(count, *, ended=(), begun=0):
     return OpenGroups(np.full(count, 11), np.full(count, begun), ended_P)
 
 
-def go_on(agents, engine, asked, state, **changes):
-    how = {"copies": COPIES, "complete": len(asked), "due": -1, "width": PROMPT + RESPONSE} | changes
-    return agents.go_on(engine, asked, state, Sampling(), **how)
+def go_on(agents, engine, asked, state, *, complete=None, due=-1):
+    until = Round(len(asked) if complete is None else complete, len(asked), due)
+    return agents.go_on(engine, asked, state, Sampling(), until, copies=COPIES, width=PROMPT + RESPONSE)
 
 
 def load(engine, weights, version):

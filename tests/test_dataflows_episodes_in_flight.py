@@ -49,8 +49,9 @@ class Actor:
     def __init__(self, *arrivals, rows=1):
         self.arrivals, self.rows, self.asked = [*arrivals], rows, []
 
-    def continue_episodes(self, problems, groups, *, sampling, responses_per_prompt, complete, of, due):
-        assert (responses_per_prompt, complete, of) == (COPIES, WANTED, len(problems))
+    def continue_episodes(self, problems, groups, *, sampling, responses_per_prompt, until):
+        assert (responses_per_prompt, until.complete, until.groups) == (COPIES, WANTED, len(problems))
+        due = until.due
         numbers = [problem.prompt_id for problem in problems]
         ended = [number for number, over in zip(numbers, groups.ended_P, strict=True) if over]
         self.asked.append((numbers, ended, groups.seed_P.tolist(), due))

@@ -62,8 +62,9 @@ class Actor:
     def __init__(self, rounds: dict[int, int] | None = None):
         self.rounds, self.asked, self._left = rounds or {}, [], {}
 
-    def continue_sequences(self, problems, under_way, *, sampling, complete, of, due):
-        assert complete == WANTED and of == len(problems)
+    def continue_sequences(self, problems, under_way, *, sampling, until):
+        complete, due = until.complete, until.due
+        assert complete == WANTED and until.groups == len(problems)
         self.asked.append(([one.prompt_id for one in problems], due))
         drawn = jax.tree.map(np.array, under_way)
         for group, one in enumerate(problems):

@@ -16,7 +16,7 @@ from jaxrlhf.agent_loop.open_episodes import OpenEpisodes
 from jaxrlhf.agent_loop.recorded import Finished
 from jaxrlhf.agent_loop.rows import to_episode_batch
 from jaxrlhf.batch import EpisodeBatch, Problem
-from jaxrlhf.batching.partial_rollouts import OpenGroups
+from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
 from jaxrlhf.config import Agent, AnyEnvironment, Refusal, Sampling
 from jaxrlhf.config.environments import choice, choices
 from jaxrlhf.conversations.chat_format import ChatFormat
@@ -90,10 +90,9 @@ class AgentLoop:
         problems: Sequence[Problem],
         groups: OpenGroups,
         sampling: Sampling,
+        until: Round,
         *,
         copies: int,
-        complete: int,
-        due: int,
         width: int,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> EpisodeBatch:
@@ -109,9 +108,7 @@ class AgentLoop:
             self._open = OpenEpisodes(self.episode, self.doors(_NO_BOUND), engine)
         assert self._open.engine is engine, "episodes go on with the engine that they began with"
         try:
-            finished = self._open.go_on(
-                problems, groups, sampling, copies=copies, complete=complete, due=due, progress=progress
-            )
+            finished = self._open.go_on(problems, groups, sampling, until, copies=copies, progress=progress)
         except BaseException:
             self._open = None
             raise

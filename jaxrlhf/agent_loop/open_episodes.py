@@ -14,7 +14,7 @@ import numpy as np
 from jaxrlhf.agent_loop.episode_run import EpisodeRun
 from jaxrlhf.agent_loop.recorded import Finished
 from jaxrlhf.batch import Problem
-from jaxrlhf.batching.partial_rollouts import OpenGroups
+from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
 from jaxrlhf.config import Sampling
 from jaxrlhf.engine import Engine
 from jaxrlhf.engine.service import EngineService
@@ -60,18 +60,16 @@ class OpenEpisodes:
         problems: Sequence[Problem],
         groups: OpenGroups,
         sampling: Sampling,
+        until: Round,
         *,
         copies: int,
-        complete: int,
-        due: int,
         progress: Callable[[int, int], None],
     ) -> list[Finished]:
         """Go on with groups of episodes until enough of them are complete, and begin those that are new.
 
         Args:
           problems: Problem of each group.
-          complete: Groups that have to be complete, those that had ended before included.
-          due: Groups that were begun in this step or before have to be complete, too.
+          until: End of the round, for which groups count that had ended before.
           progress: Called with complete groups and all as episodes end.
 
         Returns:
@@ -80,7 +78,7 @@ class OpenEpisodes:
         Raises:
           Diverged: The policy's logits are not finite. No episode is under way any more.
         """
-        asked = self._round(problems, groups, sampling, copies, complete, due, progress)
+        asked = self._round(problems, groups, sampling, until, copies, progress)
         future = asyncio.run_coroutine_threadsafe(asked, self._events)
         try:
             return future.result()
@@ -103,9 +101,8 @@ class OpenEpisodes:
         problems: Sequence[Problem],
         groups: OpenGroups,
         sampling: Sampling,
+        until: Round,
         copies: int,
-        complete: int,
-        due: int,
         progress: Callable[[int, int], None],
     ) -> list[Finished]:
         begun_P = groups.begun_P.tolist()
@@ -118,9 +115,9 @@ class OpenEpisodes:
 
         def enough() -> bool:
             over = {key for key, group in self._groups.items() if group.over}
-            count = len(over) + int(np.count_nonzero(groups.ended_P))
-            progress(count, len(problems))
-            return count >= complete and all(key in over for key in open_keys if key[1] <= due)
+            complete_P = groups.ended_P | np.array([key in over for key in keys])
+            progress(int(complete_P.sum()), len(problems))
+            return until.over(complete_P, groups.begun_P)
 
         self._each(EpisodeRun.start_clock)
         self._service.go_on()

@@ -4,12 +4,36 @@ Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 from flax import struct
 
 from jaxrlhf.batch import Problem, RolloutBatch, Sequences
+
+
+@dataclass(frozen=True)
+class Round:
+    """End of a round: what has to be complete before the policy is updated.
+
+    Attributes:
+      complete: Groups that have to be.
+      groups: All groups under way, of which a rank has a part.
+      due: Groups that were begun in this step or before have to be complete, too.
+    """
+
+    complete: int
+    groups: int
+    due: int
+
+    def share(self, groups: int) -> "Round":
+        """The end of a rank's round, which has so many of all groups; together ranks complete enough."""
+        return Round(-(-self.complete * groups // self.groups), groups, self.due)
+
+    def over(self, complete_P: np.ndarray, begun_P: np.ndarray) -> bool:
+        """True if enough groups are complete, given the step in which each was begun."""
+        return bool(complete_P.sum() >= self.complete and complete_P[begun_P <= self.due].all())
 
 
 @struct.dataclass

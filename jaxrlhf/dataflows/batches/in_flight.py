@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch, images_of_problems
-from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, not_begun
+from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, not_begun
 from jaxrlhf.config import Config, Refusal
 
 DrawMore = Callable[[], Sequence[Problem]]
@@ -65,7 +65,8 @@ class InFlight(ABC):
         self._waiting += problems
         chosen, order = self._refill(draw_more)
         self._begin(chosen, order, seed=seed, step=step)
-        begun_P, complete_P = self._round(actor, due=step - self._most_put_off)
+        until = Round(self._wanted, len(self.problems), due=step - self._most_put_off)
+        begun_P, complete_P = self._round(actor, until)
         assert complete_P.sum() >= self._wanted, "the actor ended the round before a step's groups were complete"
         oldest_first = np.lexsort((np.arange(len(begun_P)), begun_P, ~complete_P))
         self._free = sorted(oldest_first[: self._wanted].tolist())
@@ -77,13 +78,8 @@ class InFlight(ABC):
         """Have new groups begin behind those that are there, and all groups in this order."""
 
     @abstractmethod
-    def _round(self, actor: Any, *, due: int) -> tuple[np.ndarray, np.ndarray]:
+    def _round(self, actor: Any, until: Round) -> tuple[np.ndarray, np.ndarray]:
         """Go on with all groups; returns the step that each was begun in, and whether it is complete."""
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        """Settings of a round."""
-        return {"sampling": self._sampling, "complete": self._wanted, "of": len(self.problems)}
 
     @abstractmethod
     def _taken(self) -> Any:
@@ -171,10 +167,11 @@ class ResponsesInFlight(InFlight):
         begun = not_begun(chosen, seed=seed, step=step, **sizes)
         self.under_way = (begun if self.under_way is None else self.under_way.concat(begun)).take(order)
 
-    def _round(self, actor: Any, *, due: int) -> tuple[np.ndarray, np.ndarray]:
+    def _round(self, actor: Any, until: Round) -> tuple[np.ndarray, np.ndarray]:
         assert self.under_way is not None, "they were begun"
         before = self.under_way.tokens
-        drawn = actor.continue_sequences(self.problems, self.under_way, due=due, **self._how).result()
+        how = {"sampling": self._sampling, "until": until}
+        drawn = actor.continue_sequences(self.problems, self.under_way, **how).result()
         self.under_way = drawn
         self._add({"staleness/drawn_tokens": float(drawn.tokens - before)})
         return drawn.begun_P, drawn.complete_P
@@ -218,8 +215,8 @@ class EpisodesInFlight(InFlight):
         together = [*self._over, *[None for _ in chosen]]
         self._over = [together[index] for index in order]
 
-    def _round(self, actor: Any, *, due: int) -> tuple[np.ndarray, np.ndarray]:
-        how = self._how | {"due": due, "responses_per_prompt": self._copies}
+    def _round(self, actor: Any, until: Round) -> tuple[np.ndarray, np.ndarray]:
+        how = {"sampling": self._sampling, "responses_per_prompt": self._copies, "until": until}
         arrived = actor.continue_episodes(self.problems, self._groups, **how).result()
         place_of = {problem.prompt_id: place for place, problem in enumerate(self.problems)}
         for prompt_id, group in groups_of(arrived, self._copies).items():
