@@ -2,9 +2,10 @@
 
     python -m jaxrlhf.train --config grpo_shapes.py
 
-A picture has shapes of three colours, of which one colour is to be counted, or two digits to be read. More than half of
-the demonstrations are hasty: they count every colour, or read one digit. A supervised cold start imitates both; GRPO
-learns from the rewards which look is right. The tower learns, too. Nothing is downloaded.
+A picture has digits of three colours, of which that of one colour is to be read, or two digits of a row. More than
+half of the demonstrations are hasty: they read a digit of another colour, or the row from right to left, and say by
+their first word that they do. A supervised cold start imitates both; GRPO learns from the rewards which look is right.
+The tower learns, too. Nothing is downloaded.
 
 Source: Shao et al. 2024 (arXiv:2402.03300).
 """
@@ -40,23 +41,23 @@ def get_config() -> Config:
             head_dim=24,
             vision=Tower(),
         ),
-        data=Shapes(train_problems=6400, hasty_share=0.62),
+        data=Shapes(train_problems=25_600, hasty_share=0.6),
         rewards=Rewards(parts=(ArithmeticReward(),)),
         cold_start=ColdStart(
-            steps=500,
+            steps=700,
             algorithm=SFT(examples_per_update=64),
             optimizer=Optimizer(
                 learning_rate=2e-3, vision_learning_rate=2e-3, warmup_updates=10, decay="linear", weight_decay=0.0
             ),
         ),
         algorithm=GRPO(responses_per_update=64, kl=KLInLoss(coefficient=0.001, estimator="k3")),
-        rollout=Rollout(prompts_per_step=32, responses_per_prompt=8, max_prompt_tokens=32, max_response_tokens=8),
+        rollout=Rollout(prompts_per_step=32, responses_per_prompt=8, max_prompt_tokens=32, max_response_tokens=16),
         actor=Training(
             optimizer=Optimizer(
                 learning_rate=3e-4, vision_learning_rate=3e-4, warmup_updates=4, decay="linear", weight_decay=0.0
             ),
-            tokens_per_microbatch=4096,
+            tokens_per_microbatch=1024,
         ),
-        steps=20,
-        evaluation=Evaluation(every_steps=5),
+        steps=30,
+        evaluation=Evaluation(every_steps=10),
     )

@@ -23,6 +23,7 @@ def main() -> None:
         ],
     )
     command.add_argument("policy", help="a run's workdir, or a Hugging Face directory or hub id")
+    command.add_argument("--vision", action="store_true", help="with its vision tower: chats may have images")
     command.add_argument("--name", help="name of the model in the API; default: the last part of the policy's")
     command.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is all of this machine's")
     command.add_argument("--port", type=int, default=8000, help="port to listen at; 0 takes a free one")
@@ -50,10 +51,10 @@ def serve(flags: argparse.Namespace, limits: ServingLimits, token: str | None) -
     from jaxrlhf.serving.server import Server
     from jaxrlhf.trainer.served_policy.load import load_policy
 
-    loaded = load_policy(flags.policy, engine_sizes(flags), step=flags.step)
+    loaded = load_policy(flags.policy, engine_sizes(flags), step=flags.step, vision=flags.vision)
     name = flags.name or Path(flags.policy).name
     with EngineService(loaded.engine) as service:
-        model = ServedModel(name, service, loaded.tokenizer, loaded.stop_tokens, limits)
+        model = ServedModel(name, service, loaded.tokenizer, loaded.stop_tokens, limits, loaded.images)
         with Server(model, host=flags.host, port=flags.port, token=token) as server:
             print(f"serving {name} at {server.address}/v1", flush=True)
             print("no key is asked for" if token is None else f"key: {token}", flush=True)

@@ -54,6 +54,14 @@ KINDS = {
         _TOWER | {"num_position_embeddings": 16},
     ),
 }
+_SIGLIP = {"image_size": 24, "patch_size": 4, "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 2}
+KINDS["gemma3"] = (
+    "Gemma3",
+    _TEXT
+    | {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": 7}
+    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    _SIGLIP | {"num_hidden_layers": 2, "vision_use_head": False},
+)
 GRIDS = ((1, 10, 6), (1, 4, 12))
 """Frames, rows and columns of patches of two images: neither square nor whole windows."""
 
@@ -63,6 +71,8 @@ def build(kind):
     name, text, tower = KINDS[kind]
     ids = {"image_token_id": IMAGE, "video_token_id": VIDEO}
     ids |= {"vision_start_token_id": START, "vision_end_token_id": END}
+    if name == "Gemma3":
+        ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END, "mm_tokens_per_image": 9}
     config = getattr(transformers, f"{name}Config")(
         text_config=text, vision_config=tower, tie_word_embeddings=False, **ids
     )
@@ -75,15 +85,28 @@ def build(kind):
     return model
 
 
+def grids(vision):
+    """Grids of two images: of one size where all are."""
+    return ((1, 6, 6),) * 2 if vision.both_ways else GRIDS
+
+
 def pixels_of(vision):
-    """Random patches of the images of `GRIDS`, by their number."""
+    """Random patches of the images of `grids`, by their number."""
     rng = np.random.default_rng(1)
-    return [rng.normal(size=(int(np.prod(grid)), vision.patch_values)).astype(np.float32) for grid in GRIDS]
+    return [rng.normal(size=(int(np.prod(grid)), vision.patch_values)).astype(np.float32) for grid in grids(vision)]
+
+
+def pictures(vision, patches):
+    """`[N, 3, Y, X]` of the patches of images of one size, a square that becomes one feature after another."""
+    side, merge = vision.patch_size, vision.merge
+    high = 6 // merge
+    cut = np.stack(patches).reshape(-1, high, high, merge, merge, 3, side, side)
+    return torch.tensor(cut.transpose(0, 5, 1, 3, 6, 2, 4, 7).reshape(-1, 3, 6 * side, 6 * side))
 
 
 def image(vision, number, start):
-    """Reference to an image of `GRIDS`, whose features begin at a token."""
-    grid = GRIDS[number]
+    """Reference to an image of `grids`, whose features begin at a token."""
+    grid = grids(vision)[number]
     return Image("drawn", str(number), grid, start, int(np.prod(grid)) // vision.merge**2)
 
 
@@ -100,11 +123,14 @@ def prompt(vision, *parts, seed=0):
     return tuple(tokens), tuple(images)
 
 
-def expected_logits(model, tokens, images, pixels):
+def expected_logits(model, vision, tokens, images, pixels):
     """Logits by transformers of one sequence."""
     token_1T, seen = torch.tensor([tokens]), {}
-    if images:
+    kinds = "token_type_ids" if vision.both_ways else "mm_token_type_ids"
+    if images and vision.both_ways:
+        seen["pixel_values"] = pictures(vision, [pixels[int(one.digest)] for one in images])
+    elif images:
         seen["pixel_values"] = torch.tensor(np.concatenate([pixels[int(one.digest)] for one in images]))
         seen["image_grid_thw"] = torch.tensor([one.grid for one in images])
     with torch.no_grad():
-        return model(input_ids=token_1T, mm_token_type_ids=(token_1T == IMAGE).int(), **seen).logits[0].numpy()
+        return model(input_ids=token_1T, **{kinds: (token_1T == IMAGE).int()}, **seen).logits[0].numpy()

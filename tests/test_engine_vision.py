@@ -126,7 +126,7 @@ def test_images_of_a_row_are_there_once():
         6 * 4 if image == "1" else int(np.prod(grid))
         for image, grid in {one.digest: one.grid for each in PROBLEMS for one in each.images}.items()
     )
-    assert int((rows.images.segment_RQ > 0).sum()) == patches
+    assert int((rows.images.segment_RJQ > 0).sum()) == patches
 
 
 def test_equal_tokens_with_other_images_share_nothing():

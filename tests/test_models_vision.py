@@ -14,12 +14,13 @@ from tiny_checkpoints import build, write
 
 from jaxrlhf import models
 from jaxrlhf.config import Refusal
-from jaxrlhf.models.vision.rows import RowLayout, offset_of, turns_of
+from jaxrlhf.models.vision.rows import Room, RowLayout, offset_of, turns_of
 from jaxrlhf.models.vision.tower import image_features
 
 TOLERANCE = 1e-4
 KINDS = [kind if kind == "qwen2.5-vl" else pytest.param(kind, marks=pytest.mark.slow) for kind in seeing.KINDS]
-PATCHES = 160
+ROOM = Room(strips=3, patches=60)
+"""One image fills a strip, the other leaves it part empty, and a row may have strips without any."""
 
 
 class Loaded:
@@ -36,7 +37,7 @@ class Loaded:
 
     def expected(self, sequence, more=()):
         tokens, images = sequence
-        return seeing.expected_logits(self.model, [*tokens, *more], images, self.pixels)
+        return seeing.expected_logits(self.model, self.vision, [*tokens, *more], images, self.pixels)
 
     def rows(self, sequences, places, shape):
         """Arrays of sequences that begin at these places, `(row, first column)`, and the images of their rows."""
@@ -46,7 +47,7 @@ class Loaded:
             [one for (_, images), at in zip(sequences, places, strict=True) if at[0] == row for one in images]
             for row in range(shape[0])
         ]
-        layout = RowLayout(self.vision, of_row, patches=PATCHES)
+        layout = RowLayout(self.vision, of_row, ROOM)
         for number, ((tokens, images), (row, first)) in enumerate(zip(sequences, places, strict=True), 1):
             at = row, slice(first, first + len(tokens))
             token_RW[at], position_RW[at], segment_RW[at] = tokens, np.arange(len(tokens)), number
@@ -71,11 +72,16 @@ def test_features_are_those_of_transformers(checkpoint):
     _, _, _, images = checkpoint.rows([sequence], [(0, 0)], (1, len(sequence[0])))
     run = jax.jit(lambda tower, images: image_features(tower, checkpoint.vision, images, models.ONE_DEVICE))
     feature_RMD, deep_RKMD = run(checkpoint.params["vision"], images)
-    patches, grids = torch.tensor(np.concatenate(checkpoint.pixels)), torch.tensor(seeing.GRIDS)
     with torch.no_grad():
-        expected = checkpoint.model.model.visual(patches, grid_thw=grids)
+        if checkpoint.vision.both_ways:
+            given = seeing.pictures(checkpoint.vision, checkpoint.pixels)
+            expected = checkpoint.model.model.get_image_features(given)
+        else:
+            patches, grids = torch.tensor(np.concatenate(checkpoint.pixels)), torch.tensor(seeing.GRIDS)
+            expected = checkpoint.model.model.visual(patches, grid_thw=grids)
     place = np.asarray(images.feature_RW[0])
-    np.testing.assert_allclose(feature_RMD[0, place], expected.pooler_output, atol=TOLERANCE)
+    pooled = expected.pooler_output.reshape(len(place), -1)
+    np.testing.assert_allclose(feature_RMD[0, place], pooled, atol=TOLERANCE)
     deep = getattr(expected, "deepstack_features", None) or []
     assert len(deep) == (0 if deep_RKMD is None else deep_RKMD.shape[1])
     for index, each in enumerate(deep):
@@ -117,13 +123,17 @@ def test_prefill_and_decoding(checkpoint, chunk_tokens):
     width = int(lengths.max()) + 3
     token_PS, _, _, images = checkpoint.rows(sequences, [(row, 0) for row in range(3)], (3, width))
     prefill = jax.jit(functools.partial(models.prefill, chunk_tokens=chunk_tokens), static_argnums=1)
+    if vision.both_ways and chunk_tokens:
+        with pytest.raises(ValueError, match="whole"):
+            prefill(params, config, token_PS, lengths, images=images)
+        return
     output = prefill(params, config, token_PS, lengths, images=images)
     logits = [models.logits(params, config, output.hidden_PD)]
     slots = jnp.arange(3)
     cache = models.insert_prefix(models.empty_cache(config, slots=3, capacity=width + 4), output.prefix, slots, slots)
     layers = models.unstack_layers(params, config)
     offset_B = jnp.array([offset_of(vision, images, len(tokens)) for tokens, images in sequences], jnp.int32)
-    assert (offset_B[:2] < 0).all() and offset_B[2] == 0
+    assert ((offset_B[:2] < 0) == (vision.sections is not None)).all() and offset_B[2] == 0
     decode = jax.jit(models.decode, static_argnums=2)
     more = np.random.default_rng(3).integers(1, 80, (3, 3)).astype(np.int32)
     for step in range(3):

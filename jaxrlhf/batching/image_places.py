@@ -1,15 +1,19 @@
 """Places of a batch's images: in the packed rows that hold their tokens, once for all sequences of a row."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 
 from jaxrlhf.batch import Image
 from jaxrlhf.models.config import Vision
-from jaxrlhf.models.vision.rows import ImageRows, Pixels, RowLayout, patch_room, patches_of, turns_of
+from jaxrlhf.models.vision.rows import ImageRows, Pixels, Room, RowLayout, turns_of
 
 Pack = Callable[[np.ndarray], np.ndarray]
 """Function of a `[B, T, ...]` array to `[microbatches, R, W, ...]`."""
+
+_SIZES = 8
+"""Sizes of rooms between powers of two: a room only grows over a run."""
 
 
 class ImagePlaces:
@@ -19,7 +23,7 @@ class ImagePlaces:
       vision: Tower of the model.
       images_B: Images of each sequence; None if this process has none.
       row_B: Packed row of each sequence, below `rows`.
-      room: Patches that a row had room for in all batches before; grows where this one needs more.
+      room: What a row had room for in all batches before; grows where this one needs more.
       agree: Elementwise maximum over processes.
 
     Attributes:
@@ -33,7 +37,7 @@ class ImagePlaces:
         row_B: np.ndarray,
         *,
         rows: int,
-        room: list[int],
+        room: list[Room],
         agree: Callable[[np.ndarray], np.ndarray],
     ) -> None:
         self._vision, self._row_B = vision, row_B
@@ -41,11 +45,13 @@ class ImagePlaces:
         of_row: list[dict[str, Image]] = [{} for _ in range(rows)]
         for row, images in zip(row_B.tolist(), self._images_B, strict=True):
             of_row[row] |= {image.digest: image for image in images}
-        most = max((patches_of([*images.values()]) for images in of_row), default=0)
-        most = int(agree(np.array(most)))
-        self.any = most > 0
-        room[:] = [max([*room, patch_room(most, merge=vision.merge)])]
-        self._layout = RowLayout(vision, [[*images.values()] for images in of_row], patches=room[0])
+        images_R = [[*images.values()] for images in of_row]
+        self.any = bool(agree(np.array(any(images_R), np.int64)))
+        before, room_of = room[0] if room else None, partial(Room.of, images_R, merge=vision.merge, steps=_SIZES)
+        patches = int(agree(np.array(room_of(least=before).patches)))
+        strips = int(agree(np.array(room_of(least=Room(before.strips if before else 1, patches)).strips)))
+        room[:] = [Room(strips, patches)]
+        self._layout = RowLayout(vision, images_R, room[0])
 
     def rows(self, length_B: np.ndarray, width: int, pack: Pack, pixels: Pixels, *, each: int) -> Iterator[ImageRows]:
         """Images of each microbatch.

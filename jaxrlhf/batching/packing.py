@@ -21,7 +21,7 @@ from jaxrlhf.batching.microbatch import WORTH_SHARING, microbatch_shape_of
 from jaxrlhf.batching.shared_prompts import shared_prefixes, units_of
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix
 from jaxrlhf.models.config import Vision
-from jaxrlhf.models.vision.rows import ImageRows, Pixels, no_pixels
+from jaxrlhf.models.vision.rows import ImageRows, Pixels, Room, no_pixels
 
 
 @struct.dataclass
@@ -92,7 +92,7 @@ class Packing:
       attention_rows: Attention rows of each width that there is room for; grows where a batch needs more.
       vision: Tower of the model; None takes no images.
       pixels: Reads images.
-      patch_room: Patches that a row had room for before; grows where this batch needs more.
+      patch_room: Strips and patches that a row had room for before; grows where this batch needs more.
       agree: Elementwise maximum over processes: those that run one program together have to make the same number
         of microbatches of the same shapes.
     """
@@ -111,7 +111,7 @@ class Packing:
         attention_rows: dict[int, int] | None = None,
         vision: Vision | None = None,
         pixels: Pixels = no_pixels,
-        patch_room: list[int] | None = None,
+        patch_room: list[Room] | None = None,
         agree: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
     ) -> None:
         length_B = np.asarray(sequences.length_B).astype(np.int64)

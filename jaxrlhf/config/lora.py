@@ -8,6 +8,7 @@ from jaxrlhf.config.refusal import require
 from jaxrlhf.config.settings import Finite, Positive, Settings
 
 Quantization = Literal["int8", "nf4"]
+AdaptedPart = Literal["decoder", "tower", "both"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Lora(Settings):
     Attributes:
       rank: r, columns of A and rows of B.
       targets: Matrices of every layer that get an adapter.
+      part: Part of a model that sees whose layers get them. Those of the tower learn at `vision_learning_rate`, and are
+        the ones of `targets` that it has.
       rslora: scale = alpha / sqrt(rank), which keeps its size as the rank grows (Kalajdzievski 2023, arXiv:2312.03732).
       quantize: Format of the frozen matrices of all layers: 8 bits, or the 4 of QLoRA (Dettmers et al. 2023,
         arXiv:2305.14314). None leaves them in the compute dtype.
@@ -36,6 +39,7 @@ class Lora(Settings):
     rank: Positive[int] = 16
     alpha: Finite[Positive[float]] = 32.0
     targets: tuple[str, ...] = MATRICES
+    part: AdaptedPart = "decoder"
     rslora: bool = False
     quantize: Quantization | None = None
     start: str | None = None

@@ -118,13 +118,13 @@ class Arithmetic(Settings):
 
 @dataclass(frozen=True)
 class Shapes(Settings):
-    """Drawn pictures, with shapes of one colour to count or two digits to read.
+    """Drawn pictures, with the digit of one colour or the two of a row to read.
 
     Attributes:
       train_problems: Size of the training split.
       eval_problems: Size of the held-out split.
-      hasty_share: Share of the training solutions that count every colour or read one digit: supervised training
-        imitates them, rewards do not.
+      hasty_share: Share of the training solutions that read a digit of another colour, or from right to left, and say
+        so by their first word: supervised training imitates them, rewards do not.
       shuffled: Each question has the picture of another one, so that only what text tells can be learned.
     """
 

@@ -1,6 +1,6 @@
 """Tokens of chats in the form of one tokenizer: first prompts, what follows a reply, and what a reply says."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -48,14 +48,23 @@ class ChatFormat:
         """Form in which tool calls are read."""
         return self._parser.family
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        rewritten: Callable[[str], str] = lambda text: text,
+    ) -> tuple[int, ...]:
         """Token ids of a chat, with the assistant's turn opened at the end.
+
+        Args:
+          rewritten: Function of the rendered text to the one that is tokenised, which writes placeholders of images.
 
         Raises:
           EnvironmentFailure: The template refuses the messages.
         """
         given, spelled = self.template.as_text(self.told(messages))
-        return self.template.encode(self.template.render(given, tools, open_reply=True), marked=spelled)
+        return self.template.encode(rewritten(self.template.render(given, tools, open_reply=True)), marked=spelled)
 
     def delta(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, ended_by: int | None

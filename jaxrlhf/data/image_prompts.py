@@ -79,6 +79,15 @@ def expanded(prompt: str, images: Sequence[Image], reader: ImageReader | None, *
     return texts[0] + "".join(part + text for part, text in zip(features, texts[1:], strict=True))
 
 
+def in_place(text: str, *, images: Sequence[Image], reader: ImageReader | None) -> str:
+    """A rendered text whose `MARK`s are one after another what stands for an image in a prompt."""
+    assert reader is not None, "nobody reads images"
+    before, *texts = text.split(MARK)
+    words = reader.placeholders
+    each = (words.shown.replace(words.mark, words.expanded(image.tokens)) for image in images)
+    return before + "".join(part + rest for part, rest in zip(each, texts, strict=True))
+
+
 def in_parts(messages: Messages) -> list[dict[str, Any]]:
     """Messages whose contents are lists of texts and images, as chat templates of models that see take them."""
     return [message | {"content": _parts(message["content"])} for message in messages]

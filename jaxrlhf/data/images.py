@@ -123,7 +123,7 @@ def opened(source: str, *, place: str) -> Any:
     """An RGB picture by reference.
 
     Args:
-      source: `file:PATH`, `record:PATH#NUMBER/KEY/INDEX`, or `shapes:...`.
+      source: `file:PATH`, `record:PATH#NUMBER/KEY/INDEX`, `shapes:...`, or a data URL.
       place: Words for where the reference is from, for messages.
 
     Raises:
@@ -135,7 +135,9 @@ def opened(source: str, *, place: str) -> Any:
     if kind == "shapes":
         return draw_shapes(rest)
     content: Any = Path(rest)
-    if kind == "record":
+    if kind == "data":
+        content = _content(source, Path(), place=place)
+    elif kind == "record":
         path, _, where = rest.rpartition("#")
         number, key, index = where.split("/")
         content = image_values(record_at(path, int(number))[key])[int(index)]

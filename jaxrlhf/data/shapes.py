@@ -1,4 +1,4 @@
-"""Pictures of shapes to count and digits to read, drawn from code alone: the embedded task of vision."""
+"""Pictures of coloured digits to read, drawn from code alone: the embedded task of vision."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -17,7 +17,6 @@ PICTURE = (SIDE * CELL, SIDE * CELL)
 """Width and height in pixels."""
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230)}
-_MOST = 4
 _DIGITS = (
     *("01110100011000110001100011000101110", "00100011000010000100001000010001110"),
     *("01110100010000100010001000100011111", "11111000100010000010000011000101110"),
@@ -34,7 +33,8 @@ def shape_records(
     """Questions about pictures, with answers; the pictures are named, and drawn where they are looked at.
 
     Args:
-      hasty_share: Share of the solutions that count shapes of every colour, or read the first digit alone.
+      hasty_share: Share of the solutions that read a digit of another colour, or from right to left, and say so
+        by their first word.
       shuffled: Each question has a picture of another one.
     """
     for number in range(problems):
@@ -44,28 +44,36 @@ def shape_records(
         yield {
             "question": asked["question"],
             "answer": asked["answer"],
-            "solution": f"#### {asked['hasty'] if hasty else asked['answer']}",
+            "solution": "{} #### {}".format(*asked["hasty"] if hasty else (asked["careful"], asked["answer"])),
             "picture": f"shapes:{picture}",
         }
 
 
 def _problem(name: str) -> dict[str, Any]:
-    """A question, its answer, what a hasty look answers, and what is in each cell: a colour with a digit or none."""
+    """A question, its answer, the word before it, word and answer of a hasty look, and what is in each cell.
+
+    In a cell is the digit of a colour.
+    """
     dice = np.random.Generator(np.random.Philox(stable_hash(name)))
-    places, names = dice.permutation(SIDE**2), list(COLOURS)
+    digits, names = [int(digit) for digit in dice.integers(1, 10, size=3)], list(COLOURS)
     if dice.integers(2):
-        colour = names[dice.integers(len(names))]
-        count = int(dice.integers(1, _MOST + 1))
-        others = int(dice.integers(1, _MOST + 1))
-        rest = [name for name in names if name != colour]
-        drawn = [colour] * count + [rest[dice.integers(len(rest))] for _ in range(others)]
-        cells: dict[int, tuple[str, int | None]]
-        cells = {int(place): (each, None) for place, each in zip(places, drawn, strict=False)}
-        return {"question": f"{colour}?", "answer": str(count), "hasty": str(count + others), "cells": cells}
-    first, second = (int(digit) for digit in dice.integers(10, size=2))
+        places = dice.permutation(SIDE**2)[:3].tolist()
+        asked, other = (int(index) for index in dice.permutation(3)[:2])
+        return {
+            "question": f"{names[asked]}?",
+            "answer": str(digits[asked]),
+            "careful": "one",
+            "hasty": ("any", str(digits[other])),
+            "cells": dict(zip(places, zip(names, digits, strict=True), strict=True)),
+        }
     row = int(dice.integers(SIDE))
-    cells = {row * SIDE: (names[dice.integers(3)], first), row * SIDE + 1: (names[dice.integers(3)], second)}
-    return {"question": "read?", "answer": f"{first}{second}".lstrip("0") or "0", "hasty": str(first), "cells": cells}
+    return {
+        "question": "read?",
+        "answer": "{}{}".format(*digits),
+        "careful": "on",
+        "hasty": ("back", "{1}{0}".format(*digits)),
+        "cells": {row * SIDE + column: (names[dice.integers(3)], digits[column]) for column in range(2)},
+    }
 
 
 def draw_shapes(name: str) -> Any:
@@ -80,11 +88,8 @@ def draw_shapes(name: str) -> Any:
 
 
 @cache
-def _inked(digit: int | None) -> np.ndarray:
-    """True for the pixels of a cell that belong to its disk, or to its digit."""
-    row, column = np.indices((CELL, CELL))
-    if digit is None:
-        return np.asarray((2 * row - CELL + 1) ** 2 + (2 * column - CELL + 1) ** 2 <= (CELL - 3) ** 2)
+def _inked(digit: int) -> np.ndarray:
+    """True for the pixels of a cell that belong to its digit."""
     dots = np.array([dot == "1" for dot in _DIGITS[digit]]).reshape(7, 5)
     inked = np.zeros((CELL, CELL), bool)
     inked[:, 2:12] = dots.repeat(2, axis=0).repeat(2, axis=1)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrlhf.engine.sequence import SequenceState
+from jaxrlhf.models.causal_lm import AnyModel
 
 
 class Known(NamedTuple):
@@ -28,6 +29,14 @@ class _Content(NamedTuple):
         return self.parked and bool(np.array_equal(self.token_S, prompt_S[: len(self.token_S)]))
 
 
+def reusable(config: AnyModel) -> bool:
+    """False if every prompt is run whole.
+
+    A state is one of the slot's last token, and none before it; and images that are seen both ways are not cut.
+    """
+    return config.linear is None and not (config.vision is not None and config.vision.both_ways)
+
+
 class Contents:
     """Tokens in the cache, slot by slot, of requests with `keep`.
 
@@ -35,8 +44,7 @@ class Contents:
     were used least recently, by a request of their own or one that began alike.
 
     Args:
-      reusable: Prompts can go on from what a slot holds. A state is one of the slot's last token, and none before it,
-        so that with layers that have states every prompt is run whole.
+      reusable: Prompts can go on from what a slot holds.
     """
 
     def __init__(self, *, slots: int, reusable: bool = True) -> None:

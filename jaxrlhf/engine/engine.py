@@ -24,7 +24,7 @@ from jaxrlhf.batch import Params
 from jaxrlhf.engine import checks, programs
 from jaxrlhf.engine.buckets import slot_counts
 from jaxrlhf.engine.compiled import Compiled, EngineShardings, same_layout
-from jaxrlhf.engine.contents import Contents
+from jaxrlhf.engine.contents import Contents, reusable
 from jaxrlhf.engine.kv_cache import PageCache, SlotCache
 from jaxrlhf.engine.prefill import Prefill, rows_of_prefill
 from jaxrlhf.engine.programs import Prefilled
@@ -194,7 +194,7 @@ class Engine:
         window, replicas = self._shape.tokens_per_dispatch, self._shape.replicas
         self.book = SlotBook(slots=self.slots, tokens_per_dispatch=window, replicas=replicas)
         self._scheduler = Scheduler(slots=self.slots)
-        self._contents = Contents(slots=self.slots, reusable=self._shape.config.linear is None)
+        self._contents = Contents(slots=self.slots, reusable=reusable(self._shape.config))
         self._prefilled: Prefilled | None = None
 
     def compile_ahead(self, prompt_lengths: Sequence[int]) -> None:

@@ -132,7 +132,9 @@ class Prefill:
         self.reused_tokens += first * len(prompts)
         rows = self._compiled.put((token_PS, length_P), self._layout.rows)
         arguments: tuple = weights.params, weights.stackless, *rows
-        chunk = CHUNK_TOKENS if width > PREFILL_TOKENS else None
+        vision = self._compiled.shape.config.vision
+        whole = width <= PREFILL_TOKENS or (vision is not None and vision.both_ways)
+        chunk = None if whole else CHUNK_TOKENS
         sizes: tuple[Size, ...] = ("prefill", width)
         if first:
             slots = [slot for _, slot in known]
@@ -142,7 +144,7 @@ class Prefill:
             sizes = ("prefill from", width, chunk, count)
         if (images := self._images(prompts, length_P, width)) is not None:
             past = arguments[4:] or (None,)
-            arguments, sizes = (*arguments[:4], *past, images), (*sizes, images.pixel_RQC.shape[1], "patches")
+            arguments, sizes = (*arguments[:4], *past, images), (*sizes, *images.pixel_RJQC.shape[1:3], "patches")
         program = partial(programs.prefill, chunk_tokens=chunk)
         return Prefilled(
             self._compiled.run(sizes, program, *arguments, out=self._layout.prompts), tuple(prompts), weights.version

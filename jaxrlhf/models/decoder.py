@@ -15,6 +15,7 @@ from jaxrlhf.batch import Array, Params
 from jaxrlhf.models.attention.chunks import Chunk, written
 from jaxrlhf.models.attention.kv_cache import Cache, Prefix, capacity_of, empty_prefix
 from jaxrlhf.models.attention.linear_attention import LayerState
+from jaxrlhf.models.attention.score_mod import BothWays
 from jaxrlhf.models.attention.shared_prefix import ATTENDED, SharedPrefix
 from jaxrlhf.models.causal_lm import causal_lm_method
 from jaxrlhf.models.config import DENSE_LAYERS, ModelConfig
@@ -126,7 +127,10 @@ def hidden_states(
         body = jax.checkpoint(step, prevent_cse=False, policy=kept) if execution.remat else step
         return run_layers(config, body, hidden_RWD, layers, replayed)
 
-    rows = turn, segment_RW if shared_prefix is None else shared_prefix, router, sight
+    within = segment_RW if sight is None else sight.within(segment_RW)
+    if shared_prefix is not None and isinstance(within, BothWays):
+        raise ValueError("shared_prefix for a model whose images are seen both ways; give whole sequences")
+    rows = turn, within if shared_prefix is None else shared_prefix, router, sight
     layers = stacks(params, config, execution.pipeline)
     hidden_RWD, outputs = pipeline_forward(execution.pipeline, stack, layers, hidden_RWD, rows)
     hidden_RWD = norm(config, hidden_RWD, params["final_norm"])
@@ -157,7 +161,7 @@ def prefill(
       images: Images of the prompts, whose features stand for tokens; None is text alone.
 
     Raises:
-      ValueError: A chunk has no tokens.
+      ValueError: A chunk has no tokens, or might cut an image whose tokens see each other.
     """
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; expected 1 or more, or None to run prompts whole")
@@ -167,6 +171,8 @@ def prefill(
     width = token_PS.shape[1]
     if past is None and (chunk_tokens is None or chunk_tokens >= width):
         output = _prefill_whole(*prompts)
+    elif sight is not None and sight.block_RW is not None:
+        raise ValueError("prompts with images that are seen both ways run whole; give chunk_tokens=None and no past")
     else:
         output = _prefill_chunks(*prompts, min(chunk_tokens or width, width), past)
     return output._replace(hidden_PD=norm(config, output.hidden_PD, params["final_norm"]))
@@ -190,7 +196,8 @@ def _prefill_whole(
 
         def step(hidden_PSD, each):
             layer, _ = each
-            hidden_PSD, kept, routed = layer_rows(layer, config, hidden_PSD, turn, segment_PS, execution)
+            within = segment_PS if sight is None else sight.within(segment_PS)
+            hidden_PSD, kept, routed = layer_rows(layer, config, hidden_PSD, turn, within, execution)
             return _deeper(sight, hidden_PSD, layer), _kept(kept, routed)
 
         return run_layers(config, step, hidden_PSD, layers)

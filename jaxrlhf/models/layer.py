@@ -1,6 +1,7 @@
 """One layer of the decoder: attention and the MLP, each added to the residual stream."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxrlhf.models.attention.kv_cache import LayerCache, Prefix
 from jaxrlhf.models.attention.linear_attention import LayerState, Projected
 from jaxrlhf.models.attention.mla import attend_latents, expanded, latents
 from jaxrlhf.models.attention.pages import LayerPages
-from jaxrlhf.models.attention.score_mod import ScoreMod
+from jaxrlhf.models.attention.score_mod import BothWays, ScoreMod
 from jaxrlhf.models.attention.shared_prefix import SharedPrefix, attend_shared_prefix, over_sequences
 from jaxrlhf.models.config import LinearAttention, ModelConfig
 from jaxrlhf.models.execution import Execution
@@ -32,11 +33,13 @@ def layer_rows(
     config: ModelConfig,
     hidden_RWD: Array,
     turn: Rotations,
-    seen: Array | SharedPrefix | Chunk,
+    seen: Array | SharedPrefix | Chunk | BothWays,
     execution: Execution,
     router: RouterInputs = NO_ROUTER_INPUTS,
 ):
     """Run a layer over packed rows, by their segments or their shared prefixes, or over a chunk of prompts.
+
+    Images of `BothWays` are seen whole by each of their tokens.
 
     Returns:
       The hidden states, the layer's keys and values as the cache keeps them or its states, and its router's outputs
@@ -44,6 +47,7 @@ def layer_rows(
     """
     weights, score_mod = layer["attention"], _score_mod(layer, config)
     if config.linear is not None and "linear_query" in weights:
+        assert not isinstance(seen, BothWays), "images go one way where there are states"
         mix_linear = partial(_linear_rows, weights, config, config.linear, seen, execution)
         return _block(layer, config, hidden_RWD, mix_linear, execution, router)
 
@@ -69,6 +73,8 @@ def layer_rows(
             mixed_RWNH = attend_chunk(
                 *arrays, lambda at: all_heads(*chunk.before(at, tokens=tokens)), chunk.start, scores
             )
+        elif isinstance(seen, BothWays):
+            mixed_RWNH = attend(*arrays, seen.segment_RW, replace(scores, block_RW=seen.block_RW), execution=inside)
         else:
             mixed_RWNH = attend(*arrays, seen, scores, execution=inside)
         return _gated(exchange.back(mixed_RWNH), gate_RWNH), Prefix(key_RWKH, value_RWKH)

@@ -6,13 +6,18 @@ from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from jaxrlhf.batch import Image
+from jaxrlhf.config import Refusal
+from jaxrlhf.data.image_prompts import in_place, referred
+from jaxrlhf.data.images import placed
 from jaxrlhf.engine import Completion
 from jaxrlhf.episode import EnvironmentFailure, Reply, ToolSchema
 from jaxrlhf.serving import answers
 from jaxrlhf.serving.call_tree import Prompt
-from jaxrlhf.serving.errors import ApiError, invalid
+from jaxrlhf.serving.errors import ApiError, invalid, unsupported
 from jaxrlhf.serving.served import Choice, DrawnPart, ServedModel, draw, key_of
 from jaxrlhf.serving.sessions import ServedSession
 from jaxrlhf.serving.texts import ReplyStream, TextStream
@@ -104,7 +109,11 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession
       ApiError: It cannot be answered.
     """
     try:
-        if session is None:
+        images: tuple[Image, ...] = ()
+        if request.images:
+            tokens, images = _seen(model, request, session)
+            prompt = Prompt(tokens, None)
+        elif session is None:
             prompt = Prompt(model.form.prompt(request.messages, request.tools), None)
         else:
             with session.lock:
@@ -112,7 +121,23 @@ def chat_answer(model: ServedModel, request: ChatRequest, session: ServedSession
     except EnvironmentFailure as error:
         raise invalid(f"the chat template refuses the messages: {error.detail}", "messages") from error
     stops = tuple(model.form.stop_tokens)
-    return _answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl")
+    return _answer(model, request.wanted, [prompt], stops, request.tools, session, "chatcmpl", images)
+
+
+def _seen(
+    model: ServedModel, request: ChatRequest, session: ServedSession | None
+) -> tuple[tuple[int, ...], tuple[Image, ...]]:
+    """Tokens and images of a chat that has some."""
+    if session is not None:
+        raise unsupported("images in the session of an agent; they are taken outside of sessions alone", "messages")
+    try:
+        images = referred(request.images, model.images, place="messages")
+        write = partial(in_place, images=images, reader=model.images)
+        tokens = model.form.prompt(request.messages, request.tools, rewritten=write)
+        assert model.images is not None
+        return tokens, placed(tokens, images, model.images.placeholders.token, place="messages")
+    except Refusal as error:
+        raise invalid(str(error), "messages") from error
 
 
 def completion_answer(model: ServedModel, request: CompletionRequest, session: ServedSession | None) -> ApiAnswer:
@@ -141,6 +166,7 @@ def _answer(
     tools: Sequence[ToolSchema] | None,
     session: ServedSession | None,
     prefix: str,
+    images: tuple[Image, ...] = (),
 ) -> ApiAnswer:
     if wanted.model != model.name:
         message = f"no model {wanted.model!r}; this server has {model.name!r}"
@@ -161,7 +187,7 @@ def _answer(
         keys = list(range(wanted.n)) if session is None else session.begin(prompt.tokens, wanted.n)
         for key in keys:
             drawn_by = (seed, key) if session is None else (session.seed, key)
-            choices.append(Choice(prompt.tokens, room, *drawn_by, stops, keep=session is not None))
+            choices.append(Choice(prompt.tokens, room, *drawn_by, stops, session is not None, images))
             each.append(prompt)
     answer_id = f"{prefix}-{secrets.token_hex(12)}"
     return ApiAnswer(model, wanted, each, choices, tools, session, answer_id)

@@ -10,11 +10,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.batch import Diverged
+from jaxrlhf.batch import Diverged, Image
 from jaxrlhf.config import Refusal
 from jaxrlhf.config.serving import ServingLimits
 from jaxrlhf.conversations import ChatFormat
 from jaxrlhf.data.control_tokens import ControlTokens
+from jaxrlhf.data.images import ImageReader
 from jaxrlhf.engine import Completion, EngineService, Request
 from jaxrlhf.serving.errors import ApiError, too_long
 from jaxrlhf.serving.wire import Wanted
@@ -27,6 +28,7 @@ class ServedModel:
     Attributes:
       name: Its name in the API.
       stop_tokens: Ids that end a completion, beside those of the chat's form for a chat.
+      images: Reader of images in chats; None reads text alone.
     """
 
     name: str
@@ -34,6 +36,7 @@ class ServedModel:
     tokenizer: PreTrainedTokenizerBase
     stop_tokens: tuple[int, ...] = ()
     limits: ServingLimits = field(default_factory=ServingLimits)
+    images: ImageReader | None = None
 
     @cached_property
     def form(self) -> ChatFormat:
@@ -87,6 +90,7 @@ class Choice:
     Attributes:
       seed, request_id: What its draws depend on beside its prompt.
       keep: Keys and values stay for a next turn.
+      images: Images of the prompt.
     """
 
     prompt: tuple[int, ...]
@@ -95,6 +99,7 @@ class Choice:
     request_id: int
     stop_tokens: tuple[int, ...]
     keep: bool = False
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ async def draw(
                 stop_tokens=tuple(dict.fromkeys((*choice.stop_tokens, *control))),
                 stop_texts=texts,
                 keep=choice.keep,
+                images=choice.images,
             )
             future = model.service.submit(
                 request,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrlhf.config import Sampling
+from jaxrlhf.data.images import MARK
 from jaxrlhf.serving.errors import ApiError, invalid, unsupported
 
 _IGNORED = {
@@ -69,11 +70,16 @@ class Wanted:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A request to `/v1/chat/completions`; tools that must not be called are left out."""
+    """A request to `/v1/chat/completions`; tools that must not be called are left out.
+
+    Attributes:
+      images: Data URLs of images, each of which has a `MARK` in a message.
+    """
 
     wanted: Wanted
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,9 +98,12 @@ def chat_request(body: Any) -> ChatRequest:
     """
     fields = _Fields(body, _COMMON | _CHAT)
     limit = fields.integer("max_completion_tokens", low=1)
-    messages = tuple(_message(message, n) for n, message in enumerate(fields.items("messages", dict)))
+    images: list[str] = []
+    messages = tuple(_message(message, n, images) for n, message in enumerate(fields.items("messages", dict)))
     if not messages:
         raise invalid("messages is empty; give at least one", "messages")
+    if images and sum(str(message["content"]).count(MARK) for message in messages) != len(images):
+        raise invalid(f"beside images a text must not spell {MARK}", "messages")
     tools = tuple(_tool(tool, n) for n, tool in enumerate(fields.items("tools", dict) if fields.get("tools") else ()))
     choice = fields.get("tool_choice")
     if choice not in (None, "auto", "none"):
@@ -103,7 +112,7 @@ def chat_request(body: Any) -> ChatRequest:
             "tool_choice",
         )
     wanted = _wanted(fields, limit, logprobs=fields.boolean("logprobs"))
-    return ChatRequest(wanted, messages, () if choice == "none" else tools)
+    return ChatRequest(wanted, messages, () if choice == "none" else tools, tuple(images))
 
 
 def completion_request(body: Any) -> CompletionRequest:
@@ -222,14 +231,18 @@ def _stops(given: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
-    """A message as chat templates read it: contents are texts, arguments of calls are objects."""
+def _message(given: dict[str, Any], number: int, images: list[str]) -> dict[str, Any]:
+    """A message as chat templates read it: contents are texts, arguments of calls are objects.
+
+    Args:
+      images: List that the images of users and tools are put behind.
+    """
     place = f"messages[{number}]"
     role = given.get("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise invalid(f"{place}.role is {role!r}; expected system, developer, user, assistant or tool", "messages")
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    message["content"] = _content(given.get("content"), place)
+    message["content"] = _content(given.get("content"), place, images if role in ("user", "tool") else None)
     reasoning = given.get("reasoning_content", given.get("reasoning"))
     if reasoning:
         message["reasoning_content"] = _content(reasoning, place)
@@ -243,15 +256,30 @@ def _message(given: dict[str, Any], number: int) -> dict[str, Any]:
     return message
 
 
-def _content(given: Any, place: str) -> str:
+def _content(given: Any, place: str, images: list[str] | None = None) -> str:
     if given is None or isinstance(given, str):
         return given or ""
-    parts = given if isinstance(given, list) else [given]
-    kinds = ("text", "output_text")
-    texts = [str(part.get("text")) for part in parts if isinstance(part, dict) and part.get("type") in kinds]
-    if len(texts) != len(parts):
-        raise unsupported(f"{place}.content must be a text or a list of text parts", "messages")
-    return "".join(texts)
+    return "".join(_part(part, place, images) for part in (given if isinstance(given, list) else [given]))
+
+
+def _part(part: Any, place: str, images: list[str] | None) -> str:
+    """Text of a part of a content; images, which None takes none of, are a `MARK` in it."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("text", "output_text"):
+        return str(part.get("text"))
+    if kind != "image_url":
+        raise unsupported(f"{place}.content must be a text or a list of parts, each a text or an image_url", "messages")
+    if images is None:
+        raise unsupported(f"{place}.content has an image; users' and tools' messages may have some", "messages")
+    url = part["image_url"].get("url") if isinstance(part.get("image_url"), dict) else part.get("image_url")
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise unsupported(
+            f"{place}.content: the image_url {str(url)[:40]!r} is no data URL, and nothing is fetched here; send the "
+            "image as data:image/...;base64,...",
+            "messages",
+        )
+    images.append(url)
+    return MARK
 
 
 def _calls(given: Any, place: str) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ hands on where its value lies; only `result()` brings the value here.
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -153,29 +152,7 @@ class Group:
         return partial(self._queue.submit, self._call, self.role, name)
 
 
-class GeneratesElsewhere(ABC):
-    """Methods of an actor that generate, on devices of another group."""
-
-    _rollout: Group
-
-    @abstractmethod
-    def _sent(self) -> Pending[Any]:
-        """Version of the weights to generate with, once they are on the rollout's devices."""
-
-    def generate_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.generate_sequences(*args, versions=self._sent(), **kwargs)
-
-    def continue_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.continue_sequences(*args, versions=self._sent(), **kwargs)
-
-    def run_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.run_episodes(*args, versions=self._sent(), **kwargs)
-
-    def continue_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.continue_episodes(*args, versions=self._sent(), **kwargs)
-
-
-class ActorApart(GeneratesElsewhere):
+class ActorApart:
     """An actor whose responses another group generates, with copies of its weights on devices of its own.
 
     The weights are sent before the first generation after they changed. Both groups' calls are
@@ -199,6 +176,15 @@ class ActorApart(GeneratesElsewhere):
 
     def compile_generation(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.compile_generation(*args, versions=self._sent(), **kwargs)
+
+    def generate_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.generate_sequences(*args, versions=self._sent(), **kwargs)
+
+    def continue_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.continue_sequences(*args, versions=self._sent(), **kwargs)
+
+    def run_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.run_episodes(*args, versions=self._sent(), **kwargs)
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
         return getattr(self._actor, name)
@@ -235,7 +221,7 @@ class ActorApart(GeneratesElsewhere):
         return self._newest
 
 
-class ActorAsOf(GeneratesElsewhere):
+class ActorAsOf:
     """An actor as of one moment: it generates with the weights of then, and is the actor of now in all else.
 
     Nothing else may have its devices generate between its first call and its last.
@@ -247,6 +233,15 @@ class ActorAsOf(GeneratesElsewhere):
     def __init__(self, apart: ActorApart, rollout: Group, offer: Pending[Any]) -> None:
         self._apart, self._rollout, self._offer = apart, rollout, offer
         self._versions: Pending[Any] | None = None
+
+    def generate_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.generate_sequences(*args, versions=self._sent(), **kwargs)
+
+    def continue_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.continue_sequences(*args, versions=self._sent(), **kwargs)
+
+    def run_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.run_episodes(*args, versions=self._sent(), **kwargs)
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
         return getattr(self._apart, name)

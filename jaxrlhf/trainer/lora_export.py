@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxrlhf.batch import Params
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.checkpoint.pretrained import load_pretrained
-from jaxrlhf.config import COLD_START, FromScratch, Lora, Model, Pretrained, Quantization, Refusal
+from jaxrlhf.config import COLD_START, FromScratch, Lora, Model, Pretrained, Quantization, Refusal, Tower
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.huggingface.load import Progress
 from jaxrlhf.models.huggingface.peft import WEIGHTS, save_adapters
@@ -52,6 +52,8 @@ class AdaptedRun:
         lora = {name: value for name, value in training["lora"].items() if name != "class"}
         kinds: dict[str, Any] = {kind.__name__: kind for kind in (FromScratch, Pretrained)}
         model = dict(config["model"])
+        if isinstance(tower := model.get("vision"), dict):
+            model["vision"] = Tower(**{name: value for name, value in tower.items() if name != "class"})
         cold = run / COLD_START
         return cls(
             Lora(**{**lora, "targets": tuple(lora["targets"])}),

@@ -25,7 +25,7 @@ from jaxrlhf.models.heads import CHUNK_TOKENS, gradient_energy, token_logp, valu
 from jaxrlhf.models.lora.lora import adapted
 from jaxrlhf.models.moe.experts import NO_ROUTER_INPUTS, RouterInputs
 from jaxrlhf.models.pipeline import pipeline_over
-from jaxrlhf.models.vision.rows import Pixels, no_pixels
+from jaxrlhf.models.vision.rows import Pixels, Room, no_pixels
 from jaxrlhf.sharding.described import are_here
 from jaxrlhf.sharding.mesh import BATCH_AXES, STAGE_AXES, TOKEN_AXES, WEIGHT_AXES
 from jaxrlhf.sharding.replicas import replicas_of
@@ -106,7 +106,7 @@ class ModelWorker:
         self._row_tokens, rows = microbatch_shape(setup.training, self.mesh, width=setup.width, role=self.role)
         self._rows = rows // self.row_shards
         self._attention_rows: dict[int, int] = {}
-        self._patch_room: list[int] = []
+        self._patch_room: list[Room] = []
         whole, each = PartitionSpec(), self.replicas.each
         self._forward = {
             energy: jax.jit(
@@ -167,6 +167,7 @@ class ModelWorker:
         _, parts = self.place.part(BATCH_AXES)
         choice_BTLk = sequences.choice_BTLk if self.replays_routing else None
         kept_BTK = sequences.kept_BTK if self.keeps_sampled else None
+        vision = self.config.vision
         return Packing(
             replace(sequences, choice_BTLk=choice_BTLk, kept_BTK=kept_BTK),
             rows=self._rows,
@@ -175,9 +176,9 @@ class ModelWorker:
             stages=self._execution.stages,
             token_shards=self.token_shards,
             longest_response=self.setup.longest_response,
-            shares=not isinstance(self.config, CausalLM),
+            shares=not isinstance(self.config, CausalLM) and not (vision is not None and vision.both_ways),
             attention_rows=self._attention_rows,
-            vision=self.config.vision,
+            vision=vision,
             pixels=self.setup.pixels,
             patch_room=self._patch_room,
             agree=most_of_all_hosts,

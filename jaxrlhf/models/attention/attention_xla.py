@@ -2,9 +2,11 @@
 
 A block reads the keys up to its own end, so half of the products of a causal row are never
 computed, and no array is as long as a row in both directions. Where every layer has a window, a
-block reads none of the keys that are too far back for all of its queries.
+block reads none of the keys that are too far back for all of its queries. Where tokens of an image see those behind
+them, a block reads all keys.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -33,15 +35,17 @@ def attend_blocks(
     mixed = []
     for start, end in _blocks(width):
         first = 0 if score_mod.window is None or score_mod.slides is not None else max(0, start - score_mod.window + 1)
+        last = end if score_mod.block_RW is None else width
         block = partial(_block, start=start - first)
+        block_RS = None if score_mod.block_RW is None else score_mod.block_RW[:, first:last]
         compute = jax.checkpoint(block) if width >= LONG_ROW else block
         mixed.append(
             compute(
                 query_RKGWH[:, :, :, start:end],
-                key_RKHW[..., first:end],
-                value_RKWH[:, :, first:end],
-                segment_RW[:, first:end],
-                score_mod,
+                key_RKHW[..., first:last],
+                value_RKWH[:, :, first:last],
+                segment_RW[:, first:last],
+                replace(score_mod, block_RW=block_RS),
             )
         )
     mixed_RWKGH = jnp.transpose(jnp.concatenate(mixed, axis=3), (0, 3, 1, 2, 4))
@@ -57,13 +61,18 @@ def _blocks(width: int) -> list[tuple[int, int]]:
 def _block(
     query_RKGQH: Array, key_RKHS: Array, value_RKSH: Array, segment_RS: Array, score_mod: ScoreMod, *, start: int
 ) -> Array:
-    """Queries from `start` on over the keys up to their end; softmax in float32."""
+    """Queries from `start` on over the keys that they are given; softmax in float32."""
     rows, kv_heads, groups, queries, head_dim = query_RKGQH.shape
-    keys = key_RKHS.shape[-1]
+    keys, end = key_RKHS.shape[-1], start + queries
     query_RKMH = query_RKGQH.reshape(rows, kv_heads, groups * queries, head_dim)
     logit_RKMS = jnp.einsum("RKMH,RKHS->RKMS", query_RKMH, key_RKHS, preferred_element_type=jnp.float32)
-    seen_RQS = segment_RS[:, start:, None] == segment_RS[:, None, :]
-    seen_RQS &= score_mod.in_window(jnp.arange(start, keys)[:, None] - jnp.arange(keys)[None, :])[None]
+    seen_RQS = segment_RS[:, start:end, None] == segment_RS[:, None, :]
+    ago_1QS = (jnp.arange(start, end)[:, None] - jnp.arange(keys)[None, :])[None]
+    together_RQS, block_RS = None, score_mod.block_RW
+    if block_RS is not None:
+        own_RQ1 = block_RS[:, start:end, None]
+        together_RQS = (own_RQ1 == block_RS[:, None, :]) & (own_RQ1 > 0)
+    seen_RQS &= score_mod.in_window(ago_1QS, together_RQS)
     hidden_RMS = jnp.tile(mask_bias(seen_RQS), (1, groups, 1))
     score_RKMS = score_mod.cap(logit_RKMS) + hidden_RMS[:, None]
     # Every query sees itself, so the peak is finite.

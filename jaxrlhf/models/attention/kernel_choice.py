@@ -123,9 +123,11 @@ def choose_execution(
     if decodes and cache != "slots" and pageless is None:
         paged = pages if usable("pages", pages, no_sinks) else "xla" if cache == "pages" else None
     no_latents = no_sinks or (None if config.latent is None else "it reads no latents")
+    both_ways = config.vision is not None and config.vision.both_ways
+    causal = no_sinks or ("tokens of an image see those behind them, and it is causal" if both_ways else None)
     return replace(
         split,
-        rows_kernel=rows if usable("rows", rows, no_sinks) else "xla",
+        rows_kernel=rows if usable("rows", rows, causal) else "xla",
         decode_kernel=decode if decodes and paged is None and usable("decode", decode, no_latents) else "xla",
         pages_kernel=paged,
     )

@@ -1,12 +1,20 @@
 """Score modifications and masks: divisor, soft cap and sliding window of attention."""
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Bool, Float, Int
 
 from jaxrlhf.batch import Array
+
+
+class BothWays(NamedTuple):
+    """Segments of packed rows, and the images inside them whose tokens see each other, numbered from 1."""
+
+    segment_RW: Array
+    block_RW: Array
 
 
 @struct.dataclass
@@ -19,6 +27,8 @@ class ScoreMod:
       window: Number of tokens that a token sees, itself included; None is all before it.
       slides: Flag of this layer, true if it has the window, where layers differ and one program computes them
         all; None has it in all.
+      block_RW: int32 number of the image that a token of packed rows is of, from 1; tokens of one image see each other,
+        whichever comes first. 0 is text; None has no images that do.
       sink_N: Score of each query head's sink, which takes a share of its softmax and has no value; None is none.
 
     Source of sinks: gpt-oss (arXiv:2508.10925), section 2.
@@ -29,6 +39,7 @@ class ScoreMod:
     window: int | None = struct.field(pytree_node=False, default=None)
     slides: Bool[Array, ""] | None = None
     sink_N: Float[Array, "N"] | None = None
+    block_RW: Int[Array, "R W"] | None = None
 
     def divide_by(self, head_dim: int) -> float:
         """The divisor for heads of a width."""
@@ -49,9 +60,13 @@ class ScoreMod:
         """float32 scores of sinks by key-value head and query head of it."""
         return None if self.sink_N is None else self.sink_N.astype(jnp.float32).reshape(kv_heads, -1)
 
-    def in_window(self, ago: Int[Array, "*any"]) -> Bool[Array, "*any"]:
-        """True where a token sees the one that many positions before it."""
-        seen = ago >= 0
+    def in_window(self, ago: Int[Array, "*any"], together: Bool[Array, "*more"] | None = None) -> Bool[Array, "*more"]:
+        """True where a token sees the one that many positions before it.
+
+        Args:
+          together: True where both are of one image whose tokens see each other; None has no such.
+        """
+        seen = ago >= 0 if together is None else (ago >= 0) | together
         if self.window is None:
             return seen
         near = ago < self.window

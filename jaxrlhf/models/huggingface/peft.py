@@ -12,7 +12,7 @@ import numpy as np
 from jaxrlhf.batch import Params
 from jaxrlhf.config import Lora, Refusal
 from jaxrlhf.models.config import Head, ModelConfig
-from jaxrlhf.models.huggingface.families import FAMILIES
+from jaxrlhf.models.huggingface.families import module_name, stored_tensors
 from jaxrlhf.models.huggingface.hub import without_revision
 from jaxrlhf.models.lora.lora import INPUTS, adapter_shapes
 from jaxrlhf.models.parameters import path_name
@@ -87,13 +87,19 @@ def save_adapters(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors if name != _HEAD}),
+        "target_modules": _targets(tensors, config),
         "modules_to_save": None if head == "lm" else ["score"],
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
     }
     (directory / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def _targets(tensors: dict[str, np.ndarray], config: ModelConfig) -> list[str]:
+    """Modules that have adapters: by their last name, or each by its path where another part has the same names."""
+    paths = {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in tensors if name != _HEAD}
+    return sorted(paths if config.vision is not None else {path.rpartition(".")[2] for path in paths})
 
 
 def load_adapters(path: str | Path, config: ModelConfig, head: Head, lora: Lora, layout: Any) -> Params:
@@ -140,7 +146,7 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _AdapterPl
     Raises:
       Refusal: The checkpoint's family keeps a target in one tensor with others.
     """
-    stored = FAMILIES[config.family].stored(config, head)
+    stored = stored_tensors(config, head)
     places = {}
     for at, shape in jax.tree.leaves_with_path(adapter_shapes(config, head, lora)):
         path = path_name(at)
@@ -157,7 +163,7 @@ def _places(config: ModelConfig, head: Head, lora: Lora) -> dict[str, _AdapterPl
             )
         for layer in range(shape.shape[0]):
             part = {"down": "lora_A", "up": "lora_B"}[side]
-            module = tensor.named((layer,)).removesuffix(".weight")
+            module = module_name(config, tensor.named((layer,)).removesuffix(".weight"))
             places[f"{_PREFIX}{module}.{part}.weight"] = _AdapterPlace(path, layer, inputs if side == "down" else 1)
     return places
 

@@ -16,7 +16,7 @@ from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.config import LINEAR_LAYERS, STACKS, Head
 from jaxrlhf.models.linear import Adapted, Adapter
 from jaxrlhf.models.lora.quantized import Format, Quantized, quantize
-from jaxrlhf.models.parameters import Param, declare, path_name
+from jaxrlhf.models.parameters import VISION, Param, declare, path_name
 
 ROOMS = ("attention", "mlp")
 """Subtrees of a layer that hold its matrices."""
@@ -39,14 +39,23 @@ def declare_adapters(config: AnyModel, head: Head, lora: Lora) -> dict[str, Any]
     declared = declare(config, head)
     stacks = {name: declared[name] for name in STACKS if name in declared}
     shared = set.intersection(*(_matrices(layer) | _ABSENT.get(name, set()) for name, layer in stacks.items()))
-    if missing := [name for name in lora.targets if name not in shared]:
+    missing = [name for name in lora.targets if name not in shared]
+    if missing and lora.part != "tower":
         there = ", ".join(name for name in Lora.MATRICES if name in shared)
         raise Refusal(f"lora.targets has {', '.join(missing)}, and all layers of this model have {there}; choose some")
-    tree: dict[str, Any] = {
-        stack: {room: found for room in ROOMS if (found := _adapters(layer[room], lora))}
-        for stack, layer in stacks.items()
-    }
+    tree: dict[str, Any] = {}
+    if lora.part != "tower":
+        tree = {stack: _in_rooms(layer, lora) for stack, layer in stacks.items()}
+    if lora.part != "decoder":
+        if VISION not in declared:
+            raise Refusal(f"lora.part={lora.part!r}, and the model reads text alone; give vision=True, or drop part")
+        tree[VISION] = {"layers": _in_rooms(declared[VISION]["layers"], lora)}
     return tree if head == "lm" else tree | {"head": declared["head"]}
+
+
+def _in_rooms(layer: dict[str, Any], lora: Lora) -> dict[str, Any]:
+    """Adapters of stacked layers."""
+    return {room: found for room in ROOMS if (found := _adapters(layer[room], lora))}
 
 
 def _adapters(params: dict[str, Any], lora: Lora) -> dict[str, Adapter]:
@@ -70,7 +79,7 @@ def _adapter(name: str, param: Param, lora: Lora) -> Adapter:
     return Adapter(
         # The variance of peft's uniform draw, so that its learning rates serve here.
         down=Param(param.shape[:inputs] + rank, (*param.dims[:inputs], None), fan_in=3 * param.fan_in),
-        up=Param((*layers, *rank, *param.shape[inputs:]), ("layers", None, *param.dims[inputs:]), "zeros"),
+        up=Param((*layers, *rank, *param.shape[inputs:]), (param.dims[0], None, *param.dims[inputs:]), "zeros"),
         scale=lora.scale,
     )
 

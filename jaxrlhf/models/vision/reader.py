@@ -16,8 +16,12 @@ def image_reader(config: Config, model: AnyModel, tokenizer: PreTrainedTokenizer
     vision = model.vision
     if vision is None:
         return None
-    processor = processor_of(config.model.vision if isinstance(config.model, FromScratch) else config.model)
-    return ImageReader(processor, placeholders_of(vision, tokenizer), vision.patch_size, vision.merge)
+    return reader_of(vision, tokenizer, config.model.vision if isinstance(config.model, FromScratch) else config.model)
+
+
+def reader_of(vision: Vision, tokenizer: PreTrainedTokenizerBase, model: Any) -> ImageReader:
+    """The reader of images for a tower; errors as of `processor_of` and `placeholders_of`."""
+    return ImageReader(processor_of(model), placeholders_of(vision, tokenizer), vision.patch_size, vision.merge)
 
 
 def processor_of(model: Any) -> Any:
@@ -60,4 +64,8 @@ def placeholders_of(vision: Vision, tokenizer: PreTrainedTokenizerBase) -> Place
     if texts[0] is None:
         raise Refusal(f"the tokenizer has no token {vision.image_token}, which stands for images; give the model's own")
     image, start, end = (str(text or "") for text in texts)
+    if vision.family == "gemma3":  # its templates write what begins an image alone
+        return Placeholders(
+            start, start, lambda features: f"\n\n{start}{image * features}{end}\n\n", vision.image_token
+        )
     return Placeholders(image, f"{start}{image}{end}", lambda features: image * features, vision.image_token)

@@ -1,9 +1,11 @@
 """Images of rows: their patches side by side, and which tokens their features stand for. Host work, in NumPy.
 
-Letters beside those of `jaxrlhf.batch`: `Q` patches of a row, `C` numbers of a patch, `M` features of a row.
+Letters beside those of `jaxrlhf.batch`: `J` strips of a row, `Q` patches of a strip, `C` numbers of a patch, `M`
+features of a row. Patches attend inside their strip alone, so that many images in a row do not cost their square.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,23 +22,23 @@ class ImageRows(NamedTuple):
     """Images of packed rows, or of prompts, as a model takes them beside the tokens.
 
     Attributes:
-      pixel_RQC: float32 patches of the images of each row, windows side by side.
-      place_RQ2: int32 row and column of each patch in its image.
-      segment_RQ: int32 number of the patch's frame in its row, from 1; 0 is padding.
-      window_RQ: int32 number of its window in the row, from 1.
-      corner_RQ4: int32 rows of the table of positions that it lies between.
-      share_RQ4: float32 shares of those, which sum to one.
+      pixel_RJQC: float32 patches of the images of each row, windows side by side; no image lies in two strips.
+      place_RJQ2: int32 row and column of each patch in its image.
+      segment_RJQ: int32 number of the patch's frame in its strip, from 1; 0 is padding.
+      window_RJQ: int32 number of its window in the strip, from 1.
+      corner_RJQ4: int32 rows of the table of positions that it lies between.
+      share_RJQ4: float32 shares of those, which sum to one.
       feature_RW: int32 feature of the row that stands for the token; -1 is text.
       block_RW: int32 number of the token's image in its row, from 1; 0 is text.
       turn_RW3: int32 time, row and column by which the token is rotated.
     """
 
-    pixel_RQC: Array
-    place_RQ2: Array
-    segment_RQ: Array
-    window_RQ: Array
-    corner_RQ4: Array
-    share_RQ4: Array
+    pixel_RJQC: Array
+    place_RJQ2: Array
+    segment_RJQ: Array
+    window_RJQ: Array
+    corner_RJQ4: Array
+    share_RJQ4: Array
     feature_RW: Array
     block_RW: Array
     turn_RW3: Array
@@ -135,9 +137,49 @@ def check_placeholders(tokens: Sequence[int], images: Sequence[Image], vision: V
         )
 
 
-def patch_room(most: int, *, merge: int) -> int:
-    """Patches that a row has room for: a power of two of whole features, so that few programs are compiled."""
-    return merge**2 << max(0, -(-most // merge**2) - 1).bit_length()
+class Room(NamedTuple):
+    """Strips of a row, and patches of a strip."""
+
+    strips: int = 1
+    patches: int = 0
+
+    @classmethod
+    def of(
+        cls, images_R: Iterable[Sequence[Image]], *, merge: int, least: "Room | None" = None, steps: int = 1
+    ) -> "Room":
+        """Room for the images of any of these rows, in few sizes, so that few programs are compiled.
+
+        Args:
+          merge: Side in patches of a feature's square.
+          least: Room that there was before.
+          steps: Sizes between a power of two and the next.
+        """
+        least, rows = least or cls(), list(images_R)
+        most = max((patches_of([image]) for row in rows for image in row), default=0)
+        if not most:
+            return least
+        patches = max(least.patches, merge**2 * _rounded(-(-most // merge**2), steps))
+        strips = max(1 + max((strip for strip, _ in strips_of(row, patches)), default=0) for row in rows)
+        return cls(max(least.strips, _rounded(strips, steps)), patches)
+
+
+def _rounded(count: int, steps: int) -> int:
+    """The next of so many sizes between powers of two."""
+    step = max(1, (1 << max(0, count - 1).bit_length()) // (2 * steps)) if steps > 1 else 1 << (count - 1).bit_length()
+    return math.ceil(count / step) * step
+
+
+def strips_of(images: Sequence[Image], patches: int) -> list[tuple[int, int]]:
+    """Strip of so many patches, and place in it, of each image: the one before it has room, or a strip begins."""
+    places, strip, used = [], 0, 0
+    for image in images:
+        own = patches_of([image])
+        assert own <= patches, f"{own} patches in a strip of {patches}"
+        if used + own > patches:
+            strip, used = strip + 1, 0
+        places.append((strip, used))
+        used += own
+    return places
 
 
 def turns_of(vision: Vision, images: Sequence[Image], tokens: int) -> np.ndarray:
@@ -167,11 +209,10 @@ def rows_of_prompts(
     vision: Vision, images_P: Sequence[Sequence[Image]], length_P: np.ndarray, width: int, pixels: Pixels
 ) -> ImageRows | None:
     """Images of left-aligned prompts, a prompt in a row; None where none has any."""
-    room = max(map(patches_of, images_P))
-    if not room:
+    if not any(images_P):
         return None
     shape = len(images_P), width
-    layout = RowLayout(vision, images_P, patches=patch_room(room, merge=vision.merge))
+    layout = RowLayout(vision, images_P, Room.of(images_P, merge=vision.merge))
     feature_PS, block_PS, turn_PS3 = (
         np.full(shape, -1, np.int32),
         np.zeros(shape, np.int32),
@@ -188,52 +229,49 @@ class RowLayout:
 
     Args:
       images: Images of each row.
-      patches: Q, patches that a row has room for.
+      room: Strips and patches that each row has.
     """
 
-    def __init__(self, vision: Vision, images: Sequence[Sequence[Image]], *, patches: int) -> None:
-        self._vision, self._patches = vision, patches
-        self._rows: list[dict[str, tuple[Image, int]]] = []
+    def __init__(self, vision: Vision, images: Sequence[Sequence[Image]], room: Room) -> None:
+        self._vision, self._room = vision, room
+        self._rows: list[dict[str, tuple[Image, int, int]]] = []
         for row in images:
-            found: dict[str, tuple[Image, int]] = {}
-            begun = 0
-            for image in row:
-                if image.digest not in found:
-                    found[image.digest] = image, begun
-                    begun += patches_of([image])
-            assert begun <= patches, f"{begun} patches in a row of {patches}"
-            self._rows.append(found)
+            own = list({image.digest: image for image in row}.values())
+            places = strips_of(own, room.patches)
+            assert all(strip < room.strips for strip, _ in places), (
+                f"{len(own)} images in a row of {room.strips} strips"
+            )
+            self._rows.append({image.digest: (image, *place) for image, place in zip(own, places, strict=True)})
 
     def tokens(self, row: int, images: Sequence[Image], tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Feature and block of each token of a sequence in a row; -1 and 0 for text."""
         feature_T, block_T = np.full(tokens, -1, np.int32), np.zeros(tokens, np.int32)
         for number, image in enumerate(images, 1):
-            _, begun = self._rows[row][image.digest]
+            _, strip, begun = self._rows[row][image.digest]
             feature_M = order_of(self._vision, image.grid).feature_M
             part = slice(image.start, image.start + len(feature_M))
-            feature_T[part] = begun // self._vision.merge**2 + feature_M
+            feature_T[part] = (strip * self._room.patches + begun) // self._vision.merge**2 + feature_M
             block_T[part] = number
         return feature_T, block_T
 
     def rows(self, rows: range, pixels: Pixels, feature_RW: Array, block_RW: Array, turn_RW3: Array) -> ImageRows:
         """Arrays of some rows, whose tokens are placed already."""
-        vision, shape = self._vision, (len(rows), self._patches)
-        pixel_RQC = np.zeros((*shape, vision.patch_values), np.float32)
-        place_RQ2, (segment_RQ, window_RQ) = np.zeros((*shape, 2), np.int32), np.zeros((2, *shape), np.int32)
-        corner_RQ4, share_RQ4 = np.zeros((*shape, 4), np.int32), np.zeros((*shape, 4), np.float32)
+        vision, shape = self._vision, (len(rows), *self._room)
+        pixel_RJQC = np.zeros((*shape, vision.patch_values), np.float32)
+        place_RJQ2, (segment_RJQ, window_RJQ) = np.zeros((*shape, 2), np.int32), np.zeros((2, *shape), np.int32)
+        corner_RJQ4, share_RJQ4 = np.zeros((*shape, 4), np.int32), np.zeros((*shape, 4), np.float32)
         for row, number in enumerate(rows):
-            segments = windows = 0
-            for image, begun in self._rows[number].values():
+            for image, strip, begun in self._rows[number].values():
                 order = order_of(vision, image.grid)
-                part = slice(begun, begun + len(order.source_Q))
-                pixel_RQC[row, part] = pixels(image)[order.source_Q]
-                place_RQ2[row, part] = order.place_Q2
-                segment_RQ[row, part] = order.frame_Q + segments + 1
-                window_RQ[row, part] = order.window_Q + windows + 1
-                segments, windows = segments + image.grid[0], windows + int(order.window_Q.max()) + 1
+                part = row, strip, slice(begun, begun + len(order.source_Q))
+                before = row, strip, slice(0, begun)
+                pixel_RJQC[part] = pixels(image)[order.source_Q]
+                place_RJQ2[part] = order.place_Q2
+                segment_RJQ[part] = order.frame_Q + segment_RJQ[before].max(initial=0) + 1
+                window_RJQ[part] = order.window_Q + window_RJQ[before].max(initial=0) + 1
                 if vision.positions:
-                    corner_RQ4[row, part], share_RQ4[row, part] = corners_of(vision, order.place_Q2, image.grid)
+                    corner_RJQ4[part], share_RJQ4[part] = corners_of(vision, order.place_Q2, image.grid)
         return ImageRows(
-            *(pixel_RQC, place_RQ2, segment_RQ, window_RQ, corner_RQ4, share_RQ4),
+            *(pixel_RJQC, place_RJQ2, segment_RJQ, window_RJQ, corner_RJQ4, share_RJQ4),
             *(feature_RW, block_RW, turn_RW3),
         )

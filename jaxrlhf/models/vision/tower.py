@@ -1,6 +1,6 @@
 """The vision tower: patches of images to features, each as wide as a token of the decoder.
 
-Letters beside those of `jaxrlhf.batch`: `Q` patches of a row, `C` numbers of a patch, `M` features of a row.
+Letters beside those of `jaxrlhf.batch`: `Q` patches of a strip, `C` numbers of a patch, `M` features of a row.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jax import lax
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.config import Refusal
 from jaxrlhf.models import linear
-from jaxrlhf.models.attention.score_mod import mask_bias
+from jaxrlhf.models.attention.score_mod import BothWays, mask_bias
 from jaxrlhf.models.config import Vision
 from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.norm import rms_norm
@@ -42,12 +42,18 @@ class Seen(NamedTuple):
       deep_RKMD: Addends of them behind each of the decoder's first K layers; None is nothing.
       feature_RW: int32 feature of the row that stands for the token; -1 is text.
       turn_RW3: int32 time, row and column of each token.
+      block_RW: int32 number of the token's image in its row, from 1, where its tokens see each other; 0 is text.
     """
 
     feature_RMD: Array
     deep_RKMD: Array | None
     feature_RW: Array
     turn_RW3: Array
+    block_RW: Array | None = None
+
+    def within(self, segment_RW: Array) -> Array | BothWays:
+        """Segments of rows as attention takes them, with images that are seen both ways."""
+        return segment_RW if self.block_RW is None else BothWays(segment_RW, self.block_RW)
 
     def merged(self, embed_RWD: Array) -> Array:
         """Embeddings with features in their places."""
@@ -90,7 +96,7 @@ def see(params: Params, vision: Vision | None, images: ImageRows | None, executi
     if vision is None:
         raise Refusal("images for a model without a tower; give Pretrained(..., vision=True), or prompts of text alone")
     features = image_features(params["vision"], vision, images, execution)
-    return Seen(*features, images.feature_RW, images.turn_RW3)
+    return Seen(*features, images.feature_RW, images.turn_RW3, block_RW=images.block_RW if vision.both_ways else None)
 
 
 def image_features(
@@ -98,34 +104,39 @@ def image_features(
 ) -> tuple[Array, Array | None]:
     """`feature_RMD` and `deep_RKMD` of the images of rows.
 
-    Attention goes both ways, inside an image or inside its windows.
+    Attention goes both ways, inside an image or inside its windows. Inside, strips of rows are rows.
     """
-    pixel_RQC = execution.split_rows(images.pixel_RQC.astype(execution.dtype))
+    rows, strips = images.pixel_RJQC.shape[:2]
+    pixel_RQC, place_RQ2, inside_RQ, window_RQ, corner_RQ4, share_RQ4 = (
+        array.reshape(rows * strips, *array.shape[2:]) for array in images[:6]
+    )
+    pixel_RQC = execution.split_rows(pixel_RQC.astype(execution.dtype))
     hidden_RQD = linear.project(pixel_RQC, tower["patch"].reshape(pixel_RQC.shape[-1], -1))
     if "patch_bias" in tower:
         hidden_RQD += tower["patch_bias"].astype(execution.dtype)[None, None]
     if "positions" in tower:
-        corner_RQ4D = tower["positions"].astype(jnp.float32)[images.corner_RQ4]
-        hidden_RQD += (corner_RQ4D * images.share_RQ4[..., None]).sum(axis=2).astype(execution.dtype)
-    turn = _rotation(vision, images.place_RQ2) if vision.rotates else None
+        corner_RQ4D = tower["positions"].astype(jnp.float32)[corner_RQ4]
+        hidden_RQD += (corner_RQ4D * share_RQ4[..., None]).sum(axis=2).astype(execution.dtype)
+    turn = _rotation(vision, place_RQ2) if vision.rotates else None
     whole = [vision.window is None or layer in vision.full_layers for layer in range(vision.num_layers)]
 
     def step(hidden_RQD: Array, each: tuple[Params, Array]) -> tuple[Array, Array | None]:
         layer, sees_all = each
-        segment_RQ = images.segment_RQ if all(whole) else jnp.where(sees_all, images.segment_RQ, images.window_RQ)
+        segment_RQ = inside_RQ if all(whole) else jnp.where(sees_all, inside_RQ, window_RQ)
         hidden_RQD = _layer(layer, vision, hidden_RQD, segment_RQ, turn)
         return hidden_RQD, hidden_RQD if vision.deepstack else None
 
     body = jax.checkpoint(step, prevent_cse=False) if execution.remat else step
     hidden_RQD, after_LRQD = lax.scan(body, hidden_RQD, (tower["layers"], jnp.array(whole)))
-    if vision.merger == "mean":
-        return _mean(tower, vision, hidden_RQD), None
-    feature_RMD = _merged(tower["merger"], vision, hidden_RQD)
+    merged = (
+        _mean(tower, vision, hidden_RQD) if vision.merger == "mean" else _merged(tower["merger"], vision, hidden_RQD)
+    )
+    feature_RMD = merged.reshape(rows, -1, merged.shape[-1])
     if not vision.deepstack:
         return feature_RMD, None
     deep_KRQD = after_LRQD[jnp.array(vision.deepstack)]
     deep_KRMD = lax.map(lambda each: _merged(each[0], vision, each[1]), (tower["deepstack"], deep_KRQD))
-    return feature_RMD, jnp.moveaxis(deep_KRMD, 0, 1)
+    return feature_RMD, jnp.moveaxis(deep_KRMD.reshape(len(vision.deepstack), *feature_RMD.shape), 0, 1)
 
 
 def _rotation(vision: Vision, place_RQ2: Array) -> Rotation:

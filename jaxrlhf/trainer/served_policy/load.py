@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.checkpoint import Checkpoints
 from jaxrlhf.checkpoint.pretrained import load_pretrained
-from jaxrlhf.config import Refusal
+from jaxrlhf.config import Pretrained, Refusal
+from jaxrlhf.data.images import ImageReader
 from jaxrlhf.data.tokenizer import decoder, load_tokenizer
 from jaxrlhf.engine import Engine
 from jaxrlhf.models import choose_execution, param_dims, read_config
@@ -20,6 +21,8 @@ from jaxrlhf.models.config import ModelConfig
 from jaxrlhf.models.huggingface.config import read_stop_tokens
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.parameters import param_shapes, path_name
+from jaxrlhf.models.vision.reader import reader_of
+from jaxrlhf.models.vision.rows import Pixels, no_pixels
 from jaxrlhf.sharding.mesh import EXPERT_AXES, SLOT_AXES, mesh_of
 from jaxrlhf.sharding.rules import GENERATE, shardings
 from jaxrlhf.trainer.lora_export import SUFFIX, AdaptedRun, placed
@@ -30,17 +33,19 @@ from jaxrlhf.trainer.workdir import CHECKPOINTS, MODEL
 
 @dataclass(frozen=True)
 class LoadedPolicy:
-    """An engine with weights, and the tokenizer and the stop tokens that belong to them."""
+    """An engine with weights, and what belongs to them: tokenizer, stop tokens, and reader of images if it sees."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     stop_tokens: tuple[int, ...]
+    images: ImageReader | None = None
 
 
-def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None) -> LoadedPolicy:
+def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None, vision: bool = False) -> LoadedPolicy:
     """Load a policy over all devices of this process.
 
     Args:
+      vision: With its vision tower, which it has to have.
       policy: Workdir of a run, directory of a Hugging Face checkpoint, or hub id.
       step: Step of a run's checkpoint; None is the newest.
 
@@ -54,7 +59,9 @@ def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None) -> 
     if not from_run and (run / CHECKPOINTS).is_dir():
         raise Refusal(f"{run} trained a module of its own (Nnx), which cannot be loaded without its code")
     described = str(run / MODEL) if from_run else policy
-    config, tokenizer = read_config(described), load_tokenizer(str(resolve(described)))
+    config, tokenizer = read_config(described, vision=vision), load_tokenizer(str(resolve(described)))
+    tower = config.vision
+    images = None if tower is None else reader_of(tower, tokenizer, Pretrained(described, vision=True))
     mesh = mesh_of({"data": _replicas(sizes.tensor), "tensor": sizes.tensor}, jax.devices())
     layout, dtype, version = shardings(mesh, param_dims(config, "lm"), GENERATE), jnp.dtype(sizes.dtype), 0
     if from_run:
@@ -65,9 +72,9 @@ def load_policy(policy: str, sizes: EngineSizes, *, step: int | None = None) -> 
     else:
         params = load_pretrained(policy, config, "lm", layout, dtype=dtype)
     stops = tuple(dict.fromkeys((tokenizer.eos_token_id, *read_stop_tokens(described))))
-    engine = _engine(config, mesh, sizes, stops, tokenizer)
+    engine = _engine(config, mesh, sizes, stops, tokenizer, no_pixels if images is None else images.patches)
     engine.load(params, version, spent=jax.tree.map(lambda _: True, params))
-    return LoadedPolicy(engine, tokenizer, stops)
+    return LoadedPolicy(engine, tokenizer, stops, images)
 
 
 def _replicas(tensor: int) -> int:
@@ -78,7 +85,12 @@ def _replicas(tensor: int) -> int:
 
 
 def _engine(
-    config: ModelConfig, mesh: Any, sizes: EngineSizes, stops: tuple[int, ...], tokenizer: PreTrainedTokenizerBase
+    config: ModelConfig,
+    mesh: Any,
+    sizes: EngineSizes,
+    stops: tuple[int, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    pixels: Pixels,
 ) -> Engine:
     context = sizes.context_tokens or min(4096, config.max_positions)
     response = sizes.response_tokens or max(1, context // 4)
@@ -99,6 +111,7 @@ def _engine(
             config, jnp.dtype(sizes.dtype), mesh, **axes, stage_axes=("stage",), decodes=True, cache="auto"
         ),
         decode=decoder(tokenizer),
+        pixels=pixels,
     )
 
 

@@ -5,6 +5,7 @@ from jaxrlhf.models.huggingface.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V
 from jaxrlhf.models.huggingface.families.family import LM_HEAD, SCALAR_HEAD, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.gemma import GEMMA2, GEMMA3
+from jaxrlhf.models.huggingface.families.gemma_vision import GEMMA3_VISION
 from jaxrlhf.models.huggingface.families.glm import GLM4, GLM4_MOE
 from jaxrlhf.models.huggingface.families.gpt_oss import GPT_OSS
 from jaxrlhf.models.huggingface.families.granite import GRANITE
@@ -44,7 +45,8 @@ _ALL = (
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 SIGHTS: dict[str, Sight] = {
-    sight.name: sight for sight in (QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5_VISION, QWEN3_5_MOE_VISION)
+    sight.name: sight
+    for sight in (QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5_VISION, QWEN3_5_MOE_VISION, GEMMA3_VISION)
 }
 """Formats of checkpoints that see, by `model_type` of the whole."""
 
@@ -56,6 +58,11 @@ def stored_tensors(config: ModelConfig, head: Head) -> dict[str, StoredTensor]:
         return tensors
     tower = SIGHTS[config.vision.family].tensors(config.vision)
     return tensors | {f"vision.{path}": each for path, each in tower.items()}
+
+
+def module_name(config: ModelConfig, name: str) -> str:
+    """Name in transformers' model of a module or tensor of the tables."""
+    return name if config.vision is None else SIGHTS[config.vision.family].in_memory(name)
 
 
 def published_name(config: ModelConfig, name: str) -> str:

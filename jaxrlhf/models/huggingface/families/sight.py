@@ -1,7 +1,7 @@
 """The type of a checkpoint that sees: a family of text, and a tower whose tensors lie beside its own."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrlhf.models.config import FamilyName, ModelConfig, SightName, Vision
@@ -10,6 +10,15 @@ from jaxrlhf.models.huggingface.families.fields import Fields
 
 TOWER = "vision."
 """Beginning of the names of a tower's tensors here; files have beginnings of their own."""
+
+
+def _ids(vision: Vision) -> dict[str, Any]:
+    return {
+        "image_token_id": vision.image_token,
+        "video_token_id": vision.video_token,
+        "vision_start_token_id": vision.start_token,
+        "vision_end_token_id": vision.end_token,
+    }
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,8 @@ class Sight:
       tensors: Table of the tower's parameters, by their paths in the tower.
       read: Tower of the fields of `vision_config`, of `text_config` and of the whole.
       write: Fields of `vision_config`.
+      beside: Fields of the whole that say how its parts belong together, ids of tokens among them.
+      modules: Beginnings of names in transformers' model, by those here.
       leaves_out: Beginnings of tensors that no forward pass reads.
     """
 
@@ -36,11 +47,22 @@ class Sight:
     tensors: Callable[[Vision], Mapping[str, StoredTensor]]
     read: Callable[[Fields, Mapping[str, Any], Mapping[str, Any]], Vision]
     write: Callable[[Vision], dict[str, Any]]
+    beside: Callable[[Vision], dict[str, Any]] = _ids
+    modules: Mapping[str, str] = field(
+        default_factory=lambda: {"model.": "model.language_model.", "vision.": "model.visual."}
+    )
     leaves_out: tuple[str, ...] = ()
 
     def published(self, name: str) -> str:
         """Name in a file of a tensor that is called so here."""
-        for ours, theirs in self.prefixes.items():
+        return self._begun(name, self.prefixes)
+
+    def in_memory(self, name: str) -> str:
+        """Name in transformers' model of what is called so here."""
+        return self._begun(name, self.modules)
+
+    def _begun(self, name: str, prefixes: Mapping[str, str]) -> str:
+        for ours, theirs in prefixes.items():
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
         return name
@@ -54,14 +76,12 @@ class Sight:
             text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": list(vision.sections.pairs)}
             if vision.sections.interleaved:
                 text["rope_parameters"]["mrope_interleaved"] = True
-        ids = {"image_token_id": vision.image_token, "video_token_id": vision.video_token}
-        ids |= {"vision_start_token_id": vision.start_token, "vision_end_token_id": vision.end_token}
         return outside | {
             "architectures": [self.architecture],
             "model_type": self.name,
             "text_config": text | {"model_type": self.text_type},
             "vision_config": self.write(vision),
-            **{name: value for name, value in ids.items() if value is not None},
+            **{name: value for name, value in self.beside(vision).items() if value is not None},
         }
 
 

@@ -1,0 +1,127 @@
+"""Images in chats of the endpoint: drawn as the engine draws, and refused by a typed error."""
+
+import base64
+import io
+from contextlib import contextmanager
+from dataclasses import replace
+
+import jax
+import numpy as np
+import openai
+import PIL.Image
+import pytest
+import served_models
+
+from jaxrlhf import models
+from jaxrlhf.config import Sampling
+from jaxrlhf.config import load as load_configuration
+from jaxrlhf.config.serving import ServingLimits
+from jaxrlhf.data.tokenizer import decoder
+from jaxrlhf.engine import Engine, EngineService, Request
+from jaxrlhf.models import model_config, tokenizer_of
+from jaxrlhf.models.vision.reader import image_reader
+from jaxrlhf.serving.served import ServedModel
+from jaxrlhf.serving.server import Server
+
+
+def url(seed=0):
+    pixels = np.random.default_rng(seed).integers(0, 255, (28, 42, 3), np.uint8)
+    written = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(written, "PNG")
+    return "data:image/png;base64," + base64.b64encode(written.getvalue()).decode()
+
+
+@contextmanager
+def seeing_server():
+    shipped = load_configuration("grpo_shapes")
+    small = replace(shipped.model, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2)
+    small = replace(small, vision=replace(small.vision, hidden_size=16, intermediate_size=16, num_layers=1))
+    config = replace(shipped, model=replace(small, head_dim=8))
+    tokenizer = tokenizer_of(config)
+    shape = model_config(config.model, tokenizer)
+    reader = image_reader(config, shape, tokenizer)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: np.float32(0.3 * rng.standard_normal(leaf.shape)), models.param_shapes(shape, "lm")
+    )
+    sizes = {"slots": 4, "max_prompt_tokens": 96, "max_response_tokens": 8, "decode_tokens_per_dispatch": 4}
+    stops = (tokenizer.eos_token_id,)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    decode = decoder(tokenizer)
+    engine = Engine(shape, mesh, stop_tokens=stops, decode=decode, pixels=reader.patches, **sizes)
+    engine.load(jax.device_put(params, jax.devices()[0]), version=1)
+    with EngineService(engine) as service:
+        model = ServedModel("sees", service, tokenizer, stops, ServingLimits(), reader)
+        with (
+            Server(model, token="a-key") as server,
+            openai.OpenAI(base_url=f"{server.address}/v1", api_key="a-key", max_retries=0) as client,
+        ):
+            yield client, model
+
+
+@pytest.fixture(scope="module")
+def sees():
+    with seeing_server() as both:
+        yield both
+
+
+def parts(*contents):
+    kinds = {"data": "image_url", "http": "image_url"}
+    made = []
+    for content in contents:
+        if kinds.get(content.split(":")[0]):
+            made.append({"type": "image_url", "image_url": {"url": content}})
+        else:
+            made.append({"type": "text", "text": content})
+    return [{"role": "user", "content": made}]
+
+
+def chat(client, messages, model="sees"):
+    options = {"seed": 3, "max_tokens": 8, "logprobs": True, "extra_body": {"return_token_ids": True}}
+    return client.chat.completions.create(model=model, messages=messages, **options).choices[0]
+
+
+def test_images_are_seen_as_the_engine_sees_them(sees):
+    client, model = sees
+    choice = chat(client, parts("what is ", url(0), " and ", url(1), "?"))
+    token = model.images.placeholders.token
+    prompt = tuple(choice.prompt_token_ids)
+    at = np.flatnonzero(np.array(prompt) == token)
+    assert len(at) == 12 and "what is" in model.tokenizer.decode(prompt[: at[0]])
+    found = [replace(model.images.refer(url(n), place="here"), start=int(at[6 * n])) for n in (0, 1)]
+    stops = tuple(model.form.stop_tokens)
+    request = Request(0, prompt, max_tokens=8, images=tuple(found), stop_tokens=stops)
+    expected = model.service.submit(request, Sampling(), seed=3).result(timeout=120)
+    assert tuple(choice.token_ids) == expected.tokens
+    drawn = [each.logprob for each in choice.logprobs.content]
+    np.testing.assert_allclose(drawn, expected.logps, atol=1e-5)
+    other = chat(client, parts("what is ", url(1), " and ", url(0), "?"))
+    assert other.prompt_token_ids == choice.prompt_token_ids
+    assert abs(other.logprobs.content[0].logprob - drawn[0]) > 1e-4 or other.token_ids != choice.token_ids
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        (parts("http://example.com/one.png"), "data URL"),
+        (parts("data:image/png;base64,????"), "base64"),
+        (parts("data:image/png;base64," + base64.b64encode(b"none").decode()), "damaged"),
+        (parts("<image>", url()), "must not spell"),
+        ([{"role": "system", "content": parts(url())[0]["content"]}], "users' and tools'"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "image_url"),
+    ],
+)
+def test_what_cannot_be_seen_is_a_typed_error(sees, messages, words):
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
+        chat(sees[0], messages)
+    assert refused.value.param == "messages"
+
+
+def test_a_model_of_text_refuses_images():
+    with served_models.served() as (server, _):
+        address, key = f"{server.address}/v1", served_models.TOKEN
+        with (
+            openai.OpenAI(base_url=address, api_key=key, max_retries=0) as client,
+            pytest.raises(openai.BadRequestError, match="text alone"),
+        ):
+            chat(client, parts(url()), model="tiny")
