@@ -35,6 +35,7 @@ from jaxrlhf.config import (
     Pool,
     Pretrained,
     PromptFile,
+    RayCluster,
     Remat,
     Rewards,
     Rollout,
@@ -63,6 +64,7 @@ def config_of(
     staleness: int = 0,
     over_provision: float = 1.0,
     apart: bool = False,
+    hosts: bool = False,
     old_logp: Literal["auto", "bypass"] = "auto",
 ) -> Config:
     """The workload as a configuration of one update a step."""
@@ -94,6 +96,8 @@ def config_of(
             over_provision=over_provision,
         ),
         pools=APART if apart else (),
+        devices=2 if hosts and not apart else None,
+        cluster=RayCluster(platform="cpu") if hosts else None,
         actor=training,
         evaluation=Evaluation(every_steps=0),
         checkpoint=Checkpointing(every_steps=0, keep_best=0),
@@ -166,10 +170,12 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=0, help="as Rollout.staleness")
     parser.add_argument("--over-provision", type=float, default=1.0, help="as Rollout.over_provision")
     parser.add_argument("--apart", action="store_true", help="generate on a device of its own")
+    parser.add_argument("--hosts", action="store_true", help="two hosts of Ray with a device each; NPROC=1 is a core")
     parser.add_argument("--old-logp", choices=("auto", "bypass"), default="auto", help="as PolicyGradient.old_logp")
     flags = parser.parse_args()
     workload = bench.workload_of(flags)
-    model = bench.checkpoint(workload.preset, flags.models)
+    # Hosts read the tokenizer themselves, and refuse one that cannot write what it read.
+    model = (bench.checkpoint_of_bytes if flags.hosts else bench.checkpoint)(workload.preset, flags.models)
     config = config_of(
         workload,
         model.resolve(),
@@ -179,6 +185,7 @@ def main() -> None:
         staleness=flags.staleness,
         over_provision=flags.over_provision,
         apart=flags.apart,
+        hosts=flags.hosts,
         old_logp=flags.old_logp,
     )
     with tempfile.TemporaryDirectory() as workdir, bench.Memory() as memory:

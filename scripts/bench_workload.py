@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import random
+import re
 import resource
 import subprocess
 import threading
@@ -133,7 +134,7 @@ def prompts(workload: Workload, *, count: int, seed: int = 0) -> list[tuple[int,
 
 def even_share(prompt: str, response: str, answer: str | None, record: Any) -> float:
     """The reward: share of the response's tokens whose id is even."""
-    ids = [int(word[1:]) for word in response.split()]
+    ids = [int(word) for word in re.findall(r"\bt(\d+)\b", response)]
     return sum(token % 2 == 0 for token in ids) / max(1, len(ids))
 
 
@@ -143,6 +144,27 @@ def checkpoint(preset: str, folder: Path) -> Path:
     if not place.exists():
         _write_checkpoint(PRESETS[preset], unfinished)
         unfinished.rename(place)
+    return place
+
+
+def checkpoint_of_bytes(preset: str, folder: Path) -> Path:
+    """The same checkpoint with a tokenizer that can write any text: ids 2 to 257 are bytes, others are ` t<i>`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    place, source = folder / f"{preset}_bytes", checkpoint(preset, folder)
+    if not place.exists():
+        place.mkdir()
+        for name in ("model.safetensors", "config.json"):
+            (place / name).symlink_to((source / name).resolve())
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        words = [*letters, *(f"Ġt{index}" for index in range(2 + len(letters), PRESETS[preset].vocab))]
+        ids = {"<eos>": END, "<pad>": PAD} | {word: 2 + index for index, word in enumerate(words)}
+        fast = Tokenizer(models.BPE(ids, []))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        fast.decoder = decoders.ByteLevel()
+        whole = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<eos>", pad_token="<pad>")
+        whole.save_pretrained(str(place))
     return place
 
 

@@ -1,4 +1,4 @@
-"""Environment of `bench_agents.py`, in a file of its own that loads quickly."""
+"""Environment of `bench_agents.py` and `bench_slow_tools.py`, in a file of its own that loads quickly."""
 
 import random
 import time
@@ -9,8 +9,19 @@ from jaxrlhf.episode import Observation, Reply
 ANSWER_DIGITS = 24
 
 
+TURNS = 6
+
+
+def records(split: str, count: int, seed: int) -> list[dict[str, Any]]:
+    """Records whose answers take 0 to 2 s each."""
+    return [{"prompt": "", "number": number, "turns": TURNS, "pause_s": 2.0} for number in range(count)]
+
+
 class Talks:
-    """Answers with digits after a pause that depends on the record and the turn; the last reply ends the episode."""
+    """Answers with digits after a pause that depends on the record and the turn; the last reply ends the episode.
+
+    It pays the share of digits in that reply.
+    """
 
     def reset(self, record: dict[str, Any], seed: int) -> str:
         self._record, self._turn = record, 0
@@ -20,6 +31,7 @@ class Talks:
         dice = random.Random(f"{self._record['number']} {self._turn}")
         self._turn += 1
         if self._turn == self._record["turns"]:
-            return Observation(done=True)
+            digits = sum(letter.isdigit() for letter in reply.text)
+            return Observation(done=True, reward=digits / max(len(reply.text), 1))
         time.sleep(dice.uniform(0, self._record["pause_s"]))
         return Observation([{"role": "user", "content": "".join(dice.choices("0123456789", k=ANSWER_DIGITS))}])

@@ -161,3 +161,27 @@ def test_parked_slots_go_last_and_the_least_recently_used_of_them_first(engine):
     assert [knows(number) for number in range(3)] == [True, False, True]
     answer((20, 21), (20, 22), (20, 23))
     assert [knows(number) for number in range(3)] == [True, False, False]
+
+
+def test_a_service_that_is_held_ends_what_is_under_way_and_answers_the_rest_later(service, alone):
+    begun, now, later = threading.Event(), ASKED[:4], ASKED[4:8]
+    first = [service.submit(request, SAMPLING, seed=SEED, on_tokens=lambda *_: begun.set()) for request in now]
+    begun.wait(60)
+    service.hold()
+    assert all(future.done() for future in first) and not service.engine.unfinished
+    second = [service.submit(request, SAMPLING, seed=SEED) for request in later]
+    service.cancel(second[0])
+    equal(service.engine.generate(ASKED[8:9], SAMPLING, seed=SEED), alone[8:9])  # the engine is ours meanwhile
+    assert not any(future.done() for future in second[1:])
+    service.go_on()
+    equal([future.result(300) for future in [*first, *second[1:]]], [*alone[:4], *alone[5:8]])
+    assert second[0].cancelled() and service.held_s > 0
+
+
+def test_a_service_that_is_held_can_be_closed(engine):
+    engine.free()
+    service = EngineService(engine)
+    service.hold()
+    waits = service.submit(ASKED[0], SAMPLING, seed=SEED)
+    service.close()
+    assert waits.cancelled() and not engine.unfinished

@@ -86,6 +86,32 @@ def test_the_same_episodes_on_other_devices(whole, tmp_path, changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("staleness", "pools"),
+    [(1, ()), (2, (Pool("policy", 4, ("actor",)), Pool("generation", 4, ("rollout", "reward"))))],
+    ids=["one pool", "a pool that generates"],
+)
+def test_episodes_go_on_from_step_to_step_and_from_run_to_run(staleness, pools, tmp_path):
+    """A step learns from those that arrived first, of at most so many policies; no prompt is lost or taken twice."""
+    how = {"staleness": staleness, "over_provision": 1.5, "order": "arrival"}
+    rollout = replace(tiny_episodes.get_config().rollout, **how)
+    changes = {
+        "pools": pools,
+        "devices": None if pools else 1,
+        "rollout": rollout,
+        "algorithm": GRPO(responses_per_update=16),
+    }
+    run(tmp_path, steps=3, **changes)
+    run(tmp_path, steps=6, **changes)
+    metrics = [record for record in records(tmp_path / "metrics.jsonl") if "staleness/age_max" in record]
+    assert [record["step"] for record in metrics] == [1, 2, 3, 4, 5, 6]
+    assert 0 < max(record["staleness/age_max"] for record in metrics) <= staleness
+    assert all(record["staleness/put_off_groups"] == 4 and record["episode/ended_done"] == 1 for record in metrics)
+    taken = [sample["prompt"] for sample in records(tmp_path / "samples.jsonl")]
+    assert [taken.count(prompt) for prompt in {*taken}] == [2] * 48
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "algorithm",
     [
         GRPO(responses_per_update=8),

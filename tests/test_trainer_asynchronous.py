@@ -12,6 +12,7 @@ from made_steps import Made, done, problem, rollout_of
 from jaxrlhf.config import (
     GRPO,
     SFT,
+    Agent,
     Arithmetic,
     ColdStart,
     Config,
@@ -218,8 +219,22 @@ def test_groups_are_not_put_off_where_they_could_not_go_on(changes, said):
         over_provisioned(**{"staleness": 1} | changes)
     with pytest.raises(Refusal, match="one step ahead already; set it to 2 or more"):
         replace(over_provisioned(2), pools=APART, rollout=over_provisioned(1).rollout)
-    with pytest.raises(Refusal, match="episodes do not yet"):
-        replace(over_provisioned(1), environment=Environment("own.py:Game"))
+    with pytest.raises(Refusal, match=r"'arrival' takes the episodes that end first.*counted by their tokens"):
+        over_provisioned(1, order="arrival")
+
+
+def test_that_episodes_arrive_by_the_clock_of_their_tools_has_to_be_said():
+    game, arrival = Environment("own.py:Game"), over_provisioned(1).rollout
+    with pytest.raises(Refusal, match="that this is meant by rollout"):
+        replace(over_provisioned(1), environment=game)
+    arrival = replace(arrival, order="arrival")
+    said = replace(over_provisioned(1), environment=game, rollout=arrival)
+    [cold, _] = replace(said, cold_start=ColdStart(steps=2)).phases
+    assert cold.rollout.order == "deterministic"
+    with pytest.raises(Refusal, match="with over_provision=1 a step takes all"):
+        replace(said, rollout=replace(arrival, over_provision=1))
+    with pytest.raises(Refusal, match="the client of an agent program has time limits of its own"):
+        replace(said, environment=Agent("own.py:agent"))
 
 
 def test_others_generate_between_two_collections_and_the_rest_go_on_waiting():

@@ -11,10 +11,10 @@ from test_engine_turns import MODEL, build, weights
 
 from jaxrlhf import models
 from jaxrlhf.batch import Problem
-from jaxrlhf.batching.partial_rollouts import PartialRollout, not_begun
+from jaxrlhf.batching.partial_rollouts import PartialRollout, Round, not_begun
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Request
-from jaxrlhf.workers.sampler import CompletionFeed, Sampler, quota
+from jaxrlhf.workers.sampler import CompletionFeed, Sampler
 
 SEED, COPIES, WIDTH, STEP = 9, 2, 64, 5
 PROMPTS = ((4, 9, 1), (8,), (30, 2, 2, 7, 19), (11, 12))
@@ -63,9 +63,8 @@ def in_rounds(loaded, sampling: Sampling, scales, *, complete: int = 1, due: int
     for version, scale in enumerate(scales):
         last = version == len(scales) - 1
         sampler = sampler_of(loaded(scale, version))
-        under_way = sampler.go_on(
-            problems(), under_way, sampling, complete=len(PROMPTS) if last else complete + version, due=due
-        )
+        until = Round(len(PROMPTS) if last else complete + version, len(PROMPTS), due)
+        under_way = sampler.go_on(problems(), under_way, sampling, until)
         rounds.append(under_way)
     return rounds
 
@@ -160,7 +159,7 @@ def test_what_tokens_were_drawn_among_goes_on_with_them():
     expected = whole(engine, sampling)
     under_way = begun(most_kept=3)
     for complete in (1, 2, 4):
-        under_way = sampler_of(engine).go_on(problems(), under_way, sampling, complete=complete, due=0)
+        under_way = sampler_of(engine).go_on(problems(), under_way, sampling, Round(complete, 4, due=0))
     np.testing.assert_array_equal(under_way.rollout.sequences.kept_BTK, expected.sequences.kept_BTK)
 
 
@@ -171,7 +170,7 @@ def test_no_program_is_compiled_once_responses_go_on():
     long = [Problem(prompt_id=n, prompt="", prompt_tokens=(5 + n,) * (48 - n)) for n in range(4)]
     under_way = not_begun(long, copies=COPIES, seed=SEED, step=0, width=WIDTH, most_kept=3)
     for complete in (1, 2, 3, 4):
-        under_way = sampler_of(engine).go_on(long, under_way, Sampling(top_k=3), complete=complete, due=-1)
+        under_way = sampler_of(engine).go_on(long, under_way, Sampling(top_k=3), Round(complete, len(long), due=-1))
     assert under_way.ended_B.all() and engine.prefill.prompts > 2 * len(long)
     assert engine.compilations == compiled
 
@@ -186,7 +185,7 @@ def test_a_round_that_fails_leaves_the_engine_empty_and_the_groups_as_they_were(
 
     monkeypatch.setattr(engine, failing, fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        sampler_of(engine).go_on(problems(), before, Sampling(), complete=4, due=0)
+        sampler_of(engine).go_on(problems(), before, Sampling(), Round(4, 4, due=0))
     assert not engine.unfinished and not engine.book.active
     jax.tree.map(np.testing.assert_array_equal, before, copy)
 
@@ -197,13 +196,13 @@ def test_an_engine_of_another_kind_is_refused(loaded):
 
     sampler = replace(sampler_of(loaded(1.0, 0)), engine=Server())
     with pytest.raises(Refusal, match="Server answers a request whole"):
-        sampler.go_on(problems(), begun(), Sampling(), complete=4, due=0)
+        sampler.go_on(problems(), begun(), Sampling(), Round(4, 4, due=0))
 
 
 @pytest.mark.parametrize(("complete", "of"), [(8, 12), (7, 13), (1, 2), (12, 12)])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_complete_as_many_groups_as_are_wanted_of_all(complete, of, ranks):
     parts = [(rank + 1) * of // ranks - rank * of // ranks for rank in range(ranks)]
-    shares = [quota(complete, of, part) for part in parts]
+    shares = [Round(complete, of, due=0).share(part).complete for part in parts]
     assert complete <= sum(shares) < complete + ranks
     assert all(share <= part for share, part in zip(shares, parts, strict=True))

@@ -54,11 +54,13 @@ class EpisodeRun:
       problem: Record that it begins with.
       episode: Id of the episode, part of what its draws depend on.
       environment: Number of its environment among those of the run.
+      place: Number by which the pool of environments knows it, unlike that of any other episode that is open.
     """
 
     problem: Problem
     episode: int
     environment: int
+    place: int
     settings: Tools | Environment | Agent
     limits: EpisodeLimits
     sampling: Sampling
@@ -73,6 +75,8 @@ class EpisodeRun:
     _conversation: Conversation | None = None
     _opening: Sequence[Message] = ()
     _final: float | None = None
+    _clock: asyncio.Timeout | None = None
+    _left_s: float | None = None
 
     @property
     def group_seed(self) -> int:
@@ -82,9 +86,9 @@ class EpisodeRun:
     async def turns(self) -> Finished:
         """Go through the episode turn by turn."""
         try:
-            async with asyncio.timeout(self.settings.episode_s):
+            async with asyncio.timeout(self.settings.episode_s) as self._clock:
                 stop, detail = await self._until_done(), ""
-                self._final = await asyncio.wrap_future(self.pool.finish(self.episode))
+                self._final = await asyncio.wrap_future(self.pool.finish(self.place))
         except EpisodeEnd as ended:
             stop, detail = ended.stop, ended.detail
             stop, detail = await self._settled(stop, detail)
@@ -93,9 +97,22 @@ class EpisodeRun:
         except TimeoutError:
             stop, detail = "episode_timeout", f"over {self.settings.episode_s:g} s"
         finally:
-            self.pool.drop(self.episode)  # whatever is left of it
+            self._clock = None
+            self.pool.drop(self.place)  # whatever is left of it
             self.service.release(self.episode)
         return self._finished(stop, detail)
+
+    def stop_clock(self) -> None:
+        """Count no seconds of the episode's limit, since the policy replies to nobody; called in the loop's thread."""
+        if self._clock is not None and (end := self._clock.when()) is not None and not self._clock.expired():
+            self._left_s = end - asyncio.get_running_loop().time()
+            self._clock.reschedule(None)
+
+    def start_clock(self) -> None:
+        """Count the seconds of the episode's limit again."""
+        if self._clock is not None and self._left_s is not None:
+            self._clock.reschedule(asyncio.get_running_loop().time() + self._left_s)
+        self._left_s = None
 
     async def agent(self) -> Finished:
         """Have the agent program go through the episode; its calls are recorded where they are answered."""
@@ -111,7 +128,7 @@ class EpisodeRun:
         try:
             async with asyncio.timeout(self.settings.episode_s):
                 call = self.pool.run_agent(
-                    self.episode, self.environment, self.problem.record, self.group_seed, base_url, api_key
+                    self.place, self.environment, self.problem.record, self.group_seed, base_url, api_key
                 )
                 score = await asyncio.wrap_future(call)
         except EnvironmentFailure as failure:
@@ -119,7 +136,7 @@ class EpisodeRun:
         except TimeoutError:
             stop, detail = "episode_timeout", f"over {self.settings.episode_s:g} s"
         finally:
-            self.pool.drop(self.episode)
+            self.pool.drop(self.place)
             recorded = self.sessions.close(self.episode)
         return recorded_episode(
             self.problem, self.episode, self.environment, self.format, recorded, score, stop, detail
@@ -128,7 +145,7 @@ class EpisodeRun:
     async def _settled(self, stop: StopCause, detail: str) -> tuple[StopCause, str]:
         """The end that a limit made, with the environment's final reward; or the environment's failure to say one."""
         try:
-            self._final = await asyncio.wrap_future(self.pool.finish(self.episode))
+            self._final = await asyncio.wrap_future(self.pool.finish(self.place))
         except EnvironmentFailure as failure:
             return _failed(failure)
         return stop, detail
@@ -139,19 +156,19 @@ class EpisodeRun:
         Raises:
           EpisodeEnd: A limit ends it before.
         """
-        begun = self.pool.start(self.episode, self.environment, self.problem.record, self.group_seed)
+        begun = self.pool.start(self.place, self.environment, self.problem.record, self.group_seed)
         opening = await asyncio.wrap_future(begun)
         conversation = self._begin(opening)
         most, state = opening.max_tokens, opening.state
         while True:
             self._states.append(state)
-            start = time.perf_counter()
+            start, held_s = time.perf_counter(), self.service.held_s
             reply = await self._reply(conversation, most)
-            policy_s = time.perf_counter() - start
+            policy_s = time.perf_counter() - start - (self.service.held_s - held_s)
             self._turns.append(TurnRecord(reply, policy_s=policy_s))
             self._check_reply(reply)
             start = time.perf_counter()
-            observation = await asyncio.wrap_future(self.pool.step(self.episode, reply))
+            observation = await asyncio.wrap_future(self.pool.step(self.place, reply))
             self._note(observation, time.perf_counter() - start)
             if observation.done:
                 return "answered" if isinstance(self.settings, Tools) else "done"

@@ -8,13 +8,15 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxrlhf.agent_loop.episode_run import EpisodeLimits, EpisodeRun
+from jaxrlhf.agent_loop.open_episodes import OpenEpisodes
 from jaxrlhf.agent_loop.recorded import Finished
 from jaxrlhf.agent_loop.rows import to_episode_batch
 from jaxrlhf.batch import EpisodeBatch, Problem
+from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
 from jaxrlhf.config import Agent, AnyEnvironment, Refusal, Sampling
 from jaxrlhf.config.environments import choice, choices
 from jaxrlhf.conversations.chat_format import ChatFormat
@@ -27,8 +29,11 @@ from jaxrlhf.serving.sessions import SessionBook
 if TYPE_CHECKING:
     from jaxrlhf.serving.server import Server
 
+_NO_BOUND = 1 << 30
+"""Episodes that come one after another, without an end."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class AgentLoop:
     """Goes through episodes with one engine, and environments in processes of their own.
 
@@ -47,6 +52,7 @@ class AgentLoop:
     max_prompt_tokens: int
     max_response_tokens: int
     stop_tokens: tuple[int, ...] = ()
+    _open: OpenEpisodes | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self._has_agents:
@@ -78,8 +84,40 @@ class AgentLoop:
             finished = asyncio.run(self._run(service, sessions, problems, sampling, copies, seed, progress))
         return to_episode_batch(finished, width=width)
 
+    def go_on(
+        self,
+        engine: Engine,
+        problems: Sequence[Problem],
+        groups: OpenGroups,
+        sampling: Sampling,
+        until: Round,
+        *,
+        copies: int,
+        width: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> EpisodeBatch:
+        """Go on with groups of episodes until enough are complete, and begin those that are new.
+
+        Between two calls, which have one engine, its weights may change. Episodes that are not asked for any more are
+        given up.
+
+        Returns:
+          The groups that are complete now and were not before, in the order of `problems`.
+        """
+        if self._open is None:
+            self._open = OpenEpisodes(self.episode, self.doors(_NO_BOUND), engine)
+        assert self._open.engine is engine, "episodes go on with the engine that they began with"
+        try:
+            finished = self._open.go_on(problems, groups, sampling, until, copies=copies, progress=progress)
+        except BaseException:
+            self._open = None
+            raise
+        return to_episode_batch(finished, width=width)
+
     def close(self) -> None:
         """End the environments' processes."""
+        if self._open is not None:
+            self._open.close()
         self.pool.close()
 
     @contextmanager
@@ -102,35 +140,57 @@ class AgentLoop:
         seed: int,
         progress: Callable[[int, int], None],
     ) -> list[Finished]:
-        settings = choices(self.environment)
-        # Each kind of environment lets its own episodes in.
-        doors = [asyncio.Semaphore(one.in_flight or len(problems) * copies) for one in settings]
-        limits = EpisodeLimits(self.max_prompt_tokens, self.max_response_tokens, self._stops)
-        over = 0
+        over, total = 0, len(problems) * copies
 
         async def play(problem: Problem, copy: int) -> Finished:
             nonlocal over
-            number = choice(self.environment, problem.record)
-            run = EpisodeRun(
-                problem=problem,
-                episode=problem.prompt_id * copies + copy,
-                environment=number,
-                settings=settings[number],
-                limits=limits,
-                sampling=sampling,
-                seed=seed,
-                format=self.format,
-                pool=self.pool,
-                service=service,
-                sessions=sessions,
-            )
-            async with doors[number]:
-                finished = await (run.agent() if isinstance(settings[number], Agent) else run.turns())
+            number = problem.prompt_id * copies + copy
+            run = self.episode(problem, number, sampling=sampling, seed=seed, service=service, sessions=sessions)
+            async with doors[run.environment]:
+                finished = await (run.agent() if isinstance(run.settings, Agent) else run.turns())
             over += 1
-            progress(over, len(problems) * copies)
+            progress(over, total)
             return finished
 
+        doors = self.doors(total)
         return await _all([play(problem, copy) for problem in problems for copy in range(copies)])
+
+    def doors(self, episodes: int) -> list[asyncio.Semaphore]:
+        """Semaphore of each kind of environment, which lets its own episodes in; at most so many come."""
+        return [asyncio.Semaphore(one.in_flight or episodes) for one in choices(self.environment)]
+
+    def episode(
+        self,
+        problem: Problem,
+        episode: int,
+        *,
+        sampling: Sampling,
+        seed: int,
+        service: EngineService,
+        sessions: SessionBook | None = None,
+        place: int | None = None,
+    ) -> EpisodeRun:
+        """An episode that is to begin with a problem.
+
+        Args:
+          episode: Part of what its draws depend on.
+          place: Number by which the pool of environments is to know it; None is the episode's.
+        """
+        number = choice(self.environment, problem.record)
+        return EpisodeRun(
+            problem=problem,
+            episode=episode,
+            environment=number,
+            place=episode if place is None else place,
+            settings=choices(self.environment)[number],
+            limits=EpisodeLimits(self.max_prompt_tokens, self.max_response_tokens, self._stops),
+            sampling=sampling,
+            seed=seed,
+            format=self.format,
+            pool=self.pool,
+            service=service,
+            sessions=sessions,
+        )
 
     @property
     def _has_agents(self) -> bool:

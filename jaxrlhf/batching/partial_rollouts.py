@@ -1,15 +1,39 @@
-"""Groups of responses that go on from step to step, each token drawn by the policy of its own time.
+"""Groups of responses, or of episodes, that go on from step to step, each token drawn by the policy of its own time.
 
 Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 from flax import struct
 
 from jaxrlhf.batch import Problem, RolloutBatch, Sequences
+
+
+@dataclass(frozen=True)
+class Round:
+    """End of a round: what has to be complete before the policy is updated.
+
+    Attributes:
+      complete: Groups that have to be.
+      groups: All groups under way, of which a rank has a part.
+      due: Groups that were begun in this step or before have to be complete, too.
+    """
+
+    complete: int
+    groups: int
+    due: int
+
+    def share(self, groups: int) -> "Round":
+        """The end of a rank's round, which has so many of all groups; together ranks complete enough."""
+        return Round(-(-self.complete * groups // self.groups), groups, self.due)
+
+    def over(self, complete_P: np.ndarray, begun_P: np.ndarray) -> bool:
+        """True if enough groups are complete, given the step in which each was begun."""
+        return bool(complete_P.sum() >= self.complete and complete_P[begun_P <= self.due].all())
 
 
 @struct.dataclass
@@ -52,6 +76,34 @@ class PartialRollout:
         return PartialRollout(rollout, seed_B, ended_B, self.begun_P[places])
 
     def concat(self, other: "PartialRollout") -> "PartialRollout":
+        """These groups, then the other's."""
+        return jax.tree.map(lambda *parts: np.concatenate(parts), self, other)
+
+
+@struct.dataclass
+class OpenGroups:
+    """P groups of episodes that go on from step to step, as whoever goes on with them has to know them.
+
+    Attributes:
+      seed_P: int64 seed that all of a group is drawn with.
+      begun_P: int64 step in which each group was begun.
+      ended_P: bool, its episodes are over; they are elsewhere.
+    """
+
+    seed_P: np.ndarray
+    begun_P: np.ndarray
+    ended_P: np.ndarray
+
+    @classmethod
+    def begin(cls, count: int, *, seed: int, step: int) -> "OpenGroups":
+        """Groups that begin in a step."""
+        return cls(np.full(count, seed, np.int64), np.full(count, step, np.int64), np.zeros(count, bool))
+
+    def take(self, groups: Sequence[int] | np.ndarray) -> "OpenGroups":
+        """The groups at these indices."""
+        return jax.tree.map(lambda value: value[np.asarray(groups, np.int64)], self)
+
+    def concat(self, other: "OpenGroups") -> "OpenGroups":
         """These groups, then the other's."""
         return jax.tree.map(lambda *parts: np.concatenate(parts), self, other)
 

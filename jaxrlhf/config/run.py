@@ -187,7 +187,7 @@ class Config(Settings):
             workdir=str(self.folder / COLD_START),
             algorithm=cold.algorithm,
             steps=cold.steps,
-            rollout=replace(self.rollout, staleness=0, over_provision=1.0),
+            rollout=replace(self.rollout, staleness=0, over_provision=1.0, order="deterministic"),
             actor=replace(self.actor, optimizer=cold.optimizer, lora=None),
             cold_start=None,
             profile_steps=(),

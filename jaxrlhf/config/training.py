@@ -309,6 +309,8 @@ class Rollout(Settings):
       over_provision: Groups of responses under way over those of a step, from 1 to 2. Above 1 a step takes the first
         groups that are complete, and the others go on under the next weights, each put off as often as the staleness
         allows (APRIL: Zhou et al. 2025, arXiv:2509.18521).
+      order: Clock by which groups are complete first: counts of drawn tokens, so that a run has the same numbers when
+        it is repeated or resumed; or arrival, for episodes, whose tools take seconds that nobody can repeat.
       quantize: Format of the matrices of layers while they generate, rounded in the switch so that fewer bytes move:
         8 bits as integers, or as floats where the chip has those (Hopper, TPU v7). The policy that samples is then not
         the one that is trained, so the algorithm needs a `correction`. None leaves them in the compute dtype.
@@ -327,6 +329,7 @@ class Rollout(Settings):
     cache: Literal["auto", "slots", "pages"] = "auto"
     staleness: NotNegative[int] = 0
     over_provision: Annotated[float, within(1.0, 2.0)] = 1.0
+    order: Literal["deterministic", "arrival"] = "deterministic"
     quantize: Literal["int8", "fp8"] | None = None
     server: RolloutServer | None = None
 

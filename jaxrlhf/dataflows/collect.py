@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
+from jaxrlhf.batch import Array, EpisodeBatch, Problem, RolloutBatch, Scores
 from jaxrlhf.config import Algorithm, AnyEnvironment, Config, PolicyGradient, Refusal, Sampling
 from jaxrlhf.dataflows.batches.episodes import scored_episodes
 from jaxrlhf.dataflows.batches.in_flight import InFlight
@@ -60,8 +60,10 @@ def gone_on(
     """Scored groups that are complete, of those that began with these problems or before."""
     assert work.draw_more is not None
     when = partial(in_flight.take, step=work.index, seed=work.seed, draw_more=work.draw_more)
-    chosen, rollout = when(roles.actor, problems)
-    return ScoredRollout(chosen, rollout, roles.reward.compute_reward(chosen, rollout))
+    chosen, drawn = when(roles.actor, problems)
+    if work.config.environment is not None:
+        return judged(roles, work.config.environment, chosen, drawn)
+    return ScoredRollout(chosen, drawn, roles.reward.compute_reward(chosen, drawn))
 
 
 def answered(
@@ -92,8 +94,15 @@ def gone_through(
 ) -> ScoredRollout:
     """Scored episodes that begin with these problems."""
     how = {"responses_per_prompt": responses_per_prompt, "seed": seed}
-    episodes = value_of(roles.actor.run_episodes(problems, sampling, **how))
-    each = [problem for problem in problems for _ in range(responses_per_prompt)]
+    return judged(roles, environment, problems, value_of(roles.actor.run_episodes(problems, sampling, **how)))
+
+
+def judged(
+    roles: Roles, environment: AnyEnvironment, problems: Sequence[Problem], episodes: EpisodeBatch
+) -> ScoredRollout:
+    """Scores of episodes that began with these problems, as many of each."""
+    copies = len(episodes.record_E) // len(problems)
+    each = [problem for problem in problems for _ in range(copies)]
     scores = value_of(roles.reward.compute_episode_reward(each, episodes.record_E))
     return scored_episodes(environment, problems, episodes, scores)
 

@@ -64,14 +64,17 @@ class EngineService:
 
     Attributes:
       counts: What was done so far; written by the service's thread.
+      held_s: Seconds for which requests were held.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.counts = engine, ServiceCounts()
+        self.engine, self.counts, self.held_s = engine, ServiceCounts(), 0.0
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._asked: dict[Future[Completion], _Asked] = {}
         self._before = engine.prefill.prompt_tokens, engine.prefill.reused_tokens
         self._lock, self._closing = threading.Lock(), False
+        self._holding, self._held, self._may_go_on = False, threading.Event(), threading.Event()
+        self._later: list[_Asked] = []
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
 
@@ -136,6 +139,25 @@ class EngineService:
         self._tell(call)
         return future
 
+    def hold(self) -> None:
+        """Have requests wait from now on, and wait until those under way are answered.
+
+        Until `go_on` the service leaves the engine alone: others may use it, and load other weights. One thread at a
+        time may hold it. Functions given to `between_steps` wait, too.
+        """
+
+        def hold() -> None:
+            self._holding = True
+
+        self._held.clear()
+        self._may_go_on.clear()
+        self._tell(hold)
+        self._held.wait()
+
+    def go_on(self) -> None:
+        """Answer the requests that were held, and those that come."""
+        self._may_go_on.set()
+
     def close(self) -> None:
         """Cancel what is under way, and end the thread. What `keep` keeps stays in the engine."""
         with self._lock:
@@ -143,6 +165,7 @@ class EngineService:
                 return
             self._closing = True
             self._inbox.put(lambda: None)
+            self._may_go_on.set()
         self._thread.join()
 
     def _tell(self, command: Callable[[], None]) -> None:
@@ -155,13 +178,17 @@ class EngineService:
         """Life of the thread: it waits for commands only where nothing is under way."""
         while not self._closing:
             try:
-                self._obey(wait=not self.engine.unfinished)
+                self._obey(wait=not self.engine.unfinished and not self._holding)
                 if self.engine.unfinished:
                     self._step()
+                elif self._holding:
+                    self._rest()
             except BaseException as error:  # whatever it is, those who wait are told, and others may ask again
                 self.engine.free()
+                self._later.clear()
                 for asked in list(self._asked.values()):
                     self._end(asked, error)
+        self._obey(wait=False)  # requests that came while others were held are among what is cancelled
         for asked in list(self._asked.values()):
             asked.future.cancel()
         self._obey(wait=False)
@@ -175,6 +202,17 @@ class EngineService:
         except Empty:
             return
 
+    def _rest(self) -> None:
+        """Wait until requests are answered again. What comes meanwhile stays in the inbox."""
+        since = monotonic()
+        self._held.set()
+        self._may_go_on.wait()
+        self.held_s += monotonic() - since
+        self._holding = False
+        later, self._later = self._later, []
+        for asked in later:
+            self.engine.enqueue(asked.sequence)
+
     def _step(self) -> None:
         self.engine.step()
         counts, prefill, before = self.counts, self.engine.prefill, self._before
@@ -185,7 +223,10 @@ class EngineService:
     def _start(self, asked: _Asked) -> None:
         self.counts.requests += 1
         self._asked[asked.future] = asked
-        self.engine.enqueue(asked.sequence)
+        if self._holding:
+            self._later.append(asked)
+        else:
+            self.engine.enqueue(asked.sequence)
 
     def _drew(self, asked: _Asked, tokens: Sequence[int], logps: Sequence[float]) -> None:
         """Tokens of a response were read."""
@@ -204,7 +245,10 @@ class EngineService:
     def _drop(self, asked: _Asked, error: Exception | None = None) -> None:
         """Free the slot of a request that was cancelled, or whose listener failed."""
         if asked.future in self._asked:
-            self.engine.cancel(asked.sequence)
+            if asked in self._later:
+                self._later.remove(asked)
+            else:
+                self.engine.cancel(asked.sequence)
             self._end(asked, error)
 
     def _end(self, asked: _Asked, outcome: Completion | BaseException | None) -> None:

@@ -11,6 +11,7 @@ hands on where its value lies; only `result()` brings the value here.
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -152,7 +153,29 @@ class Group:
         return partial(self._queue.submit, self._call, self.role, name)
 
 
-class ActorApart:
+class GeneratesElsewhere(ABC):
+    """Methods of an actor that generate, on devices of another group."""
+
+    _rollout: Group
+
+    @abstractmethod
+    def _sent(self) -> Pending[Any]:
+        """Version of the weights to generate with, once they are on the rollout's devices."""
+
+    def generate_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.generate_sequences(*args, versions=self._sent(), **kwargs)
+
+    def continue_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.continue_sequences(*args, versions=self._sent(), **kwargs)
+
+    def run_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.run_episodes(*args, versions=self._sent(), **kwargs)
+
+    def continue_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
+        return self._rollout.continue_episodes(*args, versions=self._sent(), **kwargs)
+
+
+class ActorApart(GeneratesElsewhere):
     """An actor whose responses another group generates, with copies of its weights on devices of its own.
 
     The weights are sent before the first generation after they changed. Both groups' calls are
@@ -176,15 +199,6 @@ class ActorApart:
 
     def compile_generation(self, *args: object, **kwargs: object) -> Pending[Any]:
         return self._rollout.compile_generation(*args, versions=self._sent(), **kwargs)
-
-    def generate_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.generate_sequences(*args, versions=self._sent(), **kwargs)
-
-    def continue_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.continue_sequences(*args, versions=self._sent(), **kwargs)
-
-    def run_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.run_episodes(*args, versions=self._sent(), **kwargs)
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
         return getattr(self._actor, name)
@@ -221,7 +235,7 @@ class ActorApart:
         return self._newest
 
 
-class ActorAsOf:
+class ActorAsOf(GeneratesElsewhere):
     """An actor as of one moment: it generates with the weights of then, and is the actor of now in all else.
 
     Nothing else may have its devices generate between its first call and its last.
@@ -233,15 +247,6 @@ class ActorAsOf:
     def __init__(self, apart: ActorApart, rollout: Group, offer: Pending[Any]) -> None:
         self._apart, self._rollout, self._offer = apart, rollout, offer
         self._versions: Pending[Any] | None = None
-
-    def generate_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.generate_sequences(*args, versions=self._sent(), **kwargs)
-
-    def continue_sequences(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.continue_sequences(*args, versions=self._sent(), **kwargs)
-
-    def run_episodes(self, *args: object, **kwargs: object) -> Pending[Any]:
-        return self._rollout.run_episodes(*args, versions=self._sent(), **kwargs)
 
     def __getattr__(self, name: str) -> Callable[..., Pending[Any]]:
         return getattr(self._apart, name)

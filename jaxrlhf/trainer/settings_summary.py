@@ -104,7 +104,9 @@ def _staleness_rows(config: Config, algorithm: PolicyGradient) -> list[SummaryRo
     if rollout.over_provision > 1:
         under_way = f"{rollout.groups_under_way} for {rollout.prompts_per_step}"
         most = staleness - config.steps_ahead
-        rows = [("step", "groups under way", under_way, f"a group is put off {most} time{'s' * (most > 1)} at most")]
+        which = "those that arrive first; " if rollout.order == "arrival" else ""
+        put_off = f"{which}a group is put off {most} time{'s' * (most > 1)} at most"
+        rows = [("step", "groups under way", under_way, put_off)]
     return [
         ("step", "staleness", f"{staleness}", how),
         *rows,

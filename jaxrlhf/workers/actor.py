@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.batch import Array, EpisodeBatch, Experience, Params, Problem, RolloutBatch, Sequences
-from jaxrlhf.batching.partial_rollouts import PartialRollout
+from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
 from jaxrlhf.config import Optimizer, Sampling
 from jaxrlhf.resharding.hybrid import HybridEngine, Switch, SwitchError
 from jaxrlhf.resharding.transfer import Exchange, Offer, Splits
 from jaxrlhf.workers.model import Metrics, ModelSetup
-from jaxrlhf.workers.sampler import Sampler, quota
+from jaxrlhf.workers.sampler import Sampler
 from jaxrlhf.workers.trained_model import Objective, TrainedWorker
 
 
@@ -132,14 +132,7 @@ class Actor(TrainedWorker):
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def continue_sequences(
-        self,
-        problems: Sequence[Problem],
-        under_way: PartialRollout,
-        *,
-        sampling: Sampling,
-        complete: int,
-        of: int,
-        due: int,
+        self, problems: Sequence[Problem], under_way: PartialRollout, *, sampling: Sampling, until: Round
     ) -> PartialRollout:
         """Draw further tokens of groups under way, under the current policy, until enough of them are complete.
 
@@ -147,12 +140,10 @@ class Actor(TrainedWorker):
 
         Args:
           problems: Problem of each group.
-          complete, of: Groups that have to be complete, of how many over all ranks; each rank has its share of them.
-          due: Groups that were begun in this step or before have to be complete, too.
+          until: End of the round over all ranks, each of which has its share of it.
         """
         with self.generating() as sampler:
-            here = quota(complete, of, len(problems))
-            return sampler.go_on(problems, under_way, sampling, complete=here, due=due)
+            return sampler.go_on(problems, under_way, sampling, until)
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def run_episodes(
@@ -165,6 +156,32 @@ class Actor(TrainedWorker):
         """
         with self.generating() as sampler:
             return sampler.run_episodes(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
+
+    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
+    def continue_episodes(
+        self,
+        problems: Sequence[Problem],
+        groups: OpenGroups,
+        *,
+        sampling: Sampling,
+        responses_per_prompt: int,
+        until: Round,
+    ) -> EpisodeBatch:
+        """Go on with groups of episodes, under the current policy, until enough of them are complete.
+
+        A reply is drawn by one policy. Episodes of groups that are new to this rank begin; the others go on where they
+        are, and their environments with them.
+
+        Args:
+          problems: Problem of each group.
+          until: End of the round over all ranks, each of which has its share of it.
+
+        Returns:
+          Episodes of the groups that are complete now and were not before.
+        """
+        copies = responses_per_prompt
+        with self.generating() as sampler:
+            return sampler.continue_episodes(problems, groups, sampling, until, responses_per_prompt=copies)
 
     @worker_method(ONE_TO_ALL, part="relayout")
     def offer_weights(self, wanted: Sequence[Splits], *, waiting: int = 0) -> tuple[int, Offer]:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxrlhf.agent_loop import AgentLoop
 from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch, images_of_problems
-from jaxrlhf.batching.partial_rollouts import PartialRollout, append, prompts_alone
+from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, append, prompts_alone
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, RankCoordinates, worker_method
 from jaxrlhf.config import Refusal, Sampling
 from jaxrlhf.engine import Completion, Engine, Request
@@ -105,14 +105,10 @@ class Sampler:
         return rollout
 
     def go_on(
-        self, problems: Sequence[Problem], under_way: PartialRollout, sampling: Sampling, *, complete: int, due: int
+        self, problems: Sequence[Problem], under_way: PartialRollout, sampling: Sampling, until: Round
     ) -> PartialRollout:
-        """Draw further tokens of groups under way, the oldest first, until enough of them are complete.
-
-        Args:
-          complete: Groups that have to be.
-          due: Groups that were begun in this step or before have to be, too.
-        """
+        """Draw further tokens of groups under way, the oldest first, until enough of them are complete."""
+        end = until.share(len(problems))
         if not isinstance(self.engine, Engine):
             raise Refusal(
                 f"rollout.over_provision has responses go on under later weights, and {type(self.engine).__name__} "
@@ -131,8 +127,7 @@ class Sampler:
         row_of = {request.request_id: row for row, request in requests.items()}
 
         def enough() -> bool:
-            complete_P = replace(under_way, ended_B=ended_B).complete_P
-            return bool(complete_P.sum() >= complete and complete_P[begun_P <= due].all())
+            return end.over(replace(under_way, ended_B=ended_B).complete_P, begun_P)
 
         try:
             states = {
@@ -163,6 +158,28 @@ class Sampler:
             sampling,
             copies=responses_per_prompt,
             seed=seed,
+            width=self.width,
+            progress=lambda done, total: self.progress("episodes", done, total),
+        )
+
+    def continue_episodes(
+        self,
+        problems: Sequence[Problem],
+        groups: OpenGroups,
+        sampling: Sampling,
+        until: Round,
+        *,
+        responses_per_prompt: int,
+    ) -> EpisodeBatch:
+        """Go on with groups of episodes until enough are complete; see `Actor.continue_episodes`."""
+        assert self.agent_loop is not None and isinstance(self.engine, Engine), "episodes need an environment"
+        return self.agent_loop.go_on(
+            self.engine,
+            problems,
+            groups,
+            sampling,
+            until.share(len(problems)),
+            copies=responses_per_prompt,
             width=self.width,
             progress=lambda done, total: self.progress("episodes", done, total),
         )
@@ -253,14 +270,11 @@ class RolloutWorker:
         under_way: PartialRollout,
         *,
         sampling: Sampling,
-        complete: int,
-        of: int,
-        due: int,
+        until: Round,
         versions: Sequence[int],
     ) -> PartialRollout:
         """Draw further tokens of groups under way with the weights last sent; see `Actor.continue_sequences`."""
-        sampler, here = self._at_version(versions), quota(complete, of, len(problems))
-        return sampler.go_on(problems, under_way, sampling, complete=here, due=due)
+        return self._at_version(versions).go_on(problems, under_way, sampling, until)
 
     @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
     def run_episodes(
@@ -276,15 +290,25 @@ class RolloutWorker:
         sampler = self._at_version(versions)
         return sampler.run_episodes(problems, sampling, responses_per_prompt=responses_per_prompt, seed=seed)
 
+    @worker_method(THREE_D_ALL_MICRO_DP, part="generate")
+    def continue_episodes(
+        self,
+        problems: Sequence[Problem],
+        groups: OpenGroups,
+        *,
+        sampling: Sampling,
+        responses_per_prompt: int,
+        until: Round,
+        versions: Sequence[int],
+    ) -> EpisodeBatch:
+        """Go on with groups of episodes with the weights last sent; see `Actor.continue_episodes`."""
+        sampler = self._at_version(versions)
+        return sampler.continue_episodes(problems, groups, sampling, until, responses_per_prompt=responses_per_prompt)
+
     def _at_version(self, versions: Sequence[int]) -> Sampler:
         """The sampler, whose engine frees its cache by itself; the weights stay."""
         assert set(versions) == {self._version}, f"holds version {self._version}, asked for {sorted(set(versions))}"
         return self._sampler
-
-
-def quota(complete: int, of: int, here: int) -> int:
-    """Groups that a rank with `here` of all groups has to complete, so that `complete` of all are."""
-    return -(-complete * here // of)
 
 
 def _request_to_go_on(problem: Problem, rollout: RolloutBatch, row: int, *, copy: int, copies: int) -> Request:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from jaxrlhf.config.environments import Agent, choices
 from jaxrlhf.config.losses import IcePop, KLInLoss, KLInReward, PolicyLoss, RatioLoss, Rejection, TruncatedImportance
 from jaxrlhf.config.refusal import require
 from jaxrlhf.config.roles import REWARD, RoleSpec, actor, reference
@@ -203,6 +204,13 @@ def check_schedule(config: Config) -> None:
         f"selection.online leaves out problems by scores of earlier steps, and rollout.staleness={staleness} draws "
         "them before those are there; choose one of the two",
     )
+    arrival = rollout.order == "arrival"
+    require(
+        not arrival or (over > 1 and config.environment is not None),
+        f"rollout.order='arrival' takes the episodes that end first, and with over_provision={over} "
+        + ("a step takes all" if over == 1 else "responses without an environment are counted by their tokens")
+        + "; leave it at 'deterministic'",
+    )
     if over == 1:
         return
     least = 1 + int(config.generates_apart)
@@ -212,9 +220,17 @@ def check_schedule(config: Config) -> None:
         f"rollout.over_provision={over} puts off groups that are not complete, and rollout.staleness={staleness} lets "
         f"none wait{ahead}; set it to {least} or more",
     )
+    environments = () if config.environment is None else choices(config.environment)
     require(
-        config.environment is None,
-        f"rollout.over_provision={over} has responses go on in a later step, and episodes do not yet; drop it",
+        arrival or not environments,
+        f"rollout.over_provision={over} takes the groups that are complete first, and which episodes are hangs on the "
+        "seconds that their tools take, so that no run could be repeated; say that this is meant by "
+        "rollout.order='arrival', or drop over_provision",
+    )
+    require(
+        not any(isinstance(one, Agent) for one in environments),
+        f"rollout.over_provision={over} has episodes wait while the policy is updated, and the client of an agent "
+        "program has time limits of its own, which would run out; drop it, or use tools or an environment",
     )
     require(
         rollout.server is None,

@@ -3,26 +3,29 @@
 Source: APRIL, active partial rollouts (Zhou et al. 2025, arXiv:2509.18521).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
-from jaxrlhf.batch import Problem, RolloutBatch, images_of_problems
-from jaxrlhf.batching.partial_rollouts import PartialRollout, not_begun
+from jaxrlhf.batch import EpisodeBatch, Problem, RolloutBatch, images_of_problems
+from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round, not_begun
 from jaxrlhf.config import Config, Refusal
 
+DrawMore = Callable[[], Sequence[Problem]]
 
-class InFlight:
-    """Groups of responses under way, in N places, and the problems that wait for one.
 
-    A round draws tokens until as many groups as a step takes are complete, and all that may be put off no more. Which
-    they are hangs on counts of tokens, never on a clock. What a step takes leaves its place to the next problem.
+class InFlight(ABC):
+    """Groups under way, in N places, and the problems that wait for one.
+
+    A round goes on until as many groups as a step takes are complete, and all that may be put off no more. What a step
+    takes leaves its place to the next problem.
 
     Attributes:
       problems: Problem in each place.
-      under_way: What was drawn for them; None before the first round.
       metrics: Numbers of the rounds since they were last cleared.
     """
 
@@ -33,7 +36,6 @@ class InFlight:
         self._width = rollout.max_prompt_tokens + rollout.max_response_tokens
         self._most_put_off = rollout.staleness - config.steps_ahead
         self.problems: list[Problem] = []
-        self.under_way: PartialRollout | None = None
         self._waiting: list[Problem] = []
         self._free: list[int] = []
         self.metrics: dict[str, float] = {}
@@ -44,67 +46,67 @@ class InFlight:
         return len(self.problems) - len(self._free)
 
     def take(
-        self,
-        actor: Any,
-        problems: Sequence[Problem],
-        *,
-        step: int,
-        seed: int,
-        draw_more: Callable[[], Sequence[Problem]],
-    ) -> tuple[list[Problem], RolloutBatch]:
+        self, actor: Any, problems: Sequence[Problem], *, step: int, seed: int, draw_more: DrawMore
+    ) -> tuple[list[Problem], Any]:
         """Go through one round, and take the groups of a step: those put off before first.
 
         Args:
           actor: Draws the tokens.
           problems: Problems that begin as soon as there is a place, behind those that wait.
-          seed: What responses that begin now are drawn with, to their end.
+          seed: What groups that begin now are drawn with, to their end.
           draw_more: Draws further problems where these are too few.
+
+        Returns:
+          Problems of the groups, and their responses or episodes.
 
         Raises:
           Refusal: The data hold fewer problems than there are places.
         """
         self._waiting += problems
-        begun = self._refill(draw_more, seed=seed, step=step)
-        before = begun.tokens
-        how = {"sampling": self._sampling, "complete": self._wanted, "of": len(self.problems)}
-        drawn = actor.continue_sequences(self.problems, begun, due=step - self._most_put_off, **how).result()
-        assert drawn.complete_P.sum() >= self._wanted, "the actor ended the round before a step's groups were complete"
-        self.under_way = drawn
-        oldest_first = np.lexsort((np.arange(len(drawn.begun_P)), drawn.begun_P, ~drawn.complete_P))
+        chosen, order = self._refill(draw_more)
+        self._begin(chosen, order, seed=seed, step=step)
+        until = Round(self._wanted, len(self.problems), due=step - self._most_put_off)
+        begun_P, complete_P = self._round(actor, until)
+        assert complete_P.sum() >= self._wanted, "the actor ended the round before a step's groups were complete"
+        oldest_first = np.lexsort((np.arange(len(begun_P)), begun_P, ~complete_P))
         self._free = sorted(oldest_first[: self._wanted].tolist())
-        taken, chosen = drawn.take(self._free), [self.problems[place] for place in self._free]
-        self._count(drawn, before)
-        images_B = images_of_problems([problem for problem in chosen for _ in range(self._copies)])
-        rollout = taken.rollout
-        return chosen, replace(rollout, sequences=replace(rollout.sequences, images_B=images_B))
+        self._add({"staleness/put_off_groups": float(self.groups)})
+        return [self.problems[place] for place in self._free], self._taken()
 
-    def _count(self, drawn: PartialRollout, before: int) -> None:
-        left = drawn.take(np.setdiff1d(np.arange(len(self.problems)), self._free))
-        recomputed = np.sum(left.rollout.sequences.mask_BT[~left.ended_B])
-        ours = {
-            "staleness/put_off_groups": float(len(left.begun_P)),
-            "staleness/drawn_tokens": float(drawn.tokens - before),
-            "staleness/recomputed_tokens": float(recomputed),
-        }
-        self.metrics = {name: self.metrics.get(name, 0.0) + value for name, value in ours.items()}
+    @abstractmethod
+    def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
+        """Have new groups begin behind those that are there, and all groups in this order."""
 
-    def _refill(self, draw_more: Callable[[], Sequence[Problem]], *, seed: int, step: int) -> PartialRollout:
-        """A problem that waits in each free place, and as many places as the configuration has now."""
+    @abstractmethod
+    def _round(self, actor: Any, until: Round) -> tuple[np.ndarray, np.ndarray]:
+        """Go on with all groups; returns the step that each was begun in, and whether it is complete."""
+
+    @abstractmethod
+    def _taken(self) -> Any:
+        """Responses or episodes of the groups in the places that are free now."""
+
+    def _add(self, numbers: dict[str, float]) -> None:
+        self.metrics |= {name: self.metrics.get(name, 0.0) + value for name, value in numbers.items()}
+
+    def _refill(self, draw_more: DrawMore) -> tuple[list[Problem], list[int]]:
+        """A problem that waits in each free place, and as many places as the configuration has now.
+
+        Returns:
+          Problems that begin, and the order of the groups there are with those behind them.
+        """
         places = [*range(len(self.problems))]
         while len(places) > self._places and self._free:
             places.remove(self._free.pop())
         fresh = [*self._free, *range(len(self.problems), len(self.problems) + self._places - len(places))]
         here = {self.problems[place].prompt_id for place in places if place not in self._free}
         chosen = self._next(len(fresh), here, draw_more)
-        sizes = {"copies": self._copies, "width": self._width, "most_kept": self._sampling.most_kept}
-        begun = not_begun(chosen, seed=seed, step=step, **sizes)
         source = {place: len(self.problems) + index for index, place in enumerate(fresh)}
         order = [source.get(place, place) for place in sorted({*places, *fresh})]
         together = [*self.problems, *chosen]
         self.problems, self._free = [together[index] for index in order], []
-        return (begun if self.under_way is None else self.under_way.concat(begun)).take(order)
+        return chosen, order
 
-    def _next(self, count: int, here: set[int], draw_more: Callable[[], Sequence[Problem]]) -> list[Problem]:
+    def _next(self, count: int, here: set[int], draw_more: DrawMore) -> list[Problem]:
         """The first `count` problems that wait and are not under way: responses to one prompt are one group."""
         chosen: list[Problem] = []
         draws = 0
@@ -129,8 +131,7 @@ class InFlight:
 
     def saved(self) -> dict[str, Any]:
         """All that a run goes on from."""
-        lists = {"problems": [*self.problems], "waiting": [*self._waiting], "free": [*self._free]}
-        return lists | {"under_way": self.under_way}
+        return {"problems": [*self.problems], "waiting": [*self._waiting], "free": [*self._free]}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Go on from what was saved.
@@ -138,15 +139,123 @@ class InFlight:
         Raises:
           Refusal: Groups under way have other sizes than the configuration's.
         """
+        self.problems = [*saved["problems"]]
+        self._waiting, self._free = [*saved["waiting"]], [*saved["free"]]
+
+    def _check_sizes(self, before: tuple[int, ...], now: tuple[int, ...]) -> None:
+        if before != now:
+            raise Refusal(
+                "the checkpoint's groups under way have (responses_per_prompt, max_prompt_tokens + "
+                f"max_response_tokens, sampling.top_k) = {before}, and the rollout has {now}; resume with what "
+                "they were begun with"
+            )
+
+
+class ResponsesInFlight(InFlight):
+    """Groups of responses: which are complete first hangs on counts of tokens, never on a clock.
+
+    Attributes:
+      under_way: What was drawn for them; None before the first round.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.under_way: PartialRollout | None = None
+
+    def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
+        sizes = {"copies": self._copies, "width": self._width, "most_kept": self._sampling.most_kept}
+        begun = not_begun(chosen, seed=seed, step=step, **sizes)
+        self.under_way = (begun if self.under_way is None else self.under_way.concat(begun)).take(order)
+
+    def _round(self, actor: Any, until: Round) -> tuple[np.ndarray, np.ndarray]:
+        assert self.under_way is not None, "they were begun"
+        before = self.under_way.tokens
+        how = {"sampling": self._sampling, "until": until}
+        drawn = actor.continue_sequences(self.problems, self.under_way, **how).result()
+        self.under_way = drawn
+        self._add({"staleness/drawn_tokens": float(drawn.tokens - before)})
+        return drawn.begun_P, drawn.complete_P
+
+    def _taken(self) -> RolloutBatch:
+        assert self.under_way is not None, "a round is over"
+        left = self.under_way.take(np.setdiff1d(np.arange(len(self.problems)), self._free))
+        recomputed = np.sum(left.rollout.sequences.mask_BT[~left.ended_B])
+        self._add({"staleness/recomputed_tokens": float(recomputed)})
+        rollout = self.under_way.take(self._free).rollout
+        chosen = [self.problems[place] for place in self._free for _ in range(self._copies)]
+        return replace(rollout, sequences=replace(rollout.sequences, images_B=images_of_problems(chosen)))
+
+    def saved(self) -> dict[str, Any]:
+        return super().saved() | {"under_way": self.under_way}
+
+    def restore(self, saved: dict[str, Any]) -> None:
         if (under_way := saved["under_way"]) is not None:
             sequences = under_way.rollout.sequences
             kept = 0 if sequences.kept_BTK is None else sequences.kept_BTK.shape[2]
             before = under_way.copies, sequences.token_BT.shape[1], kept
-            if before != (now := (self._copies, self._width, self._sampling.most_kept)):
-                raise Refusal(
-                    "the checkpoint's groups under way have (responses_per_prompt, max_prompt_tokens + "
-                    f"max_response_tokens, sampling.top_k) = {before}, and the rollout has {now}; resume with what "
-                    "they were begun with"
-                )
-        self.problems, self.under_way = [*saved["problems"]], saved["under_way"]
-        self._waiting, self._free = [*saved["waiting"]], [*saved["free"]]
+            self._check_sizes(before, (self._copies, self._width, self._sampling.most_kept))
+        super().restore(saved)
+        self.under_way = saved["under_way"]
+
+
+class EpisodesInFlight(InFlight):
+    """Groups of episodes: a step takes those that arrived first, by the clock of their tools.
+
+    Where their environments are they cannot be saved. After a resume, or where a host was launched anew, those that
+    were not over begin again from their prompts, with the draws that they began with.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._groups = OpenGroups.begin(0, seed=0, step=0)
+        self._over: list[EpisodeBatch | None] = []
+
+    def _begin(self, chosen: Sequence[Problem], order: Sequence[int], *, seed: int, step: int) -> None:
+        self._groups = self._groups.concat(OpenGroups.begin(len(chosen), seed=seed, step=step)).take(order)
+        together = [*self._over, *[None for _ in chosen]]
+        self._over = [together[index] for index in order]
+
+    def _round(self, actor: Any, until: Round) -> tuple[np.ndarray, np.ndarray]:
+        how = {"sampling": self._sampling, "responses_per_prompt": self._copies, "until": until}
+        arrived = actor.continue_episodes(self.problems, self._groups, **how).result()
+        place_of = {problem.prompt_id: place for place, problem in enumerate(self.problems)}
+        for prompt_id, group in groups_of(arrived, self._copies).items():
+            self._over[place_of[prompt_id]] = group
+        ended_P = np.array([group is not None for group in self._over])
+        self._groups = replace(self._groups, ended_P=ended_P)
+        self._add({"staleness/drawn_tokens": float(np.sum(arrived.rollout.sequences.mask_BT))})
+        return self._groups.begun_P, ended_P
+
+    def _taken(self) -> EpisodeBatch:
+        taken = [self._over[place] for place in self._free]
+        self._add({"staleness/ready_groups": float(self._groups.ended_P.sum() - len(taken))})
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *taken)
+
+    def saved(self) -> dict[str, Any]:
+        return super().saved() | {"groups": self._groups, "over": [*self._over]}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        for group in saved["over"]:
+            if group is not None:
+                sizes = len(group.record_E), group.rollout.sequences.token_BT.shape[1], 0
+                self._check_sizes(sizes, (self._copies, self._width, 0))
+        super().restore(saved)
+        self._groups, self._over = saved["groups"], [*saved["over"]]
+
+
+def in_flight_of(config: Config) -> InFlight | None:
+    """Groups that go on from step to step as the configuration says; None where every step's begin and end in it."""
+    if config.rollout.over_provision == 1:
+        return None
+    return ResponsesInFlight(config) if config.environment is None else EpisodesInFlight(config)
+
+
+def groups_of(episodes: EpisodeBatch, copies: int) -> dict[int, EpisodeBatch]:
+    """Groups of `copies` episodes by their prompt's id."""
+    prompt_id_B = np.asarray(episodes.rollout.sequences.prompt_id_B)
+    found = {}
+    for index, prompt_id in enumerate(dict.fromkeys(prompt_id_B.tolist())):
+        rows = np.flatnonzero(prompt_id_B == prompt_id)
+        rollout: RolloutBatch = jax.tree.map(lambda value, rows=rows: np.asarray(value)[rows], episodes.rollout)
+        found[prompt_id] = EpisodeBatch(rollout, episodes.record_E[index * copies : (index + 1) * copies])
+    return found

@@ -1,0 +1,174 @@
+"""Episodes that go on from call to call, each turn drawn by the policy of its own time.
+
+Between two calls the policy may be updated. Episodes whose tools are slow, or that have many turns, hold up no update:
+they wait for its end with their next reply, and their tools run on meanwhile.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrlhf.agent_loop.episode_run import EpisodeRun
+from jaxrlhf.agent_loop.recorded import Finished
+from jaxrlhf.batch import Problem
+from jaxrlhf.batching.partial_rollouts import OpenGroups, Round
+from jaxrlhf.config import Sampling
+from jaxrlhf.engine import Engine
+from jaxrlhf.engine.service import EngineService
+
+Key = tuple[int, int]
+"""Prompt and step of beginning, by which a group of episodes is known from call to call."""
+
+
+@dataclass(eq=False)
+class _EpisodeGroup:
+    """A group of episodes under way."""
+
+    runs: Sequence[EpisodeRun]
+    tasks: Sequence["asyncio.Task[Finished]"]
+
+    @property
+    def over(self) -> bool:
+        return all(task.done() for task in self.tasks)
+
+
+class OpenEpisodes:
+    """Groups of episodes in a thread of their own.
+
+    Args:
+      make: `AgentLoop.episode`, which makes one that is to begin.
+      doors: Semaphore of each kind of environment.
+      engine: Draws their replies in `go_on`; between two calls its weights may be changed.
+    """
+
+    def __init__(self, make: Callable[..., EpisodeRun], doors: Sequence[asyncio.Semaphore], engine: Engine) -> None:
+        self.engine = engine
+        self._make, self._doors, self._service = make, doors, EngineService(engine)
+        self._service.hold()
+        self._groups: dict[Key, _EpisodeGroup] = {}
+        self._begun = 0
+        self._changed, self._failure = asyncio.Event(), list[BaseException]()
+        self._events = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._events.run_forever, name="episodes", daemon=True)
+        self._thread.start()
+
+    def go_on(
+        self,
+        problems: Sequence[Problem],
+        groups: OpenGroups,
+        sampling: Sampling,
+        until: Round,
+        *,
+        copies: int,
+        progress: Callable[[int, int], None],
+    ) -> list[Finished]:
+        """Go on with groups of episodes until enough of them are complete, and begin those that are new.
+
+        Args:
+          problems: Problem of each group.
+          until: End of the round, for which groups count that had ended before.
+          progress: Called with complete groups and all as episodes end.
+
+        Returns:
+          Episodes of the groups that are complete now and were not before, in the order of `problems`.
+
+        Raises:
+          Diverged: The policy's logits are not finite. No episode is under way any more.
+        """
+        asked = self._round(problems, groups, sampling, until, copies, progress)
+        future = asyncio.run_coroutine_threadsafe(asked, self._events)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give all episodes up, and end the threads."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._drop([*self._groups]), self._events).result()
+            self._service.close()
+            self._events.call_soon_threadsafe(self._events.stop)
+            self._thread.join()
+            self._events.close()
+
+    async def _round(
+        self,
+        problems: Sequence[Problem],
+        groups: OpenGroups,
+        sampling: Sampling,
+        until: Round,
+        copies: int,
+        progress: Callable[[int, int], None],
+    ) -> list[Finished]:
+        begun_P = groups.begun_P.tolist()
+        keys = [(problem.prompt_id, begun) for problem, begun in zip(problems, begun_P, strict=True)]
+        open_keys = [key for key, ended in zip(keys, groups.ended_P.tolist(), strict=True) if not ended]
+        await self._drop([key for key in self._groups if key not in {*open_keys}])
+        for problem, key, seed in zip(problems, keys, groups.seed_P.tolist(), strict=True):
+            if key in {*open_keys} and key not in self._groups:
+                self._groups[key] = self._begin(problem, copies, sampling, seed)
+
+        def enough() -> bool:
+            over = {key for key, group in self._groups.items() if group.over}
+            complete_P = groups.ended_P | np.array([key in over for key in keys])
+            progress(int(complete_P.sum()), len(problems))
+            return until.over(complete_P, groups.begun_P)
+
+        self._each(EpisodeRun.start_clock)
+        self._service.go_on()
+        try:
+            while not enough():
+                self._changed.clear()
+                await self._changed.wait()
+                if self._failure:
+                    raise self._failure[0]
+        finally:
+            self._each(EpisodeRun.stop_clock)
+            await asyncio.to_thread(self._service.hold)
+        ended = [key for key in open_keys if self._groups[key].over]
+        return [task.result() for key in ended for task in self._groups.pop(key).tasks]
+
+    def _begin(self, problem: Problem, copies: int, sampling: Sampling, seed: int) -> _EpisodeGroup:
+        runs = []
+        for copy in range(copies):
+            self._begun += 1
+            run = self._make(
+                problem,
+                problem.prompt_id * copies + copy,
+                sampling=sampling,
+                seed=seed,
+                service=self._service,
+                # Evaluation, with numbers from 0 on, may go through episodes of its own between two rounds.
+                place=-self._begun,
+            )
+            runs.append(run)
+        tasks = [asyncio.create_task(self._play(run)) for run in runs]
+        for task in tasks:
+            task.add_done_callback(self._note)
+        return _EpisodeGroup(runs, tasks)
+
+    async def _play(self, run: EpisodeRun) -> Finished:
+        async with self._doors[run.environment]:
+            return await run.turns()
+
+    def _note(self, task: "asyncio.Task[Finished]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure.append(error)
+        self._changed.set()
+
+    def _each(self, act: Callable[[EpisodeRun], None]) -> None:
+        for group in self._groups.values():
+            for run in group.runs:
+                act(run)
+
+    async def _drop(self, keys: Sequence[Key]) -> None:
+        """Give groups up, and wait until nothing of them is under way."""
+        tasks = [task for key in keys for task in self._groups.pop(key).tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
