@@ -22,7 +22,7 @@ from jaxrlhf.models.memory import (
     training_activation_bytes,
     weights_held,
 )
-from jaxrlhf.planner.cost.memory import cache_bytes_per_token, weights_generating
+from jaxrlhf.planner.cost.memory import cache_bytes, cache_bytes_per_token, weights_generating
 from jaxrlhf.planner.cost.simulate import Simulator, update_bytes
 from jaxrlhf.planner.plan import PlacementProblem
 from jaxrlhf.planner.workload import Role
@@ -182,6 +182,45 @@ def test_a_cached_token_takes_what_the_cache_allocates_for_it(kv_heads: int, ite
     assert cache_bytes_per_token(config, Layout(1, 1, 2, 4, 2, 2), itemsize=itemsize) == whole / 4
     # A head cannot be cut: more shards than heads hold copies.
     assert cache_bytes_per_token(config, Layout(1, 1, 1, 4, 1, 4), itemsize=itemsize) == whole / min(4, kv_heads)
+
+
+@pytest.mark.parametrize(("head_dim", "filled"), [(64, 2), (160, 1.6), (128, 1), (256, 1)])
+def test_heads_in_a_cache_are_filled_up_to_the_lanes_of_a_chip(head_dim: int, filled: float) -> None:
+    config, layout = replace(DENSE, head_dim=head_dim), Layout(2, 1, 1, 2)
+    plain = cache_bytes_per_token(config, layout, itemsize=2)
+    assert cache_bytes_per_token(config, layout, itemsize=2, lanes=128) == pytest.approx(filled * plain)
+    assert cache_bytes(config, layout, tokens=7, itemsize=2, lanes=128) == pytest.approx(7 * filled * plain)
+
+
+@pytest.mark.parametrize("layout", [ALONE, Layout(2, 4), Layout(1, 2, 1, 4)])
+def test_weights_that_are_cast_ahead_are_there_in_both_dtypes(layout: Layout) -> None:
+    """Of the layers that a device holds; where nothing is cast, as beside adapters, nothing is."""
+    layers = 4 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32)
+
+    def needed(role: Role, **changes: Any) -> float:
+        problem = PlacementProblem((role,), WORK, replace(HALVES, **{"weight_bytes": 4} | changes), UNIT)
+        return update_bytes(problem, role, layout)
+
+    role = trained(DENSE, remat=True)
+    more = needed(role, casts_ahead=True) - needed(role)
+    assert more == pytest.approx(2 * layers / (layout.fsdp * layout.tensor), rel=0.05)
+    assert needed(role, weight_bytes=2, casts_ahead=True) == needed(role, weight_bytes=2)
+
+
+@pytest.mark.parametrize("layout", [ALONE, Layout(2, 4), Layout(1, 2, 1, 4)])
+def test_gradients_that_are_copied_are_there_once_more_where_weights_are_split_by_width(layout: Layout) -> None:
+    def needed(role: Role, **changes: Any) -> float:
+        return update_bytes(PlacementProblem((role,), WORK, replace(HALVES, **changes), UNIT), role, layout)
+
+    lora, width = Lora(rank=2), layout.fsdp > 1
+    learnt = {
+        None: DENSE.num_parameters("lm") / (layout.fsdp * layout.tensor),
+        lora: adapters_held(DENSE, lora, layout),
+    }
+    for adapters, count in learnt.items():
+        role = trained(DENSE, remat=True, lora=adapters)
+        more = needed(role, copies_gradients=True) - needed(role)
+        assert more == pytest.approx(HALVES.gradient_bytes * count * width)
 
 
 def test_scoring_holds_about_what_xla_allocates() -> None:

@@ -207,6 +207,8 @@ def software_of(config: Config, hardware: Hardware) -> Software:
         compute_bytes=4 if dtype == "float32" else 2,
         decode_tokens_per_dispatch=config.rollout.decode_tokens_per_dispatch,
         casts_ahead=compiled_like(hardware) == "tpu",
+        copies_gradients=compiled_like(hardware) == "tpu",
+        cache_lanes=128 if compiled_like(hardware) == "tpu" else 1,
         orders_weights=compiled_like(hardware) == "nvidia",
     )
 

@@ -99,11 +99,14 @@ class Software:
       recomputes_logits: Chunks of logits are computed once more in the backward pass.
       reads_responses: Logits are computed of the tokens of responses alone, and not of all.
       skips_masked: Attention does not compute scores that the causal mask hides, nor keeps them.
-      casts_ahead: Weights of layers are cast before all of them run, where none are gathered: XLA for TPUs takes a cast
-        that each turn of a loop makes of its own part, and makes it once of the whole.
+      casts_ahead: A device's weights of layers are cast before all of them run: XLA for TPUs takes a cast that each
+        turn of a loop makes of its own part, and makes it once of the whole.
       orders_weights: Matrices that are split along other than their first dimension, experts and those that lead back
         to the residual stream, get another order of dimensions before all layers run, that in which gathering
         appends: XLA for GPUs gives a loop's input the order that its body wants.
+      copies_gradients: Where weights are split by width, a device's part of a microbatch's gradient is there once more:
+        by so much XLA for TPUs allocates more than its program's loops hold (docs/accelerators.md).
+      cache_lanes: Numbers that a head's part of the cache is filled up to a multiple of, as TPUs lay arrays out.
       shares_prompts: A prompt is computed once for all its responses in a packed row, but for attention.
     """
 
@@ -125,6 +128,8 @@ class Software:
     shares_prompts: bool = True
     casts_ahead: bool = False
     orders_weights: bool = False
+    copies_gradients: bool = False
+    cache_lanes: int = 1
 
     @property
     def trains_in_compute_dtype(self) -> bool:

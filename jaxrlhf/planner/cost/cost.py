@@ -269,7 +269,7 @@ def decode_cost(
     model: ModelConfig, layout: Layout, how: Decoding, workload: Workload, software: Software, hardware: Hardware
 ) -> Cost:
     """Cost of decoding all responses. More room for the cache never makes it longer."""
-    stages, tensor = layout.generation_stage, layout.generation_tensor
+    stages, tensor, each_bytes = layout.generation_stage, layout.generation_tensor, software.compute_bytes
     each = math.ceil(workload.responses / how.replicas)
     tokens = each * workload.response_tokens
     full_steps = how.waves * workload.response_tokens
@@ -281,17 +281,17 @@ def decode_cost(
     head = model.head_parameters("lm")
     compute = 2 * tokens * (met + head) / tensor / hardware.reached_flops_per_s
     read = full_steps * _weights_read(model, layout, each / how.waves) + last_steps * _weights_read(model, layout, 1)
-    weights = read * software.compute_bytes / tensor / hardware.reached_bytes_per_s
+    weights = read * each_bytes / tensor / hardware.reached_bytes_per_s
 
     context = workload.prompt_tokens + workload.response_tokens / 2
     if software.decode_tokens_per_dispatch is not None:
         context = _capacity_read(workload)
-    per_token = cache_bytes_per_token(model, layout, itemsize=software.compute_bytes) * stages
+    per_token = stages * cache_bytes_per_token(model, layout, itemsize=each_bytes, lanes=software.cache_lanes)
     state = 2 * model.state_bytes / tensor  # read and written at every token
     cache = tokens * (context * per_token + state) / hardware.reached_bytes_per_s
 
     # Two all-reduces a layer in each step, which together send what all tokens need.
-    group, sent = DeviceGroup(tensor, 1), tokens * model.hidden_size * software.compute_bytes
+    group, sent = DeviceGroup(tensor, 1), tokens * model.hidden_size * each_bytes
     waiting = all_reduce_s(0.0, group, hardware)
     collective = 2 * model.num_layers * (all_reduce_s(sent, group, hardware) + (steps - 1) * waiting)
     pipeline = DeviceGroup(stages, tensor)

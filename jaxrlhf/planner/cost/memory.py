@@ -59,14 +59,16 @@ def weights_taken_apart(model: ModelConfig, layout: Layout) -> float:
     return max(attention, matrix) / (layout.generation_stage * layout.generation_tensor)
 
 
-def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int) -> float:
-    """Keys and values of one token that one device holds."""
-    kept = model.num_layers * model.cache_width * itemsize / layout.generation_stage
+def cache_bytes_per_token(model: ModelConfig, layout: Layout, *, itemsize: int, lanes: int = 1) -> float:
+    """Keys and values of one token that one device holds; each head's are filled up to a multiple of `lanes`."""
+    head = model.head_dim if model.latent is None else model.latent.rank + model.latent.rope_dim
+    filled = -(-head // lanes) * lanes / head
+    kept = model.num_layers * model.cache_width * filled * itemsize / layout.generation_stage
     # A latent serves all heads, so that every tensor shard keeps it.
     return kept if model.latent is not None else kept / math.gcd(layout.generation_tensor, model.num_kv_heads)
 
 
-def cache_bytes(model: ModelConfig, layout: Layout, *, tokens: float, itemsize: int) -> float:
+def cache_bytes(model: ModelConfig, layout: Layout, *, tokens: float, itemsize: int, lanes: int = 1) -> float:
     """Keys and values, and states of layers that have those instead, that one device holds of one sequence."""
     state = model.state_bytes / (layout.generation_stage * layout.generation_tensor)
-    return tokens * cache_bytes_per_token(model, layout, itemsize=itemsize) + state
+    return tokens * cache_bytes_per_token(model, layout, itemsize=itemsize, lanes=lanes) + state

@@ -99,7 +99,8 @@ class ExpectedPrograms:
         """Keys and values of all slots of a device at their longest."""
         work, replicas = self._problem.workload, pool.devices // (layout.generation_stage * layout.generation_tensor)
         slots = -(-min(self._plan.slots or work.responses, work.responses) // replicas)
-        sizes = {"tokens": work.longest_tokens, "itemsize": self._problem.software.compute_bytes}
+        software = self._problem.software
+        sizes = {"tokens": work.longest_tokens, "itemsize": software.compute_bytes, "lanes": software.cache_lanes}
         return slots * cache_bytes(generator.model, layout, **sizes)
 
     def _pool(self, name: str) -> PlannedPool:

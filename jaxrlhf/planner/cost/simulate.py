@@ -247,7 +247,9 @@ def update_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> float
     assert role.remat is not None, "the simulator settles it first"
     batch = batch_of(role, layout, work.responses * work.epochs / work.updates, work, software)
     parts = _parts_at_once(software, layout, batch)
-    return training_activation_bytes(
+    copied = software.gradient_bytes * weights_learnt(role.model, role.head, role.lora, layout)
+    copied *= software.copies_gradients and layout.width_shards > 1
+    return copied + training_activation_bytes(
         role.model,
         role.head,
         layout,
@@ -271,10 +273,10 @@ def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> tu
     """
     model, software = role.model, problem.software
     masters = software.weight_bytes if role.trained and role.lora is None else software.compute_bytes
+    cast = model.num_layers * model.layer_parameters() / (layout.stage * layout.tensor * layout.width_shards)
+    cast *= (software.casts_ahead and masters != software.compute_bytes) * software.compute_bytes
     if layout.width_shards == 1:
-        cast = software.casts_ahead and masters != software.compute_bytes
-        weights = model.num_layers * model.layer_parameters() / (layout.stage * layout.tensor)
-        return cast * weights * software.compute_bytes, 0.0
+        return cast, 0.0
     ordered = model.num_layers * _back_weights(model) / (layout.stage * layout.tensor * layout.width_shards)
     ordered += routed_weights(model) / layout.copy_devices * (layout.fsdp * layout.context > 1)
     ordered *= software.orders_weights * masters
@@ -283,7 +285,7 @@ def _gathered_bytes(problem: PlacementProblem, role: Role, layout: Layout) -> tu
         layer -= routed_weights(model) / model.routed_choices[0] * (1 - 1 / layout.expert)
     table = model.vocab_size * model.hidden_size / layout.stage
     each = problem.software.compute_bytes / layout.tensor
-    return 2 * layer * each + ordered, table * each
+    return 2 * layer * each + cast + ordered, table * each
 
 
 def _back_weights(model: ModelConfig) -> int:

@@ -84,7 +84,7 @@ def _least_need(
             calls = [_Need(step.held_bytes, step.verb) for step in own.steps] + [_Need(own.idle_bytes, "idle")]
             if generates:
                 tokens, itemsize = work.longest_tokens, software.compute_bytes
-                each = cache_bytes(role.model, layout, tokens=tokens, itemsize=itemsize)
+                each = cache_bytes(role.model, layout, tokens=tokens, itemsize=itemsize, lanes=software.cache_lanes)
                 cached = own.generating_bytes + each * software.cache_copies
                 calls.append(_Need(max(own.loading_bytes, cached), "generate"))
             needs.append(max(calls))

@@ -159,7 +159,7 @@ class PoolOptions:
         """Cache of one response of the longest length."""
         assert self._generator is not None
         work, software = self._problem.workload, self._problem.software
-        sizes = {"tokens": work.longest_tokens, "itemsize": software.compute_bytes}
+        sizes = {"tokens": work.longest_tokens, "itemsize": software.compute_bytes, "lanes": software.cache_lanes}
         return cache_bytes(self._generator.model, layout, **sizes) * software.cache_copies
 
     def _generation(self, name: str, layout: Layout, fit: int, devices: int) -> Generation:
