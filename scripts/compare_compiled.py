@@ -41,6 +41,7 @@ class Case:
 
     Attributes:
       tokens: `tokens_per_microbatch`, over all devices.
+      longest: Most tokens of a sequence, half of them the response's.
     """
 
     model: str
@@ -48,9 +49,10 @@ class Case:
     remat: str
     tokens: int = 65_536
     lora: Lora | None = None
+    longest: int = 1024
 
     def config(self) -> Config:
-        """GRPO with groups of eight responses of at most 1024 tokens."""
+        """GRPO with groups of responses."""
         settings: dict[str, Any] = {
             "model.path": self.model,
             "compute_dtype": "bfloat16",
@@ -58,6 +60,8 @@ class Case:
             "actor.remat": self.remat,
             "actor.tokens_per_microbatch": self.tokens,
             "actor.lora": self.lora,
+            "rollout.max_prompt_tokens": self.longest // 2,
+            "rollout.max_response_tokens": self.longest // 2,
             "reference_layout": None,
             "devices": None,
             "kl": None,
@@ -78,6 +82,11 @@ CASES = {
     "8B tensor": Case(EIGHT, Layout(data=2, tensor=4, generation_tensor=4), "none", tokens=16_384),
     "7B stage tensor": Case(SEVEN, Layout(stage=4, tensor=2, generation_tensor=2), "none", tokens=32_768),
     "7B stage fsdp, recomputed": Case(SEVEN, Layout(stage=2, fsdp=4, generation_tensor=2), "full"),
+    "7B rows of 32k": Case(SEVEN, Layout(fsdp=8, generation_tensor=2), "full", tokens=8 * 2**15, longest=2**15),
+    "7B rows of 32k context": Case(
+        SEVEN, Layout(fsdp=2, context=4, generation_tensor=2), "full", tokens=2 * 2**15, longest=2**15
+    ),
+    "8B rows of 128k context": Case(EIGHT, Layout(context=8), "full", tokens=2**17, longest=2**17),
     "8B LoRA fsdp": Case(EIGHT, Layout(fsdp=8, generation_tensor=2), "none", tokens=32_768, lora=Lora(rank=32)),
     "8B LoRA fsdp, recomputed": Case(EIGHT, Layout(fsdp=8, generation_tensor=2), "full", lora=Lora(rank=32)),
     "30B experts, recomputed": Case(MIXTURE, Layout(expert=8), "full"),

@@ -72,6 +72,43 @@ def test_recomputing_a_block_does_not_change_the_gradient(monkeypatch):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("strip", [7, 10, 64])
+def test_strips_of_a_block_compute_what_single_queries_do(monkeypatch, strip):
+    """Blocks of 50 queries in strips that may not divide them, with gradients as of the whole block."""
+    query, key, value, segment = random_rows(150)
+    arrays = [jnp.asarray(array, jnp.float32) for array in (query, key, value)]
+
+    def both():
+        def total(arrays):
+            out = attention_xla.attend_blocks(*arrays, jnp.asarray(segment))
+            return jnp.sum(out**3), out
+
+        return jax.jit(jax.grad(total, has_aux=True))(arrays)
+
+    whole, _ = both()
+    monkeypatch.setattr(attention_xla, "STRIP", strip)
+    gradient, out = both()
+    np.testing.assert_allclose(out, by_query(query, key, value, segment), rtol=1e-5, atol=1e-5)
+    for one, other in zip(gradient, whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_of_a_long_row_grows_with_the_row():
+    """Twice the tokens take twice the temporaries of forward and backward."""
+
+    def temporary(width):
+        shape = jax.ShapeDtypeStruct((1, width, 4, 8), jnp.float32)
+        segment = jax.ShapeDtypeStruct((1, width), jnp.int32)
+
+        def loss(query, key, value, segment):
+            return attention_xla.attend_blocks(query, key, value, segment).sum()
+
+        program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(shape, shape, shape, segment).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporary(16_384) < 2.1 * temporary(8192)
+
+
 @pytest.mark.parametrize("width", [1, 63, 64, 100, 513, 4096, 5000])
 def test_blocks_cover_a_row_once_and_are_few(width):
     blocks = attention_xla._blocks(width)

@@ -3,7 +3,7 @@
 from typing import Protocol, runtime_checkable
 
 from jaxrlhf.config import Layout, Lora
-from jaxrlhf.models.attention.attention_xla import LONG_ROW
+from jaxrlhf.models.attention.attention_xla import LONG_ROW, MOST_BLOCKS, STRIP
 from jaxrlhf.models.config import Head, ModelConfig
 from jaxrlhf.models.heads import CHUNK_TOKENS
 
@@ -152,7 +152,7 @@ def training_activation_bytes(
     kept = layers * (model.hidden_size * itemsize if remat else layer) + (0 if again else layers * scores)
     kept = kept * (1 + idle_share) + _between_stages(model, layout, itemsize=itemsize)
     # Sorted by expert: tokens, their gradients, and what comes of them.
-    working = layer * remat + scores * (_at_a_time(row_tokens) + again)
+    working = layer * remat + scores * _in_strips(row_tokens) * (_at_a_time(row_tokens) + again)
     working += 3 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)
     in_layers, in_head = (
         tokens * working + gathered[0],
@@ -171,6 +171,11 @@ def _at_a_time(row_tokens: int) -> float:
     return 0.75 if row_tokens >= LONG_ROW else 1
 
 
+def _in_strips(row_tokens: int) -> float:
+    """Share of a block's scores that exist at a time: blocks of very long rows go through theirs in strips."""
+    return min(1.0, MOST_BLOCKS * STRIP / max(row_tokens, 1))
+
+
 def head_bytes(model: ModelConfig, head: Head, layout: Layout, *, tokens: float) -> float:
     """Logits of one device that exist at a time; those of a head of one number are not counted."""
     return logit_bytes(model, tokens=int(tokens)) / (layout.stage * layout.tensor) if head == "lm" else 0.0
@@ -181,7 +186,8 @@ def inference_activation_bytes(
 ) -> float:
     """Activations and logits of one device in a forward pass: of one layer, its attention or its MLP, about."""
     scores = score_bytes(model, row_tokens=row_tokens, itemsize=itemsize, tensor=layout.tensor)
-    attention = _heads(model) * itemsize / layout.tensor + scores * _at_a_time(row_tokens)
+    scores *= _in_strips(row_tokens) * _at_a_time(row_tokens)
+    attention = _heads(model) * itemsize / layout.tensor + scores
     mlp = 3 * _inner(model) * itemsize / layout.tensor
     mlp += 2 * sorted_bytes(model, itemsize=itemsize, expert=layout.expert)  # before and after experts
     # Parts of sums over tensor shards are there beside the sums.
