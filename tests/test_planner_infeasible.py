@@ -225,7 +225,7 @@ def test_two_roles_that_fit_only_apart_are_told_to_offload():
     ({"roles": (replace(LEARNER, remat=False),)}, "most; remat='full' would keep fewer activations; ", "fsdp"),
 ])  # fmt: skip
 def test_only_what_is_not_done_yet_is_advised(change, advice, dropped):
-    work = replace(WORK, prompt_tokens=2 * 10.0**8, longest_tokens=10**9)
+    work = replace(WORK, prompt_tokens=2 * 10.0**9, longest_tokens=10**10)
     problem = replace(a_problem((LEARNER,), hardware_of(1, 1, 1e9), work), **change)
     message = refusal(problem)
     assert advice in message
