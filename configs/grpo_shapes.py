@@ -44,10 +44,10 @@ def get_config() -> Config:
         data=Shapes(train_problems=25_600, hasty_share=0.6),
         rewards=Rewards(parts=(ArithmeticReward(),)),
         cold_start=ColdStart(
-            steps=700,
+            steps=1000,
             algorithm=SFT(examples_per_update=64),
             optimizer=Optimizer(
-                learning_rate=2e-3, vision_learning_rate=2e-3, warmup_updates=10, decay="linear", weight_decay=0.0
+                learning_rate=1e-3, vision_learning_rate=1e-3, warmup_updates=10, decay="linear", weight_decay=0.0
             ),
         ),
         algorithm=GRPO(responses_per_update=64, kl=KLInLoss(coefficient=0.001, estimator="k3")),
@@ -58,6 +58,6 @@ def get_config() -> Config:
             ),
             tokens_per_microbatch=1024,
         ),
-        steps=30,
+        steps=40,
         evaluation=Evaluation(every_steps=10),
     )

@@ -39,15 +39,15 @@ def placed(
       actor: Its layout; `critic` likewise.
     """
     config = get_config()
-    algorithm = replace(config.algorithm, critic=training(**(critic or {})))
     common = {
+        "algorithm": replace(config.algorithm, critic=training(**(critic or {}))),
         "steps": 2,
         "cold_start": None,
         "evaluation": Evaluation(every_steps=0, problems=16),
         "checkpoint": Checkpointing(every_steps=1, keep_last=3, keep_best=0),
     }
     settings = common | {"devices": None if "pools" in settings else 1} | settings
-    return replace(config, workdir=str(workdir), actor=training(**(actor or {})), algorithm=algorithm, **settings)
+    return replace(config, workdir=str(workdir), actor=training(**(actor or {})), **settings)
 
 
 def run(workdir: Path, **placement: Any) -> Path:

@@ -1,0 +1,53 @@
+"""A run on pictures by two hosts that Ray joins: the numbers of one process, and no pixels through the controller."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray_world
+from placed_runs import assert_same_numbers, run
+from tiny_runs import get_config
+
+from jaxrlhf.config import GRPO, RayCluster, Shapes, Tower
+from jaxrlhf.models import model_config, tokenizer_of
+from jaxrlhf.models.vision.reader import image_reader
+from jaxrlhf.single_controller.ray.cluster import connect, disconnect
+from jaxrlhf.trainer.phase import load_problems
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("programs", "undrawn")]
+
+CLUSTER = RayCluster(devices_per_host=4, platform="cpu", call_timeout_s=300.0)
+
+
+def settings():
+    tiny = get_config()
+    tower = Tower(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
+    return {
+        "steps": 2,
+        "model": replace(tiny.model, vision=tower),
+        "data": Shapes(train_problems=64, eval_problems=8),
+        "algorithm": GRPO(responses_per_update=16, old_logp="trainer"),
+        "rollout": replace(tiny.rollout, max_prompt_tokens=32, max_response_tokens=8),
+    }
+
+
+@pytest.fixture
+def connection(programs):
+    connection = connect(CLUSTER)
+    yield
+    disconnect(connection)
+
+
+def test_pixels_do_not_pass_through_the_controller(connection, tmp_path, monkeypatch):
+    here = run(tmp_path / "here", **settings())
+    passing = ray_world.traffic(monkeypatch.setattr)
+    layout = {"fsdp": 4, "tensor": 2, "generation_tensor": 1}
+    there = run(tmp_path / "there", devices=8, cluster=CLUSTER, actor=layout, **settings())
+    assert_same_numbers(there, here)
+    config = replace(get_config(), **settings())
+    tokenizer = tokenizer_of(config)
+    reader = image_reader(config, model_config(config.model, tokenizer), tokenizer)
+    problems = load_problems(config.data, tokenizer, split="train", max_prompt_tokens=32, reader=reader).problems
+    pixels = reader.patches(problems[0].images[0]).nbytes
+    assert pixels == 36 * 3 * 2 * 7 * 7 * np.float32().nbytes
+    assert 0 < passing["get"] + passing["put"] < 2 * 8 * pixels / 4, "of two steps of eight pictures each"
