@@ -16,8 +16,9 @@ import pytest
 from tiny_runs import get_config, records
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, FunctionReward, KLInLoss, Rewards, TruncatedImportance, to_json
+from jaxrlhf.config import GRPO, FunctionReward, KLInLoss, Rewards, TokenRecords, TruncatedImportance, to_json
 from jaxrlhf.dataflows import ppo
+from jaxrlhf.trainer.samples import pieces_of
 
 STEPS = 4
 RESPONSES = 16
@@ -94,6 +95,7 @@ def run(programs, tmp_path_factory):
     config = replace(
         get_config(), steps=STEPS, rewards=rewards, cold_start=None, workdir=str(workdir), profile_steps=(2,)
     )
+    config = replace(config, token_records=TokenRecords(responses=RESPONSES - 1, entropy=True))
     seen, warnings, prepared = [], [], []
     listener = logging.Handler()
     listener.emit = lambda record: warnings.append(record.getMessage())
@@ -128,6 +130,34 @@ def test_every_step_has_the_metrics_of_the_contract(run):
         assert all(isinstance(record[name], int | float) for name in EVERY_STEP)
     assert ["eval/accuracy" in record for record in run.metrics] == [False, True, False, True]
     assert run.result.finished
+
+
+def test_samples_have_their_tokens_one_by_one(run):
+    for number, samples in run.samples.items():
+        assert [sample["tokens"] is not None for sample in samples] == [True] * (RESPONSES - 1) + [False]
+        entropies = []
+        for sample in samples[:-1]:
+            tokens = sample["tokens"]
+            assert {len(values) for values in tokens.values()} == {sample["response_length"]}
+            assert "".join(tokens["text"]) == sample["response"]
+            assert np.abs(tokens["gap"]).mean() == pytest.approx(sample["logp_gap"], rel=1e-2, abs=1e-12)
+            assert max(tokens["logp"]) <= 0
+            entropies += tokens["entropy"]
+        if number == 1:  # random weights, which updates of a step hardly move
+            assert np.mean(entropies) == pytest.approx(run.metrics[0]["policy/entropy"], rel=2e-2)
+            assert np.std(entropies) > 0
+
+
+def test_text_of_tokens_joins_characters_that_several_of_them_make():
+    letters = "naïve 你好 🙂!"
+
+    def decode(ids):
+        return bytes(ids).decode(errors="replace")
+
+    pieces = pieces_of(list(letters.encode()), decode)
+    assert "".join(pieces) == letters
+    assert [piece for piece in pieces if piece] == list(letters) and len(pieces) == len(letters.encode())
+    assert "".join(pieces_of([0xE4] * 40, decode)).count("\ufffd") >= 10  # never a character
 
 
 def test_the_callback_sees_what_is_logged(run):

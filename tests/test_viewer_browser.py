@@ -84,6 +84,32 @@ def test_samples_are_conversations_of_groups_and_can_be_searched(page):
     page.wait("document.querySelector('#samples').textContent.includes('0 apples and 3 pears')")
 
 
+def test_tokens_have_colours_by_what_was_measured_of_them(page):
+    tab(page, "Samples", "document.querySelectorAll('article').length == 8")
+
+    def shown(of: str) -> list:
+        spans = "[...document.querySelectorAll('article')[0].querySelectorAll('.token')]"
+        return page.value(f"{spans}.map(e => {of})")
+
+    choose(page, 1, "3")
+    page.wait("document.querySelector('#samples').textContent.includes('0 apples and 3 pears')")
+    assert shown("e") == []
+    choose(page, 4, "logp")
+    assert "".join(shown("e.textContent")) == "0 apples and 3 pears make 3. \u25aa"
+    strength = [float(colour.split(",")[-1].strip(" )")) for colour in shown("e.style.background")]
+    assert strength[:4] == pytest.approx([0.0, 0.15, 0.3, 0.0], abs=1 / 255)  # of log-probabilities 0, -1, -2, 0
+    assert shown("e.title")[1] == "log-probability -1\nentropy 0.5\nsampler gap 1.00e-6"
+    assert page.value("document.querySelectorAll('#samples img, #samples script').length") == 0
+    assert page.value("document.querySelectorAll('article .tokens').length") == 6
+    choose(page, 4, "gap")
+    strength = [float(colour.split(",")[-1].strip(" )")) for colour in shown("e.style.background")]
+    assert strength[:5] == pytest.approx([0, 0, 0.125, 0.25, 0.375], abs=1 / 255)  # from 1e-6 on
+    choose(page, 4, "entropy")
+    assert page.value("document.querySelectorAll('article .tokens').length") == 3
+    choose(page, 4, "")
+    assert shown("e") == []
+
+
 def test_answers_to_held_out_problems_are_seen_over_steps(page):
     tab(page, "Evaluation", "document.querySelectorAll('#evaluation td.score').length == 12")
     scores = page.value("[...document.querySelectorAll('#evaluation td.score')].map(e => e.textContent)")

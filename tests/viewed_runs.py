@@ -52,6 +52,13 @@ def sample(step: int, problem: int, copy: int, score: float) -> Sample:
     call = {"function": {"name": "calculator", "arguments": {"expression": f"{problem}+{step}"}}}
     spoken = [{"role": "user", "content": f"Question {problem} {HOSTILE}"}, {"role": "assistant", "tool_calls": [call]}]
     spoken += [{"role": "tool", "content": str(problem + step)}, {"role": "assistant", "content": response}]
+    texts = [piece for word in response.split(" ") for piece in (word, " ")]
+    tokens = {
+        "text": [*texts, ""],
+        "logp": [-float(i % 3) for i in range(len(texts) + 1)],
+        "gap": [1e-7 * 10 ** (i % 5) for i in range(len(texts) + 1)],
+        **({} if problem else {"entropy": [0.5 * (i % 4) for i in range(len(texts))] + [None]}),
+    }
     return Sample(
         step=step,
         prompt=f"Question {problem} {HOSTILE}",
@@ -64,4 +71,5 @@ def sample(step: int, problem: int, copy: int, score: float) -> Sample:
         logp_gap=1e-7 * (copy + 1),
         answer=str(problem + step),
         episode={"messages": spoken, "turns": [], "stop": "done", "failure": None} if copy == 2 else None,
+        tokens=tokens if copy < 3 else None,
     )

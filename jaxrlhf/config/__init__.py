@@ -48,7 +48,6 @@ from jaxrlhf.config.algorithms.prime import PRIME
 from jaxrlhf.config.algorithms.safe_rlhf import Constraint, Ptx, SafeRLHF
 from jaxrlhf.config.algorithms.supervised import SFT
 from jaxrlhf.config.algorithms.vapo import VAPO
-from jaxrlhf.config.checkpointing import Checkpointing
 from jaxrlhf.config.cli.command_line import CommandLine, on_cluster, run_command
 from jaxrlhf.config.cli.load import load, shipped, to_json
 from jaxrlhf.config.cli.override import override
@@ -98,6 +97,7 @@ from jaxrlhf.config.rewards import (
 )
 from jaxrlhf.config.roles import RoleSpec
 from jaxrlhf.config.run import COLD_START, ColdStart, Config
+from jaxrlhf.config.saved import Checkpointing, TokenRecords
 from jaxrlhf.config.serving import RolloutServer
 from jaxrlhf.config.sources import (
     Arithmetic,

@@ -7,7 +7,6 @@ from typing import Literal, Self
 
 from jaxrlhf.config.algorithms.algorithm import Algorithm, PolicyGradient, check_schedule
 from jaxrlhf.config.algorithms.supervised import SFT
-from jaxrlhf.config.checkpointing import Checkpointing
 from jaxrlhf.config.cli.annotations import check_types
 from jaxrlhf.config.cluster import RayCluster
 from jaxrlhf.config.environments import Agent, AnyEnvironment, EnvironmentByRecord, choices
@@ -16,6 +15,7 @@ from jaxrlhf.config.placement import ROLLOUT, Pool, check_offload, check_pools
 from jaxrlhf.config.refusal import checking, require
 from jaxrlhf.config.rewards import ArithmeticReward, Gsm8kReward, MathReward, ModelReward, RewardPart, Rewards
 from jaxrlhf.config.roles import REWARD, ROLLOUT_COPY, RoleSpec
+from jaxrlhf.config.saved import Checkpointing, TokenRecords
 from jaxrlhf.config.serving import check_server
 from jaxrlhf.config.settings import NotNegative, Positive, Settings
 from jaxrlhf.config.sources import Model, PromptFields
@@ -49,6 +49,7 @@ class Config(Settings):
       system_prompt: System message that prompts begin with, but for those that bring one of their own.
       environment: What the policy acts in, for episodes of several turns; None samples one response to a prompt.
       reference_layout: Layout of the reference policy; None is the actor's.
+      token_records: Responses whose tokens the samples have one by one.
       tokenizer: Hugging Face tokenizer directory or hub id; None is the model's own.
       compute_dtype: Dtype of activations and of the generation copy; `auto` is bfloat16 on GPU and TPU, float32 on CPU.
         Master weights are always float32.
@@ -82,6 +83,7 @@ class Config(Settings):
     cold_start: ColdStart | None = None
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    token_records: TokenRecords = field(default_factory=TokenRecords)
     tokenizer: str | None = None
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: Literal["auto", "xla"] = "auto"
@@ -119,7 +121,7 @@ class Config(Settings):
         self._check_records()
         self._check_environment()
         self._check_weights()
-        self._check_best()
+        self.checkpoint.check(self.evaluation.every_steps)
         self._check_profile()
         self.algorithm.check(self)
 
@@ -383,15 +385,6 @@ class Config(Settings):
         paid = self.environment is not None and not weights
         require(
             any(weights) or paid, "every weight of rewards.parts is 0, so every score would be; give one another weight"
-        )
-
-    def _check_best(self) -> None:
-        saved, evaluated = self.checkpoint.every_steps or 0, self.evaluation.every_steps
-        ranked = (self.checkpoint.keep_best or 0) > 0 and saved > 0 and evaluated > 0
-        require(
-            not ranked or saved % evaluated == 0,
-            f"checkpoint.every_steps={saved} is no multiple of evaluation.every_steps={evaluated}, so checkpoints "
-            "would have no accuracy to rank by; make it one, or set checkpoint.keep_best=0",
         )
 
     def _check_profile(self) -> None:

@@ -25,6 +25,8 @@ class Sample:
       response_length: In tokens, its end-of-sequence included.
       truncated: Whether the length limit ended it.
       logp_gap: Mean over its tokens of |trainer's logp - sampler's logp|; None if not measured.
+      tokens: The tokens that the policy chose, one by one: their `text`, the trainer's `logp`, its difference to the
+        sampler's (`gap`), and the `entropy` of their distribution, where those are known; None if not recorded.
       answer: The reference answer, if there is one.
       episode: Its `messages`, its `turns` (reward, seconds and calls of each), why it ended (`stop`) and what failed
         (`failure`); None of a single response.
@@ -41,6 +43,7 @@ class Sample:
     logp_gap: float | None = None
     answer: str | None = None
     episode: dict[str, Any] | None = None
+    tokens: dict[str, list[Any]] | None = None
 
 
 class SampleFile:

@@ -13,7 +13,7 @@ from jaxrlhf.batching.transfer_protocol import Part, parts_of
 from jaxrlhf.checkpoint import Checkpoints, Item
 from jaxrlhf.config import Config, Mixture, Refusal, function_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout, mean_scores
-from jaxrlhf.dataflows.step import Metrics, StepResult
+from jaxrlhf.dataflows.step import Metrics, StepResult, value_of
 from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.tracking import Call, StepCalls
 from jaxrlhf.trainer.evaluation import HeldOutSet, evaluations
@@ -154,7 +154,9 @@ class Loop:
 
     def _keep_responses(self, number: int, collected: Any, result: StepResult, log: PhaseLog) -> None:
         if isinstance(collected, ScoredRollout):
-            log.rollout(to_samples(number, collected, self.decode, logp_BT=result.logp_BT))
+            measured = {"logp_BT": result.logp_BT, "entropy_BT": value_of(result.entropy_BT)}
+            wanted = self.config.token_records.responses
+            log.rollout(to_samples(number, collected, self.decode, **measured, with_tokens=wanted))
 
     def _observe(self, collected: Any) -> Metrics:
         """Tell the loader of the scores, and report the mean of each source of a mixture."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrlhf.batch import Array
+from jaxrlhf.batch import Array, RolloutBatch
 from jaxrlhf.dataflows.batches.episode_rows import starts_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import value_of
@@ -13,21 +13,33 @@ from jaxrlhf.episode import EpisodeRecord
 from jaxrlhf.tracking import Sample
 from jaxrlhf.workers.reward import response_texts
 
+_CHARACTER_BYTES = 4
+_CONTEXT_TOKENS = 8
+
 
 def to_samples(
-    step: int, collected: ScoredRollout, decode: Callable[[Sequence[int]], str], *, logp_BT: Array | None = None
+    step: int,
+    collected: ScoredRollout,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    logp_BT: Array | None = None,
+    entropy_BT: Array | None = None,
+    with_tokens: int = 0,
 ) -> list[Sample]:
     """One record for each response or episode, prompt-major.
 
     Args:
       decode: Token ids to text.
       logp_BT: The trainer's log-probabilities of the rollout's rows, to compare with the sampler's.
+      entropy_BT: Entropies of the first rows.
+      with_tokens: First responses or episodes whose tokens are recorded one by one.
     """
     rollout, scores, problems = value_of(collected.rollout), value_of(collected.scores), collected.problems
     mask_BT = np.asarray(rollout.sequences.mask_BT)
     gap_BT = np.zeros(mask_BT.shape)
     if logp_BT is not None:
         gap_BT = np.where(mask_BT, np.abs(np.asarray(logp_BT) - rollout.sampler_logp_BT), 0.0)
+    start_E = np.arange(len(mask_BT))
     length_E, gap_E, truncated_E = mask_BT.sum(axis=1), gap_BT.sum(axis=1), np.asarray(rollout.truncated_B)
     records: list[EpisodeRecord | None] = [None] * len(mask_BT)
     texts = texts_of(collected, decode)
@@ -37,6 +49,9 @@ def to_samples(
         length_E, gap_E = np.add.reduceat(length_E, start_E), np.add.reduceat(gap_E, start_E)
         truncated_E = truncated_E[start_E]
     copies = len(texts) // len(problems)
+    cuts = [slice(*cut) for cut in zip(start_E, [*start_E[1:], len(mask_BT)], strict=True)]
+    tokens: list[dict[str, list[Any]] | None] = [None] * len(texts)
+    tokens[:with_tokens] = [_tokens(rollout, cut, decode, logp_BT, entropy_BT) for cut in cuts[:with_tokens]]
     return [
         Sample(
             step=step,
@@ -50,6 +65,7 @@ def to_samples(
             truncated=bool(truncated_E[row]),
             logp_gap=None if logp_BT is None else float(gap_E[row] / max(length_E[row], 1)),
             episode=None if record is None else _episode(record),
+            tokens=tokens[row],
         )
         for row, (text, record) in enumerate(zip(texts, records, strict=True))
     ]
@@ -60,6 +76,49 @@ def texts_of(collected: ScoredRollout, decode: Callable[[Sequence[int]], str]) -
     if collected.record_E is not None:
         return [record.answer for record in collected.record_E]
     return response_texts(value_of(collected.rollout), decode)
+
+
+def pieces_of(tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """Texts that tokens add to those before them; bytes of a character come with the token that completes it."""
+    pieces: list[str] = []
+    first = read = 0
+    for end in range(1, len(tokens) + 1):
+        # A few tokens before, because a tokenizer may write the first of a text in another way.
+        before, text = decode(tokens[first:read]), decode(tokens[first:end])
+        if text.endswith("\ufffd") and end < len(tokens) and end - read < _CHARACTER_BYTES:
+            pieces.append("")
+            continue
+        pieces.append(text[len(before) :])
+        first, read = max(0, read - _CONTEXT_TOKENS), end
+    return pieces
+
+
+def _tokens(
+    rollout: RolloutBatch,
+    rows: slice,
+    decode: Callable[[Sequence[int]], str],
+    logp_BT: Array | None,
+    entropy_BT: Array | None,
+) -> dict[str, list[Any]]:
+    """The tokens that the policy chose in some rows, one by one."""
+    mask_BT = np.asarray(rollout.sequences.mask_BT)[rows]
+
+    def chosen(array_BT: Array) -> np.ndarray:
+        return np.asarray(array_BT)[rows][mask_BT]
+
+    sampled = chosen(rollout.sampler_logp_BT)
+    kept = {"logp": sampled}
+    if logp_BT is not None:
+        kept |= {"logp": chosen(logp_BT), "gap": chosen(logp_BT) - sampled}
+    if entropy_BT is not None:
+        kept["entropy"] = chosen(entropy_BT)
+    text = pieces_of(chosen(rollout.sequences.token_BT).tolist(), decode)
+    return {"text": text, **{name: [_brief(value) for value in values] for name, values in kept.items()}}
+
+
+def _brief(value: float) -> float | None:
+    """A number of three digits."""
+    return float(f"{value:.3g}") if np.isfinite(value) else None
 
 
 def _episode(record: EpisodeRecord) -> dict[str, Any]:

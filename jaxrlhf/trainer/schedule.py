@@ -3,14 +3,18 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import jax
+import numpy as np
 
 from jaxrlhf.checkpoint import Item
 from jaxrlhf.config import Algorithm, Config, Refusal, function_of
 from jaxrlhf.data import Loader
+from jaxrlhf.dataflows.batches.episode_rows import starts_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
-from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult
+from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult, value_of
 from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.single_controller.ray.failure import HostDied, HostHung
 
@@ -85,7 +89,7 @@ class Synchronous:
 
     def learn(self, work: StepInput[Algorithm], collected: Any) -> StepResult:
         """Update models on what was collected."""
-        return function_of(self.config.algorithm, "learn")(self.roles, work, collected)
+        return learn_from(self.roles, work, collected)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -126,3 +130,22 @@ class Synchronous:
 
     def close(self) -> None:
         """Begin nothing more, after the last step or an error."""
+
+
+def learn_from(roles: Roles, work: StepInput[Algorithm], collected: Any) -> StepResult:
+    """Update models on what was collected, once entropies are taken of responses whose tokens are kept."""
+    wanted, entropy_BT = work.config.token_records, None
+    if wanted.entropy and isinstance(collected, ScoredRollout):
+        entropy_BT = roles.actor.compute_entropy(_first_rows(collected, wanted.responses, work.config))
+    result = function_of(work.config.algorithm, "learn")(roles, work, collected)
+    return replace(result, entropy_BT=entropy_BT) if isinstance(result, StepResult) else result
+
+
+def _first_rows(collected: ScoredRollout, responses: int, config: Config) -> Any:
+    """The rollout's rows of the first responses or episodes; on several hosts as many as split over those."""
+    rollout = value_of(collected.rollout)
+    if rollout.episodes is not None:
+        start_E = starts_of(rollout.episodes.episode_B)
+        responses = int(start_E[responses]) if responses < len(start_E) else len(rollout.truncated_B)
+    count = responses if config.cluster is None else max(responses, config.rollout.prompts_per_step)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[:count], rollout)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrlhf.algos.objectives import TokenOutput
 from jaxrlhf.batch import Array, EpisodeBatch, Experience, Params, Problem, RolloutBatch, Sequences
 from jaxrlhf.batching.partial_rollouts import OpenGroups, PartialRollout, Round
 from jaxrlhf.batching.transfer_protocol import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, THREE_D_PROTO, worker_method
@@ -222,7 +223,14 @@ class Actor(TrainedWorker):
     @worker_method(THREE_D_PROTO)
     def compute_gradient_energy(self, rollout: RolloutBatch) -> Array:
         """Squared norm of the gradient of every response token's log-probability by the logits, `[B, T]`."""
-        return self.forward(rollout.sequences, temperature=self.setup.temperature, energy=True)
+        return self.forward(rollout.sequences, temperature=self.setup.temperature, wanted="energy")
+
+    @worker_method(THREE_D_PROTO)
+    def compute_entropy(self, rollout: RolloutBatch) -> Array:
+        """Entropy of the distribution that every response token was drawn from, under the current policy, `[B, T]`."""
+        output: TokenOutput = self.forward(rollout.sequences, temperature=self.setup.temperature, wanted="entropy")
+        assert output.entropy is not None
+        return output.entropy
 
     @worker_method(THREE_D_PROTO, part="update")
     def update_actor(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import numpy as np
@@ -32,6 +32,9 @@ from jaxrlhf.sharding.replicas import replicas_of
 from jaxrlhf.workers.offloadable import Offloadable, OffloadableItem
 
 Metrics = dict[str, float]
+Wanted = Literal["output", "entropy", "energy"]
+"""Reading of a forward pass: values or log-probabilities; log-probabilities and entropies; or squared norms of the
+gradients of log-probabilities by the logits."""
 Progress = Callable[[str, int, int], None]
 """`(phase, done, total)`, called from the thread that does the work."""
 
@@ -109,11 +112,11 @@ class ModelWorker:
         self._patch_room: list[Room] = []
         whole, each = PartitionSpec(), self.replicas.each
         self._forward = {
-            energy: jax.jit(
-                self.replicas.run(partial(self._output, energy=energy), (whole, each, whole), each),
+            wanted: jax.jit(
+                self.replicas.run(partial(self._output, wanted=wanted), (whole, each, whole), each),
                 out_shardings=self._batch_sharding,
             )
-            for energy in (False, True)
+            for wanted in get_args(Wanted)
         }
         self.parameters = Offloadable(params, offload="parameters" in setup.offload)
 
@@ -128,13 +131,13 @@ class ModelWorker:
         *,
         temperature: float = 1.0,
         adapters: Params | None = None,
-        energy: bool = False,
+        wanted: Wanted = "output",
     ) -> Any:
         """Output of the head for this process's sequences, as host `[B, T]` arrays.
 
         Args:
           adapters: Laid over the frozen parameters, in place of those that are trained; empty lays none.
-          energy: Squared norms of the gradients by the logits, in place of log-probabilities.
+          wanted: What is read; see `Wanted`.
         """
         packing = self.pack(sequences)
         scale = np.float32(temperature)
@@ -143,15 +146,15 @@ class ModelWorker:
             params = self.params if adapters is None else adapted(self.parameters.tree, adapters)
             for rows in packing.rows():
                 if not self.here:
-                    return packing.zeros(self._lower_forward(params, rows, scale, energy=energy))
-                outputs.append(self._forward[energy](params, self._on_mesh(rows), scale))
+                    return packing.zeros(self._lower_forward(params, rows, scale, wanted))
+                outputs.append(self._forward[wanted](params, self._on_mesh(rows), scale))
                 self.setup.progress(f"{self.role} forward", len(outputs), packing.microbatches)
             return jax.tree.map(lambda *parts: packing.unpack(np.stack([_own_rows(x) for x in parts])), *outputs)
 
-    def _lower_forward(self, params: Params, rows: PackedBatch, scale: np.floating, *, energy: bool) -> Any:
+    def _lower_forward(self, params: Params, rows: PackedBatch, scale: np.floating, wanted: Wanted) -> Any:
         """Shapes of the head's output, of which nothing is computed."""
-        name = "forward with energy" if energy else "forward"
-        self.lowered[name] = self._forward[energy].lower(params, self._on_mesh(rows), scale)
+        name = "forward" if wanted == "output" else f"forward with {wanted}"
+        self.lowered[name] = self._forward[wanted].lower(params, self._on_mesh(rows), scale)
         return self.lowered[name].out_info
 
     def log_prob(
@@ -203,10 +206,9 @@ class ModelWorker:
         """All arrays that the worker holds between calls, by part."""
         return {"parameters": self.parameters}
 
-    def _output(
-        self, params: Params, rows: PackedBatch, temperature: Array, *, energy: bool = False
-    ) -> TokenOutput | Array:
-        return self._read(params, self._hidden(params, rows).hidden_RWD, rows, temperature, energy=energy)
+    def _output(self, params: Params, rows: PackedBatch, temperature: Array, *, wanted: Wanted) -> TokenOutput | Array:
+        how = {} if wanted == "output" else {wanted: True}
+        return self._read(params, self._hidden(params, rows).hidden_RWD, rows, temperature, **how)
 
     def _hidden(self, params: Params, rows: PackedBatch, router: RouterInputs = NO_ROUTER_INPUTS) -> HiddenStates:
         """Hidden states of packed rows, and the record of routers."""

@@ -13,14 +13,14 @@ import numpy as np
 
 from jaxrlhf.batch import RolloutBatch
 from jaxrlhf.checkpoint import Item
-from jaxrlhf.config import Refusal, function_of
+from jaxrlhf.config import Refusal
 from jaxrlhf.dataflows.batches.in_flight import in_flight_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import Metrics, StepInput, StepResult, value_of
 from jaxrlhf.single_controller.pools import Roles
 from jaxrlhf.trainer.asynchronous.collector import Collector
 from jaxrlhf.trainer.asynchronous.queue_item import QUEUE, QueueItem
-from jaxrlhf.trainer.schedule import Synchronous
+from jaxrlhf.trainer.schedule import Synchronous, learn_from
 
 IN_FLIGHT = "in_flight"
 """Name of the checkpoint's item with the groups that go on, and so of its folder."""
@@ -69,9 +69,7 @@ class OffPolicy(Synchronous):
         work, collected, rounds = self._queue.popleft().result()
         doing("running the algorithm")
         learner = _LearningActor(self.roles.actor)
-        result = function_of(self.config.algorithm, "learn")(
-            _with_actor(self.roles, learner), replace(work, state=state), collected
-        )
+        result = learn_from(_with_actor(self.roles, learner), replace(work, state=state), collected)
         self._metrics = {"time/ready_batches": float(ready), **rounds, **age_metrics(collected, self._version)}
         self._version += learner.updates
         return collected, result

@@ -1,8 +1,9 @@
 // Samples of a step as conversations, the responses to one prompt side by side; answers to held-out problems over steps.
 
 import { api, choice, el, search, short, tick } from "./page.js";
+import { COLOURINGS, coloured, has, legend } from "./tokens.js";
 
-const look = { run: null, step: null, text: "", outcome: "all", truncated: false, order: "prompt" };
+const look = { run: null, step: null, text: "", outcome: "all", truncated: false, order: "prompt", colour: "" };
 const asked = { run: null, text: "", open: null };
 const GROUPS = 30, COLUMNS = 12, PROBLEMS = 200;
 
@@ -25,6 +26,7 @@ export async function showSamples(main, runs) {
       outcome => { look.outcome = outcome; fill(); }),
     choice("order", [["prompt", "as generated"], ["spread", "spread of the group"], ["gap", "largest gap"]], look.order,
       order => { look.order = order; fill(); }),
+    choice("tokens", COLOURINGS, look.colour, colour => { look.colour = colour; fill(); }),
     tick("cut off only", look.truncated, truncated => { look.truncated = truncated; fill(); }),
   ), list);
   fill();
@@ -40,10 +42,17 @@ function groups(samples) {
   const count = found.reduce((sum, group) => sum + group.shown.length, 0);
   const more = found.length > GROUPS ? `, of which the first ${GROUPS} prompts are shown` : "";
   return [el("p", { class: "facts", id: "count" }, `${count} of ${samples.length} responses to ${found.length} prompts${more}`),
+    ...(look.colour ? [colours(samples)] : []),
     ...found.slice(0, GROUPS).map(group => el("section", { class: "group" },
       el("div", { class: "facts" }, `answer ${short(group.all[0].answer)} · mean score ${short(mean(group.all))} · spread ${short(spread(group.all))}`),
       group.all[0].episode ? null : message("prompt", group.prompt),
       el("div", { class: "side" }, group.shown.map(sample => answer(sample, mean(group.all))))))];
+}
+
+function colours(samples) {
+  if (samples.some(sample => has(sample, look.colour))) return legend(look.colour);
+  return el("p", { class: "empty", id: "legend" }, "No response of this step has this of its tokens: token_records.responses says how many have " +
+    "log-probabilities, token_records.entropy that entropies are kept, and the gap is known where the trainer computes old log-probabilities.");
 }
 
 const scores = samples => samples.map(sample => sample.score).filter(score => score !== null);
@@ -77,8 +86,10 @@ function answer(sample, centre) {
   const said = sample.episode
     ? [...sample.episode.messages.map(one => message(one.role, spoken(one))),
       el("div", { class: "facts" }, `ended: ${sample.episode.stop}${sample.episode.failure ? ` (${sample.episode.failure})` : ""}`)]
-    : message("assistant", sample.response);
-  return el("article", { class: `answer ${outcome(sample)}` }, el("div", { class: "facts" }, facts.join(" · ")), said);
+    : has(sample, look.colour) ? null : message("assistant", sample.response);
+  const tokens = has(sample, look.colour) ? el("div", { class: "message assistant" },
+    el("span", { class: "role" }, "assistant, token by token"), coloured(sample.tokens, look.colour)) : null;
+  return el("article", { class: `answer ${outcome(sample)}` }, el("div", { class: "facts" }, facts.join(" · ")), said, tokens);
 }
 
 function spoken(one) {
