@@ -20,6 +20,8 @@ from jaxrlhf.models.config import LatentAttention
 from jaxrlhf.models.execution import Execution
 from jaxrlhf.models.kernels.gpu import pallas_decode, pallas_pages
 from jaxrlhf.models.kernels.tpu import splash_rows
+from jaxrlhf.planner.hardware import hardware
+from jaxrlhf.planner.topology import topology
 from jaxrlhf.sharding.pool import ResourcePool
 from jaxrlhf.workers.build import Builder
 from jaxrlhf.workers.summary import pool_rows
@@ -57,6 +59,15 @@ def raises(*arrays):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernels_that_compute_the_same_are_used(dtype):
     assert choose(dtype=dtype) == ("splash", "pallas")
+
+
+def test_kernels_are_chosen_for_described_devices_that_belong_to_other_processes():
+    devices = topology(hardware("h100x2"))
+    mine, others = (Mesh(np.array(part), ("data",), axis_types=(AxisType.Auto,)) for part in (devices[:8], devices[8:]))
+    assert not others.local_devices
+    how = {"row_axes": ("data",), "head_axes": (), "decodes": True}
+    chosen = [models.choose_execution(CONFIG, "bfloat16", mesh, **how).rows_kernel for mesh in (mine, others)]
+    assert chosen[0] == chosen[1] != "xla"
 
 
 def test_the_kernels_of_accelerators_pass(monkeypatch):

@@ -88,7 +88,7 @@ def choose_execution(
     Raises:
       Refusal: Pages are asked for where nothing can compute with them.
     """
-    platform = mesh.local_devices[0].platform
+    platform = mesh.devices.flat[0].platform  # described devices may all belong to other processes
     all_axes = head_axes, stage_axes, token_axes
     ways, stages, context = (math.prod(mesh.shape[axis] for axis in axes) for axes in all_axes)
     copies = _key_copies(config, ways)
