@@ -63,15 +63,15 @@ class StepResult:
       metrics: Numbers for the log.
       state: Numbers for the next step.
       logp_BT: Log-probabilities of the rollout by the trainer, for the samples file; None if there are none.
-      entropy_BT: Entropies of the rollout's first rows before the update, for the samples file; None if there are none.
       updates: Metrics of models that may still be in training; they join the step's.
+      entropy_BT: Entropies of the rollout's first rows before the update, for the samples file; None if there are none.
     """
 
     metrics: Metrics
     state: State = field(default_factory=dict)
     logp_BT: Array | None = None
-    entropy_BT: Any = None
     updates: Sequence[Metrics | Future[Metrics]] = ()
+    entropy_BT: Any = None
 
     def with_updates(self) -> "StepResult":
         """The result with the metrics of all updates, once they are made."""
