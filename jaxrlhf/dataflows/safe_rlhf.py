@@ -48,7 +48,7 @@ def learn(roles: Roles, work: StepInput[SafeRLHF], batch: ScoredRollout) -> Step
         actor = roles.actor.update_actor(prepared.policy, objective=objective, settings=settings)
     of_costs = {name.replace("value/", "cost_value/"): value for name, value in cost_critic.result().items()}
     updates = (critic, of_costs, actor)
-    return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates)
+    return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=updates)
 
 
 def prepare(
