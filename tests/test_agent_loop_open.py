@@ -110,7 +110,7 @@ def test_a_group_that_is_given_up_is_dropped_and_begins_anew_if_it_is_asked_for_
 
 
 def test_others_may_go_through_the_same_episodes_between_two_calls(agents, engine):
-    """As an evaluation does, whose problems have the numbers of the training's."""
+    """Evaluation problems have the same numbers as training problems, and run on the same engine and environments."""
     asked = problems(2, pause_s=SLOW_S)
     go_on(agents, engine, asked, groups(2), complete=1)
     between = run(agents, engine, asked)

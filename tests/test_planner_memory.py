@@ -194,7 +194,7 @@ def test_heads_in_a_cache_are_filled_up_to_the_lanes_of_a_chip(head_dim: int, fi
 
 @pytest.mark.parametrize("layout", [ALONE, Layout(2, 4), Layout(1, 2, 1, 4)])
 def test_weights_that_are_cast_ahead_are_there_in_both_dtypes(layout: Layout) -> None:
-    """Of the layers that a device holds; where nothing is cast, as beside adapters, nothing is."""
+    """A device holds its layers' weights in float32 and in bfloat16; weights stored in bfloat16 are not copied."""
     layers = 4 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32)
 
     def needed(role: Role, **changes: Any) -> float:

@@ -201,8 +201,8 @@ class ResponsesInFlight(InFlight):
 class EpisodesInFlight(InFlight):
     """Groups of episodes: a step takes those that arrived first, by the clock of their tools.
 
-    Where their environments are they cannot be saved. After a resume, or where a host was launched anew, those that
-    were not over begin again from their prompts, with the draws that they began with.
+    The state of an environment cannot be saved: after a resume, or where a host was launched anew, episodes that were
+    not over begin again from their prompts, with the draws that they began with.
     """
 
     def __init__(self, config: Config) -> None:
