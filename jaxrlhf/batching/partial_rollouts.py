@@ -18,7 +18,7 @@ class Round:
     """End of a round: what has to be complete before the policy is updated.
 
     Attributes:
-      complete: Groups that have to be.
+      complete: Groups that have to be complete, at least.
       groups: All groups under way, of which a rank has a part.
       due: Groups that were begun in this step or before have to be complete, too.
     """
@@ -82,12 +82,12 @@ class PartialRollout:
 
 @struct.dataclass
 class OpenGroups:
-    """P groups of episodes that go on from step to step, as whoever goes on with them has to know them.
+    """Seeds, first steps and ends of P groups of episodes that go on from step to step.
 
     Attributes:
       seed_P: int64 seed that all of a group is drawn with.
       begun_P: int64 step in which each group was begun.
-      ended_P: bool, its episodes are over; they are elsewhere.
+      ended_P: bool, all episodes of the group are over.
     """
 
     seed_P: np.ndarray

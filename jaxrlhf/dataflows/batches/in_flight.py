@@ -228,6 +228,8 @@ class EpisodesInFlight(InFlight):
 
     def _taken(self) -> EpisodeBatch:
         taken = [self._over[place] for place in self._free]
+        for place in self._free:  # a checkpoint holds what waits, and not what this step has
+            self._over[place] = None
         self._add({"staleness/ready_groups": float(self._groups.ended_P.sum() - len(taken))})
         return jax.tree.map(lambda *parts: np.concatenate(parts), *taken)
 
