@@ -30,6 +30,8 @@ def samples(workdir: Path) -> list[dict]:
     found = records(workdir / "samples.jsonl")
     for sample in found:
         assert sample.pop("logp_gap") < 1e-5
+        if sample["tokens"]:
+            assert max(map(abs, sample["tokens"].pop("gap"))) < 1e-5
         for turn in sample["episode"]["turns"]:
             del turn["policy_s"], turn["environment_s"]
     return found
