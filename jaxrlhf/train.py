@@ -1,13 +1,13 @@
 """`python -m jaxrlhf.train --config NAME`: run a configuration.
 
 `--dry-run` stops after the table of derived settings; `--export DIRECTORY` writes what was trained as
-a Hugging Face checkpoint, such as the next stage starts from. `--cluster ray` runs it on hosts joined
-by Ray. Any setting can be changed on the command line by its dotted name; see `--help`.
+a Hugging Face checkpoint, such as the next stage starts from, and `--push` uploads it with its model card:
+what could not be exported or uploaded is refused before anything is trained. `--cluster ray` runs it on
+hosts joined by Ray. Any setting can be changed on the command line by its dotted name; see `--help`.
 """
 
-from pathlib import Path
-
 from jaxrlhf.config import CommandLine, on_cluster, run_command
+from jaxrlhf.trainer.publishing.export import Export, add_flags
 
 
 def main() -> None:
@@ -20,6 +20,7 @@ def main() -> None:
             ("--config grpo_gsm8k --model.path Qwen/Qwen2.5-0.5B-Instruct --actor.lora.rank 16", "with adapters"),
             ("--config my_run.py --dry-run", "check settings and data, and stop"),
             ("--config my_run.py --export my_model", "write what was trained for Hugging Face"),
+            ("--config my_run.py --export my_model --push me/my-model --private", "and upload it"),
         ],
     )
     command.add_argument("--dry-run", action="store_true", help="print the derived settings and stop")
@@ -29,25 +30,23 @@ def main() -> None:
         help="run on hosts joined by Ray, started on this machine or found at --cluster.address; "
         "--devices and --cluster.devices-per-host say how many hosts",
     )
-    command.add_argument("--export", metavar="DIRECTORY", help="write what was trained there, for Hugging Face")
+    command.add_argument(
+        "--export", dest="directory", metavar="DIRECTORY", help="write what was trained there, for Hugging Face"
+    )
+    add_flags(command)
     config, flags = command.parse_config(implied=on_cluster)
 
-    from jaxrlhf.models.huggingface.save import check_new
-    from jaxrlhf.trainer.failures import one_message, writing
-    from jaxrlhf.trainer.policy import check_exportable, export_policy
+    from jaxrlhf.trainer.failures import one_message
     from jaxrlhf.trainer.run import STOPPED, run
 
-    if flags.export:
-        check_new(flags.export)
-        check_exportable(config)  # now, and not after the training
     with one_message():
+        if export := Export.of(flags):
+            export.check(config)  # now, and not after the training
         result = run(config, dry_run=flags.dry_run)
         if not flags.dry_run and not result.finished:
             print(f"{STOPPED} {result.workdir}")
-        elif flags.export and not flags.dry_run:
-            with writing(Path(flags.export)):
-                step = export_policy(result.workdir, flags.export)
-            print(f"wrote the model of step {step} to {flags.export}")
+        elif export and not flags.dry_run:
+            export.write(result.workdir)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file
 from test_docs_metrics import unexplained
+from test_trainer_publishing import hub as a_hub
 from tiny_runs import get_config, records, write_policy
 
 from jaxrlhf import models
@@ -28,6 +29,7 @@ from jaxrlhf.trainer.policy import evaluate_policy, export_policy
 from jaxrlhf.trainer.run import run
 
 CONFIG = Path(__file__).parent / "tiny_runs.py"
+hub = a_hub
 
 
 def command(monkeypatch, module: str, *arguments: object) -> None:
@@ -254,6 +256,19 @@ def test_export_refuses(arguments, message, workdir, exported, tmp_path, monkeyp
     assert (shown[:7], shown.count("\n")) == ("error: ", 1)
     assert message in shown
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_its_export_on_the_hub(workdir, hub, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    words = ("--config", CONFIG, "--workdir", workdir, "--steps", 4)
+    command(monkeypatch, "train", *words, "--export", out, "--dtype", "bfloat16", "--push", "me/tiny", "--private")
+    assert "wrote the model of step 4" in capsys.readouterr().out
+    files = {path: content for path, content in hub.repositories["me/tiny"]["main"].items() if path[0] != "."}
+    assert files == {file.name: file.read_bytes() for file in out.iterdir()}
+    assert hub.private == {"me/tiny"} and b'from_pretrained("me/tiny")' in files["README.md"]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype == torch.bfloat16
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 import tiny_hub
+import tiny_runs
 from huggingface_hub import ModelCard
 from test_models_hub import listen
-from tiny_runs import write_policy
 
 from jaxrlhf.checkpoint.pretrained import convert
 from jaxrlhf.config import (
@@ -210,21 +210,31 @@ def test_an_upload_that_fails_leaves_the_directory(hub, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_the_command_refuses_first(hub, tmp_path, monkeypatch, capsys):
-    def refused(*words):
-        monkeypatch.setattr(sys, "argv", ["export", "run", str(tmp_path / "exported"), *words])
-        with pytest.raises(SystemExit):
-            runpy.run_module("jaxrlhf.export", run_name="__main__")
-        return capsys.readouterr().err
-
-    assert "--private and --overwrite are of an upload" in refused("--private")
-    assert "the repository holds 1 files" in refused("--push", "me/full")
-    assert not (tmp_path / "exported").exists()
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("export", "run", "{out}", "--private"), "--private and --overwrite are of an upload"),
+        (("export", "run", "{out}", "--push", "me/full"), "the repository holds 1 files"),
+        (("train", "--push", "me/new", "--merge"), "--merge, --push say how to export; add --export DIRECTORY"),
+        (("train", "--export", "{out}", "--overwrite"), "--private and --overwrite are of an upload"),
+        (("train", "--export", "{out}", "--push", "me/full"), "the repository holds 1 files"),
+        (("train", "--export", "{out}", "--merge"), "trains whole weights and no adapters"),
+        (("train", "--export", "{out}", "--average"), "the run keeps no average of the weights"),
+    ],
+)
+def test_commands_refuse_first(hub, tmp_path, monkeypatch, capsys, words, said):
+    config = ["--config", tiny_runs.__file__, "--workdir", str(tmp_path / "run")] if words[0] == "train" else []
+    words = [word.format(out=tmp_path / "exported") for word in words]
+    monkeypatch.setattr(sys, "argv", [*words, *config])
+    with pytest.raises(SystemExit):
+        runpy.run_module(f"jaxrlhf.{words[0]}", run_name="__main__")
+    assert said in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_the_command_exports_and_uploads(hub, tmp_path, monkeypatch, capsys):
     """Shown with a converted checkpoint, which takes less time to make than a run."""
-    convert(write_policy(tmp_path / "model"), tmp_path / "converted")
+    convert(tiny_runs.write_policy(tmp_path / "model"), tmp_path / "converted")
     out = tmp_path / "exported"
     words = [str(tmp_path / "converted"), str(out), "--push", "me/back", "--private"]
     monkeypatch.setattr(sys, "argv", ["export", *words])

@@ -142,7 +142,7 @@ def checkpoint_of(model: Model, *, cold_start: bool) -> Pretrained:
     if cold_start or not isinstance(model, Pretrained):
         raise Refusal(
             "the adapters belong to weights that this run made, and are of no use without them; "
-            "export both as whole weights with --merge of `python -m jaxrlhf.export`"
+            "export both as whole weights with --merge"
         )
     return model
 

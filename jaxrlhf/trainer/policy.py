@@ -114,14 +114,18 @@ def average_of(optimizer: Path, shapes: Params) -> Iterator[tuple[str, jax.Array
     return ((name.removeprefix(f"{place}."), array) for name, array in read_named(optimizer, wanted))
 
 
-def check_exportable(config: Config) -> None:
+def check_exportable(config: Config, *, merge: bool = False, average: bool = False) -> None:
     """Raise `Refusal` if `export_policy` would refuse what a run of the configuration trains."""
     if isinstance(config.model, Nnx):
         raise Refusal(f"the run trains {_NO_FORMAT}")
     training = config.trained
-    role = "actor" if "actor" in training else "critic"
-    if training[role].lora is not None:
+    trained = training["actor" if "actor" in training else "critic"]
+    if average and trained.optimizer.average_decay is None:
+        raise Refusal("the run keeps no average of the weights; drop --average, or set Optimizer.average_decay")
+    if trained.lora is not None and not merge:
         checkpoint_of(config.model, cold_start=config.cold_start is not None)
+    if trained.lora is None and merge:
+        raise Refusal("the run trains whole weights and no adapters, so there is nothing to merge; drop --merge")
 
 
 @dataclass(frozen=True)
