@@ -25,6 +25,7 @@ from jaxrlhf.config import (
     GSPO,
     IPO,
     KTO,
+    LUFFY,
     OPO,
     ORPO,
     PPO,
@@ -105,7 +106,7 @@ def further() -> dict[str, Algorithm]:
     losses = (DPPOLoss(), DPPOLoss(divergence="kl", limit_low=0.05, limit_high=0.05), DROLoss())
     covariances = (ClipCovLoss(share=0.02, covariance_low=0.0), KLCovLoss(share=0.02))
     by_loss = {f"GRPO, {one}": GRPO(policy=one) for one in (*losses, *covariances)}
-    groups = (GMPO, GRPOPassK, MaxRL, GDPO, OptimalTokenBaseline, OnlineDPO)
+    groups = (GMPO, GRPOPassK, MaxRL, GDPO, OptimalTokenBaseline, OnlineDPO, LUFFY)
     pairs = (KTO(), SimPO(), CPO(), ORPO(odds_coefficient=1.0))
     return {kind.__name__: kind() for kind in groups} | by_loss | {type(one).__name__: one for one in pairs}
 
@@ -154,6 +155,8 @@ def task(folder: Path, algorithm: Algorithm, model: Model, *, solution: str | No
         safe = ("answer_is_safe", "wrong_is_safe") if isinstance(algorithm, CostModel) else None
         pairs = PairFile(**files, chosen_key="answer", rejected_key="wrong", safe_keys=safe)
         settings |= {"data": pairs, "rewards": Rewards()}
+    if isinstance(algorithm, LUFFY):  # a solution in each group
+        settings["data"] = PromptFile(**files, solution_key="answer")
     if isinstance(algorithm, GDPO):  # of several rewards; this one says that there is a digit
         settings["rewards"] = Rewards((Gsm8kReward(method="flexible"), FormatReward(r"\d", weight=0.1)), workers=1)
     if isinstance(algorithm, RewardModel):

@@ -42,6 +42,7 @@ from jaxrlhf.algos.masked import masked_mean, masked_sum, masked_var, segment_me
 from jaxrlhf.algos.objectives import (
     ObjectiveTerms,
     TokenOutput,
+    guided_objective,
     imitating_objective,
     mixed_objective,
     nll_objective,

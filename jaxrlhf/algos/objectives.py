@@ -20,7 +20,7 @@ from jaxrlhf.algos.kl import kl_estimate
 from jaxrlhf.algos.losses import PolicyTokens, clipped_value_loss
 from jaxrlhf.algos.masked import selected
 from jaxrlhf.batch import Array
-from jaxrlhf.config import KLInLoss, PolicyGradient, ValueLoss, function_of
+from jaxrlhf.config import LUFFY, KLInLoss, PolicyGradient, ValueLoss, function_of
 
 
 class TokenOutput(NamedTuple):
@@ -144,6 +144,38 @@ def mixed_objective(
     scale = _field(fields, "metric_weight", mask)
     metrics = {name: scale * value for name, value in {**policy.metrics, "ptx/loss": nll}.items()}
     return ObjectiveTerms(policy.loss + example_weight * nll, metrics)
+
+
+def guided_objective(
+    output: TokenOutput,
+    mask: Bool[Array, "R W"],
+    weight: Float[Array, "R W"],
+    fields: Mapping[str, Num[Array, "R W"]],
+    settings: LUFFY,
+) -> ObjectiveTerms:
+    """`policy_objective` on sampled responses, and a shaped probability on solutions that another policy wrote.
+
+        weight * -A * p / (p + gamma)    with p = exp(logp) of a solution's token
+
+    The other policy is taken to be sure of every token, so that the importance ratio is p itself, and nothing is
+    clipped. The derivative by logp, -A * gamma * p / (p + gamma)^2, is largest at p = gamma: unlikely tokens teach more
+    than by the ratio, whose derivative is -A * p.
+
+    Args:
+      fields: Further `off_policy`, 1 at the tokens of solutions and 0 elsewhere; and `metric_weight`, which turns means
+        over the mask into means over the responses, or over the solutions.
+      settings: `shaping` is gamma; the others are those of `policy_objective`.
+
+    Source: Yan et al. 2025 (LUFFY, arXiv:2504.14945), sections 3.1 (mixed-policy GRPO) and 3.2 (policy shaping).
+    """
+    solution = mask & (_field(fields, "off_policy", mask) > 0)
+    sampled = policy_objective(output, mask & ~solution, weight, fields, settings)
+    chance = selected(jnp.exp(selected(output.logp, solution)), solution)
+    shaped = chance / (chance + settings.shaping)
+    loss = -selected(weight, solution) * _field(fields, "advantage", solution) * shaped
+    scale = _field(fields, "metric_weight", mask)
+    metrics = {**sampled.metrics, "luffy/solution_probability": chance}
+    return ObjectiveTerms(sampled.loss + loss, {name: scale * value for name, value in metrics.items()})
 
 
 def value_objective(

@@ -30,6 +30,7 @@ from jaxrlhf.config.algorithms.critic_free import (
     TurnGRPO,
 )
 from jaxrlhf.config.algorithms.distillation import Distillation
+from jaxrlhf.config.algorithms.luffy import LUFFY
 from jaxrlhf.config.algorithms.ppo import PPO
 from jaxrlhf.config.algorithms.preference import (
     CPO,

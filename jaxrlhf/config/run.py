@@ -331,10 +331,11 @@ class Config(Settings):
         )
         if not isinstance(self.data, PromptFields):
             return
+        reads = self.algorithm.reads_solutions
         require(
-            self.data.solution_key is not None or not (supervised or self.cold_start),
-            f"{'algorithm SFT' if supervised else 'cold_start'} trains on worked solutions, and "
-            "data.solution_key is None; name the field that has them",
+            self.data.solution_key is not None or not (reads or self.cold_start),
+            f"{f'algorithm {type(self.algorithm).__name__}' if reads else 'cold_start'} trains on worked solutions, "
+            "and data.solution_key is None; name the field that has them",
         )
         readers = (Gsm8kReward, ArithmeticReward, MathReward)
         graded = [type(p).__name__ for p in self.rewards.parts if isinstance(getattr(p, "correct", p), readers)]

@@ -20,7 +20,7 @@ from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatche
 from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.collect import respond, responses
-from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
+from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, value_of
 
 
 @dataclass(frozen=True)
@@ -171,14 +171,19 @@ def prepare(
     returns = Returns(reward_BT, mask_BT, scores.scorable_B, prompt_id_B, rollout.episodes, log_ratio_BT)
     given = _checked(advantage(returns), mask_BT, work)
     advantage_BT = algos.to_tokens(given, mask_BT) if given.ndim == 1 else given
-    moved_B = np.asarray(np.any(advantage_BT, axis=1))
-    flat = [not moved_B[prompt_id_B == prompt].any() for prompt in np.unique(prompt_id_B)]
     metrics = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT)
-    metrics |= {"kl/coefficient": work.state["kl_coefficient"], "group/flat_fraction": float(np.mean(flat))}
+    metrics |= {"kl/coefficient": work.state["kl_coefficient"], **flat_groups(advantage_BT, prompt_id_B)}
     if trained_B is not None:
         sequences = replace(sequences, mask_BT=mask_BT & np.asarray(trained_B)[:, None])
     policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT)
     return Minibatches(policy, [], metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))
+
+
+def flat_groups(advantage_BT: Array, prompt_id_B: np.ndarray) -> Metrics:
+    """Share of groups that teach nothing, as a metric."""
+    moved_B = np.asarray(np.any(advantage_BT, axis=1))
+    flat = [not moved_B[prompt_id_B == prompt].any() for prompt in np.unique(prompt_id_B)]
+    return {"group/flat_fraction": float(np.mean(flat))}
 
 
 def _checked(returned: Any, mask_BT: Array, work: StepInput[PolicyGradient]) -> np.ndarray:

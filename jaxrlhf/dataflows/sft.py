@@ -54,8 +54,8 @@ def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: 
         examples.sequences,
         # The prompts are of another source, so their ids must not meet the responses'.
         prompt_id_B=-1 - np.asarray(examples.sequences.prompt_id_B),
-        choice_BTLk=_none_of(batch.sequences.choice_BTLk, rows=len(problems)),
-        kept_BTK=_none_of(batch.sequences.kept_BTK, rows=len(problems)),
+        choice_BTLk=unrecorded(batch.sequences.choice_BTLk, rows=len(problems)),
+        kept_BTK=unrecorded(batch.sequences.kept_BTK, rows=len(problems)),
     )
     tokens = [np.sum(part.mask_BT) for part in (batch.sequences, solutions)]
     sampled, taught = (
@@ -70,6 +70,6 @@ def _with_examples(batch: Experience, problems: Sequence[Problem], coefficient: 
     return Experience(sequences, np.concatenate([batch.weight_BT, zeros]), fields)
 
 
-def _none_of(recorded: Array | None, *, rows: int) -> Array | None:
+def unrecorded(recorded: Array | None, *, rows: int) -> Array | None:
     """Record of tokens that no policy sampled, where one of others is kept: their experts, or what they are among."""
     return None if recorded is None else np.full((rows, *recorded.shape[1:]), -1, np.asarray(recorded).dtype)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.agent_loop.prompts import EpisodePrompts
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import SFT, Config, Mixture, PolicyGradient, Preference, Refusal, to_json
+from jaxrlhf.config import Config, Mixture, PolicyGradient, Preference, Refusal, to_json
 from jaxrlhf.data import Loader
 from jaxrlhf.data.images import ImageReader
 from jaxrlhf.data.loader import Band, Part
@@ -88,7 +88,7 @@ def load_data(config: Config, tokenizer: Any) -> RunData:
       Refusal: Files that cannot be read, or splits without a problem that fits.
     """
     limits = _limits(config, tokenizer)
-    supervised = any(isinstance(phase.algorithm, SFT) for phase in config.phases)
+    supervised = any(phase.algorithm.reads_solutions for phase in config.phases)
     if isinstance(config.algorithm, Preference):
         supervised = False
     solutions: dict[str, Any] = {"max_solution_tokens": config.rollout.max_response_tokens}

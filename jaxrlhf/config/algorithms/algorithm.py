@@ -33,12 +33,14 @@ class Algorithm(Settings, ABC):
       evaluation: Function of the roles, the configuration and the held-out problems that gives metrics, or its name;
         None answers the problems greedily and scores the answers.
       takes_several_sequences: An episode may be several sequences, whose advantages are worked out together.
+      reads_solutions: Training records have worked solutions, no longer than a response may be.
     """
 
     collect: ClassVar[Callable[..., Any] | str] = "jaxrlhf.dataflows.collect:records"
     learn: ClassVar[Callable[..., Any] | str]
     evaluation: ClassVar[Callable[..., Any] | str | None] = None
     takes_several_sequences: ClassVar[bool] = True
+    reads_solutions: ClassVar[bool] = False
 
     @abstractmethod
     def roles(self, config: Config) -> tuple[RoleSpec, ...]:

@@ -22,6 +22,7 @@ class SFT(Algorithm):
     """
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.sft:learn"
+    reads_solutions: ClassVar[bool] = True
 
     examples_per_update: Positive[int] = 64
 

@@ -1,0 +1,60 @@
+"""LUFFY."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxrlhf.config.algorithms.critic_free import GRPO
+from jaxrlhf.config.losses import KLInReward
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.settings import Positive
+
+if TYPE_CHECKING:
+    from jaxrlhf.config.run import Config
+
+
+@dataclass(frozen=True)
+class LUFFY(GRPO):
+    """GRPO with a solution of the data in each group, under off-policy guidance (Yan et al. 2025, arXiv:2504.14945).
+
+    Of the `rollout.responses_per_prompt` of a group the last is the record's worked solution, and the others are
+    sampled. Rewards score all of them, and advantages are relative to all. Tokens of solutions have a loss without a
+    clip, which teaches most where the policy finds them unlikely; `policy`, `kl` and the entropy bonus are of sampled
+    ones.
+
+    Attributes:
+      shaping: gamma of the shaping p / (p + gamma) of a solution token's probability p.
+    """
+
+    collect: ClassVar[str] = "jaxrlhf.dataflows.luffy:collect"
+    learn: ClassVar[str] = "jaxrlhf.dataflows.luffy:learn"
+    takes_several_sequences: ClassVar[bool] = False
+    reads_solutions: ClassVar[bool] = True
+
+    shaping: Positive[float] = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not isinstance(self.kl, KLInReward),
+            f"LUFFY rewards solutions that the policy did not draw, and kl={self.kl} would charge each of its tokens; "
+            "give KLInLoss",
+        )
+        require(
+            self.policy.selection is None,
+            f"LUFFY trains on solutions beside responses, and policy={type(self.policy).__name__} chooses among a "
+            "step's responses alone; give another loss",
+        )
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        require(
+            config.environment is None,
+            "LUFFY puts a worked solution beside responses to a prompt, and environment has episodes; drop one",
+        )
+        require(
+            config.rollout.over_provision == 1,
+            f"LUFFY samples one response fewer than a group has, and over_provision={config.rollout.over_provision} "
+            "has groups of all go on from step to step; leave it at 1",
+        )

@@ -1,0 +1,124 @@
+"""LUFFY: GRPO on groups of sampled responses and one worked solution of the data.
+
+Source: Yan et al. 2025 (Learning to reason under off-policy guidance, arXiv:2504.14945).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrlhf import algos
+from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
+from jaxrlhf.config import LUFFY, Config, Refusal
+from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, scorable
+from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches
+from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
+from jaxrlhf.dataflows.batches.scored import ScoredRollout
+from jaxrlhf.dataflows.collect import respond
+from jaxrlhf.dataflows.grpo import flat_groups
+from jaxrlhf.dataflows.sft import supervised_batch, unrecorded
+from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
+
+
+@dataclass(frozen=True)
+class WithSolutions(ScoredRollout):
+    """Scored responses, and the scored solution of each problem.
+
+    Attributes:
+      solutions: Worked solutions as responses that no policy of the run drew, and their scores.
+    """
+
+    solutions: ScoredRollout | None = None
+
+
+def collect(roles: Roles, work: StepInput[LUFFY]) -> WithSolutions:
+    """Sampled responses, one fewer than a group has, and the solution of each problem.
+
+    Raises:
+      Refusal: A problem has no solution.
+    """
+    copies = work.config.rollout.responses_per_prompt - 1
+    sampled = respond(roles, work, work.problems, responses_per_prompt=copies)
+    solutions = solutions_of(sampled.problems, work.config)
+    scores = roles.reward.compute_reward(sampled.problems, solutions)
+    return WithSolutions(**vars(sampled), solutions=ScoredRollout(sampled.problems, solutions, scores))
+
+
+def learn(roles: Roles, work: StepInput[LUFFY], batch: ScoredRollout) -> StepResult:
+    """LUFFY: advantages over responses and solutions, and an update on both."""
+    old_logp, ref_logp = old_log_prob(roles, work, batch.rollout), ref_log_prob(roles, work, batch.rollout)
+    solutions = batch.solutions if isinstance(batch, WithSolutions) else None  # programs are lowered without any
+    taught = () if solutions is None else (solutions.rollout, solutions.scores)
+    prepared = call(partial(prepare, work), batch.rollout, batch.scores, old_logp, ref_logp, *taught)
+    actor = roles.actor.update_actor(prepared.policy, objective=algos.guided_objective, settings=work.settings)
+    return StepResult(prepared.metrics | batch.metrics, prepared.state, value_of(old_logp), updates=(actor,))
+
+
+def solutions_of(problems: Sequence[Problem], config: Config) -> RolloutBatch:
+    """Solutions as responses, of version -1, whose tokens their author was sure of: log-probabilities of 0."""
+    missing = [problem for problem in problems if not problem.solution_tokens]
+    if missing:
+        source = f" of source {missing[0].source!r}" if missing[0].source else ""
+        raise Refusal(
+            f"LUFFY learns from a worked solution to each prompt, and {len(missing)} of {len(problems)} prompts of the "
+            f"step have none, first record {missing[0].prompt_id}{source}; name data.solution_key, or leave those out"
+        )
+    width = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    sequences = supervised_batch(problems, width=width).sequences
+    zeros = np.zeros(sequences.mask_BT.shape, np.float32)
+    return RolloutBatch(sequences, zeros, np.zeros(len(problems), bool), np.full(zeros.shape, -1, np.int32))
+
+
+def prepare(
+    work: StepInput[LUFFY],
+    rollout: RolloutBatch,
+    scores: Scores,
+    old_logp_BT: Array | None,
+    ref_logp_BT: Array | None,
+    solutions: RolloutBatch | None = None,
+    solution_scores: Scores | None = None,
+) -> Minibatches:
+    """Advantages over whole groups, cut into minibatches; what is measured of a rollout is of sampled responses."""
+    metrics, sampled = rollout_metrics(rollout, scores, old_logp_BT, ref_logp_BT), len(scores.score_B)
+    if solutions is not None and solution_scores is not None:
+        metrics["luffy/solution_score"] = _mean_score(solution_scores)
+        certain_BT = solutions.sampler_logp_BT
+        rollout, scores = (
+            _one_below_other(rollout, _like(solutions, rollout)),
+            _one_below_other(scores, solution_scores),
+        )
+        old_logp_BT, ref_logp_BT = (_one_below_other(x, certain_BT) for x in (old_logp_BT, ref_logp_BT))
+    sequences = scorable(rollout.sequences, scores)
+    mask_BT, prompt_id_B = np.asarray(sequences.mask_BT), np.asarray(sequences.prompt_id_B)
+    normalize = work.settings.normalize_std
+    advantage_B = algos.group_relative(scores.score_B, scores.scorable_B, prompt_id_B, normalize_std=normalize)
+    advantage_BT = algos.to_tokens(advantage_B, mask_BT)
+    metrics |= {"kl/coefficient": work.state["kl_coefficient"], **flat_groups(advantage_BT, prompt_id_B)}
+    solution_BT = mask_BT & (np.arange(len(mask_BT)) >= sampled)[:, None]
+    tokens_BT = np.where(solution_BT, solution_BT.sum(), (mask_BT & ~solution_BT).sum())
+    marks = {"off_policy": solution_BT, "metric_weight": mask_BT.sum() / np.maximum(tokens_BT, 1)}
+    policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT, marks)
+    return Minibatches(policy, [], metrics | corrected, next_state(work, metrics, sequences=sampled))
+
+
+def _mean_score(scores: Scores) -> float:
+    known = np.asarray(scores.score_B)[np.asarray(scores.scorable_B)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _like(solutions: RolloutBatch, rollout: RolloutBatch) -> RolloutBatch:
+    """The solutions with no record of experts and kept tokens where the rollout has one."""
+    choice_BTLk, kept_BTK = (
+        unrecorded(recorded, rows=len(solutions.truncated_B))
+        for recorded in (rollout.sequences.choice_BTLk, rollout.sequences.kept_BTK)
+    )
+    return replace(solutions, sequences=replace(solutions.sequences, choice_BTLk=choice_BTLk, kept_BTK=kept_BTK))
+
+
+def _one_below_other(upper: Any, lower: Any) -> Any:
+    """Rows of two batches; None where the upper one is."""
+    return None if upper is None else jax.tree.map(lambda *rows: np.concatenate(rows), upper, lower)
