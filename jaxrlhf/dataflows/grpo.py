@@ -17,10 +17,10 @@ from jaxrlhf.batch import Array, EpisodeRows, RolloutBatch, Scores
 from jaxrlhf.config import GRPO, PolicyGradient, Refusal, ReinforcePlusPlus
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, rewards_per_token, scorable
 from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches
-from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
+from jaxrlhf.dataflows.batches.rollout_metrics import flat_groups, rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.collect import respond, responses
-from jaxrlhf.dataflows.step import Metrics, Roles, StepInput, StepResult, call, value_of
+from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 
 
 @dataclass(frozen=True)
@@ -177,13 +177,6 @@ def prepare(
         sequences = replace(sequences, mask_BT=mask_BT & np.asarray(trained_B)[:, None])
     policy, corrected = policy_minibatches(work, sequences, rollout, advantage_BT, old_logp_BT, ref_logp_BT)
     return Minibatches(policy, [], metrics | corrected, next_state(work, metrics, sequences=len(mask_BT)))
-
-
-def flat_groups(advantage_BT: Array, prompt_id_B: np.ndarray) -> Metrics:
-    """Share of groups that teach nothing, as a metric."""
-    moved_B = np.asarray(np.any(advantage_BT, axis=1))
-    flat = [not moved_B[prompt_id_B == prompt].any() for prompt in np.unique(prompt_id_B)]
-    return {"group/flat_fraction": float(np.mean(flat))}
 
 
 def _checked(returned: Any, mask_BT: Array, work: StepInput[PolicyGradient]) -> np.ndarray:

@@ -16,10 +16,9 @@ from jaxrlhf.batch import Array, Problem, RolloutBatch, Scores
 from jaxrlhf.config import LUFFY, Config, Refusal
 from jaxrlhf.dataflows.batches.estimate import next_state, old_log_prob, ref_log_prob, scorable
 from jaxrlhf.dataflows.batches.minibatches import Minibatches, policy_minibatches
-from jaxrlhf.dataflows.batches.rollout_metrics import rollout_metrics
+from jaxrlhf.dataflows.batches.rollout_metrics import flat_groups, rollout_metrics
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.collect import respond
-from jaxrlhf.dataflows.grpo import flat_groups
 from jaxrlhf.dataflows.sft import supervised_batch, unrecorded
 from jaxrlhf.dataflows.step import Roles, StepInput, StepResult, call, value_of
 

@@ -38,6 +38,13 @@ def rollout_metrics(
     }
 
 
+def flat_groups(advantage_BT: Array, prompt_id_B: np.ndarray) -> Metrics:
+    """Share of groups that teach nothing, as a metric."""
+    moved_B = np.asarray(np.any(advantage_BT, axis=1))
+    flat = [not moved_B[prompt_id_B == prompt].any() for prompt in np.unique(prompt_id_B)]
+    return {"group/flat_fraction": float(np.mean(flat))}
+
+
 @jax.jit
 def _of_tokens(
     logp_BT: Array, ref_logp_BT: Array | None, sampler_logp_BT: Array | None, mask_BT: Array
