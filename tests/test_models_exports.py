@@ -9,7 +9,7 @@ import torch
 import transformers
 from jax.sharding import AxisType, Mesh
 from safetensors import safe_open
-from tiny_checkpoints import KINDS, VOCAB, build, write
+from tiny_checkpoints import KINDS, VOCAB, again, build, write
 
 from jaxrlhf import models
 from jaxrlhf.config import Sampling
@@ -46,7 +46,7 @@ def exported(request, tmp_path_factory):
 
 def greedy(directory):
     """Tokens that transformers draws."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    model = again(directory)
     drawn = []
     for prompt in PROMPTS:
         given = torch.tensor([prompt])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.numpy import load_file
-from tiny_checkpoints import KINDS, VOCAB, build, params, tokens, write
+from tiny_checkpoints import KINDS, VOCAB, again, build, params, tokens, write
 
 from jaxrlhf import models
 from jaxrlhf.config import FromScratch
@@ -87,13 +87,12 @@ def test_export_without_its_source_is_the_same_model(pair, tmp_path):
     theirs, config, params, _ = pair
     models.save_params(params, config, tmp_path)
     assert models.read_config(tmp_path) == config
-    # With the attention of `theirs`: another kernel sums in another order.
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    before, after = theirs.state_dict(), again.state_dict()
+    exported = again(tmp_path)
+    before, after = theirs.state_dict(), exported.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     token_RW = tokens((2, 40))
-    np.testing.assert_allclose(their_logits(again, token_RW), their_logits(theirs, token_RW), atol=1e-6)
+    np.testing.assert_allclose(their_logits(exported, token_RW), their_logits(theirs, token_RW), atol=1e-6)
 
 
 @pytest.mark.parametrize("pair", params(FAMILIES), indirect=True)
@@ -140,9 +139,9 @@ def test_sharded_half_precision_round_trip(kind, tmp_path):
 
     assert everything(source) == everything(tmp_path / "out")
     assert json.loads((source / "config.json").read_text()) == json.loads((tmp_path / "out/config.json").read_text())
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    exported = again(tmp_path / "out", dtype=torch.bfloat16)
     for name, tensor in theirs.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name]), name
+        assert torch.equal(tensor, exported.state_dict()[name]), name
 
 
 def test_from_scratch_loads_in_transformers(tmp_path):
@@ -173,9 +172,9 @@ def test_score_head(tmp_path):
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE)
 
     models.save_params(params, config, tmp_path / "out", source=source)
-    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    exported = again(tmp_path / "out")
     np.testing.assert_allclose(
-        their_logits(again, np.where(real_RW, token_RW, 0), real_RW.astype(np.int64))[:, 0], expected, atol=1e-6
+        their_logits(exported, np.where(real_RW, token_RW, 0), real_RW.astype(np.int64))[:, 0], expected, atol=1e-6
     )
     critic = models.load_params(source, config, "value")
     np.testing.assert_array_equal(critic["head"], params["head"])

@@ -1,5 +1,7 @@
 """Tiny random checkpoints written by transformers, the independent side of every parity test."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -183,6 +185,15 @@ KINDS = {
             "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.7, "mscale": 1.0, "mscale_all_dim": 1.0},
         },
     ),
+    "mistral4": (
+        "Mistral4",
+        _DEEPSEEK
+        | {
+            "q_lora_rank": 16,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.7, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
     "granite": (
         "Granite",
         {
@@ -245,13 +256,18 @@ _CAUSAL = {"Gemma3Text": "Gemma3", "Qwen3_5Text": "Qwen3_5", "Qwen3_5MoeText": "
 """Names of language models that are not their configuration's."""
 
 
+def model_class(kind, task="ForCausalLM"):
+    """The class of a model; None where transformers has none for the task."""
+    name, _ = KINDS[kind]
+    return getattr(transformers, (_CAUSAL.get(name, name) if task == "ForCausalLM" else name) + task, None)
+
+
 def build(kind, task="ForCausalLM", seed=0, **changes):
     """A transformers model with weights large enough that every part shows in the logits."""
     name, fields = KINDS[kind]
     config = getattr(transformers, f"{name}Config")(**{**_SIZES, **fields, **changes})
     torch.manual_seed(seed)
-    owner = _CAUSAL.get(name, name) if task == "ForCausalLM" else name
-    model = getattr(transformers, owner + task)(config).eval()
+    model = model_class(kind, task)(config).eval()
     with torch.no_grad():
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
         for weight in [*model.parameters(), *biases]:
@@ -262,6 +278,13 @@ def build(kind, task="ForCausalLM", seed=0, **changes):
 def write(directory, model, **options):
     model.save_pretrained(directory, **options)
     return directory
+
+
+def again(directory, **options):
+    """The model of transformers that a checkpoint's config.json names, which `AutoModel` need not know."""
+    (name,) = json.loads((directory / "config.json").read_text())["architectures"]
+    # With the attention of `build`: another kernel sums in another order.
+    return getattr(transformers, name).from_pretrained(directory, attn_implementation="eager", **options)
 
 
 def tokens(shape, seed=0):

@@ -230,7 +230,7 @@ def _heads(
     attention, turn = layer["attention"], turns.of_layer(_flag(layer, "slides"), _flag(layer, "turns"))
     if config.latent is not None:
         query_RWNH, key_RWKH, value_RWKH = latents(attention, config, config.latent, input_RWD, turn)
-        return query_RWNH, None, key_RWKH, value_RWKH
+        return turns.grown(query_RWNH), None, key_RWKH, value_RWKH
 
     def project(name: str) -> Array:
         heads = linear.project(input_RWD, attention[name])
@@ -251,10 +251,8 @@ def _heads(
     query_RWNH, key_RWKH = (
         rotate(heads, turn, interleaved=config.rope_interleaved) for heads in (query_RWNH, key_RWKH)
     )
-    if turns.growth_RW is not None:
-        query_RWNH = (query_RWNH * turns.growth_RW[:, :, None, None]).astype(query_RWNH.dtype)
     copies = 1 if "qkv" in attention else execution.kv_copies
-    return query_RWNH, gate_RWNH, repeat_heads(key_RWKH, copies), repeat_heads(value_RWKH, copies)
+    return turns.grown(query_RWNH), gate_RWNH, repeat_heads(key_RWKH, copies), repeat_heads(value_RWKH, copies)
 
 
 def _head_norm(config: ModelConfig, head_RWNH: Array, weight: Array) -> Array:

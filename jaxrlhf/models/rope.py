@@ -51,6 +51,12 @@ class Rotations(NamedTuple):
             turn = Rotation(jnp.where(turns, turn.cos_RWX, 1.0), jnp.where(turns, turn.sin_RWX, 0.0))
         return turn
 
+    def grown(self, query_RWNH: Float[Array, "R W N H"]) -> Float[Array, "R W N H"]:
+        """Queries times the growth of their positions."""
+        if self.growth_RW is None:
+            return query_RWNH
+        return (query_RWNH * self.growth_RW[:, :, None, None]).astype(query_RWNH.dtype)
+
 
 def rotations(
     config: ModelConfig,

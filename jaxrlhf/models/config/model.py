@@ -29,6 +29,7 @@ FamilyName = Literal[
     "glm4",
     "glm4_moe",
     "ministral3",
+    "mistral4",
     "granite",
     "minimax_m2",
     "gpt_oss",

@@ -179,12 +179,15 @@ def _read(tensor: Any, source: StoredTensor, shape: tuple[int, ...], ranges: Ran
             continue
         first, merged = there[group[0]], group[1:]
         inside = source.interleaved(group)
+        whole = inside is not None and inside[0] == group  # one range
+        offset = inside[1] if inside is not None and whole else 0
+        inside = None if whole else inside
         plain = merged if inside is None else merged.removesuffix(inside[0])
         width = math.prod(size[letter] for letter in plain) * (1 if inside is None else inside[2])
         count = first.stop - first.start
         # A shard of padding alone has nothing in the file, which refuses to be asked for nothing.
         start = first.start if count else 0
-        outer.append(slice(start * width, (start + max(1, count)) * width))
+        outer.append(slice(offset + start * width, offset + (start + max(1, count)) * width))
         split += [max(1, count), *(size[letter] for letter in plain)]
         own += [slice(None)] * (1 + len(plain))
         if inside is not None:

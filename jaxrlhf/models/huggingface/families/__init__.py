@@ -11,7 +11,7 @@ from jaxrlhf.models.huggingface.families.gpt_oss import GPT_OSS
 from jaxrlhf.models.huggingface.families.granite import GRANITE
 from jaxrlhf.models.huggingface.families.llama import LLAMA, MISTRAL, MIXTRAL, PHI3
 from jaxrlhf.models.huggingface.families.minimax import MINIMAX_M2
-from jaxrlhf.models.huggingface.families.mistral import MINISTRAL3
+from jaxrlhf.models.huggingface.families.mistral import MINISTRAL3, MISTRAL4
 from jaxrlhf.models.huggingface.families.olmo import OLMO2, OLMO3
 from jaxrlhf.models.huggingface.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from jaxrlhf.models.huggingface.families.qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -34,6 +34,7 @@ _ALL = (
         GLM4,
         GLM4_MOE,
         MINISTRAL3,
+        MISTRAL4,
         GRANITE,
         MINIMAX_M2,
         GPT_OSS,

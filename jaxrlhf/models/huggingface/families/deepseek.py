@@ -20,7 +20,7 @@ from jaxrlhf.models.huggingface.families.fields import Fields
 _NO_TENSORS = ("layers.attention.key", "layers.attention.value")
 
 
-def _read_latent(given: Fields, *, interleaved: bool, dense_layers: int) -> dict[str, Any]:
+def read_latent(given: Fields, *, interleaved: bool, dense_layers: int) -> dict[str, Any]:
     """Fields of `ModelConfig` that both versions set, but the router's.
 
     Args:
@@ -78,8 +78,8 @@ def write_experts(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    """Fields of config.json that both versions have."""
+def write_latent(config: ModelConfig) -> dict[str, Any]:
+    """Fields of config.json that all versions have."""
     latent = config.latent
     assert latent is not None
     return {
@@ -94,7 +94,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+def latent_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    """Table of latent attention, with experts behind a few first layers."""
     latent, experts = config.latent, config.experts
     assert latent is not None and experts is not None
     attention = in_layers(
@@ -137,15 +138,15 @@ def _read_v2(given: Fields) -> dict[str, Any]:
         groups=groups if grouped else 1,
         groups_per_token=chosen if grouped else 1,
     )
-    return {"experts": experts, **_read_latent(given, interleaved=True, dense_layers=0)}
+    return {"experts": experts, **read_latent(given, interleaved=True, dense_layers=0)}
 
 
 def _write_v2(config: ModelConfig) -> dict[str, Any]:
     grouped = config.experts is not None and config.experts.groups > 1
-    return _write(config) | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
+    return write_latent(config) | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
-DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2", _tensors, _read_v2, _write_v2)
+DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2", latent_tensors, _read_v2, _write_v2)
 """DeepSeek-V2: the best experts, or the best of the best groups."""
 
 
@@ -163,15 +164,15 @@ def _read_v3(given: Fields) -> dict[str, Any]:
         group_best=2,
     )
     interleaved = bool(given.take("rope_interleave", True))
-    return {"experts": experts, **_read_latent(given, interleaved=interleaved, dense_layers=3)}
+    return {"experts": experts, **read_latent(given, interleaved=interleaved, dense_layers=3)}
 
 
 def _write_v3(config: ModelConfig) -> dict[str, Any]:
     interleaved = config.latent is not None and config.latent.interleaved
-    return _write(config) | {"topk_method": "noaux_tc", "rope_interleave": interleaved}
+    return write_latent(config) | {"topk_method": "noaux_tc", "rope_interleave": interleaved}
 
 
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", _tensors, _read_v3, _write_v3, predicts_several=True)
+DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3", latent_tensors, _read_v3, _write_v3, predicts_several=True)
 """DeepSeek-V3: experts by sigmoid scores and a bias, of the groups whose best pairs are best."""
 
 
@@ -198,5 +199,5 @@ def _write_v32(config: ModelConfig) -> dict[str, Any]:
     return fields | {"index_n_heads": index.heads, "index_head_dim": index.head_dim, "index_topk": index.top}
 
 
-DEEPSEEK_V32 = Family("deepseek_v32", "DeepseekV32", _tensors, _read_v32, _write_v32, predicts_several=True)
+DEEPSEEK_V32 = Family("deepseek_v32", "DeepseekV32", latent_tensors, _read_v32, _write_v32, predicts_several=True)
 """DeepSeek-V3.2: V3 with sparse attention, whose indexer is kept while attention sees all tokens."""

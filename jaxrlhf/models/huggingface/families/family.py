@@ -24,8 +24,8 @@ class StoredTensor(NamedTuple):
       rows: Rows of a tensor that several parameters share; None where it is the parameter's own.
       layer: First layer that has the tensor.
       layers: Layers that have it, where they do not follow one another; empty: from `layer` on.
-      inside: Last letters of a group that are not the first of it, their first index in the file, and how many indices
-        they have there together: others share the tensor with this parameter, interleaved. The letter `1` is one index.
+      inside: Last letters of a group, or all of it, their first index in the file, and how many indices they have
+        there together: others share the tensor with this parameter, interleaved. The letter `1` is one index.
     """
 
     name: str

@@ -1,30 +1,78 @@
-"""Ministral 3: Mistral with stretched positions, by which queries grow."""
+"""Ministral 3 and Mistral 4: stretched positions, by which queries grow; Mistral 4 has the layers of DeepSeek."""
 
 from typing import Any
 
 from jaxrlhf.models.config import ModelConfig
-from jaxrlhf.models.huggingface.families.family import DECODER, Family
+from jaxrlhf.models.huggingface.families.deepseek import latent_tensors, read_experts, read_latent, write_latent
+from jaxrlhf.models.huggingface.families.family import DECODER, LAYER, Family, StoredTensor
 from jaxrlhf.models.huggingface.families.fields import Fields
 from jaxrlhf.models.huggingface.families.rope_fields import parse_rope, rope_dictionary
 
 
-def _read(given: Fields) -> dict[str, Any]:
-    given.default(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5)
+def _read_rope(given: Fields, family: str) -> dict[str, Any]:
     rope = dict(given.take("rope_parameters") or {})
     rope.pop("max_position_embeddings", None)  # the model's, once more
     if not rope:
-        raise given.error("no rope_parameters", "a ministral3 checkpoint says there how queries grow")
-    return {"sliding_window": given.take("sliding_window"), **parse_rope(rope, given)}
+        raise given.error("no rope_parameters", f"a {family} checkpoint says there how queries grow")
+    return rope
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
+def _write_rope(config: ModelConfig) -> dict[str, Any]:
     return {
-        "sliding_window": config.sliding_window,
         "rope_parameters": rope_dictionary(config.rope_theta, config.rope_scaling),
         "rope_theta": None,
         "rope_scaling": None,
     }
 
 
-MINISTRAL3 = Family("ministral3", "Ministral3", lambda config: DECODER, _read, _write)
+def _read_ministral(given: Fields) -> dict[str, Any]:
+    given.default(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5)
+    rope = _read_rope(given, "ministral3")
+    return {"sliding_window": given.take("sliding_window"), **parse_rope(rope, given)}
+
+
+def _write_ministral(config: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": config.sliding_window, **_write_rope(config)}
+
+
+MINISTRAL3 = Family("ministral3", "Ministral3", lambda config: DECODER, _read_ministral, _write_ministral)
 """Ministral 3: YaRN, and queries that grow with the logarithm of their position."""
+
+
+def _read_mistral4(given: Fields) -> dict[str, Any]:
+    rope = _read_rope(given, "mistral4")
+    rope.pop("partial_rotary_factor", None)  # follows from the widths of both parts of a head
+    experts = read_experts(
+        given,
+        normalised=bool(given.take("norm_topk_prob", True)),
+        scaling=float(given.take("routed_scaling_factor", 1.0)),
+        groups=given.take("n_group") or 1,
+        groups_per_token=given.take("topk_group") or 1,
+        group_best=2,
+    )
+    interleaved = bool(given.take("rope_interleave", True))
+    latent = read_latent(given, interleaved=interleaved, dense_layers=0)
+    return {"experts": experts, **latent, **parse_rope(rope, given)}
+
+
+def _write_mistral4(config: ModelConfig) -> dict[str, Any]:
+    assert config.latent is not None
+    fields = write_latent(config) | _write_rope(config)
+    given = {"head_dim": config.head_dim, "rope_interleave": config.latent.interleaved}
+    return {name: value for name, value in (fields | given).items() if name != "scoring_func"}
+
+
+def _mistral4_tensors(config: ModelConfig) -> dict[str, StoredTensor]:
+    """Experts of a layer in one tensor, the gate of each above its up."""
+    assert config.experts is not None
+    inner = config.experts.intermediate_size
+    both, layer = LAYER + "mlp.experts.gate_up_proj", config.dense_layers
+    return latent_tensors(config) | {
+        "layers.mlp.experts.gate": StoredTensor(both, "EDF", "E F D", layer=layer, inside=("F", 0, 2 * inner)),
+        "layers.mlp.experts.up": StoredTensor(both, "EDF", "E F D", layer=layer, inside=("F", inner, 2 * inner)),
+        "layers.mlp.experts.down": StoredTensor(LAYER + "mlp.experts.down_proj", "EFD", "E D F", layer=layer),
+    }
+
+
+MISTRAL4 = Family("mistral4", "Mistral4", _mistral4_tensors, _read_mistral4, _write_mistral4)
+"""Mistral 4: latent attention whose queries grow, and experts by softmax of the groups whose best pairs are best."""
