@@ -47,12 +47,6 @@ def verified(tests: list[dict[str, object]]) -> dict[str, object]:
     return {"problem": "Read a number, print the next one.", "solutions": ["..."], "tests": json.dumps(marked)}
 
 
-def dialogue(last: str) -> str:
-    """A conversation as hh-rlhf has it."""
-    return f"\n\nHuman: Hello\n\nAssistant: Yes?\n\nHuman: {QUESTION}\n\nAssistant: {last}"
-
-
-HH = {"chosen": dialogue("It is 42."), "rejected": dialogue("No.")}
 TLDR_PROMPT = "SUBREDDIT: r/tests\n\nTITLE: A test\n\nPOST: It was long.\n\nTL;DR:"
 TLDR = {"prompt": TLDR_PROMPT, "completion": " It was long."}
 COMPARED = {"prompt": TLDR_PROMPT, "chosen": " Long.", "rejected": " Short."}
@@ -74,25 +68,20 @@ FILES: dict[str, list[dict[str, object]]] = {
     "agentica-org/DeepCoder-Preview-Dataset/primeintellect/train-00000-of-00005.parquet": [verified(STDIN)],
     f"agentica-org/DeepCoder-Preview-Dataset/lcbv5/train-{SHARD}": [code(STDIN)],
     f"agentica-org/DeepCoder-Preview-Dataset/lcbv5/test-{SHARD}": [code(STDIN)],
-    "hh-rlhf/helpful-base/train.jsonl.gz": [HH],
-    "hh-rlhf/helpful-base/test.jsonl.gz": [HH],
     f"trl-lib/hh-rlhf-helpful-base/data/train-{SHARD}": [HELPFUL],
     f"trl-lib/hh-rlhf-helpful-base/data/test-{SHARD}": [HELPFUL],
     **{f"trl-lib/tldr/data/{split}-{SHARD}": [TLDR] for split in ("train", "validation", "test")},
-    **{f"tldr-preference/data/{split}-{SHARD}": [COMPARED] for split in ("train", "validation")},
+    **{f"trl-lib/tldr-preference/data/{split}-{SHARD}": [COMPARED] for split in ("train", "validation")},
 }
 """Records by file, in the folder of the data set's name."""
 
 
 def write(folder: Path, copies: int = 1) -> None:
     """Write every data set into a folder, each record so many times."""
-    import gzip
-
     for name, records in FILES.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records * copies), path)
             continue
-        text = "".join(json.dumps(record) + "\n" for record in records * copies).encode()
-        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+        path.write_text("".join(json.dumps(record) + "\n" for record in records * copies))

@@ -8,7 +8,7 @@ import tiny_hub
 from test_data_sources import write
 from test_models_hub import gone, listen
 
-from jaxrlhf.config import HubData, PairFile, PromptFile, Refusal
+from jaxrlhf.config import HubData, HubPairs, PromptFile, Refusal
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 
@@ -124,9 +124,6 @@ def test_columns_of_verl_and_trl_are_read_as_they_are(tmp_path):
         tmp_path / "completions.jsonl",
         [{"prompt": [asked], "completion": [said]}, {"prompt": "1+1?", "completion": "2"}],
     )
-    pairs = [{"chosen": [asked, said], "rejected": [asked, {**said, "content": "3"}]}]
-    pairs.append({"prompt": [asked], "chosen": [said], "rejected": [{**said, "content": "3"}]})
-    write(tmp_path / "pairs.jsonl", pairs)
     tokenizer = embedded_tokenizer()
 
     def load(data):
@@ -138,6 +135,56 @@ def test_columns_of_verl_and_trl_are_read_as_they_are(tmp_path):
     assert (one.question, tokenizer.decode(one.solution_tokens)) == ("1+1?", "It is 2.<|eos|>")
     data = PromptFile(str(tmp_path / "completions.jsonl"), answer_key=None, solution_key="completion")
     assert [tokenizer.decode(one.solution_tokens) for one in load(data)] == ["It is 2.<|eos|>", "2<|eos|>"]
-    for one in load(PairFile(str(tmp_path / "pairs.jsonl"))):
-        texts = tokenizer.decode(one.solution_tokens), tokenizer.decode(one.rejected_tokens)
-        assert (one.question, texts) == ("1+1?", ("It is 2.<|eos|>", "3<|eos|>"))
+
+
+def pair_lines(*records: dict) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+ASKED = message("user", "Sky?")
+BLUE, RED = message("assistant", "It is blue."), message("assistant", "It is red.")
+TRL_PAIRS = {
+    "explicit": {"prompt": "Sky?", "chosen": "It is blue.", "rejected": "It is red."},
+    "implicit": {"chosen": "Sky? It is blue.", "rejected": "Sky? It is red."},
+    "conversation": {"prompt": [ASKED], "chosen": [BLUE], "rejected": [RED]},
+    "implicit conversation": {"chosen": [ASKED, BLUE], "rejected": [ASKED, RED]},
+}
+"""A pair in each of the formats of TRL's page on data sets."""
+
+
+def pairs_of(data, split="train"):
+    """Prompt, chosen and rejected answer of each pair, as text."""
+    tokenizer = embedded_tokenizer()
+    loaded = load_problems(data, tokenizer, split=split, max_prompt_tokens=99)
+    assert not loaded.malformed
+    answers = ([tokenizer.decode(ids) for ids in (one.solution_tokens, one.rejected_tokens)] for one in loaded.problems)
+    return [(one.question, *said) for one, said in zip(loaded.problems, answers, strict=True)]
+
+
+@pytest.mark.parametrize("form", TRL_PAIRS)
+def test_pairs_in_every_format_of_trl(hub, form):
+    files = {"train.jsonl": pair_lines(TRL_PAIRS[form]), "test.jsonl": pair_lines(TRL_PAIRS[form])}
+    hub.repositories["datasets/us/pairs"] = {"main": {}, "v1": files}
+    key = None if form == "implicit" else "prompt"
+    data = HubPairs("us/pairs", evaluation="test", revision="v1", prompt_key=key)
+    prompt, chosen, rejected = "Sky?", "It is blue.<|eos|>", "It is red.<|eos|>"
+    if form == "implicit":  # the words that both begin with
+        prompt, chosen, rejected = "Sky? It is", " blue.<|eos|>", " red.<|eos|>"
+    assert pairs_of(data) == pairs_of(data, "evaluation") == [(prompt, chosen, rejected)]
+
+
+def test_pairs_of_the_hub_are_held_out_by_split_or_share_and_downloaded_as_they_are_read(hub):
+    shards = [[{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(k, k + 60)] for k in (0, 60)]
+    files = {f"train-{k}.jsonl": pair_lines(*shard) for k, shard in enumerate(shards)}
+    hub.repositories["datasets/us/pairs"] = {"main": files}
+    few = HubPairs("us/pairs", evaluation_fraction=0.3, train_problems=60)
+    train, held = pairs_of(few), pairs_of(few, "evaluation")
+    assert hub.sent() == {"train-0.jsonl"}
+    assert {prompt for prompt, *_ in (*train, *held)} == {f"{n}?" for n in range(60)} and len(train) + len(held) == 60
+    assert pairs_of(HubPairs("us/pairs"), "evaluation") == [] and len(pairs_of(HubPairs("us/pairs"))) == 120
+    with pytest.raises(Refusal, match="give one of them"):
+        HubPairs("us/pairs", evaluation="test", evaluation_fraction=0.1)

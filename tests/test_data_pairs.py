@@ -82,6 +82,18 @@ def test_malformed_pairs_are_left_out_and_told_of_with_file_and_line(load, tmp_p
         assert reason in told
 
 
+def test_a_prompt_that_the_answers_repeat_is_asked_for(refused, load, tokenizer, tmp_path):
+    chosen, rejected = "Two and two? It is 4.", "Two and two? It is 40."
+    path = write(tmp_path / "pairs.jsonl", [{"chosen": chosen, "rejected": rejected}, HH])
+    first, second = load(PairFile(path, prompt_key=None)).problems
+    assert first.question == "Two and two? It is" and tokenizer.decode(first.rejected_tokens) == " 40.<|eos|>"
+    assert tokenizer.decode(second.solution_tokens) == "It is 2.<|eos|>"
+    unlike = write(tmp_path / "unlike.jsonl", [{"chosen": "Yes", "rejected": "Yeah", "question": "2?"}])
+    for key in ("prompt", "asked", None):
+        with refused():
+            load(PairFile(unlike, prompt_key=key))
+
+
 @pytest.mark.parametrize(("records", "allowed"), [([HH, *MALFORMED.values()], 0.5), (MALFORMED.values(), 1.0)])
 def test_too_many_malformed_pairs_or_no_others_are_an_error(refused, load, tmp_path, records, allowed):
     with refused():

@@ -1,6 +1,5 @@
 """Helpfulness, stage 1 of 2: a reward model from the preference pairs of hh-rlhf, on a machine of eight H100.
 
-    hf download Anthropic/hh-rlhf --repo-type dataset --include 'helpful-base/*' --local-dir hh-rlhf
     python -m jaxrlhf.train --config hh_reward_model.py --export models/hh_reward_model
 
 One epoch of the 43835 pairs of the part `helpful-base`; `hh_ppo.py` is next.
@@ -11,7 +10,7 @@ Source: batch and learning rates of OpenRLHF's example (https://github.com/OpenR
 arXiv:2405.11143); the pairs are Bai et al. 2022 (arXiv:2204.05862).
 """
 
-from jaxrlhf.config import Config, Evaluation, Optimizer, PairFile, Pretrained, RewardModel, Rollout, Training
+from jaxrlhf.config import Config, Evaluation, HubPairs, Optimizer, Pretrained, RewardModel, Rollout, Training
 
 PAIRS, PAIRS_PER_UPDATE = 43_835, 256
 
@@ -21,7 +20,7 @@ def get_config() -> Config:
     return Config(
         name="hh_reward_model",
         model=Pretrained("Qwen/Qwen2.5-7B-Instruct"),
-        data=PairFile("hh-rlhf/helpful-base/train.jsonl.gz", evaluation="hh-rlhf/helpful-base/test.jsonl.gz"),
+        data=HubPairs("trl-lib/hh-rlhf-helpful-base", evaluation="test"),
         algorithm=RewardModel(
             pairs_per_update=PAIRS_PER_UPDATE,
             critic=Training(

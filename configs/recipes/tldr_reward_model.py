@@ -1,6 +1,5 @@
 """Summaries of posts, stage 2 of 3: a reward model from comparisons of two summaries, on one H100.
 
-    hf download trl-lib/tldr-preference --repo-type dataset --local-dir tldr-preference
     python -m jaxrlhf.train --config tldr_reward_model.py --export models/tldr_reward_model
 
 One epoch of 92858 comparisons, from the policy of `tldr_sft.py`; `tldr_ppo.py` is next.
@@ -11,7 +10,7 @@ Source: Huang et al. 2024 (arXiv:2403.17031) for batch and learning rate, there 
 Stiennon et al. 2020 (arXiv:2009.01325).
 """
 
-from jaxrlhf.config import Config, Evaluation, Optimizer, PairFile, Pretrained, RewardModel, Rollout, Training
+from jaxrlhf.config import Config, Evaluation, HubPairs, Optimizer, Pretrained, RewardModel, Rollout, Training
 
 PAIRS, PAIRS_PER_UPDATE = 92_858, 64
 
@@ -21,10 +20,7 @@ def get_config() -> Config:
     return Config(
         name="tldr_reward_model",
         model=Pretrained("models/tldr_sft"),
-        data=PairFile(
-            "tldr-preference/data/train-00000-of-00001.parquet",
-            evaluation="tldr-preference/data/validation-00000-of-00001.parquet",
-        ),
+        data=HubPairs("trl-lib/tldr-preference", evaluation="validation"),
         algorithm=RewardModel(
             pairs_per_update=PAIRS_PER_UPDATE,
             critic=Training(

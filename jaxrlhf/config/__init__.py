@@ -108,6 +108,7 @@ from jaxrlhf.config.sources import (
     Generated,
     Gsm8k,
     HubData,
+    HubPairs,
     Model,
     Nnx,
     PairFile,

@@ -187,8 +187,8 @@ class PromptFile(PromptFields):
 
 
 @dataclass(frozen=True)
-class HubData(PromptFields, Settings):
-    """Prompts of a data set of the Hugging Face hub, in `.jsonl`, `.jsonl.gz` or `.parquet`.
+class HubFiles(Settings):
+    """Splits of a data set of the Hugging Face hub, in `.jsonl`, `.jsonl.gz` or `.parquet`.
 
     Its files are downloaded one after another, as their records are read, to the hub's cache.
 
@@ -207,6 +207,11 @@ class HubData(PromptFields, Settings):
     evaluation: str | None = "test"
     revision: str | None = None
     train_problems: Positive[int] | None = None
+
+
+@dataclass(frozen=True)
+class HubData(PromptFields, HubFiles):
+    """Prompts of a data set of the hub: its files are those of `HubFiles`, its columns those of `PromptFields`."""
 
 
 @dataclass(frozen=True)
@@ -247,18 +252,18 @@ class ArithmeticPairs(Settings):
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class PairFile(Settings):
-    """Preference pairs from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
+@dataclass(frozen=True, kw_only=True)
+class PairFields(Settings):
+    """Fields of records with preference pairs.
 
-    A record has a prompt and two answers; or two dialogues in the format of hh-rlhf (Bai et al. 2022,
-    arXiv:2204.05862), turns after `\\n\\nHuman:` and `\\n\\nAssistant:`, which differ in the last.
+    A record has a prompt and two answers; or two lists of messages, or two dialogues in the format of hh-rlhf (Bai et
+    al. 2022, arXiv:2204.05862), turns after `\\n\\nHuman:` and `\\n\\nAssistant:`, which differ in the last.
 
     Attributes:
-      train: File of training records.
-      evaluation: File of held-out records; None leaves that to `evaluation_fraction`.
       evaluation_fraction: Share of the prompts of `train` that is held out; pairs with one prompt stay together.
-      prompt_key: Field with the prompt: a text, or a list of chat messages.
+      prompt_key: Field with the prompt: a text, or a list of chat messages. None takes it from answers that repeat it
+        (TRL's implicit prompts): the messages before the last, the turns of a dialogue, or the words that both texts
+        begin with.
       chosen_key, rejected_key: Fields with the answers, each a text or TRL's list of messages, of which the last is the
         answer; where there is no prompt, the messages before it are.
       margin_key: Field with the least difference of the scores, a number; None if there is none.
@@ -268,10 +273,8 @@ class PairFile(Settings):
         the token of it, as the tokenizer does by itself; "text" keeps its letters, so that no text ends a turn.
     """
 
-    train: str
-    evaluation: str | None = None
     evaluation_fraction: Annotated[float, within(0.0, 0.5)] = 0.0
-    prompt_key: str = "prompt"
+    prompt_key: str | None = "prompt"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     margin_key: str | None = None
@@ -282,14 +285,50 @@ class PairFile(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.evaluation is None or not self.evaluation_fraction,
-            f"PairFile holds out evaluation={self.evaluation!r} and evaluation_fraction={self.evaluation_fraction}; "
-            "give one of them",
-        )
-        require(
             self.safe_keys is None or len(self.safe_keys) == 2,
-            f"PairFile.safe_keys names two fields, of the chosen and the rejected answer, got {self.safe_keys}",
+            f"{type(self).__name__}.safe_keys names two fields, of the chosen and the rejected answer, "
+            f"got {self.safe_keys}",
         )
 
 
-DataSet = Arithmetic | ArithmeticPairs | Generated | Gsm8k | HubData | PairFile | PromptFile | Shapes
+@dataclass(frozen=True)
+class PairFile(PairFields):
+    """Preference pairs from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
+
+    Attributes:
+      train: File of training records.
+      evaluation: File of held-out records; None leaves that to `evaluation_fraction`.
+    """
+
+    train: str
+    evaluation: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_held_out(self)
+
+
+@dataclass(frozen=True)
+class HubPairs(PairFields, HubFiles):
+    """Preference pairs of a data set of the hub: its files are those of `HubFiles`, its columns those of `PairFields`.
+
+    Attributes:
+      evaluation: Split of the held-out records; None leaves that to `evaluation_fraction`.
+    """
+
+    evaluation: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_held_out(self)
+
+
+def _check_held_out(data: PairFile | HubPairs) -> None:
+    require(
+        data.evaluation is None or not data.evaluation_fraction,
+        f"{type(data).__name__} holds out evaluation={data.evaluation!r} and "
+        f"evaluation_fraction={data.evaluation_fraction}; give one of them",
+    )
+
+
+DataSet = Arithmetic | ArithmeticPairs | Generated | Gsm8k | HubData | HubPairs | PairFile | PromptFile | Shapes

@@ -7,7 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jaxrlhf.config import HubData, Refusal
+from jaxrlhf.config import HubPairs, Refusal
+from jaxrlhf.config.sources import HubFiles
 from jaxrlhf.data.records import Row, read_rows
 
 _SUFFIX = re.compile(r"\.(jsonl|jsonl\.gz|parquet)$")
@@ -37,24 +38,25 @@ def _snapshot(path: str) -> Path:
         ) from error
 
 
-def hub_rows(data: HubData, split: str) -> Iterator[Row]:
+def hub_rows(data: HubFiles, split: str) -> Iterator[Row]:
     """Records of a split; a file is downloaded when the first of its records is asked for.
 
     Raises:
       Refusal: No such data set, revision, subset or split.
     """
-    name = data.train if split == "train" else data.evaluation
+    part = _part(data, split)
+    name: str | None = getattr(data, part)
     if name is None:
         return iter(())
     place = _Directory(data.path) if Path(data.path).expanduser().is_dir() else _Repository(data.path, data.revision)
     files = _files_of(place, data.subset, name)
     rows = (row for file in files for row in read_rows(place.file(file)))
-    return islice(rows, data.train_problems if split == "train" else None)
+    return islice(rows, data.train_problems if part == "train" else None)
 
 
-def identity(data: HubData, split: str) -> list[tuple[str, int, Any]]:
+def identity(data: HubFiles, split: str) -> list[tuple[str, int, Any]]:
     """Name, size and version of each file of a split; files of the hub count as large."""
-    name = data.train if split == "train" else data.evaluation
+    name: str | None = getattr(data, _part(data, split))
     if name is None:
         return []
     if not (directory := Path(data.path).expanduser()).is_dir():
@@ -62,6 +64,12 @@ def identity(data: HubData, split: str) -> list[tuple[str, int, Any]]:
         return [(file, 2**62, place.commit) for file in _files_of(place, data.subset, name)]
     stats = [(file, (directory / file).stat()) for file in _files_of(_Directory(data.path), data.subset, name)]
     return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+
+
+def _part(data: HubFiles, split: str) -> str:
+    """Setting that names a split's files; held-out pairs may be a share of the training split."""
+    shared = isinstance(data, HubPairs) and data.evaluation_fraction > 0
+    return "train" if shared else split
 
 
 class _Directory:

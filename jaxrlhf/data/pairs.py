@@ -3,11 +3,13 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from jaxrlhf.config import ArithmeticPairs, PairFile, Refusal
+from jaxrlhf.config.sources import PairFields
 from jaxrlhf.data.arithmetic import Split, arithmetic_records, stable_hash
 from jaxrlhf.data.records import Row, Stored, read_rows
 
@@ -40,19 +42,12 @@ class PairRecord(NamedTuple):
     record: Stored
 
 
-class Read(NamedTuple):
-    """The pairs of a split, and what is wrong with those that could not be read."""
-
-    pairs: list[PairRecord]
-    malformed: list[str]
-
-
-def read_arithmetic_pairs(data: ArithmeticPairs, split: Split) -> Read:
+def arithmetic_pairs(data: ArithmeticPairs, split: Split) -> Iterator[PairRecord]:
     """Right solutions and wrong ones; the right one is harmless and the wrong one is not."""
     number = data.train_problems if split == "train" else data.eval_problems
     records = arithmetic_records(difficulty=data.difficulty, problems=number, seed=data.seed, split=split)
-    pairs = [
-        PairRecord(
+    for n, record in enumerate(records):
+        yield PairRecord(
             place=f"arithmetic problem {n}",
             prompt=record["question"],
             chosen=record["solution"],
@@ -62,9 +57,6 @@ def read_arithmetic_pairs(data: ArithmeticPairs, split: Split) -> Read:
             safe=(True, False),
             record=record,
         )
-        for n, record in enumerate(records)
-    ]
-    return Read(pairs, [])
 
 
 def wrong_solution(question: str, solution: str) -> str:
@@ -105,48 +97,55 @@ def _worked_out(task: str) -> int:
     return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[operator]
 
 
-def read_pair_file(data: PairFile, split: Split) -> Read:
-    """The pairs of a file; those that cannot be read are left out and told of, with file and line.
+def pair_file_rows(data: PairFile, split: Split) -> Iterator[Row]:
+    """Records of the file that a split is in."""
+    path = data.train if split == "train" or data.evaluation_fraction else data.evaluation
+    return iter(()) if path is None else read_rows(Path(path).expanduser())
+
+
+def read_pairs(rows: Iterable[Row], data: PairFields, split: Split, malformed: list[str]) -> Iterator[PairRecord]:
+    """The pairs of a split, one after another.
+
+    Args:
+      malformed: What is wrong with pairs that cannot be read, and are left out, is added to it.
 
     Raises:
       Refusal: An unreadable file, more malformed pairs than `data` allows, or none that is not.
     """
-    path = data.evaluation if split == "evaluation" and data.evaluation else data.train
-    if split == "evaluation" and data.evaluation is None and not data.evaluation_fraction:
-        return Read([], [])
-    pairs, malformed, total = [], [], 0
-    for row in read_rows(Path(path).expanduser()):
-        total += 1
+    first, total, place = len(malformed), 0, ""
+    for row in rows:
+        total, place = total + 1, row.place
         try:
-            pairs.append(_pair(row, data))
+            pair = _pair(row, data)
         except ValueError as error:
             malformed.append(str(error))
-    if not pairs or len(malformed) > data.malformed_fraction * total:
+        else:
+            if not data.evaluation_fraction or _held_out(pair, data) == (split == "evaluation"):
+                yield pair
+    bad = len(malformed) - first
+    if bad and (bad == total or bad > data.malformed_fraction * total):
+        where = place.rpartition(", ")[0]
         raise Refusal(
-            f"{len(malformed)} of the {total} pairs of {path} are malformed, and "
-            f"data.malformed_fraction={data.malformed_fraction} are allowed; the first: {malformed[0]}"
+            f"{bad} of the {total} pairs of {where} are malformed, and "
+            f"data.malformed_fraction={data.malformed_fraction} are allowed; the first: {malformed[first]}"
         )
-    if data.evaluation_fraction:
-        pairs = [pair for pair in pairs if _held_out(pair, data) == (split == "evaluation")]
-    return Read(pairs, malformed)
 
 
-def _held_out(pair: PairRecord, data: PairFile) -> bool:
+def _held_out(pair: PairRecord, data: PairFields) -> bool:
     return stable_hash(json.dumps(pair.prompt)) < data.evaluation_fraction * 2**64
 
 
-def _pair(row: Row, data: PairFile) -> PairRecord:
-    prompt: str | Messages
+def _pair(row: Row, data: PairFields) -> PairRecord:
     answers = [row.value(key) for key in (data.chosen_key, data.rejected_key)]
+    prompt: str | Messages | None
     if all(isinstance(answer, list) for answer in answers):
         chosen, rejected = (last_said(said, row.place, name) for name, said in zip(_ANSWERS, answers, strict=True))
-        prompt = _prompt(row, data.prompt_key) if data.prompt_key in row.record else _shared_messages(row, *answers)
+        prompt = _prompt(row, data) or _shared_messages(row, *answers)
     else:
         chosen, rejected = (_text(row, key) for key in (data.chosen_key, data.rejected_key))
-        if data.prompt_key in row.record:
-            prompt = _prompt(row, data.prompt_key)
-        else:
-            prompt, chosen, rejected = _split_dialogues(row, chosen, rejected)
+        prompt = _prompt(row, data)
+        if prompt is None:
+            prompt, chosen, rejected = _split(row, chosen, rejected, data)
     empty = [name for name, text in (("chosen", chosen), ("rejected", rejected)) if not text.strip()]
     if empty:
         raise Refusal(f"{row.place}: the {' and the '.join(empty)} answer is empty")
@@ -183,7 +182,11 @@ def _text(row: Row, key: str) -> str:
     return value
 
 
-def _prompt(row: Row, key: str) -> str | Messages:
+def _prompt(row: Row, data: PairFields) -> str | Messages | None:
+    """The prompt; None where the answers repeat it, and no field of the default name has it."""
+    key = data.prompt_key
+    if key is None or (key == "prompt" and not row.has(key)):
+        return None
     value = row.value(key)
     return value if value and isinstance(value, str) else _messages(row, value, key)
 
@@ -198,7 +201,7 @@ def _messages(row: Row, value: Any, key: str) -> Messages:
     return cast(Messages, value)
 
 
-def _safe(row: Row, data: PairFile) -> tuple[bool, bool] | None:
+def _safe(row: Row, data: PairFields) -> tuple[bool, bool] | None:
     if data.safe_keys is None:
         return None
     chosen, rejected = (row.value(key) for key in data.safe_keys)
@@ -207,13 +210,32 @@ def _safe(row: Row, data: PairFile) -> tuple[bool, bool] | None:
     return chosen, rejected
 
 
-def _split_dialogues(row: Row, chosen: str, rejected: str) -> tuple[Messages, str, str]:
-    """The turns that two dialogues share, and the last turn of each."""
-    *shared, last = dialogue(chosen, place=f"{row.place}: chosen")
-    *others, other = dialogue(rejected, place=f"{row.place}: rejected")
+def _split(row: Row, chosen: str, rejected: str, data: PairFields) -> tuple[str | Messages, str, str]:
+    """The prompt that two texts repeat, and what each of them says after it."""
+    if data.prompt_key is None and not (_TURN.match(chosen) and _TURN.match(rejected)):
+        return _split_texts(row, chosen, rejected)
+    try:
+        *shared, last = dialogue(chosen, place=f"{row.place}: chosen")
+        *others, other = dialogue(rejected, place=f"{row.place}: rejected")
+    except Refusal as error:
+        there = sorted(row.record)
+        raise Refusal(f"{error}; a field with the prompt is named by data.prompt_key, and there are {there}") from error
     if shared != others:
         raise Refusal(f"{row.place}: chosen and rejected differ before the last turn")
     return shared, last["content"], other["content"]
+
+
+def _split_texts(row: Row, chosen: str, rejected: str) -> tuple[str, str, str]:
+    """The words that two texts begin with, and the rest of each, from the space before it on."""
+    same = takewhile(lambda letters: letters[0] == letters[1], zip(chosen, rejected, strict=False))
+    found = re.match(r"(?s)(.*\S)\s", "".join(letter for letter, _ in same))
+    if found is None:
+        raise Refusal(
+            f"{row.place}: prompt_key=None takes the words that chosen and rejected begin with as the prompt, and they "
+            f"have none in common, got {chosen!r:.60} and {rejected!r:.60}"
+        )
+    prompt = found[1]
+    return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
 
 
 def dialogue(text: str, *, place: str) -> Messages:

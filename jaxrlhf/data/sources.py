@@ -18,6 +18,7 @@ from jaxrlhf.config import (
     Generated,
     Gsm8k,
     HubData,
+    HubPairs,
     Mixture,
     PairFile,
     PromptFile,
@@ -31,7 +32,7 @@ from jaxrlhf.data.generated import generated_records
 from jaxrlhf.data.hub import hub_rows, split_files
 from jaxrlhf.data.image_prompts import as_text, marked
 from jaxrlhf.data.images import MARK, ImageReader, image_values
-from jaxrlhf.data.pairs import last_said, read_arithmetic_pairs, read_pair_file
+from jaxrlhf.data.pairs import arithmetic_pairs, last_said, pair_file_rows, read_pairs
 from jaxrlhf.data.records import Row, read_rows
 from jaxrlhf.data.shapes import shape_records
 from jaxrlhf.data.table.kept import folder_of, new_folder
@@ -183,11 +184,12 @@ def _read(data: DataSet, split: Split, malformed: list[str]) -> Iterator[SourceR
         case Shapes():
             return _read_shapes(data, split)
         case ArithmeticPairs():
-            read = read_arithmetic_pairs(data, split)
+            pairs = arithmetic_pairs(data, split)
+        case HubPairs():
+            pairs = read_pairs(hub_rows(data, split), data, split, malformed)
         case PairFile():
-            read = read_pair_file(data, split)
-    malformed += read.malformed
-    return (SourceRecord(pair.place, pair.prompt, pair.answer, pair.chosen, pair.record, pair) for pair in read.pairs)
+            pairs = read_pairs(pair_file_rows(data, split), data, split, malformed)
+    return (SourceRecord(pair.place, pair.prompt, pair.answer, pair.chosen, pair.record, pair) for pair in pairs)
 
 
 def _read_arithmetic(data: Arithmetic, split: Split) -> Iterator[SourceRecord]:

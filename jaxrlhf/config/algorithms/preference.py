@@ -10,7 +10,7 @@ from jaxrlhf.config.refusal import require
 from jaxrlhf.config.rewards import Rewards
 from jaxrlhf.config.roles import RoleSpec, actor, critic, reference
 from jaxrlhf.config.settings import NotNegative, Positive, within
-from jaxrlhf.config.sources import ArithmeticPairs, PairFile
+from jaxrlhf.config.sources import ArithmeticPairs, PairFields
 from jaxrlhf.config.training import Optimizer, Training
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ class Preference(Algorithm):
     def check(self, config: Config) -> None:
         name = type(self).__name__
         require(
-            isinstance(config.data, PairFile | ArithmeticPairs),
+            isinstance(config.data, PairFields | ArithmeticPairs),
             f"{name} learns from preference pairs, and data is {type(config.data).__name__}; "
-            "give PairFile or ArithmeticPairs",
+            "give PairFile, HubPairs or ArithmeticPairs",
         )
         require(
             config.rewards == Rewards(),
@@ -223,6 +223,6 @@ class CostModel(RewardModel):
     def check(self, config: Config) -> None:
         super().check(config)
         require(
-            not isinstance(config.data, PairFile) or config.data.safe_keys is not None,
+            not isinstance(config.data, PairFields) or config.data.safe_keys is not None,
             "CostModel learns which answers are harmful, and data.safe_keys is None; name the two fields that say so",
         )

@@ -17,7 +17,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.config import DataSet, HubData, PairFile, PromptFile, to_json
+from jaxrlhf.config import DataSet, PairFile, PromptFile, to_json
+from jaxrlhf.config.sources import HubFiles
 from jaxrlhf.data.hub import identity
 
 LEAST_BYTES = 16 * 2**20
@@ -51,7 +52,7 @@ def folder_of(
 
 def _files(data: DataSet, split: str) -> list[tuple[str, int, Any]] | None:
     """Name, size and version of each file of a split; None if it is read from no files."""
-    if isinstance(data, HubData):
+    if isinstance(data, HubFiles):
         return identity(data, split)
     if not isinstance(data, PromptFile | PairFile):
         return None
