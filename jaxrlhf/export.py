@@ -23,6 +23,7 @@ def main() -> None:
             ("runs/ppo_gsm8k my_policy", "the newest checkpoint of a run"),
             ("runs/ppo_gsm8k my_policy --step 40 --dtype bfloat16 --merge", "another one, adapters merged"),
             ("runs/ppo_gsm8k my_policy --push me/my-policy", "to the hub as well"),
+            ("runs/ppo_gsm8k my_policy --gguf my_policy.gguf --gguf-type q8_0", "for llama.cpp as well"),
         ],
     )
     command.add_argument("run", help="workdir of a run, such as runs/ppo_arithmetic, or a converted checkpoint")

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxrlhf.config import Config, Refusal
+from jaxrlhf.trainer.publishing.gguf import TYPES, check_new_file, convert_export, find_converter
+
+_WHOLE = "--gguf takes whole weights, and the run trains adapters; add --merge, or drop --gguf"
 
 
 def add_flags(command: ArgumentParser) -> None:
@@ -17,6 +20,9 @@ def add_flags(command: ArgumentParser) -> None:
     )
     command.add_argument("--merge", action="store_true", help="export adapters added to the weights they belong to")
     command.add_argument("--average", action="store_true", help="export the average of the weights that the run kept")
+    command.add_argument("--gguf", metavar="FILE", help="write a GGUF file of the export too, by llama.cpp's converter")
+    command.add_argument("--gguf-type", choices=TYPES, help="with --gguf: of its weights; default: auto, a 16-bit one")
+    command.add_argument("--gguf-converter", metavar="COMMAND", help="with --gguf: its name on PATH, or its path")
     command.add_argument("--push", metavar="OWNER/NAME", help="upload the export to this repository of the hub")
     command.add_argument("--private", action="store_true", help="with --push: of a new repository")
     command.add_argument("--overwrite", action="store_true", help="with --push: replace what the repository holds")
@@ -30,6 +36,9 @@ class Export:
       dtype: Dtype of the weights; None is float32, or as a checkpoint was converted.
       merge: Write whole weights, with the adapters that the run trained added to them.
       average: Write the average of the weights that the run kept.
+      gguf: File that is to hold the export as GGUF; None writes none. Within the directory it is uploaded with it.
+      gguf_type: Type of its weights, of `gguf.TYPES`.
+      gguf_converter: Converter that writes it; None is the one on PATH.
       push: Repository of the hub that is to hold the directory; None uploads nothing.
       private: Make a new repository a private one.
       overwrite: Take the place of what the repository holds.
@@ -39,6 +48,9 @@ class Export:
     dtype: str | None
     merge: bool
     average: bool
+    gguf: str | None
+    gguf_type: str | None
+    gguf_converter: str | None
     push: str | None
     private: bool
     overwrite: bool
@@ -51,12 +63,17 @@ class Export:
 
         given = {name: getattr(flags, name) for name in cls.__dataclass_fields__ if name != "directory"}
         if flags.directory is None:
-            if alone := [f"--{name}" for name, value in given.items() if value]:
+            if alone := [f"--{name.replace('_', '-')}" for name, value in given.items() if value]:
                 raise Refusal(f"{', '.join(alone)} say how to export; add --export DIRECTORY, or drop them")
             return None
         if flags.push is None and (flags.private or flags.overwrite):
             raise Refusal("--private and --overwrite are of an upload; add --push OWNER/NAME, or drop them")
+        if flags.gguf is None and (flags.gguf_type or flags.gguf_converter):
+            raise Refusal("--gguf-type and --gguf-converter are of a GGUF file; add --gguf FILE, or drop them")
         export = cls(check_new(flags.directory), **given)
+        if export.gguf is not None:
+            check_new_file(export.gguf)
+            find_converter(export.gguf_converter)
         if export.push is not None:
             check_push(export.push, overwrite=export.overwrite)
         return export
@@ -66,6 +83,8 @@ class Export:
         from jaxrlhf.trainer.policy import check_exportable
 
         check_exportable(config, merge=self.merge, average=self.average)
+        if self.gguf is not None and not self.merge and any(one.lora for one in config.trained.values()):
+            raise Refusal(_WHOLE)
 
     def write(self, run: str | Path, step: int | None = None) -> None:
         """Write the export of a run, or of a converted checkpoint, upload it if asked to, and say so.
@@ -76,9 +95,13 @@ class Export:
         from jaxrlhf.checkpoint.pretrained import export_converted, is_converted
         from jaxrlhf.tracking import BytesBar
         from jaxrlhf.trainer.failures import writing
+        from jaxrlhf.trainer.lora_export import SUFFIX
         from jaxrlhf.trainer.policy import export_policy
         from jaxrlhf.trainer.publishing.push import push
+        from jaxrlhf.trainer.workdir import CHECKPOINTS
 
+        if self.gguf is not None and not self.merge and any((Path(run) / CHECKPOINTS).glob(f"*/*{SUFFIX}")):
+            raise Refusal(_WHOLE)
         with writing(self.directory), BytesBar("writing") as bar:
             if is_converted(run):
                 if step is not None or self.merge or self.average:
@@ -90,5 +113,13 @@ class Export:
                 how |= {"merge": self.merge, "average": self.average, "name": self.push}
                 what = f"model of step {export_policy(run, self.directory, **how, progress=bar)}"
         print(f"wrote the {what} to {self.directory}, {bar.total / 1e9:.3g} GB")
+        if self.gguf is not None:
+            self._convert(check_new_file(self.gguf))
         if self.push is not None:
             print(f"it is at {push(self.directory, self.push, message=what, private=self.private)}")
+
+    def _convert(self, file: Path) -> None:
+        converter = find_converter(self.gguf_converter)
+        print(f"writing {file} by {converter[-1]} ...", flush=True)
+        convert_export(self.directory, file, converter=converter, kind=self.gguf_type or "auto")
+        print(f"wrote {file}, {file.stat().st_size / 1e9:.3g} GB")
