@@ -3,9 +3,9 @@
     python -m jaxrlhf.train --config grpo_shapes.py
 
 A picture has digits of three colours, of which that of one colour is to be read, or two digits of a row. More than
-half of the demonstrations are hasty: they read a digit of another colour, or the row from right to left, and say by
-their first word that they do. A supervised cold start imitates both; GRPO learns from the rewards which look is right.
-The tower learns, too. Nothing is downloaded.
+half of the demonstrations are hasty: they read the digit of another colour, or the row from right to left, and say by
+their first word that they do. A supervised cold start imitates both; GRPO learns from the rewards which look is right,
+and to see better. The tower learns, too. Nothing is downloaded.
 
 Source: Shao et al. 2024 (arXiv:2402.03300).
 """
@@ -44,7 +44,7 @@ def get_config() -> Config:
         data=Shapes(train_problems=25_600, hasty_share=0.6),
         rewards=Rewards(parts=(ArithmeticReward(),)),
         cold_start=ColdStart(
-            steps=1000,
+            steps=800,
             algorithm=SFT(examples_per_update=64),
             optimizer=Optimizer(
                 learning_rate=1e-3, vision_learning_rate=1e-3, warmup_updates=10, decay="linear", weight_decay=0.0
@@ -58,6 +58,6 @@ def get_config() -> Config:
             ),
             tokens_per_microbatch=1024,
         ),
-        steps=40,
-        evaluation=Evaluation(every_steps=10),
+        steps=20,
+        evaluation=Evaluation(every_steps=4),
     )

@@ -123,8 +123,8 @@ class Shapes(Settings):
     Attributes:
       train_problems: Size of the training split.
       eval_problems: Size of the held-out split.
-      hasty_share: Share of the training solutions that read a digit of another colour, or from right to left, and say
-        so by their first word: supervised training imitates them, rewards do not.
+      hasty_share: Share of the training solutions that read the digit of another colour, always the same one, or from
+        right to left, and say so by their first word: supervised training imitates them, rewards do not.
       shuffled: Each question has the picture of another one, so that only what text tells can be learned.
     """
 

@@ -33,8 +33,8 @@ def shape_records(
     """Questions about pictures, with answers; the pictures are named, and drawn where they are looked at.
 
     Args:
-      hasty_share: Share of the solutions that read a digit of another colour, or from right to left, and say so
-        by their first word.
+      hasty_share: Share of the solutions that read the digit of the colour before the asked one (of red, green and
+        blue, and blue before red), or from right to left, and say so by their first word.
       shuffled: Each question has a picture of another one.
     """
     for number in range(problems):
@@ -58,12 +58,12 @@ def _problem(name: str) -> dict[str, Any]:
     digits, names = [int(digit) for digit in dice.integers(1, 10, size=3)], list(COLOURS)
     if dice.integers(2):
         places = dice.permutation(SIDE**2)[:3].tolist()
-        asked, other = (int(index) for index in dice.permutation(3)[:2])
+        asked = int(dice.integers(3))
         return {
             "question": f"{names[asked]}?",
             "answer": str(digits[asked]),
             "careful": "one",
-            "hasty": ("any", str(digits[other])),
+            "hasty": ("any", str(digits[asked - 1])),
             "cells": dict(zip(places, zip(names, digits, strict=True), strict=True)),
         }
     row = int(dice.integers(SIDE))

@@ -1,0 +1,75 @@
+"""Draws how a policy with a vision tower learns from random weights to read pictures, and that it has to see them.
+
+    python scripts/vision_learning.py [--seeds 0 1 2]
+
+Runs `grpo_shapes`, and the same with the pictures shuffled among the questions, and writes `docs/vision_learning.json`
+and `docs/vision.png` after every run: greedy accuracy on held-out questions by step, seconds, and seconds of cores,
+compilation included. Another seed is other weights, other demonstrations first, and other samples.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import bench_workload as bench
+from matplotlib.figure import Figure
+
+from jaxrlhf.tracking.plots import read_curves
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "vision_learning.json"
+RUNS = {"own pictures": ("#3b6fb6", []), "shuffled pictures": ("#b0752a", ["--data.shuffled", "true"])}
+"""Colour of the lines, and what is changed."""
+
+
+def learn(changes: list[str], seed: int) -> dict[str, Any]:
+    """Accuracy by step of a run in a process of its own, and its seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--seed", str(seed), "--devices", "1", "--workdir", folder, *changes]
+        command = [sys.executable, "-m", "jaxrlhf.train", "--config", "grpo_shapes.py", *flags]
+        before, start = sum(os.times()[2:4]), time.monotonic()
+        subprocess.run(command, check=True, env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"})
+        seconds, cores = time.monotonic() - start, sum(os.times()[2:4]) - before
+        accuracy = dict(read_curves(Path(folder) / "metrics.jsonl")["eval/accuracy"])
+    return {"accuracy": accuracy, "seconds": round(seconds), "cpu_seconds": round(cores)}
+
+
+def draw(runs: dict[str, dict[str, Any]]) -> Figure:
+    """A line a run."""
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    for name, seeds in runs.items():
+        for number, run in enumerate(seeds.values()):
+            steps = [int(step) for step in run["accuracy"]]
+            label = None if number else name
+            axes.plot(steps, list(run["accuracy"].values()), color=RUNS[name][0], linewidth=1.4, label=label)
+    axes.set_ylim(0, 1.03)
+    axes.set_xlabel("step")
+    axes.set_ylabel("accuracy, held out")
+    axes.legend(frameon=False, loc="center right")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def main() -> None:
+    """Measure, write and draw."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    flags = parser.parse_args()
+    about = {"processor": bench.processor(), "commit": bench.commit(), "date": time.strftime("%Y-%m-%d")}
+    measured: dict[str, Any] = {"about": about | {"versions": bench.versions("jax")}, "runs": {}}
+    for seed in flags.seeds:
+        for name, (_, changes) in RUNS.items():
+            measured["runs"].setdefault(name, {})[str(seed)] = learn(changes, seed)
+            PAGE.write_text(json.dumps(measured) + "\n")
+            draw(measured["runs"]).savefig(DOCS / "vision.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
