@@ -24,7 +24,7 @@ from jaxrlhf.tracking.plots import read_curves
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "vision_learning.json"
-RUNS = {"own pictures": ("#3b6fb6", []), "shuffled pictures": ("#b0752a", ["--data.shuffled", "true"])}
+RUNS = {"own pictures": ("#3b6fb6", []), "shuffled pictures": ("#b0752a", ["--data.shuffled"])}
 """Colour of the lines, and what is changed."""
 
 
