@@ -58,6 +58,7 @@ from jaxrlhf.config import (
     PolicyGradient,
     Preference,
     Pretrained,
+    ProcessRewardModel,
     PromptFile,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
@@ -159,8 +160,12 @@ def task(folder: Path, algorithm: Algorithm, model: Model, *, solution: str | No
         settings["data"] = PromptFile(**files, solution_key="answer")
     if isinstance(algorithm, GDPO):  # of several rewards; this one says that there is a digit
         settings["rewards"] = Rewards((Gsm8kReward(method="flexible"), FormatReward(r"\d", weight=0.1)), workers=1)
-    if isinstance(algorithm, RewardModel):
-        settings |= {"actor": Training(), "steps": 150}  # it has no actor, and learns what a token is equal to
+    if isinstance(algorithm, RewardModel | ProcessRewardModel):
+        settings |= {
+            "rewards": Rewards(),
+            "actor": Training(),
+            "steps": 150,
+        }  # it has no actor, and learns what a token is equal to
     return Config(algorithm=algorithm, model=model, **settings | changes)
 
 

@@ -5,7 +5,7 @@ import os
 import pytest
 from test_data_mixtures import write
 
-from jaxrlhf.config import Mixture, PairFile, PromptFile, Source
+from jaxrlhf.config import Mixture, PairFile, PromptFile, Source, StepFile
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.table import kept
 from jaxrlhf.data.tokenizer import embedded_tokenizer
@@ -62,12 +62,16 @@ def test_whatever_its_tokens_depend_on_makes_it_another(folder):
     assert load(data, max_prompt_tokens=8).total == 9
 
 
-def test_pairs_and_mixtures_are_kept_too(folder):
+def test_pairs_steps_and_mixtures_are_kept_too(folder):
     pairs = [{"prompt": "1+1?", "chosen": "2", "rejected": "3", "margin": 0.5, "safe": True, "not": False}]
     keys = {"margin_key": "margin", "safe_keys": ("safe", "not")}
     loaded = load(PairFile(write(folder / "pairs.jsonl", pairs), **keys))
     assert loaded.kept is not None
     assert (loaded.problems[0].margin, loaded.problems[0].safe) == (0.5, (True, False))
+    steps = {"prompt": "1+1?", "completions": ["1+1=2", "2"], "labels": [True, False]}
+    loaded = load(StepFile(write(folder / "steps.jsonl", [steps])))
+    assert loaded.kept is not None and loaded.problems[0].step_labels == (True, False)
+    assert loaded.problems[0].step_ends[-1] == len(loaded.problems[0].solution_tokens)
     a = Source(name="a", data=PromptFile(write(folder / "a.jsonl", RECORDS)))
     b = Source(name="b", data=PromptFile(write(folder / "b.jsonl", RECORDS[:2])), system_prompt="Think.")
     mixed = load(Mixture((a, b)))

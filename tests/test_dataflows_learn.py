@@ -1,12 +1,15 @@
 """Algorithms learn the smallest task there is, from each of three seeds; README's own does too, and further ones
 from one seed. The slow tier has the first seed."""
 
+import json
+import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import jax
 import learning_task as task
 import numpy as np
 import pytest
@@ -16,8 +19,25 @@ from test_extending import readmes_algorithm
 from tiny_runs import records
 
 import jaxrlhf
-from jaxrlhf.config import GRPO, Config, Distillation, PolicyGradient, Preference, Pretrained, RewardModel
+from jaxrlhf.config import (
+    GRPO,
+    Config,
+    Distillation,
+    Layout,
+    PolicyGradient,
+    Preference,
+    Pretrained,
+    ProcessModelReward,
+    ProcessRewardModel,
+    RewardModel,
+    Rollout,
+    StepFile,
+)
+from jaxrlhf.data.sources import load_problems
+from jaxrlhf.data.tokenizer import embedded_tokenizer
+from jaxrlhf.sharding.mesh import factored_mesh
 from jaxrlhf.trainer.policy import evaluate_policy, export_policy
+from jaxrlhf.workers.score_model import ScoreModel
 
 README = "the file that README shows"
 EVERY_SEED = pytest.mark.parametrize("seed", SEEDS)
@@ -104,6 +124,35 @@ def test_further_ones_learn_from_one_seed(name, folder, guessing, tmp_path):
     else:
         assert first["eval/accuracy_at_start"] <= 0.5
     assert last["eval/accuracy"] >= 0.9
+
+
+@pytest.mark.slow
+def test_it_learns_from_labelled_steps_and_scores_responses(folder, tmp_path):
+    """A step is a digit, and right if that is even."""
+    rng = random.Random(0)
+
+    def labelled() -> dict:
+        steps = rng.choices("0123456789", k=2)
+        return {"prompt": "385", "completions": steps, "labels": [int(step) % 2 == 0 for step in steps]}
+
+    for name, count in (("train", 400), ("evaluation", task.HELD_OUT)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(labelled()) + "\n" for _ in range(count)))
+    algorithm = ProcessRewardModel(solutions_per_update=64, critic=task.training(5e-3))
+    data = StepFile(*(str(tmp_path / f"{name}.jsonl") for name in ("train", "evaluation")))
+    changes = {"data": data, "rollout": Rollout(max_prompt_tokens=8, max_response_tokens=5), "steps": 60}
+    first, *_, last = run(task.task(folder, algorithm, task.TINY, **changes), tmp_path / "run")
+    assert first["steps/loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert last["eval/accuracy"] == 1
+
+    export_policy(tmp_path / "run", tmp_path / "judge")
+    mesh = factored_mesh(Layout(), jax.devices()[:1])
+    judge = ScoreModel(str(tmp_path / "judge"), mesh=mesh, dtype=np.dtype("float32"))
+    shown = load_problems(data, embedded_tokenizer(), split="evaluation", max_prompt_tokens=8).problems
+    texts = [(problem.prompt, "\n".join(problem.record["completions"]), True) for problem in shown]
+    score_P = judge.reading(ProcessModelReward("judge"))(texts)
+    right_P = np.array([all(problem.step_labels) for problem in shown])
+    assert 0 < right_P.sum() < len(right_P)
+    np.testing.assert_array_equal(score_P > 0.5, right_P)
 
 
 @EVERY_SEED

@@ -13,7 +13,7 @@ from jaxrlhf.rewards.scorer import Scorer
 
 PAGE = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text()
 BLOCKS = re.findall(r"(<!-- my_rewards.py -->\n)?```python\n(.*?)```", PAGE, re.DOTALL)
-ELSEWHERE = (config.ModelReward, config.JudgeReward, config.RemoteReward)
+ELSEWHERE = (config.ModelReward, config.ProcessModelReward, config.JudgeReward, config.RemoteReward)
 
 
 def value(block: str) -> config.Rewards:

@@ -11,7 +11,7 @@ from jaxrlhf import config
 from jaxrlhf.batch import Problem
 from jaxrlhf.batching.transfer_protocol import RankCoordinates
 from jaxrlhf.config import Layout
-from jaxrlhf.data.tokenizer import build_embedded_tokenizer
+from jaxrlhf.data.tokenizer import build_embedded_tokenizer, load_tokenizer
 from jaxrlhf.engine import Completion
 from jaxrlhf.rewards.scorer import Scorer
 from jaxrlhf.sharding.mesh import factored_mesh
@@ -74,6 +74,40 @@ def test_scores_equal_transformers(checkpoint, devices, layout, tokens):
     assert np.isnan(score_B[[5, 6]]).all()  # empty, and longer than the model's positions
     assert model.score([]).shape == (0,)
     assert model._forward._cache_size() == len(widths)
+
+
+def test_scores_of_steps_equal_transformers_at_the_ends_of_steps(checkpoint):
+    path, _, _ = checkpoint
+    judge = transformers.Qwen2ForSequenceClassification.from_pretrained(path).eval()
+    tokenizer = load_tokenizer(str(path))
+
+    def ids_of(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    texts = [("Tom has 3.", "3+1=4\n4+2=6\n\n#### 6", True), ("Anna", "a long step " * 9 + "\n12", False)]
+    chances = []
+    for prompt, response, _ in texts:
+        ids, ends = tokenizer.encode(prompt), []
+        for step in filter(None, response.split("\n")):
+            ids += ids_of(step) + ids_of("\n")
+            ends.append(len(ids) - 1)
+        with torch.no_grad():
+            hidden = judge.model(torch.tensor([ids])).last_hidden_state[0, ends]
+            chances.append(torch.sigmoid(judge.score(hidden)[:, 0]).numpy())
+    assert [len(own) for own in chances] == [3, 2]
+    mesh = factored_mesh(Layout(), jax.devices()[:1])
+    model = ScoreModel(str(path), mesh=mesh, dtype=jnp.dtype("float32"))
+    reductions = {"min": np.min, "last": lambda own: own[-1], "mean": np.mean, "product": np.prod}
+    without = [("x", "", True), ("far too long " * 200, "1\n", True), ("x", " \n\n", True)]
+    parts = tuple(config.ProcessModelReward(str(path), steps=steps) for steps in reductions)
+    prompts, responses, finished = zip(*texts, *without, strict=True)
+    models = {part.key: model.reading(part) for part in parts}
+    with Scorer(config.Rewards(parts=parts), models=models) as scorer:
+        scored = scorer.score(prompts, responses, [None] * 5, [{}] * 5, finished=finished)
+    for part_B, reduce in zip(scored.parts.values(), reductions.values(), strict=True):
+        np.testing.assert_allclose(part_B[:2], [reduce(own) for own in chances], atol=1e-4)
+        assert np.isnan(part_B[2:]).all()
+    assert scored.scorable_B.tolist() == [True, True, False, False, False]
 
 
 def test_a_model_is_a_part_of_the_reward(checkpoint):

@@ -62,6 +62,7 @@ from jaxrlhf.algos.preference import (
     simpo,
     with_likelihood,
 )
+from jaxrlhf.algos.process_labels import solution_score, step_objective
 from jaxrlhf.algos.shaping import overlong_penalty, token_rewards
 from jaxrlhf.algos.turns import player_gains, state_relative, turn_gae, turn_relative, turn_returns
 from jaxrlhf.algos.weights import token_weights

@@ -46,6 +46,7 @@ from jaxrlhf.config.algorithms.preference import (
     SimPO,
 )
 from jaxrlhf.config.algorithms.prime import PRIME
+from jaxrlhf.config.algorithms.process_reward_model import ProcessRewardModel
 from jaxrlhf.config.algorithms.safe_rlhf import Constraint, Ptx, SafeRLHF
 from jaxrlhf.config.algorithms.supervised import SFT
 from jaxrlhf.config.algorithms.vapo import VAPO
@@ -90,6 +91,7 @@ from jaxrlhf.config.rewards import (
     JudgeReward,
     MathReward,
     ModelReward,
+    ProcessModelReward,
     RemoteReward,
     RepetitionReward,
     RewardPart,
@@ -115,6 +117,7 @@ from jaxrlhf.config.sources import (
     Pretrained,
     PromptFile,
     Shapes,
+    StepFile,
     Tower,
 )
 from jaxrlhf.config.training import Layout, Optimizer, ParameterGroup, Remat, Rollout, Sampling, Training

@@ -158,6 +158,33 @@ class ModelReward:
     weight: float = 1.0
     layout: Layout = field(default_factory=Layout)
 
+    @property
+    def key(self) -> str:
+        """A text that is another one for other scores."""
+        return self.path
+
+
+@dataclass(frozen=True)
+class ProcessModelReward(ModelReward):
+    """The chances of a response's steps to be right, by a process reward model such as `ProcessRewardModel` trains.
+
+    The score head is read at the last token of each step, its separator, and a sigmoid makes a chance of it.
+
+    Attributes:
+      separator: Text between steps, as in the model's training; what is blank between two of them is no step.
+      steps: `min`: the least chance. `last`: that of the last step. `mean`: their mean. `product`: their product.
+    """
+
+    separator: str = "\n"
+    steps: Literal["min", "last", "mean", "product"] = "min"
+
+    def __post_init__(self) -> None:
+        require(bool(self.separator), "ProcessModelReward.separator is empty; give the text that steps end with")
+
+    @property
+    def key(self) -> str:
+        return f"{self.path}, {self.steps} of steps before {self.separator!r}"
+
 
 class _AnyRecord:
     """A record with every field, to try a template on."""
@@ -268,6 +295,7 @@ RewardPart = (
     | RemoteReward
     | FunctionReward
     | ModelReward
+    | ProcessModelReward
 )
 
 

@@ -331,4 +331,39 @@ def _check_held_out(data: PairFile | HubPairs) -> None:
     )
 
 
-DataSet = Arithmetic | ArithmeticPairs | Generated | Gsm8k | HubData | HubPairs | PairFile | PromptFile | Shapes
+@dataclass(frozen=True)
+class StepFile(Settings):
+    """Solutions whose steps are labelled, from `.jsonl`, `.jsonl.gz` or `.parquet`, one record a line.
+
+    The fields are those of TRL's `PRMTrainer`, into which PRM800K and Math-Shepherd are converted.
+
+    Attributes:
+      train: File of training records.
+      evaluation: File of held-out records; None trains without evaluation.
+      prompt_key: Field with the prompt: a text, or a list of chat messages.
+      steps_key: Field with the steps, a list of texts.
+      labels_key: Field with their labels, a list of booleans: whether each step is right.
+      separator: Text after each step, the last one too; a step is judged at its last token, which is the separator's.
+      control_tokens: Reading of a control token that a text of the file spells out, see `PairFile`.
+    """
+
+    train: str
+    evaluation: str | None = None
+    prompt_key: str = "prompt"
+    steps_key: str = "completions"
+    labels_key: str = "labels"
+    separator: str = "\n"
+    control_tokens: Literal["parse", "text"] = "parse"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            bool(self.separator),
+            "StepFile.separator is empty, and where a step ends could not be told from its text; give one, such as a "
+            "line break",
+        )
+
+
+DataSet = (
+    Arithmetic | ArithmeticPairs | Generated | Gsm8k | HubData | HubPairs | PairFile | PromptFile | Shapes | StepFile
+)

@@ -25,6 +25,7 @@ from jaxrlhf.config import (
     Refusal,
     Shapes,
     Source,
+    StepFile,
 )
 from jaxrlhf.config.sources import PromptFields
 from jaxrlhf.data.arithmetic import Split, arithmetic_records
@@ -32,7 +33,8 @@ from jaxrlhf.data.generated import generated_records
 from jaxrlhf.data.hub import hub_rows, split_files
 from jaxrlhf.data.image_prompts import as_text, marked
 from jaxrlhf.data.images import MARK, ImageReader, image_values
-from jaxrlhf.data.pairs import arithmetic_pairs, last_said, pair_file_rows, read_pairs
+from jaxrlhf.data.labelled.pairs import arithmetic_pairs, last_said, pair_file_rows, read_pairs
+from jaxrlhf.data.labelled.steps import read_step_file
 from jaxrlhf.data.records import Row, read_rows
 from jaxrlhf.data.shapes import shape_records
 from jaxrlhf.data.table.kept import folder_of, new_folder
@@ -183,6 +185,11 @@ def _read(data: DataSet, split: Split, malformed: list[str]) -> Iterator[SourceR
             return _read_prompt_file(data, split)
         case Shapes():
             return _read_shapes(data, split)
+        case StepFile():
+            return (
+                SourceRecord(one.place, one.prompt, None, None, one.record, steps=one)
+                for one in read_step_file(data, split)
+            )
         case ArithmeticPairs():
             pairs = arithmetic_pairs(data, split)
         case HubPairs():

@@ -1,6 +1,7 @@
 """Problems of a split as they are tokenised: prompts in the chat template, solutions, and what does not fit."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -13,7 +14,8 @@ from jaxrlhf.data.arithmetic import Split
 from jaxrlhf.data.control_tokens import ControlTokens
 from jaxrlhf.data.image_prompts import Messages, expanded, in_parts, referred, shown
 from jaxrlhf.data.images import ImageReader, placed
-from jaxrlhf.data.pairs import PairRecord
+from jaxrlhf.data.labelled.pairs import PairRecord
+from jaxrlhf.data.labelled.steps import StepRecord
 from jaxrlhf.data.records import Stored, restored
 from jaxrlhf.data.table.problem_table import PairColumns, ProblemTable
 
@@ -42,6 +44,7 @@ class SourceRecord(NamedTuple):
       record: The source record, as it is kept.
       pair: The pair whose chosen answer is `solution`; None if the record is none.
       images: References to images, of which each has a `MARK` in the prompt.
+      steps: The labelled steps of its solution, which is then None; None if they are not.
     """
 
     place: str
@@ -51,6 +54,16 @@ class SourceRecord(NamedTuple):
     record: Stored
     pair: PairRecord | None = None
     images: tuple[str, ...] = ()
+    steps: StepRecord | None = None
+
+    @property
+    def told(self) -> list[str]:
+        """Texts of all answers."""
+        return [
+            *(_texts(self.solution) if self.solution else []),
+            *([self.pair.rejected] if self.pair else []),
+            *(self.steps.steps if self.steps else ()),
+        ]
 
 
 def told(example: SourceRecord, system_prompt: str | None, fields: Mapping[str, Any]) -> SourceRecord:
@@ -131,12 +144,14 @@ class Tokenized:
         written = [one.solution if isinstance(one.solution, str) else None for one in examples]
         solution_ids = self._encode(written, most_answer)
         rejected_ids = self._encode([example.pair and example.pair.rejected for example in examples], most_answer)
+        steps = self._encoded_steps(examples)
         for n, example in enumerate(examples):
             if not prompt_ids[n]:
                 raise Refusal(
                     f"{example.place}: the tokenizer makes no tokens of the prompt {prompts[n]!r:.80}; leave it out"
                 )
-            self._add(example, prompts[n], prompt_ids[n] or [], solution_ids[n], rejected_ids[n], images[n])
+            answers = solution_ids[n], rejected_ids[n], steps[n]
+            self._add(example, prompts[n], prompt_ids[n] or [], *answers, images[n])
 
     def _add(
         self,
@@ -145,6 +160,7 @@ class Tokenized:
         prompt_ids: list[int],
         solution_ids: list[int] | None,
         rejected_ids: list[int] | None,
+        steps: list[list[int]],
         images: tuple[Image, ...],
     ) -> None:
         number, eos = len(self.lengths), self._tokenizer.eos_token_id
@@ -152,6 +168,8 @@ class Tokenized:
         mask: Sequence[bool] = ()
         if isinstance(example.solution, list):
             solution, mask = self._demonstrated(example)
+        if example.steps is not None:
+            solution = tuple(chain.from_iterable(steps))
         self.lengths.append(RecordLengths(len(prompt_ids), max(len(solution), len(rejected))))
         if not self.limits.allow(self.lengths[-1]):
             return
@@ -162,6 +180,15 @@ class Tokenized:
         self.table.append(*parts, images=images, solution_mask=mask, messages=messages)
         if example.pair is not None:
             self.table.make_pair(rejected, PairColumns(example.pair.margin, example.pair.safe))
+        if example.steps is not None:
+            self.table.make_steps(accumulate(map(len, steps)), example.steps.labels)
+
+    def _encoded_steps(self, examples: Sequence[SourceRecord]) -> list[list[list[int]]]:
+        """Token ids of the steps of each record, each step with its separator; steps and separators by themselves."""
+        records = [example.steps for example in examples]
+        texts = [text for one in records if one for step in one.steps for text in (step, one.separator)]
+        ids = (encoded or [] for encoded in self._encode(texts, self.limits.answer))
+        return [[[*next(ids), *next(ids)] for _ in one.steps] if one else [] for one in records]
 
     def _demonstrated(self, example: SourceRecord) -> tuple[tuple[int, ...], Sequence[bool]]:
         """Tokens of a solution of several turns, and which of them are imitated."""
@@ -177,9 +204,7 @@ class Tokenized:
 
     def _spells(self, example: SourceRecord) -> bool:
         """True if a text of the record spells a control token; what is said of it at start is noted."""
-        told = _texts(example.solution) if example.solution else []
-        texts = [*_texts(example.prompt), *told, example.pair.rejected if example.pair else ""]
-        found = self._control.first_in(texts)
+        found = self._control.first_in([*_texts(example.prompt), *example.told])
         if found is not None:
             self.spelled.append(f"{example.place}: {found}")
         return found is not None
@@ -253,10 +278,8 @@ def _chat(prompt: str | Messages) -> Messages:
 
 
 def _check_encodes(example: SourceRecord, prompt: str) -> None:
-    rejected = example.pair.rejected if example.pair else ""
     try:
-        told = _texts(example.solution) if example.solution else []
-        "".join((prompt, example.answer or "", *told, rejected)).encode()
+        "".join((prompt, example.answer or "", *example.told)).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise Refusal(

@@ -6,7 +6,16 @@ from jaxrlhf.models.causal_lm import AnyModel, CausalLM
 from jaxrlhf.models.decoder import DecodeOutput, HiddenStates, Past, PrefillOutput, decode, hidden_states, prefill
 from jaxrlhf.models.execution import ONE_DEVICE, Execution
 from jaxrlhf.models.from_config import from_scratch, model_config, tokenizer_of, tokenizer_path
-from jaxrlhf.models.heads import TokenOutput, gradient_energy, logits, padded_logits, score, token_logp, values
+from jaxrlhf.models.heads import (
+    TokenOutput,
+    gradient_energy,
+    logits,
+    padded_logits,
+    score,
+    token_logp,
+    token_scores,
+    values,
+)
 from jaxrlhf.models.huggingface.config import read_config, scratch_config, sees
 from jaxrlhf.models.huggingface.hub import resolve
 from jaxrlhf.models.huggingface.load import load_params

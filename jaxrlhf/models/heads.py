@@ -322,6 +322,11 @@ def score(
     return _scalar(params, hidden_RWD[row_B, last_B])
 
 
+def token_scores(params: Params, hidden_RWD: Float[Array, "R W D"]) -> Float32[Array, "R W"]:
+    """Scores by the score head at every token."""
+    return _scalar(params, hidden_RWD)
+
+
 def _scalar(params: Params, hidden_D: Array) -> Array:
     return jnp.einsum("...D,D->...", hidden_D.astype(jnp.float32), params["head"].astype(jnp.float32))
 

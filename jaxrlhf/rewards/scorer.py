@@ -43,7 +43,7 @@ class Scorer:
     Args:
       rewards: The parts and their weights. A part of weight 0 is computed and reported only.
       sources: Parts of sources that have some of their own, in place of the rewards', by the source's name.
-      models: What scores texts for each `ModelReward`, by its path.
+      models: What scores texts for each `ModelReward`, by its key: the path, of those that score whole responses.
       output: File that receives what reward functions print; None is the standard error stream.
 
     Attributes:
@@ -311,7 +311,7 @@ def _combine(parts: dict[str, np.ndarray], weights: Sequence[float], scoring: Se
 
 
 def _model(part: config.ModelReward, models: Mapping[str, ScoreTexts]) -> ScoreTexts:
-    if part.path not in models:
+    if part.key not in models:
         given = ", ".join(map(repr, models)) or "none"
-        raise Refusal(f"ModelReward {part.path!r} has no model: pass it in Scorer(..., models=); given: {given}")
-    return models[part.path]
+        raise Refusal(f"ModelReward {part.key!r} has no model: pass it in Scorer(..., models=); given: {given}")
+    return models[part.key]

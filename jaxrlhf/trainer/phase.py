@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.agent_loop.prompts import EpisodePrompts
 from jaxrlhf.batch import Problem
 from jaxrlhf.checkpoint import Checkpoints
-from jaxrlhf.config import Config, Mixture, PolicyGradient, Preference, Refusal, to_json
+from jaxrlhf.config import Config, Mixture, PolicyGradient, Refusal, to_json
 from jaxrlhf.data import Loader
 from jaxrlhf.data.images import ImageReader
 from jaxrlhf.data.loader import Band, Part
@@ -88,9 +88,8 @@ def load_data(config: Config, tokenizer: Any) -> RunData:
       Refusal: Files that cannot be read, or splits without a problem that fits.
     """
     limits = _limits(config, tokenizer)
-    supervised = any(phase.algorithm.reads_solutions for phase in config.phases)
-    if isinstance(config.algorithm, Preference):
-        supervised = False
+    labelled = config.algorithm.places_after is not None  # its answers have a limit in both splits already
+    supervised = not labelled and any(phase.algorithm.reads_solutions for phase in config.phases)
     solutions: dict[str, Any] = {"max_solution_tokens": config.rollout.max_response_tokens}
     train = load_problems(config.data, tokenizer, split="train", **limits, **(solutions if supervised else {}))
     evaluation = load_problems(config.data, tokenizer, split="evaluation", **limits)
@@ -147,8 +146,8 @@ def _limits(config: Config, tokenizer: Any) -> dict[str, Any]:
     limits["environment_key"] = getattr(config.environment, "field", None)
     if config.environment is not None:
         limits["episodes"] = EpisodePrompts(config.environment, tokenizer)
-    if isinstance(config.algorithm, Preference):  # answers are read in both splits
-        limits["max_solution_tokens"] = config.rollout.max_response_tokens - config.algorithm.places_after
+    if (after := config.algorithm.places_after) is not None:  # answers are read in both splits
+        limits["max_solution_tokens"] = config.rollout.max_response_tokens - after
     return limits
 
 

@@ -19,7 +19,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrlhf.batch import Array, Pair, Problem, RolloutBatch, Scores, Sequences
-from jaxrlhf.config import Config, ModelReward, PolicyGradient, Preference, Pretrained, function_of, override
+from jaxrlhf.config import (
+    Config,
+    ModelReward,
+    PolicyGradient,
+    Preference,
+    Pretrained,
+    ProcessRewardModel,
+    function_of,
+    override,
+)
+from jaxrlhf.data.labelled.steps import LabelledSteps
 from jaxrlhf.data.tokenizer import embedded_tokenizer
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import StepInput
@@ -163,6 +173,12 @@ def _problems(config: Config) -> list[Problem]:
     if isinstance(config.algorithm, Preference):
         return [
             Pair(number, "", prompt, solution_tokens=answer, rejected_tokens=answer, safe=(True, False))
+            for number in range(count)
+        ]
+    if isinstance(config.algorithm, ProcessRewardModel):
+        ends = (len(answer),)
+        return [
+            LabelledSteps(number, "", prompt, "", answer, step_ends=ends, step_labels=(True,))
             for number in range(count)
         ]
     return [Problem(number, "", prompt, "", answer) for number in range(count)]

@@ -225,7 +225,7 @@ class Builder(PoolRoles):
             for part in parts:
                 mesh = factored_mesh(part.layout, devices, role="reward")
                 model = ScoreModel(part.path, mesh=mesh, dtype=self.dtype, offload=offload, attention=attention)
-                models[part.path] = model.score
+                models[part.key] = model.reading(part)
         self._scorer = Scorer(
             self.config.rewards, sources=self.config.source_rewards, models=models, output=self._reward_output
         )

@@ -1,6 +1,7 @@
 """A reward model: the score head of a sequence-classification checkpoint, read off texts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -8,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrlhf.algos import solution_score
 from jaxrlhf.batch import Array, Params
 from jaxrlhf.checkpoint import load_pretrained
+from jaxrlhf.config import ModelReward, ProcessModelReward
 from jaxrlhf.data.tokenizer import load_tokenizer
-from jaxrlhf.models import choose_execution, hidden_states, read_config, resolve, score
+from jaxrlhf.models import choose_execution, hidden_states, read_config, resolve, score, token_scores
 from jaxrlhf.sharding.described import are_here, described
 from jaxrlhf.sharding.mesh import BATCH_AXES, EXPERT_AXES, STAGE_AXES, TENSOR_AXES, TOKEN_AXES, WEIGHT_AXES
 from jaxrlhf.workers.offloadable import Offloadable
@@ -75,7 +78,11 @@ class ScoreModel:
             token_axes=TOKEN_AXES,
             wanted=attention,
         )
-        self._forward = jax.jit(self._scores)
+        self._forward, self._forward_tokens = jax.jit(self._scores), jax.jit(self._token_scores)
+
+    def reading(self, part: ModelReward) -> Callable[[Sequence[tuple[str, str, bool]]], np.ndarray]:
+        """Function that scores texts as a part of the rewards says: whole responses, or their steps."""
+        return partial(self.score_steps, part) if isinstance(part, ProcessModelReward) else self.score
 
     def score(self, texts: Sequence[tuple[str, str, bool]]) -> np.ndarray:
         """The score of each (prompt, response, finished).
@@ -86,7 +93,35 @@ class ScoreModel:
         """
         sequences = [self._encode(prompt + response, finished) for prompt, response, finished in texts]
         with self.parameters.on_devices():
-            return self._score(sequences)
+            read = self._read(self._forward, sequences)
+        return np.array([np.nan if own is None else own for own in read], np.float32)
+
+    def score_steps(self, part: ProcessModelReward, texts: Sequence[tuple[str, str, bool]]) -> np.ndarray:
+        """The score of each (prompt, response, finished) by the steps of the response, as the part of the rewards says.
+
+        Steps end with the separator, the last one too, whether or not the response has it there. A response without a
+        step has no score, nor one that is too long: NaN.
+        """
+        split = [self._in_steps(prompt, response, part.separator) for prompt, response, _ in texts]
+        with self.parameters.on_devices():
+            read = self._read(self._forward_tokens, [tokens for tokens, _ in split])
+        return np.array(
+            [
+                np.nan if score_W is None or not last else solution_score(score_W[last], part.steps)
+                for score_W, (_, last) in zip(read, split, strict=True)
+            ],
+            np.float32,
+        )
+
+    def _in_steps(self, prompt: str, response: str, separator: str) -> tuple[list[int], list[int]]:
+        """Token ids, steps and separators by themselves as in training, and the indices of each step's last."""
+        tokens, last = self._encode(prompt, finished=False), list[int]()
+        for step in response.split(separator):
+            if step.strip():
+                for text in (step, separator):
+                    tokens += self._tokenizer.encode(text, add_special_tokens=False)
+                last.append(len(tokens) - 1)
+        return tokens, last
 
     def lower(self, tokens: int) -> jax.stages.Lowered:
         """The program for texts of so many tokens, lowered; the devices need not be here."""
@@ -94,17 +129,18 @@ class ScoreModel:
         shapes = jax.ShapeDtypeStruct((rows, width), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
         return self._forward.lower(self.parameters.tree, *described(shapes, self._row_sharding))
 
-    def _score(self, sequences: Sequence[Sequence[int]]) -> np.ndarray:
-        """The score of each sequence, by parameters on the devices."""
-        score_B = np.full(len(sequences), np.nan, np.float32)
+    def _read(self, forward: Any, sequences: Sequence[Sequence[int]]) -> list[np.ndarray | None]:
+        """Scores of each sequence, by parameters on the devices; None where it is empty or too long."""
+        read: list[np.ndarray | None] = [None] * len(sequences)
         for chosen, width, rows in self._batches(np.array([len(tokens) for tokens in sequences], np.int64)):
             token_RW, length_R = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
             for row, index in enumerate(chosen):
                 length_R[row] = len(sequences[index])
                 token_RW[row, : length_R[row]] = sequences[index]
             placed = jax.device_put((token_RW, length_R), self._row_sharding)
-            score_B[chosen] = np.asarray(self._forward(self.parameters.tree, *placed))[: len(chosen)]
-        return score_B
+            for index, own in zip(chosen, np.asarray(forward(self.parameters.tree, *placed)), strict=False):
+                read[index] = own
+        return read
 
     def _encode(self, text: str, finished: bool) -> list[int]:
         begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token_id
@@ -126,15 +162,15 @@ class ScoreModel:
                 yield members[start : start + rows], int(width), rows
 
     def _scores(self, params: Params, token_RW: Array, length_R: Array) -> Any:
+        hidden_RWD = self._hidden(params, token_RW, length_R)
+        return score(params, hidden_RWD, jnp.arange(len(token_RW)), jnp.maximum(length_R - 1, 0))
+
+    def _token_scores(self, params: Params, token_RW: Array, length_R: Array) -> Any:
+        return token_scores(params, self._hidden(params, token_RW, length_R))
+
+    def _hidden(self, params: Params, token_RW: Array, length_R: Array) -> Any:
         rows, width = token_RW.shape
         position_RW = jnp.broadcast_to(jnp.arange(width), (rows, width))
         segment_RW = (position_RW < length_R[:, None]).astype(jnp.int32)
-        hidden_RWD = hidden_states(
-            params,
-            self._config,
-            token_RW,
-            position_RW,
-            segment_RW,
-            execution=self._execution,
-        ).hidden_RWD
-        return score(params, hidden_RWD, jnp.arange(rows), jnp.maximum(length_R - 1, 0))
+        execution = self._execution
+        return hidden_states(params, self._config, token_RW, position_RW, segment_RW, execution=execution).hidden_RWD

@@ -33,6 +33,8 @@ class Algorithm(Settings, ABC):
       evaluation: Function of the roles, the configuration and the held-out problems that gives metrics, or its name;
         None answers the problems greedily and scores the answers.
       takes_several_sequences: An episode may be several sequences, whose advantages are worked out together.
+      places_after: Positions of a sequence, after the last token of an answer that its records have labels of, that are
+        read; None is an algorithm that learns from no labelled answers.
       reads_solutions: Training records have worked solutions, no longer than a response may be.
     """
 
@@ -40,6 +42,7 @@ class Algorithm(Settings, ABC):
     learn: ClassVar[Callable[..., Any] | str]
     evaluation: ClassVar[Callable[..., Any] | str | None] = None
     takes_several_sequences: ClassVar[bool] = True
+    places_after: ClassVar[int | None] = None
     reads_solutions: ClassVar[bool] = False
 
     @abstractmethod

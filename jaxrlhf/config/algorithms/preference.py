@@ -21,15 +21,12 @@ if TYPE_CHECKING:
 class Preference(Algorithm):
     """Base class of algorithms that learn from preference pairs: one update a step, evaluation on held-out pairs.
 
-    Class attributes:
-      places_after: Positions of a sequence after its answer's last token.
-
     Attributes:
       pairs_per_update: Pairs in one optimizer update.
     """
 
     evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.dpo:evaluate"
-    places_after: ClassVar[int] = 0
+    places_after: ClassVar[int | None] = 0
 
     pairs_per_update: Positive[int] = 32
 
@@ -195,7 +192,7 @@ class RewardModel(Preference):
 
     learn: ClassVar[str] = "jaxrlhf.dataflows.reward_model:learn"
     evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.reward_model:evaluate"
-    places_after: ClassVar[int] = 1
+    places_after: ClassVar[int | None] = 1
 
     critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
 
@@ -204,16 +201,21 @@ class RewardModel(Preference):
 
     def check(self, config: Config) -> None:
         super().check(config)
-        name = type(self).__name__
-        require(config.actor == Training(), f"{name} has no actor, and actor is given; set algorithm.critic instead")
-        require(
-            config.cold_start is None,
-            f"cold_start trains a policy and {name} has none; run it before, and start from its export by model.path",
-        )
-        require(
-            config.rollout.max_response_tokens > 1,
-            f"rollout.max_response_tokens=1 leaves no token to an answer of {name}; raise it to 2 or more",
-        )
+        check_critic_alone(self, config)
+
+
+def check_critic_alone(algorithm: Algorithm, config: Config) -> None:
+    """Refuse settings of a policy, where a critic is trained that is read after the last token of an answer."""
+    name = type(algorithm).__name__
+    require(config.actor == Training(), f"{name} has no actor, and actor is given; set algorithm.critic instead")
+    require(
+        config.cold_start is None,
+        f"cold_start trains a policy and {name} has none; run it before, and start from its export by model.path",
+    )
+    require(
+        config.rollout.max_response_tokens > 1,
+        f"rollout.max_response_tokens=1 leaves no token to an answer of {name}; raise it to 2 or more",
+    )
 
 
 @dataclass(frozen=True)

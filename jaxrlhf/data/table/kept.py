@@ -17,14 +17,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from jaxrlhf.config import DataSet, PairFile, PromptFile, to_json
+from jaxrlhf.config import DataSet, PairFile, PromptFile, StepFile, to_json
 from jaxrlhf.config.sources import HubFiles
 from jaxrlhf.data.hub import identity
 
 LEAST_BYTES = 16 * 2**20
 """Size of a split's files, together, from which it is kept."""
 
-_VERSION = 1
+_VERSION = 2
 
 
 def folder_of(
@@ -54,7 +54,7 @@ def _files(data: DataSet, split: str) -> list[tuple[str, int, Any]] | None:
     """Name, size and version of each file of a split; None if it is read from no files."""
     if isinstance(data, HubFiles):
         return identity(data, split)
-    if not isinstance(data, PromptFile | PairFile):
+    if not isinstance(data, PromptFile | PairFile | StepFile):
         return None
     given = data.train if split == "train" or (isinstance(data, PairFile) and not data.evaluation) else data.evaluation
     path = Path(given).expanduser() if given else None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from jaxrlhf.batch import Image, Pair, Problem
+from jaxrlhf.data.labelled.steps import LabelledSteps
 from jaxrlhf.data.records import Stored, restored
 from jaxrlhf.data.table.columns import Bytes, TokenLists
 
@@ -24,6 +25,7 @@ _COLUMNS = (
     "messages",
     "records",
     "pairs",
+    "steps",
 )
 _FACTS = "table.json"
 _JSON, _PICKLED = b"J", b"P"
@@ -109,6 +111,10 @@ class ProblemTable(Sequence[Problem]):
         self._rejected.append(rejected_tokens)
         self._columns["pairs"].append(json.dumps(columns).encode())
 
+    def make_steps(self, ends: Iterable[int], labels: Iterable[bool]) -> None:
+        """Label the solution's steps of the problem that was added last; of a table all problems have some, or none."""
+        self._columns["steps"].append(json.dumps([[*ends], [*labels]]).encode())
+
     def prompt(self, n: int) -> str:
         """The prompt of problem n, chat template applied."""
         return self._columns["prompts"][n].decode()
@@ -144,6 +150,8 @@ class ProblemTable(Sequence[Problem]):
             record = self._record(n)
             digest.update(record if isinstance(record, bytes) else repr(record).encode())
         digest.update(repr([tuple(self._pair(n)) for n in range(len(self._columns["pairs"]))]).encode())
+        if len(self._columns["steps"]):
+            self._columns["steps"].feed(digest.update, unit=1)
         if any(name for _, name in self._sources):
             digest.update(repr(self._sources).encode())
         if self._images:
@@ -194,6 +202,9 @@ class ProblemTable(Sequence[Problem]):
             "messages": json.loads(messages) if messages else (),
             "source": next((name for start, name in reversed(self._sources) if start <= n), ""),
         }
+        if len(self._columns["steps"]):
+            ends, labels = json.loads(self._columns["steps"][n])
+            return LabelledSteps(**fields, step_ends=tuple(ends), step_labels=tuple(labels))
         if not len(self._columns["pairs"]):
             return Problem(**fields)
         return Pair(**fields, rejected_tokens=self._rejected[n], **self._pair(n)._asdict())

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxrlhf.algos import PairLoss, masked_sum
 from jaxrlhf.batch import Array, Experience, Pair, Problem, Sequences, images_of_problems
-from jaxrlhf.config import Config, Preference
+from jaxrlhf.config import Config
 from jaxrlhf.dataflows.step import Metrics
 
 
@@ -36,9 +36,8 @@ def pair_sequences(problems: Sequence[Problem], config: Config) -> Sequences:
     That is each token of the answers for a policy. A critic values the prefix before a token, so
     the score of a whole sequence is read at the place after it, which any token fills.
     """
-    settings, rollout = config.algorithm, config.rollout
-    assert isinstance(settings, Preference)
-    count, after = 2 * len(problems), settings.places_after
+    count, after, rollout = 2 * len(problems), config.algorithm.places_after, config.rollout
+    assert after is not None, "the algorithm learns from pairs"
     width = rollout.max_prompt_tokens + rollout.max_response_tokens
     token_BT, mask_BT, length_B = np.zeros((count, width), np.int32), np.zeros((count, width), bool), []
     for index, pair in enumerate(problems):

@@ -146,7 +146,11 @@ def _loading(exported: Exported) -> str:
 def _chosen(settings: Settings) -> dict[str, str]:
     """The settings that say what a run did."""
     algorithm, rollout = settings["algorithm"], settings["rollout"]
-    trained = algorithm["critic"] if algorithm["class"] in ("RewardModel", "CostModel") else settings["actor"]
+    trained = (
+        algorithm["critic"]
+        if algorithm["class"] in ("RewardModel", "CostModel", "ProcessRewardModel")
+        else settings["actor"]
+    )
     optimizer, lora = trained["optimizer"], trained["lora"]
     generates = "responses_per_update" in algorithm
     kl = algorithm.get("kl")
@@ -173,8 +177,8 @@ def _chosen(settings: Settings) -> dict[str, str]:
 
 
 def _per_update(algorithm: Settings) -> str | None:
-    named = {"responses_per_update": "responses", "pairs_per_update": "pairs", "examples_per_update": "examples"}
-    return next((f"{algorithm[field]} {what}" for field, what in named.items() if field in algorithm), None)
+    named = (f"{what}_per_update" for what in ("responses", "pairs", "examples", "solutions"))
+    return next((f"{algorithm[name]} {name.partition('_')[0]}" for name in named if name in algorithm), None)
 
 
 def _called(settings: Settings) -> str:

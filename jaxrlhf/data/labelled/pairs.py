@@ -187,6 +187,11 @@ def _prompt(row: Row, data: PairFields) -> str | Messages | None:
     key = data.prompt_key
     if key is None or (key == "prompt" and not row.has(key)):
         return None
+    return prompt_of(row, key)
+
+
+def prompt_of(row: Row, key: str) -> str | Messages:
+    """The prompt in a field: a text, or chat messages."""
     value = row.value(key)
     return value if value and isinstance(value, str) else _messages(row, value, key)
 

@@ -1,0 +1,59 @@
+"""Process reward models, from labelled steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxrlhf.config.algorithms.algorithm import Algorithm
+from jaxrlhf.config.algorithms.preference import check_critic_alone
+from jaxrlhf.config.refusal import require
+from jaxrlhf.config.rewards import Rewards
+from jaxrlhf.config.roles import RoleSpec, critic
+from jaxrlhf.config.settings import Positive
+from jaxrlhf.config.sources import StepFile
+from jaxrlhf.config.training import Optimizer, Training
+
+if TYPE_CHECKING:
+    from jaxrlhf.config.run import Config
+
+
+@dataclass(frozen=True)
+class ProcessRewardModel(Algorithm):
+    """A process reward model: the chance that a step of a solution is right (Lightman et al. 2023, arXiv:2305.20050).
+
+    It is a critic without an actor, whose value after a step's last token is the log-odds. Exported, it is a
+    sequence-classification checkpoint for `ProcessModelReward`. The last step is read at the position after the
+    solution, which therefore has at most `rollout.max_response_tokens` - 1 tokens.
+
+    Attributes:
+      solutions_per_update: Solutions in one optimizer update.
+      critic: Training of the model, whose trunk starts as the configuration's model.
+    """
+
+    learn: ClassVar[str] = "jaxrlhf.dataflows.reward_model:learn_steps"
+    evaluation: ClassVar[str | None] = "jaxrlhf.dataflows.reward_model:evaluate_steps"
+    places_after: ClassVar[int | None] = 1
+
+    solutions_per_update: Positive[int] = 32
+    critic: Training = field(default_factory=lambda: Training(optimizer=Optimizer(learning_rate=1e-5)))
+
+    def roles(self, config: Config) -> tuple[RoleSpec, ...]:
+        return (critic(self.critic),)
+
+    def problems_per_step(self, config: Config) -> int:
+        return self.solutions_per_update
+
+    def updates_per_step(self, config: Config) -> int:
+        return 1
+
+    def check(self, config: Config) -> None:
+        require(
+            isinstance(config.data, StepFile),
+            f"ProcessRewardModel learns from labelled steps, and data is {type(config.data).__name__}; give StepFile",
+        )
+        require(
+            config.rewards == Rewards(),
+            "ProcessRewardModel scores nothing by rewards, and rewards are given; drop them",
+        )
+        check_critic_alone(self, config)

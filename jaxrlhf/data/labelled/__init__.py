@@ -1,0 +1,1 @@
+"""Labelled answers: preference pairs, and solutions whose steps are labelled."""

@@ -1,0 +1,70 @@
+"""Solutions in steps, each labelled right or wrong, of which a process reward model learns."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrlhf.batch import Problem
+from jaxrlhf.config import Refusal, StepFile
+from jaxrlhf.data.arithmetic import Split
+from jaxrlhf.data.labelled.pairs import Messages, prompt_of
+from jaxrlhf.data.records import Row, Stored, read_rows
+
+
+@dataclass(frozen=True)
+class LabelledSteps(Problem):
+    """A problem whose solution is in steps; `solution_tokens` are those of all, separators included and no EOS.
+
+    Attributes:
+      step_ends: Number of the solution's tokens up to and with the last one of each step.
+      step_labels: Whether each step is right.
+    """
+
+    step_ends: tuple[int, ...] = ()
+    step_labels: tuple[bool, ...] = ()
+
+
+class StepRecord(NamedTuple):
+    """A labelled solution as it was read.
+
+    Attributes:
+      place: Where it comes from, for error messages.
+      prompt: A user's text, or chat messages.
+      steps: Texts of the steps, without separators.
+      labels: Whether each step is right.
+      separator: Text after each step, the last one too.
+      record: The source record, as it is kept.
+    """
+
+    place: str
+    prompt: str | Messages
+    steps: tuple[str, ...]
+    labels: tuple[bool, ...]
+    separator: str
+    record: Stored
+
+
+def read_step_file(data: StepFile, split: Split) -> Iterator[StepRecord]:
+    """The labelled solutions of a file; none of a split without a file.
+
+    Raises:
+      Refusal: An unreadable file, or a record that has other than texts with a label each.
+    """
+    path = data.train if split == "train" else data.evaluation
+    if path is not None:
+        for row in read_rows(Path(path).expanduser()):
+            steps, labels = _listed(row, data.steps_key, str, "texts"), _listed(row, data.labels_key, bool, "booleans")
+            if len(steps) != len(labels):
+                raise Refusal(
+                    f"{row.place}: {data.steps_key!r} has {len(steps)} steps and {data.labels_key!r} {len(labels)} "
+                    "labels; give each step one"
+                )
+            yield StepRecord(row.place, prompt_of(row, data.prompt_key), steps, labels, data.separator, row.stored)
+
+
+def _listed(row: Row, key: str, kind: type, called: str) -> tuple[Any, ...]:
+    value = row.value(key)
+    if not isinstance(value, list) or not value or not all(type(one) is kind for one in value):
+        raise Refusal(f"{row.place}: {key!r} must be a list of {called}, one for each step, got {value!r:.80}")
+    return tuple(value)
