@@ -1,18 +1,20 @@
-"""Seconds and memory until the first batch of a large file of prompts, tokenised for the first time and kept.
+"""Seconds and memory until the first batch of large files of prompts, tokenised for the first time and kept.
 
-    python scripts/bench_data.py --prompts 1000000 --tokenizer Qwen/Qwen2.5-0.5B-Instruct
+    python scripts/bench_data.py --prompts 100000 1000000 --tokenizer Qwen/Qwen2.5-0.5B-Instruct
 
-Each start is a process of its own. The file is made up, with a few dozen words a prompt.
+Each start is a process of its own. The files are made up, with a few dozen words a prompt. Memory is the process's peak
+over what it had before it read data: of its own, and that of mapped files which is there while it is not needed
+elsewhere. On a machine that others use, processor seconds say more than those of the clock.
 """
 
 import argparse
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -22,57 +24,105 @@ WORDS = ("the", "train", "leaves", "at", "some", "hour", "and", "how", "many", "
 def main() -> None:
     """Make the file, and start on it twice."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=1_000_000)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[100_000, 1_000_000])
+    parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl")
     parser.add_argument("--tokenizer", help="directory or hub id; default: the embedded one")
     parser.add_argument("--start", metavar="FILE", help=argparse.SUPPRESS)  # what the processes are given
     flags = parser.parse_args()
     if flags.start:
         print(json.dumps(start(flags.start, flags.tokenizer)))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "prompts.jsonl"
-        make(path, flags.prompts)
-        print(f"{flags.prompts} prompts, {path.stat().st_size / 1e6:.0f} MB")
-        for name in ("first start", "later start"):
-            command = [sys.executable, __file__, "--start", str(path)]
-            command += ["--tokenizer", flags.tokenizer] if flags.tokenizer else []
-            environment = os.environ | {"JAXRLHF_DATA_CACHE": f"{folder}/kept"}
-            done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-            seconds, first, peak, before = json.loads(done.stdout.splitlines()[-1])
-            print(
-                f"{name}: data after {seconds:.1f} s, first batch after {first:.1f} s; "
-                f"peak memory {peak / 1e6:.0f} MB, of which imports {before / 1e6:.0f} MB"
-            )
-        kept = sum(file.stat().st_size for file in Path(folder, "kept").rglob("*") if file.is_file())
-        print(f"kept on disk: {kept / 1e6:.0f} MB")
+    print("| prompts | file | start | data there after | processor | memory of its own | mapped | kept on disk |")
+    print("|---|---|---|---|---|---|---|---|")
+    for prompts in flags.prompts:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"prompts.{flags.format}"
+            make(path, prompts)
+            for name in ("first", "later"):
+                command = [sys.executable, __file__, "--start", str(path)]
+                command += ["--tokenizer", flags.tokenizer] if flags.tokenizer else []
+                environment = os.environ | {"JAXRLHF_DATA_CACHE": f"{folder}/kept"}
+                done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+                seconds, processor, own, mapped = json.loads(done.stdout.splitlines()[-1])
+                kept = sum(file.stat().st_size for file in Path(folder, "kept").rglob("*") if file.is_file())
+                sizes = [f"{size / 1e6:,.0f} MB" for size in (path.stat().st_size, own, mapped, kept)]
+                print(
+                    f"| {prompts:,} | {sizes[0]} | {name} | {seconds:.1f} s | {processor:.1f} s | "
+                    f"{' | '.join(sizes[1:])} |",
+                    flush=True,
+                )
 
 
 def make(path: Path, prompts: int) -> None:
     """Write a file of prompts, all different."""
     dice = random.Random(0)
-    with path.open("w") as file:
-        for number in range(prompts):
-            text = " ".join([f"Question {number}:", *dice.choices(WORDS, k=dice.randrange(20, 60))])
-            file.write(json.dumps({"prompt": text, "answer": number, "source": "made up"}) + "\n")
+
+    def record(number: int) -> dict[str, object]:
+        text = " ".join([f"Question {number}:", *dice.choices(WORDS, k=dice.randrange(20, 60))])
+        return {"prompt": text, "answer": number, "source": "made up"}
+
+    if path.suffix == ".jsonl":
+        with path.open("w") as file:
+            file.writelines(json.dumps(record(number)) + "\n" for number in range(prompts))
+        return
+    import pyarrow
+    import pyarrow.parquet
+
+    schema = pyarrow.schema([("prompt", pyarrow.string()), ("answer", pyarrow.int64()), ("source", pyarrow.string())])
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        for first in range(0, prompts, 50_000):
+            records = [record(number) for number in range(first, min(first + 50_000, prompts))]
+            writer.write_table(pyarrow.Table.from_pylist(records, schema=schema))
 
 
 def start(path: str, tokenizer: str | None) -> tuple[float, float, int, int]:
-    """Seconds until the data and the first batch are there, and peak bytes of the process: in all, and before."""
+    """Seconds until the first batch is there, by the clock and of the processor, and bytes: own and mapped, at most."""
     from jaxrlhf.config import PromptFile
     from jaxrlhf.data import Loader
     from jaxrlhf.data.sources import load_problems
     from jaxrlhf.data.tokenizer import load_tokenizer
 
     loaded = load_tokenizer(tokenizer)
-    before, begun = _peak_bytes(), time.perf_counter()
-    problems = load_problems(PromptFile(path), loaded, split="train", max_prompt_tokens=512).problems
-    seconds = time.perf_counter() - begun
-    Loader(problems, per_step=256, seed=0, fingerprint=problems.fingerprint).next()
-    return seconds, time.perf_counter() - begun, _peak_bytes(), before
+    with Resident() as resident:
+        begun, busy = time.perf_counter(), time.process_time()
+        problems = load_problems(PromptFile(path), loaded, split="train", max_prompt_tokens=512).problems
+        Loader(problems, per_step=256, seed=0, fingerprint=problems.fingerprint).next()
+        seconds, processor = time.perf_counter() - begun, time.process_time() - busy
+    return seconds, processor, *resident.peaks
 
 
-def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+class Resident:
+    """Resident memory of this process during a block, looked at ten times a second, over what it was before.
+
+    Attributes:
+      peaks: Most bytes of its own, and of mapped files.
+    """
+
+    def __enter__(self) -> "Resident":
+        self._before, self.peaks = self._now(), (0, 0)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.1):
+            self._note()
+        self._note()
+
+    def _note(self) -> None:
+        own, mapped = (now - before for now, before in zip(self._now(), self._before, strict=True))
+        self.peaks = max(self.peaks[0], own), max(self.peaks[1], mapped)
+
+    @staticmethod
+    def _now() -> tuple[int, int]:
+        lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        own, mapped = (int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
+        return own, mapped
 
 
 if __name__ == "__main__":

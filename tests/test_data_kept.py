@@ -1,11 +1,16 @@
 """Large files are tokenised once and mapped into memory; what changes them, or what they become, is noticed."""
 
+import gzip
 import os
+from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from test_data_mixtures import write
 
-from jaxrlhf.config import Mixture, PairFile, PromptFile, Source, StepFile
+from jaxrlhf.config import Mixture, PairFile, PromptFile, Refusal, Source, StepFile
+from jaxrlhf.data.records import read_rows
 from jaxrlhf.data.sources import load_problems
 from jaxrlhf.data.table import kept
 from jaxrlhf.data.tokenizer import embedded_tokenizer
@@ -85,8 +90,30 @@ def test_small_files_are_not_kept(folder, monkeypatch):
     assert not (folder / "kept").exists()
 
 
+def test_compressed_files_count_for_the_text_in_them(folder, monkeypatch):
+    plain, packed = write(folder / "a.jsonl", RECORDS * 20), folder / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(Path(plain).read_bytes()))
+    monkeypatch.setattr(kept, "LEAST_BYTES", packed.stat().st_size * 5)
+    assert load(PromptFile(str(packed))).kept is not None
+    monkeypatch.setattr(kept, "LEAST_BYTES", os.path.getsize(plain) + 1)
+    assert load(PromptFile(plain)).kept is None
+
+
 def test_what_cannot_be_read_leaves_nothing(folder):
     path = write(folder / "a.jsonl", [*RECORDS, {"prompt": 3}])
     with pytest.raises(ValueError, match="line 10"):
         load(PromptFile(path))
     assert folders(folder) == []
+
+
+def test_a_parquet_file_is_read_a_part_at_a_time(tmp_path):
+    path = tmp_path / "prompts.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS * 500), path, row_group_size=1000, compression="gzip")
+    damaged = bytearray(path.read_bytes())
+    start = pyarrow.parquet.ParquetFile(path).metadata.row_group(3).column(0).data_page_offset
+    damaged[start : start + 400] = bytes(400)
+    path.write_bytes(damaged)
+    rows = read_rows(path)
+    assert [row.record["answer"] for row, _ in zip(rows, RECORDS, strict=False)] == [2 * n for n in range(9)]
+    with pytest.raises(Refusal, match=r"prompts\.parquet: not a readable parquet file"):
+        list(rows)

@@ -134,13 +134,15 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
     try:
-        batches = pyarrow.parquet.read_table(path).to_batches(max_chunksize=4096)
+        with pyarrow.parquet.ParquetFile(path) as file:  # a part of it at a time is in memory
+            for batch in file.iter_batches(batch_size=1024):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield Row(f"{path}, row {number}", record, record, f"{path.absolute()}#{number}")
     except (pyarrow.ArrowException, OSError) as error:
         raise Refusal(f"{path}: not a readable parquet file ({error})") from error
-    records = (record for batch in batches for record in batch.to_pylist())
-    for number, record in enumerate(records, start=1):
-        yield Row(f"{path}, row {number}", record, record, f"{path.absolute()}#{number}")
 
 
 def record_at(path: str, number: int) -> Mapping[str, Any]:

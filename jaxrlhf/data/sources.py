@@ -157,7 +157,7 @@ def _tokenized(sources: Sequence[_SourceReading], split: Split, tokenized: Token
         tokenized.begin(source.name, as_text=getattr(source.data, "control_tokens", "parse") == "text")
         while chunk := list(islice(examples, _CHUNK)):
             tokenized.add(chunk)
-    total, kept = len(tokenized.lengths), len(tokenized.table)
+    total, kept = tokenized.lengths.records, len(tokenized.table)
     if total and not kept:
         raise Refusal(nothing_fits(tokenized.lengths, split, tokenized.limits))
     return Loaded(tokenized.table, total - kept, total + len(malformed), malformed, tokenized.spelled)

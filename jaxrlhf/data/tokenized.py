@@ -1,6 +1,7 @@
 """Problems of a split as they are tokenised: prompts in the chat template, solutions, and what does not fit."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -93,6 +94,26 @@ class RecordLengths(NamedTuple):
     answer: int
 
 
+@dataclass
+class LengthRange:
+    """Number of records so far, and the tokens of the shortest and the longest of their prompts and of their answers.
+
+    Attributes:
+      shortest, longest: Least and most of each; None without records.
+    """
+
+    records: int = 0
+    shortest: RecordLengths | None = None
+    longest: RecordLengths | None = None
+
+    def add(self, lengths: RecordLengths) -> None:
+        """Count another record."""
+        least, most = self.shortest or lengths, self.longest or lengths
+        self.shortest = RecordLengths(min(least.prompt, lengths.prompt), min(least.answer, lengths.answer))
+        self.longest = RecordLengths(max(most.prompt, lengths.prompt), max(most.answer, lengths.answer))
+        self.records += 1
+
+
 class Tokenized:
     """Problems of a split as they are tokenised: those that fit, and what to say of the others.
 
@@ -111,7 +132,7 @@ class Tokenized:
     ) -> None:
         self._reader, self._episodes = reader, episodes
         self.table = ProblemTable(folder)
-        self.lengths: list[RecordLengths] = []
+        self.lengths = LengthRange()
         self.spelled: list[str] = []
         self._tokenizer, self.limits, self._as_text = tokenizer, limits, False
         self._control = ControlTokens(tokenizer)
@@ -163,15 +184,16 @@ class Tokenized:
         steps: list[list[int]],
         images: tuple[Image, ...],
     ) -> None:
-        number, eos = len(self.lengths), self._tokenizer.eos_token_id
+        number, eos = self.lengths.records, self._tokenizer.eos_token_id
         solution, rejected = ((*ids, eos) if ids is not None else () for ids in (solution_ids, rejected_ids))
         mask: Sequence[bool] = ()
         if isinstance(example.solution, list):
             solution, mask = self._demonstrated(example)
         if example.steps is not None:
             solution = tuple(chain.from_iterable(steps))
-        self.lengths.append(RecordLengths(len(prompt_ids), max(len(solution), len(rejected))))
-        if not self.limits.allow(self.lengths[-1]):
+        lengths = RecordLengths(len(prompt_ids), max(len(solution), len(rejected)))
+        self.lengths.add(lengths)
+        if not self.limits.allow(lengths):
             return
         if self._reader is not None:
             images = placed(prompt_ids, images, self._reader.placeholders.token, place=example.place)
@@ -297,14 +319,14 @@ def _plain_text(example: SourceRecord) -> str:
     )
 
 
-def nothing_fits(lengths: Sequence[RecordLengths], split: Split, limits: TokenLimits) -> str:
-    message = f"all {len(lengths)} {split} problems are over the token limits: "
-    prompts = [length.prompt for length in lengths]
-    message += f"rollout.max_prompt_tokens={limits.prompt}, prompts have {min(prompts)} to {max(prompts)}"
+def nothing_fits(lengths: LengthRange, split: Split, limits: TokenLimits) -> str:
+    least, most = lengths.shortest, lengths.longest
+    assert least is not None and most is not None
+    message = f"all {lengths.records} {split} problems are over the token limits: "
+    message += f"rollout.max_prompt_tokens={limits.prompt}, prompts have {least.prompt} to {most.prompt}"
     if limits.answer is not None:
-        answers = [length.answer for length in lengths]
         message += (
             f"; rollout.max_response_tokens leaves {limits.answer} to a solution, "
-            f"solutions have {min(answers)} to {max(answers)}"
+            f"solutions have {least.answer} to {most.answer}"
         )
     return f"{message}; raise the limit until the longest fits, to keep all"

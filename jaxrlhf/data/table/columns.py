@@ -15,64 +15,81 @@ class Bytes:
     """Values of any length, first added one by one and then read in any order.
 
     Args:
-      path: File to keep them in; None is memory.
+      path: File to keep them in, beside one of where each ends; None is memory.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path, self._ends = path, array("q", [0])
-        self._file: IO[bytes] = io.BytesIO() if path is None else path.open("w+b")
-        self._read: np.ndarray | None = None
-
-    def __del__(self) -> None:
-        """Close the file of values that were never sealed, as when a later record cannot be read."""
-        if hasattr(self, "_file"):  # a folder that is gone has it opened nowhere
-            self._file.close()
+        self._files = [_Appended(file) for file in (path, path and path.with_suffix(_ENDS))]
+        self._count, self._end = 0, 0
+        self._files[1].add((0).to_bytes(8, "little"))
+        self._read: tuple[np.ndarray, np.ndarray] | None = None
 
     @classmethod
     def mapped(cls, path: Path) -> "Bytes":
         """The values that `seal` has kept in a file."""
         found = cls()
-        found._ends = array("q", path.with_suffix(_ENDS).read_bytes())
-        found._read = _map(path)
+        values, ends = _map(path), _map(path.with_suffix(_ENDS)).view(np.int64)
+        found._read, found._count = (values, ends), len(ends) - 1
         return found
 
     def append(self, value: bytes) -> None:
         """Add a value at the end."""
-        self._file.write(value)
-        self._ends.append(self._ends[-1] + len(value))
+        self._count, self._end = self._count + 1, self._end + len(value)
+        self._files[0].add(value)
+        self._files[1].add(self._end.to_bytes(8, "little"))
 
     def seal(self) -> None:
-        """End the adding; a file is then mapped, so that memory holds what is read of it."""
-        if self._read is not None:
-            return
-        if self._path is None:
-            assert isinstance(self._file, io.BytesIO)
-            kept = self._file.getvalue()
-            self._read = np.frombuffer(kept, np.uint8) if kept else np.zeros(0, np.uint8)
-            return
-        self._path.with_suffix(_ENDS).write_bytes(self._ends.tobytes())
-        self._file.close()
-        self._read = _map(self._path)
+        """End the adding; files are then mapped, so that memory holds what is read of them."""
+        if self._read is None:
+            values, ends = (file.sealed() for file in self._files)
+            self._read = values, ends.view(np.int64)
 
     def __len__(self) -> int:
-        return len(self._ends) - 1
+        return self._count
 
     def __getitem__(self, index: int) -> bytes:
         self.seal()
         assert self._read is not None
-        return self._read[self._ends[index] : self._ends[index + 1]].tobytes()
+        values, ends = self._read
+        return values[ends[index] : ends[index + 1]].tobytes()
 
     @property
     def sizes(self) -> np.ndarray:
         """Bytes of each value."""
-        return np.diff(np.frombuffer(self._ends, np.int64))
+        self.seal()
+        assert self._read is not None
+        return np.diff(self._read[1])
 
     def feed(self, take: Callable[[memoryview], object], *, unit: int) -> None:
         """Hand over the bytes of all values, and where they end in units of some bytes."""
         self.seal()
         assert self._read is not None
-        take(self._read.data)
-        take((np.frombuffer(self._ends, np.int64) // unit).data)
+        values, ends = self._read
+        take(values.data)
+        take((ends // unit).data)
+
+
+class _Appended:
+    """Bytes that are written one after another and then read at once: in memory, or in a file that is mapped."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file: IO[bytes] = io.BytesIO() if path is None else path.open("w+b")
+        self.add = self._file.write
+
+    def __del__(self) -> None:
+        """Close a file that was never sealed, as when a later record cannot be read."""
+        if hasattr(self, "_file"):  # a folder that is gone has it opened nowhere
+            self._file.close()
+
+    def sealed(self) -> np.ndarray:
+        """End the writing, and read."""
+        if self._path is None:
+            assert isinstance(self._file, io.BytesIO)
+            kept = self._file.getvalue()
+            return np.frombuffer(kept, np.uint8) if kept else np.zeros(0, np.uint8)
+        self._file.close()
+        return _map(self._path)
 
 
 class TokenLists:

@@ -1,6 +1,6 @@
 """Tokenised splits kept on disk, so that a large data set is read and tokenised once.
 
-A split is kept if its files are large (`LEAST_BYTES`), in a folder named after all that its tokens depend on: the
+A split is kept if its text is large (`LEAST_BYTES`), in a folder named after all that its tokens depend on: the
 settings of the data, its files with their sizes and times, the tokenizer and the limits. JAXRLHF_DATA_CACHE is where,
 instead of `jaxrlhf/data` under XDG_CACHE_HOME or `~/.cache`; `false` keeps nothing. Folders may be deleted at any time.
 """
@@ -22,7 +22,10 @@ from jaxrlhf.config.sources import HubFiles
 from jaxrlhf.data.hub import identity
 
 LEAST_BYTES = 16 * 2**20
-"""Size of a split's files, together, from which it is kept."""
+"""Size of a split's text, together, from which it is kept."""
+
+_PACKED = 8
+"""Bytes of text in a byte of a compressed file, roughly."""
 
 _VERSION = 2
 
@@ -42,7 +45,7 @@ def folder_of(
     files = [_files(data, split) for data, _ in sources]
     if any(of_source is None for of_source in files):
         return None
-    if sum(size for of_source in files if of_source for _, size, _ in of_source) < LEAST_BYTES:
+    if sum(_text_bytes(name, size) for of_source in files if of_source for name, size, _ in of_source) < LEAST_BYTES:
         return None
     described = [to_json(data) for data, _ in sources], [own for _, own in sources], files, split, further
     words = tokenizer.special_tokens_map, tokenizer.chat_template, type(tokenizer).__name__, _VERSION
@@ -61,6 +64,10 @@ def _files(data: DataSet, split: str) -> list[tuple[str, int, Any]] | None:
     if path is None or not path.is_file():
         return []
     return [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns)]
+
+
+def _text_bytes(name: str, size: int) -> int:
+    return size if name.endswith(".jsonl") else size * _PACKED
 
 
 def _place() -> Path | None:

@@ -149,7 +149,10 @@ class ProblemTable(Sequence[Problem]):
             digest.update(repr(self._answer(n)).encode())
             record = self._record(n)
             digest.update(record if isinstance(record, bytes) else repr(record).encode())
-        digest.update(repr([tuple(self._pair(n)) for n in range(len(self._columns["pairs"]))]).encode())
+        digest.update(b"[")
+        for n in range(len(self._columns["pairs"])):
+            digest.update((", " * (n > 0) + repr(tuple(self._pair(n)))).encode())
+        digest.update(b"]")
         if len(self._columns["steps"]):
             self._columns["steps"].feed(digest.update, unit=1)
         if any(name for _, name in self._sources):
