@@ -11,6 +11,13 @@ from typing import Any, Literal, get_args
 Message = Mapping[str, Any]
 """A message as chat templates read it: `role` and `content`, and `tool_calls`, `tool_call_id`, `name`."""
 
+Content = str | list[dict[str, Any]]
+"""Content of a message: a text, or parts, each a text or an image.
+
+Parts are `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`, an image of PIL, encoded bytes or a
+data URL; in records of episodes they are OpenAI's `{"type": "image_url", "image_url": {"url": ...}}`.
+"""
+
 ToolSchema = Mapping[str, Any]
 """JSON schema of a function, in OpenAI's form: `{"type": "function", "function": {"name", "description", ...}}`."""
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from jaxrlhf.config import Agent, Environment, Sampling, Tools
 from jaxrlhf.config.serving import SessionLimits
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.conversation import Conversation
+from jaxrlhf.conversations.images import with_sources
 from jaxrlhf.engine import Completion, Request
 from jaxrlhf.engine.service import EngineService
 from jaxrlhf.environments.pool import EnvironmentPool
@@ -181,8 +182,8 @@ class EpisodeRun:
         # The record's prompt was made with the tools of functions, and without those that a class brings along.
         made = isinstance(self.settings, Tools) or not opening.tools
         own = self.problem.prompt_tokens if made and not opening.messages and not opening.appended else None
-        *before, last = opening.messages or self.problem.messages
-        self._opening = [*before, {**last, "content": last["content"] + opening.appended}]
+        *before, last = opening.messages or with_sources(self.problem.messages, self.problem.images)
+        self._opening = [*before, {**last, "content": _appended(last["content"], opening.appended)}]
         conversation = Conversation(
             self.format,
             self._opening,
@@ -190,6 +191,7 @@ class EpisodeRun:
             history=self.settings.history,
             cut_turns=self.settings.cut_turns,
             prompt_tokens=own,
+            images=self.problem.images if own is not None else (),
         )
         tokens = len(conversation.prompt)
         if tokens > self.limits.max_prompt_tokens:
@@ -213,6 +215,8 @@ class EpisodeRun:
             max_tokens=max(1, min(limit for limit in wanted if limit is not None)),
             stop_tokens=self.limits.stop_tokens,
             keep=True,
+            images=conversation.images,
+            has_replies=bool(self._turns),
         )
         seed = _seed(self.seed, len(self._turns), 1)
         completion: Completion = await asyncio.wrap_future(self.service.submit(request, self.sampling, seed=seed))
@@ -253,8 +257,13 @@ class EpisodeRun:
         """Tell the policy what the environment said, as far as there is room."""
         if not observation.messages:
             raise EnvironmentFailure("wrong-type", "it said nothing, and did not say that the episode is done")
-        room = min(self._room(conversation) - 1, self.settings.observation_tokens)
+        left, most = self._room(conversation) - 1, self.settings.observation_tokens
+        room = min(left, most)
         inserted = conversation.observe(observation.messages, most_tokens=room) if room > 0 else 0
+        if not inserted and most < left and any(not isinstance(one["content"], str) for one in observation.messages):
+            raise EnvironmentFailure(
+                "output", f"its messages with images take more than observation_tokens={most}, and images are not cut"
+            )
         if not inserted or self._room(conversation) <= 0:
             raise EpisodeEnd("tokens_of_episode")
 
@@ -276,6 +285,13 @@ class EpisodeRun:
         if len(sequences) > 1:
             record = replace(record, forks={"template": len(sequences) - 1})
         return Finished(self.problem, self.episode, record, sequences, rewards, tuple(self._states))
+
+
+def _appended(content: Any, text: str) -> Any:
+    """A message's content with a text behind it."""
+    if isinstance(content, str) or not text:
+        return content + text if text else content
+    return [*content, {"type": "text", "text": text}]
 
 
 def _failed(failure: EnvironmentFailure) -> tuple[StopCause, str]:

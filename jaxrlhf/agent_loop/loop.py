@@ -82,7 +82,7 @@ class AgentLoop:
         """
         with EngineService(engine) as service, self._server(service, sampling) as sessions:
             finished = asyncio.run(self._run(service, sessions, problems, sampling, copies, seed, progress))
-        return to_episode_batch(finished, width=width)
+        return to_episode_batch(finished, width=width, sees=self.format.reader is not None)
 
     def go_on(
         self,
@@ -112,7 +112,7 @@ class AgentLoop:
         except BaseException:
             self._open = None
             raise
-        return to_episode_batch(finished, width=width)
+        return to_episode_batch(finished, width=width, sees=self.format.reader is not None)
 
     def close(self) -> None:
         """End the environments' processes."""

@@ -11,8 +11,12 @@ from jaxrlhf.conversations.conversation import TokenSequence
 from jaxrlhf.episode import TRUNCATIONS
 
 
-def to_episode_batch(finished: Sequence[Finished], *, width: int) -> EpisodeBatch:
-    """Sequences of episodes as left-aligned arrays of `width` columns, those of an episode one after another."""
+def to_episode_batch(finished: Sequence[Finished], *, width: int, sees: bool = False) -> EpisodeBatch:
+    """Sequences of episodes as left-aligned arrays of `width` columns, those of an episode one after another.
+
+    Args:
+      sees: The policy sees images, though these episodes may have none.
+    """
     rows = [(episode, sequence) for episode in finished for sequence in _sequences(episode, width)]
     count = len(rows)
     token_BT, mask_BT = np.zeros((count, width), np.int32), np.zeros((count, width), bool)
@@ -29,6 +33,10 @@ def to_episode_batch(finished: Sequence[Finished], *, width: int) -> EpisodeBatc
             places = np.flatnonzero(turn_BT[row] == turn)
             reward_BT[row, places[-1]] = episode.rewards[turn]
             anchor_BT[row, places] = anchors[turn]
+    images_B = np.empty(count, object) if sees else None
+    if images_B is not None:
+        for row, (_, sequence) in enumerate(rows):
+            images_B[row] = sequence.images
     record_E = np.empty(len(finished), object)
     record_E[:] = [episode.record for episode in finished]
     return EpisodeBatch(
@@ -38,6 +46,7 @@ def to_episode_batch(finished: Sequence[Finished], *, width: int) -> EpisodeBatc
                 np.array([len(sequence.tokens) for _, sequence in rows], np.int32),
                 mask_BT,
                 np.array([episode.problem.prompt_id for episode, _ in rows], np.int64),
+                images_B=images_B,
             ),
             sampler_logp_BT=logp_BT,
             truncated_B=np.array([episode.record.stop in TRUNCATIONS for episode, _ in rows]),
@@ -56,7 +65,8 @@ def _sequences(episode: Finished, width: int) -> Sequence[TokenSequence]:
         return episode.sequences
     prompt = episode.problem.prompt_tokens[:width]
     nothing = (0,) * len(prompt)
-    return [TokenSequence(prompt, nothing, (0.0,) * len(prompt), (-1,) * len(prompt), (-1,) * len(prompt))]
+    none = (-1,) * len(prompt)
+    return [TokenSequence(prompt, nothing, (0.0,) * len(prompt), none, none, episode.problem.images)]
 
 
 def _number(state: object) -> int:

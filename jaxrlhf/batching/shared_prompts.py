@@ -5,9 +5,13 @@ them. The last token before a response stays the response's own, so that the tok
 another always stands right before it.
 """
 
+from collections.abc import Sequence
+from itertools import zip_longest
+from math import inf
+
 import numpy as np
 
-from jaxrlhf.batch import Sequences
+from jaxrlhf.batch import Image, Sequences
 
 
 def shared_prefixes(sequences: Sequences) -> np.ndarray:
@@ -18,13 +22,23 @@ def shared_prefixes(sequences: Sequences) -> np.ndarray:
     token_BT, length_B = np.asarray(sequences.token_BT), np.asarray(sequences.length_B)
     mask_BT, prompt_id_B = np.asarray(sequences.mask_BT), np.asarray(sequences.prompt_id_B)
     first_B = np.where(mask_BT.any(axis=1), mask_BT.argmax(axis=1), length_B)
+    images_B = [()] * len(length_B) if sequences.images_B is None else sequences.images_B
     shared_B = np.zeros(len(length_B), np.int64)
     for members in groups_of(prompt_id_B):
         if len(members) > 1:
             most = max(int(first_B[members].min()) - 1, 0)
+            most = int(min(most, *(_alike(images_B[members[0]], images_B[member]) for member in members)))
             differs_T = (token_BT[members, :most] != token_BT[members[0], :most]).any(axis=0)
             shared_B[members] = differs_T.argmax() if differs_T.any() else most
     return shared_B
+
+
+def _alike(one: Sequence[Image], other: Sequence[Image]) -> float:
+    """Tokens at the start of two sequences in which they show the same images; placeholders alone do not tell."""
+    for a, b in zip_longest(one, other):
+        if a is None or b is None or (a.digest, a.start) != (b.digest, b.start):
+            return min(image.start for image in (a, b) if image is not None)
+    return inf
 
 
 def groups_of(prompt_id_B: np.ndarray) -> list[np.ndarray]:

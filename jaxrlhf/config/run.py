@@ -356,10 +356,6 @@ class Config(Settings):
             return
         algorithm = type(self.algorithm).__name__
         require(
-            not getattr(self.model, "vision", False),
-            "environment is given, and episodes take no images yet; choose a model that reads text, or drop it",
-        )
-        require(
             REWARD.name in self.roles or isinstance(self.algorithm, SFT),
             f"environment is given, and {algorithm} samples no responses; drop it",
         )
@@ -373,6 +369,11 @@ class Config(Settings):
             for one in choices(self.environment)
             if isinstance(one, Agent) or one.history == "as_templated"
         ]
+        require(
+            not (several and getattr(self.model, "vision", False)),
+            f"the model sees images, and {', '.join(several)} takes none: an agent program, or history='as_templated'; "
+            "choose a model that reads text, or an environment whose history is 'as_sampled'",
+        )
         require(
             not several or self.algorithm.takes_several_sequences,
             f"{', '.join(several)} may make several sequences of an episode, and {algorithm} weighs each sequence by "

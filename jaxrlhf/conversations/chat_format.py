@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrlhf.conversations.rendering import ChatTemplate, text_of
 from jaxrlhf.conversations.synthetic_chat import SyntheticChat
 from jaxrlhf.conversations.tool_calls import ReplyParser
+from jaxrlhf.data.images import ImageReader
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
 
@@ -20,13 +21,19 @@ class ChatFormat:
 
     Args:
       settings: Further variables of the chat template, such as `{"enable_thinking": False}`.
+      reader: Reads images of messages; None reads text alone.
 
     Raises:
       Refusal: The tokenizer has no chat template, or one that does not show replies.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, Any] | None = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: Mapping[str, Any] | None = None,
+        reader: ImageReader | None = None,
+    ) -> None:
+        self.tokenizer, self.reader = tokenizer, reader
         self.template = ChatTemplate(tokenizer, settings)
         self.synthetic = SyntheticChat(self.template)
         self.end_of_turn = self.synthetic.after_words.token
@@ -67,7 +74,12 @@ class ChatFormat:
         return self.template.encode(rewritten(self.template.render(given, tools, open_reply=True)), marked=spelled)
 
     def delta(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, ended_by: int | None
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        ended_by: int | None,
+        rewritten: Callable[[str], str] = lambda text: text,
     ) -> tuple[int, ...]:
         """Token ids that follow a sampled reply.
 
@@ -76,12 +88,13 @@ class ChatFormat:
 
         Args:
           ended_by: Last token of the reply if it is a stop token; None if the reply was cut.
+          rewritten: Function of the rendered text, as of `prompt`.
 
         Raises:
           EnvironmentFailure: The template refuses the messages.
         """
         given, spelled = self.template.as_text(self.told(messages))
-        text = self.synthetic.following(given, tools)
+        text = rewritten(self.synthetic.following(given, tools))
         ids = self.template.encode(text, marked=spelled)
         closing = self.synthetic.closing(given)
         if closing.token is None:  # the next header ends the turn: `<|user|>` of GLM

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
+from jaxrlhf.batch import Image
 from jaxrlhf.conversations.chat_format import ChatFormat
 from jaxrlhf.conversations.cutting import cut_to
+from jaxrlhf.conversations.images import marked, written
 from jaxrlhf.episode import Message, Reply, ToolSchema
 
 _OPENING_TOKENS = 16
@@ -21,6 +24,7 @@ class TokenSequence:
       logps: The engine's log-probabilities where the mask is 1, else 0.
       turn: Number of the reply where the mask is 1, from 0; else -1.
       version: Version of the weights that drew the token where the mask is 1, else -1.
+      images: Images that it shows, in their order; they have no entries for tokens.
     """
 
     tokens: tuple[int, ...]
@@ -28,6 +32,7 @@ class TokenSequence:
     logps: tuple[float, ...]
     turn: tuple[int, ...]
     version: tuple[int, ...]
+    images: tuple[Image, ...] = ()
 
 
 @dataclass
@@ -35,9 +40,15 @@ class _Stream:
     """A sequence that grows."""
 
     tokens: list[int]
+    images: tuple[Image, ...] = ()
     logps: dict[int, float] = field(default_factory=dict)
     turn: dict[int, int] = field(default_factory=dict)
     version: dict[int, int] = field(default_factory=dict)
+
+    def grow(self, tokens: tuple[int, ...], images: tuple[Image, ...]) -> None:
+        """Tokens, and the images among them, go behind all others."""
+        self.images += tuple(replace(image, start=len(self.tokens) + image.start) for image in images)
+        self.tokens += tokens
 
     def sequence(self) -> TokenSequence:
         places = range(len(self.tokens))
@@ -47,6 +58,7 @@ class _Stream:
             logps=tuple(self.logps.get(place, 0.0) for place in places),
             turn=tuple(self.turn.get(place, -1) for place in places),
             version=tuple(self.version.get(place, -1) for place in places),
+            images=self.images,
         )
 
 
@@ -64,9 +76,10 @@ class Conversation:
         what was said in another way.
       cut_turns: `close` ends a reply that was cut with an end of turn that is not trained on.
       prompt_tokens: The messages' tokens where they are known already.
+      images: Images among those.
 
     Raises:
-      EnvironmentFailure: The chat template refuses the messages.
+      EnvironmentFailure: The chat template refuses the messages, or an image is damaged.
     """
 
     def __init__(
@@ -78,18 +91,27 @@ class Conversation:
         history: Literal["as_sampled", "as_templated"] = "as_sampled",
         cut_turns: Literal["end", "close"] = "end",
         prompt_tokens: Sequence[int] | None = None,
+        images: tuple[Image, ...] = (),
     ) -> None:
-        self.format, self.tools, self.messages = format, tuple(tools), list(messages)
+        self.format, self.tools = format, tuple(tools)
+        self.messages, sources = marked(messages)
         self.replies: list[Reply] = []
         self._history, self._cut_turns = history, cut_turns
-        tokens = format.prompt(self.messages, self.tools) if prompt_tokens is None else prompt_tokens
-        self._streams = [_Stream(list(tokens))]
+        if prompt_tokens is None:
+            write = partial(format.prompt, tools=self.tools)
+            prompt_tokens, images = written(self.messages, sources, format.reader, write)
+        self._streams = [_Stream(list(prompt_tokens), images)]
         self._calls, self._reasoned = 0, False
 
     @property
     def prompt(self) -> tuple[int, ...]:
         """Token ids that the engine is given for the next reply."""
         return tuple(self._streams[-1].tokens)
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Images of `prompt`."""
+        return self._streams[-1].images
 
     def sampled(
         self, tokens: Sequence[int], logps: Sequence[float], version: int = 0, *, ended_by_text: bool = False
@@ -121,16 +143,17 @@ class Conversation:
     def observe(self, messages: Sequence[Message], *, most_tokens: int | None = None) -> int:
         """Insert what is said after a reply, up to the opening of the next one.
 
-        Inserted tokens have mask 0. Texts of too many tokens are cut, and say so.
+        Inserted tokens have mask 0. Texts of too many tokens are cut, and say so; beside images nothing is.
 
         Args:
           most_tokens: Tokens to insert, at most; None is no limit.
 
         Returns:
-          Tokens inserted; 0 if `most_tokens` is too few for the template's own, and the conversation is as before.
+          Tokens inserted; 0 if `most_tokens` is too few for the template's own, or for all beside images, and the
+          conversation is as before.
 
         Raises:
-          EnvironmentFailure: The chat template refuses the messages.
+          EnvironmentFailure: The chat template refuses the messages, or an image is damaged.
           ValueError: Nothing was said before them, or a reply that was cut must end the episode.
         """
         if not self.replies or self.messages[-1].get("role") != "assistant":
@@ -141,17 +164,21 @@ class Conversation:
         last = reply.tokens[-1:]
         ended_by = last[0] if last and last[0] in self.format.stop_tokens else None
 
-        def tokens_of(told: Sequence[Message]) -> tuple[int, ...]:
-            return self.format.delta(told, self.tools, ended_by=ended_by)
-
-        told, inserted = cut_to(self._addressed(messages), tokens_of, self.format.tokenizer, most_tokens)
+        tokens_of = partial(self.format.delta, tools=self.tools, ended_by=ended_by)
+        images: tuple[Image, ...] = ()
+        told, sources = marked(self._addressed(messages))
+        if sources:
+            inserted, images = written(told, sources, self.format.reader, tokens_of)
+            inserted = inserted if most_tokens is None or len(inserted) <= most_tokens else ()
+        else:
+            told, inserted = cut_to(told, tokens_of, self.format.tokenizer, most_tokens)
         if not inserted:
             return 0
         self.messages += told
         if self._history == "as_templated" and not self.format.keeps(told, reasoning=self._reasoned):
             self._follow(self.format.prompt(self.messages, self.tools))
         else:
-            self._streams[-1].tokens += inserted
+            self._streams[-1].grow(inserted, images)
         return len(inserted)
 
     def sequences(self) -> tuple[TokenSequence, ...]:

@@ -81,10 +81,10 @@ class ImageReader:
         """`[Q, C]` patches of an image, a square that becomes one feature after another."""
         found = self._patches.pop(image.digest, None)
         if found is None:
-            found, grid = self._processed(opened(image.source, place=image.source))
+            found, grid = self._processed(opened(image.source, place=f"{image.source:.60}"))
             if grid != image.grid:
                 raise Refusal(
-                    f"{image.source}: {grid} patches, and {image.grid} when prompts were made; it has changed"
+                    f"{image.source:.60}: {grid} patches, and {image.grid} when prompts were made; it has changed"
                 )
         self._patches[image.digest] = found
         if len(self._patches) > _KEPT:
@@ -180,7 +180,7 @@ def _content(value: Any, directory: Path, *, place: str) -> bytes | Path:
 
 @lru_cache(maxsize=64)
 def _pictures(sources: tuple[str, ...]) -> tuple[Any, ...]:
-    return tuple(opened(source, place=source) for source in sources)
+    return tuple(opened(source, place=f"{source:.60}") for source in sources)
 
 
 def with_pictures(record: Mapping[str, Any], images: Sequence[Image]) -> Mapping[str, Any]:

@@ -86,7 +86,8 @@ def check_request(
       vision: Tower of the model; None takes no images.
     """
     prompt = request.prompt_tokens
-    check_placeholders(prompt, request.images, vision, place=f"request {request.request_id}")
+    own = bool(request.has_replies or request.drawn)
+    check_placeholders(prompt, request.images, vision, place=f"request {request.request_id}", drawn=own)
     if request.drawn and not 0 < request.drawn < min(limit, len(prompt)):
         raise Refusal(
             f"drawn={request.drawn} of request {request.request_id}, with a prompt of {len(prompt)} tokens and a "

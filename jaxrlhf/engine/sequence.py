@@ -33,6 +33,7 @@ class Request:
       images: Images of the prompt; those of two prompts with equal tokens may differ.
       drawn: Last tokens of the prompt that are the response's own, drawn before: it goes on as if it had drawn them
         here, within the limits of the whole. Its completion has those that follow.
+      has_replies: The prompt has earlier replies, in which placeholders that the policy drew stand for no image.
     """
 
     request_id: int
@@ -43,6 +44,7 @@ class Request:
     keep: bool = False
     images: tuple[Image, ...] = ()
     drawn: int = 0
+    has_replies: bool = False
 
     @cached_property
     def prompt(self) -> tuple[int, ...]:

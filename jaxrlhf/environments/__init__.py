@@ -18,6 +18,8 @@ record's prompt, and `get_reward(self)`, which is optional.
 *An agent program* is a function `run(session, record)` that talks to `session.base_url` with `session.api_key` as to
 OpenAI's API and returns a score or None.
 
+Policies that see are shown pictures of PIL where a text is expected, or parts of a message (`Content`).
+
 The words (`Reply`, `Observation`, ...) are in `jaxrlhf.episode`. Processes of users' code import this room, so it loads
 nothing heavy.
 """

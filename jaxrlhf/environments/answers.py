@@ -1,14 +1,17 @@
 """Values that a user's code returns, as the run takes them: plain data of the right types, or why it is none."""
 
+import base64
+import io
 import json
 import math
 import numbers
 import re
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxrlhf.episode import EnvironmentFailure, Message, Observation, Opening, ToolSchema
+from jaxrlhf.episode import Content, EnvironmentFailure, Message, Observation, Opening, ToolSchema
 
 LARGEST_REWARD = 3.4028234663852886e38  # of float32
 SPEAKERS = ("user", "tool", "system")
@@ -40,15 +43,15 @@ class Size:
 
 
 def opening(value: Any, limit: int) -> Opening:
-    """The beginning that `reset` returned: an `Opening`, messages, the text of a user's message, or None.
+    """The beginning that `reset` returned: an `Opening`, messages, text or picture of a user's message, or None.
 
     Raises:
       EnvironmentFailure: It is none of these.
     """
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):  # as gymnasium's
         value = value[0]
-    if value is None or isinstance(value, str):
-        value = Opening([] if value is None else [{"role": "user", "content": value}])
+    if value is None or isinstance(value, str) or _is_picture(value):
+        value = Opening([] if value is None else _said(value))
     elif not isinstance(value, Opening) and _is_list(value):
         value = Opening(value)
     if not isinstance(value, Opening):
@@ -62,7 +65,7 @@ def opening(value: Any, limit: int) -> Opening:
 
 
 def observation(value: Any, limit: int) -> Observation:
-    """The answer that `step` returned: an `Observation`, a text, or a tuple as gymnasium's.
+    """The answer that `step` returned: an `Observation`, a text, a picture, or a tuple as gymnasium's.
 
     Raises:
       EnvironmentFailure: It is none of these, or its reward or a metric is not finite.
@@ -70,7 +73,7 @@ def observation(value: Any, limit: int) -> Observation:
     if isinstance(value, tuple) and len(value) in (3, 5):
         truncated = value[3] if len(value) == 5 else False
         value = Observation(_said(value[0]), value[1], done=value[2], truncated=truncated)
-    elif isinstance(value, str):
+    elif isinstance(value, str) or _is_picture(value):
         value = Observation(_said(value))
     if not isinstance(value, Observation):
         raise wrong("step returned", value, "an Observation, a text, or (text, reward, done)")
@@ -97,11 +100,12 @@ def messages(value: Any, speakers: Sequence[str], size: Size) -> list[Message]:
     """
     found: list[Message] = []
     for message in _list(value, "messages"):
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
-            raise wrong("a message is", message, "a mapping with a role and a text as its content")
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str | list | tuple):
+            raise wrong("a message is", message, "a mapping with a role, and a text or a list of parts as its content")
         if message.get("role") not in speakers:
             raise wrong("the role of a message is", message.get("role"), "one of " + ", ".join(speakers))
-        found.append(_plain(dict(message), size))
+        others = _plain({**message, "content": ""}, size)
+        found.append({**others, "content": _content(message["content"], size)})
     return found
 
 
@@ -128,12 +132,15 @@ def reward(value: Any) -> float | None:
     return None if value is None else number(value, "the final reward")
 
 
-def tool_text(value: Any, limit: int) -> str:
-    """Text that a tool's value is told in: itself, a number's, or JSON.
+def tool_content(value: Any, limit: int) -> Content:
+    """Content that a tool's value is told in: itself, a number's text, JSON, or parts with images.
 
     Raises:
       EnvironmentFailure: It is too long, or cannot be told.
     """
+    value = _as_parts(value)
+    if _is_list(value) and all(map(_is_part, value)) and any(part["type"] != "text" for part in value):
+        return _content(value, Size(limit))
     if isinstance(value, numbers.Number) and not isinstance(value, bool):
         value = str(value)
     elif not isinstance(value, str):
@@ -160,7 +167,54 @@ def wrong(what: str, value: Any, expected: str) -> EnvironmentFailure:
 
 
 def _said(text: Any) -> list[Message]:
-    return text if _is_list(text) else [{"role": "user", "content": text}]
+    return text if _is_list(text) else [{"role": "user", "content": _as_parts(text)}]
+
+
+def _is_picture(value: Any) -> bool:
+    """True for an image of PIL, which is not imported for values that are none."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
+def _as_parts(value: Any) -> Any:
+    """A picture as the parts of a content; anything else stays."""
+    return [{"type": "image", "image": value}] if _is_picture(value) else value
+
+
+def _is_part(value: Any) -> bool:
+    """True for a text or an image among the parts of a content."""
+    return isinstance(value, Mapping) and value.get("type") in ("text", "image", "image_url") and value["type"] in value
+
+
+def _content(value: Any, size: Size) -> Content:
+    """A text, or parts of which each is a text or the data URL of an image, as OpenAI has them."""
+    if isinstance(value, str):
+        return size.text(value)
+    parts: list[dict[str, Any]] = []
+    for part in value:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                parts.append({"type": "text", "text": size.text(text)})
+            case {"type": "image", "image": image} | {"type": "image_url", "image_url": {"url": image}}:
+                parts.append({"type": "image_url", "image_url": {"url": size.text(_data_url(image))}})
+            case _:
+                raise wrong(
+                    "a part of a content is", part, "a text, or an image: a picture of PIL, bytes or a data URL"
+                )
+    return parts
+
+
+def _data_url(image: Any) -> str:
+    """An image as a data URL; a picture becomes a PNG."""
+    if _is_picture(image):
+        stream = io.BytesIO()
+        image.save(stream, format="PNG")
+        image = stream.getvalue()
+    if isinstance(image, bytes):
+        return f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    if isinstance(image, str) and image.startswith("data:"):
+        return image
+    raise wrong("an image is", image, "a picture of PIL, encoded bytes or a data URL, as nothing is fetched")
 
 
 def _is_list(value: Any) -> bool:

@@ -36,7 +36,7 @@ from jaxrlhf.environments.protocol import (
     StepRequest,
     ToolAnswer,
 )
-from jaxrlhf.episode import EnvironmentFailure, Opening, Session, ToolCall
+from jaxrlhf.episode import Content, EnvironmentFailure, Opening, Session, ToolCall
 from jaxrlhf.processes.channel import Channel
 from jaxrlhf.processes.descendants import children
 from jaxrlhf.processes.guards import Builtins, Watchdog
@@ -163,7 +163,7 @@ class _Host:
                 began = time.monotonic()
                 try:
                     value = self._call(self._tool(request.episode, call), **call.arguments)
-                    self._told(number, began, answers.tool_text(value, self._output_bytes))
+                    self._told(number, began, answers.tool_content(value, self._output_bytes))
                 except BaseException as error:
                     self._told(number, began, self._failed(error))
         if waiting:
@@ -178,7 +178,7 @@ class _Host:
                 with self._builtins.kept(self._changed):
                     value = await self._in_time(self._tool(episode, call)(**call.arguments))
                 self._check_printed()
-                self._told(number, began, answers.tool_text(value, self._output_bytes))
+                self._told(number, began, answers.tool_content(value, self._output_bytes))
             except BaseException as error:
                 self._told(number, began, self._failed(error))
 
@@ -189,12 +189,12 @@ class _Host:
             return getattr(self._instances[episode], call.name)
         return self._code.functions[call.name]
 
-    def _told(self, number: int, began: float, answer: str | CodeFailure) -> None:
+    def _told(self, number: int, began: float, answer: Content | CodeFailure) -> None:
         seconds = time.monotonic() - began
-        if isinstance(answer, str):
-            self._send(ToolAnswer(number, answer, seconds))
-        else:
+        if isinstance(answer, CodeFailure):
             self._send(ToolAnswer(number, answers.told(answer.detail), seconds, answer.cause))
+        else:
+            self._send(ToolAnswer(number, answer, seconds))
 
     def _call(self, function: Callable[..., Any], *args: Any, **fields: Any) -> Any:
         """The value of a function of the user's, awaited if it is to be; builtins are put back after it."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrlhf.config.environments import Agent, Environment, Tools
-from jaxrlhf.episode import FailureCause, Observation, Opening, Reply, ToolCall, ToolSchema
+from jaxrlhf.episode import Content, FailureCause, Observation, Opening, Reply, ToolCall, ToolSchema
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class ToolAnswer:
     """Answer of a tool.
 
     Attributes:
-      text: For the policy; says what is wrong where the tool failed.
+      content: For the policy; says what is wrong where the tool failed.
     """
 
     number: int
-    text: str
+    content: Content
     seconds: float
     failure: FailureCause | None = None
 

@@ -49,7 +49,7 @@ class ToolTurn:
         """Answers of the calls in their order, then those to calls that could not be made."""
         said: list[Message] = []
         for number, call in enumerate(self._reply.calls):
-            message = {"role": "tool", "name": call.name, "content": self._answers[number].text}
+            message = {"role": "tool", "name": call.name, "content": self._answers[number].content}
             said.append(message | ({"tool_call_id": call.call_id} if call.call_id else {}))
         for malformed in self._reply.malformed:
             there = f"; the tools are {', '.join(self._tools)}" if self._tools else ""

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrlhf.batch import Array, RolloutBatch
+from jaxrlhf.conversations.images import as_text
 from jaxrlhf.dataflows.batches.episode_rows import starts_of
 from jaxrlhf.dataflows.batches.scored import ScoredRollout
 from jaxrlhf.dataflows.step import value_of
@@ -133,7 +134,8 @@ def _episode(record: EpisodeRecord) -> dict[str, Any]:
         }
         for turn in record.turns
     ]
-    return {"messages": record.messages, "turns": turns, "stop": record.stop, "failure": record.failure}
+    messages = [as_text(message, []) for message in record.messages]  # without what images are of
+    return {"messages": messages, "turns": turns, "stop": record.stop, "failure": record.failure}
 
 
 def _or_none(value: Any) -> float | None:

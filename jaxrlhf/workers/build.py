@@ -146,7 +146,7 @@ class Builder(PoolRoles):
             return None
         return AgentLoop(
             environment,
-            ChatFormat(self.tokenizer),
+            ChatFormat(self.tokenizer, reader=self.reader),
             EnvironmentPool(choices(environment), output=self._reward_output),
             rollout.max_prompt_tokens,
             rollout.max_response_tokens,

@@ -88,7 +88,7 @@ class Reward:
             [problem.prompt for problem in problems],
             [one.answer for one in episodes],
             [problem.answer for problem in problems],
-            [{**problem.record, "episode": _told(one)} for problem, one in zip(problems, episodes, strict=True)],
+            [{**_shown(problem), "episode": _told(one)} for problem, one in zip(problems, episodes, strict=True)],
             questions=[problem.question for problem in problems],
             sources=[problem.source for problem in problems],
             finished=[one.stop not in TRUNCATIONS for one in episodes],

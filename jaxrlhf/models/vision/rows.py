@@ -108,11 +108,14 @@ def corners_of(vision: Vision, place_Q2: np.ndarray, grid: tuple[int, int, int])
     return corner_Q4.astype(np.int32), share_Q4.astype(np.float32)
 
 
-def check_placeholders(tokens: Sequence[int], images: Sequence[Image], vision: Vision | None, *, place: str) -> None:
+def check_placeholders(
+    tokens: Sequence[int], images: Sequence[Image], vision: Vision | None, *, place: str, drawn: bool = False
+) -> None:
     """Raise `Refusal` unless a prompt has one placeholder for each feature of its images, and no other.
 
     Args:
       place: Words for where the prompt is from.
+      drawn: Some tokens were drawn by the policy, among them perhaps placeholders, which then stand for nothing.
     """
     if vision is None:
         if images:
@@ -127,10 +130,11 @@ def check_placeholders(tokens: Sequence[int], images: Sequence[Image], vision: V
         features = int(np.prod(image.grid)) // vision.merge**2
         if image.tokens != features or image.start + features > len(ids):
             raise Refusal(
-                f"{place}: {image.source} has {features} features and {image.tokens} tokens from token {image.start} "
-                f"of {len(ids)}; prompts with images are kept whole or left out, never cut"
+                f"{place}: {image.source:.60} has {features} features and {image.tokens} tokens from token "
+                f"{image.start} of {len(ids)}; prompts with images are kept whole or left out, never cut"
             )
-    if (told != (ids == vision.image_token)).any():
+    there = ids == vision.image_token
+    if (told & ~there if drawn else told != there).any():
         raise Refusal(
             f"{place}: {int((ids == vision.image_token).sum())} placeholders (token {vision.image_token}) and "
             f"{int(told.sum())} features of {len(images)} images; give an image for each placeholder in the text"

@@ -1,0 +1,96 @@
+"""Images in messages of an episode: parts of contents, and their places among the tokens."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from jaxrlhf.batch import Image
+from jaxrlhf.config import Refusal
+from jaxrlhf.data.image_prompts import in_place, referred
+from jaxrlhf.data.images import MARK, ImageReader, placed
+from jaxrlhf.episode import EnvironmentFailure, Message
+
+_MESSAGES = "the messages of an environment"
+
+
+class SeenTokens(NamedTuple):
+    """Tokens of messages, and where their images stand among them."""
+
+    tokens: tuple[int, ...]
+    images: tuple[Image, ...]
+
+
+def marked(messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
+    """The messages as text, with a `MARK` for each image; and where the images are.
+
+    Raises:
+      EnvironmentFailure: A part is neither a text nor an image, or a text beside images spells a mark.
+    """
+    sources: list[str] = []
+    told = [as_text(message, sources) for message in messages]
+    if sources and sum(str(message.get("content")).count(MARK) for message in told) != len(sources):
+        raise EnvironmentFailure("wrong-type", f"beside images a text must not spell {MARK}")
+    return told, sources
+
+
+def written(
+    told: Sequence[Message], sources: Sequence[str], reader: ImageReader | None, write: Callable[..., tuple[int, ...]]
+) -> SeenTokens:
+    """Tokens of marked messages.
+
+    Args:
+      write: Function of the messages, and of `rewritten` as of `ChatFormat.prompt`, to tokens.
+
+    Raises:
+      EnvironmentFailure: An image is damaged, nobody reads images, or the chat template does not show each of them.
+    """
+    if not sources:
+        return SeenTokens(write(told), ())
+    try:
+        images = referred(sources, reader, place=_MESSAGES)
+        assert reader is not None, "there are references to images"
+        tokens = write(told, rewritten=partial(_in_place, images=images, reader=reader))
+        return SeenTokens(tokens, placed(tokens, images, reader.placeholders.token, place=_MESSAGES))
+    except Refusal as refusal:
+        raise EnvironmentFailure("wrong-type", str(refusal)) from refusal
+
+
+def with_sources(messages: Sequence[Message], images: Sequence[Image]) -> list[dict[str, Any]]:
+    """Messages of a record, which have a `MARK` for each image, with parts in their places."""
+    left = iter(images)
+    return [{**message, "content": _parts(message["content"], left)} for message in messages]
+
+
+def _parts(text: str, left: Any) -> str | list[dict[str, Any]]:
+    before, *texts = text.split(MARK)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": before}]
+    for rest in texts:
+        parts += [{"type": "image_url", "image_url": {"url": next(left).source}}, {"type": "text", "text": rest}]
+    return [part for part in parts if part.get("text") != ""] if texts else text
+
+
+def as_text(message: Message, sources: list[str]) -> Message:
+    """A message as text, with a `MARK` for each image; where they are is put behind `sources`."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    text = ""
+    for part in content:
+        match part:
+            case {"type": "text", "text": str(words)}:
+                text += words
+            case {"type": "image_url", "image_url": {"url": str(url)}}:
+                text += MARK
+                sources.append(url)
+            case _:
+                raise EnvironmentFailure("wrong-type", f"a part of a message is {part!r:.80}, no text and no image")
+    return {**message, "content": text}
+
+
+def _in_place(text: str, *, images: Sequence[Image], reader: ImageReader) -> str:
+    """A rendered text with what stands for images."""
+    if (found := text.count(MARK)) != len(images):
+        raise EnvironmentFailure(
+            "wrong-type", f"the chat template writes {found} of the {len(images)} images of these messages"
+        )
+    return in_place(text, images=images, reader=reader)

@@ -1,0 +1,255 @@
+"""Episodes whose environments show pictures: what is drawn of them is what training computes."""
+
+import base64
+import functools
+import io
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import PIL.Image
+import pytest
+import seeing_environments
+from tiny_models import drawn
+from tiny_runs import records
+
+import jaxrlhf
+from jaxrlhf import models
+from jaxrlhf.agent_loop import AgentLoop
+from jaxrlhf.batch import Image, Problem, Sequences
+from jaxrlhf.batching.packing import Packing
+from jaxrlhf.batching.shared_prompts import shared_prefixes
+from jaxrlhf.config import Agent, Environment, Evaluation, Refusal, Rollout, Sampling, Shapes, Tools
+from jaxrlhf.config import load as load_configuration
+from jaxrlhf.conversations.chat_format import ChatFormat
+from jaxrlhf.conversations.conversation import Conversation
+from jaxrlhf.conversations.images import marked, with_sources, written
+from jaxrlhf.data.sources import load_problems
+from jaxrlhf.engine import Engine, Request
+from jaxrlhf.environments.pool import EnvironmentPool
+from jaxrlhf.episode import EnvironmentFailure, Reply, ToolCall
+from jaxrlhf.models import model_config, tokenizer_of
+from jaxrlhf.models.vision.reader import image_reader
+from jaxrlhf.sharding.mesh import SLOT_AXES, mesh_of
+
+PROMPT, RESPONSE, TURNS = 32, 128, 3
+SHOWS = Environment(
+    factory="seeing_environments:Shows", max_turns=8, turn_tokens=5, cut_turns="close", observation_tokens=48
+)
+
+
+SHOWS_ONE = replace(SHOWS, factory="seeing_environments:ShowsOne", max_turns=2)
+
+
+def small_model():
+    """A model of one layer, with a tower of one."""
+    small = load_configuration("grpo_shapes").model
+    small = replace(small, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8)
+    return replace(small, vision=replace(small.vision, hidden_size=16, intermediate_size=16, num_layers=1))
+
+
+@functools.cache
+def parts():
+    """A tiny policy that sees: its shape, tokenizer and reader, and an engine that has its weights."""
+    config = replace(load_configuration("grpo_shapes"), model=small_model())
+    tokenizer = tokenizer_of(config)
+    shape = model_config(config.model, tokenizer)
+    reader = image_reader(config, shape, tokenizer)
+    params = drawn(shape)
+    engine = Engine(
+        shape,
+        mesh_of({}, jax.devices()[:1]),
+        slots=4,
+        max_prompt_tokens=PROMPT,
+        max_response_tokens=RESPONSE,
+        stop_tokens=(tokenizer.eos_token_id,),
+        decode_tokens_per_dispatch=4,
+        pixels=reader.patches,
+        slot_axes=SLOT_AXES,
+        kv_head_axis="tensor",
+    )
+    engine.load(jax.device_put(params, jax.devices()[0]), version=1)
+    return shape, tokenizer, reader, params, engine
+
+
+def run(settings, problems, *, copies=2):
+    _, tokenizer, reader, _, engine = parts()
+    with EnvironmentPool((settings,)) as pool:
+        loop = AgentLoop(settings, ChatFormat(tokenizer, reader=reader), pool, PROMPT, RESPONSE)
+        return loop.run(engine, problems, Sampling(), copies=copies, seed=5, width=PROMPT + RESPONSE)
+
+
+def problem(number, **record):
+    return Problem(number, "", (5,), record={"turns": TURNS, **record}, messages=[{"role": "user", "content": "?"}])
+
+
+def with_picture(number):
+    """A problem whose prompt shows a picture."""
+    _, tokenizer, reader, _, _ = parts()
+    data = Shapes(train_problems=1)
+    (one,) = load_problems(data, tokenizer, split="train", max_prompt_tokens=PROMPT, reader=reader).problems
+    return replace(one, prompt_id=number, record={"turns": TURNS, "own": True})
+
+
+def logp_of(sequences):
+    """Log-probabilities as training computes them, of rows in which prompts are shared."""
+    shape, _, reader, params, _ = parts()
+    packing = Packing(sequences, rows=2, row_tokens=4 * (PROMPT + RESPONSE), vision=shape.vision, pixels=reader.patches)
+
+    @jax.jit
+    def compute(params, rows):
+        tokens = rows.token_RW, rows.position_RW, rows.segment_RW
+        output = models.hidden_states(params, shape, *tokens, shared_prefix=rows.shared_prefix, images=rows.images)
+        return models.token_logp(params, shape, output.hidden_RWD, rows.token_RW, rows.mask_RW).logp
+
+    rows = [compute(params, jax.tree.map(jnp.asarray, part)) for part in packing.rows()]
+    return packing.unpack(np.stack(rows))
+
+
+@functools.cache
+def played():
+    return run(SHOWS, [problem(0), with_picture(1)])
+
+
+def test_every_turn_sees_the_pictures_before_it():
+    """Of the environment's reset and steps, and of the record's prompt."""
+    batch = played()
+    sequences = batch.rollout.sequences
+    assert [record.stop for record in batch.record_E] == ["done"] * 4
+    assert [len(images) for images in sequences.images_B] == [TURNS] * 4
+    mask_BT, token = sequences.mask_BT, parts()[2].placeholders.token
+    for row, images in enumerate(sequences.images_B):
+        places = [place for one in images for place in range(one.start, one.start + one.tokens)]
+        there = (sequences.token_BT[row] == token) & ~mask_BT[row]
+        assert np.flatnonzero(there).tolist() == places
+    np.testing.assert_allclose(logp_of(sequences)[mask_BT], batch.rollout.sampler_logp_BT[mask_BT], atol=1e-4)
+
+
+def test_other_pictures_make_other_probabilities():
+    """Pictures of later turns as well as those of the prompt."""
+    sequences = played().rollout.sequences
+    for place in range(TURNS):
+        images_B = np.empty(4, object)
+        for row, images in enumerate(sequences.images_B):
+            other = seeing_environments.picture("other", row, size=tuple(14 * n // 2 for n in images[place].grid[1:]))
+            stream = io.BytesIO()
+            other.save(stream, "PNG")
+            url = "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+            new = parts()[2].refer(url, place="here")
+            assert new.grid == images[place].grid
+            images_B[row] = tuple(replace(new, start=one.start) if n == place else one for n, one in enumerate(images))
+        changed_BT = np.abs(logp_of(replace(sequences, images_B=images_B)) - played().rollout.sampler_logp_BT)
+        for row, images in enumerate(sequences.images_B):
+            own_T, start = sequences.mask_BT[row], images[place].start
+            assert changed_BT[row][own_T & (np.arange(len(own_T)) > start)].max() > 1e-3
+            assert changed_BT[row][own_T & (np.arange(len(own_T)) < start)].max(initial=0) < 1e-4
+
+
+def test_a_prompt_of_a_record_is_the_same_where_an_environment_adds_to_it():
+    _, tokenizer, reader, _, _ = parts()
+    one = with_picture(0)
+    begun = Conversation(ChatFormat(tokenizer, reader=reader), with_sources(one.messages, one.images))
+    assert (begun.prompt, begun.images) == (one.prompt_tokens, one.images)
+
+
+def test_prompts_with_other_pictures_are_not_shared():
+    """Though their tokens are the same."""
+    token_BT = np.array([[1, 2, 9, 9, 3, 4, 5]] * 3)
+    mask_BT = np.array([[0, 0, 0, 0, 0, 0, 1]] * 3, bool)
+    images_B = np.empty(3, object)
+    for row, digest in enumerate("aab"):
+        images_B[row] = (Image("here", digest, (1, 2, 4), 2, 2),)
+    sequences = Sequences(token_BT, np.full(3, 7), mask_BT, np.zeros(3, np.int64))
+    assert shared_prefixes(sequences).tolist() == [5, 5, 5]
+    assert shared_prefixes(replace(sequences, images_B=images_B)).tolist() == [2, 2, 2]
+    images_B[2] = images_B[0]
+    assert shared_prefixes(replace(sequences, images_B=images_B)).tolist() == [5, 5, 5]
+    images_B[2] = ()
+    assert shared_prefixes(replace(sequences, images_B=images_B)).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [("Damaged", "no image"), ("TooLarge", "observation_tokens=48")],
+)
+def test_pictures_that_cannot_be_shown_fail_the_episode(environment, said):
+    batch = run(replace(SHOWS, factory=f"seeing_environments:{environment}"), [problem(0)], copies=1)
+    (record,) = batch.record_E
+    assert record.stop == "environment_error" and said in record.failure
+
+
+def test_a_policy_that_reads_text_alone_is_shown_none():
+    told, sources = marked([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}])
+    with pytest.raises(EnvironmentFailure, match="vision tower"):
+        written(told, sources, None, lambda messages: ())
+
+
+def test_text_beside_pictures_spells_no_mark():
+    image = {"type": "image_url", "image_url": {"url": "data:x"}}
+    with pytest.raises(EnvironmentFailure, match="spell"):
+        marked([{"role": "user", "content": [image, {"type": "text", "text": "an <image>"}]}])
+
+
+def test_a_placeholder_that_the_policy_drew_stands_for_nothing():
+    """In an earlier reply; in a first prompt it is refused."""
+    _, _, reader, _, engine = parts()
+    one, token = with_picture(0), reader.placeholders.token
+    prompt = (*one.prompt_tokens, 7, token, 8)
+    with pytest.raises(Refusal):
+        engine.generate([Request(0, prompt, images=one.images)], Sampling(), seed=0)
+    asked = Request(0, prompt, images=one.images, has_replies=True, max_tokens=4)
+    (done,) = engine.generate([asked], Sampling(), seed=0)
+    tokens, count = (*prompt, *done.tokens), len(prompt)
+    mask_BT = np.arange(len(tokens))[None] >= count
+    images_B = np.empty(1, object)
+    images_B[0] = one.images
+    sequences = Sequences(
+        np.array([tokens]), np.array([len(tokens)]), mask_BT, np.zeros(1, np.int64), images_B=images_B
+    )
+    np.testing.assert_allclose(logp_of(sequences)[mask_BT], done.logps, atol=1e-4)
+
+
+@pytest.mark.parametrize("environment", [Agent(program="here:run"), replace(SHOWS, history="as_templated")])
+def test_episodes_of_several_sequences_take_no_pictures(environment):
+    with pytest.raises(Refusal):
+        replace(load_configuration("grpo_shapes"), environment=environment)
+
+
+def test_tools_answer_with_pictures():
+    tools = Tools(functions=("seeing_environments:draw", "seeing_environments:read"))
+    calls = tuple(ToolCall(name, {"text": "a"}, call_id=name) for name in ("draw", "read"))
+    with EnvironmentPool((tools,)) as pool:
+        pool.start(0, 0, {}, 0).result(60)
+        shown, read = pool.step(0, Reply("", "", calls=calls)).result(60).messages
+    (part,) = shown["content"]
+    encoded = part["image_url"]["url"].removeprefix("data:image/png;base64,")
+    seen = PIL.Image.open(io.BytesIO(base64.b64decode(encoded)))
+    assert seen.tobytes() == seeing_environments.picture("a").tobytes()
+    assert read["content"] == '[{"type": "text", "text": "a"}]', "what has no picture is told as before"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("programs", "undrawn")
+def test_a_policy_trains_on_what_it_was_shown(tmp_path):
+    shipped = load_configuration("grpo_shapes")
+    config = replace(
+        shipped,
+        algorithm=replace(shipped.algorithm, responses_per_update=4),
+        model=small_model(),
+        data=Shapes(train_problems=16, eval_problems=2),
+        cold_start=None,
+        environment=SHOWS_ONE,
+        rollout=Rollout(prompts_per_step=4, responses_per_prompt=2, max_prompt_tokens=PROMPT, max_response_tokens=64),
+        steps=2,
+        evaluation=Evaluation(every_steps=2),
+        devices=1,
+        workdir=str(tmp_path),
+    )
+    assert jaxrlhf.run(config).finished
+    metrics = records(tmp_path / "metrics.jsonl")
+    assert all(record["sampler/logp_gap_max"] < 1e-4 for record in metrics)
+    assert all(record["episode/turns_mean"] == 2 for record in metrics)
+    sample = records(tmp_path / "samples.jsonl")[0]
+    said = [message["content"] for message in sample["episode"]["messages"]]
+    assert said[0] == "<image>Look." and said[2] == "Now:<image>", "not what the pictures are of"
